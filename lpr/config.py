@@ -1,0 +1,157 @@
+"""What a user may decide, as frozen dataclasses that are validated once, here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+
+class InputError(ValueError):
+    """Something the user gave us cannot work; the message is one line and says what would."""
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise InputError(message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig:
+    """How a step's token tree is drafted and evaluated.
+
+    None of these fields can change which tokens come out, only how many steps it takes. The default sizes
+    are W, N and G of lookahead decoding for a 7B model (Fu et al. 2024) and the decoding length of trie drafts
+    (Zhao et al. 2024); the branch length is longer than theirs, which measured better (dev/LOG.md).
+    """
+
+    window_size: int = 15
+    """W: columns of the Jacobi window. 0 switches the window and its n-gram pool off."""
+    ngram_size: int = 5
+    """N: length of the n-grams that the window yields; the window has N-1 levels."""
+    guess_set_size: int = 15
+    """G: pooled n-grams, per first token, that may be verified in one step."""
+    trie_nodes: int = 64
+    """Node budget of drafts from the request's trie, the shared trie and recycled candidates. 0 switches them off."""
+    branch_length: int = 64
+    """Longest branch of a draft, in tokens below the root; a long copied passage is one long branch."""
+    num_candidates: int = 8
+    """k: most likely next tokens kept per evaluated node, recycled as drafts. 0 switches recycling off."""
+    trie_capacity: int = 1_000_000
+    """Tokens that the trie shared between requests remembers; the oldest outputs are forgotten first."""
+    max_batch_size: int = 8
+    """Sequences decoded in one step; further requests wait for a free slot."""
+    max_length: int | None = None
+    """Longest prompt plus output, in tokens. Default: the model's own limit, at most 4096."""
+    prefill_chunk: int = 512
+    """Longest pending chain evaluated in one step; a longer prompt takes several steps."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work, with the arithmetic in the message."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "max_length" and value is None:
+                continue
+            _require(
+                isinstance(value, int) and not isinstance(value, bool),
+                f"{field.name} must be a whole number, not {value!r}",
+            )
+        for name in ("window_size", "trie_nodes", "guess_set_size", "num_candidates"):
+            _require(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative")
+        for name in ("branch_length", "trie_capacity", "max_batch_size", "prefill_chunk"):
+            _require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
+        _require(
+            self.ngram_size >= 2,
+            f"ngram_size={self.ngram_size} must be at least 2: a window has ngram_size-1 levels",
+        )
+        _require(
+            self.window_size <= 4096 and self.ngram_size <= 64 and self.num_nodes <= 16384,
+            f"window_size={self.window_size}, ngram_size={self.ngram_size}, guess_set_size={self.guess_set_size}, "
+            f"trie_nodes={self.trie_nodes} make {self.num_nodes} nodes a step; the limit is 16384 "
+            "(window_size 4096, ngram_size 64)",
+        )
+        _require(self.num_candidates <= 64, f"num_candidates={self.num_candidates} must be at most 64")
+        _require(
+            self.max_length is None or self.max_length >= 2,
+            f"max_length={self.max_length} leaves no room for a prompt token and an output token",
+        )
+
+    @classmethod
+    def autoregressive(cls, **overrides: Any) -> DecodeConfig:
+        """Plain decoding, one token a step: no window and no trie."""
+        return cls(**{"window_size": 0, "trie_nodes": 0, **overrides})
+
+    def scaled(self, num_ranks: int) -> DecodeConfig:
+        """The same per rank for a tree that `num_ranks` ranks evaluate together: W, G and the trie's nodes grow."""
+        return replace(
+            self,
+            window_size=self.window_size * num_ranks,
+            guess_set_size=self.guess_set_size * num_ranks,
+            trie_nodes=self.trie_nodes * num_ranks,
+        )
+
+    @property
+    def max_branch(self) -> int:
+        """No node of a tree can be deeper than this."""
+        window = self.window_size + self.ngram_size - 3 if self.window_size else 0
+        return max(self.branch_length, window)
+
+    @property
+    def num_window_nodes(self) -> int:
+        """Nodes of a full Jacobi window without the root: W * (N-1) - 1."""
+        return max(0, self.window_size * (self.ngram_size - 1) - 1)
+
+    @property
+    def num_guess_nodes(self) -> int:
+        """Nodes of G pooled n-grams, whose first token is the root: G * (N-1)."""
+        return self.guess_set_size * (self.ngram_size - 1) if self.window_size else 0
+
+    @property
+    def num_recycled(self) -> int:
+        """Candidates that a step gathers per node: none where no draft would use them."""
+        return self.num_candidates if self.trie_nodes else 0
+
+    @property
+    def num_nodes(self) -> int:
+        """Most nodes that a step's tree may have, the root included."""
+        return 1 + self.num_window_nodes + self.num_guess_nodes + self.trie_nodes
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Which tokens a request wants: the only thing besides the model and the prompt that decides its text."""
+
+    max_new_tokens: int = 64
+    """Most tokens to emit."""
+    temperature: float = 0.0
+    """0 is greedy; above 0 the next token is sampled from softmax(logits / temperature)."""
+    top_k: int = 0
+    """Sample among the k most likely tokens. 0: no limit."""
+    top_p: float = 1.0
+    """Sample among the most likely tokens that together reach this probability. 1: no limit."""
+    min_p: float = 0.0
+    """Sample among tokens at least this times as likely as the most likely one. 0: no limit."""
+    seed: int = 0
+    """Key of the sampling noise: the same seed gives the same text."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the output; the text ends before the first of them."""
+    ignore_eos: bool = False
+    """Go on after an end-of-text token (for measurements)."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        _require(
+            isinstance(self.max_new_tokens, int) and self.max_new_tokens >= 1,
+            f"max_new_tokens={self.max_new_tokens} must be a whole number of at least 1",
+        )
+        _require(0.0 <= self.temperature < float("inf"), f"temperature={self.temperature} must be 0 (greedy) or above")
+        _require(
+            isinstance(self.top_k, int) and self.top_k >= 0,
+            f"top_k={self.top_k} must be 0 (off) or a whole number above",
+        )
+        _require(0.0 < self.top_p <= 1.0, f"top_p={self.top_p} must be in (0, 1]; 1 is off")
+        _require(0.0 <= self.min_p <= 1.0, f"min_p={self.min_p} must be in [0, 1]; 0 is off")
+        _require(isinstance(self.seed, int) and -(2**63) <= self.seed < 2**64, f"seed={self.seed} must fit in 64 bits")
+        _require(all(isinstance(s, str) and s for s in self.stop), f"stop={self.stop!r} must be non-empty strings")

@@ -1,0 +1,268 @@
+"""Best-first drafting: every source's evidence in one heap, ordered by path probability.
+
+The evidence for what follows a node is a list of *places* in known text whose left context agrees with the
+node's: places in the request's own trie, in the trie shared between requests, in pooled n-grams, or among
+recycled candidates. A child's probability is its share of the evidence's weight, where a part of the weight
+is kept back for tokens that the evidence does not know (the escape of PPM, Cleary and Witten 1984):
+
+    p(child) = p(node) * weight(child) / (weight(all) + novelty)
+
+A child inherits the places that led to it, one token further on, so a copied passage costs one step of an
+index per node. The escape is an entry of the same heap: when its turn comes, the next source is asked, in
+order of falling context (two tokens, one token, a context with one token replaced, none), and shares out
+the probability kept back. So the budget goes to depth where a long match is sure of itself and to breadth
+where it is not, and a source costs nothing until its turn comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from heapq import heappop, heappush
+from itertools import islice
+from typing import Any
+
+from lpr.config import DecodeConfig
+from lpr.core.pool import NGramPool
+from lpr.core.recycle import MAX_SCORE, CandidateTable, probability_of
+from lpr.core.tree import Source, TokenTree
+from lpr.core.trie import MAX_MATCH, Trie
+
+Place = tuple[float, Sequence[int], int, int]
+"""Weight, text, index of the next token in it (a negative token ends the text), source."""
+FindPlaces = Callable[[list[int], int], list[Place]]
+"""A source: the evidence for what follows a context, given the depth of the node that ends it."""
+Tried = Mapping[int, object]
+_NOTHING: Tried = {}
+
+# Measured on the first 50 ClassEval tasks of two models; the optimum is flat (see dev/LOG.md). POOL_MATCH and
+# RECYCLED_WEIGHT were measured with the bundled model: recorded completions hold no guesses of a model.
+GROWTH = 1.3
+"""Factor of a place's weight per matching token before it: 1.3^match."""
+NOVELTY = 5.0
+"""Weight kept back for tokens that the evidence does not know."""
+SHARED_TRUST = 0.4
+"""Weight of a place in the shared trie; one of the request itself has 1."""
+REPLACED_TRUST = 0.3
+"""Factor for places where the last token differs."""
+POOL_MATCH = 3
+"""A pooled n-gram weighs as much as a match of this length: the model itself guessed it nearby."""
+RECYCLED_WEIGHT = 128.0
+"""Weight that a token's recycled candidates share, each by its probability."""
+DELAY = 0.25
+"""Part of the escape's probability at which the next source is asked: about what its best child will get."""
+ROOT_PLACES, NODE_PLACES = 32, 8
+"""Places looked up per trie at the root, and at a node below it."""
+RECENT_TOKENS = 64
+"""Tokens of the request tried without any context, the most recent first: rank r has RECENT / (r + OFFSET)."""
+RECENT, OFFSET = 0.3, 4.0
+
+_WEIGHT = [GROWTH**length for length in range(MAX_MATCH + 1)]
+_NOVELTY = [NOVELTY / GROWTH**offset for offset in range(MAX_MATCH + 1)]
+_RECYCLED = [RECYCLED_WEIGHT * probability_of(score) for score in range(MAX_SCORE + 1)]
+_RECYCLED_SOURCE = int(Source.RECYCLED)
+_ESCAPE = -1
+_RECENT = -2
+
+
+class Drafter:
+    """What one sequence knows of its own future: fed committed tokens, asked for drafts.
+
+    Deterministic: the same observations, shared trie and table give the same tree on every rank.
+    """
+
+    def __init__(self, config: DecodeConfig, shared: Trie | None = None, table: CandidateTable | None = None) -> None:
+        """A drafter that reads, and does not write, the `shared` trie and the `table` of recycled candidates."""
+        self.config = config
+        self.pool = NGramPool(config.guess_set_size if config.window_size else 0)
+        self._own = Trie(config.trie_capacity)
+        self._tries = [(self._own, 1.0, int(Source.TRIE))]
+        if shared is not None:
+            self._tries.append((shared, SHARED_TRUST, int(Source.SHARED_TRIE)))
+        self._table = table
+        self._tail: list[int] = []
+        self._recent: dict[int, None] = {}  # in the order of last use
+        self._sources: list[FindPlaces] = [self._ngrams]
+        if config.trie_nodes:
+            self._sources = [self._two_tokens, self._one_token, self._one_replaced]
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Take in committed tokens in order, the prompt first."""
+        if self.config.trie_nodes:
+            self._own.extend(tokens)
+            recent = self._recent
+            for token in tokens:
+                recent.pop(token, None)
+                recent[token] = None
+        self._tail = [*self._tail, *tokens[-MAX_MATCH:]][-MAX_MATCH:]
+
+    def draft(self, tree: TokenTree, budget: int, max_depth: int | None = None) -> list[float]:
+        """Add up to `budget` nodes to `tree`, best first; return each node's estimated path probability.
+
+        The tree's root is the last observed token. A node that the tree already holds costs no budget. No
+        node is deeper than `config.branch_length` or `max_depth`. The list is [len(tree)], 1 at the root and
+        0 at nodes that no source proposed. A larger budget adds nodes and changes none.
+        """
+        deepest = self.config.branch_length if max_depth is None else min(self.config.branch_length, max_depth)
+        probabilities = [1.0] + [0.0] * (len(tree) - 1)
+        if deepest < 1 or budget < 1:
+            return probabilities
+        search = _Search(tree, self._sources, self._tail, list(islice(reversed(self._recent), RECENT_TOKENS)))
+        search.expand(0, 1.0, [], 0)
+        limit = len(tree) + budget
+        for node, probability, places, offset in search:
+            if node == len(probabilities):
+                probabilities.append(probability)
+            else:
+                probabilities[node] = probability
+            if len(tree) == limit:
+                break
+            if tree.depths[node] < deepest:
+                if places:
+                    search.expand(node, probability, places, offset)
+                else:
+                    search.ask_later(node, probability, 0, {})
+        return probabilities
+
+    # Sources: each returns the evidence for what follows `context`, the tokens up to and including a node.
+
+    def _two_tokens(self, context: list[int], depth: int) -> list[Place]:
+        """Where at least the last two tokens were seen, and, at the root, the pooled n-grams."""
+        places = [] if depth else self._ngrams(context, depth)
+        limit = NODE_PLACES if depth else ROOT_PLACES
+        for trie, trust, source in self._tries:
+            tokens = trie.tokens
+            for index, length in trie.match(context, limit):
+                places.append((trust * _WEIGHT[length], tokens, index, source))
+        return places
+
+    def _ngrams(self, context: list[int], depth: int) -> list[Place]:
+        """The pooled n-grams that start with the root."""
+        if depth:
+            return []
+        return [(_WEIGHT[POOL_MATCH], ngram, 1, int(Source.POOL)) for ngram in self.pool.get(context[-1])]
+
+    def _one_token(self, context: list[int], depth: int) -> list[Place]:
+        """Where the last token was seen, and its recycled candidates."""
+        last = context[-1]
+        places: list[Place] = []
+        for trie, trust, source in self._tries:
+            tokens, weight = trie.tokens, trust * GROWTH
+            for index in trie.match_last(last, NODE_PLACES):
+                places.append((weight, tokens, index, source))
+        if self._table is not None:
+            for token, score in self._table.get(last):
+                places.append((_RECYCLED[score], (token,), 0, _RECYCLED_SOURCE))
+        return places
+
+    def _one_replaced(self, context: list[int], depth: int) -> list[Place]:
+        """Where the tokens before the last were seen: text that goes on after one replaced token."""
+        before = context[:-1]
+        places: list[Place] = []
+        for trie, trust, source in self._tries:
+            tokens = trie.tokens
+            for index, length in trie.match(before, NODE_PLACES):
+                places.append((REPLACED_TRUST * trust * _WEIGHT[length - 1], tokens, index + 1, source))
+        return places
+
+
+class _Search:
+    """The heap of one draft; iterating adds the best node left and yields what led to it.
+
+    Heap entries are (-rank, serial number, node, token, payload, offset): a child to make of `node`, with its
+    evidence as payload, or an escape, whose payload is (next source or rank, probability kept back, tokens
+    that need no second trial).
+    """
+
+    def __init__(self, tree: TokenTree, sources: list[FindPlaces], tail: list[int], recent: list[int]) -> None:
+        self._tree = tree
+        self._sources = sources
+        self._tail = tail
+        self._recent = recent
+        self._heap: list[tuple[float, int, int, int, Any, int]] = []
+        self._serial = 0
+
+    def expand(
+        self, node: int, probability: float, places: list[Place], offset: int, order: int = 0, tried: Tried = _NOTHING
+    ) -> None:
+        """Offer the children of `node` by `places`, `offset` tokens on, or by the first source that knows any."""
+        heap, serial = self._heap, self._serial
+        while True:
+            rows: dict[int, list[Any]] = {}  # token -> [weight, places...]
+            total = 0.0
+            for place in places:
+                try:
+                    token = place[1][place[2] + offset]
+                except IndexError:
+                    continue
+                if token < 0:
+                    continue
+                weight = place[0]
+                total += weight
+                if token in tried:
+                    continue
+                row = rows.get(token)
+                if row is None:
+                    rows[token] = [weight, place]
+                else:
+                    row[0] += weight
+                    row.append(place)
+            if rows:
+                break
+            if order == len(self._sources):
+                self._try_recent(node, probability, 0, tried)
+                return
+            places, offset = self._sources[order](self._context(node), self._tree.depths[node]), 0
+            order += 1
+        novelty = _NOVELTY[offset] if offset < MAX_MATCH else _NOVELTY[MAX_MATCH]
+        scale = probability / (total + novelty)
+        for token, row in rows.items():
+            serial += 1
+            heappush(heap, (-scale * row[0], serial, node, token, row, offset + 1))
+        self._serial = serial
+        self.ask_later(node, scale * novelty, order, {**rows, **tried} if tried else rows)
+
+    def ask_later(self, node: int, kept: float, order: int, tried: Tried) -> None:
+        """Let the source number `order` share out the probability `kept` among children of `node`, in its turn."""
+        self._serial += 1
+        heappush(self._heap, (-DELAY * kept, self._serial, node, _ESCAPE, (order, kept, tried), 0))
+
+    def __iter__(self) -> Iterator[tuple[int, float, list[Place], int]]:
+        """Yield (node, path probability, evidence for its children, offset into it); no node twice."""
+        tree, heap = self._tree, self._heap
+        while heap:
+            rank, _, node, token, payload, offset = heappop(heap)
+            if token == _ESCAPE:
+                order, kept, tried = payload
+                self.expand(node, kept, [], 0, order, tried)
+                continue
+            places: list[Place] = []
+            source = int(Source.TRIE)
+            if token == _RECENT:
+                index, kept, tried = payload
+                token = self._recent[index]
+                self._try_recent(node, kept, index + 1, tried)
+            else:
+                places = payload
+                del places[0]  # the weight
+                source = places[0][3]
+            yield tree.add(node, token, source), -rank, places, offset
+
+    def _try_recent(self, node: int, kept: float, index: int, tried: Tried) -> None:
+        """Offer `node` the next recent token that has not been tried."""
+        recent = self._recent
+        while index < len(recent) and recent[index] in tried:
+            index += 1
+        if index < len(recent):
+            self._serial += 1
+            rank = -kept * RECENT / (index + OFFSET)
+            heappush(self._heap, (rank, self._serial, node, _RECENT, (index, kept, tried), 0))
+
+    def _context(self, node: int) -> list[int]:
+        """The last tokens up to and including `node`; enough of them for the longest match."""
+        tokens, parents = self._tree.tokens, self._tree.parents
+        path: list[int] = []
+        while node and len(path) < MAX_MATCH:
+            path.append(tokens[node])
+            node = parents[node]
+        path.reverse()
+        return self._tail + path

@@ -1,0 +1,47 @@
+"""The n-gram pool of lookahead decoding (Fu et al. 2024, section 3.2 and algorithm 2): one per request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class NGramPool:
+    """N-grams by their first token; the least recently used are dropped first."""
+
+    __slots__ = ("_rows", "guess_set_size", "max_keys")
+
+    def __init__(self, guess_set_size: int, max_keys: int = 4096) -> None:
+        """A pool of at most `guess_set_size` n-grams (G) for each of at most `max_keys` first tokens."""
+        self.guess_set_size = guess_set_size
+        self.max_keys = max_keys
+        # Dictionaries keep insertion order, so the last key is the newest, of the rows and within a row.
+        self._rows: dict[int, dict[tuple[int, ...], None]] = {}
+
+    def __len__(self) -> int:
+        """Number of n-grams held."""
+        return sum(map(len, self._rows.values()))
+
+    def add(self, ngram: Sequence[int]) -> None:
+        """Remember `ngram` (at least two tokens) as the newest of its first token."""
+        if self.guess_set_size < 1 or self.max_keys < 1:
+            return
+        key = ngram[0]
+        row = self._rows.pop(key, None)
+        if row is None:
+            row = {}
+            if len(self._rows) >= self.max_keys:
+                del self._rows[next(iter(self._rows))]
+        self._rows[key] = row
+        entry = tuple(ngram)
+        row.pop(entry, None)
+        row[entry] = None
+        if len(row) > self.guess_set_size:
+            del row[next(iter(row))]
+
+    def get(self, token: int) -> list[tuple[int, ...]]:
+        """The n-grams that start with `token`, the newest first; the token counts as used now."""
+        row = self._rows.pop(token, None)
+        if row is None:
+            return []
+        self._rows[token] = row
+        return list(reversed(row))
