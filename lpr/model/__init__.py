@@ -1,0 +1,1 @@
+"""The model layer: unmodified transformers causal LMs that evaluate token trees."""

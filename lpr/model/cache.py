@@ -1,0 +1,108 @@
+"""The preallocated K/V cache that trees are written to, and whose accepted rows are moved into place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache
+
+from lpr.model.attention import current_step
+
+
+class TreeCache(Cache):
+    """K/V of `num_slots` sequences; slot s owns the rows `[s * rows_per_slot, (s+1) * rows_per_slot)`.
+
+    Committed token j of a sequence lies in its slot's row j, entry i of the running step in row `num_cached + i`; the
+    last row of a slot is spare, for padding. Layers with equal shapes share one tensor
+    [2 * layers, rows, heads, dim], so a commit is one gather and one scatter for all of them.
+
+    Only what models call on a cache is overridden; there are no per-layer cache objects. Sliding layers keep all
+    rows, since a rolling buffer cannot take a rejected branch back; their mask hides what slid out of the window.
+    """
+
+    def __init__(self, num_slots: int, rows_per_slot: int) -> None:
+        """An empty cache; the tensors are made when the first forward shows the layers' shapes."""
+        super().__init__(layers=[])
+        self.num_slots = num_slots
+        self.rows_per_slot = rows_per_slot
+        self._pools: list[torch.Tensor] = []
+        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def allocate(self, like: TreeCache) -> None:
+        """Make the tensors at once, with the layer shapes of another cache of the same model."""
+        groups: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
+        for layer, pair in like._layers.items():
+            for side, tensor in enumerate(pair):
+                groups.setdefault((tensor.shape[1:], tensor.dtype, tensor.device), []).append((layer, side))
+        sides: dict[tuple[int, int], torch.Tensor] = {}
+        for (shape, dtype, device), members in groups.items():
+            size = (len(members), self.num_slots * self.rows_per_slot, *shape)
+            pool = torch.zeros(size, dtype=dtype, device=device)
+            self._pools.append(pool)
+            sides.update(zip(members, pool, strict=True))
+        self._layers = {layer: (sides[layer, 0], sides[layer, 1]) for layer in like._layers}
+
+    # What models call.
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the step's K and V [B, H, T, D]; return views [B, H, KV, D] of the slots' rows, without a copy."""
+        step = current_step()
+        assert step is not None, "a TreeCache works only inside step_scope"
+        if layer_idx not in self._layers:
+            self._add_layer(layer_idx, key_states, value_states)
+        pair = self._layers[layer_idx]
+        views = []
+        batch = key_states.shape[0]
+        for side, new in zip(pair, (key_states, value_states), strict=True):
+            side.index_copy_(0, step.write_rows, new.transpose(1, 2).flatten(0, 1))
+            slots = side.view(self.num_slots, self.rows_per_slot, *side.shape[1:])
+            slots = slots[step.first_slot : step.first_slot + batch, : step.num_kv]
+            views.append(slots.transpose(1, 2))
+        return views[0], views[1]
+
+    def _add_layer(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        rows = self.num_slots * self.rows_per_slot
+        pair = tuple(new.new_zeros(rows, new.shape[1], new.shape[3]) for new in (keys, values))
+        self._layers[layer] = (pair[0], pair[1])
+        self._pools.extend(side[None] for side in pair)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Committed length, for model code that asks; positions are always passed explicitly."""
+        step = current_step()
+        return step.length if step is not None else 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Number of visible cache rows and their offset."""
+        step = current_step()
+        return (step.num_kv if step is not None else query_length), 0
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        """Rows of a slot."""
+        return self.rows_per_slot
+
+    # What the runtime calls.
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy flat rows `sources` to flat rows `targets` in every layer; overlaps are safe (gather, then scatter)."""
+        if not sources:
+            return
+        device = self._pools[0].device
+        source, target = torch.tensor([sources, targets], device=device)
+        for pool in self._pools:
+            pool.index_copy_(1, target, pool.index_select(1, source))
+
+    def commit(self, slot: int, num_cached: int, entries: Sequence[int]) -> None:
+        """Keep the step's `entries` (indices into the slot's row of the step, in order) as the next committed rows."""
+        base = slot * self.rows_per_slot + num_cached
+        moves = [(base + entry, base + index) for index, entry in enumerate(entries) if entry != index]
+        self.move([source for source, _ in moves], [target for _, target in moves])
+
+    def move_slot(self, source: int, target: int, num_cached: int) -> None:
+        """Copy the committed rows of slot `source` over those of slot `target`."""
+        rows = self.rows_per_slot
+        for pool in self._pools:
+            pool[:, target * rows : target * rows + num_cached] = pool[:, source * rows : source * rows + num_cached]

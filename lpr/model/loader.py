@@ -1,0 +1,136 @@
+"""Loading a model, its tokenizer and its end-of-text tokens, with one clear line for everything that can be wrong."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from lpr.config import InputError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def bundled_model() -> str:
+    """Folder of the small code model that comes with lpr."""
+    return str(files("lpr") / "assets" / "bundled")
+
+
+@dataclass
+class Loaded:
+    """A model and what belongs to it."""
+
+    model: PreTrainedModel
+    tokenizer: Any | None
+    eos_token_ids: frozenset[int]
+    max_positions: int | None
+    """Longest sequence that the model's positions allow, if its config says so."""
+
+
+def choose_device(device: str | torch.device | None) -> torch.device:
+    """The given device, or the first GPU, or the CPU."""
+    try:
+        chosen = torch.device(device if device is not None else ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=chosen)
+    except (RuntimeError, AssertionError) as failure:
+        raise InputError(f"device {device!r} cannot be used: {str(failure).splitlines()[0]}") from failure
+    return chosen
+
+
+def choose_dtype(dtype: str | torch.dtype, device: torch.device) -> str | torch.dtype:
+    """`auto` is the checkpoint's own dtype on an accelerator and float32 on a CPU.
+
+    In half precision a logit's last bits depend on how many nodes share a forward, so near ties can fall otherwise
+    than in plain decoding; a CPU gains nothing from half precision that would be worth that.
+    """
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    if dtype not in DTYPES:
+        raise InputError(f"dtype {dtype!r} is none of auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def load(source: str, dtype: str | torch.dtype = "auto", device: str | torch.device | None = None) -> Loaded:
+    """Load the causal LM at `source`, a folder or a hub id; raises InputError with one line when that fails."""
+    where = choose_device(device)
+    transformers_logging.disable_progress_bar()
+    path = Path(source)
+    looks_local = path.is_absolute() or source.startswith((".", "~")) or source.count("/") != 1
+    if looks_local and not path.is_dir():
+        raise InputError(f"model folder {source!r} does not exist")
+    try:
+        config = AutoConfig.from_pretrained(source)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source, config=config, dtype=choose_dtype(dtype, where), output_loading_info=True
+        )
+        model, info = loaded
+    except Exception as failure:  # transformers raises dozens of types here; all mean that this is no usable model
+        raise InputError(f"cannot load a model from {source!r}: {_first_line(failure)}") from failure
+    absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+    if absent:  # transformers would go on with random numbers in their place
+        raise InputError(
+            f"the weights in {source!r} lack {len(absent)} tensors that the model needs, the first: {absent[0]}"
+        )
+    tokenizer = None
+    if not path.is_dir() or any(path.glob("tokenizer*")):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(source)
+        except Exception as failure:
+            raise InputError(f"cannot load the tokenizer of {source!r}: {_first_line(failure)}") from failure
+    return wrap(model.to(where), tokenizer)
+
+
+def wrap(model: PreTrainedModel, tokenizer: Any | None) -> Loaded:
+    """A model that is in memory already, with its tokenizer if it has one."""
+    generation = getattr(model, "generation_config", None)
+    eos = getattr(generation, "eos_token_id", None)
+    if eos is None:
+        eos = getattr(tokenizer, "eos_token_id", None)
+    ids = [eos] if isinstance(eos, int) else list(eos or [])
+    config = model.config.get_text_config(decoder=True)
+    limits = [getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "seq_length")]
+    known = [limit for limit in limits if isinstance(limit, int) and limit > 0]
+    return Loaded(model, tokenizer, frozenset(ids), known[0] if known else None)
+
+
+def _first_line(failure: Exception) -> str:
+    lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
+    return f"{type(failure).__name__}: {lines[0] if lines else 'no message'}"[:300]
+
+
+def digest(text: str) -> int:
+    """64-bit digest of a string, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def model_digest(model: PreTrainedModel) -> int:
+    """64-bit digest of a model's config and weights: two sums over every tensor's bits, taken on its device.
+
+    The second sum weighs each word by its place, so that exchanged values show as well as changed ones.
+    """
+    parts = [model.config.to_json_string()]
+    for name, tensor in model.state_dict().items():
+        words = tensor.detach().contiguous().view(torch.uint8).flatten()
+        total = places = 0
+        for piece in words.split(1 << 24):  # bounds the memory that the widened copy takes
+            place = torch.arange(piece.numel(), device=piece.device, dtype=torch.int64) % 65521 + 1
+            total += int(piece.sum(dtype=torch.int64))
+            places = places * 31 + int((piece * place).sum())
+        parts.append(f"{name} {tuple(tensor.shape)} {total} {places}")
+    return digest("\n".join(parts))
+
+
+def tokenizer_digest(tokenizer: Any | None) -> int:
+    """64-bit digest of a tokenizer's vocabulary and rules."""
+    if tokenizer is None:
+        return 0
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return digest(backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items())))

@@ -1,0 +1,142 @@
+"""Choosing next tokens: a deterministic function of (logits, seed, position), greedy and sampling alike.
+
+Sampling uses the Gumbel-max trick with noise from a counter-based generator keyed by (request seed, absolute
+position, token id): `argmax(processed_logits / temperature + gumbel)` is an exact sample of
+softmax(processed_logits / temperature), and no random state exists that a different number of steps, another batch or
+another rank could leave in a different place. So sampled text depends on the prompt, the parameters and the seed only,
+however it was drafted (DESIGN rule R4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from lpr.config import SamplingParams
+from lpr.core.recycle import MAX_SCORE, SCORE_STEPS
+
+_MASK32 = 0xFFFFFFFF
+# Multipliers of the 32-bit mixer "triple32" (C. Wellons, "Prospecting for hash functions", 2018): the lowest known
+# bias of a three-round integer hash. Below 2^32 times 2^32 an int64 product wraps, and its low 32 bits stay right.
+_ROUNDS = ((17, 0xED5AD4BB), (11, 0xAC4C1B51), (15, 0x31848BAB))
+
+
+def _mix32(x: torch.Tensor) -> torch.Tensor:
+    """Hash 32-bit values held in int64, elementwise; the same integers on every device."""
+    for shift, multiplier in _ROUNDS:
+        x = x ^ (x >> shift)
+        x = (x * multiplier) & _MASK32
+    return x ^ (x >> 14)
+
+
+def _mix32_number(x: int) -> int:
+    for shift, multiplier in _ROUNDS:
+        x ^= x >> shift
+        x = (x * multiplier) & _MASK32
+    return x ^ (x >> 14)
+
+
+def noise_key(seed: int, position: int) -> int:
+    """32-bit key of the noise at `position` (index of the token to be chosen) of a request with `seed`."""
+    low, high = seed & _MASK32, (seed >> 32) & _MASK32
+    return _mix32_number(_mix32_number(_mix32_number(low ^ 0x9E3779B9) ^ high) ^ (position & _MASK32))
+
+
+def gumbel(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel noise, float32, for int64 `keys` and token ids that broadcast against each other.
+
+    Two hash rounds with the key folded in between decorrelate the rows of neighbouring keys. With v uniform in (0, 1),
+    -log(v) is exponential; log1p keeps its small values, which decide the maximum, exact in float32.
+    """
+    bits = _mix32(_mix32(tokens ^ keys) ^ ((keys * 0x85EBCA6B) & _MASK32))
+    uniform = (bits.to(torch.float32) + 0.5) * 2.0**-32
+    return -torch.log(-torch.log1p(-uniform.clamp_max(1.0 - 2.0**-24)))
+
+
+@dataclass
+class Selection:
+    """Per result row, how its next token is chosen; made once a step on the host."""
+
+    keys: torch.Tensor
+    """[n] int64 noise keys."""
+    temperature: torch.Tensor
+    """[n] float32; 0 is greedy."""
+    top_k: torch.Tensor
+    """[n] int64; 0 is off."""
+    top_p: torch.Tensor
+    """[n] float32; 1 is off."""
+    min_p: torch.Tensor
+    """[n] float32; 0 is off."""
+    sampled: bool
+    """Is any row sampled at all?"""
+    filtered: bool
+    """Has any row a top-k, top-p or min-p limit?"""
+
+    @classmethod
+    def build(cls, requests: Sequence[tuple[SamplingParams, Sequence[int]]], device: torch.device) -> Selection:
+        """`requests` holds, per sequence in order, its parameters and the positions of the tokens to be chosen."""
+        counts = [len(positions) for _, positions in requests]
+        if not any(params.temperature > 0 for params, _ in requests):
+            nothing = torch.empty(0)  # greedy: the argmax of the logits asks for none of it
+            return cls(nothing, nothing, nothing, nothing, nothing, sampled=False, filtered=False)
+        keys = np.array(
+            [noise_key(params.seed, position) for params, positions in requests for position in positions], np.int64
+        )
+
+        def per_row(name: str, dtype: type) -> torch.Tensor:
+            values: np.ndarray = np.array([getattr(params, name) for params, _ in requests], dtype)
+            return torch.from_numpy(np.repeat(values, counts)).to(device)
+
+        return cls(
+            keys=torch.from_numpy(keys).to(device),
+            temperature=per_row("temperature", np.float32),
+            top_k=per_row("top_k", np.int64),
+            top_p=per_row("top_p", np.float32),
+            min_p=per_row("min_p", np.float32),
+            sampled=True,
+            filtered=any(p.temperature > 0 and (p.top_k or p.top_p < 1 or p.min_p) for p, _ in requests),
+        )
+
+
+def choose(logits: torch.Tensor, selection: Selection) -> torch.Tensor:
+    """The next token [n] int64 of every row of `logits` [n, V]: the argmax of processed, tempered, noised logits."""
+    scores = logits.float()
+    if selection.sampled:
+        warm = selection.temperature[:, None] > 0
+        scaled = scores / torch.where(warm, selection.temperature[:, None], torch.ones_like(scores[:, :1]))
+        if selection.filtered:
+            scaled = limit(scaled, selection)
+        # Rows at the same position (siblings in the tree) share their noise: hash the vocabulary once per position.
+        keys, row_of = torch.unique(selection.keys, return_inverse=True)
+        noise = gumbel(keys[:, None], torch.arange(scores.shape[1], device=scores.device)[None])
+        scores = torch.where(warm, scaled + noise[row_of], scores)
+    return scores.argmax(-1)
+
+
+def limit(scaled: torch.Tensor, selection: Selection) -> torch.Tensor:
+    """Apply top-k, then top-p, then min-p to tempered logits [n, V], in transformers' order; excluded: -inf."""
+    ordered, index = scaled.sort(-1, descending=True)
+    rank = torch.arange(scaled.shape[1], device=scaled.device)[None]
+    top_k = torch.where(selection.top_k > 0, selection.top_k, scaled.shape[1])[:, None]
+    kth = ordered.gather(1, (top_k - 1).clamp_max(scaled.shape[1] - 1))
+    keep = ordered >= kth  # ties with the k-th stay, as in transformers
+    ordered = ordered.masked_fill(~keep, float("-inf"))
+    probs = torch.softmax(ordered, -1)
+    before = probs.cumsum(-1) - probs
+    # Rounding takes the sum a little past 1, which must not cut a row without a limit.
+    keep &= (before < selection.top_p[:, None]) | (selection.top_p[:, None] >= 1) | (rank == 0)
+    probs = torch.softmax(ordered.masked_fill(~keep, float("-inf")), -1)
+    keep &= probs >= selection.min_p[:, None] * probs[:, :1]
+    allowed = torch.zeros_like(keep).scatter(1, index, keep)
+    return scaled.masked_fill(~allowed, float("-inf"))
+
+
+def candidates(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k most likely next tokens [n, k] of every row and their scores [n, k] (see SCORE_STEPS)."""
+    scores = logits.float()
+    top, tokens = scores.topk(min(k, scores.shape[1]), dim=-1)
+    log_probs = top - scores.logsumexp(-1, keepdim=True)
+    return tokens, (log_probs * -SCORE_STEPS).round().clamp(0, MAX_SCORE).to(torch.int64)
