@@ -1,0 +1,122 @@
+"""The world that torchrun started: the only module that reads its environment, and joins and leaves its groups."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from lpr.config import InputError
+from lpr.dist.comm import Comm, ProcessComm, SoloComm
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place among those that torchrun started."""
+
+    rank: int
+    size: int
+    local_rank: int
+    attempt: int
+    """How often torchrun has restarted the job."""
+    launched: bool
+    """Did torchrun (or another launcher with its environment) start this process?"""
+
+    @classmethod
+    def from_environment(cls) -> World:
+        """Read RANK, WORLD_SIZE, LOCAL_RANK and TORCHELASTIC_RESTART_COUNT; without them, a world of one."""
+        try:
+            return cls(
+                rank=int(os.environ.get("RANK", "0")),
+                size=int(os.environ.get("WORLD_SIZE", "1")),
+                local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+                attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+                launched="RANK" in os.environ and "MASTER_ADDR" in os.environ,
+            )
+        except ValueError as failure:
+            raise InputError(f"RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers: {failure}") from failure
+
+    def device(self, wanted: str | None) -> str | None:
+        """This rank's device: the given one, or the GPU of its local rank (ranks share GPUs if there are fewer)."""
+        if wanted is None and torch.cuda.is_available():
+            wanted = "cuda"
+        if wanted == "cuda" and self.launched:
+            return f"cuda:{self.local_rank % max(1, torch.cuda.device_count())}"
+        return wanted
+
+
+@contextlib.contextmanager
+def join(world: World, device: str | None, timeout: float) -> Iterator[Comm]:
+    """The `lp` axis of the world, for as long as the context lasts.
+
+    Every wait in it ends with an error after `timeout` seconds. NCCL serves GPUs that belong to one rank each, gloo
+    everything else. Raises InputError when the ranks cannot meet.
+    """
+    if world.size == 1:
+        yield SoloComm()
+        return
+    _die_with_launcher()
+    limit = timedelta(seconds=timeout)
+    on_gpu = device is not None and device.startswith("cuda")
+    shared_gpu = on_gpu and int(os.environ.get("LOCAL_WORLD_SIZE", world.size)) > torch.cuda.device_count()
+    nccl = on_gpu and not shared_gpu and dist.is_nccl_available()
+    if on_gpu:
+        torch.cuda.set_device(device)
+    try:
+        dist.init_process_group(
+            "nccl" if nccl else "gloo", store=_store(world, limit), rank=world.rank, world_size=world.size, timeout=limit
+        )
+    except (RuntimeError, ValueError) as failure:
+        first = str(failure).strip().splitlines()[0]
+        raise InputError(f"rank {world.rank} of {world.size} cannot join the others: {first}") from failure
+    try:
+        mesh = init_device_mesh("cuda" if nccl else "cpu", (world.size,), mesh_dim_names=("lp",))
+        group = mesh.get_group("lp")
+        # The time-out of init_process_group does not reach groups made later.
+        dist.distributed_c10d._set_pg_timeout(limit, group)
+        yield ProcessComm(group, torch.device(device if nccl and device is not None else "cpu"))
+        with contextlib.suppress(RuntimeError):  # a rank that has left with an error does not come
+            dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def _store(world: World, limit: timedelta) -> dist.Store:
+    """The rendezvous store, with keys of this attempt only.
+
+    torch 2.13 shares one store between restarts, so restarted gloo ranks would read the addresses of dead processes.
+    """
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    host, port = os.environ.get("MASTER_ADDR", "localhost"), os.environ.get("MASTER_PORT", "29500")
+    base = dist.TCPStore(
+        host, int(port), world.size, is_master=world.rank == 0 and not agent, timeout=limit, multi_tenant=True
+    )
+    return dist.PrefixStore(f"lpr-attempt-{world.attempt}", base)
+
+
+def _die_with_launcher() -> None:
+    """Ask Linux to end this process when its launcher dies: an orphan would wait for its peers until the time-out."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 = PR_SET_PDEATHSIG
+
+
+def leave(world: World, code: int) -> NoReturn:
+    """End the process with `code`.
+
+    Under a launcher at once: threads of destroyed groups can abort a process that is tearing down otherwise.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if world.size > 1:
+        os._exit(code)
+    sys.exit(code)

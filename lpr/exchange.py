@@ -1,0 +1,120 @@
+"""The payload of a step's one all-gather: a header, and the results of the nodes that a rank owns.
+
+Its size follows from the configuration alone (DESIGN rule R2), so ranks that disagree about anything still meet in the
+same collective, and the header tells them: it carries a digest of the replicated state, which must be equal on
+all ranks, and the length of a message that rank 0 wants to broadcast after the step (rule R3).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from lpr.config import DecodeConfig
+from lpr.core.partition import Shard
+from lpr.core.state import TreeResult
+from lpr.core.tree import TokenTree
+from lpr.dist.comm import Comm
+
+NUM_HEADER = 4
+"""Header words (int32): digest low, digest high, length of rank 0's message, and one spare."""
+
+
+class DesyncError(RuntimeError):
+    """The replicated state differs between ranks; the message names the ranks that differ."""
+
+
+class Exchange:
+    """Packs, gathers and unpacks the payloads of one rank, in a buffer made once."""
+
+    def __init__(self, config: DecodeConfig, comm: Comm, device: torch.device) -> None:
+        """The exchange of `comm`'s ranks under `config`, with payloads on `device`."""
+        self.config = config
+        self.comm = comm
+        self.capacity = owned_capacity(config, comm.size)
+        self.width = 1 + 2 * config.num_recycled
+        size = NUM_HEADER + config.max_batch_size * self.capacity * self.width
+        self._payload = torch.zeros(size, dtype=torch.int32, device=device)
+        self._header = np.zeros(NUM_HEADER, np.int32)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes that each rank contributes to a step."""
+        return self._payload.numel() * self._payload.element_size()
+
+    def gather(
+        self,
+        local: torch.Tensor | None,
+        trees: Sequence[TokenTree],
+        shards: Sequence[Sequence[Shard]],
+        digest: int,
+        message_length: int = 0,
+    ) -> tuple[list[TreeResult], int]:
+        """Share this rank's results; return every node's result per tree, and the length of rank 0's message.
+
+        `local` is int32 [entries, 1 + 2k], the results of this rank's shards one after the other, or None when there
+        are no trees. A node's result is its owner's on every rank, also on ranks that evaluated it as an ancestor
+        (rule R1). Raises DesyncError if a rank's digest differs.
+        """
+        self._header[:3] = (*_words(digest), message_length)
+        self._payload[:NUM_HEADER] = torch.from_numpy(self._header)
+        if local is not None:
+            self._pack(local, [split[self.comm.rank] for split in shards])
+        gathered = self.comm.gather(self._payload).numpy()
+        check_digests(gathered[:, :2])
+        return self._unpack(gathered[:, NUM_HEADER:], trees, shards), int(gathered[0, 2])
+
+    def _pack(self, local: torch.Tensor, mine: Sequence[Shard]) -> None:
+        table = self._payload[NUM_HEADER:].view(-1, self.capacity, self.width)
+        start = 0
+        for index, shard in enumerate(mine):
+            results = local[start : start + len(shard.nodes)]
+            start += len(shard.nodes)
+            if len(shard.owned) < len(shard.nodes):
+                entries = np.searchsorted(shard.nodes, shard.owned).astype(np.int64)
+                results = results[torch.from_numpy(entries).to(local.device)]
+            table[index, : len(shard.owned)] = results
+
+    def _unpack(
+        self, gathered: np.ndarray, trees: Sequence[TokenTree], shards: Sequence[Sequence[Shard]]
+    ) -> list[TreeResult]:
+        values = gathered.reshape(self.comm.size, self.config.max_batch_size, self.capacity, self.width)
+        k = self.config.num_recycled
+        results = []
+        for index, (tree, split) in enumerate(zip(trees, shards, strict=True)):
+            table = values[0, index, : len(tree)]
+            if len(split) > 1:
+                table = np.empty((len(tree), self.width), np.int32)
+                for rank, shard in enumerate(split):
+                    table[np.array(shard.owned, np.intp)] = values[rank, index, : len(shard.owned)]
+            results.append(TreeResult(table[:, 0].tolist(), table[:, 1 : 1 + k].tolist(), table[:, 1 + k :].tolist()))
+        return results
+
+
+def owned_capacity(config: DecodeConfig, num_ranks: int) -> int:
+    """Most nodes of one tree that a rank may own: an equal part, and slack as evaluated ancestors are not owned."""
+    if num_ranks == 1:
+        return config.num_nodes
+    return min(config.num_nodes, -(-config.num_nodes // num_ranks) + min(32, config.max_branch))
+
+
+def check_digests(digests: np.ndarray) -> None:
+    """Raise DesyncError if the rows of `digests` [ranks, 2] are not all equal; the majority counts as right."""
+    rows = [tuple(row) for row in digests.tolist()]
+    if len(set(rows)) == 1:
+        return
+    # Of equally frequent digests, Counter keeps the first seen: rank 0's.
+    agreed = Counter(rows).most_common(1)[0][0]
+    others = [rank for rank, row in enumerate(rows) if row != agreed]
+    raise DesyncError(
+        f"the replicated state of rank {', '.join(map(str, others))} differs from that of the other "
+        f"{len(rows) - len(others)} of {len(rows)} ranks: their drafts or tokens are not the same"
+    )
+
+
+def _words(digest: int) -> list[int]:
+    """A 64-bit digest as two signed 32-bit words."""
+    return [(word ^ 0x80000000) - 0x80000000 for word in (digest & 0xFFFFFFFF, digest >> 32)]
