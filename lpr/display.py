@@ -1,0 +1,74 @@
+"""What a person sees: text whose colours show the steps, and the table that compares runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+# Readable on dark and on light terminals; neighbouring steps never share one.
+STEP_STYLES = ("cyan", "magenta", "green", "yellow", "blue", "red")
+
+
+@dataclass
+class Run:
+    """One way to decode the same prompt, as the table shows it."""
+
+    name: str
+    num_steps: int
+    num_tokens: int
+    seconds: float
+    equal: bool | None
+    """Are the tokens those of plain decoding? None for plain decoding itself."""
+
+    @property
+    def tokens_per_step(self) -> float:
+        """S, the step compression."""
+        return self.num_tokens / max(1, self.num_steps)
+
+
+def show_stream(console: Console, prompt: str, pieces: Iterable[tuple[str, int]]) -> None:
+    """Print `prompt` and, as they come, `pieces` (text, number of tokens), one colour per step.
+
+    On a terminal a line below counts steps and tokens; elsewhere only the text is printed.
+    """
+    if not console.is_terminal:
+        console.print(prompt + "".join(text for text, _ in pieces), markup=False, highlight=False, soft_wrap=True)
+        return
+    text = Text(prompt, style="dim")
+    num_steps = num_tokens = 0
+    with Live(console=console, transient=True, refresh_per_second=12) as live:
+        for piece, count in pieces:
+            text.append(piece, style=STEP_STYLES[num_steps % len(STEP_STYLES)])
+            num_steps += 1
+            num_tokens += count
+            status = Text.assemble(
+                (f"{num_tokens / num_steps:.2f} tokens/step", "bold"), f"   {num_tokens} tokens in {num_steps} steps"
+            )
+            lines = text.wrap(console, console.width)[-max(4, console.height - 3) :]
+            live.update(Group(*lines, Text(), status))
+    console.print(text)
+
+
+def table_of(title: str, runs: Sequence[Run]) -> Table:
+    """Steps, tokens per step, seconds and equality of several runs."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    for name in ("steps", "tokens", "tokens/step", "seconds", "same tokens"):
+        table.add_column(name, justify="right")
+    for run in runs:
+        equal = "" if run.equal is None else ("yes" if run.equal else "NO")
+        style = {True: "green", False: "bold red", None: None}[run.equal]
+        table.add_row(
+            run.name,
+            str(run.num_steps),
+            str(run.num_tokens),
+            f"{run.tokens_per_step:.2f}",
+            f"{run.seconds:.2f}",
+            Text(equal, style=style or ""),
+        )
+    return table
