@@ -1,0 +1,1 @@
+"""Programs that measure lpr; each prints one JSON line last."""

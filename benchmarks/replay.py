@@ -1,0 +1,274 @@
+"""Replay recorded completions to measure drafting alone: `python -m benchmarks.replay --traces FILE.jsonl`.
+
+Greedy decoding emits the recorded completion whatever is drafted, so no model is needed to count its steps:
+the accepted path of each draft is walked along the recorded tokens, the next one is the bonus token. Prompt
+and completion are tokenised separately, without special tokens, because a model continues the tokens of its
+prompt. Recycled candidates and the Jacobi window need a model and are off here.
+
+Each line of a trace file is a JSON object with the strings `prompt` and `completion`. `--warm FILE` puts the
+completions of its tasks into the shared trie before the first task; the same file serves for both:
+
+    python -m benchmarks.replay --traces T.jsonl --last 50                              # cold
+    python -m benchmarks.replay --traces T.jsonl --last 50 --warm T.jsonl --warm-first 50  # warm
+
+Drafting waits for nothing, so it is timed by the processor time of its thread: other programs on the machine
+do not show in `draft_ms_per_step` (median) and `draft_ms_p99`.
+
+A completed task does not enter the shared trie unless `--learn` is given (an engine's shared trie learns
+every completed request, but then the result depends on the order and number of tasks).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from benchmarks.common import OneLineParser, whole
+from lpr.config import DecodeConfig, InputError
+from lpr.core.drafting import Drafter
+from lpr.core.tree import TokenTree
+from lpr.core.trie import Trie
+
+Encode = Callable[[str], list[int]]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One recorded request, in tokens."""
+
+    prompt: list[int]
+    completion: list[int]
+
+
+@dataclass
+class Tally:
+    """What a replay counted; `draft_ms` has one entry per step."""
+
+    num_steps: int = 0
+    num_tokens: int = 0
+    num_drafted: int = 0
+    draft_ms: list[float] = field(default_factory=list)
+
+
+def read_traces(path: str) -> list[tuple[str, str]]:
+    """The (prompt, completion) pairs of a trace file; raises InputError that names the line."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise InputError(f"cannot read {path}: {reason}") from error
+    pairs = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise InputError(f"{path}, line {number}: not JSON ({error})") from error
+        if not isinstance(row, dict) or not all(isinstance(row.get(k), str) for k in ("prompt", "completion")):
+            raise InputError(f"{path}, line {number}: needs the strings 'prompt' and 'completion'")
+        pairs.append((row["prompt"], row["completion"]))
+    if not pairs:
+        raise InputError(f"{path} holds no traces")
+    return pairs
+
+
+def default_tokenizer() -> str:
+    """Path of the 32k SentencePiece model that the `mistral_common` package ships."""
+    spec = find_spec("mistral_common")
+    for place in spec.submodule_search_locations or () if spec else ():
+        found = sorted((Path(place) / "data").glob("*.model.v3")) + sorted((Path(place) / "data").glob("*.model.v1"))
+        if found:
+            return str(found[0])
+    raise InputError("no default tokenizer: pip install mistral-common sentencepiece, or give --tokenizer")
+
+
+def load_tokenizer(name: str) -> Encode:
+    """An encoder without special tokens, of a SentencePiece file or of what AutoTokenizer takes."""
+    try:
+        if Path(name).is_file() and ".model" in Path(name).name:
+            from sentencepiece import SentencePieceProcessor
+
+            return SentencePieceProcessor(model_file=name).encode
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        return lambda text: tokenizer.encode(text, add_special_tokens=False)
+    except Exception as error:  # whatever the libraries raise, the user gave a name that does not load
+        raise InputError(f"cannot load tokenizer {name!r}: {str(error).strip().splitlines()[0]}") from error
+
+
+def select(pairs: list[tuple[str, str]], first: int | None, last: int | None) -> list[tuple[str, str]]:
+    """The first `first` of the pairs, or the last `last`, or all of them."""
+    if first is not None:
+        return pairs[:first]
+    return pairs if last is None else pairs[max(0, len(pairs) - last) :]
+
+
+def fill(trie: Trie, tasks: Sequence[Task], num_tokens: int) -> None:
+    """Put `num_tokens` tokens of perturbed text into `trie`: each round of the tasks permutes one token in eight.
+
+    That keeps the frequent contexts of real text, the long chains that a query must not walk to their end.
+    """
+    vocabulary = 1 + max(max(task.prompt + task.completion, default=0) for task in tasks)
+    added, pace = 0, 1
+    while added < num_tokens:
+        for task in tasks:
+            document = task.prompt + task.completion
+            document = [
+                token if (index * 2654435761 + pace * 40503) >> 7 & 7 else (token * 31 + pace) % vocabulary
+                for index, token in enumerate(document)
+            ][: num_tokens - added - 1]
+            trie.extend(document)
+            trie.end_document()
+            added += len(document) + 1
+            if added >= num_tokens:
+                break
+        pace += 1
+
+
+def replay_task(task: Task, config: DecodeConfig, shared: Trie, tally: Tally) -> None:
+    """Decode one recorded task step by step, adding to `tally`."""
+    drafter = Drafter(config, shared, None)
+    drafter.observe(task.prompt)
+    tokens, done = task.completion, 0
+    root = task.prompt[-1]
+    while done < len(tokens):
+        start = time.thread_time()
+        tree = TokenTree(root)
+        drafter.draft(tree, config.trie_nodes)
+        tally.draft_ms.append((time.thread_time() - start) * 1e3)
+        node: int | None = 0
+        emitted: list[int] = []
+        while node is not None and done + len(emitted) < len(tokens):
+            root = tokens[done + len(emitted)]
+            emitted.append(root)
+            node = tree.children[node].get(root)
+        drafter.observe(emitted)
+        done += len(emitted)
+        tally.num_steps += 1
+        tally.num_drafted += len(tree) - 1
+    tally.num_tokens += len(tokens)
+
+
+@contextmanager
+def progress(console: Console, total: int) -> Iterator[Callable[[], None]]:
+    """A progress bar on a terminal and nothing elsewhere; yields what advances it by one task."""
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
+        row = bar.add_task("replay", total=total)
+        yield lambda: bar.advance(row)
+
+
+def measure(options: argparse.Namespace, console: Console) -> dict[str, object]:
+    """Replay as the command line says; the facts and results of the JSON line."""
+    tokenizer = options.tokenizer or default_tokenizer()
+    traces = select(read_traces(options.traces), options.first, options.last)
+    warm = select(read_traces(options.warm), options.warm_first, options.warm_last) if options.warm else []
+    config = DecodeConfig(
+        window_size=0, trie_nodes=options.budget, branch_length=options.branch_length or max(1, options.budget)
+    )
+    encode = load_tokenizer(tokenizer)
+    tasks = [Task(encode(prompt), encode(completion)) for prompt, completion in traces]
+    tasks = [task for task in tasks if task.prompt and task.completion]
+    if not tasks:
+        raise InputError(f"{options.traces}: every prompt or completion is empty")
+    shared = Trie(max(config.trie_capacity, options.history_tokens))
+    fill(shared, tasks, options.history_tokens)
+    for _, completion in warm:
+        shared.extend(encode(completion))
+        shared.end_document()
+    warm_tokens = len(shared)
+    tally = Tally()
+    with progress(console, len(tasks)) as advance:
+        for task in tasks:
+            replay_task(task, config, shared, tally)
+            if options.learn:
+                shared.extend(task.completion)
+                shared.end_document()
+            advance()
+    ordered = sorted(tally.draft_ms)
+    return {
+        "tokens_per_step": round(tally.num_tokens / tally.num_steps, 4),
+        "drafted_per_step": round(tally.num_drafted / tally.num_steps, 2),
+        "draft_ms_per_step": round(statistics.median(ordered), 4),
+        "draft_ms_p99": round(ordered[min(len(ordered) - 1, math.ceil(0.99 * len(ordered)) - 1)], 4),
+        "setting": "warm" if warm or options.history_tokens else "cold",
+        "learn": options.learn,
+        "traces": options.traces,
+        "num_tasks": len(tasks),
+        "num_tokens": tally.num_tokens,
+        "num_steps": tally.num_steps,
+        "budget": options.budget,
+        "branch_length": config.branch_length,
+        "warm": options.warm,
+        "num_warm_tasks": len(warm),
+        "num_warm_tokens": warm_tokens,
+        "tokenizer": Path(tokenizer).name,
+    }
+
+
+def show(facts: dict[str, object], console: Console) -> None:
+    """The human's table: the ceiling first, then what was measured."""
+    table = Table(title=f"{Path(str(facts['traces'])).name}, {facts['setting']}, {facts['num_tasks']} tasks")
+    table.add_column("per step")
+    table.add_column("value", justify="right")
+    table.add_row("ceiling: every drafted token right", f"{int(str(facts['branch_length'])) + 1}")
+    table.add_row("tokens", f"{facts['tokens_per_step']:.2f}")
+    table.add_row("drafted nodes", f"{facts['drafted_per_step']:.1f} of {facts['budget']}")
+    table.add_row("drafting, median ms", f"{facts['draft_ms_per_step']:.3f}")
+    table.add_row("drafting, p99 ms", f"{facts['draft_ms_p99']:.3f}")
+    console.print(table)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = OneLineParser(prog="benchmarks.replay", description="Measure drafting on recorded completions.")
+    parser.add_argument("--traces", required=True, metavar="FILE", help="JSON lines with prompt and completion")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--first", type=whole, metavar="N", help="replay the first N tasks only")
+    which.add_argument("--last", type=whole, metavar="N", help="replay the last N tasks only")
+    parser.add_argument("--warm", metavar="FILE", help="trace file whose completions are known before the first task")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--warm-first", type=whole, metavar="N", help="know only the first N tasks of --warm")
+    which.add_argument("--warm-last", type=whole, metavar="N", help="know only the last N tasks of --warm")
+    parser.add_argument("--learn", action="store_true", help="each replayed completion enters the shared trie")
+    parser.add_argument("--budget", type=whole, default=64, metavar="N", help="node budget of a step (default 64)")
+    parser.add_argument("--branch-length", type=whole, metavar="N", help="deepest node (default: the budget)")
+    parser.add_argument("--tokenizer", metavar="T", help="SentencePiece .model file, or name or path for AutoTokenizer")
+    parser.add_argument(
+        "--history-tokens", type=whole, default=0, metavar="N",
+        help="pre-fill the shared trie with N tokens of perturbed text, to time queries",
+    )  # fmt: skip
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    console = Console(stderr=True)
+    try:
+        facts = measure(options, console)
+    except InputError as error:
+        print(f"benchmarks.replay: {error}", file=sys.stderr)
+        return 2
+    show(facts, console)
+    print(json.dumps(facts))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

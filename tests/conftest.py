@@ -1,0 +1,55 @@
+"""Tiny random models: real transformers classes, fp32, made on the spot."""
+
+from __future__ import annotations
+
+import os
+
+# Tiny matrices gain nothing from a second thread, and ranks that are threads or processes would fight for the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from lpr.core.state import SequenceState
+from lpr.core.tree import TokenTree
+
+
+def tiny_model(model_type: str = "llama", seed: int = 0, spread: float = 0.15, **overrides: object) -> PreTrainedModel:
+    """A random model of `model_type` whose attention and logits are far from uniform."""
+    sizes = {
+        "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+        "bos_token_id": 1, "eos_token_id": None, "pad_token_id": None,
+    }  # fmt: skip
+    config = AutoConfig.for_model(model_type, **{**sizes, **overrides})
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" not in name and weight.dim() > 1:
+                weight.normal_(0, spread)
+    model.generation_config.eos_token_id = overrides.get("eos_token_id")
+    return model
+
+
+@pytest.fixture(autouse=True)
+def verified_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tree that any test drafts holds the specification of a token tree."""
+    build = SequenceState.build
+
+    def verified(self: SequenceState, max_depth: int) -> TokenTree:
+        tree = build(self, max_depth)
+        tree.verify()
+        assert max(tree.depths) <= max(0, max_depth)
+        return tree
+
+    monkeypatch.setattr(SequenceState, "build", verified)
+
+
+@pytest.fixture(scope="session")
+def llama() -> PreTrainedModel:
+    """One tiny Llama for tests that do not change it."""
+    return tiny_model()

@@ -1,0 +1,28 @@
+"""Prompts for tests: short pieces of code and prose, written for this purpose."""
+
+PROMPTS = [
+    "def add(a, b):\n    ",
+    "import os\nimport sys\n\n\ndef main():\n",
+    "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\n    def ",
+    "for i in range(10):\n    print(i)\n\nfor j in range(",
+    'class Queue:\n    """First in, first out."""\n\n    def __init__(self):\n        self.items = []\n\n    def put(self, item):\n',
+    "def test_addition():\n    assert 1 + 1 == 2\n\n\ndef test_",
+    "# Read a file and count its lines.\nwith open(path) as file:\n    ",
+    "x = [1, 2, 3]\ny = [4, 5, 6]\nz = [a + b for a, b in zip(",
+    "try:\n    value = int(text)\nexcept ValueError:\n    ",
+    "from dataclasses import dataclass\n\n\n@dataclass\nclass Account:\n    owner: str\n    balance: float\n\n    def deposit(self, amount):\n",
+    "def fibonacci(n):\n    if n < 2:\n        return n\n    return ",
+    'import numpy as np\n\n\ndef mean(values):\n    """Return the mean of values."""\n',
+    'if __name__ == "__main__":\n    parser = argparse.ArgumentParser()\n    parser.add_argument(',
+    "class Node:\n    def __init__(self, value, left=None, right=None):\n        self.value = value\n        self.left = left\n",
+    'def read_json(path):\n    with open(path, encoding="utf-8") as file:\n        return ',
+    "LOGGER = logging.getLogger(__name__)\n\n\ndef connect(host, port, timeout=10):\n    LOGGER.",
+    '    def get(self, key, default=None):\n        """Return the value for key."""\n        ',
+    "def is_prime(number):\n    if number < 2:\n        return False\n    for divisor in range(2, ",
+    'raise TypeError("expected a string, got %s" % ',
+    "def merge(left, right):\n    result = []\n    while left and right:\n        if left[0] < right[0]:\n            result.append(left.pop(0))\n",
+    'SELECT = "select name, price from items where price > ?"\n\n\ndef items_above(connection, price):\n',
+    "# Größe und Maß: ein Kommentar mit Umlauten 你好\nsize = ",
+    "The quick brown fox jumps over the lazy dog. ",
+    '{\n    "name": "example",\n    "version": "1.0",\n    ',
+]

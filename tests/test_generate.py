@@ -1,0 +1,168 @@
+"""The command, in this process: what it prints, writes and returns."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from prompts import PROMPTS
+
+import lpr
+import lpr.generate
+from lpr import DecodeConfig, Engine, SamplingParams
+from lpr.config import InputError
+from lpr.generate import main, parse
+
+
+def write_prompts(path: Path, prompts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"prompt": prompt, "task_id": i}) + "\n" for i, prompt in enumerate(prompts)))
+    return path
+
+
+def test_completes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, target = write_prompts(tmp_path / "in.jsonl", PROMPTS[:5]), tmp_path / "out.jsonl"
+    arguments = ["--prompts", str(source), "--output", str(target), "--max-new-tokens", "20", "--temperature", "0.7"]
+    assert main([*arguments, "--seed", "3", "--json", "--max-batch-size", "2"]) == 0
+    rows = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [row["prompt"] for row in rows] == PROMPTS[:5]
+    assert [row["task_id"] for row in rows] == list(range(5))
+    engine = Engine.from_pretrained(lpr.bundled_model(), DecodeConfig.autoregressive())
+    for row in rows:
+        expected = engine.generate([row["prompt"]], SamplingParams(max_new_tokens=20, temperature=0.7, seed=3))[0]
+        assert (row["token_ids"], row["text"]) == (expected.token_ids, expected.text)
+        assert row["finish_reason"] == expected.finish_reason
+        assert row["tokens_per_step"] == round(len(row["token_ids"]) / row["num_steps"], 4)
+        assert row["world_size"] == 1 and row["mesh"] == {"lp": 1, "tp": 1}
+    out, err = capsys.readouterr()
+    summary = json.loads(out)
+    assert summary["num_tokens"] == sum(len(row["token_ids"]) for row in rows)
+    assert summary["completed"] == 5
+    assert err == "", "no bar and no colour where there is no terminal"
+
+
+def test_bad_lines_are_named_and_the_others_completed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    long = json.dumps({"prompt": "x = 1\n" * 5000})
+    source.write_text(f'{{"prompt": "a = "}}\nnonsense\n{{"prompt": ""}}\n{long}\n{{"prompt": "b = "}}\n')
+    assert main(["--prompts", str(source), "--output", str(target), "--max-new-tokens", "4"]) == 2
+    rows = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [row["line"] for row in rows] == [1, 2, 3, 4, 5]
+    assert ["text" in row for row in rows] == [True, False, False, False, True]
+    err = capsys.readouterr().err.splitlines()
+    assert err[0].startswith("lpr.generate: line 2 is not JSON")
+    assert err[1].startswith("lpr.generate: line 3: the prompt is empty")
+    assert err[2].startswith("lpr.generate: line 4: the prompt's")
+    assert err[3].startswith("2 of 5 prompts, 8 tokens in ")
+    assert len(err) == 4
+
+
+def test_a_restarted_job_still_reports_its_bad_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('nonsense\n{"prompt": "a = "}\n')
+    arguments = ["--prompts", str(source), "--output", str(target), "--max-new-tokens", "4", "--json"]
+    assert main(arguments) == 2
+    before = target.read_bytes()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    capsys.readouterr()
+    assert main(arguments) == 2
+    assert target.read_bytes() == before
+    assert json.loads(capsys.readouterr().out)["completed"] == 1
+
+
+def test_shows_a_prompt(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--prompt", "def add(a, b):\n", "--max-new-tokens", "12"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("def add(a, b):\n")
+    assert "autoregressive" in out and "lookahead" in out and "yes" in out
+    assert "\x1b" not in out
+    assert main(["--json", "--max-new-tokens", "12"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["runs"][0]["equal"] is True and len(record["token_ids"]) == 12
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--window-size", "-2"], "window_size=-2 must not be negative"),
+        (["--temperature", "-1"], "temperature=-1.0 must be 0"),
+        (["--max-new-tokens", "many"], "--max-new-tokens"),
+        (["--no-such-flag"], "--no-such-flag"),
+        (["--prompts", "x.jsonl"], "--prompts needs --output"),
+        (["--output", "x.jsonl"], "--output needs --prompts"),
+        (["--prompts", "x.jsonl", "--output", "./x.jsonl"], "are the same file, x.jsonl: the prompts would be lost"),
+        (["--prompts", "/none.jsonl", "--output", "/tmp/x.jsonl"], "cannot read prompts from /none.jsonl"),
+        (["--model", "/no/such/model"], "model folder '/no/such/model' does not exist"),
+        (["--config", "/none.toml"], "cannot read --config /none.toml"),
+        (["--prompt", ""], "the prompt is empty"),
+        (["--tp", "3"], "--tp 3 does not divide the 1 ranks of this job"),
+        (["--tp", "0"], "--tp 0 does not divide"),
+    ],
+)
+def test_bad_input_is_one_message_and_code_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert message in err
+    assert out == "" and "Traceback" not in err
+
+
+def test_output_is_checked_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(lpr.generate, "Engine", None)
+    source = write_prompts(tmp_path / "in.jsonl", ["a"])
+    assert main(["--prompts", str(source), "--output", "/dev/full"]) == 2
+    assert "No space left on device" in capsys.readouterr().err
+
+
+def test_config_files(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('model = "m"\nwindow_size = 7\nmax_new_tokens = 9\nstop = ["x"]\n')
+    args = parse(["--config", str(path), "--max-new-tokens", "11"])
+    assert (args.model, args.decode.window_size) == ("m", 7)
+    assert (args.sampling.max_new_tokens, args.sampling.stop) == (11, ("x",))
+    for text, message in {
+        "window = 7": "unknown key 'window'",
+        "window_size = -7": "window_size=-7 must not be negative",
+        "= 3": "is not TOML",
+    }.items():
+        path.write_text(text)
+        with pytest.raises(InputError, match=message):
+            parse([f"--config={path}"])
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parent.parent / "configs").glob("*.toml")), ids=lambda p: p.stem
+)
+def test_named_runs_are_valid(path: Path) -> None:
+    args = parse(["--config", str(path), "--trie-nodes", "3"])
+    assert args.model and args.decode.trie_nodes == 3
+    assert args.decode.window_size > 0
+
+
+def test_interrupt_leaves_what_is_finished(tmp_path: Path) -> None:
+    """A real process, interrupted when its first lines are written."""
+    source, target = write_prompts(tmp_path / "in.jsonl", PROMPTS * 20), tmp_path / "out.jsonl"
+    command = [sys.executable, "-m", "lpr.generate", "--prompts", str(source), "--output", str(target)]
+    process = subprocess.Popen([*command, "--max-new-tokens", "100"], stderr=subprocess.PIPE, text=True)
+    try:
+        for _ in range(1200):
+            if target.exists() and target.read_bytes().count(b"\n") > 2:
+                break
+            assert process.poll() is None
+            subprocess.run(["sleep", "0.05"], check=True)
+        process.send_signal(2)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert err.splitlines()[-1] == "lpr.generate: interrupted; what was finished is written"
+    rows = [json.loads(line) for line in target.read_text().splitlines()]
+    assert 2 < len(rows) < len(PROMPTS) * 20
+    assert all(len(row["token_ids"]) == 100 or row["finish_reason"] == "stop" for row in rows)

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from lpr.config import InputError, SamplingParams
+from lpr.model.cache import TreeCache
+from lpr.model.inputs import Row, build_inputs
+from lpr.model.runner import TreeModel
+from lpr.model.self_check import self_check
+from lpr.sampling import Selection
+
+FAMILIES = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 9},
+    "gemma2": {"head_dim": 16, "sliding_window": 9},
+    "gpt2": {},
+    "gpt_neox": {},
+    "codegen": {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
+    "phi3": {},
+    "mixtral": {},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_that_run_a_tree(family: str) -> None:
+    runner = TreeModel(tiny_model(family, **FAMILIES[family]))
+    cache = self_check(runner)
+    assert isinstance(cache, TreeCache)
+
+
+def test_silently_wrong_models_are_refused() -> None:
+    sizes = {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4, "window_size": 8}
+    with pytest.raises(InputError, match="'gpt_neo' cannot run a token tree: its logits differ"):
+        self_check(TreeModel(tiny_model("gpt_neo", **sizes)))
+
+
+def test_recurrent_models_are_refused() -> None:
+    with pytest.raises(InputError, match="'mamba' cannot run a token tree"):
+        self_check(TreeModel(tiny_model("mamba")))
+
+
+def sequential(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+
+
+@st.composite
+def tree_rows(draw: st.DrawFn) -> list[tuple[list[int], list[int], list[int]]]:
+    """Per sequence: prompt, node tokens, node parents (-1: the prompt's end)."""
+    rows = []
+    for _ in range(draw(st.integers(1, 3))):
+        prompt = draw(st.lists(st.integers(0, 96), min_size=1, max_size=20))
+        count = draw(st.integers(1, 12))
+        nodes = draw(st.lists(st.integers(0, 96), min_size=count, max_size=count))
+        parents = [draw(st.integers(-1, i - 1)) for i in range(count)]
+        rows.append((prompt, nodes, parents))
+    return rows
+
+
+def paths(parents: list[int]) -> list[list[int]]:
+    known: list[list[int]] = []
+    for node, parent in enumerate(parents):
+        known.append(([] if parent < 0 else known[parent]) + [node])
+    return known
+
+
+@settings(max_examples=25, deadline=None)
+@given(tree_rows(), st.sampled_from([(1, 1), (8, 16), (16, 64)]))
+def test_ragged_trees_equal_sequential_evaluation(llama: PreTrainedModel, rows, buckets: tuple[int, int]) -> None:
+    """Prompts in a ragged batch, then trees, a commit of one path each, and one more token after it."""
+    runner = TreeModel(llama)
+    cache = TreeCache(len(rows), 64)
+
+    def forward(batch: list[Row]) -> torch.Tensor:
+        return runner.logits(build_inputs(batch, cache.rows_per_slot, runner.device, *buckets), cache)
+
+    def chain(slot: int, cached: int, tokens: list[int]) -> Row:
+        count = len(tokens)
+        return Row(slot, cached, tokens, list(range(-1, count - 1)), list(range(cached, cached + count)), count)
+
+    forward([chain(slot, 0, prompt) for slot, (prompt, _, _) in enumerate(rows)])
+    batch = []
+    for slot, (prompt, nodes, parents) in enumerate(rows):
+        positions = [len(prompt) + len(path) - 1 for path in paths(parents)]
+        batch.append(Row(slot, len(prompt), nodes, parents, positions, len(nodes)))
+    logits = forward(batch)
+    texts = []
+    for slot, (prompt, nodes, parents) in enumerate(rows):
+        for node, path in enumerate(paths(parents)):
+            expected = sequential(llama, prompt + [nodes[i] for i in path])[-1]
+            assert torch.allclose(logits[slot, node - len(nodes)], expected, atol=2e-4)
+        path = max(paths(parents), key=len)
+        cache.commit(slot, len(prompt), path)
+        texts.append(prompt + [nodes[i] for i in path])
+    logits = forward([chain(slot, len(text), [5]) for slot, text in enumerate(texts)])
+    for slot, text in enumerate(texts):
+        assert torch.allclose(logits[slot, -1], sequential(llama, [*text, 5])[-1], atol=2e-4)
+
+
+def test_moving_a_slot_keeps_its_sequence(llama: PreTrainedModel) -> None:
+    runner = TreeModel(llama)
+    cache = TreeCache(3, 32)
+    text = [4, 8, 15, 16, 23, 42]
+    row = Row(2, 0, text, list(range(-1, 5)), list(range(6)), 1)
+    runner.logits(build_inputs([row], 32, runner.device), cache)
+    cache.move_slot(2, 0, 6)
+    row = Row(0, 6, [7], [-1], [6], 1)
+    logits = runner.logits(build_inputs([row], 32, runner.device), cache)
+    assert torch.allclose(logits[0, -1], sequential(llama, [*text, 7])[-1], atol=2e-4)
+
+
+def test_evaluate_returns_choices_and_candidates(llama: PreTrainedModel) -> None:
+    runner = TreeModel(llama)
+    runner.allocate(2, 64, 8, self_check(runner))
+    rows = [Row(0, 0, [1, 2, 3], [-1, 0, 1], [0, 1, 2], 2), Row(1, 0, [9], [-1], [0], 1)]
+    requests = [(SamplingParams(), [2, 3]), (SamplingParams(), [1])]
+    results = runner.evaluate(rows, Selection.build(requests, runner.device), 4)
+    assert results.shape == (3, 9) and results.dtype == torch.int32
+    expected = [sequential(llama, [1, 2])[-1], sequential(llama, [1, 2, 3])[-1], sequential(llama, [9])[-1]]
+    for result, logits in zip(results, expected, strict=True):
+        assert result[0] == logits.argmax()
+        assert torch.equal(result[1:5].long(), logits.topk(4).indices)
+
+
+def test_stock_generate_still_works_after_the_switch() -> None:
+    model = tiny_model(seed=3)
+    prompt = torch.tensor([[5, 6, 7, 8]])
+    mask = torch.ones_like(prompt)
+    before = model.generate(prompt, attention_mask=mask, max_new_tokens=20, do_sample=False, pad_token_id=0)
+    TreeModel(model)
+    after = model.generate(prompt, attention_mask=mask, max_new_tokens=20, do_sample=False, pad_token_id=0)
+    assert torch.equal(before, after)

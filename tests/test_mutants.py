@@ -1,0 +1,201 @@
+"""Seeded faults: each breaks one rule of the step, and the comparison that guards the rule must notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import tiny_model
+from test_lossless import stock_greedy
+from test_window import check_on_known_text
+from transformers import PreTrainedModel
+
+import lpr.model.inputs
+import lpr.sampling
+import lpr.step
+from lpr import DecodeConfig, Engine, SamplingParams
+from lpr.core.window import JacobiWindow
+from lpr.model.cache import TreeCache
+from lpr.model.inputs import Row
+
+PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [(3 * i) % 89 for i in range(40)], [9, 9, 4, 2] * 6]
+DECODE = DecodeConfig(window_size=6, trie_nodes=24)
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_model(seed=7, spread=0.12)
+
+
+@pytest.fixture(scope="module")
+def engine(model: PreTrainedModel) -> Engine:
+    return Engine.from_model(model, decode=DECODE)
+
+
+@pytest.fixture(scope="module")
+def greedy(model: PreTrainedModel) -> list[list[int]]:
+    return [stock_greedy(model, prompt, 60) for prompt in PROMPTS]
+
+
+def check_greedy(engine: Engine, expected: list[list[int]]) -> None:
+    engine.reconfigure(DECODE)
+    done = engine.generate(PROMPTS, SamplingParams(max_new_tokens=60))
+    assert [each.token_ids for each in done] == expected
+
+
+def check_sampled(engine: Engine) -> None:
+    params = [SamplingParams(max_new_tokens=40, temperature=0.9, seed=seed) for seed in range(len(PROMPTS))]
+    texts = []
+    for decode in (DecodeConfig.autoregressive(), DECODE):
+        engine.reconfigure(decode)
+        texts.append([each.token_ids for each in engine.generate(PROMPTS, params)])
+    assert texts[0] == texts[1]
+
+
+def test_without_a_fault(engine: Engine, greedy: list[list[int]]) -> None:
+    check_greedy(engine, greedy)
+    check_sampled(engine)
+    check_on_known_text(6, 5, [0, 1, 2, 0, 3, 0])
+
+
+def wrong_position(patch: pytest.MonkeyPatch) -> None:
+    build = lpr.step.shard_row
+
+    def mutant(*args: object) -> Row:
+        row = build(*args)  # type: ignore[arg-type]
+        above = len(row.tokens) - row.num_results
+        row.positions = row.positions[: above + 1] + [at + 1 for at in row.positions[above + 1 :]]
+        return row
+
+    patch.setattr(lpr.step, "shard_row", mutant)
+
+
+def depth_counted_from_the_pending_chain(patch: pytest.MonkeyPatch) -> None:
+    build = lpr.step.shard_row
+
+    def mutant(*args: object) -> Row:
+        row = build(*args)  # type: ignore[arg-type]
+        above = len(row.tokens) - row.num_results
+        row.positions = row.positions[: above + 1] + [at - above for at in row.positions[above + 1 :]]
+        return row
+
+    patch.setattr(lpr.step, "shard_row", mutant)
+
+
+def dropped_ancestor(patch: pytest.MonkeyPatch) -> None:
+    build = lpr.model.inputs.ancestor_matrix
+
+    def mutant(parents: list[int]):  # type: ignore[no-untyped-def]
+        matrix = build(parents).copy()
+        for node, parent in enumerate(parents):
+            if parent >= 0 and parents[parent] >= 0 and node % 3 == 0:
+                matrix[node, parents[parent]] = False
+        return matrix
+
+    patch.setattr(lpr.model.inputs, "ancestor_matrix", mutant)
+
+
+def visible_sibling(patch: pytest.MonkeyPatch) -> None:
+    build = lpr.model.inputs.ancestor_matrix
+
+    def mutant(parents: list[int]):  # type: ignore[no-untyped-def]
+        matrix = build(parents).copy()
+        for node in range(2, len(parents)):
+            if parents[node] == parents[node - 1]:
+                matrix[node, node - 1] = True
+        return matrix
+
+    patch.setattr(lpr.model.inputs, "ancestor_matrix", mutant)
+
+
+def wrong_compaction_row(patch: pytest.MonkeyPatch) -> None:
+    commit = TreeCache.commit
+
+    def mutant(self: TreeCache, slot: int, num_cached: int, entries: list[int]) -> None:
+        moved = [entry + 1 if entry != index else entry for index, entry in enumerate(entries)]
+        commit(self, slot, num_cached, moved)
+
+    patch.setattr(TreeCache, "commit", mutant)
+
+
+def no_compaction(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TreeCache, "move", lambda self, sources, targets: None)
+
+
+def accepts_an_unchosen_child(patch: pytest.MonkeyPatch) -> None:
+    accept = lpr.step.accept
+
+    def mutant(tree, tokens):  # type: ignore[no-untyped-def]
+        path = accept(tree, tokens)
+        return path + list(tree.children[path[-1]].values())[:1]
+
+    patch.setattr(lpr.step, "accept", mutant)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        wrong_position,
+        depth_counted_from_the_pending_chain,
+        dropped_ancestor,
+        visible_sibling,
+        wrong_compaction_row,
+        no_compaction,
+        accepts_an_unchosen_child,
+    ],
+)
+def test_greedy_equality_notices(
+    fault: Callable[[pytest.MonkeyPatch], None],
+    engine: Engine,
+    greedy: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        check_greedy(engine, greedy)
+
+
+def unkeyed_noise(patch: pytest.MonkeyPatch) -> None:
+    def mutant(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        uniform = torch.rand(torch.broadcast_shapes(keys.shape, tokens.shape))
+        return -torch.log(-torch.log(uniform))
+
+    patch.setattr(lpr.sampling, "gumbel", mutant)
+
+
+def noise_keyed_by_the_parents_position(patch: pytest.MonkeyPatch) -> None:
+    """Position of the node instead of the token after it, below the root only: a tree and a chain then differ."""
+    select = lpr.step.selection
+
+    def mutant(batch, rows, device):  # type: ignore[no-untyped-def]
+        chosen = select(batch, rows, device)
+        start = 0
+        for row in rows:
+            if row.num_results > 1:
+                chosen.keys[start + 1 : start + row.num_results] = chosen.keys[start]
+            start += row.num_results
+        return chosen
+
+    patch.setattr(lpr.step, "selection", mutant)
+
+
+@pytest.mark.parametrize("fault", [unkeyed_noise, noise_keyed_by_the_parents_position])
+def test_sampling_equality_notices(
+    fault: Callable[[pytest.MonkeyPatch], None], engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        check_sampled(engine)
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_known_text_notices_a_window_off_by_one(shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    advance = JacobiWindow.advance
+
+    def mutant(self, tree, next_tokens, committed, context):  # type: ignore[no-untyped-def]
+        return advance(self, tree, next_tokens, range(max(1, len(committed) + shift)), context)
+
+    monkeypatch.setattr(JacobiWindow, "advance", mutant)
+    with pytest.raises(AssertionError):
+        check_on_known_text(6, 5, [0, 1, 2, 0, 3, 0])

@@ -1,0 +1,262 @@
+"""Lookahead parallelism on a thread world: the same text for any number of ranks, one gather per step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import tiny_model
+from transformers import PreTrainedModel
+from worlds import generate_on, run_ranks
+
+from lpr import Chunk, DecodeConfig, Engine, SamplingParams
+from lpr.config import InputError
+from lpr.core.partition import Shard
+from lpr.dist.comm import CommError, ThreadComm, ThreadWorld, agree
+from lpr.exchange import DesyncError, Exchange
+from lpr.lead import Leader, follow
+from lpr.model.loader import model_digest
+
+PROMPTS = [[3, 5, 7, 9, 11, 13, 5, 7], [2, 4], [50] * 20 + [3, 4], [7, 8, 9] * 5, [(i * i) % 97 for i in range(90)]]
+PARAMS = [
+    SamplingParams(max_new_tokens=48, temperature=0.8 * (i % 2), top_p=(1.0, 0.9)[i // 2 % 2], seed=i)
+    for i in range(len(PROMPTS))
+]
+CONFIGS = {
+    "both": DecodeConfig(window_size=5, trie_nodes=24),
+    "window": DecodeConfig(trie_nodes=0, window_size=6, ngram_size=4, max_batch_size=1),
+    "trie": DecodeConfig(window_size=0, trie_nodes=16, max_batch_size=3),
+    "tiny": DecodeConfig(
+        window_size=2, ngram_size=2, guess_set_size=1, trie_nodes=1, branch_length=3, max_batch_size=2
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_model(spread=0.12)
+
+
+@pytest.fixture(scope="module")
+def expected(model: PreTrainedModel) -> list[list[int]]:
+    engine = Engine.from_model(model, decode=DecodeConfig.autoregressive())
+    return [each.token_ids for each in engine.generate(PROMPTS, PARAMS)]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_same_text_for_any_number_of_ranks(
+    model: PreTrainedModel, expected: list[list[int]], name: str, num_ranks: int
+) -> None:
+    for completions in generate_on(num_ranks, model, CONFIGS[name], PROMPTS, PARAMS):
+        assert [each.token_ids for each in completions] == expected
+
+
+def test_more_ranks_take_fewer_steps(model: PreTrainedModel) -> None:
+    greedy = [SamplingParams(max_new_tokens=60)] * 3
+    decode = DecodeConfig(window_size=4, trie_nodes=8, max_batch_size=1)
+    steps = {
+        n: sum(each.stats.num_steps for each in generate_on(n, model, decode, PROMPTS[:3], greedy)[0]) for n in (1, 4)
+    }
+    assert steps[4] < steps[1]
+
+
+def test_ranks_take_the_steps_of_one_rank_with_their_budget(model: PreTrainedModel) -> None:
+    """Nodes are split, never lost: what lets one process count the steps of many (benchmarks/strong_scaling.py)."""
+    decode = DecodeConfig(window_size=4, trie_nodes=12, max_batch_size=2)
+    alone = generate_on(1, model, decode.scaled(3), PROMPTS[:3], PARAMS[:3])[0]
+    together = generate_on(3, model, decode, PROMPTS[:3], PARAMS[:3])[0]
+    assert [each.stats for each in alone] == [each.stats for each in together]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_one_gather_of_fixed_size_per_step(model: PreTrainedModel, num_ranks: int) -> None:
+    def program(comm: ThreadComm) -> tuple[list[int], int, int, int]:
+        engine = Engine.from_model(model, decode=CONFIGS["both"], comm=comm)
+        at_start = len(comm.gathered_bytes)
+        steps = 0
+        original = engine._exchange.gather
+
+        def counted(*args: object) -> object:
+            nonlocal steps
+            steps += 1
+            return original(*args)  # type: ignore[arg-type]
+
+        engine._exchange.gather = counted  # type: ignore[method-assign,assignment]
+        engine.generate(PROMPTS, PARAMS)
+        return comm.gathered_bytes[at_start:], comm.num_broadcasts, steps, engine.payload_bytes
+
+    for sizes, num_broadcasts, steps, payload_bytes in run_ranks(ThreadWorld(num_ranks), program):
+        assert len(sizes) == steps > 10, "one collective per decode step"
+        assert set(sizes) == {payload_bytes}, "whose size does not depend on tokens"
+        assert num_broadcasts == 0
+
+
+def test_rank_zero_leads(model: PreTrainedModel, expected: list[list[int]]) -> None:
+    """Requests that only rank 0 knows of, submitted while others run; a broadcast only for each message."""
+
+    def program(comm: ThreadComm) -> tuple[list[list[int]] | None, int]:
+        engine = Engine.from_model(model, decode=DecodeConfig(window_size=3, max_batch_size=2), comm=comm)
+        if comm.rank:
+            follow(engine)
+            return None, comm.num_broadcasts
+        leader = Leader(engine)
+        requests = [leader.submit(PROMPTS[0], PARAMS[0]), leader.submit(PROMPTS[1], PARAMS[1])]
+        chunks: list[Chunk] = []
+        for prompt, params in list(zip(PROMPTS, PARAMS, strict=True))[2:]:
+            for _ in range(3):
+                chunks += leader.step()
+            requests.append(leader.submit(prompt, params))
+        while leader.busy:
+            chunks += leader.step()
+        with pytest.raises(InputError, match="the prompt is empty"):
+            leader.submit([], PARAMS[0])
+        leader.configure(DecodeConfig.autoregressive())
+        again = leader.submit(PROMPTS[0], PARAMS[0])
+        while leader.busy:
+            leader.step()
+        assert again.completion().token_ids == requests[0].completion().token_ids
+        assert again.stats.num_steps == 48
+        leader.close()
+        for request in requests:
+            streamed = [token for chunk in chunks if chunk.request is request for token in chunk.token_ids]
+            assert streamed == request.completion().token_ids
+        return [request.completion().token_ids for request in requests], comm.num_broadcasts
+
+    (texts, messages), *others = run_ranks(ThreadWorld(3), program)
+    assert texts == expected
+    # Two at once, one for each of the others, two to configure and submit again, one to close.
+    assert messages == 1 + len(PROMPTS) - 2 + 3
+    assert others == [(None, messages)] * 2
+
+
+# Seeded faults: what would make replicas drift apart must be found, at the step at which it happens.
+
+
+def perturb_what_is_not_owned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks compute ancestors that they do not own a little differently, as GEMMs of other heights do."""
+    pack = Exchange._pack
+
+    def noisy(self: Exchange, local: torch.Tensor, mine: list[Shard]) -> None:
+        local = local.clone()
+        start = 0
+        for shard in mine:
+            for i, node in enumerate(shard.nodes):
+                if node not in shard.owned:
+                    local[start + i, 0] = (local[start + i, 0] + 1) % 97
+            start += len(shard.nodes)
+        self.local, self.mine = local, mine  # type: ignore[attr-defined]
+        pack(self, local, mine)
+
+    monkeypatch.setattr(Exchange, "_pack", noisy)
+
+
+def test_a_node_has_its_owners_value(
+    model: PreTrainedModel, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    perturb_what_is_not_owned(monkeypatch)
+    for completions in generate_on(3, model, CONFIGS["both"], PROMPTS, PARAMS):
+        assert [each.token_ids for each in completions] == expected
+
+
+def test_mutant_own_value_for_an_ancestor(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    perturb_what_is_not_owned(monkeypatch)
+    unpack = Exchange._unpack
+
+    def own_values(self: Exchange, gathered, trees, shards):  # type: ignore[no-untyped-def]
+        results = unpack(self, gathered, trees, shards)
+        start = 0
+        for result, shard in zip(results, self.mine, strict=True):  # type: ignore[attr-defined]
+            for i, node in enumerate(shard.nodes):
+                result.next_tokens[node] = int(self.local[start + i, 0])  # type: ignore[attr-defined,index]
+            start += len(shard.nodes)
+        return results
+
+    monkeypatch.setattr(Exchange, "_unpack", own_values)
+    with pytest.raises(DesyncError, match=r"the replicated state of rank \d"):
+        generate_on(3, model, CONFIGS["both"], PROMPTS, PARAMS)
+
+
+def test_mutant_another_trie_on_one_rank(model: PreTrainedModel) -> None:
+    def spoil(engine: Engine) -> None:
+        if engine.comm.rank == 2:
+            engine.shared.extend([3, 4, 60, 61, 62, 63, 64])
+
+    with pytest.raises(DesyncError, match="the replicated state of rank 2 differs from that of the other 3 of 4 ranks"):
+        generate_on(4, model, CONFIGS["trie"], PROMPTS, PARAMS, spoil)
+
+
+def test_mutant_reordered_gather(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Headers in place, results of ranks 0 and 1 exchanged on one rank."""
+    unpack = Exchange._unpack
+
+    def swapped(self: Exchange, gathered, trees, shards):  # type: ignore[no-untyped-def]
+        if self.comm.rank == 1:
+            gathered = gathered[[1, 0, *range(2, self.comm.size)]]
+        return unpack(self, gathered, trees, shards)
+
+    monkeypatch.setattr(Exchange, "_unpack", swapped)
+    with pytest.raises(DesyncError):
+        generate_on(3, model, CONFIGS["both"], PROMPTS, PARAMS)
+
+
+def test_mutant_another_seed_on_one_rank(model: PreTrainedModel) -> None:
+    def program(comm: ThreadComm) -> None:
+        engine = Engine.from_model(model, decode=CONFIGS["both"], comm=comm)
+        engine.generate(PROMPTS[:1], SamplingParams(max_new_tokens=40, temperature=1.5, seed=comm.rank == 1))
+
+    with pytest.raises(DesyncError, match="rank 1 differs"):
+        run_ranks(ThreadWorld(3), program)
+
+
+def test_mutant_another_configuration_on_one_rank(model: PreTrainedModel) -> None:
+    def program(comm: ThreadComm) -> None:
+        Engine.from_model(model, decode=DecodeConfig(trie_nodes=16 + (comm.rank == 1)), comm=comm)
+
+    with pytest.raises(InputError, match="rank 1 has another configuration than rank 0"):
+        run_ranks(ThreadWorld(3), program)
+
+
+def test_a_rank_that_dies_ends_the_others(model: PreTrainedModel) -> None:
+    def program(comm: ThreadComm) -> None:
+        engine = Engine.from_model(model, decode=CONFIGS["both"], comm=comm)
+        if comm.rank == 1:
+            engine.generate(PROMPTS[:1], SamplingParams(max_new_tokens=1))
+            raise KeyError("rank 1 is gone")
+        engine.generate(PROMPTS[:1], SamplingParams(max_new_tokens=1))
+        with pytest.raises(CommError, match="another rank has ended or hangs"):
+            engine.generate(PROMPTS, PARAMS)
+
+    with pytest.raises(KeyError):
+        run_ranks(ThreadWorld(3), program)
+
+
+def test_start_checks_name_the_rank_and_what_differs(model: PreTrainedModel) -> None:
+    def program(comm: ThreadComm, **spoiled: int) -> str:
+        facts = {"set of arguments": 5, "model": model_digest(model), "tokenizer": 7}
+        failure = None
+        if comm.rank == 1:
+            facts |= {name: value for name, value in spoiled.items() if name != "failure"}
+            failure = "cannot load" if "failure" in spoiled else None
+        try:
+            agree(comm, failure, facts)
+        except InputError as error:
+            return str(error)
+        return "fine"
+
+    assert run_ranks(ThreadWorld(3), program) == ["fine"] * 3
+    assert run_ranks(ThreadWorld(3), lambda c: program(c, model=3)) == ["rank 1 has another model than rank 0"] * 3
+    both = "rank 1 has another model and another tokenizer than rank 0"
+    assert run_ranks(ThreadWorld(3), lambda c: program(c, model=3, tokenizer=1)) == [both] * 3
+    assert run_ranks(ThreadWorld(3), lambda c: program(c, failure=1)) == ["rank 1: cannot load"] * 3
+
+
+def test_model_digest_sees_one_changed_or_two_exchanged_weights() -> None:
+    model = tiny_model(seed=5)
+    before = model_digest(model)
+    assert before == model_digest(tiny_model(seed=5))
+    weight = next(model.parameters()).data
+    weight[3, 4] += 1e-3
+    assert model_digest(model) != before
+    weight[3, 4] -= 1e-3
+    weight[[0, 1]] = weight[[1, 0]]
+    assert model_digest(model) != before
