@@ -37,7 +37,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.common import OneLineParser, whole
-from lpr.config import DecodeConfig, InputError
+from lpr.config import DecodeConfig, InputError, TreeConfig
 from lpr.core.drafting import Drafter
 from lpr.core.tree import TokenTree
 from lpr.core.trie import Trie
@@ -140,7 +140,7 @@ def fill(trie: Trie, tasks: Sequence[Task], num_tokens: int) -> None:
         pace += 1
 
 
-def replay_task(task: Task, config: DecodeConfig, shared: Trie, tally: Tally) -> None:
+def replay_task(task: Task, config: TreeConfig, shared: Trie, tally: Tally) -> None:
     """Decode one recorded task step by step, adding to `tally`."""
     drafter = Drafter(config, shared, None)
     drafter.observe(task.prompt)
@@ -179,7 +179,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, object]:
     warm = select(read_traces(options.warm), options.warm_first, options.warm_last) if options.warm else []
     config = DecodeConfig(
         window_size=0, trie_nodes=options.budget, branch_length=options.branch_length or max(1, options.budget)
-    )
+    ).resolved()
     encode = load_tokenizer(tokenizer)
     tasks = [Task(encode(prompt), encode(completion)) for prompt, completion in traces]
     tasks = [task for task in tasks if task.prompt and task.completion]

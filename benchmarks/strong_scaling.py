@@ -20,6 +20,7 @@ from rich.progress import Progress
 import lpr.engine
 from benchmarks.common import load_prompts, model_parser, run_main, table
 from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
+from lpr.config import TreeConfig
 from lpr.core.partition import partition
 from lpr.core.state import held_after
 from lpr.exchange import NUM_HEADER, owned_capacity
@@ -30,7 +31,7 @@ from lpr.step import Outcome, decode_step
 class Ranks:
     """Counts what each of several ranks would evaluate of the trees of one request after the other."""
 
-    def __init__(self, num_ranks: int, decode: DecodeConfig) -> None:
+    def __init__(self, num_ranks: int, decode: TreeConfig) -> None:
         """No step counted yet."""
         self.num_ranks = num_ranks
         self.capacity = owned_capacity(decode, num_ranks)
@@ -62,9 +63,9 @@ def run_case(
     engine: Engine, num_ranks: int, decode: DecodeConfig, prompts: list[str], params: list[SamplingParams], advance: Any
 ) -> tuple[DecodeStats, Ranks, int]:
     """Complete `prompts` one by one as `num_ranks` ranks would."""
-    decode = decode.scaled(num_ranks)
-    engine.reconfigure(decode)
-    total, ranks = DecodeStats(), Ranks(num_ranks, decode)
+    config = decode.resolved(num_ranks)
+    engine.reconfigure(config)
+    total, ranks = DecodeStats(), Ranks(num_ranks, config)
 
     def counting_step(batch: Any, *args: Any) -> Any:
         before = [len(run.state.tokens) for run in batch]
@@ -81,7 +82,7 @@ def run_case(
             advance()
     finally:
         lpr.engine.decode_step = decode_step
-    payload = NUM_HEADER + decode.max_batch_size * ranks.capacity * (1 + 2 * decode.num_recycled)
+    payload = NUM_HEADER + config.max_batch_size * ranks.capacity * (1 + 2 * config.num_recycled)
     return total, ranks, payload * 4
 
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+Auto = Literal["auto"]
+"""A size that follows from the measured time of a step and from what drafts earn."""
+
+
+AUTOMATIC = ("window_size", "ngram_size", "guess_set_size", "trie_nodes")
 
 
 class InputError(ValueError):
@@ -19,19 +25,22 @@ def _require(condition: bool, message: str) -> None:
 class DecodeConfig:
     """How a step's token tree is drafted and evaluated.
 
-    None of these fields can change which tokens come out, only how many steps it takes. The default sizes
-    are W, N and G of lookahead decoding for a 7B model (Fu et al. 2024) and the decoding length of trie drafts
-    (Zhao et al. 2024); the branch length is longer than theirs, which measured better (dev/LOG.md).
+    None of these fields can change which tokens come out, only how many steps it takes. By default the engine times
+    the model when it starts and gives every step the tree that promises the most tokens per second, which may be no
+    draft at all (lpr.core.budget); sizes given as numbers are spent in every step. W, N and G are those of lookahead
+    decoding (Fu et al. 2024), trie_nodes is the decoding length of trie drafts (Zhao et al. 2024).
     """
 
-    window_size: int = 15
+    window_size: int | Auto = "auto"
     """W: columns of the Jacobi window. 0 switches the window and its n-gram pool off."""
-    ngram_size: int = 5
-    """N: length of the n-grams that the window yields; the window has N-1 levels."""
-    guess_set_size: int = 15
-    """G: pooled n-grams, per first token, that may be verified in one step."""
-    trie_nodes: int = 64
+    ngram_size: int | Auto = "auto"
+    """N: length of the n-grams that the window yields; the window has N-1 levels. auto: 5, as in the paper."""
+    guess_set_size: int | Auto = "auto"
+    """G: pooled n-grams, per first token, that may be verified in one step. auto: W, as in the paper."""
+    trie_nodes: int | Auto = "auto"
     """Node budget of drafts from the request's trie, the shared trie and recycled candidates. 0 switches them off."""
+    max_nodes: int = 128
+    """Most nodes per rank of a tree whose sizes are automatic."""
     branch_length: int = 64
     """Longest branch of a draft, in tokens below the root; a long copied passage is one long branch."""
     num_candidates: int = 8
@@ -46,29 +55,34 @@ class DecodeConfig:
     """Longest pending chain evaluated in one step; a longer prompt takes several steps."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work, with the arithmetic in the message."""
+        """Refuse what cannot work, with the arithmetic in the message; fill in what follows from other fields."""
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name == "max_length" and value is None:
+            if (field.name == "max_length" and value is None) or (field.name in AUTOMATIC and value == "auto"):
                 continue
+            wanted = 'a whole number or "auto"' if field.name in AUTOMATIC else "a whole number"
             _require(
                 isinstance(value, int) and not isinstance(value, bool),
-                f"{field.name} must be a whole number, not {value!r}",
+                f"{field.name} must be {wanted}, not {value!r}",
             )
-        for name in ("window_size", "trie_nodes", "guess_set_size", "num_candidates"):
-            _require(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative")
-        for name in ("branch_length", "trie_capacity", "max_batch_size", "prefill_chunk"):
-            _require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
+            least = 0 if field.name in ("window_size", "trie_nodes", "guess_set_size", "num_candidates") else 1
+            _require(value >= least, f"{field.name}={value} must be at least {least}")
+        if self.ngram_size == "auto":
+            object.__setattr__(self, "ngram_size", 5)
+        if self.guess_set_size == "auto" and self.window_size != "auto":
+            object.__setattr__(self, "guess_set_size", self.window_size)
         _require(
-            self.ngram_size >= 2,
+            int(self.ngram_size) >= 2,
             f"ngram_size={self.ngram_size} must be at least 2: a window has ngram_size-1 levels",
         )
-        _require(
-            self.window_size <= 4096 and self.ngram_size <= 64 and self.num_nodes <= 16384,
-            f"window_size={self.window_size}, ngram_size={self.ngram_size}, guess_set_size={self.guess_set_size}, "
-            f"trie_nodes={self.trie_nodes} make {self.num_nodes} nodes a step; the limit is 16384 "
-            "(window_size 4096, ngram_size 64)",
-        )
+        if type(self) is DecodeConfig:
+            sizes = self.resolved()
+            _require(
+                sizes.window_size <= 4096 and sizes.ngram_size <= 64 and sizes.num_nodes <= 16384,
+                f"window_size={self.window_size}, ngram_size={self.ngram_size}, guess_set_size={self.guess_set_size}, "
+                f"trie_nodes={self.trie_nodes} make {sizes.num_nodes} nodes a step; the limit is 16384 "
+                "(window_size 4096, ngram_size 64)",
+            )
         _require(self.num_candidates <= 64, f"num_candidates={self.num_candidates} must be at most 64")
         _require(
             self.max_length is None or self.max_length >= 2,
@@ -80,14 +94,41 @@ class DecodeConfig:
         """Plain decoding, one token a step: no window and no trie."""
         return cls(**{"window_size": 0, "trie_nodes": 0, **overrides})
 
-    def scaled(self, num_ranks: int) -> DecodeConfig:
-        """The same per rank for a tree that `num_ranks` ranks evaluate together: W, G and the trie's nodes grow."""
-        return replace(
-            self,
-            window_size=self.window_size * num_ranks,
-            guess_set_size=self.guess_set_size * num_ranks,
-            trie_nodes=self.trie_nodes * num_ranks,
-        )
+    @property
+    def adaptive(self) -> bool:
+        """Does the size of a step's tree follow from measured times?"""
+        return "auto" in (self.window_size, self.trie_nodes, self.guess_set_size)
+
+    def resolved(self, num_ranks: int = 1, nodes_per_rank: int | None = None) -> TreeConfig:
+        """The sizes of a tree that `num_ranks` ranks evaluate: W, G and the trie's nodes grow with their number.
+
+        Of automatic sizes, these are the most that a step may spend: `nodes_per_rank` (default: `max_nodes`) on each
+        rank, a quarter of them for the Jacobi window where it runs.
+        """
+        most = (self.max_nodes if nodes_per_rank is None else nodes_per_rank) * num_ranks
+        levels = int(self.ngram_size) - 1
+        window = most // (4 * levels) if self.window_size == "auto" else self.window_size * num_ranks
+        guesses = window if self.guess_set_size == "auto" else self.guess_set_size * num_ranks
+        trie = 0
+        if self.trie_nodes != "auto":
+            trie = self.trie_nodes * num_ranks
+        elif window:
+            trie = max(0, most - window * levels + 1 - guesses * levels)
+        else:
+            trie = most
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values |= {"window_size": window, "guess_set_size": guesses, "trie_nodes": trie}
+        return TreeConfig(**values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeConfig(DecodeConfig):
+    """A DecodeConfig whose sizes are numbers, for all ranks together: what the core and the exchange work with."""
+
+    window_size: int = 0
+    ngram_size: int = 5
+    guess_set_size: int = 0
+    trie_nodes: int = 0
 
     @property
     def max_branch(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,19 +12,33 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lpr.config import DecodeConfig, InputError, SamplingParams
+from lpr.config import DecodeConfig, InputError, SamplingParams, TreeConfig
+from lpr.core.budget import AdaptiveBudget, Budget, FixedBudget
+from lpr.core.cost import StepCost
 from lpr.core.state import SequenceState
 from lpr.core.trie import Trie
 from lpr.dist.comm import Comm, SoloComm, agree
 from lpr.exchange import Exchange
+from lpr.measure import measure_costs
 from lpr.metrics import DecodeStats
 from lpr.model.loader import Loaded, digest, load, model_digest, tokenizer_digest, wrap
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
-from lpr.step import Running, decode_step, fill_step
+from lpr.step import Outcome, Running, decode_step, fill_step
 from lpr.text import TextStream
 
 Prompt = str | Sequence[int]
+
+_COSTS = b"costs "
+"""Begins the message by which rank 0 shares its table of step times."""
+_SHARE_EVERY = 32
+"""Steps between two such messages, at least."""
+_SHARE_PART = 0.05
+"""A time that has changed by this part is worth a message."""
+_LONGEST_STEP = 4.0
+"""Automatic sizes end where a step takes this many times as long as one that evaluates one token."""
+_FEWEST_NODES = 16
+"""But not below this many nodes per rank: a draft that is sure of itself pays almost anywhere."""
 
 
 @dataclass
@@ -78,9 +94,16 @@ class Engine:
     the other requests or the number of ranks (exactly in fp32; half precision rounds by the height of a GEMM).
     """
 
-    def __init__(self, loaded: Loaded, decode: DecodeConfig | None = None, comm: Comm | None = None) -> None:
+    def __init__(
+        self,
+        loaded: Loaded,
+        decode: DecodeConfig | None = None,
+        comm: Comm | None = None,
+        costs: StepCost | None = None,
+    ) -> None:
         """An engine for a loaded model.
 
+        `costs` are step times to decide by instead of measured ones: the steps of a run can then be repeated exactly.
         Raises InputError if the model cannot run a token tree or, with several ranks, on every rank if one rank has
         another model, tokenizer or configuration.
         """
@@ -101,6 +124,7 @@ class Engine:
                 "tokenizer": tokenizer_digest(loaded.tokenizer),
             }
             agree(self.comm, None, facts)
+        self._own_costs = costs
         self._configure(decode)
 
     @classmethod
@@ -111,6 +135,7 @@ class Engine:
         dtype: str | torch.dtype = "auto",
         device: str | torch.device | None = None,
         comm: Comm | None = None,
+        costs: StepCost | None = None,
     ) -> Engine:
         """Load a transformers causal LM from a folder or a hub id.
 
@@ -126,7 +151,7 @@ class Engine:
             agree(comm, failure)
         if loaded is None:
             raise InputError(failure)
-        return cls(loaded, decode, comm)
+        return cls(loaded, decode, comm, costs)
 
     @classmethod
     def from_model(
@@ -135,9 +160,10 @@ class Engine:
         tokenizer: Any | None = None,
         decode: DecodeConfig | None = None,
         comm: Comm | None = None,
+        costs: StepCost | None = None,
     ) -> Engine:
         """An engine for a model in memory, which is switched to tree attention."""
-        return cls(wrap(model, tokenizer), decode, comm)
+        return cls(wrap(model, tokenizer), decode, comm, costs)
 
     def reconfigure(self, decode: DecodeConfig) -> None:
         """Decode further requests with other settings, forgetting what drafts were learnt; needs an idle engine."""
@@ -146,15 +172,29 @@ class Engine:
         self._configure(decode)
 
     def _configure(self, decode: DecodeConfig) -> None:
-        self.config = decode = decode.scaled(self.comm.size)
-        self.shared = Trie(decode.trie_capacity)
+        self.config = config = self._sizes(decode)
+        self._budget: Budget = FixedBudget(config)
+        if decode.adaptive:
+            assert self._own_costs is not None
+            self._budget = AdaptiveBudget(config, self._own_costs.copy(), self.comm.size)
+        self._since_shared = 0
+        self.shared = Trie(config.trie_capacity)
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
-        self._exchange = Exchange(decode, self.comm, self.model.device)
+        self._exchange = Exchange(config, self.comm, self.model.device)
         self._outgoing = b""
         self._received: deque[bytes] = deque()
-        shard = min(decode.num_nodes, self._exchange.capacity + decode.max_branch)
-        self.model.allocate(decode.max_batch_size, self.max_length, shard, self._like)
+        shard = min(config.num_nodes, self._exchange.capacity + config.max_branch)
+        self.model.allocate(config.max_batch_size, self.max_length, shard, self._like)
+
+    def _sizes(self, decode: DecodeConfig) -> TreeConfig:
+        """The sizes of `decode` in numbers; automatic ones end where a step takes several times that of one token."""
+        if not decode.adaptive:
+            return decode.resolved(self.comm.size)
+        if self._own_costs is None:
+            self._own_costs = measure_costs(self.model, self._like, self.comm, decode.max_nodes)
+        longest = self._own_costs.longest(_LONGEST_STEP, decode.max_nodes)
+        return decode.resolved(self.comm.size, max(longest, min(_FEWEST_NODES, decode.max_nodes)))
 
     # Driving it yourself.
 
@@ -210,9 +250,12 @@ class Engine:
             left = request.params.max_new_tokens - len(request.text_stream.token_ids)
             request.running.max_depth = left - 1
             runs.append(request.running)
-        outcomes, announced = decode_step(runs, self.config, self.model, self._exchange, len(self._outgoing))
+        began = time.perf_counter()
+        outcomes, announced = decode_step(
+            runs, self.config, self.model, self._exchange, self._budget, len(self._outgoing)
+        )
         if announced:
-            self._received.append(self.comm.broadcast(self._outgoing, announced))
+            self._receive(self.comm.broadcast(self._outgoing, announced))
             self._outgoing = b""
         chunks = []
         for request, outcome in zip(batch, outcomes, strict=True):
@@ -222,6 +265,8 @@ class Engine:
         for request in batch:
             if request.finish_reason is not None:
                 self._release(request)
+        if outcomes:
+            self._keep_current(outcomes, runs, (time.perf_counter() - began) * 1e3)
         return chunks
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -309,6 +354,24 @@ class Engine:
             self._release(request)
         elif request in self._waiting:
             self._waiting.remove(request)
+
+    def _receive(self, message: bytes) -> None:
+        if not message.startswith(_COSTS):
+            self._received.append(message)
+        elif isinstance(self._budget, AdaptiveBudget):
+            self._budget.cost = StepCost.from_json(json.loads(message.removeprefix(_COSTS)))
+
+    def _keep_current(self, outcomes: Sequence[Outcome], runs: Sequence[Running], milliseconds: float) -> None:
+        """On rank 0: learn from a step's time, and share the table that all ranks decide by when it has changed."""
+        costs, budget = self._own_costs, self._budget
+        if self.comm.rank or not isinstance(budget, AdaptiveBudget) or costs is None or costs.fixed:
+            return
+        longest = max(len(run.state.tokens) for run in runs)
+        costs.observe(sum(outcome.num_entries for outcome in outcomes), len(runs), longest, milliseconds)
+        self._since_shared += 1
+        if self._since_shared >= _SHARE_EVERY and not self._outgoing and costs.differs(budget.cost, _SHARE_PART):
+            self._outgoing = _COSTS + json.dumps(costs.to_json()).encode()
+            self._since_shared = 0
 
     # Slots.
 

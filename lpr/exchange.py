@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from lpr.config import DecodeConfig
+from lpr.config import TreeConfig
 from lpr.core.partition import Shard
 from lpr.core.state import TreeResult
 from lpr.core.tree import TokenTree
@@ -30,7 +30,7 @@ class DesyncError(RuntimeError):
 class Exchange:
     """Packs, gathers and unpacks the payloads of one rank, in a buffer made once."""
 
-    def __init__(self, config: DecodeConfig, comm: Comm, device: torch.device) -> None:
+    def __init__(self, config: TreeConfig, comm: Comm, device: torch.device) -> None:
         """The exchange of `comm`'s ranks under `config`, with payloads on `device`."""
         self.config = config
         self.comm = comm
@@ -94,7 +94,7 @@ class Exchange:
         return results
 
 
-def owned_capacity(config: DecodeConfig, num_ranks: int) -> int:
+def owned_capacity(config: TreeConfig, num_ranks: int) -> int:
     """Most nodes of one tree that a rank may own: an equal part, and slack as evaluated ancestors are not owned."""
     if num_ranks == 1:
         return config.num_nodes

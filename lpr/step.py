@@ -1,8 +1,9 @@
 """One decoding step, the same lines for greedy and sampling, for one rank and for many.
 
-A step drafts a token tree per sequence, splits every tree over the ranks, evaluates this rank's shards in one forward,
-gathers the results in the step's only collective, and walks the accepted path. There is no prefill and no
-decode phase: a sequence has a pending chain of committed tokens whose K/V the rank lacks, and it is longer or shorter.
+A step drafts a token tree per sequence, cuts the trees to what pays, splits every tree over the ranks, evaluates this
+rank's shards in one forward, gathers the results in the step's only collective, and walks the accepted path. There is
+no prefill and no decode phase: a sequence has a pending chain of committed tokens whose K/V the rank lacks, and it is
+longer or shorter.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-from lpr.config import DecodeConfig
+from lpr.config import TreeConfig
 from lpr.core.accept import accept
+from lpr.core.budget import Budget
 from lpr.core.partition import Shard, partition
 from lpr.core.state import SequenceState
 from lpr.core.tree import TokenTree
@@ -43,28 +45,38 @@ class Outcome:
     path: list[int]
     shards: list[Shard]
     emitted: list[int]
+    num_entries: int
+    """Tokens that this rank evaluated: pending chain and shard."""
 
 
 def decode_step(
-    batch: Sequence[Running], config: DecodeConfig, model: TreeModel, exchange: Exchange, message_length: int = 0
+    batch: Sequence[Running],
+    config: TreeConfig,
+    model: TreeModel,
+    exchange: Exchange,
+    budget: Budget,
+    message_length: int = 0,
 ) -> tuple[list[Outcome], int]:
     """Advance every sequence of `batch` (neighbouring slots, in order) by its accepted path and a bonus token.
 
     An empty batch still takes part in the collective. Also returns the length of the message that rank 0 announces.
     """
     rank = exchange.comm.rank
-    trees = [run.state.build(run.max_depth) for run in batch]
+    drafts = [run.state.build(run.max_depth, budget.order(run.state.pause)) for run in batch]
+    budget.cut(drafts, [run.state.pause for run in batch], *workload(batch))
+    trees = [draft.tree for draft in drafts]
     shards = [split(run.state, tree, exchange) for run, tree in zip(batch, trees, strict=True)]
     rows = [shard_row(*each, rank) for each in zip(batch, trees, shards, strict=True)]
     local = model.evaluate(rows, selection(batch, rows, model.device), config.num_recycled) if rows else None
-    digest = combine(run.state.digest for run in batch)
+    digest = combine(run.state.sign(tree) for run, tree in zip(batch, trees, strict=True))
     results, message_length = exchange.gather(local, trees, shards, digest, message_length)
     outcomes = []
     for run, tree, parts, row, result in zip(batch, trees, shards, rows, results, strict=True):
         path = accept(tree, result.next_tokens)
         commit(model, row, parts[rank], path)
         emitted = run.state.advance(tree, path, result, parts)
-        outcomes.append(Outcome(tree, path, parts, emitted))
+        outcomes.append(Outcome(tree, path, parts, emitted, len(row.tokens)))
+    budget.observe(trees, [outcome.path for outcome in outcomes])
     return outcomes, message_length
 
 
@@ -77,6 +89,15 @@ def fill_step(run: Running, count: int, model: TreeModel, comm: Comm) -> None:
     if tokens:
         positions = list(range(held, held + len(tokens)))
         model.fill(Row(run.slot, held, tokens, list(range(-1, len(tokens) - 1)), positions, num_results=0))
+
+
+def workload(batch: Sequence[Running]) -> tuple[int, int]:
+    """What a step costs besides its nodes: the most pending tokens of a rank, and the longest cached length."""
+    if not batch:
+        return 0, 0
+    states = [run.state for run in batch]
+    pending = [sum(len(state.tokens) - 1 - state.held[rank] for state in states) for rank in range(len(states[0].held))]
+    return max(pending), max(len(state.tokens) for state in states)
 
 
 def split(state: SequenceState, tree: TokenTree, exchange: Exchange) -> list[Shard]:

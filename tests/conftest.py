@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from lpr.core.budget import Draft, Order
 from lpr.core.state import SequenceState
 from lpr.core.tree import TokenTree
 
@@ -40,13 +41,21 @@ def verified_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tree that any test drafts holds the specification of a token tree."""
     build = SequenceState.build
 
-    def verified(self: SequenceState, max_depth: int) -> TokenTree:
-        tree = build(self, max_depth)
-        tree.verify()
-        assert max(tree.depths) <= max(0, max_depth)
-        return tree
+    def verified(self: SequenceState, max_depth: int, order: Order) -> Draft:
+        draft = build(self, max_depth, order)
+        draft.tree.verify()
+        assert max(draft.tree.depths) <= max(0, max_depth)
+        return draft
 
     monkeypatch.setattr(SequenceState, "build", verified)
+    truncate = TokenTree.truncate
+
+    def verified_cut(self: TokenTree, count: int) -> None:
+        truncate(self, count)
+        self.verify()
+        assert len(self) <= count
+
+    monkeypatch.setattr(TokenTree, "truncate", verified_cut)
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lpr.config import DecodeConfig
+from lpr.config import DecodeConfig, TreeConfig
 from lpr.core.drafting import Drafter
 from lpr.core.pool import NGramPool
 from lpr.core.recycle import CandidateTable
@@ -16,8 +16,8 @@ from lpr.core.trie import Trie
 TEXT = st.lists(st.integers(0, 5), min_size=1, max_size=60)
 
 
-def retrieval(**overrides: int) -> DecodeConfig:
-    return DecodeConfig(**{"window_size": 0, "trie_nodes": 64, "branch_length": 32, **overrides})
+def retrieval(**overrides: int) -> TreeConfig:
+    return DecodeConfig(**{"window_size": 0, "trie_nodes": 64, "branch_length": 32, **overrides}).resolved()
 
 
 def drafted(text: list[int], budget: int, shared: Trie | None = None, **overrides: int) -> TokenTree:
@@ -71,7 +71,7 @@ def test_a_larger_budget_only_adds_nodes_after_those_of_a_smaller_one(text, docu
 def test_the_same_observations_give_the_same_trees(chunks, document):
     shared, table = shared_trie(document), CandidateTable()
     table.update([1, 2], [[3, 4], [5, 1]], [[5, 20], [1, 90]])
-    drafters = [Drafter(DecodeConfig(), shared, table) for _ in range(2)]
+    drafters = [Drafter(DecodeConfig().resolved(), shared, table) for _ in range(2)]
     for chunk in chunks:
         trees = []
         for drafter in drafters:
@@ -163,7 +163,7 @@ def test_nodes_of_the_window_cost_no_budget():
 def test_without_a_trie_only_the_pool_drafts(budget):
     table = CandidateTable()
     table.update([2], [[3]], [[0]])
-    drafter = Drafter(DecodeConfig(trie_nodes=0), shared_trie([1, 2, 3]), table)
+    drafter = Drafter(DecodeConfig(window_size=15, trie_nodes=0).resolved(), shared_trie([1, 2, 3]), table)
     drafter.observe([1, 2, 9, 1, 2])
     drafter.pool.add((2, 7, 8))
     drafter.pool.add((2, 7, 6))
@@ -176,7 +176,7 @@ def test_without_a_trie_only_the_pool_drafts(budget):
 
 
 def test_autoregressive_drafts_nothing():
-    drafter = Drafter(DecodeConfig.autoregressive(), shared_trie([1, 2, 3]), None)
+    drafter = Drafter(DecodeConfig.autoregressive().resolved(), shared_trie([1, 2, 3]), None)
     drafter.pool.add((2, 3))
     drafter.observe([1, 2, 1, 2])
     tree = TokenTree(2)

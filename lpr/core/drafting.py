@@ -21,7 +21,7 @@ from heapq import heappop, heappush
 from itertools import islice
 from typing import Any
 
-from lpr.config import DecodeConfig
+from lpr.config import TreeConfig
 from lpr.core.pool import NGramPool
 from lpr.core.recycle import MAX_SCORE, CandidateTable, probability_of
 from lpr.core.tree import Source, TokenTree
@@ -70,7 +70,7 @@ class Drafter:
     Deterministic: the same observations, shared trie and table give the same tree on every rank.
     """
 
-    def __init__(self, config: DecodeConfig, shared: Trie | None = None, table: CandidateTable | None = None) -> None:
+    def __init__(self, config: TreeConfig, shared: Trie | None = None, table: CandidateTable | None = None) -> None:
         """A drafter that reads, and does not write, the `shared` trie and the `table` of recycled candidates."""
         self.config = config
         self.pool = NGramPool(config.guess_set_size if config.window_size else 0)
@@ -95,7 +95,7 @@ class Drafter:
                 recent[token] = None
         self._tail = [*self._tail, *tokens[-MAX_MATCH:]][-MAX_MATCH:]
 
-    def draft(self, tree: TokenTree, budget: int, max_depth: int | None = None) -> list[float]:
+    def draft(self, tree: TokenTree, budget: int, max_depth: int | None = None, floor: float = 0.0) -> list[float]:
         """Add up to `budget` nodes to `tree`, best first; return each node's estimated path probability.
 
         The tree's root is the last observed token. A node that the tree already holds costs no budget. No
@@ -114,7 +114,7 @@ class Drafter:
                 probabilities.append(probability)
             else:
                 probabilities[node] = probability
-            if len(tree) == limit:
+            if len(tree) == limit or probability < floor:
                 break
             if tree.depths[node] < deepest:
                 if places:

@@ -11,7 +11,8 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lpr.config import DecodeConfig, SamplingParams
+from lpr.config import SamplingParams, TreeConfig
+from lpr.core.budget import Draft, Order, Pause
 from lpr.core.drafting import Drafter
 from lpr.core.partition import Shard
 from lpr.core.recycle import CandidateTable
@@ -39,7 +40,7 @@ class SequenceState:
         self,
         prompt: Sequence[int],
         params: SamplingParams,
-        config: DecodeConfig,
+        config: TreeConfig,
         num_ranks: int = 1,
         shared: Trie | None = None,
     ) -> None:
@@ -57,8 +58,7 @@ class SequenceState:
         self.drafter = Drafter(config, shared, self.table)
         self.drafter.observe(self.tokens)
         self.window: JacobiWindow | None = None
-        if config.window_size:
-            self.window = JacobiWindow(config.window_size, config.ngram_size, self.tokens)
+        self.pause = Pause()
         self._hash = hashlib.blake2b(array("q", self.tokens).tobytes(), digest_size=8)
         # A rank that samples its nodes by another seed would be followed by all of them, in step and wrong.
         self._hash.update(repr(params).encode())
@@ -70,18 +70,27 @@ class SequenceState:
 
     @property
     def digest(self) -> int:
-        """64-bit digest of the request, every tree drafted and every token committed so far."""
+        """64-bit digest of the request, every tree evaluated and every token committed so far."""
         return int.from_bytes(self._hash.digest(), "little")
 
-    def build(self, max_depth: int) -> TokenTree:
-        """Draft the next tree: the Jacobi window and the drafts under their budget, none deeper than `max_depth`."""
+    def build(self, max_depth: int, order: Order) -> Draft:
+        """Draft the next tree: the Jacobi window if it runs, and drafts as ordered, none deeper than `max_depth`."""
         tree = TokenTree(self.tokens[-1])
+        if not order.window:
+            self.window = None
+        elif self.window is None:
+            self.window = JacobiWindow(self.config.window_size, self.config.ngram_size, self.tokens)
         if self.window is not None:
             self.window.add_to(tree, max_depth)
-        self.drafter.draft(tree, self.config.num_guess_nodes + self.config.trie_nodes, max_depth)
+        num_window = len(tree)
+        probabilities = self.drafter.draft(tree, order.nodes, max_depth, order.floor)
+        return Draft(tree, probabilities, num_window)
+
+    def sign(self, tree: TokenTree) -> int:
+        """The digest with the tree that is about to be evaluated."""
         self._hash.update(array("q", tree.tokens).tobytes())
         self._hash.update(array("q", tree.parents).tobytes())
-        return tree
+        return self.digest
 
     def advance(self, tree: TokenTree, path: Sequence[int], result: TreeResult, shards: Sequence[Shard]) -> list[int]:
         """Commit the accepted `path` and its bonus token; return the emitted tokens."""

@@ -59,6 +59,14 @@ class TokenTree:
             parent = self.add(parent, token, source)
         return parent
 
+    def truncate(self, count: int) -> None:
+        """Keep the first `count` nodes; parents come before their children, so a tree remains."""
+        for node in range(count, len(self.tokens)):
+            if self.parents[node] < count:
+                del self.children[self.parents[node]][self.tokens[node]]
+        for rows in (self.tokens, self.parents, self.depths, self.sources, self.children):
+            del rows[count:]
+
     def path_to(self, node: int) -> list[int]:
         """The nodes from the root to `node`, both included."""
         path = []

@@ -1,0 +1,208 @@
+"""How many nodes a step's trees get: as many as pay.
+
+A node pays by the chance that it is on the accepted path, and costs what it adds to the time of the step. With the
+drafts' path probabilities p and the table of step times t, a step of the k best drafted nodes of a batch of B emits
+B + p_1 + ... + p_k tokens in t(nodes) milliseconds, and k is chosen for the most tokens per millisecond. So the
+budget goes to the sequences and branches that gain most, shrinks where time is dear, and is nothing where drafts do
+not pay: then the step is plain decoding. Every rank decides alike: probabilities and table are replicated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from lpr.config import TreeConfig
+from lpr.core.cost import KNOTS, StepCost
+from lpr.core.tree import Source, TokenTree
+
+WINDOW_SEGMENT = 16
+"""Steps between two decisions whether the Jacobi window runs: it needs several steps to show what it yields."""
+WINDOW_MEMORY = 0.05
+"""Weight of a step in the moving average of what the window yields."""
+WINDOW_RETURN = 0.01
+"""Per step without a window, how far the estimate of its yield goes back to the first guess: it is tried again."""
+QUIET_STEPS = 4
+"""After so many steps in a row that were best without any draft, a sequence is decoded plainly for a while."""
+LONGEST_PAUSE = 64
+"""Most steps between two trials whether drafts pay again; the pause doubles up to this."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to draft for one sequence."""
+
+    nodes: int
+    """Most nodes to draft besides the Jacobi window's."""
+    floor: float
+    """Leave out nodes with a lower path probability: none can pay."""
+    window: bool
+    """Does the Jacobi window run?"""
+
+
+@dataclass
+class Draft:
+    """A drafted tree, before it is cut to size."""
+
+    tree: TokenTree
+    probabilities: list[float]
+    """[len(tree)], path probability of each node, 1 at the root; the window's own nodes have 0 or the heap's value."""
+    num_window: int
+    """The first nodes, root and Jacobi window, which stay."""
+
+
+@dataclass
+class Pause:
+    """When a sequence whose drafts do not pay is drafted for again."""
+
+    quiet: int = 0
+    """Steps in a row whose best size was no draft at all."""
+    left: int = 0
+    """Plain steps until the next trial."""
+
+    def count(self, drafted: bool) -> None:
+        """Take in whether a step kept any draft."""
+        if self.left:
+            self.left -= 1
+        elif drafted:
+            self.quiet = 0
+        else:
+            self.quiet += 1
+            if self.quiet >= QUIET_STEPS:
+                self.left = min(LONGEST_PAUSE, 2 ** (self.quiet - QUIET_STEPS + 1))
+
+
+class Budget(Protocol):
+    """How large the trees of a step become."""
+
+    def order(self, pause: Pause) -> Order:
+        """What to draft for a sequence."""
+        ...
+
+    def cut(self, drafts: Sequence[Draft], pauses: Sequence[Pause], pending: int, kv: int) -> None:
+        """Cut the trees of a step to what pays.
+
+        `pending` counts the tokens that a rank evaluates besides the trees, `kv` the longest cached length.
+        """
+        ...
+
+    def observe(self, trees: Sequence[TokenTree], paths: Sequence[Sequence[int]]) -> None:
+        """Take in which path of each tree was accepted."""
+        ...
+
+
+class FixedBudget:
+    """Trees of the configured size, whatever they cost."""
+
+    def __init__(self, config: TreeConfig) -> None:
+        """The sizes of `config`, which are numbers."""
+        self._order = Order(config.num_guess_nodes + config.trie_nodes, 0.0, config.window_size > 0)
+
+    def order(self, pause: Pause) -> Order:
+        """Always the same."""
+        return self._order
+
+    def cut(self, drafts: Sequence[Draft], pauses: Sequence[Pause], pending: int, kv: int) -> None:
+        """Everything stays."""
+
+    def observe(self, trees: Sequence[TokenTree], paths: Sequence[Sequence[int]]) -> None:
+        """Nothing is learnt."""
+
+
+class AdaptiveBudget:
+    """Trees of the size that promises the most tokens per millisecond."""
+
+    def __init__(self, config: TreeConfig, cost: StepCost, num_ranks: int = 1) -> None:
+        """Sizes up to those of `config`, by the times of `cost`, for trees that `num_ranks` ranks evaluate."""
+        self.cost = cost
+        self.num_ranks = num_ranks
+        self._limit = config.num_nodes - 1
+        self._window_nodes = config.num_window_nodes
+        # Measured beside a trie at temperature 0.8: windows of 4, 8, 16 and 32 columns gave 0.10 to 0.18 tokens a step
+        # and their pool 0.09, 0.20, 0.40 and 0.55 (dev/LOG.md, strong scaling).
+        self._first_yield = (0.14, max(0.0, 0.16 * math.log2((1 + config.window_size) / 3)))
+        self._yield = self._first_yield
+        """Tokens a step that the window, and that its pool, are expected to earn."""
+        self.window = False
+        if self._window_nodes:
+            earned = sum(self._first_yield)
+            self.window = (1 + earned) / self._time(1 + self._window_nodes) > 1 / self._time(1)
+        self._segment: list[tuple[float, float]] = []
+        self._rate = 1.0 / cost.time(1)
+        self._cheapest = 0.0
+
+    def order(self, pause: Pause) -> Order:
+        """Nothing for a sequence that pauses; else whatever might pay."""
+        if pause.left:
+            return Order(0, 0.0, False)
+        nodes = self._limit - (self._window_nodes if self.window else 0)
+        return Order(nodes, self._rate * self._cheapest, self.window)
+
+    def cut(self, drafts: Sequence[Draft], pauses: Sequence[Pause], pending: int, kv: int) -> None:
+        """Keep the nodes that pay; a sequence without any, several times in a row, pauses."""
+        if not drafts:
+            return
+        row = self.cost.row(len(drafts), kv)
+        falling = [_falling(draft) for draft in drafts]
+        gains = np.sort(np.concatenate(falling))[::-1]
+        tokens = len(drafts) + np.concatenate([[0.0], np.cumsum(gains)])
+        sizes = sum(draft.num_window for draft in drafts) + np.arange(len(tokens))
+        rates = tokens / self._times(sizes, pending, row)
+        best = int(np.argmax(rates))
+        threshold = gains[best - 1] if best else np.inf
+        for draft, pause, each in zip(drafts, pauses, falling, strict=True):
+            draft.tree.truncate(draft.num_window + int(np.count_nonzero(each >= threshold)))
+            pause.count(len(draft.tree) > 1)
+        self._rate = float(rates[best])
+        self._cheapest = _cheapest_token(row) / self.num_ranks
+        if self._window_nodes:
+            self._weigh_window(tokens, len(drafts), pending, row)
+
+    def observe(self, trees: Sequence[TokenTree], paths: Sequence[Sequence[int]]) -> None:
+        """Learn what the window and its pool yield while it runs; forget it slowly while it does not."""
+        if not trees or not self._window_nodes:
+            return
+        news, weight = self._first_yield, WINDOW_RETURN
+        if self.window:
+            sources = [tree.sources[node] for tree, path in zip(trees, paths, strict=True) for node in path]
+            news = (sources.count(Source.WINDOW) / len(trees), sources.count(Source.POOL) / len(trees))
+            weight = WINDOW_MEMORY
+        self._yield = tuple(old + weight * (new - old) for old, new in zip(self._yield, news, strict=True))  # type: ignore[assignment]
+
+    def _weigh_window(self, tokens: np.ndarray, count: int, pending: int, row: Sequence[float]) -> None:
+        """Compare the step with and without a window; switch at the end of a segment."""
+        by_window, by_pool = self._yield
+        wide = tokens + count * (by_window if self.window else by_window + by_pool)
+        plain = np.maximum(tokens - (count * by_pool if self.window else 0.0), count)
+        sizes = np.arange(len(tokens)) + count
+        best_wide = (wide / self._times(sizes + count * self._window_nodes, pending, row)).max()
+        self._segment.append((float(best_wide), float((plain / self._times(sizes, pending, row)).max())))
+        if len(self._segment) == WINDOW_SEGMENT:
+            self.window = sum(each for each, _ in self._segment) > sum(each for _, each in self._segment)
+            self._segment.clear()
+
+    def _time(self, size: int) -> float:
+        return float(self._times(np.array([size]), 0, self.cost.row(1, 1))[0])
+
+    def _times(self, sizes: np.ndarray, pending: int, row: Sequence[float]) -> np.ndarray:
+        """Milliseconds of steps whose trees have `sizes` nodes together, and `pending` further tokens on each rank."""
+        per_rank = np.ceil(sizes / self.num_ranks) + pending
+        slope = (row[-1] - row[-2]) / (KNOTS[-1] - KNOTS[-2])
+        return np.interp(per_rank, KNOTS, row) + np.maximum(per_rank - KNOTS[-1], 0) * slope
+
+
+def _falling(draft: Draft) -> np.ndarray:
+    """Path probabilities of the nodes after the window, none higher than one drafted before it.
+
+    Nodes come best first, up to what an estimate changes later; so the nodes above any threshold are the first ones.
+    """
+    return np.minimum.accumulate(np.array(draft.probabilities[draft.num_window :], dtype=float))
+
+
+def _cheapest_token(row: Sequence[float]) -> float:
+    """Milliseconds of a further token where it costs least."""
+    return min((row[i + 1] - row[i]) / (KNOTS[i + 1] - KNOTS[i]) for i in range(len(row) - 1))

@@ -1,0 +1,261 @@
+"""The size of a step's trees: as many nodes as pay, by a table of step times that all ranks share."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+
+import pytest
+from conftest import tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prompts import PROMPTS
+from worlds import generate_on, run_ranks
+
+import lpr
+from lpr import DecodeConfig, Engine, InputError, SamplingParams
+from lpr.core.budget import LONGEST_PAUSE, QUIET_STEPS, AdaptiveBudget, Draft, Pause
+from lpr.core.cost import KNOTS, StepCost, interpolate
+from lpr.core.tree import Source, TokenTree
+from lpr.dist.comm import ThreadWorld
+from lpr.exchange import DesyncError
+
+FLAT = StepCost({(1, 256): [10 + 0.001 * knot for knot in KNOTS]}, fixed=True)
+"""An accelerator below its knee: nodes cost next to nothing."""
+DEAR = StepCost({(1, 256): [10.0 * knot for knot in KNOTS]}, fixed=True)
+"""Every node costs as much as a whole step."""
+RISING = StepCost({(1, 256): [5 + 0.25 * knot for knot in KNOTS]}, fixed=True)
+TEXT = [(3 * i) % 7 for i in range(40)]
+
+
+def chain(probabilities: Sequence[float], num_window: int = 1) -> Draft:
+    """A draft that is a chain of nodes with these path probabilities."""
+    tree = TokenTree(0)
+    tree.add_chain(0, range(1, num_window), Source.WINDOW)
+    tree.add_chain(0, range(100, 100 + len(probabilities)), Source.TRIE)
+    return Draft(tree, [1.0] + [0.0] * (num_window - 1) + list(probabilities), num_window)
+
+
+def trie_budget(cost: StepCost, num_ranks: int = 1) -> AdaptiveBudget:
+    return AdaptiveBudget(DecodeConfig(window_size=0).resolved(num_ranks), cost, num_ranks)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.lists(st.floats(0, 1), max_size=12), min_size=1, max_size=3),
+    st.floats(0.01, 2.0),
+    st.integers(0, 5),
+    st.integers(1, 3),
+)
+def test_the_size_is_the_one_with_most_tokens_per_millisecond(
+    rows: list[list[float]], slope: float, pending: int, num_ranks: int
+) -> None:
+    cost = StepCost({(1, 256): [3 + slope * knot for knot in KNOTS]}, fixed=True)
+    drafts = [chain(sorted(row, reverse=True)) for row in rows]
+    gains = sorted((p for row in rows for p in row), reverse=True)
+
+    def rate(kept: Sequence[float]) -> float:
+        per_rank = -(-(len(rows) + len(kept)) // num_ranks) + pending
+        return (len(rows) + sum(kept)) / cost.time(per_rank, len(rows))
+
+    best = max(rate(gains[:count]) for count in range(len(gains) + 1))
+    trie_budget(cost, num_ranks).cut(drafts, [Pause() for _ in rows], pending, 0)
+    kept = [p for draft in drafts for p in draft.probabilities[1 : len(draft.tree)]]
+    # Equally likely nodes are kept or left together, which can only matter where they are worth their price exactly.
+    assert rate(kept) == pytest.approx(best, rel=1e-9) or len(set(gains)) < len(gains)
+    for draft in drafts:
+        draft.tree.verify()
+
+
+def test_free_nodes_are_all_kept_and_dear_ones_none() -> None:
+    draft = chain([0.5, 0.4, 0.1, 0.01])
+    trie_budget(FLAT).cut([draft], [Pause()], 0, 0)
+    assert len(draft.tree) == 5
+    draft = chain([0.9, 0.4, 0.1])
+    trie_budget(DEAR).cut([draft], [Pause()], 0, 0)
+    assert len(draft.tree) == 1
+
+
+def test_the_budget_goes_to_the_sequence_that_gains_most() -> None:
+    sure, unsure = chain([0.95, 0.9, 0.85, 0.8]), chain([0.04, 0.03, 0.02])
+    trie_budget(RISING).cut([sure, unsure], [Pause(), Pause()], 0, 0)
+    assert (len(sure.tree), len(unsure.tree)) == (5, 1)
+
+
+def test_nodes_after_an_unlikely_one_are_not_kept_in_its_place() -> None:
+    draft = chain([0.9, 0.001, 0.9])
+    trie_budget(RISING).cut([draft], [Pause()], 0, 0)
+    assert len(draft.tree) == 2
+
+
+def test_drafts_that_never_pay_are_tried_ever_more_rarely() -> None:
+    budget, pause = trie_budget(DEAR), Pause()
+    tried = []
+    for step in range(400):
+        order = budget.order(pause)
+        tried += [step] if order.nodes else []
+        budget.cut([chain([0.1] if order.nodes else [])], [pause], 0, 0)
+    gaps = [after - before for before, after in itertools.pairwise(tried)]
+    assert gaps[: QUIET_STEPS - 1] == [1] * (QUIET_STEPS - 1)
+    assert gaps[-1] == LONGEST_PAUSE + 1 and sorted(gaps) == gaps
+    pause.left = 0
+    draft = chain([0.9])
+    AdaptiveBudget(DecodeConfig(window_size=0).resolved(), FLAT).cut([draft], [pause], 0, 0)
+    assert pause == Pause(quiet=0, left=0), "one that pays ends the pauses"
+
+
+def test_the_window_runs_where_nodes_are_free_and_stops_where_it_earns_nothing() -> None:
+    config = DecodeConfig().resolved()
+    assert not AdaptiveBudget(config, DEAR).window
+    budget = AdaptiveBudget(config, StepCost({(1, 256): [10 + 0.02 * knot for knot in KNOTS]}))
+    assert budget.window
+    for _ in range(400):
+        draft = chain([0.5], config.num_window_nodes + 1 if budget.window else 1)
+        budget.cut([draft], [Pause()], 0, 0)
+        budget.observe([draft.tree], [[0]])
+        if not budget.window:
+            break
+    assert not budget.window
+
+
+# The table of step times.
+
+
+@given(st.lists(st.floats(0.01, 1e3), min_size=len(KNOTS), max_size=len(KNOTS)), st.integers(1, 3000))
+def test_more_tokens_never_take_less_time(row: list[float], count: int) -> None:
+    cost = StepCost({(1, 256): row})
+    assert cost.time(count) <= cost.time(count + 1) + 1e-9
+    cost.observe(count, 1, 256, 0.5 * cost.time(count))
+    assert cost.time(count) <= cost.time(count + 1) + 1e-9
+
+
+def test_a_table_follows_what_steps_take() -> None:
+    cost = StepCost({(1, 256): [5 + 0.25 * knot for knot in KNOTS]})
+    for _ in range(200):
+        cost.observe(1, 1, 100, 9.0)
+        cost.observe(20, 1, 100, 30.0)
+    assert cost.time(1) == pytest.approx(9.0, rel=0.05)
+    assert cost.time(20) == pytest.approx(30.0, rel=0.05)
+    before = cost.time(20)
+    cost.observe(20, 1, 100, 1e6)
+    assert cost.time(20) < 1.06 * before, "one late step hardly moves it"
+    assert cost.time(20, batch=4, kv=5000) == cost.time(20), "rows that nothing is known of are like the nearest"
+    cost.observe(20, 4, 5000, 2 * before)
+    assert cost.time(20, batch=4, kv=5000) > cost.time(20)
+
+
+def test_tables_survive_json_and_other_numbers_of_nodes() -> None:
+    cost = StepCost.from_json({"nodes": [1, 100], "rows": [{"batch": 2, "kv": 600, "ms": [4.0, 8.0]}]})
+    assert cost.time(50.5, 2, 600) == pytest.approx(6.0, rel=0.01)
+    assert StepCost.from_json(json.loads(json.dumps(cost.to_json()))).to_json() == cost.to_json()
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {},
+        {"nodes": [1], "rows": [{"batch": 1, "kv": 1, "ms": [1.0]}]},
+        {"nodes": [1, 2], "rows": []},
+        {"nodes": [2, 1], "rows": [{"batch": 1, "kv": 1, "ms": [1.0, 2.0]}]},
+        {"nodes": [1, 2], "rows": [{"batch": 1, "kv": 1, "ms": [1.0]}]},
+        {"nodes": [1, 2], "rows": [{"batch": 1, "kv": 1, "ms": [0.0, 1.0]}]},
+        {"nodes": [1, 2], "rows": [3]},
+    ],
+)
+def test_what_is_no_table_is_refused(record: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="step times"):
+        StepCost.from_json(record)
+
+
+def test_times_between_and_beyond_the_knots() -> None:
+    row = [float(knot) for knot in KNOTS]
+    assert [interpolate(row, n) for n in (0, 1, 3, 40, 1024, 2048)] == [1, 1, 3, 40, 1024, 2048]
+
+
+# The engine.
+
+
+@pytest.mark.parametrize("cost", [FLAT, RISING, DEAR], ids=["flat", "rising", "dear"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_text_does_not_depend_on_the_sizes(cost: StepCost, temperature: float) -> None:
+    params = [SamplingParams(max_new_tokens=40, temperature=temperature, seed=seed) for seed in range(5)]
+    plain = Engine.from_pretrained(lpr.bundled_model(), DecodeConfig.autoregressive(), device="cpu")
+    expected = [each.token_ids for each in plain.generate(PROMPTS[:5], params)]
+    engine = Engine.from_pretrained(lpr.bundled_model(), DecodeConfig(max_batch_size=3), device="cpu", costs=cost)
+    done = engine.generate(PROMPTS[:5], params)
+    assert [each.token_ids for each in done] == expected
+    steps, nodes = (sum(getattr(each.stats, name) for each in done) for name in ("num_steps", "num_nodes"))
+    if cost is DEAR:
+        assert nodes < 1.02 * steps, "plain decoding"
+        assert steps > 0.98 * sum(each.stats.num_tokens for each in done)
+    else:
+        assert nodes > (20 if cost is FLAT else 1.5) * steps
+    again = Engine.from_pretrained(lpr.bundled_model(), DecodeConfig(max_batch_size=3), device="cpu", costs=cost)
+    assert [each.stats for each in again.generate(PROMPTS[:5], params)] == [each.stats for each in done]
+
+
+def test_sizes_are_measured_at_the_start() -> None:
+    engine = Engine.from_model(tiny_model(), decode=DecodeConfig(max_nodes=48))
+    assert 16 < engine.config.num_nodes <= 50
+    assert engine.generate([TEXT], SamplingParams(max_new_tokens=30))[0].stats.num_tokens == 30
+
+
+def test_ranks_decide_by_the_table_of_rank_0() -> None:
+    """Each rank measures other times; what they decide by is one table, which changes while they decode."""
+    model = tiny_model(seed=3, spread=0.1)
+    params = [SamplingParams(max_new_tokens=60, temperature=0.7, seed=seed) for seed in range(3)]
+    prompts = [TEXT, [*TEXT[3:], 9], TEXT[::-1]]
+    expected = [each.token_ids for each in generate_on(1, model, DecodeConfig.autoregressive(), prompts, params)[0]]
+    shared: list[StepCost] = []
+
+    def program(comm):  # type: ignore[no-untyped-def]
+        engine = Engine.from_model(model, decode=DecodeConfig(max_nodes=32, max_batch_size=2), comm=comm)
+        assert engine._own_costs is not None
+        if comm.rank:
+            engine._own_costs.observe(1, 1, 1, 99.0 * comm.rank)  # this rank's clock is of no account
+        done = [each.token_ids for each in engine.generate(prompts, params)]
+        shared.append(engine._budget.cost)
+        return done, comm.num_broadcasts
+
+    results = run_ranks(ThreadWorld(3), program)
+    assert [done for done, _ in results] == [expected] * 3
+    assert len({count for _, count in results}) == 1
+    assert len({json.dumps(cost.to_json()) for cost in shared}) == 1
+
+
+def test_a_rank_that_decides_by_its_own_clock_is_caught() -> None:
+    model = tiny_model(seed=3, spread=0.1)
+
+    def program(comm):  # type: ignore[no-untyped-def]
+        cost = DEAR if comm.rank == 1 else FLAT
+        engine = Engine.from_model(model, decode=DecodeConfig(max_nodes=32), comm=comm, costs=FLAT)
+        engine._budget.cost = cost
+        return engine.generate([TEXT], SamplingParams(max_new_tokens=40))
+
+    with pytest.raises(DesyncError, match="rank 1"):
+        run_ranks(ThreadWorld(3), program)
+
+
+# Configuration.
+
+
+def test_sizes_that_are_numbers_are_spent_in_every_step() -> None:
+    assert not DecodeConfig(window_size=3, trie_nodes=5).adaptive
+    assert DecodeConfig(window_size=3, trie_nodes=5).guess_set_size == 3
+    assert DecodeConfig(window_size=3).adaptive and DecodeConfig(trie_nodes=3).adaptive and DecodeConfig().adaptive
+    assert not DecodeConfig.autoregressive().adaptive
+
+
+@given(st.integers(1, 300), st.integers(1, 8), st.sampled_from(["auto", 0, 4]), st.sampled_from(["auto", 0, 16]))
+def test_resolved_sizes_fit_the_limit(most: int, num_ranks: int, window: int | str, trie: int | str) -> None:
+    config = DecodeConfig(window_size=window, trie_nodes=trie, max_nodes=most).resolved(num_ranks)
+    if window == trie == "auto":
+        assert config.num_nodes <= 1 + most * num_ranks
+    assert config.num_nodes >= 1
+
+
+@pytest.mark.parametrize("field", ["window_size", "trie_nodes", "ngram_size", "guess_set_size"])
+def test_other_words_than_auto_are_refused(field: str) -> None:
+    with pytest.raises(InputError, match=f'{field} must be a whole number or "auto"'):
+        DecodeConfig(**{field: "automatic"})
