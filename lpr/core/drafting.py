@@ -22,6 +22,7 @@ from itertools import islice
 from typing import Any
 
 from lpr.config import TreeConfig
+from lpr.core.calibration import RECENT_STAGE, SEVERAL, Calibration, cell_of
 from lpr.core.pool import NGramPool
 from lpr.core.recycle import MAX_SCORE, CandidateTable, probability_of
 from lpr.core.tree import Source, TokenTree
@@ -60,6 +61,8 @@ _WEIGHT = [GROWTH**length for length in range(MAX_MATCH + 1)]
 _NOVELTY = [NOVELTY / GROWTH**offset for offset in range(MAX_MATCH + 1)]
 _RECYCLED = [RECYCLED_WEIGHT * probability_of(score) for score in range(MAX_SCORE + 1)]
 _RECYCLED_SOURCE = int(Source.RECYCLED)
+MOST = 0.999
+"""Most that the children of one stage can be worth together."""
 _ESCAPE = -1
 _RECENT = -2
 
@@ -70,9 +73,19 @@ class Drafter:
     Deterministic: the same observations, shared trie and table give the same tree on every rank.
     """
 
-    def __init__(self, config: TreeConfig, shared: Trie | None = None, table: CandidateTable | None = None) -> None:
-        """A drafter that reads, and does not write, the `shared` trie and the `table` of recycled candidates."""
+    def __init__(
+        self,
+        config: TreeConfig,
+        shared: Trie | None = None,
+        table: CandidateTable | None = None,
+        calibration: Calibration | None = None,
+    ) -> None:
+        """A drafter that reads, and does not write, the `shared` trie and the `table` of recycled candidates.
+
+        It reads `calibration` and writes it in `learn`; without one it makes its own.
+        """
         self.config = config
+        self.calibration = Calibration() if calibration is None else calibration
         self.pool = NGramPool(config.guess_set_size if config.window_size else 0)
         self._own = Trie(config.trie_capacity)
         self._tries = [(self._own, 1.0, int(Source.TRIE))]
@@ -80,6 +93,7 @@ class Drafter:
             self._tries.append((shared, SHARED_TRUST, int(Source.SHARED_TRIE)))
         self._table = table
         self._tail: list[int] = []
+        self._cells: list[int] = []  # of the last draft's nodes
         self._recent: dict[int, None] = {}  # in the order of last use
         self._sources: list[FindPlaces] = [self._ngrams]
         if config.trie_nodes:
@@ -96,25 +110,31 @@ class Drafter:
         self._tail = [*self._tail, *tokens[-MAX_MATCH:]][-MAX_MATCH:]
 
     def draft(self, tree: TokenTree, budget: int, max_depth: int | None = None, floor: float = 0.0) -> list[float]:
-        """Add up to `budget` nodes to `tree`, best first; return each node's estimated path probability.
+        """Add up to `budget` nodes to `tree`, best first; return each node's calibrated path probability.
 
         The tree's root is the last observed token. A node that the tree already holds costs no budget. No
         node is deeper than `config.branch_length` or `max_depth`. The list is [len(tree)], 1 at the root and
-        0 at nodes that no source proposed. A larger budget adds nodes and changes none.
+        0 at nodes that no source proposed; the probabilities of a node's children sum to its own at most. A
+        larger budget adds nodes and changes none. The draft ends where the best node left is less likely than
+        `floor`.
         """
         deepest = self.config.branch_length if max_depth is None else min(self.config.branch_length, max_depth)
         probabilities = [1.0] + [0.0] * (len(tree) - 1)
+        self._cells = [-1] * len(tree)
         if deepest < 1 or budget < 1:
             return probabilities
-        search = _Search(tree, self._sources, self._tail, list(islice(reversed(self._recent), RECENT_TOKENS)))
+        recent = list(islice(reversed(self._recent), RECENT_TOKENS))
+        search = _Search(tree, self._sources, self._tail, recent, self.calibration, floor)
         search.expand(0, 1.0, [], 0)
         limit = len(tree) + budget
-        for node, probability, places, offset in search:
+        for node, probability, places, offset, cell in search:
             if node == len(probabilities):
                 probabilities.append(probability)
+                self._cells.append(cell)
             else:
                 probabilities[node] = probability
-            if len(tree) == limit or probability < floor:
+                self._cells[node] = cell
+            if len(tree) == limit:
                 break
             if tree.depths[node] < deepest:
                 if places:
@@ -122,6 +142,10 @@ class Drafter:
                 else:
                     search.ask_later(node, probability, 0, {})
         return probabilities
+
+    def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
+        """Calibrate by the accepted `path` of `tree`, which the last draft made; before `observe`."""
+        self.calibration.observe(tree, path, self._cells)
 
     # Sources: each returns the evidence for what follows `context`, the tokens up to and including a node.
 
@@ -173,11 +197,21 @@ class _Search:
     that need no second trial).
     """
 
-    def __init__(self, tree: TokenTree, sources: list[FindPlaces], tail: list[int], recent: list[int]) -> None:
+    def __init__(
+        self,
+        tree: TokenTree,
+        sources: list[FindPlaces],
+        tail: list[int],
+        recent: list[int],
+        calibration: Calibration,
+        floor: float,
+    ) -> None:
         self._tree = tree
         self._sources = sources
         self._tail = tail
         self._recent = recent
+        self._frequencies = calibration.frequencies
+        self._floor = floor
         self._heap: list[tuple[float, int, int, int, Any, int]] = []
         self._serial = 0
 
@@ -186,6 +220,7 @@ class _Search:
     ) -> None:
         """Offer the children of `node` by `places`, `offset` tokens on, or by the first source that knows any."""
         heap, serial = self._heap, self._serial
+        stage = 0
         while True:
             rows: dict[int, list[Any]] = {}  # token -> [weight, places...]
             total = 0.0
@@ -212,25 +247,36 @@ class _Search:
                 self._try_recent(node, probability, 0, tried)
                 return
             places, offset = self._sources[order](self._context(node), self._tree.depths[node]), 0
+            stage = order
             order += 1
-        novelty = _NOVELTY[offset] if offset < MAX_MATCH else _NOVELTY[MAX_MATCH]
-        scale = probability / (total + novelty)
+        total += _NOVELTY[offset] if offset < MAX_MATCH else _NOVELTY[MAX_MATCH]
+        frequencies, depth = self._frequencies, self._tree.depths[node]
+        known = 0.0
+        for row in rows.values():
+            weight = row[0]
+            row[0] = cell = cell_of(
+                stage, depth, row[1][3] if len(row) == 2 else row[1][3] + SEVERAL, weight / (total - weight)
+            )
+            known += frequencies[cell]
+        scale = probability if known <= MOST else probability * MOST / known
         for token, row in rows.items():
             serial += 1
-            heappush(heap, (-scale * row[0], serial, node, token, row, offset + 1))
+            heappush(heap, (-scale * frequencies[row[0]], serial, node, token, row, offset + 1))
         self._serial = serial
-        self.ask_later(node, scale * novelty, order, {**rows, **tried} if tried else rows)
+        self.ask_later(node, probability - scale * known, order, {**rows, **tried} if tried else rows)
 
     def ask_later(self, node: int, kept: float, order: int, tried: Tried) -> None:
         """Let the source number `order` share out the probability `kept` among children of `node`, in its turn."""
         self._serial += 1
         heappush(self._heap, (-DELAY * kept, self._serial, node, _ESCAPE, (order, kept, tried), 0))
 
-    def __iter__(self) -> Iterator[tuple[int, float, list[Place], int]]:
-        """Yield (node, path probability, evidence for its children, offset into it); no node twice."""
-        tree, heap = self._tree, self._heap
+    def __iter__(self) -> Iterator[tuple[int, float, list[Place], int, int]]:
+        """Yield (node, path probability, evidence for its children, offset into it, cell); no node twice."""
+        tree, heap, floor = self._tree, self._heap, self._floor
         while heap:
             rank, _, node, token, payload, offset = heappop(heap)
+            if -rank < floor:
+                return
             if token == _ESCAPE:
                 order, kept, tried = payload
                 self.expand(node, kept, [], 0, order, tried)
@@ -238,14 +284,15 @@ class _Search:
             places: list[Place] = []
             source = int(Source.TRIE)
             if token == _RECENT:
-                index, kept, tried = payload
+                index, kept, tried, cell = payload
                 token = self._recent[index]
                 self._try_recent(node, kept, index + 1, tried)
             else:
                 places = payload
-                del places[0]  # the weight
+                cell = places[0]
+                del places[0]
                 source = places[0][3]
-            yield tree.add(node, token, source), -rank, places, offset
+            yield tree.add(node, token, source), -rank, places, offset, cell
 
     def _try_recent(self, node: int, kept: float, index: int, tried: Tried) -> None:
         """Offer `node` the next recent token that has not been tried."""
@@ -254,8 +301,9 @@ class _Search:
             index += 1
         if index < len(recent):
             self._serial += 1
-            rank = -kept * RECENT / (index + OFFSET)
-            heappush(self._heap, (rank, self._serial, node, _RECENT, (index, kept, tried), 0))
+            cell = cell_of(RECENT_STAGE, self._tree.depths[node], 0, RECENT / (index + OFFSET))
+            rank = -kept * self._frequencies[cell]
+            heappush(self._heap, (rank, self._serial, node, _RECENT, (index, kept, tried, cell), 0))
 
     def _context(self, node: int) -> list[int]:
         """The last tokens up to and including `node`; enough of them for the longest match."""
