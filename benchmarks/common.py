@@ -42,10 +42,11 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-def model_parser(name: str, description: str) -> OneLineParser:
-    """The command line of a benchmark that decodes prompts with a model."""
+def model_parser(name: str, description: str, many: bool = False) -> OneLineParser:
+    """The command line of a benchmark that decodes the prompts of one data set, or of `many`, with a model."""
     parser = OneLineParser(prog=f"benchmarks.{name}", description=description)
-    parser.add_argument("--data", required=True, metavar="FILE", help="JSON lines of ClassEval, HumanEval, GSM8K, ...")
+    what = "JSON lines of ClassEval, HumanEval, GSM8K, ..."
+    parser.add_argument("--data", required=True, metavar="FILE", nargs="+" if many else None, help=what)
     parser.add_argument("--prompts", type=whole, default=20, metavar="N", help="use the first N prompts (default 20)")
     parser.add_argument(
         "--max-new-tokens", type=whole, default=256, metavar="N", help="tokens per prompt (default 256)"

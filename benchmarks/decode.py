@@ -59,6 +59,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         name: Engine.from_pretrained(source, dtype=options.dtype, device=options.device)
         for name in (
             "lpr autoregressive",
+            "lpr auto",
             *(f"lpr {kind} {budget}" for kind in options.kinds for budget in options.budgets),
         )
     }
@@ -72,7 +73,9 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     }
     for name, engine in engines.items():
         decode = DecodeConfig.autoregressive(max_batch_size=1)
-        if engine is not reference:
+        if name == "lpr auto":
+            decode = DecodeConfig(max_batch_size=1)
+        elif engine is not reference:
             _, kind, budget = name.split()
             decode = split_budget(kind, int(budget))
         contestants[name] = lpr_contestant(engine, decode, tokens)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 
 import torch
@@ -15,10 +14,10 @@ from lpr.model.inputs import Row
 from lpr.model.runner import TreeModel
 from lpr.sampling import Selection
 
-REPEATS = 3
-"""Timed forwards per number of nodes, after one that warms up; their median counts."""
-LONGEST = 2.0
-"""Seconds after which no larger tree is tried."""
+ROUNDS = 4
+"""Forwards per number of nodes; the fastest counts, since whatever else the machine does only makes them slower."""
+LONGEST = 1.0
+"""Seconds of the first round after which no larger tree is tried."""
 STEEPEST = 8.0
 """No larger tree is tried after one that takes this many times as long as a single token."""
 
@@ -26,23 +25,23 @@ STEEPEST = 8.0
 def measure_costs(model: TreeModel, like: TreeCache, comm: Comm, max_nodes: int) -> StepCost:
     """The step times of trees up to `max_nodes` on each rank, rank 0's on all ranks; the model's cache is replaced.
 
-    Ranks of a tensor-parallel replica compute a forward together, so all ranks run the same ones: after each size they
-    learn from rank 0 how long it took, and so whether to go on.
+    Ranks of a tensor-parallel replica compute a forward together, so all ranks run the same ones: after each they
+    learn from rank 0 how long it took, and so whether to go on. Sizes take turns, as the machine's load may drift.
     """
     model.allocate(1, SHORTEST_KV, max_nodes, like)
-    knots: list[int] = []
-    times: list[float] = []
-    spent = 0.0
-    for knot in (count for count in KNOTS if count <= max(2, max_nodes)):
-        took = [_time_once(model, knot) for _ in range(1 + REPEATS)]
-        microseconds = torch.tensor([int(statistics.median(took[1:]) * 1e6), int(sum(took) * 1e6)], dtype=torch.int32)
-        median, total = (int(each) for each in comm.gather(microseconds)[0])
-        knots.append(knot)
-        times.append(max(median, 1) / 1e3)
-        spent += total / 1e6
-        if len(knots) > 1 and (spent > LONGEST or times[-1] > STEEPEST * times[0]):
-            break
-    return StepCost({(1, SHORTEST_KV): [interpolate(times, knot, knots) for knot in KNOTS]})
+    knots = [count for count in KNOTS if count <= max(2, max_nodes)]
+    times: dict[int, float] = {}
+    _time_once(model, 1)  # the first forward of all sets libraries up
+    for number in range(ROUNDS):
+        for knot in knots:
+            mine = torch.tensor([int(_time_once(model, knot) * 1e6)], dtype=torch.int32)
+            took = max(1, int(comm.gather(mine)[0, 0])) / 1e3
+            times[knot] = min(took, times.get(knot, took))
+            if not number and len(times) > 1 and (sum(times.values()) > LONGEST * 1e3 or took > STEEPEST * times[1]):
+                break
+        knots = list(times)
+    row = list(times.values())
+    return StepCost({(1, SHORTEST_KV): [interpolate(row, knot, knots) for knot in KNOTS]})
 
 
 def _time_once(model: TreeModel, count: int) -> float:

@@ -139,7 +139,7 @@ def test_a_table_follows_what_steps_take() -> None:
     assert cost.time(20) == pytest.approx(30.0, rel=0.05)
     before = cost.time(20)
     cost.observe(20, 1, 100, 1e6)
-    assert cost.time(20) < 1.06 * before, "one late step hardly moves it"
+    assert cost.time(20) < 1.11 * before, "one late step hardly moves it"
     assert cost.time(20, batch=4, kv=5000) == cost.time(20), "rows that nothing is known of are like the nearest"
     cost.observe(20, 4, 5000, 2 * before)
     assert cost.time(20, batch=4, kv=5000) > cost.time(20)

@@ -30,6 +30,8 @@ QUIET_STEPS = 4
 """After so many steps in a row that were best without any draft, a sequence is decoded plainly for a while."""
 LONGEST_PAUSE = 64
 """Most steps between two trials whether drafts pay again; the pause doubles up to this."""
+PROBE_EVERY = 64
+"""Steps between two that try another size than the best: only a size that is tried shows what it takes."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,7 @@ class AdaptiveBudget:
             earned = sum(self._first_yield)
             self.window = (1 + earned) / self._time(1 + self._window_nodes) > 1 / self._time(1)
         self._segment: list[tuple[float, float]] = []
+        self._steps = 0
         self._rate = 1.0 / cost.time(1)
         self._cheapest = 0.0
 
@@ -152,7 +155,7 @@ class AdaptiveBudget:
         tokens = len(drafts) + np.concatenate([[0.0], np.cumsum(gains)])
         sizes = sum(draft.num_window for draft in drafts) + np.arange(len(tokens))
         rates = tokens / self._times(sizes, pending, row)
-        best = int(np.argmax(rates))
+        best = self._probe(int(np.argmax(rates)))
         threshold = gains[best - 1] if best else np.inf
         for draft, pause, each in zip(drafts, pauses, falling, strict=True):
             draft.tree.truncate(draft.num_window + int(np.count_nonzero(each >= threshold)))
@@ -172,6 +175,14 @@ class AdaptiveBudget:
             news = (sources.count(Source.WINDOW) / len(trees), sources.count(Source.POOL) / len(trees))
             weight = WINDOW_MEMORY
         self._yield = tuple(old + weight * (new - old) for old, new in zip(self._yield, news, strict=True))  # type: ignore[assignment]
+
+    def _probe(self, best: int) -> int:
+        """The number of drafted nodes to keep: now and then half, a quarter, ... of the best, and none at all."""
+        self._steps += 1
+        turn, rest = divmod(self._steps, PROBE_EVERY)
+        if rest or best < 2:
+            return best
+        return best >> 1 + turn % best.bit_length()
 
     def _weigh_window(self, tokens: np.ndarray, count: int, pending: int, row: Sequence[float]) -> None:
         """Compare the step with and without a window; switch at the end of a segment."""

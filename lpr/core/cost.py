@@ -9,6 +9,7 @@ taken over from the nearest row. Between the measured numbers of tokens it is li
 from __future__ import annotations
 
 import json
+import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,6 +20,8 @@ SHORTEST_KV = 256
 """Cached lengths up to this share a row."""
 BLEND = 0.1
 """Weight of a step's time in the moving average of its row."""
+FORGET = 0.98
+"""Per step elsewhere, what is left of a knot's own evidence."""
 
 Key = tuple[int, int]
 """Batch size and cached length of a row, rounded up to powers of two."""
@@ -33,6 +36,8 @@ class StepCost:
             raise ValueError(f"a cost table needs at least one row of {len(KNOTS)} times")
         self.fixed = fixed
         self._rows = {key: _rising(row) for key, row in rows.items()}
+        self._seen: dict[Key, list[float]] = {}
+        """Per row and knot, how many steps have shown its time, older ones for less."""
 
     def row(self, batch: int, kv: int) -> list[float]:
         """Milliseconds at each of `KNOTS` for a batch of `batch` sequences with up to `kv` cached tokens."""
@@ -49,20 +54,26 @@ class StepCost:
     def observe(self, count: int, batch: int, kv: int, milliseconds: float) -> None:
         """Take in the time of one step.
 
-        What a late step took longer (the host's work, the gather) is added to the whole row, what an early one took
-        less is taken off in proportion; the knots that enclose `count` move twice as far. One step that is far off
-        (the machine was busy) moves them by a bounded part.
+        The knots that enclose `count` move towards it. What moves them (the host's work, the gather, another load of
+        the machine) moves the others too, in so far as no step has shown of late what they take: a late step adds its
+        delay, an early one takes off in proportion. A step that is far off moves them by a bounded part.
         """
         if self.fixed:
             return
         row = self.row(batch, kv)
+        seen = self._seen.setdefault(key_of(batch, kv), [0.0] * len(KNOTS))
         expected = interpolate(row, count)
-        part = BLEND / 2 * min(max(milliseconds / expected - 1, -0.5), 0.5)
+        part = BLEND * min(max(milliseconds / expected - 1, -0.5), 0.5)
         high = min(bisect_left(KNOTS, count), len(KNOTS) - 1)
         low = max(0, high - 1) if KNOTS[high] != count else high
         for index, ms in enumerate(row):
             change = part * (expected if part > 0 else ms)
-            row[index] += 2 * change if low <= index <= high else change
+            if low <= index <= high:
+                seen[index] += 1.0
+                row[index] += change
+            else:
+                row[index] += change / (1.0 + seen[index])
+                seen[index] *= FORGET
         row[:] = _rising(row)
 
     def longest(self, factor: float, most: int) -> int:
@@ -122,12 +133,12 @@ def interpolate(row: Sequence[float], count: float, knots: Sequence[float] = KNO
 
 
 def _rising(row: Sequence[float]) -> list[float]:
-    """More tokens never take less time; where a measurement says so, it was noise."""
-    rising, highest = [], 0.0
-    for ms in row:
-        highest = max(highest, ms)
-        rising.append(highest)
-    return rising
+    """More tokens never take less time: where a row says so, it was late on the smaller number, so that comes down."""
+    rising, lowest = [], math.inf
+    for ms in reversed(row):
+        lowest = min(lowest, ms)
+        rising.append(lowest)
+    return rising[::-1]
 
 
 def _distance(one: Key, other: Key) -> int:
