@@ -76,7 +76,7 @@ def fill_step(run: Running, count: int, model: TreeModel, comm: Comm) -> None:
     tokens = state.tokens[held : state.held[comm.rank]]
     if tokens:
         positions = list(range(held, held + len(tokens)))
-        model.fill(Row(run.slot, held, tokens, list(range(-1, len(tokens) - 1)), positions, num_results=0))
+        model.fill([Row(run.slot, held, tokens, list(range(-1, len(tokens) - 1)), positions, num_results=0)])
 
 
 def split(state: SequenceState, tree: TokenTree, exchange: Exchange) -> list[Shard]:
