@@ -1,9 +1,9 @@
 """The tensors of one forward: what rows of committed tokens and tree nodes become for the model.
 
-Sequences that share a call of attention form a *block*: a rectangle of B neighbouring slots with T entries each, padded
-on the left where a row is shorter. Padded inputs are one block, [B, T] for the model. Packed inputs are a block per
-shape, one after the other in a single row [1, N] of the model, so that unequal sequences pay for no padding; only
-attention tells them apart. A batch that fits one block is the same in both forms.
+Rows that share a call of attention form a *block*: a rectangle of B neighbouring slots with T entries each, padded on
+the left where a row is shorter. Padded inputs are one block, [B, T] for the model. Packed inputs are a block per row,
+one after the other in a single row [1, N] of the model, so that unequal sequences pay for no padding; only attention
+tells them apart. Rows of equal shape, a single one above all, are one block in either form.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Block:
     """B neighbouring slots that share one call of attention: T entries each over KV cache rows each."""
 
     start: int
-    """The block's first entry among the forward's N = sum of B * T."""
+    """Where the block's entries begin among the N of packed inputs."""
     first_slot: int
     rows_per_slot: int
     num_kv: int
@@ -51,10 +51,8 @@ class Block:
     """[B, T, KV] bool: may the entry attend to the cache row?"""
 
     def entries(self, states: torch.Tensor) -> torch.Tensor:
-        """The block's part [B, H, T, D] of packed queries or outputs [1, H, N, D], as a view."""
-        batch, length = self.positions.shape
-        part = states[0, :, self.start : self.start + batch * length]
-        return part.unflatten(1, (batch, length)).transpose(0, 1)
+        """The part [1, H, T, D] of packed queries or outputs [1, H, N, D], as a view."""
+        return states[:, :, self.start : self.start + self.positions.shape[1]]
 
     def cached(self, flat: torch.Tensor) -> torch.Tensor:
         """The block's K or V [B, H, KV, D] among all rows of a cache [1, H, slots * rows_per_slot, D], as a view."""
@@ -66,7 +64,7 @@ class Block:
 
 @dataclass
 class StepInputs:
-    """One forward: [R, N] is [B, T] for a single block and [1, sum of B * T] for several.
+    """One forward: [R, N] is [B, T] for a single block and [1, sum of T] for several.
 
     Padding is on the left, so that a single block returns just its last logits with `logits_to_keep` as a number,
     which every transformers version takes; several blocks name the wanted entries.
@@ -120,35 +118,20 @@ def build_inputs(
     T is padded to a multiple of `node_bucket` and KV to one of `kv_bucket`, so that steps repeat a few shapes.
     Entry i of a row is written to cache row `num_cached + i` of its slot.
     """
-    groups = same_shapes(rows, node_bucket, kv_bucket) if packed else [list(rows)]
-    parts, blocks, wanted, start = [], [], [], 0
+    groups = [[row] for row in rows] if packed and not _same_shape(rows, node_bucket, kv_bucket) else [list(rows)]
+    parts, blocks, start = [], [], 0
     for group in groups:
         num_entries = round_up(max(len(row.tokens) for row in group), node_bucket)
         num_kv = min(round_up(max(row.num_cached + len(row.tokens) for row in group), kv_bucket), rows_per_slot)
-        entries, kv_positions, visible = _rectangle(group, num_entries, num_kv, rows_per_slot)
-        on_device = torch.from_numpy(entries).to(device)
-        parts.append(on_device)
-        blocks.append(
-            Block(
-                start=start,
-                first_slot=group[0].slot,
-                rows_per_slot=rows_per_slot,
-                num_kv=num_kv,
-                positions=on_device[1],
-                kv_positions=torch.from_numpy(kv_positions).to(device),
-                visible=torch.from_numpy(visible).to(device),
-            )
-        )
-        for row in group:
-            start += num_entries
-            wanted.extend(range(start - row.num_results, start))
-    if len(parts) == 1:
+        arrays = _rectangle(group, num_entries, num_kv, rows_per_slot)
+        entries, kv_positions, visible = (torch.from_numpy(array).to(device) for array in arrays)
+        parts.append(entries)
+        blocks.append(Block(start, group[0].slot, rows_per_slot, num_kv, entries[1], kv_positions, visible))
+        start += num_entries
+    if len(blocks) == 1:
         tokens, positions, write_rows = parts[0]
     else:
         tokens, positions, write_rows = torch.cat([part.flatten(1) for part in parts], 1)[:, None]
-    keep: int | torch.Tensor = max(1, *(row.num_results for row in rows))
-    if len(parts) > 1:
-        keep = torch.tensor(wanted or [0], device=device)  # without any result, one that nobody reads
     return StepInputs(
         tokens=tokens,
         positions=positions,
@@ -156,29 +139,32 @@ def build_inputs(
         blocks=blocks,
         length=max(row.num_cached for row in rows),
         num_results=[row.num_results for row in rows],
-        logits_to_keep=keep,
+        logits_to_keep=_logits_to_keep(rows, blocks, device),
     )
 
 
-def same_shapes(rows: Sequence[Row], node_bucket: int, kv_bucket: int) -> list[list[Row]]:
-    """`rows` in runs of neighbouring slots, in order, with the same numbers of entries and cache rows."""
-    groups: list[list[Row]] = []
-    last = None
-    for row in rows:
+def _logits_to_keep(rows: Sequence[Row], blocks: Sequence[Block], device: torch.device) -> int | torch.Tensor:
+    if len(blocks) == 1:
+        return max(1, *(row.num_results for row in rows))
+    ends = [block.start + block.positions.shape[1] for block in blocks]
+    wanted = [entry for row, end in zip(rows, ends, strict=True) for entry in range(end - row.num_results, end)]
+    return torch.tensor(wanted or [0], device=device)  # without any result, one that nobody reads
+
+
+def _same_shape(rows: Sequence[Row], node_bucket: int, kv_bucket: int) -> bool:
+    """Are `rows` in neighbouring slots, in order, with equal numbers of entries and of cache rows?"""
+    shapes = set()
+    for index, row in enumerate(rows):
         count = len(row.tokens)
-        shape = (round_up(count, node_bucket), round_up(row.num_cached + count, kv_bucket), row.slot - 1)
-        if last is not None and shape == last:
-            groups[-1].append(row)
-        else:
-            groups.append([row])
-        last = (*shape[:2], row.slot)
-    return groups
+        shapes.add((row.slot - index, round_up(count, node_bucket), round_up(row.num_cached + count, kv_bucket)))
+    return len(shapes) == 1
 
 
 def _rectangle(
     rows: Sequence[Row], num_entries: int, num_kv: int, rows_per_slot: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """A block's arrays: tokens, positions and cache rows of its entries [3, B, T]; kv_positions; visible."""
+    assert all(row.slot == rows[0].slot + index for index, row in enumerate(rows)), "a block's slots are neighbours"
     entries = np.zeros((3, len(rows), num_entries), np.int64)
     tokens, positions, write_rows = entries
     kv_positions = np.empty((len(rows), num_kv), np.int64)

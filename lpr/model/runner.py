@@ -86,9 +86,7 @@ class TreeModel:
 
     def _inputs(self, rows: Sequence[Row]) -> StepInputs:
         assert self.cache is not None
-        return build_inputs(
-            rows, self.cache.rows_per_slot, self.device, self.node_bucket, self.kv_bucket, self.packed
-        )
+        return build_inputs(rows, self.cache.rows_per_slot, self.device, self.node_bucket, self.kv_bucket, self.packed)
 
 
 def use_tree_attention(model: PreTrainedModel) -> None:

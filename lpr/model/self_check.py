@@ -65,23 +65,25 @@ def _packs(runner: TreeModel, alone: torch.Tensor, tolerance: float) -> bool:
 
 
 def _batch_logits(runner: TreeModel, together: bool, packed: bool = False) -> torch.Tensor:
-    """Logits [n, V] of three prompts and of trees below them, in one forward each or in one per sequence.
+    """Logits [n, V] of three prompts and trees below them: one forward for all prompts, one for all trees.
 
-    Two of them have the same shape, so that packed inputs are a block of one and a block of two sequences.
+    Not `together`, every sequence has forwards and a cache of its own.
     """
-    shapes = [(9, _PARENTS), (24, _PARENTS[:3]), (24, _PARENTS[:3])]
-    cache = TreeCache(len(shapes), 48)
+    shapes = [(9, _PARENTS), (24, _PARENTS[:3]), (17, _PARENTS[:5])]
     generator = torch.Generator().manual_seed(1)
-    prompts, trees = [], []
-    for slot, (length, parents) in enumerate(shapes):
+    caches = [TreeCache(len(shapes), 48)] * len(shapes) if together else [TreeCache(1, 48) for _ in shapes]
+    steps: tuple[list[Row], list[Row]] = ([], [])
+    for index, (length, parents) in enumerate(shapes):
+        slot = index if together else 0
         tokens = torch.randint(0, runner.vocab_size, (length + len(parents),), generator=generator).tolist()
         positions = [length + len(_path(parents, node)) - 1 for node in range(len(parents))]
-        chain = list(range(-1, length - 1))
-        prompts.append(Row(slot, 0, tokens[:length], chain, list(range(length)), num_results=slot % 2))
-        trees.append(Row(slot, length, tokens[length:], list(parents), positions, num_results=len(parents) - slot))
+        steps[0].append(Row(slot, 0, tokens[:length], list(range(-1, length - 1)), list(range(length)), index % 2))
+        steps[1].append(Row(slot, length, tokens[length:], list(parents), positions, len(parents) - index))
     results = []
-    for rows in (prompts, trees):
-        for batch in [rows] if together else [[row] for row in rows]:
+    for rows in steps:
+        for batch, cache in (
+            [(rows, caches[0])] if together else [([row], own) for row, own in zip(rows, caches, strict=True)]
+        ):
             inputs = build_inputs(batch, cache.rows_per_slot, runner.device, packed=packed)
             results.append(runner.logits(inputs, cache).float())
     return torch.cat(results)
