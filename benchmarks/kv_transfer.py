@@ -45,14 +45,14 @@ def measure(options: argparse.Namespace, console: Console, device: str | None) -
     cache = engine.model.cache
     assert cache is not None
     prompt = [token % engine.model.vocab_size for token in range(options.context)]
-    engine.model.fill(Row(0, 0, prompt, list(range(-1, len(prompt) - 1)), list(range(len(prompt))), 0))
+    engine.model.fill([Row(0, 0, prompt, list(range(-1, len(prompt) - 1)), list(range(len(prompt))), 0)])
 
     def forward(num_pending: int) -> None:
         """A step of `nodes` nodes whose pending chain has `num_pending` tokens."""
         count = num_pending + options.nodes
         chain = list(range(-1, num_pending - 1)) + [num_pending - 1] * options.nodes
         positions = [options.context + min(i, num_pending) for i in range(count)]
-        engine.model.fill(Row(0, options.context, [1] * count, chain, positions, 0))
+        engine.model.fill([Row(0, options.context, [1] * count, chain, positions, 0)])
 
     def receive(count: int) -> None:
         """Broadcast the K/V of `count` tokens from rank 1 and write them to the cache."""

@@ -142,7 +142,7 @@ def host_alone(
             engine.reconfigure(decode)
             model.evaluate = stand_in  # type: ignore[method-assign,assignment]
             if stand_in is read:
-                model.fill = lambda row: None  # type: ignore[method-assign]
+                model.fill = lambda rows: None  # type: ignore[method-assign]
             for seed, prompt in enumerate(prompts):
                 params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
                 request = engine.submit(prompt, params)

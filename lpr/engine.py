@@ -25,7 +25,7 @@ from lpr.metrics import DecodeStats
 from lpr.model.loader import Loaded, digest, load, model_digest, tokenizer_digest, wrap
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
-from lpr.step import Outcome, Running, decode_step, fill_step
+from lpr.step import Outcome, Running, decode_step, fill_row
 from lpr.text import TextStream
 
 Prompt = str | Sequence[int]
@@ -122,6 +122,7 @@ class Engine:
             facts = {
                 "configuration": digest(repr((decode, self.max_length))),
                 "model": model_digest(loaded.model),
+                "form of a batch (packed or padded)": int(self.model.packed),
                 "tokenizer": tokenizer_digest(loaded.tokenizer),
             }
             agree(self.comm, None, facts)
@@ -232,21 +233,19 @@ class Engine:
         return Request(prompt, ids, params, TextStream(self.tokenizer, ids, params, self.eos_token_ids))
 
     def step(self) -> list[Chunk]:
-        """Advance the running requests by one step; return what it added, finished requests included.
-
-        A request whose pending chain is long (a new prompt) is first filled by itself, piece by piece, so that the
-        others' rows need no padding to its length.
-        """
+        """Advance the running requests by one step; return what it added, finished requests included."""
         self._admit()
-        for request in self._running:
+        batch, filling = self._schedule()
+        fills = []
+        for request, count in filling:
             assert request.running is not None
-            pending = request.running.state.num_pending
-            alone = len(self._running) == 1 and pending <= self.config.prefill_chunk
-            if pending > 1 + self.config.num_nodes and not alone:
-                fill_step(request.running, min(pending - 1, self.config.prefill_chunk), self.model, self.comm)
-                request.stats.num_fill_steps += 1
-                return []
-        batch = list(self._running)
+            fills.append(fill_row(request.running, count, self.comm.rank))
+            request.stats.num_fill_steps += 1
+        fills = [row for row in fills if row.tokens]
+        if filling and not batch:
+            if fills:
+                self.model.fill(fills)
+            return []
         runs = []
         for request in batch:
             assert request.running is not None
@@ -255,7 +254,7 @@ class Engine:
             runs.append(request.running)
         began = time.perf_counter()
         outcomes, announced = decode_step(
-            runs, self.config, self.model, self._exchange, self._budget, len(self._outgoing)
+            runs, self.config, self.model, self._exchange, self._budget, len(self._outgoing), fills
         )
         if announced:
             self._receive(self.comm.broadcast(self._outgoing, announced))
@@ -268,7 +267,7 @@ class Engine:
         for request in batch:
             if request.finish_reason is not None:
                 self._release(request)
-        if outcomes:
+        if outcomes and not fills:
             self._keep_current(outcomes, runs, (time.perf_counter() - began) * 1e3)
         return chunks
 
@@ -377,6 +376,32 @@ class Engine:
             self._since_shared = 0
 
     # Slots.
+
+    def _schedule(self) -> tuple[list[Request], list[tuple[Request, int]]]:
+        """The requests that decode in this step, and those that fill a number of tokens of their pending chain.
+
+        Long pending chains (new prompts) share `prefill_chunk` tokens a step, so that the other requests never wait
+        for a whole prompt. Padded rows would all become as long as the longest, so there a long chain is filled by
+        itself, piece by piece, and the others wait.
+        """
+        together = self.model.packed or len(self._running) == 1
+        room = self.config.prefill_chunk
+        decoding, filling = [], []
+        for request in self._running:
+            assert request.running is not None
+            above = request.running.state.num_pending - 1
+            if above <= self.config.num_nodes:
+                decoding.append(request)
+                continue
+            count = min(above, room)
+            room -= count
+            if together and count == above:
+                decoding.append(request)
+            elif count:
+                filling.append((request, count))
+        if filling and not together:
+            return [], filling[:1]
+        return decoding, filling
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self.config.max_batch_size:

@@ -20,7 +20,6 @@ from lpr.core.budget import Budget
 from lpr.core.partition import Shard, partition
 from lpr.core.state import SequenceState
 from lpr.core.tree import TokenTree
-from lpr.dist.comm import Comm
 from lpr.exchange import Exchange
 from lpr.model.inputs import Row
 from lpr.model.runner import TreeModel
@@ -56,10 +55,13 @@ def decode_step(
     exchange: Exchange,
     budget: Budget,
     message_length: int = 0,
+    fills: Sequence[Row] = (),
 ) -> tuple[list[Outcome], int]:
-    """Advance every sequence of `batch` (neighbouring slots, in order) by its accepted path and a bonus token.
+    """Advance every sequence of `batch` by its accepted path and a bonus token.
 
-    An empty batch still takes part in the collective. Also returns the length of the message that rank 0 announces.
+    `fills` are pieces of other sequences' pending chains that share the forward; a model whose rows are padded takes
+    none, and a batch of neighbouring slots in order. An empty batch still takes part in the collective. Also returns
+    the length of the message that rank 0 announces.
     """
     rank = exchange.comm.rank
     drafts = [run.state.build(run.max_depth, budget.order(run.state.pause)) for run in batch]
@@ -67,7 +69,8 @@ def decode_step(
     trees = [draft.tree for draft in drafts]
     shards = [split(run.state, tree, exchange) for run, tree in zip(batch, trees, strict=True)]
     rows = [shard_row(*each, rank) for each in zip(batch, trees, shards, strict=True)]
-    local = model.evaluate(rows, selection(batch, rows, model.device), config.num_recycled) if rows else None
+    chosen_by = selection(batch, rows, model.device)
+    local = model.evaluate([*rows, *fills], chosen_by, config.num_recycled) if rows else None
     digest = combine(run.state.sign(tree) for run, tree in zip(batch, trees, strict=True))
     results, message_length = exchange.gather(local, trees, shards, digest, message_length)
     outcomes = []
@@ -80,15 +83,17 @@ def decode_step(
     return outcomes, message_length
 
 
-def fill_step(run: Running, count: int, model: TreeModel, comm: Comm) -> None:
-    """Evaluate the first `count` tokens of the pending chain: each rank its own, nothing is gathered."""
+def fill_row(run: Running, count: int, rank: int) -> Row:
+    """The first `count` tokens of the pending chain, of which nothing is chosen: each rank computes what it lacks.
+
+    From here on they count as held. The row is empty on a rank that holds them already.
+    """
     state = run.state
-    held = state.held[comm.rank]
+    held = state.held[rank]
     state.held = [min(other + count, len(state.tokens) - 1) for other in state.held]
-    tokens = state.tokens[held : state.held[comm.rank]]
-    if tokens:
-        positions = list(range(held, held + len(tokens)))
-        model.fill(Row(run.slot, held, tokens, list(range(-1, len(tokens) - 1)), positions, num_results=0))
+    tokens = state.tokens[held : state.held[rank]]
+    positions = list(range(held, held + len(tokens)))
+    return Row(run.slot, held, tokens, list(range(-1, len(tokens) - 1)), positions, num_results=0)
 
 
 def workload(batch: Sequence[Running]) -> tuple[int, int]:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
-from lpr.model.inputs import StepInputs
+from lpr.model.inputs import Block, StepInputs
 
 TREE_ATTENTION = "lpr_tree"
 """Name of the attention implementation, for models that dispatch through AttentionInterface."""
@@ -49,14 +49,14 @@ def current_step() -> StepInputs | None:
     return getattr(_local, "step", None)
 
 
-def visible_nodes(step: StepInputs, mask_function: Callable[..., Any]) -> torch.Tensor:
+def visible_nodes(block: Block, mask_function: Callable[..., Any]) -> torch.Tensor:
     """Bool mask [B, 1, T, KV]: the model's rule on positions, and the tree's visibility."""
-    visible = step.visible[:, None]
+    visible = block.visible[:, None]
     if mask_function is causal_mask_function:
         return visible  # ancestors and committed tokens never come later: the tree rule implies causality
     batch = torch.arange(visible.shape[0], device=visible.device)[:, None, None, None]
     head = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=visible.device)
-    rule = mask_function(batch, head, step.positions[:, None, :, None], step.kv_positions[:, None, None, :])
+    rule = mask_function(batch, head, block.positions[:, None, :, None], block.kv_positions[:, None, None, :])
     return rule & visible
 
 
@@ -70,11 +70,16 @@ def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), floor)
 
 
-def tree_mask(stock: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tensor | None]:
+Mask = torch.Tensor | list[torch.Tensor] | None
+
+
+def tree_mask(stock: Callable[..., torch.Tensor | None]) -> Callable[..., Mask]:
     """A mask function for AttentionMaskInterface, that makes transformers' `stock` masks outside a step.
 
     In a step it returns the mask of one layer kind, [B, 1, T, KV] in `dtype`: additive, because models with their own
-    attention code add it, and because SDPA on a CPU would convert a bool mask again in every layer.
+    attention code add it, and because SDPA on a CPU would convert a bool mask again in every layer. Packed inputs have
+    a list of them, one per block. Models that dispatch through AttentionInterface hand it on as it is; one that
+    touches it fails on a list, and is found out by the self-check.
     """
 
     def make(
@@ -82,13 +87,14 @@ def tree_mask(stock: Callable[..., torch.Tensor | None]) -> Callable[..., torch.
         mask_function: Callable[..., Any] = causal_mask_function,
         dtype: torch.dtype = torch.float32,
         **kwargs: Any,
-    ) -> torch.Tensor | None:
+    ) -> Mask:
         step = current_step()
         if step is None:
             # No shortcut without a mask: our attention function would not know that None means causal.
             kwargs["allow_is_causal_skip"] = False
             return stock(*sizes, mask_function=mask_function, dtype=dtype, **kwargs)
-        return additive(visible_nodes(step, mask_function), dtype)
+        masks = [additive(visible_nodes(block, mask_function), dtype) for block in step.blocks]
+        return masks if step.packed else masks[0]
 
     return make
 
@@ -98,7 +104,7 @@ def tree_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: Mask,
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
@@ -108,15 +114,48 @@ def tree_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention of `query` [B, Hq, T, D] over `key`, `value` [B, Hk, KV, D(v)]; returns [B, T, Hq, Dv].
 
+    With packed inputs, `query` is [1, Hq, N, D], `key` and `value` are all rows of the cache, and the masks are a list.
+    """
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if not isinstance(attention_mask, list):
+        out = _attend(query, key, value, attention_mask, scale, softcap, s_aux, position_bias)
+        return out.transpose(1, 2).contiguous(), None
+    step = current_step()
+    assert step is not None
+    if position_bias is not None or not step.cache_storages.issuperset(map(_address, (key, value))):
+        # The bias is laid out for one block. Keys that the model computes from the cache's (as MLA does), it would
+        # compute for every row of every slot: padded inputs hand it fewer.
+        raise TypeError("this attention needs padded inputs")
+    packed = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
+    for block, mask in zip(step.blocks, attention_mask, strict=True):
+        out = _attend(block.entries(query), block.cached(key), block.cached(value), mask, scale, softcap, s_aux)
+        block.entries(packed.transpose(1, 2)).copy_(out)
+    return packed, None
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+    position_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of `query` [B, Hq, T, D] over `key`, `value` [B, Hk, KV, D(v)]; returns [B, Hq, T, Dv].
+
     The heads of a GQA group are folded into the query axis instead of repeating K and V (1.2 to 5 times faster on a
     CPU). Group sizes come from the tensors and never from the config, so a tensor-parallel shard works unchanged.
     """
     batch, num_heads, length, dim = query.shape
     num_kv_heads = key.shape[1]
     group = num_heads // num_kv_heads
-    scale = dim**-0.5 if scaling is None else scaling
     folded = query.reshape(batch, num_kv_heads, group * length, dim)
-    mask = attention_mask
     if mask is not None and group > 1:
         mask = _folded_mask(mask, group)
     if softcap is None and s_aux is None and position_bias is None:
@@ -128,8 +167,7 @@ def tree_attention(
             s_aux = s_aux.reshape(1, num_kv_heads, group, 1).expand(batch, -1, -1, length)
             s_aux = s_aux.reshape(batch, num_kv_heads, group * length, 1)
         out = _attend_with_extras(folded, key, value, mask, scale, softcap, s_aux, position_bias)
-    out = out.reshape(batch, num_heads, length, value.shape[-1])
-    return out.transpose(1, 2).contiguous(), None
+    return out.reshape(batch, num_heads, length, value.shape[-1])
 
 
 def _folded_mask(mask: torch.Tensor, group: int) -> torch.Tensor:

@@ -49,19 +49,21 @@ class TreeCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the step's K and V [B, H, T, D]; return views [B, H, KV, D] of the slots' rows, without a copy."""
+        """Write the step's K and V [R, H, N, D]; return what attention reads, as views without a copy.
+
+        That is [B, H, KV, D] for a single block, and all rows of the cache, [1, H, rows, D], for packed inputs.
+        """
         step = current_step()
         assert step is not None, "a TreeCache works only inside step_scope"
         if layer_idx not in self._layers:
             self._add_layer(layer_idx, key_states, value_states)
-        pair = self._layers[layer_idx]
         views = []
-        batch = key_states.shape[0]
-        for side, new in zip(pair, (key_states, value_states), strict=True):
+        for side, new in zip(self._layers[layer_idx], (key_states, value_states), strict=True):
             side.index_copy_(0, step.write_rows, new.transpose(1, 2).flatten(0, 1))
-            slots = side.view(self.num_slots, self.rows_per_slot, *side.shape[1:])
-            slots = slots[step.first_slot : step.first_slot + batch, : step.num_kv]
-            views.append(slots.transpose(1, 2))
+            flat = side.transpose(0, 1)[None]
+            if step.packed:
+                step.cache_storages.add(side.untyped_storage().data_ptr())
+            views.append(flat if step.packed else step.blocks[0].cached(flat))
         return views[0], views[1]
 
     def _add_layer(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -78,7 +80,7 @@ class TreeCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Number of visible cache rows and their offset."""
         step = current_step()
-        return (step.num_kv if step is not None else query_length), 0
+        return (max(block.num_kv for block in step.blocks) if step is not None else query_length), 0
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
         """Rows of a slot."""

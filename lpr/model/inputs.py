@@ -1,4 +1,10 @@
-"""The tensors of one forward: what rows of committed tokens and tree nodes become for the model."""
+"""The tensors of one forward: what rows of committed tokens and tree nodes become for the model.
+
+Rows that share a call of attention form a *block*: a rectangle of B neighbouring slots with T entries each, padded on
+the left where a row is shorter. Padded inputs are one block, [B, T] for the model. Packed inputs are a block per row,
+one after the other in a single row [1, N] of the model, so that unequal sequences pay for no padding; only attention
+tells them apart. Rows of equal shape, a single one above all, are one block in either form.
+"""
 
 from __future__ import annotations
 
@@ -28,31 +34,70 @@ class Row:
 
 
 @dataclass
-class StepInputs:
-    """One forward over B slots, T entries each, KV cache rows; rows are padded on the left.
+class Block:
+    """B neighbouring slots that share one call of attention: T entries each over KV cache rows each."""
 
-    Padding on the left lets every model return just the last logits (`logits_to_keep` as a number, which every
-    transformers version takes).
-    """
-
-    tokens: torch.Tensor
-    """[B, T] int64."""
+    start: int
+    """Where the block's entries begin among the N of packed inputs."""
+    first_slot: int
+    rows_per_slot: int
+    num_kv: int
+    """KV, a Python number so that a captured graph can hold it."""
     positions: torch.Tensor
     """[B, T] int64: position of each entry in its sequence."""
-    write_rows: torch.Tensor
-    """[B * T] int64: the flat cache row that each entry's K/V goes to; padding goes to the slot's spare row."""
     kv_positions: torch.Tensor
     """[B, KV] int64: position of what each cache row holds (of no meaning where it is not visible)."""
     visible: torch.Tensor
     """[B, T, KV] bool: may the entry attend to the cache row?"""
-    first_slot: int
-    num_kv: int
-    """KV, a Python number so that a captured graph can hold it."""
+
+    def entries(self, states: torch.Tensor) -> torch.Tensor:
+        """The part [1, H, T, D] of packed queries or outputs [1, H, N, D], as a view."""
+        return states[:, :, self.start : self.start + self.positions.shape[1]]
+
+    def cached(self, flat: torch.Tensor) -> torch.Tensor:
+        """The block's K or V [B, H, KV, D] among all rows of a cache [1, H, slots * rows_per_slot, D], as a view."""
+        batch = len(self.positions)
+        first = self.first_slot * self.rows_per_slot
+        slots = flat[0, :, first : first + batch * self.rows_per_slot].unflatten(1, (batch, self.rows_per_slot))
+        return slots[:, :, : self.num_kv].transpose(0, 1)
+
+
+@dataclass
+class StepInputs:
+    """One forward: [R, N] is [B, T] for a single block and [1, sum of T] for several.
+
+    Padding is on the left, so that a single block returns just its last logits with `logits_to_keep` as a number,
+    which every transformers version takes; several blocks name the wanted entries.
+    """
+
+    tokens: torch.Tensor
+    """[R, N] int64."""
+    positions: torch.Tensor
+    """[R, N] int64: position of each entry in its sequence."""
+    write_rows: torch.Tensor
+    """[R * N] int64: the flat cache row that each entry's K/V goes to; padding goes to the slot's spare row."""
+    blocks: list[Block]
     length: int
     """Longest cached length; only for model code that asks the cache for it."""
-    num_logits: int
-    """Entries, at the end of each row, whose logits are wanted."""
+    num_results: list[int]
+    """Per row as given, how many of its last entries' logits are wanted."""
+    logits_to_keep: int | torch.Tensor
+    """What the model is told of them: a number of last entries of every row, or indices int64 among N."""
     folded_masks: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    cache_storages: set[int] = field(default_factory=set)
+    """Addresses of the K/V that the cache handed out, by which packed attention knows that it got them unchanged."""
+
+    @property
+    def packed(self) -> bool:
+        """Do several blocks share one row?"""
+        return len(self.blocks) > 1
+
+    def results(self, logits: torch.Tensor) -> torch.Tensor:
+        """The wanted logits [sum of num_results, V], row after row, of the model's logits [R, kept, V]."""
+        if len(logits) == 1:
+            return logits[0, logits.shape[1] - sum(self.num_results) :]
+        kept = logits.shape[1]
+        return torch.cat([logits[i, kept - count :] for i, count in enumerate(self.num_results)])
 
 
 def round_up(count: int, bucket: int) -> int:
@@ -61,28 +106,74 @@ def round_up(count: int, bucket: int) -> int:
 
 
 def build_inputs(
-    rows: Sequence[Row], rows_per_slot: int, device: torch.device, node_bucket: int = 1, kv_bucket: int = 1
+    rows: Sequence[Row],
+    rows_per_slot: int,
+    device: torch.device,
+    node_bucket: int = 1,
+    kv_bucket: int = 1,
+    packed: bool = False,
 ) -> StepInputs:
-    """Lay `rows` (neighbouring slots, in order) out as the tensors of one forward.
+    """Lay `rows` out as the tensors of one forward: in one block (neighbouring slots, in order), or packed.
 
     T is padded to a multiple of `node_bucket` and KV to one of `kv_bucket`, so that steps repeat a few shapes.
     Entry i of a row is written to cache row `num_cached + i` of its slot.
     """
-    num_rows = len(rows)
-    num_entries = round_up(max(len(row.tokens) for row in rows), node_bucket)
-    num_kv = round_up(max(row.num_cached + len(row.tokens) for row in rows), kv_bucket)
-    num_kv = min(num_kv, rows_per_slot)
-    tokens = np.zeros((num_rows, num_entries), np.int64)
-    positions = np.zeros((num_rows, num_entries), np.int64)
-    write_rows = np.empty((num_rows, num_entries), np.int64)
-    kv_positions = np.empty((num_rows, num_kv), np.int64)
+    groups = [[row] for row in rows] if packed and not _same_shape(rows, node_bucket, kv_bucket) else [list(rows)]
+    parts, blocks, start = [], [], 0
+    for group in groups:
+        num_entries = round_up(max(len(row.tokens) for row in group), node_bucket)
+        num_kv = min(round_up(max(row.num_cached + len(row.tokens) for row in group), kv_bucket), rows_per_slot)
+        arrays = _rectangle(group, num_entries, num_kv, rows_per_slot)
+        entries, kv_positions, visible = (torch.from_numpy(array).to(device) for array in arrays)
+        parts.append(entries)
+        blocks.append(Block(start, group[0].slot, rows_per_slot, num_kv, entries[1], kv_positions, visible))
+        start += num_entries
+    if len(blocks) == 1:
+        tokens, positions, write_rows = parts[0]
+    else:
+        tokens, positions, write_rows = torch.cat([part.flatten(1) for part in parts], 1)[:, None]
+    return StepInputs(
+        tokens=tokens,
+        positions=positions,
+        write_rows=write_rows.reshape(-1),
+        blocks=blocks,
+        length=max(row.num_cached for row in rows),
+        num_results=[row.num_results for row in rows],
+        logits_to_keep=_logits_to_keep(rows, blocks, device),
+    )
+
+
+def _logits_to_keep(rows: Sequence[Row], blocks: Sequence[Block], device: torch.device) -> int | torch.Tensor:
+    if len(blocks) == 1:
+        return max(1, *(row.num_results for row in rows))
+    ends = [block.start + block.positions.shape[1] for block in blocks]
+    wanted = [entry for row, end in zip(rows, ends, strict=True) for entry in range(end - row.num_results, end)]
+    return torch.tensor(wanted or [0], device=device)  # without any result, one that nobody reads
+
+
+def _same_shape(rows: Sequence[Row], node_bucket: int, kv_bucket: int) -> bool:
+    """Are `rows` in neighbouring slots, in order, with equal numbers of entries and of cache rows?"""
+    shapes = set()
+    for index, row in enumerate(rows):
+        count = len(row.tokens)
+        shapes.add((row.slot - index, round_up(count, node_bucket), round_up(row.num_cached + count, kv_bucket)))
+    return len(shapes) == 1
+
+
+def _rectangle(
+    rows: Sequence[Row], num_entries: int, num_kv: int, rows_per_slot: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A block's arrays: tokens, positions and cache rows of its entries [3, B, T]; kv_positions; visible."""
+    assert all(row.slot == rows[0].slot + index for index, row in enumerate(rows)), "a block's slots are neighbours"
+    entries = np.zeros((3, len(rows), num_entries), np.int64)
+    tokens, positions, write_rows = entries
+    kv_positions = np.empty((len(rows), num_kv), np.int64)
     kv_positions[:] = np.arange(num_kv)
-    visible = np.zeros((num_rows, num_entries, num_kv), bool)
+    visible = np.zeros((len(rows), num_entries, num_kv), bool)
     for index, row in enumerate(rows):
         count, cached = len(row.tokens), row.num_cached
         start = num_entries - count
-        spare = (row.slot + 1) * rows_per_slot - 1
-        write_rows[index, :start] = spare
+        write_rows[index, :start] = (row.slot + 1) * rows_per_slot - 1  # the spare row
         write_rows[index, start:] = np.arange(count) + (row.slot * rows_per_slot + cached)
         if count == 0:
             visible[index, :, 0] = True
@@ -93,17 +184,7 @@ def build_inputs(
         visible[index, start:, :cached] = True
         visible[index, start:, cached : cached + count] = ancestor_matrix(row.parents)
         visible[index, :start, 0] = True  # a padding entry needs one visible key to stay finite
-    return StepInputs(
-        tokens=torch.from_numpy(tokens).to(device),
-        positions=torch.from_numpy(positions).to(device),
-        write_rows=torch.from_numpy(write_rows.reshape(-1)).to(device),
-        kv_positions=torch.from_numpy(kv_positions).to(device),
-        visible=torch.from_numpy(visible).to(device),
-        first_slot=rows[0].slot,
-        num_kv=num_kv,
-        length=max(row.num_cached for row in rows),
-        num_logits=max(row.num_results for row in rows),
-    )
+    return entries, kv_positions, visible
 
 
 def ancestor_matrix(parents: Sequence[int]) -> np.ndarray:

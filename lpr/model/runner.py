@@ -18,17 +18,28 @@ from lpr.sampling import Selection, candidates, choose
 class TreeModel:
     """A causal LM whose forward takes rows of pending tokens and tree nodes, with its K/V cache."""
 
-    def __init__(self, model: PreTrainedModel, node_bucket: int | None = None, kv_bucket: int | None = None) -> None:
+    packed: bool
+    """Are unequal rows laid out without padding? The self-check takes this back for a model that cannot."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        node_bucket: int | None = None,
+        kv_bucket: int | None = None,
+        packed: bool | None = None,
+    ) -> None:
         """Switch `model` (any transformers causal LM) to tree attention; the cache comes with `allocate`.
 
         The buckets pad the shapes of a step. On a GPU a few shapes repeat, as captured graphs and tuned kernels
-        need; on a CPU every padded node costs its full arithmetic.
+        need; on a CPU every padded node costs its full arithmetic. For the same reason rows are packed on a CPU only,
+        unless `packed` says so: their blocks are one attention call each.
         """
         self.model = model.eval()
         self.device = next(model.parameters()).device
         on_cpu = self.device.type == "cpu"
         self.node_bucket = node_bucket or (1 if on_cpu else 16)
         self.kv_bucket = kv_bucket or (32 if on_cpu else 256)
+        self.packed = on_cpu if packed is None else packed
         self.config = model.config.get_text_config(decoder=True)
         self.vocab_size: int = self.config.vocab_size
         self._accepts_positions = "position_ids" in inspect.signature(type(model).forward).parameters
@@ -43,22 +54,22 @@ class TreeModel:
 
     @torch.no_grad()
     def logits(self, inputs: StepInputs, cache: TreeCache) -> torch.Tensor:
-        """One forward; the logits [B, num_logits, V] of the last `num_logits` entries of every row."""
+        """One forward; the logits [sum of num_results, V] of the rows' last `num_results` entries, row after row."""
         extra = {"position_ids": inputs.positions} if self._accepts_positions else {}
         with step_scope(inputs):
             output = self.model(
                 input_ids=inputs.tokens,
                 past_key_values=cache,
                 use_cache=True,
-                logits_to_keep=max(1, inputs.num_logits),
+                logits_to_keep=inputs.logits_to_keep,
                 **extra,
             )
-        return output.logits
+        return inputs.results(output.logits)
 
-    def fill(self, row: Row) -> None:
-        """Compute the K/V of a piece of a pending chain; nothing is chosen."""
+    def fill(self, rows: Sequence[Row]) -> None:
+        """Compute the K/V of pieces of pending chains; nothing is chosen."""
         assert self.cache is not None
-        self.logits(self._inputs([row]), self.cache)
+        self.logits(self._inputs(rows), self.cache)
 
     @torch.no_grad()
     def evaluate(self, rows: Sequence[Row], selection: Selection, num_candidates: int) -> torch.Tensor:
@@ -67,21 +78,15 @@ class TreeModel:
         Returns int32 [sum of num_results, 1 + 2k]: next token, its k candidates, their k scores.
         """
         assert self.cache is not None
-        inputs = self._inputs(rows)
-        logits = self.logits(inputs, self.cache)
-        wanted = [row.num_results for row in rows]
-        if len(rows) == 1:
-            flat = logits[0]
-        else:
-            flat = torch.cat([logits[i, inputs.num_logits - count :] for i, count in enumerate(wanted)])
-        columns = [choose(flat, selection)[:, None]]
+        logits = self.logits(self._inputs(rows), self.cache)
+        columns = [choose(logits, selection)[:, None]]
         if num_candidates:
-            columns.extend(candidates(flat, num_candidates))
+            columns.extend(candidates(logits, num_candidates))
         return torch.cat(columns, 1).to(torch.int32)
 
     def _inputs(self, rows: Sequence[Row]) -> StepInputs:
         assert self.cache is not None
-        return build_inputs(rows, self.cache.rows_per_slot, self.device, self.node_bucket, self.kv_bucket)
+        return build_inputs(rows, self.cache.rows_per_slot, self.device, self.node_bucket, self.kv_bucket, self.packed)
 
 
 def use_tree_attention(model: PreTrainedModel) -> None:

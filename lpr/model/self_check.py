@@ -3,10 +3,13 @@
 Some models keep state or build masks outside the hooks that lpr uses, without an error (recurrent layers, local
 attention that slices by cache row, positions counted inside attention). Nothing in a config tells them apart
 reliably, so every model is asked once: two small trees, with a compaction between them, against cache-free
-forwards of every root-to-node path.
+forwards of every root-to-node path. Then three sequences of unequal shapes together, against each by itself, decide
+whether its batches are packed or padded.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -19,31 +22,76 @@ _PARENTS = (-1, 0, 0, 1, 1, 2, 1, 4)
 _ACCEPTED = (0, 2, 5)
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 _HALF_TOLERANCE = 6e-2
+_FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError, NotImplementedError)
+"""What models raise that do not fit."""
 
 
 def self_check(runner: TreeModel, prompt_length: int = 24) -> TreeCache:
     """Raise InputError if the model is not one that runs a tree; return the check's cache, for its layer shapes.
 
-    The error is the largest difference of a logit over the range of the logits; in fp32 sound models stay below 1e-6
-    and the silent failures known so far begin at 3e-3. Half precision rounds differently at every GEMM height.
+    Takes `runner.packed` back if the model's packed batches fail or differ. The error is the largest difference of a
+    logit over the range of the logits; in fp32 sound models stay below 1e-6 and the silent failures known so far begin
+    at 3e-3. Half precision rounds differently at every GEMM height.
     """
     name = getattr(runner.config, "model_type", type(runner.model).__name__)
+    tolerance = _TOLERANCE.get(runner.model.dtype, _HALF_TOLERANCE)
     cache = TreeCache(1, prompt_length + 32)
     try:
         error = _tree_error(runner, cache, prompt_length)
-    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError, NotImplementedError) as failure:
+        if error <= tolerance:
+            alone = _batch_logits(runner, together=False)
+            runner.packed = runner.packed and _packs(runner, alone, tolerance)
+            if not runner.packed:
+                error = _difference(_batch_logits(runner, together=True), alone)
+    except _FAILURES as failure:
         reason = str(failure).strip().splitlines() or [""]
         raise InputError(
             f"model type {name!r} cannot run a token tree: its forward failed with {type(failure).__name__}: "
             f"{reason[0]}"
         ) from failure
-    tolerance = _TOLERANCE.get(runner.model.dtype, _HALF_TOLERANCE)
     if not error <= tolerance:
         raise InputError(
             f"model type {name!r} cannot run a token tree: its logits differ from sequential evaluation by {error:.1e} "
             f"of their range (at most {tolerance:.0e}); recurrent, hybrid and some local-attention models do this"
         )
     return cache
+
+
+def _packs(runner: TreeModel, alone: torch.Tensor, tolerance: float) -> bool:
+    try:
+        return _difference(_batch_logits(runner, together=True, packed=True), alone) <= tolerance
+    except _FAILURES:  # such as a model that looks into the mask: its batches are padded
+        return False
+
+
+def _batch_logits(runner: TreeModel, together: bool, packed: bool = False) -> torch.Tensor:
+    """Logits [n, V] of three prompts and trees below them: one forward for all prompts, one for all trees.
+
+    Not `together`, every sequence has forwards and a cache of its own.
+    """
+    shapes = [(9, _PARENTS), (24, _PARENTS[:3]), (17, _PARENTS[:5])]
+    generator = torch.Generator().manual_seed(1)
+    caches = [TreeCache(len(shapes), 48)] * len(shapes) if together else [TreeCache(1, 48) for _ in shapes]
+    steps: tuple[list[Row], list[Row]] = ([], [])
+    for index, (length, parents) in enumerate(shapes):
+        slot = index if together else 0
+        tokens = torch.randint(0, runner.vocab_size, (length + len(parents),), generator=generator).tolist()
+        positions = [length + len(_path(parents, node)) - 1 for node in range(len(parents))]
+        steps[0].append(Row(slot, 0, tokens[:length], list(range(-1, length - 1)), list(range(length)), index % 2))
+        steps[1].append(Row(slot, length, tokens[length:], list(parents), positions, len(parents) - index))
+    results = []
+    for rows in steps:
+        for batch, cache in (
+            [(rows, caches[0])] if together else [([row], own) for row, own in zip(rows, caches, strict=True)]
+        ):
+            inputs = build_inputs(batch, cache.rows_per_slot, runner.device, packed=packed)
+            results.append(runner.logits(inputs, cache).float())
+    return torch.cat(results)
+
+
+def _difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference over the range of the expected logits."""
+    return ((logits - expected).abs().max() / (expected.max() - expected.min())).item()
 
 
 def _tree_error(runner: TreeModel, cache: TreeCache, prompt_length: int) -> float:
@@ -54,7 +102,7 @@ def _tree_error(runner: TreeModel, cache: TreeCache, prompt_length: int) -> floa
 
     def forward(row: Row) -> torch.Tensor:
         inputs = build_inputs([row], cache.rows_per_slot, runner.device)
-        return runner.logits(inputs, cache)[0].float()
+        return runner.logits(inputs, cache).float()
 
     text = random_tokens(prompt_length)
     chain = list(range(-1, prompt_length - 1))
@@ -77,7 +125,7 @@ def _tree_error(runner: TreeModel, cache: TreeCache, prompt_length: int) -> floa
     return (worst / span).item()
 
 
-def _path(parents: list[int], node: int) -> list[int]:
+def _path(parents: Sequence[int], node: int) -> list[int]:
     path = []
     while node >= 0:
         path.append(node)
