@@ -23,8 +23,8 @@ from lpr.exchange import DesyncError
 
 FLAT = StepCost({(1, 256): [10 + 0.001 * knot for knot in KNOTS]}, fixed=True)
 """An accelerator below its knee: nodes cost next to nothing."""
-DEAR = StepCost({(1, 256): [10.0 * knot for knot in KNOTS]}, fixed=True)
-"""Every node costs as much as a whole step."""
+DEAR = StepCost({(1, 256): [10.0 * knot**1.1 for knot in KNOTS]}, fixed=True)
+"""Every node costs more than a step of its own."""
 RISING = StepCost({(1, 256): [5 + 0.25 * knot for knot in KNOTS]}, fixed=True)
 TEXT = [(3 * i) % 7 for i in range(40)]
 
