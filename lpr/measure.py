@@ -7,7 +7,7 @@ import time
 import torch
 
 from lpr.config import SamplingParams
-from lpr.core.cost import KNOTS, SHORTEST_KV, StepCost, interpolate
+from lpr.core.cost import KNOTS, SHORTEST_KV, StepCost, at_knots
 from lpr.dist.comm import Comm
 from lpr.model.cache import TreeCache
 from lpr.model.inputs import Row
@@ -40,8 +40,7 @@ def measure_costs(model: TreeModel, like: TreeCache, comm: Comm, max_nodes: int)
             if not number and len(times) > 1 and (sum(times.values()) > LONGEST * 1e3 or took > STEEPEST * times[1]):
                 break
         knots = list(times)
-    row = list(times.values())
-    return StepCost({(1, SHORTEST_KV): [interpolate(row, knot, knots) for knot in KNOTS]})
+    return StepCost({(1, SHORTEST_KV): at_knots(knots, list(times.values()))})
 
 
 def _time_once(model: TreeModel, count: int) -> float:

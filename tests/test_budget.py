@@ -259,3 +259,8 @@ def test_resolved_sizes_fit_the_limit(most: int, num_ranks: int, window: int | s
 def test_other_words_than_auto_are_refused(field: str) -> None:
     with pytest.raises(InputError, match=f'{field} must be a whole number or "auto"'):
         DecodeConfig(**{field: "automatic"})
+
+
+def test_noise_at_the_end_of_a_measurement_does_not_make_large_trees_free() -> None:
+    cost = StepCost.from_json({"nodes": [1, 64, 96], "rows": [{"batch": 1, "kv": 1, "ms": [5.0, 20.0, 12.0]}]})
+    assert 0 < cost.time(1) <= cost.time(64) <= cost.time(96) <= cost.time(1024)

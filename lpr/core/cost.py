@@ -110,7 +110,7 @@ class StepCost:
         for row in rows.values():
             if len(row) != len(nodes) or min(row) <= 0:
                 raise ValueError("each row of step times needs one positive time per number of nodes")
-        return cls({key: [interpolate(row, knot, nodes) for knot in KNOTS] for key, row in rows.items()}, fixed)
+        return cls({key: at_knots(nodes, row) for key, row in rows.items()}, fixed)
 
     def copy(self) -> StepCost:
         """A table that changes on its own."""
@@ -120,6 +120,12 @@ class StepCost:
 def key_of(batch: int, kv: int) -> Key:
     """The row that a step belongs to."""
     return 1 << (max(batch, 1) - 1).bit_length(), 1 << (max(kv, SHORTEST_KV) - 1).bit_length()
+
+
+def at_knots(nodes: Sequence[float], milliseconds: Sequence[float]) -> list[float]:
+    """A row from times that were measured at other numbers of nodes, two or more in ascending order."""
+    rising = _rising(milliseconds)
+    return [interpolate(rising, knot, nodes) for knot in KNOTS]
 
 
 def interpolate(row: Sequence[float], count: float, knots: Sequence[float] = KNOTS) -> float:
