@@ -13,7 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging as transformers_logging
 
 from lpr.config import InputError
+from lpr.model.families import position_limit
 
+_LENGTHS = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
+"""What configs call their number of positions."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -31,6 +34,8 @@ class Loaded:
     eos_token_ids: frozenset[int]
     max_positions: int | None
     """Longest sequence that the model's positions allow, if its config says so."""
+    limit_reason: str = ""
+    """Why that is shorter than the model's own limit, if it is."""
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
@@ -96,8 +101,11 @@ def wrap(model: PreTrainedModel, tokenizer: Any | None) -> Loaded:
         eos = getattr(tokenizer, "eos_token_id", None)
     ids = [eos] if isinstance(eos, int) else list(eos or [])
     config = model.config.get_text_config(decoder=True)
-    limits = [getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "seq_length")]
+    limits = [getattr(config, name, None) for name in _LENGTHS]
     known = [limit for limit in limits if isinstance(limit, int) and limit > 0]
+    exact = position_limit(config)
+    if exact is not None and (not known or exact[0] < known[0]):
+        return Loaded(model, tokenizer, frozenset(ids), *exact)
     return Loaded(model, tokenizer, frozenset(ids), known[0] if known else None)
 
 

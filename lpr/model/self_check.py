@@ -1,17 +1,20 @@
 """The guard at load: does this model evaluate a token tree as it evaluates plain text?
 
 Some models keep state or build masks outside the hooks that lpr uses, without an error (recurrent layers, local
-attention that slices by cache row, positions counted inside attention). Nothing in a config tells them apart
-reliably, so every model is asked once: two small trees, with a compaction between them, against cache-free
+attention that slices by cache row, positions counted inside attention). A config tells only some of them apart
+(`refusal`), so every model is asked once: two small trees, with a compaction between them, against cache-free
 forwards of every root-to-node path.
 """
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 
 from lpr.config import InputError
 from lpr.model.cache import TreeCache
+from lpr.model.families import refusal
 from lpr.model.inputs import Row, build_inputs
 from lpr.model.runner import TreeModel
 
@@ -28,6 +31,9 @@ def self_check(runner: TreeModel, prompt_length: int = 24) -> TreeCache:
     and the silent failures known so far begin at 3e-3. Half precision rounds differently at every GEMM height.
     """
     name = getattr(runner.config, "model_type", type(runner.model).__name__)
+    known = refusal(runner.model)
+    if known is not None:
+        raise InputError(f"model type {name!r} cannot run a token tree: {known}")
     cache = TreeCache(1, prompt_length + 32)
     try:
         error = _tree_error(runner, cache, prompt_length)
@@ -39,9 +45,11 @@ def self_check(runner: TreeModel, prompt_length: int = 24) -> TreeCache:
         ) from failure
     tolerance = _TOLERANCE.get(runner.model.dtype, _HALF_TOLERANCE)
     if not error <= tolerance:
+        takes_positions = "position_ids" in inspect.signature(type(runner.model).forward).parameters
+        cause = "it keeps state or counts cache rows" if takes_positions else "its forward takes no position_ids"
         raise InputError(
             f"model type {name!r} cannot run a token tree: its logits differ from sequential evaluation by {error:.1e} "
-            f"of their range (at most {tolerance:.0e}); recurrent, hybrid and some local-attention models do this"
+            f"of their range (at most {tolerance:.0e}); probably {cause}"
         )
     return cache
 
