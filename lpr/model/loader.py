@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -119,13 +121,23 @@ def digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
+def plain_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """`named`, with quantised tensors (wrapper subclasses such as torchao's) taken apart into values, scales, ..."""
+    for name, tensor in named:
+        if is_traceable_wrapper_subclass(tensor):
+            parts, _ = tensor.__tensor_flatten__()
+            yield from plain_tensors((f"{name}.{part}", getattr(tensor, part)) for part in parts)
+        else:
+            yield name, tensor
+
+
 def model_digest(model: PreTrainedModel) -> int:
     """64-bit digest of a model's config and weights: two sums over every tensor's bits, taken on its device.
 
     The second sum weighs each word by its place, so that exchanged values show as well as changed ones.
     """
     parts = [model.config.to_json_string()]
-    for name, tensor in model.state_dict().items():
+    for name, tensor in plain_tensors(model.state_dict().items()):
         words = tensor.detach().contiguous().view(torch.uint8).flatten()
         total = places = 0
         for piece in words.split(1 << 24):  # bounds the memory that the widened copy takes

@@ -11,6 +11,8 @@ from __future__ import annotations
 import inspect
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import PreTrainedModel
 
 from lpr.config import InputError
 from lpr.model.cache import TreeCache
@@ -45,13 +47,19 @@ def self_check(runner: TreeModel, prompt_length: int = 24) -> TreeCache:
         ) from failure
     tolerance = _TOLERANCE.get(runner.model.dtype, _HALF_TOLERANCE)
     if not error <= tolerance:
-        takes_positions = "position_ids" in inspect.signature(type(runner.model).forward).parameters
-        cause = "it keeps state or counts cache rows" if takes_positions else "its forward takes no position_ids"
         raise InputError(
             f"model type {name!r} cannot run a token tree: its logits differ from sequential evaluation by {error:.1e} "
-            f"of their range (at most {tolerance:.0e}); probably {cause}"
+            f"of their range (at most {tolerance:.0e}); probably {_probable_cause(runner.model)}"
         )
     return cache
+
+
+def _probable_cause(model: PreTrainedModel) -> str:
+    if getattr(model, "hf_quantizer", None) is not None or any(map(is_traceable_wrapper_subclass, model.parameters())):
+        return "its activations are quantised on the fly, so that rounding moves whole steps; weight-only works"
+    if "position_ids" not in inspect.signature(type(model).forward).parameters:
+        return "its forward takes no position_ids"
+    return "it keeps state or counts cache rows"
 
 
 def _tree_error(runner: TreeModel, cache: TreeCache, prompt_length: int) -> float:
