@@ -66,7 +66,8 @@ class DecodeConfig:
                 f"{field.name} must be {wanted}, not {value!r}",
             )
             least = 0 if field.name in ("window_size", "trie_nodes", "guess_set_size", "num_candidates") else 1
-            _require(value >= least, f"{field.name}={value} must be at least {least}")
+            why = f"be at least {least}" if least else "not be negative"
+            _require(value >= least, f"{field.name}={value} must {why}")
         if self.ngram_size == "auto":
             object.__setattr__(self, "ngram_size", 5)
         if self.guess_set_size == "auto" and self.window_size != "auto":

@@ -116,7 +116,10 @@ class Engine:
         self._like = self_check(self.model)
         limit = loaded.max_positions or 4096
         if decode.max_length is not None and loaded.max_positions and decode.max_length > loaded.max_positions:
-            raise InputError(f"max_length={decode.max_length} exceeds the model's {loaded.max_positions} positions")
+            reason = f" ({loaded.limit_reason})" if loaded.limit_reason else ""
+            raise InputError(
+                f"max_length={decode.max_length} exceeds the model's {loaded.max_positions} positions{reason}"
+            )
         self.max_length = decode.max_length or min(limit, 4096)
         if self.comm.size > 1:
             facts = {

@@ -36,13 +36,13 @@ def test_families_that_run_a_tree(family: str) -> None:
 
 
 def test_silently_wrong_models_are_refused() -> None:
-    sizes = {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4, "window_size": 8}
-    with pytest.raises(InputError, match="'gpt_neo' cannot run a token tree: its logits differ"):
-        self_check(TreeModel(tiny_model("gpt_neo", **sizes)))
+    """RoBERTa counts its positions from the padding token's id, not from those it is given."""
+    with pytest.raises(InputError, match="'roberta' cannot run a token tree: its logits differ"):
+        self_check(TreeModel(tiny_model("roberta", is_decoder=True, pad_token_id=0)))
 
 
 def test_recurrent_models_are_refused() -> None:
-    with pytest.raises(InputError, match="'mamba' cannot run a token tree"):
+    with pytest.raises(InputError, match="'mamba' cannot run a token tree: recurrent state"):
         self_check(TreeModel(tiny_model("mamba")))
 
 

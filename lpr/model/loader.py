@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from lpr.config import InputError
+from lpr.model.families import position_limit
 
+_LENGTHS = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
+"""What configs call their number of positions."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -31,6 +36,8 @@ class Loaded:
     eos_token_ids: frozenset[int]
     max_positions: int | None
     """Longest sequence that the model's positions allow, if its config says so."""
+    limit_reason: str = ""
+    """Why that is shorter than the model's own limit, if it is."""
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
@@ -96,8 +103,11 @@ def wrap(model: PreTrainedModel, tokenizer: Any | None) -> Loaded:
         eos = getattr(tokenizer, "eos_token_id", None)
     ids = [eos] if isinstance(eos, int) else list(eos or [])
     config = model.config.get_text_config(decoder=True)
-    limits = [getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "seq_length")]
+    limits = [getattr(config, name, None) for name in _LENGTHS]
     known = [limit for limit in limits if isinstance(limit, int) and limit > 0]
+    exact = position_limit(config)
+    if exact is not None and (not known or exact[0] < known[0]):
+        return Loaded(model, tokenizer, frozenset(ids), *exact)
     return Loaded(model, tokenizer, frozenset(ids), known[0] if known else None)
 
 
@@ -111,13 +121,23 @@ def digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
+def plain_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """`named`, with quantised tensors (wrapper subclasses such as torchao's) taken apart into values, scales, ..."""
+    for name, tensor in named:
+        if is_traceable_wrapper_subclass(tensor):
+            parts, _ = tensor.__tensor_flatten__()
+            yield from plain_tensors((f"{name}.{part}", getattr(tensor, part)) for part in parts)
+        else:
+            yield name, tensor
+
+
 def model_digest(model: PreTrainedModel) -> int:
     """64-bit digest of a model's config and weights: two sums over every tensor's bits, taken on its device.
 
     The second sum weighs each word by its place, so that exchanged values show as well as changed ones.
     """
     parts = [model.config.to_json_string()]
-    for name, tensor in model.state_dict().items():
+    for name, tensor in plain_tensors(model.state_dict().items()):
         words = tensor.detach().contiguous().view(torch.uint8).flatten()
         total = places = 0
         for piece in words.split(1 << 24):  # bounds the memory that the widened copy takes

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from lpr.model.attention import TREE_ATTENTION, TREE_MASK_ONLY, step_scope
 from lpr.model.cache import TreeCache
+from lpr.model.families import adapt
 from lpr.model.inputs import Row, StepInputs, build_inputs, round_up
 from lpr.sampling import Selection, candidates, choose
 
@@ -45,6 +46,7 @@ class TreeModel:
         self._accepts_positions = "position_ids" in inspect.signature(type(model).forward).parameters
         self.cache: TreeCache | None = None
         use_tree_attention(model)
+        adapt(model)
 
     def allocate(self, num_slots: int, max_length: int, max_nodes: int, like: TreeCache) -> None:
         """Make the cache: `max_length` committed tokens and a tree of `max_nodes` per slot, and one spare row."""

@@ -1,20 +1,24 @@
 """The guard at load: does this model evaluate a token tree as it evaluates plain text?
 
 Some models keep state or build masks outside the hooks that lpr uses, without an error (recurrent layers, local
-attention that slices by cache row, positions counted inside attention). Nothing in a config tells them apart
-reliably, so every model is asked once: two small trees, with a compaction between them, against cache-free
+attention that slices by cache row, positions counted inside attention). A config tells only some of them apart
+(`refusal`), so every model is asked once: two small trees, with a compaction between them, against cache-free
 forwards of every root-to-node path. Then three sequences of unequal shapes together, against each by itself, decide
 whether its batches are packed or padded.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import PreTrainedModel
 
 from lpr.config import InputError
 from lpr.model.cache import TreeCache
+from lpr.model.families import refusal
 from lpr.model.inputs import Row, build_inputs
 from lpr.model.runner import TreeModel
 
@@ -34,6 +38,9 @@ def self_check(runner: TreeModel, prompt_length: int = 24) -> TreeCache:
     at 3e-3. Half precision rounds differently at every GEMM height.
     """
     name = getattr(runner.config, "model_type", type(runner.model).__name__)
+    known = refusal(runner.model)
+    if known is not None:
+        raise InputError(f"model type {name!r} cannot run a token tree: {known}")
     tolerance = _TOLERANCE.get(runner.model.dtype, _HALF_TOLERANCE)
     cache = TreeCache(1, prompt_length + 32)
     try:
@@ -52,7 +59,7 @@ def self_check(runner: TreeModel, prompt_length: int = 24) -> TreeCache:
     if not error <= tolerance:
         raise InputError(
             f"model type {name!r} cannot run a token tree: its logits differ from sequential evaluation by {error:.1e} "
-            f"of their range (at most {tolerance:.0e}); recurrent, hybrid and some local-attention models do this"
+            f"of their range (at most {tolerance:.0e}); probably {_probable_cause(runner.model)}"
         )
     return cache
 
@@ -92,6 +99,14 @@ def _batch_logits(runner: TreeModel, together: bool, packed: bool = False) -> to
 def _difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest difference over the range of the expected logits."""
     return ((logits - expected).abs().max() / (expected.max() - expected.min())).item()
+
+
+def _probable_cause(model: PreTrainedModel) -> str:
+    if getattr(model, "hf_quantizer", None) is not None or any(map(is_traceable_wrapper_subclass, model.parameters())):
+        return "its activations are quantised on the fly, so that rounding moves whole steps; weight-only works"
+    if "position_ids" not in inspect.signature(type(model).forward).parameters:
+        return "its forward takes no position_ids"
+    return "it keeps state or counts cache rows"
 
 
 def _tree_error(runner: TreeModel, cache: TreeCache, prompt_length: int) -> float:

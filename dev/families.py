@@ -1,0 +1,178 @@
+"""Run the equality test over every decoder family and write its table into the README.
+
+    python -m dev.families            run the matrix, rewrite the README's table
+    python -m dev.families bloom mpt  run some types only, write nothing
+
+A family works if the engine emits the ids of the untouched model's own greedy `generate`, for a ragged batch, with
+drafts of which some are accepted and some rejected.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from dev.family_table import FAMILIES, NOT_RUN, REFUSED, SIZES, TRANSFORMERS, WORKS, Family
+from lpr import DecodeConfig, Engine, InputError, SamplingParams
+
+README = Path(__file__).parent.parent / "README.md"
+BEGIN, END = "<!-- families:begin -->", "<!-- families:end -->"
+NEW_TOKENS = 28
+DECODE = DecodeConfig(max_batch_size=2, window_size=4, ngram_size=3, guess_set_size=3, trie_nodes=16, max_length=120)
+PROMPTS = [[(7 * i + i * i) % 89 + 2 for i in range(19)], [(5 * i + 3 * i * i) % 83 + 4 for i in range(33)]]
+"""Ragged, and longer than the tiny configs' sliding windows."""
+
+
+def tiny_config(family: Family) -> PreTrainedConfig:
+    """The family's config with SIZES, as far as its class (or that of its text part) knows them."""
+    return _sized(CONFIG_MAPPING[family.model_type], family.config)
+
+
+def _sized(cls: Any, overrides: dict[str, Any]) -> PreTrainedConfig:
+    known = {field.name for field in dataclasses.fields(cls)} | set(cls.attribute_map)
+    sizes = {name: value for name, value in SIZES.items() if name in known}
+    if "qk_rope_head_dim" in known:
+        sizes.pop("head_dim", None)  # latent attention: it follows from the others, and every head has its own key
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+    overrides = dict(overrides)
+    for name, sub in getattr(cls, "sub_configs", {}).items():
+        if name == "text_config" and name in overrides:
+            overrides[name] = _sized(sub, overrides[name]).to_dict()
+    return cls(**{**sizes, **overrides})
+
+
+def tiny_model(family: Family, spread: float = 0.15) -> PreTrainedModel:
+    """A random fp32 model of the family, with attention and logits far from uniform."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" not in name and weight.dim() > 1:
+                weight.normal_(0, spread)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def stock_greedy(model: PreTrainedModel) -> list[list[int]]:
+    """What transformers' own `generate` says after each prompt, one at a time."""
+    texts = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        done = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
+        )
+        texts.append(done[0, len(prompt) :].tolist())
+    return texts
+
+
+@dataclass
+class Observed:
+    """What lpr did with a family."""
+
+    status: str
+    detail: str
+    """The refusal, or tokens per step."""
+
+    def matches(self, family: Family) -> bool:
+        """Is this what the table says, with the reason that it names?"""
+        return self.status == family.status and (self.status == WORKS or family.note in self.detail)
+
+
+def observe(family: Family) -> Observed:
+    """Run one family. An error that is no refusal, and any wrong token, is raised."""
+    model = tiny_model(family)
+    expected = stock_greedy(model) if family.status == WORKS else []  # before the model is switched to trees
+    try:
+        engine = Engine.from_model(model, decode=DECODE)
+    except InputError as refusal:
+        return Observed(REFUSED, str(refusal))
+    expected = expected or stock_greedy(model)
+    for text in expected:  # drafts that are right for some tokens and then wrong
+        engine.learn([token if i % 6 else (token + 1) % 97 for i, token in enumerate(text)])
+    done = engine.generate(PROMPTS, SamplingParams(max_new_tokens=NEW_TOKENS))
+    for completion, ids in zip(done, expected, strict=True):
+        if completion.token_ids != ids:
+            raise AssertionError(f"{family.name}: {completion.token_ids} is not transformers' {ids}")
+        drafted = sum(count.drafted for count in completion.stats.sources.values())
+        accepted = sum(count.accepted for count in completion.stats.sources.values())
+        if not 0 < accepted < drafted or completion.stats.tokens_per_step <= 1:
+            raise AssertionError(f"{family.name}: {accepted} of {drafted} drafted nodes accepted: nothing was tested")
+    return Observed(WORKS, f"{done[0].stats.tokens_per_step:.2f} tokens per step")
+
+
+def table() -> str:
+    """The README's table, from what the matrix expects."""
+    rows: dict[tuple[str, str], list[Family]] = {}
+    for family in FAMILIES:
+        rows.setdefault((family.status, family.row), []).append(family)
+    lines = [
+        f"Run by `python -m dev.families` with transformers {TRANSFORMERS}, on tiny random fp32 models: *works* means",
+        "that greedy ids equal those of the untouched model's `generate`, in a ragged batch with drafts accepted and",
+        "rejected; *refused* means one clear line when the model is loaded, and never a wrong token.",
+        "",
+        "| models | transformers types | lpr |",
+        "|---|---|---|",
+    ]
+    for (status, row), families in sorted(rows.items(), key=lambda item: (WORKS, REFUSED, NOT_RUN).index(item[0][0])):
+        types = " ".join(f"`{name}`" for name in dict.fromkeys(family.model_type for family in families))
+        notes = "; ".join(dict.fromkeys(_noted(family, families) for family in families if family.note))
+        lines.append(f"| {row} | {types} | {status}{': ' + notes if notes else ''} |")
+    return "\n".join(lines)
+
+
+def _noted(family: Family, row: list[Family]) -> str:
+    """A note, with the type if others of the row do without it."""
+    if all(other.note == family.note for other in row):
+        return family.note
+    return family.note if family.variant else f"{family.model_type}: {family.note}"
+
+
+def with_table(readme: str) -> str:
+    """The README's text with the table between its markers."""
+    before, rest = readme.split(BEGIN)
+    return f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}"
+
+
+def main(args: list[str]) -> int:
+    """Run the matrix; 1, and an unchanged README, if a family does other than the table says."""
+    parser = argparse.ArgumentParser(prog="python -m dev.families", description="Run lpr over the decoder families.")
+    parser.add_argument("types", nargs="*", help="model types to run; all, and the README's table, without")
+    chosen = parser.parse_args(args).types
+    unknown = set(chosen) - {family.model_type for family in FAMILIES}
+    if unknown:
+        parser.error(f"no such type in dev/family_table.py: {', '.join(sorted(unknown))}")
+    if not chosen and transformers.__version__ != TRANSFORMERS:
+        parser.error(f"the table is of transformers {TRANSFORMERS}, this is {transformers.__version__}")
+    transformers.utils.logging.set_verbosity_error()
+    unexpected = 0
+    for family in FAMILIES:
+        if family.status == NOT_RUN or (chosen and family.model_type not in chosen):
+            continue
+        start = time.monotonic()
+        try:
+            seen = observe(family)
+            right = seen.matches(family)
+        except Exception as failure:  # whatever a family raises is a line of the report, and the others still run
+            seen, right = Observed("failed", f"{type(failure).__name__}: {failure}"), False
+        unexpected += not right
+        took = time.monotonic() - start
+        print(f"{' ' if right else '!'} {family.name:36} {seen.status:8} {took:5.1f} s  {seen.detail}", flush=True)
+    if unexpected:
+        print(f"{unexpected} families differ from dev/family_table.py; the README stays as it is", file=sys.stderr)
+    elif not chosen:
+        README.write_text(with_table(README.read_text(encoding="utf-8")), encoding="utf-8")
+    return 1 if unexpected else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

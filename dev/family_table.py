@@ -1,0 +1,231 @@
+"""Every decoder type that transformers knows as a causal LM: a tiny config of it, and what lpr does with it.
+
+`dev/families.py` runs this table and writes it into the README; `tests/test_families.py` holds it to be true.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+TRANSFORMERS = "5.23.0"
+"""The version whose types are listed; others may have more, or fewer."""
+WORKS, REFUSED, NOT_RUN = "works", "refused", "not run"
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "tie_word_embeddings": False,
+    "bos_token_id": 1, "eos_token_id": None, "pad_token_id": None, "attention_dropout": 0.0,
+    "sliding_window": 9, "attention_chunk_size": 11,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
+    "moe_topk": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "n_shared_experts": 1,
+    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+}  # fmt: skip
+"""Sizes of a tiny config. A type gets those that its config class knows; the sliding window is below the prompts."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model type, or one variant of it."""
+
+    row: str
+    """Its row in the README's table."""
+    model_type: str
+    status: str = WORKS
+    note: str = ""
+    """A limit of one that works; part of the refusal's message; why one is not run."""
+    variant: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Its config where it differs from SIZES."""
+
+    @property
+    def name(self) -> str:
+        """Model type and variant."""
+        return f"{self.model_type} ({self.variant})" if self.variant else self.model_type
+
+
+def works(row: str, *model_types: str, note: str = "", variant: str = "", **config: Any) -> list[Family]:
+    """Types that give transformers' own tokens."""
+    return [Family(row, model_type, WORKS, note, variant, config) for model_type in model_types]
+
+
+def refused(row: str, note: str, *model_types: str, variant: str = "", **config: Any) -> list[Family]:
+    """Types that are refused with a line that holds `note`."""
+    return [Family(row, model_type, REFUSED, note, variant, config) for model_type in model_types]
+
+
+def not_run(row: str, note: str, *model_types: str) -> list[Family]:
+    """Types that the matrix leaves out, and why."""
+    return [Family(row, model_type, NOT_RUN, note) for model_type in model_types]
+
+
+_TINY_VISION = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+_LINEAR_HEADS = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
+_HYBRID = ["linear_attention", "full_attention"]
+_RECURRENT = "recurrent state"
+_FALCON_RW = {
+    "alibi": True, "multi_query": False, "new_decoder_architecture": False, "parallel_attn": False, "bias": True,
+}  # fmt: skip
+_LLAMA = "Llama 2/3, CodeLlama"
+_MISTRAL = "Mistral, Ministral, Mixtral"
+_GEMMA = "Gemma 1-3n, VaultGemma"
+_PHI = "Phi 1-4, Phi MoE"
+_GRANITE = "Granite 3, Granite 4 without Mamba layers"
+_STATE_SPACE = "Mamba 1/2, Falcon Mamba, RWKV, xLSTM"
+_HYBRIDS = (
+    "Jamba, Bamba, Zamba, RecurrentGemma, Falcon H1, Granite 4 hybrid, Nemotron H, LFM 2/3, Kimi Linear, OLMo hybrid, "
+    "MiniMax 01, Ling, Inkling, ZAYA"
+)
+_QWEN_NEXT = "Qwen3-Next, Qwen 3.5"
+_SPARSE = "DeepSeek V3.2/V4, GLM-5, MiniMax-M3, Hunyuan v4, A.X-K2, dots3"
+_TEMPERATURE = "temperature by position (shim)"
+_ALIBI = "ALiBi by position (shim)"
+
+
+def _rope(kind: str, **parameters: Any) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": 10000.0, **parameters}
+
+
+# fmt: off
+FAMILIES: list[Family] = [
+    # Llama and its likes.
+    *works(_LLAMA, "llama"),
+    *works(_LLAMA, "llama", variant="Llama 3 rope", rope_parameters=_rope(
+        "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)),
+    *works(_LLAMA, "llama", variant="yarn", rope_parameters=_rope(
+        "yarn", factor=4.0, original_max_position_embeddings=16)),
+    *works(_LLAMA, "llama", variant="dynamic rope", note="dynamic rope up to max_position_embeddings",
+           rope_parameters=_rope("dynamic", factor=2.0)),
+    *works("Llama 4", "llama4_text", note=_TEMPERATURE, intermediate_size_mlp=96, floor_scale=8, attn_scale=0.5,
+           no_rope_layers=[1, 0], layer_types=["chunked_attention", "full_attention"]),
+    *works("Llama 4", "llama4", note=_TEMPERATURE, text_config={}, vision_config=_TINY_VISION),
+    *works(_MISTRAL, "mistral", "ministral", "ministral3", "mixtral"),
+    *works(_MISTRAL, "ministral3", variant="query scale by position", rope_parameters=_rope(
+        "yarn", factor=4.0, original_max_position_embeddings=16, llama_4_scaling_beta=0.3, mscale=1.0,
+        mscale_all_dim=1.0, beta_fast=32.0, beta_slow=1.0)),
+    *works("Qwen 2/2.5/3, dense and MoE", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+    *works("Qwen 2/2.5/3, dense and MoE", "qwen2", variant="sliding window", use_sliding_window=True,
+           max_window_layers=1),
+    *works(_GEMMA, "gemma", "gemma2", "gemma3_text", "vaultgemma"),
+    *works(_GEMMA, "gemma3", text_config={}, vision_config=_TINY_VISION),
+    *works(_GEMMA, "gemma3n_text", num_hidden_layers=4, num_kv_shared_layers=2, vocab_size_per_layer_input=97,
+           hidden_size_per_layer_input=8, laurel_rank=8, activation_sparsity_pattern=[0.0] * 4,
+           layer_types=["sliding_attention", "full_attention"] * 2),
+    *works("Gemma 4", "gemma4_text", num_hidden_layers=4, num_kv_shared_layers=2, vocab_size_per_layer_input=97,
+           hidden_size_per_layer_input=8, global_head_dim=16, layer_types=["sliding_attention", "full_attention"] * 2),
+    *works("Gemma 4", "gemma4", vision_config=_TINY_VISION, text_config={
+        "pad_token_id": 0, "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8}),
+    *works("Gemma 4", "gemma4_unified_text"),
+    *works("Gemma 4", "gemma4_unified", text_config={"pad_token_id": 0}, vision_config=_TINY_VISION),
+    *works(_PHI, "phi", "phi3", "phimoe"),
+    *works(_PHI, "phi3", variant="longrope", note="longrope (128k variants) up to the original context",
+           original_max_position_embeddings=128, rope_parameters=_rope(
+               "longrope", short_factor=[1.0] * 8, long_factor=[2.0] * 8, original_max_position_embeddings=128,
+               factor=2.0)),
+    *works("GLM 4, GLM-4 MoE", "glm", "glm4", "glm4_moe", "glm4_moe_lite"),
+    *works("DeepSeek V2/V3", "deepseek_v2", "deepseek_v3"),
+    *works("GPT-OSS", "gpt_oss"),
+    *works("OLMo 1-3, OLMoE, FlexOlmo", "olmo", "olmo2", "olmo3", "olmoe", "flex_olmo"),
+    *works("Cohere Command R, R7B, A", "cohere", "cohere2", "cohere2_moe"),
+    *works("Cohere Command R, R7B, A", "cohere_compass_text", layer_types=["sliding_attention", "full_attention"],
+           rope_parameters={kind: _rope("default", mrope_section=[4, 2, 2])
+                            for kind in ("sliding_attention", "full_attention")}),
+    *works(_GRANITE, "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared"),
+    *works(_GRANITE, "granitemoehybrid", variant="attention only", layer_types=["attention", "attention"],
+           mamba_n_heads=8, mamba_d_state=8),
+    *works("SmolLM3", "smollm3"),
+    *works("EXAONE 4", "exaone4", "exaone_moe"),
+    *works("StableLM, Persimmon, Nemotron", "stablelm", "persimmon", "nemotron"),
+    *works("StarCoder 2", "starcoder2"),
+    *works("DBRX", "dbrx", d_model=64, n_heads=4, n_layers=2, max_seq_len=256,
+           attn_config={"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
+           ffn_config={"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 64}),
+    *works("ERNIE 4.5, Hunyuan, MiniMax-M2, MiniCPM 3, InternLM 3", "ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense",
+           "hunyuan_v1_moe", "hy_v3", "minimax_m2", "minicpm3", "internlm3"),
+    *works("Seed-OSS, HyperCLOVA X, Helium, Nanochat, BitNet", "seed_oss", "hyperclovax", "helium", "nanochat",
+           "bitnet"),
+    *works("further ones", "afmoe", "apertus", "arcee", "aria_text", "beam", "cwm", "diffllama", "dots1", "flint",
+           "hrm_text", "iquestcoder", "jais2", "jetmoe", "kolibri1", "laguna", "mellum", "mimo_v2_flash",
+           "solar_open", "axk1", "youtu"),
+    *works("further ones", "longcat_flash", num_layers=1, ffn_hidden_size=96, expert_ffn_hidden_size=32,
+           zero_expert_num=2, head_dim=8),
+    *works("further ones", "modernbert-decoder", pad_token_id=0, local_attention=8),
+    *works("further ones", "mllama", text_config={"cross_attention_layers": []}),
+    # Older ones.
+    *works("GPT-2, GPT-SW3, GPT-BigCode (StarCoder)", "gpt2", "gpt-sw3", "gpt_bigcode"),
+    *works("GPT-NeoX, Pythia", "gpt_neox"),
+    *works("GPT-NeoX, Pythia", "gpt_neox_japanese", note="keys made contiguous (shim)"),
+    *works("GPT-J, CodeGen", "gptj", "codegen", rotary_dim=8),
+    *works("GPT-Neo", "gpt_neo", note="local window by position (shim)", num_layers=2, num_heads=4, window_size=8,
+           attention_types=[[["global", "local"], 1]]),
+    *works("OPT, XGLM, BioGPT", "opt", word_embed_proj_dim=64, ffn_dim=96),
+    *works("OPT, XGLM, BioGPT", "xglm", "biogpt", ffn_dim=96),
+    *works("BLOOM", "bloom", note=_ALIBI),
+    *works("BLOOM", "bloom", variant="6 heads", note=_ALIBI, hidden_size=48, n_head=6),
+    *works("MPT", "mpt", note=_ALIBI, d_model=64, n_heads=4, n_layers=2, max_seq_len=256),
+    *works("MPT", "mpt", variant="6 heads", note=_ALIBI, d_model=48, n_heads=6, n_layers=2, max_seq_len=256),
+    *works("Falcon", "falcon", variant="7B: rope, multi-query", note=_ALIBI, multi_query=True,
+           new_decoder_architecture=False),
+    *works("Falcon", "falcon", variant="40B: new architecture", note=_ALIBI, new_decoder_architecture=True,
+           num_kv_heads=2),
+    *works("Falcon", "falcon", variant="RW: ALiBi", note=_ALIBI, **_FALCON_RW),
+    *works("Falcon", "falcon", variant="RW: ALiBi, 6 heads", note=_ALIBI, hidden_size=48, num_attention_heads=6,
+           **_FALCON_RW),
+    *works("CTRL", "ctrl", dff=96),
+    *works("BERT and kin with is_decoder", "bert", "bert-generation", "big_bird", "electra", "ernie", "megatron-bert",
+           "rembert", "roc_bert", is_decoder=True, pad_token_id=0),
+    # What has layers that fold or select the past.
+    *refused(_STATE_SPACE, _RECURRENT, "mamba", "falcon_mamba", "rwkv", "xlstm"),
+    *refused(_STATE_SPACE, _RECURRENT, "mamba2", num_heads=8, head_dim=16, expand=2, n_groups=2, state_size=8),
+    *refused(_HYBRIDS, _RECURRENT, "recurrent_gemma", block_types=["recurrent", "attention"], attention_window_size=9),
+    *refused(_HYBRIDS, _RECURRENT, "jamba", attn_layer_period=2, attn_layer_offset=1),
+    *refused(_HYBRIDS, _RECURRENT, "bamba", attn_layer_indices=[1], mamba_n_heads=8, mamba_d_state=8),
+    *refused(_HYBRIDS, _RECURRENT, "zamba", "zamba2", layers_block_type=["mamba", "hybrid"]),
+    *refused(_HYBRIDS, _RECURRENT, "falcon_h1", mamba_n_heads=8, mamba_d_head=16, mamba_d_state=8, mamba_d_ssm=128),
+    *refused(_HYBRIDS, _RECURRENT, "granitemoehybrid", layer_types=["mamba", "attention"], mamba_n_heads=8,
+             mamba_d_state=8),
+    *refused(_HYBRIDS, _RECURRENT, "nemotron_h", "lfm3", "kimi_linear", "olmo_hybrid", "minimax", "bailing_hybrid",
+             "inkling_text", "inkling2_text"),
+    *refused(_HYBRIDS, _RECURRENT, "lfm2", "lfm2_moe", layer_types=["conv", "full_attention"], num_dense_layers=1),
+    *refused(_HYBRIDS, _RECURRENT, "zaya", num_experts_per_tok=1),
+    *refused(_QWEN_NEXT, _RECURRENT, "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", layer_types=_HYBRID,
+             **_LINEAR_HEADS),
+    *refused(_QWEN_NEXT, _RECURRENT, "qwen3_5", text_config={"layer_types": _HYBRID, **_LINEAR_HEADS},
+             vision_config={**_TINY_VISION, "depth": 1, "num_heads": 2}),
+    *refused(_QWEN_NEXT, _RECURRENT, "qwen4_exp_text", layer_types=_HYBRID, **_LINEAR_HEADS, indexer_n_heads=4,
+             indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=2),
+    *refused(_SPARSE, "sparse attention", "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "hy_v4", "axk2"),
+    *refused(_SPARSE, "sparse attention", "dots3_note_text", num_key_value_heads=4),
+    *refused(_SPARSE, "sparse attention", "minimax_m3_vl_text", layer_types=["full_attention", "minimax_m3_sparse"]),
+    *refused("GPT-1, XLM, XLNet, Reformer", "its forward takes no cache", "openai-gpt"),
+    *refused("GPT-1, XLM, XLNet, Reformer", "its forward takes no cache", "xlm", emb_dim=64, n_heads=4, n_layers=2,
+             is_decoder=True, causal=True, n_langs=1),
+    *refused("GPT-1, XLM, XLNet, Reformer", "its forward takes no cache", "xlnet", d_model=64, n_head=4, n_layer=2,
+             d_inner=64, d_head=16),
+    *refused("GPT-1, XLM, XLNet, Reformer", "its forward takes no cache", "reformer", is_decoder=True,
+             axial_pos_shape=[16, 16], axial_pos_embds_dim=[32, 32], attention_head_size=16, feed_forward_size=64,
+             attn_layers=["local", "local"], pad_token_id=0),
+    *refused("Doge, CPM-Ant", "its forward failed", "doge", "cpmant"),
+    *refused("RoBERTa, RoFormer and kin with is_decoder", "its logits differ", "camembert", "data2vec-text", "roberta",
+             "roberta-prelayernorm", "roformer", "xlm-roberta", "xlm-roberta-xl", is_decoder=True, pad_token_id=0),
+    *refused("RoBERTa, RoFormer and kin with is_decoder", "its logits differ", "xmod", is_decoder=True, pad_token_id=0,
+             default_language="en_XX", languages=["en_XX"]),
+    *refused("decoder halves of encoder-decoders", "its forward takes no position_ids", "bart", "bigbird_pegasus",
+             "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus", "plbart", "trocr", "whisper",
+             d_model=64, decoder_layers=2, num_hidden_layers=2, decoder_attention_heads=4, decoder_ffn_dim=64,
+             pad_token_id=0, decoder_start_token_id=1),
+    # What the matrix leaves out.
+    *not_run("multimodal wrappers", "a tiny one takes a vision or audio tower; text parts with a type are run",
+             "gemma3n", "gemma4_unified_assistant", "gemma4_assistant", "qwen3_5_moe", "qwen4_exp", "dots3_note",
+             "emu3", "fuyu", "git", "got_ocr2", "moshi", "moss_transcribe_diarize", "musicgen", "musicgen_melody",
+             "phi4_multimodal"),
+    *not_run("BLT", "bytes in patches: no config of it was found that is tiny", "blt"),
+    *not_run("ProphetNet", "transformers' own generate of a tiny one fails (IndexError)", "prophetnet"),
+]
+# fmt: on

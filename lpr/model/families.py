@@ -1,0 +1,244 @@
+"""What single model families need beyond the attention and mask hooks, and which of them cannot run a tree at all.
+
+Most families need nothing. A few add a bias or cut a window by *cache row*, where a tree needs it by *position*: row
+and position differ once a step's nodes branch. Each shim below replaces that one spot of a loaded model, and
+leaves the model as it was outside a step. `self_check` guards shimmed models like all others.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from lpr.model.attention import current_step
+from lpr.model.inputs import StepInputs
+
+_RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+"""Kinds in `config.layer_types` that fold the past into a state: state-space, convolution and linear attention."""
+_SELECTING_LAYERS = {
+    "indexed_attention",
+    "compressed_sparse_attention",
+    "heavily_compressed_attention",
+    "minimax_m3_sparse",
+}
+"""Kinds that choose what to attend to by cache row, or attend to a summary of several rows."""
+
+
+def refusal(model: PreTrainedModel) -> str | None:
+    """Why this model's layers cannot evaluate a tree, as far as its config tells; None if it may."""
+    config: Any = model.config.get_text_config(decoder=True)
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        recurrent = sorted(_RECURRENT_LAYERS.intersection(kinds))
+        if recurrent:
+            return _recurrent(f"its {recurrent[0]} layers fold")
+        selecting = sorted(_SELECTING_LAYERS.intersection(kinds))
+        if selecting:
+            return f"sparse attention: its {selecting[0]} layers pick or merge cached tokens by cache row"
+    elif model._is_stateful:
+        return _recurrent("it folds")
+    if "past_key_values" not in inspect.signature(type(model).forward).parameters:
+        return "its forward takes no cache of keys and values (past_key_values)"
+    return None
+
+
+def _recurrent(what_folds: str) -> str:
+    return f"recurrent state: {what_folds} the past into one state, which cannot branch or take a rejected token back"
+
+
+def position_limit(config: Any) -> tuple[int, str] | None:
+    """How many positions a model's batches can hold exactly, and why, if fewer than the model itself.
+
+    Longrope (Phi-3 128k) takes other frequencies for *all* rows of a forward, at all positions, as soon as one
+    position passes the original context. Drafts and neighbours in the batch would then change a text.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for each in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
+        if each.get("rope_type") == "longrope":
+            limit = each.get("original_max_position_embeddings")
+            limit = limit or getattr(config, "original_max_position_embeddings", None)
+            if limit:
+                return int(limit), "beyond them longrope changes the frequencies of every row in the batch"
+    return None
+
+
+def adapt(model: PreTrainedModel) -> None:
+    """Make the spots of `model` that count cache rows count positions within a step; once per model."""
+    shim = _SHIMS.get(model.config.get_text_config(decoder=True).model_type)
+    if shim is not None and not getattr(model, "_lpr_adapted", False):
+        shim(model)
+        model._lpr_adapted = True  # type: ignore[assignment]
+
+
+def _cached_positions(step: StepInputs) -> torch.Tensor:
+    """[B, KV]: the position of what each cache row holds; a model that asks for them keeps its batches padded."""
+    if step.packed:
+        raise TypeError("a bias per cache row needs padded inputs")
+    return step.blocks[0].kv_positions
+
+
+def _by_position(bias: torch.Tensor, step: StepInputs) -> torch.Tensor:
+    """[B, H, 1, KV] from `bias` [B, H, 1, S], whose last axis is a position: the bias of each cache row."""
+    index = _cached_positions(step).clamp(max=bias.shape[3] - 1)[:, None, None, :]
+    return bias.gather(3, index.expand(-1, bias.shape[1], 1, -1))
+
+
+def _all_rows(module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Forward hook: in a step, a 2-D mask of every cache row, so that the model builds its ALiBi for all of them."""
+    step = current_step()
+    if step is not None:
+        kwargs["attention_mask"] = torch.ones_like(_cached_positions(step))
+    return args, kwargs
+
+
+def _positioned_alibi(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """BLOOM's and Falcon's builder of ALiBi [B * H, 1, S] from a 2-D mask, by position within a step."""
+
+    def build(attention_mask: torch.Tensor, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
+        alibi = stock(attention_mask, num_heads, dtype)
+        step = current_step()
+        if step is None:
+            return alibi
+        return _by_position(alibi.unflatten(0, (-1, num_heads)), step).flatten(0, 1)
+
+    build.stock = stock  # type: ignore[attr-defined]
+    return build
+
+
+def _bloom(model: Any) -> None:
+    """ALiBi is slope * row."""
+    trunk = model.base_model
+    trunk.build_alibi_tensor = _positioned_alibi(trunk.build_alibi_tensor)
+    trunk.register_forward_pre_hook(_all_rows, with_kwargs=True)
+
+
+def _falcon(model: Any) -> None:
+    """ALiBi is slope * row, from a function of the module; layers compare the attention's name with "sdpa".
+
+    Their eager branch adds ALiBi twice, so the layers keep "sdpa", the default, in a config of their own.
+    """
+    own = copy.copy(model.config)
+    own.__class__ = type("SdpaConfig", (type(own),), {"_attn_implementation": "sdpa"})  # whatever is set later
+    for layer in model.base_model.h:
+        layer.self_attention.config = own
+    if not model.config.alibi:
+        return
+    code: Any = import_module(type(model).__module__)
+    if not hasattr(code.build_alibi_tensor, "stock"):
+        code.build_alibi_tensor = _positioned_alibi(code.build_alibi_tensor)
+    model.base_model.register_forward_pre_hook(_all_rows, with_kwargs=True)
+
+
+class _BiasPerSequence:
+    """MPT's bias of a step, [B, H, 1, KV], for attention code that slices a bias [H, 1, S] without a batch axis."""
+
+    def __init__(self, bias: torch.Tensor) -> None:
+        self.bias = bias
+        self.shape = bias.shape[1:]
+
+    def size(self, dim: int) -> int:
+        """No longer than the keys on any axis: there is nothing to cut off."""
+        return 0
+
+    def __getitem__(self, slices: Any) -> torch.Tensor:
+        return self.bias
+
+
+def _mpt(model: Any) -> None:
+    """ALiBi is slope * (row - last row), one for the whole batch."""
+    trunk = model.base_model
+    stock = trunk.build_mpt_alibi_tensor
+
+    def build(num_heads: int, sequence_length: int, *args: Any, **kwargs: Any) -> torch.Tensor | _BiasPerSequence:
+        step = current_step()
+        if step is None:
+            return stock(num_heads, sequence_length, *args, **kwargs)
+        batch, num_kv = _cached_positions(step).shape
+        alibi = stock(num_heads, num_kv, *args, **kwargs)  # softmax ignores where the zero of the bias lies
+        return _BiasPerSequence(_by_position(alibi.expand(batch, -1, -1, -1), step))
+
+    trunk.build_mpt_alibi_tensor = build
+
+
+class _PositionWindow:
+    """GPT-Neo's causal buffer [1, 1, S, S], which its attention slices by row, as a window of positions in a step."""
+
+    def __init__(self, stock: torch.Tensor, window: int) -> None:
+        self.stock = stock
+        self.window = window
+
+    def __getitem__(self, slices: Any) -> torch.Tensor:
+        step = current_step()
+        if step is None:
+            return self.stock[slices]
+        distance = step.positions[:, None, :, None] - _cached_positions(step)[:, None, None, :]
+        return distance < self.window  # what comes later or on another branch, the mask hides
+
+
+def _gpt_neo(model: Any) -> None:
+    """Local layers cut their window out of a buffer by row."""
+    for block in model.base_model.h:
+        attention = block.attn.attention
+        stock = attention.bias
+        del attention.bias  # a buffer that no checkpoint holds; torch lets only tensors take its place
+        local = attention.attention_type == "local"
+        attention.bias = _PositionWindow(stock, model.config.window_size if local else stock.shape[3])
+
+
+def _gpt_neox_japanese(model: Any) -> None:
+    """Attention takes a `view` of the keys, which the cache returns as a strided view of its rows."""
+    for layer in model.base_model.layers:
+        attention = layer.attention
+        attention._attn = _with_contiguous_keys(attention._attn)
+
+
+def _with_contiguous_keys(attend: Callable[..., Any]) -> Callable[..., Any]:
+    def contiguous(query: torch.Tensor, key: torch.Tensor, *rest: Any, **kwargs: Any) -> Any:
+        return attend(query, key.contiguous(), *rest, **kwargs)
+
+    return contiguous
+
+
+class _OutsideSteps:
+    """True outside a step: switches a model's own code off where a shim does its work."""
+
+    def __bool__(self) -> bool:
+        return current_step() is None
+
+
+def _llama4(model: Any) -> None:
+    """Layers without rope scale their queries by a temperature of the position, counted as cached length + row.
+
+    self_check's short text does not reach the first step of that temperature (position 8192 by default).
+    """
+    for module in model.modules():
+        if getattr(module, "attn_temperature_tuning", None) and hasattr(module, "q_proj") and not module.use_rope:
+            module.attn_temperature_tuning = _OutsideSteps()
+            module.q_proj.register_forward_hook(_temperature(module.floor_scale, module.attn_scale))
+
+
+def _temperature(floor_scale: float, attn_scale: float) -> Callable[..., torch.Tensor | None]:
+    def scaled(module: torch.nn.Module, args: Any, query: torch.Tensor) -> torch.Tensor | None:
+        step = current_step()
+        if step is None:
+            return None
+        scale = torch.log1p(torch.floor((step.positions.float() + 1.0) / floor_scale)) * attn_scale + 1.0
+        return (query * scale[..., None]).to(query.dtype)
+
+    return scaled
+
+
+_SHIMS: dict[str, Callable[[Any], None]] = {
+    "bloom": _bloom,
+    "falcon": _falcon,
+    "gpt_neo": _gpt_neo,
+    "gpt_neox_japanese": _gpt_neox_japanese,
+    "llama4_text": _llama4,
+    "mpt": _mpt,
+}
