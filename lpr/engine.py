@@ -78,8 +78,14 @@ class Engine:
     the other requests or the number of ranks (exactly in fp32; half precision rounds by the height of a GEMM).
     """
 
-    def __init__(self, loaded: Loaded, decode: DecodeConfig | None = None, comm: Comm | None = None) -> None:
-        """An engine for a loaded model.
+    def __init__(
+        self,
+        loaded: Loaded,
+        decode: DecodeConfig | None = None,
+        comm: Comm | None = None,
+        attention: str = "auto",
+    ) -> None:
+        """An engine for a loaded model; `attention` is one of `lpr.model.runner.ATTENTION`.
 
         Raises InputError if the model cannot run a token tree or, with several ranks, on every rank if one rank has
         another model, tokenizer or configuration.
@@ -88,7 +94,7 @@ class Engine:
         self.tokenizer = loaded.tokenizer
         self.eos_token_ids = loaded.eos_token_ids
         self.comm = comm if comm is not None else SoloComm()
-        self.model = TreeModel(loaded.model)
+        self.model = TreeModel(loaded.model, attention=attention)
         self._like = self_check(self.model)
         limit = loaded.max_positions or 4096
         if decode.max_length is not None and loaded.max_positions and decode.max_length > loaded.max_positions:
@@ -111,6 +117,7 @@ class Engine:
         dtype: str | torch.dtype = "auto",
         device: str | torch.device | None = None,
         comm: Comm | None = None,
+        attention: str = "auto",
     ) -> Engine:
         """Load a transformers causal LM from a folder or a hub id.
 
@@ -126,7 +133,7 @@ class Engine:
             agree(comm, failure)
         if loaded is None:
             raise InputError(failure)
-        return cls(loaded, decode, comm)
+        return cls(loaded, decode, comm, attention)
 
     @classmethod
     def from_model(
@@ -135,9 +142,10 @@ class Engine:
         tokenizer: Any | None = None,
         decode: DecodeConfig | None = None,
         comm: Comm | None = None,
+        attention: str = "auto",
     ) -> Engine:
         """An engine for a model in memory, which is switched to tree attention."""
-        return cls(wrap(model, tokenizer), decode, comm)
+        return cls(wrap(model, tokenizer), decode, comm, attention)
 
     def reconfigure(self, decode: DecodeConfig) -> None:
         """Decode further requests with other settings, forgetting what drafts were learnt; needs an idle engine."""

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from lpr.core.tree import ancestor_bits
+from lpr.model.kernels.mask import TreeMask, build_mask
 
 
 @dataclass
@@ -43,8 +44,8 @@ class StepInputs:
     """[B * T] int64: the flat cache row that each entry's K/V goes to; padding goes to the slot's spare row."""
     kv_positions: torch.Tensor
     """[B, KV] int64: position of what each cache row holds (of no meaning where it is not visible)."""
-    visible: torch.Tensor
-    """[B, T, KV] bool: may the entry attend to the cache row?"""
+    visible: torch.Tensor | None
+    """[B, T, KV] bool: may the entry attend to the cache row? None where `tree_mask` says it in bits."""
     first_slot: int
     num_kv: int
     """KV, a Python number so that a captured graph can hold it."""
@@ -52,6 +53,8 @@ class StepInputs:
     """Longest cached length; only for model code that asks the cache for it."""
     num_logits: int
     """Entries, at the end of each row, whose logits are wanted."""
+    tree_mask: TreeMask | None = None
+    """What the GPU kernels take for a mask."""
     folded_masks: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
 
@@ -61,12 +64,18 @@ def round_up(count: int, bucket: int) -> int:
 
 
 def build_inputs(
-    rows: Sequence[Row], rows_per_slot: int, device: torch.device, node_bucket: int = 1, kv_bucket: int = 1
+    rows: Sequence[Row],
+    rows_per_slot: int,
+    device: torch.device,
+    node_bucket: int = 1,
+    kv_bucket: int = 1,
+    tree_bits: bool = False,
 ) -> StepInputs:
     """Lay `rows` (neighbouring slots, in order) out as the tensors of one forward.
 
     T is padded to a multiple of `node_bucket` and KV to one of `kv_bucket`, so that steps repeat a few shapes.
-    Entry i of a row is written to cache row `num_cached + i` of its slot.
+    Entry i of a row is written to cache row `num_cached + i` of its slot. `tree_bits` asks for a `tree_mask` in place
+    of a dense `visible`.
     """
     num_rows = len(rows)
     num_entries = round_up(max(len(row.tokens) for row in rows), node_bucket)
@@ -77,7 +86,7 @@ def build_inputs(
     write_rows = np.empty((num_rows, num_entries), np.int64)
     kv_positions = np.empty((num_rows, num_kv), np.int64)
     kv_positions[:] = np.arange(num_kv)
-    visible = np.zeros((num_rows, num_entries, num_kv), bool)
+    visible = np.zeros((num_rows, num_entries, 0 if tree_bits else num_kv), bool)
     for index, row in enumerate(rows):
         count, cached = len(row.tokens), row.num_cached
         start = num_entries - count
@@ -85,20 +94,28 @@ def build_inputs(
         write_rows[index, :start] = spare
         write_rows[index, start:] = np.arange(count) + (row.slot * rows_per_slot + cached)
         if count == 0:
-            visible[index, :, 0] = True
+            visible[index, :, :1] = True
             continue
         tokens[index, start:] = row.tokens
         positions[index, start:] = row.positions
         kv_positions[index, cached : cached + count] = row.positions
+        if tree_bits:
+            continue
         visible[index, start:, :cached] = True
         visible[index, start:, cached : cached + count] = ancestor_matrix(row.parents)
         visible[index, :start, 0] = True  # a padding entry needs one visible key to stay finite
+    positions_there = torch.from_numpy(positions).to(device)
+    tree_mask = None
+    if tree_bits:
+        parents, cached_counts = [row.parents for row in rows], [row.num_cached for row in rows]
+        tree_mask = build_mask(parents, cached_counts, positions_there, device)
     return StepInputs(
         tokens=torch.from_numpy(tokens).to(device),
-        positions=torch.from_numpy(positions).to(device),
+        positions=positions_there,
         write_rows=torch.from_numpy(write_rows.reshape(-1)).to(device),
         kv_positions=torch.from_numpy(kv_positions).to(device),
-        visible=torch.from_numpy(visible).to(device),
+        visible=None if tree_bits else torch.from_numpy(visible).to(device),
+        tree_mask=tree_mask,
         first_slot=rows[0].slot,
         num_kv=num_kv,
         length=max(row.num_cached for row in rows),
