@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from lpr.model.kernels.mask import WORD_BITS, TreeMask
 
@@ -43,12 +43,12 @@ def tree_attention(
         block_mask=block_mask(mask, visible, key.shape[2]),
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
-        return_lse=sinks is not None,
+        return_aux=None if sinks is None else AuxRequest(lse=True),
     )
     if sinks is not None:
         # A sink is one more logit in the denominator.
-        out, total = out
-        out = out * torch.sigmoid(total - sinks.float()[:, None])[..., None].to(out.dtype)
+        out, aux = out
+        out = out * torch.sigmoid(aux.lse - sinks.float()[:, None])[..., None].to(out.dtype)
     return out.masked_fill(~mask.real()[:, None, :, None], 0)
 
 

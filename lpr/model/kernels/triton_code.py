@@ -1,7 +1,8 @@
 """The device code of `triton_kernel`: one block of query rows and a share of the keys per program, and the combination.
 
 Written for Triton 3.x. All lengths are read here, on the device. The interpreter accepts what the compiler refuses
-(a loop variable that changes its shape), so the tests compile this file for GPUs as well as interpret it.
+(a loop variable that changes its shape), so the tests compile this file for GPUs as well as interpret it. UPCAST is for
+the interpreter alone, whose bfloat16 products multiply bit patterns (triton issue 11584) and whose casts truncate.
 """
 
 from __future__ import annotations
@@ -47,10 +48,9 @@ def _absorb(
         value = tl.load(value_at, mask=held[:, None], other=0.0)
     else:
         value = tl.load(value_at, mask=held[:, None] & (tl.arange(0, BLOCK_DV) < DV)[None, :], other=0.0)
-    rounded = weights.to(value.dtype)
     if UPCAST:
-        rounded, value = rounded.to(tl.float32), value.to(tl.float32)
-    acc = tl.dot(rounded, value, acc * shrink[:, None], input_precision="ieee")
+        value = value.to(tl.float32)
+    acc = tl.dot(weights.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
     return acc, highest, total * shrink + tl.sum(weights, 1)
 
 
