@@ -101,8 +101,9 @@ class Engine:
         decode: DecodeConfig | None = None,
         comm: Comm | None = None,
         costs: StepCost | None = None,
+        attention: str = "auto",
     ) -> None:
-        """An engine for a loaded model.
+        """An engine for a loaded model; `attention` is one of `lpr.model.runner.ATTENTION`.
 
         `costs` are step times to decide by instead of measured ones: the steps of a run can then be repeated exactly.
         Raises InputError if the model cannot run a token tree or, with several ranks, on every rank if one rank has
@@ -112,7 +113,7 @@ class Engine:
         self.tokenizer = loaded.tokenizer
         self.eos_token_ids = loaded.eos_token_ids
         self.comm = comm if comm is not None else SoloComm()
-        self.model = TreeModel(loaded.model)
+        self.model = TreeModel(loaded.model, attention=attention)
         self._like = self_check(self.model)
         limit = loaded.max_positions or 4096
         if decode.max_length is not None and loaded.max_positions and decode.max_length > loaded.max_positions:
@@ -141,6 +142,7 @@ class Engine:
         device: str | torch.device | None = None,
         comm: Comm | None = None,
         costs: StepCost | None = None,
+        attention: str = "auto",
     ) -> Engine:
         """Load a transformers causal LM from a folder or a hub id.
 
@@ -156,7 +158,7 @@ class Engine:
             agree(comm, failure)
         if loaded is None:
             raise InputError(failure)
-        return cls(loaded, decode, comm, costs)
+        return cls(loaded, decode, comm, costs, attention)
 
     @classmethod
     def from_model(
@@ -166,9 +168,10 @@ class Engine:
         decode: DecodeConfig | None = None,
         comm: Comm | None = None,
         costs: StepCost | None = None,
+        attention: str = "auto",
     ) -> Engine:
         """An engine for a model in memory, which is switched to tree attention."""
-        return cls(wrap(model, tokenizer), decode, comm, costs)
+        return cls(wrap(model, tokenizer), decode, comm, costs, attention)
 
     def reconfigure(self, decode: DecodeConfig) -> None:
         """Decode further requests with other settings, forgetting what drafts were learnt; needs an idle engine."""

@@ -51,7 +51,11 @@ def current_step() -> StepInputs | None:
 
 def visible_nodes(block: Block, mask_function: Callable[..., Any]) -> torch.Tensor:
     """Bool mask [B, 1, T, KV]: the model's rule on positions, and the tree's visibility."""
-    visible = block.visible[:, None]
+    if block.visible is not None:
+        visible = block.visible[:, None]
+    else:
+        assert block.tree_mask is not None
+        visible = block.tree_mask.visible(block.num_kv)[:, None]
     if mask_function is causal_mask_function:
         return visible  # ancestors and committed tokens never come later: the tree rule implies causality
     batch = torch.arange(visible.shape[0], device=visible.device)[:, None, None, None]

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from lpr.core.tree import ancestor_bits
+from lpr.model.kernels.mask import TreeMask, build_mask
 
 
 @dataclass
@@ -47,8 +48,10 @@ class Block:
     """[B, T] int64: position of each entry in its sequence."""
     kv_positions: torch.Tensor
     """[B, KV] int64: position of what each cache row holds (of no meaning where it is not visible)."""
-    visible: torch.Tensor
-    """[B, T, KV] bool: may the entry attend to the cache row?"""
+    visible: torch.Tensor | None
+    """[B, T, KV] bool: may the entry attend to the cache row? None where `tree_mask` says it in bits."""
+    tree_mask: TreeMask | None = None
+    """What the GPU kernels take for a mask."""
 
     def entries(self, states: torch.Tensor) -> torch.Tensor:
         """The part [1, H, T, D] of packed queries or outputs [1, H, N, D], as a view."""
@@ -112,21 +115,28 @@ def build_inputs(
     node_bucket: int = 1,
     kv_bucket: int = 1,
     packed: bool = False,
+    tree_bits: bool = False,
 ) -> StepInputs:
     """Lay `rows` out as the tensors of one forward: in one block (neighbouring slots, in order), or packed.
 
     T is padded to a multiple of `node_bucket` and KV to one of `kv_bucket`, so that steps repeat a few shapes.
-    Entry i of a row is written to cache row `num_cached + i` of its slot.
+    Entry i of a row is written to cache row `num_cached + i` of its slot. `tree_bits` asks for a `tree_mask` in place
+    of a dense `visible`.
     """
     groups = [[row] for row in rows] if packed and not _same_shape(rows, node_bucket, kv_bucket) else [list(rows)]
     parts, blocks, start = [], [], 0
     for group in groups:
         num_entries = round_up(max(len(row.tokens) for row in group), node_bucket)
         num_kv = min(round_up(max(row.num_cached + len(row.tokens) for row in group), kv_bucket), rows_per_slot)
-        arrays = _rectangle(group, num_entries, num_kv, rows_per_slot)
+        arrays = _rectangle(group, num_entries, num_kv, rows_per_slot, tree_bits)
         entries, kv_positions, visible = (torch.from_numpy(array).to(device) for array in arrays)
+        block = Block(start, group[0].slot, rows_per_slot, num_kv, entries[1], kv_positions, visible)
+        if tree_bits:
+            block.visible = None
+            parents, cached = [row.parents for row in group], [row.num_cached for row in group]
+            block.tree_mask = build_mask(parents, cached, entries[1], device)
         parts.append(entries)
-        blocks.append(Block(start, group[0].slot, rows_per_slot, num_kv, entries[1], kv_positions, visible))
+        blocks.append(block)
         start += num_entries
     if len(blocks) == 1:
         tokens, positions, write_rows = parts[0]
@@ -161,7 +171,7 @@ def _same_shape(rows: Sequence[Row], node_bucket: int, kv_bucket: int) -> bool:
 
 
 def _rectangle(
-    rows: Sequence[Row], num_entries: int, num_kv: int, rows_per_slot: int
+    rows: Sequence[Row], num_entries: int, num_kv: int, rows_per_slot: int, tree_bits: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """A block's arrays: tokens, positions and cache rows of its entries [3, B, T]; kv_positions; visible."""
     assert all(row.slot == rows[0].slot + index for index, row in enumerate(rows)), "a block's slots are neighbours"
@@ -169,18 +179,20 @@ def _rectangle(
     tokens, positions, write_rows = entries
     kv_positions = np.empty((len(rows), num_kv), np.int64)
     kv_positions[:] = np.arange(num_kv)
-    visible = np.zeros((len(rows), num_entries, num_kv), bool)
+    visible = np.zeros((len(rows), num_entries, 0 if tree_bits else num_kv), bool)
     for index, row in enumerate(rows):
         count, cached = len(row.tokens), row.num_cached
         start = num_entries - count
         write_rows[index, :start] = (row.slot + 1) * rows_per_slot - 1  # the spare row
         write_rows[index, start:] = np.arange(count) + (row.slot * rows_per_slot + cached)
         if count == 0:
-            visible[index, :, 0] = True
+            visible[index, :, :1] = True
             continue
         tokens[index, start:] = row.tokens
         positions[index, start:] = row.positions
         kv_positions[index, cached : cached + count] = row.positions
+        if tree_bits:
+            continue
         visible[index, start:, :cached] = True
         visible[index, start:, cached : cached + count] = ancestor_matrix(row.parents)
         visible[index, :start, 0] = True  # a padding entry needs one visible key to stay finite

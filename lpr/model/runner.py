@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from lpr.config import InputError
 from lpr.model.attention import TREE_ATTENTION, TREE_MASK_ONLY, step_scope
 from lpr.model.cache import TreeCache
 from lpr.model.families import adapt
 from lpr.model.inputs import Row, StepInputs, build_inputs, round_up
+from lpr.model.kernels.hook import KERNELS
 from lpr.sampling import Selection, candidates, choose
+
+ATTENTION = ("auto", "sdpa", *KERNELS)
+"""What `attention` may be: PyTorch's attention with a dense mask, a GPU kernel that reads bits, or lpr's choice."""
 
 
 class TreeModel:
@@ -28,12 +34,16 @@ class TreeModel:
         node_bucket: int | None = None,
         kv_bucket: int | None = None,
         packed: bool | None = None,
+        attention: str = "auto",
     ) -> None:
         """Switch `model` (any transformers causal LM) to tree attention; the cache comes with `allocate`.
 
         The buckets pad the shapes of a step. On a GPU a few shapes repeat, as captured graphs and tuned kernels
         need; on a CPU every padded node costs its full arithmetic. For the same reason rows are packed on a CPU only,
         unless `packed` says so: their blocks are one attention call each.
+
+        `attention` is one of ATTENTION. "auto" is "triton" on a GPU, which `self_check` then verifies with this model
+        before it is kept, and "sdpa" elsewhere. Raises InputError for a choice that cannot work.
         """
         self.model = model.eval()
         self.device = next(model.parameters()).device
@@ -45,8 +55,30 @@ class TreeModel:
         self.vocab_size: int = self.config.vocab_size
         self._accepts_positions = "position_ids" in inspect.signature(type(model).forward).parameters
         self.cache: TreeCache | None = None
-        use_tree_attention(model)
-        adapt(model)
+        self.attention_is_open = attention == "auto"
+        """May `self_check` fall back to "sdpa"?"""
+        self.set_attention(self._choose_attention() if attention == "auto" else attention)
+
+    def _choose_attention(self) -> str:
+        reachable = self.model._can_set_attn_implementation()
+        return "triton" if self.device.type == "cuda" and reachable and find_spec("triton") else "sdpa"
+
+    def set_attention(self, choice: str) -> None:
+        """Switch the model to one of ATTENTION except "auto"; raises InputError where it cannot work."""
+        if choice not in ATTENTION[1:]:
+            raise InputError(f"attention={choice!r} is none of {', '.join(ATTENTION)}")
+        if choice in KERNELS and not self.model._can_set_attn_implementation():
+            raise InputError(
+                f"model type {self.config.model_type!r} has its own attention code, which attention={choice!r} does "
+                "not reach; use attention='sdpa'"
+            )
+        if choice == "triton" and not find_spec("triton"):
+            raise InputError(
+                "attention='triton' needs the package triton (pip install triton); or use attention='sdpa'"
+            )
+        self.attention = choice
+        use_tree_attention(self.model, KERNELS.get(choice, TREE_ATTENTION))
+        adapt(self.model)
 
     def allocate(self, num_slots: int, max_length: int, max_nodes: int, like: TreeCache) -> None:
         """Make the cache: `max_length` committed tokens and a tree of `max_nodes` per slot, and one spare row."""
@@ -88,13 +120,25 @@ class TreeModel:
 
     def _inputs(self, rows: Sequence[Row]) -> StepInputs:
         assert self.cache is not None
-        return build_inputs(rows, self.cache.rows_per_slot, self.device, self.node_bucket, self.kv_bucket, self.packed)
+        return self.inputs(rows, self.cache.rows_per_slot, self.node_bucket, self.kv_bucket, self.packed)
+
+    def inputs(
+        self,
+        rows: Sequence[Row],
+        rows_per_slot: int,
+        node_bucket: int = 1,
+        kv_bucket: int = 1,
+        packed: bool = False,
+    ) -> StepInputs:
+        """The tensors of one forward over `rows`, with the kind of mask that the chosen attention reads."""
+        bits = self.attention in KERNELS
+        return build_inputs(rows, rows_per_slot, self.device, node_bucket, kv_bucket, packed and not bits, bits)
 
 
-def use_tree_attention(model: PreTrainedModel) -> None:
+def use_tree_attention(model: PreTrainedModel, name: str = TREE_ATTENTION) -> None:
     """Make `model` ask our mask and attention functions, by the registry where its code dispatches through it."""
     if model._can_set_attn_implementation():
-        model.set_attn_implementation(TREE_ATTENTION)
+        model.set_attn_implementation(name)
         return
     for module in model.modules():
         config: Any = getattr(module, "config", None)

@@ -10,6 +10,7 @@ whether its batches are packed or padded.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -19,8 +20,11 @@ from transformers import PreTrainedModel
 from lpr.config import InputError
 from lpr.model.cache import TreeCache
 from lpr.model.families import refusal
-from lpr.model.inputs import Row, build_inputs
+from lpr.model.inputs import Row
+from lpr.model.kernels.hook import KERNELS
 from lpr.model.runner import TreeModel
+
+logger = logging.getLogger(__name__)
 
 _PARENTS = (-1, 0, 0, 1, 1, 2, 1, 4)
 _ACCEPTED = (0, 2, 5)
@@ -28,15 +32,32 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 _HALF_TOLERANCE = 6e-2
 _FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError, NotImplementedError)
 """What models raise that do not fit."""
+_PROMPT = 24
+_KERNEL_PROMPT = 200
 
 
-def self_check(runner: TreeModel, prompt_length: int = 24) -> TreeCache:
+def self_check(runner: TreeModel) -> TreeCache:
     """Raise InputError if the model is not one that runs a tree; return the check's cache, for its layer shapes.
 
-    Takes `runner.packed` back if the model's packed batches fail or differ. The error is the largest difference of a
-    logit over the range of the logits; in fp32 sound models stay below 1e-6 and the silent failures known so far begin
-    at 3e-3. Half precision rounds differently at every GEMM height.
+    Takes `runner.packed` back if the model's packed batches fail or differ. A GPU kernel that lpr chose itself and that
+    fails here is replaced by "sdpa", with a warning in the log.
+
+    The error is the largest difference of a logit over the range of the logits; in fp32 sound models stay below 1e-6
+    and the silent failures known so far begin at 3e-3. Half precision rounds differently at every GEMM height.
     """
+    if runner.attention_is_open and runner.attention in KERNELS:
+        try:
+            return _check(runner)
+        except Exception as failure:  # whatever a compiler or driver raises; the model is checked again without them
+            lines = str(failure).strip().splitlines() or [""]
+            logger.warning("attention=%r does not work here, using 'sdpa': %s", runner.attention, lines[0])
+            runner.set_attention("sdpa")
+    return _check(runner)
+
+
+def _check(runner: TreeModel) -> TreeCache:
+    # Kernels work on blocks of keys: their check takes several.
+    prompt_length = _KERNEL_PROMPT if runner.attention in KERNELS else _PROMPT
     name = getattr(runner.config, "model_type", type(runner.model).__name__)
     known = refusal(runner.model)
     if known is not None:
@@ -50,6 +71,8 @@ def self_check(runner: TreeModel, prompt_length: int = 24) -> TreeCache:
             runner.packed = runner.packed and _packs(runner, alone, tolerance)
             if not runner.packed:
                 error = _difference(_batch_logits(runner, together=True), alone)
+    except InputError:
+        raise
     except _FAILURES as failure:
         reason = str(failure).strip().splitlines() or [""]
         raise InputError(
@@ -91,8 +114,7 @@ def _batch_logits(runner: TreeModel, together: bool, packed: bool = False) -> to
         for batch, cache in (
             [(rows, caches[0])] if together else [([row], own) for row, own in zip(rows, caches, strict=True)]
         ):
-            inputs = build_inputs(batch, cache.rows_per_slot, runner.device, packed=packed)
-            results.append(runner.logits(inputs, cache).float())
+            results.append(runner.logits(runner.inputs(batch, cache.rows_per_slot, packed=packed), cache).float())
     return torch.cat(results)
 
 
@@ -116,8 +138,7 @@ def _tree_error(runner: TreeModel, cache: TreeCache, prompt_length: int) -> floa
         return torch.randint(0, runner.vocab_size, (count,), generator=generator).tolist()
 
     def forward(row: Row) -> torch.Tensor:
-        inputs = build_inputs([row], cache.rows_per_slot, runner.device)
-        return runner.logits(inputs, cache).float()
+        return runner.logits(runner.inputs([row], cache.rows_per_slot), cache).float()
 
     text = random_tokens(prompt_length)
     chain = list(range(-1, prompt_length - 1))

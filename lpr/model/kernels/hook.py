@@ -1,0 +1,145 @@
+"""The GPU versions as attention implementations of transformers: a mask function without a mask.
+
+In a step the mask function returns, instead of a tensor, the rule of a layer kind: a window, a chunk, or neither. It
+is read off the model's own mask function, and only where that is made of parts whose code we know; for any other the
+dense mask is built and the layer runs as "lpr_tree" does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import (
+    and_masks,
+    causal_mask_function,
+    chunked_overlay,
+    sdpa_mask,
+    sliding_window_overlay,
+)
+
+from lpr.model.attention import Mask, additive, current_step, tree_attention, tree_mask, visible_nodes
+
+KERNELS = {"triton": "lpr_tree_triton", "flex": "lpr_tree_flex"}
+"""Names of the attention implementations, by the choice that `TreeModel` takes."""
+_MODULES = {"triton": "lpr.model.kernels.triton_kernel", "flex": "lpr.model.kernels.flex"}
+
+
+@dataclass(frozen=True)
+class LayerRule:
+    """What a layer kind demands beyond the tree: keys of the last `window` positions, or of the same `chunk`."""
+
+    window: int | None = None
+    chunk: int | None = None
+    mask_function: Callable[..., Any] = causal_mask_function
+    """Where the rule comes from; for a layer that needs a dense mask after all."""
+
+
+# Closures of one factory share their code object, so `is` on it says which factory made a function.
+_AND = and_masks(causal_mask_function).__code__
+_SLIDING = sliding_window_overlay(1).__code__
+_CHUNKED = chunked_overlay(1, torch.zeros(1)).__code__
+
+
+def layer_rule(mask_function: Callable[..., Any]) -> LayerRule | None:
+    """The rule that a mask function of transformers stands for; None if any part of it is unknown.
+
+    Known are causal, alone or together with sliding windows and chunks. The left padding of a chunk is ignored: it is
+    a property of transformers' own batches, and in a step it is zero.
+    """
+    windows: list[Any] = []
+    chunks: list[Any] = []
+    causal = False
+    parts = [mask_function]
+    while parts:
+        part = parts.pop()
+        code = getattr(part, "__code__", None)
+        if part is causal_mask_function:
+            causal = True
+        elif code is _AND:
+            parts.extend(_captured(part).get("mask_functions", ()))
+        elif code is _SLIDING:
+            windows.append(_captured(part).get("sliding_window"))
+        elif code is _CHUNKED:
+            chunks.append(_captured(part).get("chunk_size"))
+        else:
+            return None
+    if not causal or len(set(chunks)) > 1 or not all(isinstance(size, int) and size > 0 for size in windows + chunks):
+        return None
+    return LayerRule(min(windows, default=None), chunks[0] if chunks else None, mask_function)
+
+
+def _captured(closure: Any) -> dict[str, Any]:
+    cells = [cell.cell_contents for cell in closure.__closure__]
+    return dict(zip(closure.__code__.co_freevars, cells, strict=True))
+
+
+_dense_mask = tree_mask(sdpa_mask)
+
+
+def kernel_mask(
+    *sizes: Any, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any
+) -> LayerRule | Mask:
+    """For AttentionMaskInterface: a LayerRule in a step that has bits, else the masks of "lpr_tree"."""
+    step = current_step()
+    if step is not None and step.blocks[0].tree_mask is not None:
+        rule = layer_rule(mask_function)
+        if rule is not None:
+            return rule
+    return _dense_mask(*sizes, mask_function=mask_function, **kwargs)
+
+
+def kernel_attention(choice: str) -> Callable[..., tuple[torch.Tensor, None]]:
+    """For AttentionInterface: attention by the `triton` or `flex` version; it is imported at the first call."""
+
+    def attend(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: LayerRule | Mask,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+        position_bias: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        rule = attention_mask
+        if not isinstance(rule, LayerRule):
+            return tree_attention(
+                module, query, key, value, rule, scaling, dropout, softcap, s_aux, position_bias, **kwargs
+            )
+        step = current_step()
+        assert step is not None
+        block = step.blocks[0]
+        assert block.tree_mask is not None
+        if position_bias is not None:  # the kernels take no bias
+            dense = additive(visible_nodes(block, rule.mask_function), query.dtype)
+            return tree_attention(
+                module, query, key, value, dense, scaling, dropout, softcap, s_aux, position_bias, **kwargs
+            )
+        version = import_module(_MODULES[choice]).tree_attention
+        out = version(
+            query,
+            key,
+            value,
+            block.tree_mask,
+            window=rule.window,
+            chunk=rule.chunk,
+            softcap=softcap,
+            scale=scaling,
+            sinks=s_aux,
+        )
+        return out.transpose(1, 2).contiguous(), None
+
+    return attend
+
+
+for _choice, _name in KERNELS.items():
+    AttentionInterface.register(_name, kernel_attention(_choice))
+    AttentionMaskInterface.register(_name, kernel_mask)

@@ -1,0 +1,93 @@
+"""The tree's visibility as one bit per pair of entries: what a GPU needs instead of a dense mask.
+
+A dense mask of a step has T * KV elements in every layer kind; the bits have T * T, because every entry sees all
+committed tokens. 512 entries take 32 KB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+WORD_BITS = 64
+
+
+@dataclass(frozen=True)
+class TreeMask:
+    """Who sees whom in a forward of B rows with T entries each, rows padded on the left.
+
+    The last `num_entries[b]` of row b's T entries are real. Real entry i (counted without the padding) has its K/V in
+    cache row `num_cached[b] + i`; the cache rows before hold the committed tokens, token j in row j. All fields are
+    tensors on the model's device, so that a captured graph can be replayed with other trees and lengths.
+    """
+
+    bits: torch.Tensor
+    """[B, T, W] int64, 64 * W >= T: bit j % 64 of word j // 64 says whether real entry j is this entry or its ancestor.
+
+    Words are bit patterns; the sign bit is bit 63. Padding entries have no bit set.
+    """
+    num_cached: torch.Tensor
+    """[B] int32: committed tokens, visible to every real entry."""
+    num_entries: torch.Tensor
+    """[B] int32: real entries."""
+    positions: torch.Tensor
+    """[B, T] int64: position of each entry in its sequence (of no meaning for padding)."""
+
+    def visible(self, num_kv: int) -> torch.Tensor:
+        """The dense mask [B, T, KV] bool; padding entries see nothing."""
+        entry = self._entry(num_kv)[:, None]
+        last = self.bits.shape[2] * WORD_BITS - 1
+        words = self.bits.gather(2, (entry.clamp(0, last) // WORD_BITS).expand(-1, self.bits.shape[1], -1))
+        ancestor = ((words >> entry.clamp(0, last) % WORD_BITS) & 1).bool() & (entry <= last)
+        return (ancestor | (entry < 0)) & self.real()[:, :, None]
+
+    def kv_positions(self, num_kv: int) -> torch.Tensor:
+        """Position [B, KV] int64 of what each cache row holds, of no meaning behind the last entry's row."""
+        entry = self._entry(num_kv)
+        length = self.positions.shape[1]
+        index = (entry + length - self.num_entries[:, None]).clamp(0, length - 1)
+        return torch.where(entry < 0, entry + self.num_cached[:, None], self.positions.gather(1, index))
+
+    def real(self) -> torch.Tensor:
+        """[B, T] bool: false for padding."""
+        length = self.positions.shape[1]
+        return torch.arange(length, device=self.bits.device) >= length - self.num_entries[:, None]
+
+    def _entry(self, num_kv: int) -> torch.Tensor:
+        """[B, KV] int64: the entry that each cache row holds; below 0: a committed token."""
+        return torch.arange(num_kv, device=self.bits.device) - self.num_cached[:, None]
+
+
+def packed_ancestors(parents: Sequence[int], num_words: int) -> np.ndarray:
+    """`core.tree.ancestor_bits` as little-endian words: uint64 [n, num_words], 64 * num_words >= n.
+
+    Pointer doubling: after round k an entry holds its ancestors up to distance 2^k, so a chain of 512 entries takes
+    nine rounds and a flat tree one or two.
+    """
+    count = len(parents)
+    jump = np.full(count + 1, count, np.int64)  # the last row stands for "no parent"
+    jump[:count] = parents
+    jump[jump < 0] = count
+    words = np.zeros((count + 1, num_words), np.uint64)
+    entry = np.arange(count)
+    words[entry, entry // WORD_BITS] = np.left_shift(np.uint64(1), (entry % WORD_BITS).astype(np.uint64))
+    while jump.min() < count:
+        words |= words[jump]
+        jump = jump[jump]
+    return words[:count]
+
+
+def build_mask(
+    parents: Sequence[Sequence[int]], num_cached: Sequence[int], positions: torch.Tensor, device: torch.device
+) -> TreeMask:
+    """The mask of rows with these `parents` (`parents[b][i] < i`, negative: none), for `positions` [B, T]."""
+    num_rows, length = positions.shape
+    num_words = -(-length // WORD_BITS)
+    bits = np.zeros((num_rows, length, num_words), np.uint64)
+    for row, each in enumerate(parents):
+        bits[row, length - len(each) :] = packed_ancestors(each, num_words)
+    counts = torch.tensor([list(num_cached), [len(each) for each in parents]], dtype=torch.int32).to(device)
+    return TreeMask(torch.from_numpy(bits.view(np.int64)).to(device), counts[0], counts[1], positions)

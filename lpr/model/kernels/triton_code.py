@@ -1,0 +1,193 @@
+"""The device code of `triton_kernel`: one block of query rows and a share of the keys per program, and the combination.
+
+Written for Triton 3.x. All lengths are read here, on the device. The interpreter accepts what the compiler refuses
+(a loop variable that changes its shape), so the tests compile this file for GPUs as well as interpret it. UPCAST is for
+the interpreter alone, whose bfloat16 products multiply bit patterns (triton issue 11584) and whose casts truncate.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+NOTHING = tl.constexpr(-1.0e30)  # a running maximum below every score; -inf would make NaN of a row without a key
+
+
+@triton.jit
+def _tanh(x):
+    """Tanh to about 1e-7 absolute (libdevice's is not available in the interpreter)."""
+    square = x * x
+    small = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
+    decay = tl.exp(-2 * tl.abs(x))
+    large = (1 - decay) / (1 + decay)
+    return tl.where(square < 0.04, small, tl.where(x < 0, -large, large))
+
+
+@triton.jit
+def _absorb(
+    query, key_at, value_at, held, visible, acc, top, total, scale, softcap,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """One block of keys into the running softmax: `acc` [M, DV], `top` and `total` [M], scores in powers of two."""
+    if BLOCK_D == D:
+        key = tl.load(key_at, mask=held[:, None], other=0.0)
+    else:
+        key = tl.load(key_at, mask=held[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :], other=0.0)
+    if UPCAST:
+        key = key.to(tl.float32)
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+    if HAS_SOFTCAP:
+        scores = softcap * _tanh(scores / softcap)
+    scores = tl.where(visible, scores * LOG2E, float("-inf"))
+    highest = tl.maximum(top, tl.max(scores, 1))
+    weights = tl.exp2(scores - highest[:, None])
+    shrink = tl.exp2(top - highest)
+    if BLOCK_DV == DV:
+        value = tl.load(value_at, mask=held[:, None], other=0.0)
+    else:
+        value = tl.load(value_at, mask=held[:, None] & (tl.arange(0, BLOCK_DV) < DV)[None, :], other=0.0)
+    if UPCAST:
+        value = value.to(tl.float32)
+    acc = tl.dot(weights.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
+    return acc, highest, total * shrink + tl.sum(weights, 1)
+
+
+@triton.jit
+def attend(
+    query_at, key_at, value_at, bits_at, cached_at, entries_at, positions_at, sinks_at, out_at,
+    part_acc_at, part_top_at, part_total_at,
+    scale, softcap, window, chunk, num_tokens, num_words, num_q_blocks,
+    query_b, query_h, query_t, key_b, key_h, key_n, value_b, value_h, value_n,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr,
+    HAS_SINKS: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """The share `split` of the keys for one block of query rows of one K/V head."""
+    q_block = tl.program_id(0) % num_q_blocks
+    split = tl.program_id(0) // num_q_blocks
+    head = tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    num_cached = tl.load(cached_at + batch)
+    start = num_tokens - tl.load(entries_at + batch)  # entries before it are padding
+
+    # The query rows: row r is head r % GROUP of the group, of token r // GROUP.
+    rows = q_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    token = rows // GROUP
+    real = (token < num_tokens) & (token >= start)
+    q_head = head * GROUP + rows % GROUP
+    dims = tl.arange(0, BLOCK_D)
+    dims_v = tl.arange(0, BLOCK_DV)
+    query = tl.load(
+        (query_at + batch * query_b) + (q_head * query_h + token * query_t)[:, None] + dims[None, :],
+        mask=real[:, None] & (dims < D)[None, :],
+        other=0.0,
+    )
+    if UPCAST:
+        query = query.to(tl.float32)
+    positions_at += batch * num_tokens
+    lowest = tl.zeros([BLOCK_M], tl.int32)  # the first position that a row may see
+    if HAS_WINDOW or HAS_CHUNK:
+        position = tl.load(positions_at + token, mask=real, other=0).to(tl.int32)
+        if HAS_WINDOW:
+            lowest = tl.maximum(lowest, position - window + 1)
+        if HAS_CHUNK:
+            lowest = tl.maximum(lowest, position - position % chunk)
+
+    # The key blocks: committed ones, then the tree's. No entry sees a later one, so the tree ends with the last row.
+    last_token = tl.minimum((q_block * BLOCK_M + BLOCK_M - 1) // GROUP, num_tokens - 1)
+    num_seen = tl.maximum(last_token - start + 1, 0)
+    num_committed = tl.cdiv(num_cached, BLOCK_N)
+    first = tl.minimum(tl.min(tl.where(real, lowest, 2147483647)) // BLOCK_N, num_committed)
+    num_blocks = tl.where(num_seen > 0, num_committed + tl.cdiv(num_seen, BLOCK_N), first)
+    share = tl.cdiv(num_blocks - first, NUM_SPLITS)
+    begin = first + split * share
+    end = tl.minimum(begin + share, num_blocks)
+
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    top = tl.full([BLOCK_M], NOTHING, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    lane = tl.arange(0, BLOCK_N)
+    key_at += batch * key_b + head * key_h + (lane * key_n)[:, None] + dims[None, :]
+    value_at += batch * value_b + head * value_h + (lane * value_n)[:, None] + dims_v[None, :]
+    for block in range(begin, tl.minimum(end, num_committed)):
+        column = block * BLOCK_N
+        held = column + lane < num_cached
+        visible = real[:, None] & held[None, :]
+        if HAS_WINDOW or HAS_CHUNK:
+            visible = visible & ((column + lane)[None, :] >= lowest[:, None])
+        offset = column.to(tl.int64)
+        acc, top, total = _absorb(
+            query, key_at + offset * key_n, value_at + offset * value_n, held, visible, acc, top, total,
+            scale, softcap, D, DV, BLOCK_D, BLOCK_DV, HAS_SOFTCAP, UPCAST,
+        )  # fmt: skip
+    bits_at += (batch * num_tokens + token) * num_words
+    for block in range(tl.maximum(begin, num_committed), end):
+        entry = (block - num_committed) * BLOCK_N  # BLOCK_N divides 64: one word holds the whole block
+        held = entry + lane < num_seen
+        word = tl.load(bits_at + entry // 64, mask=real, other=0)
+        visible = ((word[:, None] >> (entry % 64 + lane).to(tl.int64)[None, :]) & 1) != 0
+        if HAS_WINDOW or HAS_CHUNK:
+            held_position = tl.load(positions_at + start + entry + lane, mask=held, other=0).to(tl.int32)
+            visible = visible & (held_position[None, :] >= lowest[:, None])
+        offset = (num_cached + entry).to(tl.int64)
+        acc, top, total = _absorb(
+            query, key_at + offset * key_n, value_at + offset * value_n, held, visible, acc, top, total,
+            scale, softcap, D, DV, BLOCK_D, BLOCK_DV, HAS_SOFTCAP, UPCAST,
+        )  # fmt: skip
+
+    in_range = token < num_tokens
+    if NUM_SPLITS == 1:
+        if HAS_SINKS:
+            sink = tl.load(sinks_at + q_head).to(tl.float32) * LOG2E
+            highest = tl.maximum(top, sink)
+            acc = acc * tl.exp2(top - highest)[:, None]
+            total = total * tl.exp2(top - highest) + tl.exp2(sink - highest)
+        acc = acc / tl.where(total > 0, total, 1.0)[:, None]  # padding has no key: 0
+        out_row = (batch * num_tokens + token) * (NUM_KV_HEADS * GROUP) + q_head
+        tl.store(
+            out_at + out_row[:, None] * DV + dims_v[None, :],
+            acc.to(out_at.dtype.element_ty),
+            mask=in_range[:, None] & (dims_v < DV)[None, :],
+        )
+    else:
+        part = ((batch * NUM_KV_HEADS + head) * (num_tokens * GROUP) + rows) * NUM_SPLITS + split
+        tl.store(part_top_at + part, top, mask=in_range)
+        tl.store(part_total_at + part, total, mask=in_range)
+        seen = in_range & (total > 0)  # `combine` does not read the others
+        tl.store(part_acc_at + part[:, None] * DV + dims_v[None, :], acc, mask=seen[:, None] & (dims_v < DV)[None, :])
+
+
+@triton.jit
+def combine(
+    part_acc_at, part_top_at, part_total_at, sinks_at, out_at, num_tokens,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """The softmax over all keys from those over each split, for one query row."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    q_head = head * GROUP + row % GROUP
+    part = ((batch * NUM_KV_HEADS + head) * (num_tokens * GROUP) + row) * NUM_SPLITS + tl.arange(0, NUM_SPLITS)
+    dims_v = tl.arange(0, BLOCK_DV)
+    top = tl.load(part_top_at + part)
+    total = tl.load(part_total_at + part)
+    acc = tl.load(
+        part_acc_at + part[:, None] * DV + dims_v[None, :],
+        mask=(total > 0)[:, None] & (dims_v < DV)[None, :],
+        other=0.0,
+    )
+    highest = tl.max(top, 0)
+    if HAS_SINKS:
+        sink = tl.load(sinks_at + q_head).to(tl.float32) * LOG2E
+        highest = tl.maximum(highest, sink)
+    weight = tl.exp2(top - highest)
+    whole = tl.sum(total * weight, 0)
+    if HAS_SINKS:
+        whole += tl.exp2(sink - highest)
+    result = tl.sum(acc * weight[:, None], 0) / tl.where(whole > 0, whole, 1.0)
+    out_row = (batch * num_tokens + row // GROUP) * (NUM_KV_HEADS * GROUP) + q_head
+    tl.store(out_at + out_row * DV + dims_v, result.to(out_at.dtype.element_ty), mask=dims_v < DV)

@@ -1,0 +1,147 @@
+"""Tree attention as a Triton kernel: split over the keys, GQA groups folded into the query rows, bits for a mask.
+
+One program takes a block of query rows (entries x heads of one GQA group, so that a K/V block is read once for the
+group) and a share of the keys: first blocks of committed tokens, which need no mask but a bound, then blocks of the
+tree, where 64 keys are one word of bits per row. Few rows and long contexts would leave most of a GPU idle, so the
+keys are divided among NUM_SPLITS programs, and a second kernel combines their partial softmaxes (split-KV,
+"Flash-Decoding", Dao et al. 2023; the running softmax is Milakov and Gimelshein 2018, arXiv 1805.02867).
+
+All lengths are read on the device: a launch depends on shapes only, work behind the last entry is skipped, and a
+captured graph replays with other trees. Rows of a packed batch would need two more tensors, the row's slot (in place of
+`batch` in the offset of K and V) and its first entry in a flat T (in place of `batch * num_tokens + start`).
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+
+from lpr.config import InputError
+from lpr.model.kernels.mask import TreeMask
+from lpr.model.kernels.triton_code import attend, combine
+
+MAX_HEAD_DIM = 256
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a launch is cut: rows and keys of a block, programs that share the keys, warps and pipeline stages."""
+
+    block_m: int
+    block_n: int
+    num_splits: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_tiles(
+    num_rows: int, dim: int, dtype: torch.dtype, num_groups: int, num_kv: int, num_processors: int
+) -> Tiles:
+    """Tiles for `num_rows` query rows for each of `num_groups` (batch x K/V head), from shapes only.
+
+    Compiled for sm_80, sm_86 and sm_90 these blocks take at most the 99 KB of shared memory of a consumer GPU and spill
+    next to nothing; they have not been timed on a GPU. Keys are split, where the programs are fewer than the
+    processors, until there are two a processor, with 256 keys a split or more; powers of two keep the variants few.
+    """
+    wide = max(16, triton.next_power_of_2(dim))
+    if dtype == torch.float32:  # no tensor cores: products live in registers
+        most, block_n, num_warps, num_stages = (32, 64, 8, 1) if wide <= 128 else (16, 32, 8, 2)
+    else:
+        most, block_n, num_warps, num_stages = (128, 64, 4, 2) if wide <= 128 else (64, 32, 4, 2)
+    block_m = min(max(16, triton.next_power_of_2(num_rows)), most)
+    programs = num_groups * -(-num_rows // block_m)
+    num_splits = 1
+    if programs < num_processors:
+        while programs * num_splits < 2 * num_processors and num_splits < 64 and num_kv > 256 * num_splits:
+            num_splits *= 2
+    return Tiles(block_m, block_n, num_splits, 8 if block_m == 128 else num_warps, num_stages)
+
+
+def interpreted() -> bool:
+    """Do the kernels run in Triton's interpreter, on the CPU? TRITON_INTERPRET=1 at their import decides."""
+    return not isinstance(attend, triton.JITFunction)
+
+
+def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Raise InputError for what the kernel cannot do."""
+    if not query.is_cuda and not interpreted():
+        raise InputError(
+            "attention='triton' needs a CUDA device; on a CPU use attention='sdpa' (or TRITON_INTERPRET=1 to test)"
+        )
+    if query.dtype not in DTYPES:
+        raise InputError(f"attention='triton' works in float32, bfloat16 and float16, not {query.dtype}")
+    widest = max(query.shape[3], value.shape[3])
+    if widest > MAX_HEAD_DIM:
+        raise InputError(f"attention='triton' takes heads of at most {MAX_HEAD_DIM} dimensions, not {widest}")
+    if query.shape[1] % key.shape[1]:
+        raise InputError(f"{query.shape[1]} query heads are no multiple of {key.shape[1]} key heads")
+
+
+def tree_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: TreeMask,
+    *,
+    window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    sinks: torch.Tensor | None = None,
+    tiles: Tiles | None = None,
+) -> torch.Tensor:
+    """See `reference.tree_attention`; returns [B, Hq, T, Dv], whose transposition to [B, T, Hq, Dv] is contiguous.
+
+    K and V may be strided views of a cache, with neighbouring elements in the last dimension. Raises InputError for
+    head dimensions above 256 and for other dtypes than float32, bfloat16 and float16.
+    """
+    check(query, key, value)
+    query, key, value = (each if each.stride(3) == 1 else each.contiguous() for each in (query, key, value))
+    batch, num_heads, num_tokens, dim = query.shape
+    num_kv_heads, num_kv, dim_v = key.shape[1], key.shape[2], value.shape[3]
+    group = num_heads // num_kv_heads
+    num_rows = group * num_tokens
+    if tiles is None:
+        processors = _num_processors(query.device)
+        tiles = choose_tiles(num_rows, max(dim, dim_v), query.dtype, batch * num_kv_heads, num_kv, processors)
+    splits = tiles.num_splits
+    num_q_blocks = -(-num_rows // tiles.block_m)
+    block_dv = max(16, triton.next_power_of_2(dim_v))
+    out = query.new_empty(batch, num_tokens, num_heads, dim_v)
+    parts = [out, out, out]  # not touched by a single split
+    if splits > 1:
+        shape = (batch, num_kv_heads, num_rows, splits)
+        parts = [torch.empty(size, dtype=torch.float32, device=out.device) for size in ((*shape, dim_v), shape, shape)]
+    where: Any = torch.cuda.device(query.device) if query.is_cuda else nullcontext()
+    with where:
+        attend[(num_q_blocks * splits, num_kv_heads, batch)](
+            query, key, value, mask.bits.contiguous(), mask.num_cached, mask.num_entries, mask.positions.contiguous(),
+            sinks if sinks is not None else out, out, *parts,
+            dim**-0.5 if scale is None else scale, softcap or 1.0, window or 0, chunk or 1,
+            num_tokens, mask.bits.shape[2], num_q_blocks,
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+            NUM_KV_HEADS=num_kv_heads, GROUP=group, D=dim, DV=dim_v, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
+            BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK_DV=block_dv, NUM_SPLITS=splits,
+            HAS_SOFTCAP=softcap is not None, HAS_WINDOW=window is not None, HAS_CHUNK=chunk is not None,
+            HAS_SINKS=sinks is not None, UPCAST=interpreted() and query.dtype == torch.bfloat16,
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        )  # fmt: skip
+        if splits > 1:
+            combine[(num_rows, num_kv_heads, batch)](
+                *parts, sinks if sinks is not None else out, out, num_tokens,
+                NUM_KV_HEADS=num_kv_heads, GROUP=group, DV=dim_v, BLOCK_DV=block_dv, NUM_SPLITS=splits,
+                HAS_SINKS=sinks is not None, num_warps=4,
+            )  # fmt: skip
+    return out.transpose(1, 2)
+
+
+@lru_cache
+def _num_processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; the interpreter gets a few, so that it splits too."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8

@@ -1,0 +1,72 @@
+"""Compile the tree attention kernels for GPUs that need not be there; prints one JSON line about what came out."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from lpr.model.kernels.triton_code import attend, combine
+from lpr.model.kernels.triton_kernel import choose_tiles
+
+TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16"}
+EVERYTHING = ("HAS_SOFTCAP", "HAS_WINDOW", "HAS_CHUNK", "HAS_SINKS")
+VARIANTS = [
+    (80, torch.bfloat16, 128, 16, ()),
+    (90, torch.bfloat16, 128, 512, EVERYTHING),
+    (86, torch.bfloat16, 256, 512, ()),
+    (90, torch.float32, 128, 512, ()),
+]
+
+
+def signature(kernel: Any, dtype: torch.dtype, constants: dict[str, Any]) -> tuple[dict[str, str], dict[Any, Any]]:
+    """Argument types, and that pointers and strides are multiples of 16."""
+    types = {
+        "bits_at": "*i64", "positions_at": "*i64", "cached_at": "*i32", "entries_at": "*i32",
+        "part_acc_at": "*fp32", "part_top_at": "*fp32", "part_total_at": "*fp32", "scale": "fp32", "softcap": "fp32",
+    }  # fmt: skip
+    signature, aligned = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        is_pointer = name.endswith("_at")
+        known = "constexpr" if name in constants else types.get(name)
+        signature[name] = known or (TYPES[dtype] if is_pointer else "i32")
+        if known != "constexpr" and (is_pointer or name[:-2] in ("query", "key", "value")):
+            aligned[(index,)] = [["tt.divisibility", 16]]
+    return signature, aligned
+
+
+def build(kernel: Any, arch: int, dtype: torch.dtype, constants: dict[str, Any], **options: int) -> dict[str, Any]:
+    constants = {name: constants[name] for name in kernel.arg_names if name in constants}
+    types, aligned = signature(kernel, dtype, constants)
+    source = ASTSource(kernel, types, constexprs=constants, attrs=aligned)
+    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    return {"shared": made.metadata.shared, "cubin": len(made.asm["cubin"])}
+
+
+def main() -> None:
+    compiled = []
+    for arch, dtype, dim, num_rows, rules in VARIANTS:
+        tiles = choose_tiles(num_rows, dim, dtype, num_groups=8, num_kv=4096, num_processors=132)
+        constants = {
+            "NUM_KV_HEADS": 8, "GROUP": 8, "D": dim, "DV": dim, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n,
+            "BLOCK_D": dim, "BLOCK_DV": dim, "NUM_SPLITS": tiles.num_splits, "UPCAST": False,
+            **{name: name in rules for name in EVERYTHING},
+        }  # fmt: skip
+        about = {"arch": arch, "dtype": str(dtype), "dim": dim, "num_rows": num_rows, **asdict(tiles)}
+        options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+        compiled.append({"kernel": "attend", **about, **build(attend, arch, dtype, constants, **options)})
+        if tiles.num_splits > 1:
+            compiled.append({"kernel": "combine", **about, **build(combine, arch, dtype, constants, num_warps=4)})
+    print(json.dumps(compiled))
+
+
+if __name__ == "__main__":
+    main()
