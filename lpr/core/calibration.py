@@ -58,8 +58,9 @@ _KIND_TERM = {
 # Recorded completions hold no guesses of a model. These are only where its first steps start from.
 _GUESSED = {Source.WINDOW: -2.0, Source.WINDOW + SEVERAL: 1.0}
 
-STRENGTH, GUESSED_STRENGTH = 200.0, 20.0
-"""Trials that the shipped frequency of a cell counts for, where it was fitted and where it was not."""
+STRENGTH, WEAK_STRENGTH = 200.0, 20.0
+"""Trials that the shipped frequency of a cell counts for. Weak: not fitted, or deep, where a loop shows at once."""
+_DEEP = 3  # first level whose cells are weak
 MEMORY = 1000.0
 """Trials that a cell remembers: older ones fade, so that it follows the text."""
 LEAST = 1e-4
@@ -83,14 +84,15 @@ def _shipped() -> tuple[array[float], array[float]]:
     """Per cell: the frequency before anything was observed, and the trials that it counts for."""
     frequencies, trials = array("d"), array("d")
     for levels, slopes in zip(_LEVEL_TERM, _SLOPE, strict=True):
-        for level, slope in zip(levels, slopes, strict=True):
+        for number, (level, slope) in enumerate(zip(levels, slopes, strict=True)):
             for kind in range(_NUM_KINDS):
                 log_odds = level + _KIND_TERM.get(kind, _GUESSED.get(kind, 0.0))
                 for bucket in range(_NUM_BUCKETS):
                     frequency = 1 / (1 + exp(-log_odds - slope * (bucket - _MIDDLE)))
                     # Rounded, so that ranks with different mathematical libraries start alike.
                     frequencies.append(min(max(round(frequency, 6), LEAST), 1.0))
-                trials.extend([STRENGTH if kind in _KIND_TERM else GUESSED_STRENGTH] * _NUM_BUCKETS)
+                fitted = kind in _KIND_TERM and number < _DEEP
+                trials.extend([STRENGTH if fitted else WEAK_STRENGTH] * _NUM_BUCKETS)
     return frequencies, trials
 
 

@@ -2,16 +2,18 @@
 
 The evidence for what follows a node is a list of *places* in known text whose left context agrees with the
 node's: places in the request's own trie, in the trie shared between requests, in pooled n-grams, or among
-recycled candidates. A child's probability is its share of the evidence's weight, where a part of the weight
-is kept back for tokens that the evidence does not know (the escape of PPM, Cleary and Witten 1984):
+recycled candidates. A child's score is its share of the evidence's weight, where a part of the weight is kept
+back for tokens that the evidence does not know (the escape of PPM, Cleary and Witten 1984):
 
-    p(child) = p(node) * weight(child) / (weight(all) + novelty)
+    score(child) = weight(child) / (weight(all) + novelty)
+    p(child) = p(node) * how often children of such a score were right        (lpr.core.calibration)
 
 A child inherits the places that led to it, one token further on, so a copied passage costs one step of an
-index per node. The escape is an entry of the same heap: when its turn comes, the next source is asked, in
-order of falling context (two tokens, one token, a context with one token replaced, none), and shares out
-the probability kept back. So the budget goes to depth where a long match is sure of itself and to breadth
-where it is not, and a source costs nothing until its turn comes.
+index per node. What the children leave of p(node) is an entry of the same heap, the escape: when its turn
+comes, the next source is asked, in order of falling context (two tokens, one token, a context with one token
+replaced, none), and shares out the probability kept back. So the budget goes to depth where a long match is
+sure of itself and to breadth where it is not, and a source costs nothing until its turn comes. Nodes that the
+tree held before (the Jacobi window's) are children like others, which cost no budget.
 """
 
 from __future__ import annotations
@@ -62,6 +64,7 @@ _WEIGHT = [GROWTH**length for length in range(MAX_MATCH + 1)]
 _NOVELTY = [NOVELTY / GROWTH**offset for offset in range(MAX_MATCH + 1)]
 _RECYCLED = [RECYCLED_WEIGHT * probability_of(score) for score in range(MAX_SCORE + 1)]
 _RECYCLED_SOURCE = int(Source.RECYCLED)
+_RECENT_CELLS = [cell_within(RECENT_KIND, 1.0 / (rank + 1)) for rank in range(RECENT_TOKENS)]
 _HELD = int(Source.WINDOW)
 _HELD_TOO = _HELD + SEVERAL
 _ESCAPE = -1
@@ -115,9 +118,9 @@ class Drafter:
 
         The tree's root is the last observed token. A node that the tree already holds costs no budget. No
         node is deeper than `config.branch_length` or `max_depth`. The list is [len(tree)], 1 at the root and
-        0 at nodes that no source proposed; the probabilities of a node's children sum to its own at most. A
-        larger budget adds nodes and changes none. The draft ends where the best node left is less likely than
-        `floor`.
+        0 at nodes held before that are less likely than those drafted; the probabilities of a node's children
+        sum to its own at most. A larger budget adds nodes and changes none. The draft ends where the best
+        entry left, a node or what another source would give, is less likely than `floor`.
         """
         deepest = self.config.branch_length if max_depth is None else min(self.config.branch_length, max_depth)
         probabilities = [1.0] + [0.0] * (len(tree) - 1)
@@ -192,8 +195,8 @@ class _Search:
     """The heap of one draft; iterating adds the best node left and yields what led to it.
 
     Heap entries are (-rank, serial number, node, token, payload, offset): a child to make of `node`, with its
-    evidence as payload, or an escape, whose payload is (next source or rank, probability kept back, tokens
-    that need no second trial).
+    cell and evidence as payload, an escape, whose payload is (next source, probability kept back, tokens that
+    need no second trial), or a recent token (see `_try_recent`).
     """
 
     def __init__(
@@ -312,7 +315,7 @@ class _Search:
             index += 1
         if index < len(recent):
             self._serial += 1
-            cell = first_cell(RECENT_STAGE, self._tree.depths[node]) + cell_within(RECENT_KIND, 1.0 / (index + 1))
+            cell = first_cell(RECENT_STAGE, self._tree.depths[node]) + _RECENT_CELLS[index]
             probability = min(kept * self._frequencies[cell], left)
             payload = (index, kept, left, tried, cell)
             heappush(self._heap, (-probability, self._serial, node, _RECENT, payload, 0))
