@@ -11,6 +11,9 @@ completions of its tasks into the shared trie before the first task; the same fi
     python -m benchmarks.replay --traces T.jsonl --last 50                              # cold
     python -m benchmarks.replay --traces T.jsonl --last 50 --warm T.jsonl --warm-first 50  # warm
 
+`expected_per_step` is the sum of the drafts' probabilities and `accepted_per_step` what was accepted of them: they
+agree where the calibration is good.
+
 Drafting waits for nothing, so it is timed by the processor time of its thread: other programs on the machine
 do not show in `draft_ms_per_step` (median) and `draft_ms_p99`.
 
@@ -55,12 +58,15 @@ class Task:
 
 @dataclass
 class Tally:
-    """What a replay counted; `draft_ms` has one entry per step."""
+    """What a replay counted; `expected` sums the probabilities of all nodes; the lists have an entry per step."""
 
     num_steps: int = 0
     num_tokens: int = 0
     num_drafted: int = 0
+    num_accepted: int = 0
+    expected: float = 0.0
     draft_ms: list[float] = field(default_factory=list)
+    learn_ms: list[float] = field(default_factory=list)
 
 
 def read_traces(path: str) -> list[tuple[str, str]]:
@@ -149,15 +155,24 @@ def replay_task(task: Task, config: TreeConfig, shared: Trie, tally: Tally) -> N
     while done < len(tokens):
         start = time.thread_time()
         tree = TokenTree(root)
-        drafter.draft(tree, config.trie_nodes)
+        probabilities = drafter.draft(tree, config.trie_nodes)
         tally.draft_ms.append((time.thread_time() - start) * 1e3)
+        tally.expected += sum(probabilities[1:])
         node: int | None = 0
+        path: list[int] = []
         emitted: list[int] = []
         while node is not None and done + len(emitted) < len(tokens):
             root = tokens[done + len(emitted)]
             emitted.append(root)
+            path.append(node)
             node = tree.children[node].get(root)
+        if node is not None:  # the recorded text ended on a drafted node
+            path.append(node)
+        start = time.thread_time()
+        drafter.learn(tree, path)
+        tally.learn_ms.append((time.thread_time() - start) * 1e3)
         drafter.observe(emitted)
+        tally.num_accepted += len(path) - 1
         done += len(emitted)
         tally.num_steps += 1
         tally.num_drafted += len(tree) - 1
@@ -205,6 +220,9 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, object]:
         "drafted_per_step": round(tally.num_drafted / tally.num_steps, 2),
         "draft_ms_per_step": round(statistics.median(ordered), 4),
         "draft_ms_p99": round(ordered[min(len(ordered) - 1, math.ceil(0.99 * len(ordered)) - 1)], 4),
+        "learn_ms_per_step": round(statistics.median(tally.learn_ms), 4),
+        "expected_per_step": round(tally.expected / tally.num_steps, 4),
+        "accepted_per_step": round(tally.num_accepted / tally.num_steps, 4),
         "setting": "warm" if warm or options.history_tokens else "cold",
         "learn": options.learn,
         "traces": options.traces,
@@ -228,6 +246,8 @@ def show(facts: dict[str, object], console: Console) -> None:
     table.add_row("ceiling: every drafted token right", f"{int(str(facts['branch_length'])) + 1}")
     table.add_row("tokens", f"{facts['tokens_per_step']:.2f}")
     table.add_row("drafted nodes", f"{facts['drafted_per_step']:.1f} of {facts['budget']}")
+    table.add_row("accepted nodes, expected", f"{facts['expected_per_step']:.2f}")
+    table.add_row("accepted nodes", f"{facts['accepted_per_step']:.2f}")
     table.add_row("drafting, median ms", f"{facts['draft_ms_per_step']:.3f}")
     table.add_row("drafting, p99 ms", f"{facts['draft_ms_p99']:.3f}")
     console.print(table)

@@ -159,6 +159,50 @@ def test_nodes_of_the_window_cost_no_budget():
     assert probabilities[1] > probabilities[2] > 0
 
 
+def test_window_nodes_have_a_probability_without_any_budget():
+    drafter = Drafter(DecodeConfig(window_size=15, trie_nodes=0).resolved())
+    drafter.observe([1, 2, 3])
+    tree = TokenTree(3)
+    tree.add_chain(0, [6, 7], Source.WINDOW)
+    probabilities = drafter.draft(tree, 0)
+    assert len(tree) == 3 and 1 > probabilities[1] > probabilities[2] > 0
+
+
+def test_what_the_window_says_too_is_worth_more():
+    worth = []
+    for guess in (90, 4):
+        drafter = Drafter(retrieval())
+        drafter.observe([1, 2, 3, 4, 5, 1, 2, 3])
+        tree = TokenTree(3)
+        tree.add(0, guess, Source.WINDOW)
+        probabilities = drafter.draft(tree, 10)
+        worth.append(probabilities[tree.children[0][4]])
+    assert worth[1] > worth[0]
+
+
+@settings(max_examples=60)
+@given(TEXT, st.lists(TEXT, max_size=2), st.integers(0, 40), st.lists(st.integers(0, 7), max_size=5))
+def test_children_share_the_probability_of_their_parent(text, documents, budget, guesses):
+    drafter = Drafter(retrieval(), shared_trie(*documents), None)
+    drafter.observe(text)
+    tree = TokenTree(text[-1])
+    tree.add_chain(0, guesses, Source.WINDOW)
+    probabilities = drafter.draft(tree, budget)
+    for node, children in enumerate(tree.children):
+        assert 0 <= sum(probabilities[child] for child in children.values()) <= probabilities[node] * (1 + 1e-9)
+
+
+@settings(max_examples=40)
+@given(TEXT, st.sampled_from([0.001, 0.01, 0.1, 0.5]))
+def test_a_floor_ends_the_draft_early(text, floor):
+    drafter = Drafter(retrieval())
+    drafter.observe(text)
+    trees = [TokenTree(text[-1]), TokenTree(text[-1])]
+    short, full = drafter.draft(trees[0], 40, floor=floor), drafter.draft(trees[1], 40)
+    assert full[: len(short)] == short and min(short) >= floor
+    assert trees[1].tokens[: len(short)] == trees[0].tokens
+
+
 @pytest.mark.parametrize("budget", [0, 3, 100])
 def test_without_a_trie_only_the_pool_drafts(budget):
     table = CandidateTable()

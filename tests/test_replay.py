@@ -37,6 +37,7 @@ def test_a_copied_completion_takes_few_steps(traces, capsys):
     assert result["tokens_per_step"] > 8
     assert result["tokens_per_step"] == pytest.approx(result["num_tokens"] / result["num_steps"], abs=1e-3)
     assert 0 < result["drafted_per_step"] <= 64
+    assert 0 < result["expected_per_step"] <= 64 and 0 < result["accepted_per_step"] <= 64
     assert 0 < result["draft_ms_per_step"] <= result["draft_ms_p99"]
 
 

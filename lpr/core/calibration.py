@@ -13,45 +13,90 @@ either, because its stage was asked about another case.
 
 from __future__ import annotations
 
+import hashlib
 from array import array
-from collections.abc import Iterable, Sequence
-from math import frexp
+from collections.abc import Sequence
+from math import exp, frexp
 
-from lpr.core.tree import TokenTree
+from lpr.core.tree import Source, TokenTree
 
-NUM_STAGES = 5
-"""Stages of a search: longest context, one token, one token replaced, none; and nodes that were there before."""
-RECENT_STAGE, WINDOW_STAGE = 3, 4
-_DEPTHS = (0, 1, 2, 2, 2, 2)
-"""Depth class by depth of the parent: root, shallow, and (see `_DEEP`) deep."""
-_DEEP = 3
-_NUM_DEPTHS = 4
+NUM_STAGES = 4
+"""Stages of a search: the longest context, one token, one token replaced, none."""
+RECENT_STAGE = 3
+RECENT_KIND = 0
+"""Kind of a token that is tried without any context; all other kinds are a `Source`, the best place's."""
 SEVERAL = 5
 """Added to the `Source` of evidence that is more than one place."""
-_NUM_KINDS = 11
-_NUM_BUCKETS = 24
-_MIDDLE = 12
 
-STRENGTH = 100.0
-"""Trials that the shipped frequency of a cell counts for."""
+_LEVELS = (0, 1, *[2] * 4, *[3] * 10)
+"""Level by depth of the parent; deeper ones are level 4: what has been right so often is copied text, or a loop."""
+_NUM_LEVELS, _NUM_KINDS, _NUM_BUCKETS = 5, 11, 24
+_MIDDLE = 12
+_STAGE_SIZE = _NUM_LEVELS * _NUM_KINDS * _NUM_BUCKETS
+
+# Fitted on replays of the first 50 ClassEval tasks of two models, cold and warm (dev/LOG.md): the log-odds of a child
+# are level + kind + slope * octave of the odds of its score. One row per stage, one column per level.
+_LEVEL_TERM = (
+    (0.40, 0.58, 0.37, 0.30, 1.48),
+    (-0.13, -0.73, -0.96, 0.0, 0.0),
+    (-1.06, -0.50, -0.51, 0.0, 0.0),
+    (-0.90, -0.66, -1.49, 0.0, 0.0),
+)
+_SLOPE = (
+    (0.92, 1.04, 1.00, 0.61, 0.41),
+    (0.84, 0.55, 0.49, 0.7, 0.7),
+    (0.56, 0.65, 0.7, 0.7, 0.7),
+    (0.20, 0.0, 0.0, 0.7, 0.7),
+)
+_KIND_TERM = {
+    RECENT_KIND: -3.06,
+    Source.TRIE: 0.29,
+    Source.SHARED_TRIE: 0.09,
+    Source.TRIE + SEVERAL: -0.60,
+    Source.SHARED_TRIE + SEVERAL: -0.55,
+}
+# Recorded completions hold no guesses of a model. These are only where its first steps start from.
+_GUESSED = {Source.WINDOW: -2.0, Source.WINDOW + SEVERAL: 1.0}
+
+STRENGTH, WEAK_STRENGTH = 200.0, 20.0
+"""Trials that the shipped frequency of a cell counts for. Weak: not fitted, or deep, where a loop shows at once."""
+_DEEP = 3  # first level whose cells are weak
 MEMORY = 1000.0
 """Trials that a cell remembers: older ones fade, so that it follows the text."""
 LEAST = 1e-4
 """No cell falls below this, so that none is lost for good."""
 
 
-def cell_of(stage: int, depth: int, kind: int, odds: float) -> int:
-    """The cell of a child: by stage, depth of its parent, kind of evidence and odds of its score, in octaves."""
-    level = _DEPTHS[depth] if depth < len(_DEPTHS) else _DEEP
+def first_cell(stage: int, depth: int) -> int:
+    """The first cell of a stage below parents of a depth; `cell_within` counts from there."""
+    return (stage * _NUM_LEVELS + (_LEVELS[depth] if depth < len(_LEVELS) else 4)) * _NUM_KINDS * _NUM_BUCKETS
+
+
+def cell_within(kind: int, odds: float) -> int:
+    """The place of a cell among those of its stage and depth: by kind of evidence and octave of the score's odds."""
     bucket = frexp(odds)[1] + _MIDDLE
-    bucket = 0 if bucket < 0 else _NUM_BUCKETS - 1 if bucket >= _NUM_BUCKETS else bucket
-    return ((stage * _NUM_DEPTHS + level) * _NUM_KINDS + kind) * _NUM_BUCKETS + bucket
+    if not 0 <= bucket < _NUM_BUCKETS:
+        bucket = 0 if bucket < 0 else _NUM_BUCKETS - 1
+    return kind * _NUM_BUCKETS + bucket
 
 
-def _prior() -> array[float]:
-    """Frequency per cell before anything was observed: what the score says."""
-    row = [1 / (1 + 2.0 ** (_MIDDLE - bucket + 0.5)) for bucket in range(_NUM_BUCKETS)]
-    return array("d", row * (NUM_STAGES * _NUM_DEPTHS * _NUM_KINDS))
+def _shipped() -> tuple[array[float], array[float]]:
+    """Per cell: the frequency before anything was observed, and the trials that it counts for."""
+    frequencies, trials = array("d"), array("d")
+    for levels, slopes in zip(_LEVEL_TERM, _SLOPE, strict=True):
+        for number, (level, slope) in enumerate(zip(levels, slopes, strict=True)):
+            for kind in range(_NUM_KINDS):
+                log_odds = level + _KIND_TERM.get(kind, _GUESSED.get(kind, 0.0))
+                for bucket in range(_NUM_BUCKETS):
+                    frequency = 1 / (1 + exp(-log_odds - slope * (bucket - _MIDDLE)))
+                    # Rounded, so that ranks with different mathematical libraries start alike.
+                    frequencies.append(min(max(round(frequency, 6), LEAST), 1.0))
+                fitted = kind in _KIND_TERM and number < _DEEP
+                trials.extend([STRENGTH if fitted else WEAK_STRENGTH] * _NUM_BUCKETS)
+    return frequencies, trials
+
+
+_SHIPPED = _shipped()
 
 
 class Calibration:
@@ -60,39 +105,41 @@ class Calibration:
     The caller decides what one object covers, a request or all of them.
     """
 
-    __slots__ = ("frequencies", "trials")
+    __slots__ = ("_hash", "frequencies", "trials")
 
     def __init__(self) -> None:
         """What is shipped, fitted on recorded completions (dev/LOG.md)."""
-        self.frequencies = _prior()
+        self.frequencies = _SHIPPED[0][:]
         """Per cell: how often its children were right, 0 to 1."""
-        self.trials = array("d", [STRENGTH]) * len(self.frequencies)
+        self.trials = _SHIPPED[1][:]
         """Per cell: the number of trials that its frequency counts for."""
+        self._hash = hashlib.blake2b(digest_size=8)
+
+    @property
+    def digest(self) -> int:
+        """64-bit digest of every frequency that an observation changed, in order."""
+        return int.from_bytes(self._hash.digest(), "little")
 
     def observe(self, tree: TokenTree, path: Sequence[int], cells: Sequence[int]) -> None:
         """Take in the accepted `path` of `tree`; `cells` [len(tree)] has each node's cell, -1 for none.
 
-        The token after the last node of `path` must be known to be none of its children.
+        None of the children of the last node of `path` may be what the model chose after it.
         """
+        changed = array("d")
         for parent, right in zip(path, (*path[1:], -1), strict=True):
-            last = cells[right] if right >= 0 else len(self.frequencies)
-            stage_end = (last // _STAGE_SIZE + 1) * _STAGE_SIZE
+            # A right child that no source of the search proposed was wrong for all of them.
+            end = (cells[right] // _STAGE_SIZE + 1) * _STAGE_SIZE if right >= 0 else 0
+            end = end or len(self.frequencies)
             for child in tree.children[parent].values():
-                cell = cells[child]
-                if 0 <= cell < stage_end:
-                    self._count(cell, child == right)
+                if 0 <= cells[child] < end:
+                    changed.append(self._count(cells[child], child == right))
+        self._hash.update(changed.tobytes())
 
-    def _count(self, cell: int, right: bool) -> None:
+    def _count(self, cell: int, right: bool) -> float:
+        """Take in one trial; return the cell's new frequency."""
         trials = self.trials[cell] + 1.0
         frequency = self.frequencies[cell]
-        frequency += (right - frequency) / trials
-        self.frequencies[cell] = frequency if frequency > LEAST else LEAST
-        if trials <= MEMORY:
-            self.trials[cell] = trials
-
-    def content(self) -> Iterable[bytes]:
-        """Everything that a digest of replicated state has to cover."""
-        return self.frequencies.tobytes(), self.trials.tobytes()
-
-
-_STAGE_SIZE = _NUM_DEPTHS * _NUM_KINDS * _NUM_BUCKETS
+        frequency = max(LEAST, frequency + (right - frequency) / trials)
+        self.frequencies[cell] = frequency
+        self.trials[cell] = min(trials, MEMORY)
+        return frequency

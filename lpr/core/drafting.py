@@ -2,16 +2,18 @@
 
 The evidence for what follows a node is a list of *places* in known text whose left context agrees with the
 node's: places in the request's own trie, in the trie shared between requests, in pooled n-grams, or among
-recycled candidates. A child's probability is its share of the evidence's weight, where a part of the weight
-is kept back for tokens that the evidence does not know (the escape of PPM, Cleary and Witten 1984):
+recycled candidates. A child's score is its share of the evidence's weight, where a part of the weight is kept
+back for tokens that the evidence does not know (the escape of PPM, Cleary and Witten 1984):
 
-    p(child) = p(node) * weight(child) / (weight(all) + novelty)
+    score(child) = weight(child) / (weight(all) + novelty)
+    p(child) = p(node) * how often children of such a score were right        (lpr.core.calibration)
 
 A child inherits the places that led to it, one token further on, so a copied passage costs one step of an
-index per node. The escape is an entry of the same heap: when its turn comes, the next source is asked, in
-order of falling context (two tokens, one token, a context with one token replaced, none), and shares out
-the probability kept back. So the budget goes to depth where a long match is sure of itself and to breadth
-where it is not, and a source costs nothing until its turn comes.
+index per node. What the children leave of p(node) is an entry of the same heap, the escape: when its turn
+comes, the next source is asked, in order of falling context (two tokens, one token, a context with one token
+replaced, none), and shares out the probability kept back. So the budget goes to depth where a long match is
+sure of itself and to breadth where it is not, and a source costs nothing until its turn comes. Nodes that the
+tree held before (the Jacobi window's) are children like others, which cost no budget.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from itertools import islice
 from typing import Any
 
 from lpr.config import TreeConfig
-from lpr.core.calibration import RECENT_STAGE, SEVERAL, Calibration, cell_of
+from lpr.core.calibration import RECENT_KIND, RECENT_STAGE, SEVERAL, Calibration, cell_within, first_cell
 from lpr.core.pool import NGramPool
 from lpr.core.recycle import MAX_SCORE, CandidateTable, probability_of
 from lpr.core.tree import Source, TokenTree
@@ -49,20 +51,22 @@ POOL_MATCH = 3
 """A pooled n-gram weighs as much as a match of this length: the model itself guessed it nearby."""
 RECYCLED_WEIGHT = 128.0
 """Weight that a token's recycled candidates share, each by its probability."""
+MOST = 0.999
+"""Most that the children of one stage can be worth together."""
 DELAY = 0.25
 """Part of the escape's probability at which the next source is asked: about what its best child will get."""
 ROOT_PLACES, NODE_PLACES = 32, 8
 """Places looked up per trie at the root, and at a node below it."""
 RECENT_TOKENS = 64
-"""Tokens of the request tried without any context, the most recent first: rank r has RECENT / (r + OFFSET)."""
-RECENT, OFFSET = 0.3, 4.0
+"""Tokens of the request tried without any context, the most recent first."""
 
 _WEIGHT = [GROWTH**length for length in range(MAX_MATCH + 1)]
 _NOVELTY = [NOVELTY / GROWTH**offset for offset in range(MAX_MATCH + 1)]
 _RECYCLED = [RECYCLED_WEIGHT * probability_of(score) for score in range(MAX_SCORE + 1)]
 _RECYCLED_SOURCE = int(Source.RECYCLED)
-MOST = 0.999
-"""Most that the children of one stage can be worth together."""
+_RECENT_CELLS = [cell_within(RECENT_KIND, 1.0 / (rank + 1)) for rank in range(RECENT_TOKENS)]
+_HELD = int(Source.WINDOW)
+_HELD_TOO = _HELD + SEVERAL
 _ESCAPE = -1
 _RECENT = -2
 
@@ -114,19 +118,19 @@ class Drafter:
 
         The tree's root is the last observed token. A node that the tree already holds costs no budget. No
         node is deeper than `config.branch_length` or `max_depth`. The list is [len(tree)], 1 at the root and
-        0 at nodes that no source proposed; the probabilities of a node's children sum to its own at most. A
-        larger budget adds nodes and changes none. The draft ends where the best node left is less likely than
-        `floor`.
+        0 at nodes held before that are less likely than those drafted; the probabilities of a node's children
+        sum to its own at most. A larger budget adds nodes and changes none. The draft ends where the best
+        entry left, a node or what another source would give, is less likely than `floor`.
         """
         deepest = self.config.branch_length if max_depth is None else min(self.config.branch_length, max_depth)
         probabilities = [1.0] + [0.0] * (len(tree) - 1)
         self._cells = [-1] * len(tree)
-        if deepest < 1 or budget < 1:
+        if deepest < 1 or (budget < 1 and len(tree) == 1):
             return probabilities
         recent = list(islice(reversed(self._recent), RECENT_TOKENS))
-        search = _Search(tree, self._sources, self._tail, recent, self.calibration, floor)
+        limit = len(tree) + max(0, budget)
+        search = _Search(tree, self._sources, self._tail, recent, self.calibration.frequencies, limit, floor)
         search.expand(0, 1.0, [], 0)
-        limit = len(tree) + budget
         for node, probability, places, offset, cell in search:
             if node == len(probabilities):
                 probabilities.append(probability)
@@ -134,8 +138,6 @@ class Drafter:
             else:
                 probabilities[node] = probability
                 self._cells[node] = cell
-            if len(tree) == limit:
-                break
             if tree.depths[node] < deepest:
                 if places:
                     search.expand(node, probability, places, offset)
@@ -193,8 +195,8 @@ class _Search:
     """The heap of one draft; iterating adds the best node left and yields what led to it.
 
     Heap entries are (-rank, serial number, node, token, payload, offset): a child to make of `node`, with its
-    evidence as payload, or an escape, whose payload is (next source or rank, probability kept back, tokens
-    that need no second trial).
+    cell and evidence as payload, an escape, whose payload is (next source, probability kept back, tokens that
+    need no second trial), or a recent token (see `_try_recent`).
     """
 
     def __init__(
@@ -203,14 +205,17 @@ class _Search:
         sources: list[FindPlaces],
         tail: list[int],
         recent: list[int],
-        calibration: Calibration,
+        frequencies: Sequence[float],
+        limit: int,
         floor: float,
     ) -> None:
+        """A search that adds no node to a tree of `limit` nodes, and ends below the probability `floor`."""
         self._tree = tree
         self._sources = sources
         self._tail = tail
         self._recent = recent
-        self._frequencies = calibration.frequencies
+        self._frequencies = frequencies
+        self._limit = limit
         self._floor = floor
         self._heap: list[tuple[float, int, int, int, Any, int]] = []
         self._serial = 0
@@ -220,6 +225,7 @@ class _Search:
     ) -> None:
         """Offer the children of `node` by `places`, `offset` tokens on, or by the first source that knows any."""
         heap, serial = self._heap, self._serial
+        held = _NOTHING if order or tried else self._tree.children[node]
         stage = 0
         while True:
             rows: dict[int, list[Any]] = {}  # token -> [weight, places...]
@@ -244,19 +250,26 @@ class _Search:
             if rows:
                 break
             if order == len(self._sources):
-                self._try_recent(node, probability, 0, tried)
+                if held:
+                    break
+                self._try_recent(node, probability, probability, 0, tried)
                 return
             places, offset = self._sources[order](self._context(node), self._tree.depths[node]), 0
             stage = order
             order += 1
+        for token in held:
+            if token not in rows:
+                rows[token] = [0.0]
         total += _NOVELTY[offset] if offset < MAX_MATCH else _NOVELTY[MAX_MATCH]
-        frequencies, depth = self._frequencies, self._tree.depths[node]
+        frequencies = self._frequencies
+        first = first_cell(stage, self._tree.depths[node])
         known = 0.0
-        for row in rows.values():
-            weight = row[0]
-            row[0] = cell = cell_of(
-                stage, depth, row[1][3] if len(row) == 2 else row[1][3] + SEVERAL, weight / (total - weight)
-            )
+        for token, row in rows.items():
+            if token in held:
+                kind = _HELD_TOO if len(row) > 1 else _HELD
+            else:
+                kind = row[1][3] if len(row) == 2 else row[1][3] + SEVERAL
+            row[0] = cell = first + cell_within(kind, row[0] / (total - row[0]))
             known += frequencies[cell]
         scale = probability if known <= MOST else probability * MOST / known
         for token, row in rows.items():
@@ -284,26 +297,28 @@ class _Search:
             places: list[Place] = []
             source = int(Source.TRIE)
             if token == _RECENT:
-                index, kept, tried, cell = payload
+                index, kept, left, tried, cell = payload
                 token = self._recent[index]
-                self._try_recent(node, kept, index + 1, tried)
+                self._try_recent(node, kept, left + rank, index + 1, tried)
             else:
-                places = payload
-                cell = places[0]
-                del places[0]
-                source = places[0][3]
+                cell, *places = payload
+                if places:
+                    source = places[0][3]
+            if len(tree) == self._limit and token not in tree.children[node]:
+                return
             yield tree.add(node, token, source), -rank, places, offset, cell
 
-    def _try_recent(self, node: int, kept: float, index: int, tried: Tried) -> None:
-        """Offer `node` the next recent token that has not been tried."""
+    def _try_recent(self, node: int, kept: float, left: float, index: int, tried: Tried) -> None:
+        """Offer `node` the next recent token that has not been tried; `left` is what earlier ones left of `kept`."""
         recent = self._recent
         while index < len(recent) and recent[index] in tried:
             index += 1
         if index < len(recent):
             self._serial += 1
-            cell = cell_of(RECENT_STAGE, self._tree.depths[node], 0, RECENT / (index + OFFSET))
-            rank = -kept * self._frequencies[cell]
-            heappush(self._heap, (rank, self._serial, node, _RECENT, (index, kept, tried, cell), 0))
+            cell = first_cell(RECENT_STAGE, self._tree.depths[node]) + _RECENT_CELLS[index]
+            probability = min(kept * self._frequencies[cell], left)
+            payload = (index, kept, left, tried, cell)
+            heappush(self._heap, (-probability, self._serial, node, _RECENT, payload, 0))
 
     def _context(self, node: int) -> list[int]:
         """The last tokens up to and including `node`; enough of them for the longest match."""

@@ -92,6 +92,7 @@ class SequenceState:
         """The digest with the tree that is about to be evaluated."""
         self._hash.update(array("q", tree.tokens).tobytes())
         self._hash.update(array("q", tree.parents).tobytes())
+        self._hash.update(self.drafter.calibration.digest.to_bytes(8, "little"))
         return self.digest
 
     def advance(self, tree: TokenTree, path: Sequence[int], result: TreeResult, shards: Sequence[Shard]) -> list[int]:
