@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ from lpr.config import DecodeConfig, InputError, SamplingParams
 from lpr.core.state import SequenceState
 from lpr.core.trie import Trie
 from lpr.dist.comm import Comm, SoloComm, agree
-from lpr.exchange import Exchange
+from lpr.exchange import Exchange, check_replica, owned_capacity
 from lpr.metrics import DecodeStats
 from lpr.model.loader import Loaded, digest, load, model_digest, tokenizer_digest, wrap
+from lpr.model.parallel import TensorParallel
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
 from lpr.step import Running, decode_step, fill_step
@@ -81,26 +83,31 @@ class Engine:
     def __init__(self, loaded: Loaded, decode: DecodeConfig | None = None, comm: Comm | None = None) -> None:
         """An engine for a loaded model.
 
-        Raises InputError if the model cannot run a token tree or, with several ranks, on every rank if one rank has
-        another model, tokenizer or configuration.
+        Raises InputError if the model cannot run a token tree or the cache does not fit, with several ranks on every
+        rank if it is so on one, or if one has another model, tokenizer or configuration.
         """
         decode = decode if decode is not None else DecodeConfig()
         self.tokenizer = loaded.tokenizer
         self.eos_token_ids = loaded.eos_token_ids
         self.comm = comm if comm is not None else SoloComm()
-        self.model = TreeModel(loaded.model)
-        self._like = self_check(self.model)
+        # Ranks that share weights must not enter a forward with different rows.
+        check = partial(check_replica, self.comm) if self.comm.tp_mesh is not None else None
+        self.model = TreeModel(loaded.model, check_rows=check)
+        failure = None
+        try:
+            self._like = self_check(self.model)
+        except InputError as error:
+            failure = str(error)
         limit = loaded.max_positions or 4096
         if decode.max_length is not None and loaded.max_positions and decode.max_length > loaded.max_positions:
             raise InputError(f"max_length={decode.max_length} exceeds the model's {loaded.max_positions} positions")
         self.max_length = decode.max_length or min(limit, 4096)
-        if self.comm.size > 1:
-            facts = {
-                "configuration": digest(repr((decode, self.max_length))),
-                "model": model_digest(loaded.model),
-                "tokenizer": tokenizer_digest(loaded.tokenizer),
-            }
-            agree(self.comm, None, facts)
+        facts, replica_facts = {}, {}
+        if self.comm.size * self.comm.tp_size > 1:
+            facts["configuration"] = digest(repr((decode, self.max_length)))
+            facts["tokenizer"] = tokenizer_digest(loaded.tokenizer)
+            replica_facts["model"] = model_digest(loaded.model)
+        agree(self.comm, failure, facts, replica_facts)
         self._configure(decode)
 
     @classmethod
@@ -111,15 +118,20 @@ class Engine:
         dtype: str | torch.dtype = "auto",
         device: str | torch.device | None = None,
         comm: Comm | None = None,
+        tp_backend: str = "transformers",
     ) -> Engine:
         """Load a transformers causal LM from a folder or a hub id.
 
-        `dtype` "auto" is the checkpoint's own on an accelerator and float32 on a CPU. Raises InputError, with several
-        ranks on all of them if one cannot load.
+        `dtype` "auto" is the checkpoint's own on an accelerator and float32 on a CPU. Where the ranks of `comm` share
+        replicas (`lpr.dist.runtime.join(..., tp=N)`), each loads its part; `tp_backend` says who splits the model,
+        "transformers" or "deepspeed". Raises InputError, with several ranks on all of them if one cannot load.
         """
         loaded, failure = None, None
         try:
-            loaded = load(str(path_or_hub_id), dtype, device)
+            tp = None
+            if comm is not None and comm.tp_mesh is not None:
+                tp = TensorParallel(comm.tp_mesh, tp_backend)
+            loaded = load(str(path_or_hub_id), dtype, device, tp)
         except InputError as error:
             failure = str(error)
         if comm is not None:
@@ -150,11 +162,13 @@ class Engine:
         self.shared = Trie(decode.trie_capacity)
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
-        self._exchange = Exchange(decode, self.comm, self.model.device)
         self._outgoing = b""
         self._received: deque[bytes] = deque()
-        shard = min(decode.num_nodes, self._exchange.capacity + decode.max_branch)
-        self.model.allocate(decode.max_batch_size, self.max_length, shard, self._like)
+        shard = min(decode.num_nodes, owned_capacity(decode, self.comm.size) + decode.max_branch)
+        sizes = (decode.max_batch_size, self.max_length, shard, self._like)
+        agree(self.comm, self.model.shortage(*sizes, self.comm.num_sharing))
+        self.model.allocate(*sizes)
+        self._exchange = Exchange(decode, self.comm, self.model.device)
 
     # Driving it yourself.
 

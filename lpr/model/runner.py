@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,14 +12,23 @@ from transformers import PreTrainedModel
 from lpr.model.attention import TREE_ATTENTION, TREE_MASK_ONLY, step_scope
 from lpr.model.cache import TreeCache
 from lpr.model.inputs import Row, StepInputs, build_inputs, round_up
+from lpr.model.memory import cache_shortage, free_bytes
 from lpr.sampling import Selection, candidates, choose
 
 
 class TreeModel:
     """A causal LM whose forward takes rows of pending tokens and tree nodes, with its K/V cache."""
 
-    def __init__(self, model: PreTrainedModel, node_bucket: int | None = None, kv_bucket: int | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        node_bucket: int | None = None,
+        kv_bucket: int | None = None,
+        check_rows: Callable[[Sequence[Row]], None] | None = None,
+    ) -> None:
         """Switch `model` (any transformers causal LM) to tree attention; the cache comes with `allocate`.
+
+        `check_rows` is called with the rows of every forward, before it.
 
         The buckets pad the shapes of a step. On a GPU a few shapes repeat, as captured graphs and tuned kernels
         need; on a CPU every padded node costs its full arithmetic.
@@ -33,7 +42,20 @@ class TreeModel:
         self.vocab_size: int = self.config.vocab_size
         self._accepts_positions = "position_ids" in inspect.signature(type(model).forward).parameters
         self.cache: TreeCache | None = None
+        self._check_rows = check_rows
         use_tree_attention(model)
+
+    def shortage(
+        self, num_slots: int, max_length: int, max_nodes: int, like: TreeCache, num_sharing: int
+    ) -> str | None:
+        """Why `allocate` with these sizes would run out of memory, which `num_sharing` ranks share; None if not."""
+        free = free_bytes(self.device)
+        if free is None:
+            return None
+        available = free // num_sharing
+        if self.cache is not None:  # it makes room for the new one
+            available += self.cache.bytes_per_row * self.cache.num_slots * self.cache.rows_per_slot
+        return cache_shortage(available, like.bytes_per_row, num_slots, max_length, max_nodes + self.kv_bucket)
 
     def allocate(self, num_slots: int, max_length: int, max_nodes: int, like: TreeCache) -> None:
         """Make the cache: `max_length` committed tokens and a tree of `max_nodes` per slot, and one spare row."""
@@ -81,6 +103,8 @@ class TreeModel:
 
     def _inputs(self, rows: Sequence[Row]) -> StepInputs:
         assert self.cache is not None
+        if self._check_rows is not None:
+            self._check_rows(rows)
         return build_inputs(rows, self.cache.rows_per_slot, self.device, self.node_bucket, self.kv_bucket)
 
 
