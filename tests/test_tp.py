@@ -29,6 +29,9 @@ MODELS = {
 }
 
 
+LARGE_MIB = 75.4
+
+
 @pytest.fixture(scope="module")
 def models() -> dict[str, PreTrainedModel]:
     return {
@@ -45,6 +48,11 @@ def folders(models: dict[str, PreTrainedModel], tmp_path_factory: pytest.TempPat
         found[name] = tmp_path_factory.mktemp(name)
         model.save_pretrained(found[name], max_shard_size="60KB")
         assert len(list(found[name].glob("model-*.safetensors"))) > 2
+    # In half precision, so that what is read into float32 is memory of its own and no mapped file.
+    large = tiny_model(hidden_size=512, intermediate_size=2048, num_hidden_layers=5)
+    assert sum(parameter.nbytes for parameter in large.parameters()) / 2**20 == pytest.approx(LARGE_MIB, rel=0.01)
+    found["large"] = tmp_path_factory.mktemp("large")
+    large.to(torch.bfloat16).save_pretrained(found["large"], max_shard_size="8MB")
     found["incomplete"] = tmp_path_factory.mktemp("incomplete")
     models["llama"].save_pretrained(found["incomplete"], max_shard_size="60KB")
     sorted(found["incomplete"].glob("model-*.safetensors"))[1].unlink()
@@ -64,6 +72,8 @@ def check_exact(results: dict[str, dict[str, object]], models: dict[str, PreTrai
         assert "error" not in found, (name, found)
         assert found["mesh"] == mesh
         assert found["token_ids"] == found["expected"], name
+        # Two all-reduces for each of 2 layers, one for the embedding where that is split, and the logits.
+        assert found["collectives"] == (5 if name.endswith("deepspeed") else 6)
         assert found["num_steps"] < 6 * 24, "drafts were accepted"  # type: ignore[operator]
         with torch.no_grad():
             whole = models[name.partition("/")[0]](torch.tensor(PROMPTS[2:]), use_cache=False).logits[0]
@@ -76,7 +86,7 @@ def test_two_replicas_of_two_ranks(
     runs = {
         "llama/t": ("llama", "transformers"),
         "llama/lie": ("llama", "transformers", "lie"),
-        "opt/d": ("opt", "deepspeed"),
+        "opt/deepspeed": ("opt", "deepspeed"),
         "llama/state": ("llama", "transformers", "state"),
     }
     cases = {
@@ -121,6 +131,8 @@ def test_one_replica_of_two_ranks_and_the_command(
             ("one_kv_head", "deepspeed"), ("opt", "transformers"), ("incomplete", "transformers"),
         ]
     }  # fmt: skip
+    for backend in ("transformers", "deepspeed"):
+        cases[f"load/{backend}"] = {"model": str(folders["large"]), "backend": backend}
     prompts, config = tmp_path / "in.jsonl", tmp_path / "run.toml"
     prompts.write_text('{"prompt": "def add(a, b):"}\n{"prompt": "x = [1, 2, 3]"}\n')
     config.write_text("mesh = { lp = 1, tp = 2 }\nmax_new_tokens = 12\nmax_length = 256\n")
@@ -137,7 +149,11 @@ def test_one_replica_of_two_ranks_and_the_command(
     done = launch(2, {"tp": 2, "cases": cases, "commands": commands}, tmp_path)
     assert done.returncode == 0, done.stderr
     reports = [json.loads((tmp_path / f"out.{rank}").read_text()) for rank in range(2)]
-    refused = {name: reports[0].pop(name).get("error", "") for name in list(cases)[4:]}
+    for name in ("load/transformers", "load/deepspeed"):
+        for found in [report.pop(name) for report in reports]:
+            assert found["own_mib"] < 0.55 * LARGE_MIB
+            assert found["peak_mib"] < 0.75 * LARGE_MIB, name
+    refused = {name: reports[0].pop(name).get("error", "") for name in list(cases)[4:7]}
     assert refused["one_kv_head/deepspeed"].endswith("--tp 1 would, or --tp-backend transformers")
     assert refused["opt/transformers"].endswith("plan for model type 'opt'; --tp-backend deepspeed does")
     check_exact(reports[0], models, [1, 2])
@@ -175,7 +191,7 @@ def test_one_replica_of_two_ranks_and_the_command(
     ("heads", "kv_heads", "tp", "backend", "message"),
     [
         (8, 8, 3, "transformers", "--tp 3 does not divide the model's 8 attention heads; --tp 1, 2, 4, 8 would"),
-        (8, 2, 16, "transformers", "--tp 16 does not divide the model's 8 attention heads"),
+        (12, 3, 8, "transformers", "--tp 8 does not divide the model's 12 attention heads; --tp 1, 3, 6, 12 would"),
         (12, 3, 2, "transformers", "neither divides the model's 3 key/value heads nor is a multiple of them; "
          "--tp 1, 3, 6, 12 would"),
         (8, 2, 4, "deepspeed", "leaves ranks without any; --tp 1, 2 would, or --tp-backend transformers"),
@@ -201,8 +217,10 @@ def test_families_that_cannot_be_split() -> None:
         ("gptj", "transformers", "no tensor-parallel plan for model type 'gptj'; --tp-backend deepspeed does"),
         ("gpt2", "deepspeed", "split model type 'gpt2' rightly (it is for falcon"),
         ("gemma3_text", "deepspeed", "use --tp-backend transformers"),
+        ("falcon", "deepspeed", "split model type 'falcon with alibi' rightly"),
     ]:
         config = AutoConfig.for_model(family)
+        config.alibi = family == "falcon"
         with pytest.raises(InputError) as caught:
             check_split(config, 2, backend, has_plan=family.startswith("gemma"))
         assert message in str(caught.value)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from pathlib import Path
 
 import torch
@@ -20,7 +21,8 @@ from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.dist.comm import CommError, ProcessComm
 from lpr.dist.runtime import World, join, leave
 from lpr.exchange import DesyncError, Exchange
-from lpr.model.parallel import local_shapes
+from lpr.model.loader import load
+from lpr.model.parallel import TensorParallel, local, local_shapes
 
 PROMPTS = [[3, 5, 7, 9, 11, 13, 5, 7], [2, 4], [(i * i) % 97 for i in range(70)]]
 PARAMS = [SamplingParams(max_new_tokens=24, temperature=0.8 * (i % 2), seed=i) for i in range(2) for _ in PROMPTS]
@@ -33,7 +35,7 @@ class CountCollectives(TorchDispatchMode):
     num_calls = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.name():
+        if "c10d" in func.namespace and ("reduce" in func.name() or "gather" in func.name()):
             self.num_calls += 1
         return func(*args, **(kwargs or {}))
 
@@ -63,6 +65,33 @@ def run_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
     }
 
 
+def load_only(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
+    """Most memory of its own (no mapped files) that this rank took while it loaded, in MiB."""
+    assert comm.tp_mesh is not None
+    before = highest = anonymous_mib()
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal highest
+        while not done.wait(0.001):
+            highest = max(highest, anonymous_mib())
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        loaded = load(case["model"], tp=TensorParallel(comm.tp_mesh, case["backend"]))
+    finally:
+        done.set()
+        watching.join()
+    own = sum(local(parameter).nbytes for parameter in loaded.model.parameters()) / 2**20
+    return {"peak_mib": highest - before, "own_mib": own}
+
+
+def anonymous_mib() -> float:
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) / 1024
+
+
 def inject(fault: str | None, engine: Engine, comm: ProcessComm) -> None:
     """Make the last rank of the world, a tp rank that is not authoritative, misbehave."""
     if fault is None or (comm.rank, comm.tp_rank) != (comm.size - 1, comm.tp_size - 1):
@@ -86,7 +115,7 @@ def run_cases(job: dict[str, dict[str, dict[str, str]]], world: World, report: P
         assert isinstance(comm, ProcessComm)
         for name, case in job["cases"].items():
             try:
-                results[name] = run_case(case, comm)
+                results[name] = (load_only if name.startswith("load/") else run_case)(case, comm)
             except (InputError, DesyncError, CommError) as failure:
                 results[name] = {"error": f"{type(failure).__name__}: {failure}"}
                 if not isinstance(failure, InputError):

@@ -78,14 +78,10 @@ def load(
         raise InputError(f"model folder {source!r} does not exist")
     try:
         config = AutoConfig.from_pretrained(source)
-        read: Any = partial(
-            AutoModelForCausalLM.from_pretrained,
-            source,
-            config=config,
-            dtype=choose_dtype(dtype, where),
-            output_loading_info=True,
-        )
-        model, info = load_sharded(config, where, tp, read) if tp is not None else read()
+        read: Any = partial(AutoModelForCausalLM.from_pretrained, source, config=config, output_loading_info=True)
+        chosen = choose_dtype(dtype, where)
+        model: Any
+        model, info = load_sharded(config, chosen, where, tp, read) if tp is not None else read(dtype=chosen)
     except InputError:
         raise
     except Exception as failure:  # transformers raises dozens of types here; all mean that this is no usable model
