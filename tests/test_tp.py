@@ -18,7 +18,7 @@ from lpr.dist.runtime import World
 from lpr.generate import main, parse
 from lpr.model.loader import load
 from lpr.model.memory import cache_shortage
-from lpr.model.parallel import check_shards, check_split, num_kv_heads
+from lpr.model.parallel import check_shards, check_split, num_kv_heads, planned_ends
 
 ROOT = Path(__file__).parent.parent
 MODELS = {
@@ -215,7 +215,7 @@ def test_families_that_cannot_be_split() -> None:
     for family, backend, message in [
         ("gpt2", "transformers", "no tensor-parallel plan for model type 'gpt2'; --tp 1 works"),
         ("gptj", "transformers", "no tensor-parallel plan for model type 'gptj'; --tp-backend deepspeed does"),
-        ("gpt2", "deepspeed", "split model type 'gpt2' rightly (it is for falcon"),
+        ("gpt2", "deepspeed", "split model type 'gpt2' rightly (it is for biogpt, falcon"),
         ("gemma3_text", "deepspeed", "use --tp-backend transformers"),
         ("falcon", "deepspeed", "split model type 'falcon with alibi' rightly"),
     ]:
@@ -263,6 +263,11 @@ def test_shards_are_checked_by_name() -> None:
             check_shards(full, found, 2, num_kv_heads=2)
     with pytest.raises(InputError, match=r"left model.layers.0.self_attn.q_proj.weight \(64, 64\) whole"):
         check_shards(full, full, 2, num_kv_heads=2)
+    ends = planned_ends(full, {"lm_head": "colwise_gather_output", "model.norm": "sequence_parallel"})
+    assert ends == ["lm_head.weight"]
+    check_shards(full, halves, 2, 2, ends)
+    with pytest.raises(InputError, match=r"left lm_head.weight \(97, 64\) whole"):
+        check_shards(full, {**halves, "lm_head.weight": (97, 64)}, 2, 2, ends)
     del halves["model.layers.0.mlp.up_proj.weight"]
     with pytest.raises(InputError, match=r"lost the parameter model.layers.0.mlp.up_proj.weight"):
         check_shards(full, halves, 2, num_kv_heads=2)

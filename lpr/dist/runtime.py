@@ -92,8 +92,8 @@ def join(world: World, device: str | None, timeout: float, tp: int = 1) -> Itera
     if on_gpu:
         torch.cuda.set_device(device)
     try:
-        # Beside NCCL, gloo serves what is on the host.
-        backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
+        # The ranks of a replica also compare what is on the host, for which a GPU's stream need not be waited for.
+        backend = ("cpu:gloo,cuda:nccl" if tp > 1 else "nccl") if nccl else "gloo"
         dist.init_process_group(
             backend, store=_store(world, limit), rank=world.rank, world_size=world.size, timeout=limit
         )

@@ -15,7 +15,7 @@ import io
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -84,7 +84,8 @@ def load_sharded(
     else:
         model, info = _load_with_transformers(text, plan, device, tp, partial(read, dtype=dtype))
     full = {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
-    check_shards(full, local_shapes(model), tp.size, num_kv_heads(text))
+    ends = planned_ends(full, plan) if tp.backend == "transformers" else []
+    check_shards(full, local_shapes(model), tp.size, num_kv_heads(text), ends)
     return model, info
 
 
@@ -150,14 +151,24 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def planned_ends(names: Iterable[str], plan: Mapping[str, str]) -> list[str]:
+    """The parameters outside the layers (embedding and output head) that a plan of transformers splits."""
+    modules = [name for name, style in plan.items() if style.startswith(("embedding", "colwise", "rowwise"))]
+    return [name for name in names if name.rpartition(".")[0] in modules]
+
+
 def check_shards(
-    full: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], tp: int, num_kv_heads: int
+    full: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, tuple[int, ...]],
+    tp: int,
+    num_kv_heads: int,
+    ends: Collection[str] = (),
 ) -> None:
     """Raise InputError, naming the parameter, unless every matrix of a layer is split once and evenly.
 
     `full` and `found` map names to the shapes of the whole model and of this rank's part. A split axis has at most
-    its `tp`-th part, rounded up; with fewer key/value heads than ranks, k_proj and v_proj have one head. Embeddings
-    and output heads may be whole (DeepSpeed's are), but no larger than whole.
+    its `tp`-th part, rounded up; with fewer key/value heads than ranks, k_proj and v_proj have one head. Outside the
+    layers only `ends` have to be split: DeepSpeed leaves embeddings whole.
     """
     for name, shape in full.items():
         part = found.get(name)
@@ -170,8 +181,8 @@ def check_shards(
         share = [-(-shape[axis] // num_parts) for axis in axes]
         if len(axes) > 1 or any(not 0 < part[axis] <= most for axis, most in zip(axes, share, strict=True)):
             raise InputError(f"tensor parallelism over {tp} ranks left {name} with shape {part} of {shape}")
-        is_matrix = len(shape) > 1 and _IN_LAYER.search(name) and not _MAY_BE_WHOLE.search(name)
-        if not axes and is_matrix and num_parts > 1:
+        inside = _IN_LAYER.search(name) and not _MAY_BE_WHOLE.search(name)
+        if not axes and len(shape) > 1 and num_parts > 1 and (inside or name in ends):
             raise InputError(f"tensor parallelism over {tp} ranks left {name} {shape} whole on every rank")
 
 
