@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +20,11 @@ from lpr.core.cost import StepCost
 from lpr.core.state import SequenceState
 from lpr.core.trie import Trie
 from lpr.dist.comm import Comm, SoloComm, agree
-from lpr.exchange import Exchange
+from lpr.exchange import Exchange, check_replica, owned_capacity
 from lpr.measure import measure_costs
 from lpr.metrics import DecodeStats
 from lpr.model.loader import Loaded, digest, load, model_digest, tokenizer_digest, wrap
+from lpr.model.parallel import TensorParallel
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
 from lpr.step import Outcome, Running, decode_step, fill_row
@@ -106,15 +108,21 @@ class Engine:
         """An engine for a loaded model; `attention` is one of `lpr.model.runner.ATTENTION`.
 
         `costs` are step times to decide by instead of measured ones: the steps of a run can then be repeated exactly.
-        Raises InputError if the model cannot run a token tree or, with several ranks, on every rank if one rank has
-        another model, tokenizer or configuration.
+        Raises InputError if the model cannot run a token tree or the cache does not fit, with several ranks on every
+        rank if it is so on one, or if one has another model, tokenizer or configuration.
         """
         decode = decode if decode is not None else DecodeConfig()
         self.tokenizer = loaded.tokenizer
         self.eos_token_ids = loaded.eos_token_ids
         self.comm = comm if comm is not None else SoloComm()
-        self.model = TreeModel(loaded.model, attention=attention)
-        self._like = self_check(self.model)
+        # Ranks that share weights must not enter a forward with different rows.
+        check = partial(check_replica, self.comm) if self.comm.tp_mesh is not None else None
+        self.model = TreeModel(loaded.model, attention=attention, check_rows=check)
+        failure = None
+        try:
+            self._like = self_check(self.model)
+        except InputError as error:
+            failure = str(error)
         limit = loaded.max_positions or 4096
         if decode.max_length is not None and loaded.max_positions and decode.max_length > loaded.max_positions:
             reason = f" ({loaded.limit_reason})" if loaded.limit_reason else ""
@@ -122,14 +130,13 @@ class Engine:
                 f"max_length={decode.max_length} exceeds the model's {loaded.max_positions} positions{reason}"
             )
         self.max_length = decode.max_length or min(limit, 4096)
-        if self.comm.size > 1:
-            facts = {
-                "configuration": digest(repr((decode, self.max_length))),
-                "model": model_digest(loaded.model),
-                "form of a batch (packed or padded)": int(self.model.packed),
-                "tokenizer": tokenizer_digest(loaded.tokenizer),
-            }
-            agree(self.comm, None, facts)
+        facts, replica_facts = {}, {}
+        if self.comm.size * self.comm.tp_size > 1:
+            facts["configuration"] = digest(repr((decode, self.max_length)))
+            facts["tokenizer"] = tokenizer_digest(loaded.tokenizer)
+            facts["form of a batch (packed or padded)"] = int(self.model.packed)
+            replica_facts["model"] = model_digest(loaded.model)
+        agree(self.comm, failure, facts, replica_facts)
         self._own_costs = costs
         self._configure(decode)
 
@@ -143,15 +150,20 @@ class Engine:
         comm: Comm | None = None,
         costs: StepCost | None = None,
         attention: str = "auto",
+        tp_backend: str = "transformers",
     ) -> Engine:
         """Load a transformers causal LM from a folder or a hub id.
 
-        `dtype` "auto" is the checkpoint's own on an accelerator and float32 on a CPU. Raises InputError, with several
-        ranks on all of them if one cannot load.
+        `dtype` "auto" is the checkpoint's own on an accelerator and float32 on a CPU. Where the ranks of `comm` share
+        replicas (`lpr.dist.runtime.join(..., tp=N)`), each loads its part; `tp_backend` says who splits the model,
+        "transformers" or "deepspeed". Raises InputError, with several ranks on all of them if one cannot load.
         """
         loaded, failure = None, None
         try:
-            loaded = load(str(path_or_hub_id), dtype, device)
+            tp = None
+            if comm is not None and comm.tp_mesh is not None:
+                tp = TensorParallel(comm.tp_mesh, tp_backend)
+            loaded = load(str(path_or_hub_id), dtype, device, tp)
         except InputError as error:
             failure = str(error)
         if comm is not None:
@@ -191,11 +203,13 @@ class Engine:
         self.shared = Trie(config.trie_capacity)
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
-        self._exchange = Exchange(config, self.comm, self.model.device)
         self._outgoing = b""
         self._received: deque[bytes] = deque()
-        shard = min(config.num_nodes, self._exchange.capacity + config.max_branch)
-        self.model.allocate(config.max_batch_size, self.max_length, shard, self._like)
+        shard = min(config.num_nodes, owned_capacity(config, self.comm.size) + config.max_branch)
+        sizes = (config.max_batch_size, self.max_length, shard, self._like)
+        agree(self.comm, self.model.shortage(*sizes, self.comm.num_sharing))
+        self.model.allocate(*sizes)
+        self._exchange = Exchange(config, self.comm, self.model.device)
 
     def _sizes(self, decode: DecodeConfig) -> TreeConfig:
         """The sizes of `decode` in numbers; automatic ones end where a step takes several times that of one token."""
@@ -372,7 +386,13 @@ class Engine:
     def _keep_current(self, outcomes: Sequence[Outcome], runs: Sequence[Running], milliseconds: float) -> None:
         """On rank 0: learn from a step's time, and share the table that all ranks decide by when it has changed."""
         costs, budget = self._own_costs, self._budget
-        if self.comm.rank or not isinstance(budget, AdaptiveBudget) or costs is None or costs.fixed:
+        if (
+            self.comm.rank
+            or self.comm.tp_rank
+            or not isinstance(budget, AdaptiveBudget)
+            or costs is None
+            or costs.fixed
+        ):
             return
         longest = max(len(run.state.tokens) for run in runs)
         costs.observe(sum(outcome.num_entries for outcome in outcomes), len(runs), longest, milliseconds)

@@ -7,6 +7,7 @@ all ranks, and the length of a message that rank 0 wants to broadcast after the 
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Sequence
 
@@ -18,6 +19,7 @@ from lpr.core.partition import Shard
 from lpr.core.state import TreeResult
 from lpr.core.tree import TokenTree
 from lpr.dist.comm import Comm
+from lpr.model.inputs import Row
 
 NUM_HEADER = 4
 """Header words (int32): digest low, digest high, length of rank 0's message, and one spare."""
@@ -57,7 +59,8 @@ class Exchange:
 
         `local` is int32 [entries, 1 + 2k], the results of this rank's shards one after the other, or None when there
         are no trees. A node's result is its owner's on every rank, also on ranks that evaluated it as an ancestor
-        (rule R1). Raises DesyncError if a rank's digest differs.
+        (rule R1), and of the ranks that share a replica the first one's (rule R6). Raises DesyncError if the digest
+        of any rank differs.
         """
         self._header[:3] = (*_words(digest), message_length)
         self._payload[:NUM_HEADER] = torch.from_numpy(self._header)
@@ -65,7 +68,7 @@ class Exchange:
             self._pack(local, [split[self.comm.rank] for split in shards])
         gathered = self.comm.gather(self._payload).numpy()
         check_digests(gathered[:, :2])
-        return self._unpack(gathered[:, NUM_HEADER:], trees, shards), int(gathered[0, 2])
+        return self._unpack(self._authoritative(gathered)[:, NUM_HEADER:], trees, shards), int(gathered[0, 2])
 
     def _pack(self, local: torch.Tensor, mine: Sequence[Shard]) -> None:
         table = self._payload[NUM_HEADER:].view(-1, self.capacity, self.width)
@@ -77,6 +80,10 @@ class Exchange:
                 entries = np.searchsorted(shard.nodes, shard.owned).astype(np.int64)
                 results = results[torch.from_numpy(entries).to(local.device)]
             table[index, : len(shard.owned)] = results
+
+    def _authoritative(self, gathered: np.ndarray) -> np.ndarray:
+        """Of every replica's rows the first: the last bits of what its ranks compute may differ."""
+        return gathered[:: self.comm.tp_size]
 
     def _unpack(
         self, gathered: np.ndarray, trees: Sequence[TokenTree], shards: Sequence[Sequence[Shard]]
@@ -101,14 +108,29 @@ def owned_capacity(config: TreeConfig, num_ranks: int) -> int:
     return min(config.num_nodes, -(-config.num_nodes // num_ranks) + min(32, config.max_branch))
 
 
-def check_digests(digests: np.ndarray) -> None:
-    """Raise DesyncError if the rows of `digests` [ranks, 2] are not all equal; the majority counts as right."""
+def check_replica(comm: Comm, rows: Sequence[Row]) -> None:
+    """Raise DesyncError unless all ranks of this replica are about to evaluate the same `rows`.
+
+    Ranks that share weights meet in every layer, long before the step's gather can compare digests. Rows of unequal
+    height would abort the process there (gloo) or wait for the time-out (NCCL), and no error would name the rank.
+    """
+    description = repr([(row.slot, row.num_cached, row.tokens, row.parents, row.positions) for row in rows])
+    found = hashlib.blake2b(description.encode(), digest_size=8).digest()
+    payload = torch.from_numpy(np.frombuffer(found, np.int32).copy())
+    check_digests(comm.gather_replica(payload).numpy(), first_rank=comm.rank * comm.tp_size)
+
+
+def check_digests(digests: np.ndarray, first_rank: int = 0) -> None:
+    """Raise DesyncError if the rows of `digests` [ranks, 2] are not all equal; the majority counts as right.
+
+    Row i is that of world rank `first_rank` + i.
+    """
     rows = [tuple(row) for row in digests.tolist()]
     if len(set(rows)) == 1:
         return
     # Of equally frequent digests, Counter keeps the first seen: rank 0's.
     agreed = Counter(rows).most_common(1)[0][0]
-    others = [rank for rank, row in enumerate(rows) if row != agreed]
+    others = [rank for rank, row in enumerate(rows, first_rank) if row != agreed]
     raise DesyncError(
         f"the replicated state of rank {', '.join(map(str, others))} differs from that of the other "
         f"{len(rows) - len(others)} of {len(rows)} ranks: their drafts or tokens are not the same"

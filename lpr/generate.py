@@ -75,7 +75,11 @@ class Args:
     device: str | None = None
     """cpu, cuda or cuda:N. Default: a GPU if there is one."""
     tp: int = 1
-    """Ranks that share one replica of the model (tensor parallel). Only 1 is available so far."""
+    """Ranks that share one replica of the model (tensor parallel); neighbours, so that they share a machine."""
+    lp: int | None = None
+    """Replicas (lookahead parallel). Default: as many as the ranks make; lp times tp must be their number."""
+    tp_backend: Literal["transformers", "deepspeed"] = "transformers"
+    """Who splits the model: transformers by its own plan, or deepspeed, also where there is no plan."""
     timeout: float = 300.0
     """Seconds that a rank waits for the others before it gives up."""
     sampling: Annotated[SamplingParams, tyro.conf.OmitArgPrefixes] = SamplingParams()
@@ -136,6 +140,8 @@ def read_config(path: Path) -> Args:
     homes = {field.name: "" for field in fields(Args) if field.name not in ("sampling", "decode", "config")}
     homes |= {field.name: "sampling" for field in fields(SamplingParams)}
     homes |= {field.name: "decode" for field in fields(DecodeConfig)}
+    if "mesh" in values:
+        values = _mesh_sizes(path, values)
     for name, value in values.items():
         if name not in homes:
             raise InputError(f"--config {path}: unknown key {name!r}; keys are flags with underscores")
@@ -148,11 +154,22 @@ def read_config(path: Path) -> Args:
         raise InputError(f"--config {path}: {failure}") from failure
 
 
+def _mesh_sizes(path: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """The values of a TOML file with `mesh = { lp = 4, tp = 2 }` in place of the two flags."""
+    others = {name: value for name, value in values.items() if name != "mesh"}
+    mesh = values["mesh"]
+    if not isinstance(mesh, dict) or set(mesh) != {"lp", "tp"} or not all(type(n) is int for n in mesh.values()):
+        raise InputError(f"--config {path}: mesh must be like {{ lp = 4, tp = 2 }}, not {mesh!r}")
+    if twice := sorted(set(mesh) & set(others)):
+        raise InputError(f"--config {path}: {twice[0]} is given twice, in mesh and by itself")
+    return {**others, **mesh}
+
+
 def run(args: Args, world: World) -> int:
     """Join the world, load the same engine on every rank, and let rank 0 lead."""
-    check_mesh(args.tp, world)
+    world.mesh_shape(args.tp, args.lp)
     device = world.device(args.device)
-    with join(world, device, args.timeout) as comm:
+    with join(world, device, args.timeout, args.tp) as comm:
         engine, job = prepare(args, world, device, comm)
         if job is None:
             follow(engine)
@@ -168,25 +185,18 @@ def run(args: Args, world: World) -> int:
         return code
 
 
-def check_mesh(tp: int, world: World) -> None:
-    """Refuse a tensor-parallel size that the world cannot have, before any rank waits for another."""
-    if tp < 1 or world.size % tp:
-        raise InputError(f"--tp {tp} does not divide the {world.size} ranks of this job")
-    if tp > 1:
-        raise InputError(f"--tp {tp} is not available yet: every rank holds a full replica of the model")
-
-
 def prepare(args: Args, world: World, device: str | None, comm: Comm) -> tuple[Engine, FileJob | ShowJob | None]:
     """This rank's engine and, on rank 0, its job; raises the same InputError on every rank if anything is wrong."""
     job: FileJob | ShowJob | None = None
     failure = None
     try:
-        if comm.rank == 0:
+        if world.rank == 0:
             job = FileJob(args, world) if args.prompts is not None else ShowJob(args)
     except InputError as error:
         failure = str(error)
     agree(comm, failure, {"set of arguments": digest(repr(args))})
-    engine = Engine.from_pretrained(args.model or bundled_model(), args.decode, args.dtype, device, comm)
+    model = args.model or bundled_model()
+    engine = Engine.from_pretrained(model, args.decode, args.dtype, device, comm, tp_backend=args.tp_backend)
     # What is loaded stays: without this, each full collection walks a million objects, in the middle of some step.
     gc.freeze()
     return engine, job
@@ -200,6 +210,7 @@ class FileJob:
         assert args.prompts is not None and args.output is not None
         self.args = args
         self.world = world
+        self.mesh = dict(zip(("lp", "tp"), world.mesh_shape(args.tp), strict=True))
         self.lines = read_prompts(args.prompts)
         self.writer = OrderedWriter(args.output, self.lines, resume=world.attempt > 0)
         self.console = Console(stderr=True)
@@ -265,7 +276,7 @@ class FileJob:
                 "num_steps": done.stats.num_steps,
                 "tokens_per_step": round(done.stats.tokens_per_step, 4),
                 "world_size": self.world.size,
-                "mesh": {"lp": self.world.size, "tp": 1},
+                "mesh": self.mesh,
             },
         )
 
@@ -280,6 +291,7 @@ class FileJob:
             "tokens_per_step": round(total.tokens_per_step, 4),
             "seconds": round(seconds, 3),
             "world_size": self.world.size,
+            "mesh": self.mesh,
             "payload_bytes_per_step": leader.engine.payload_bytes,
             "sources": {name: vars(count) for name, count in total.sources.items()},
         }
@@ -352,7 +364,10 @@ class ShowJob:
     def _report(self, leader: Leader, runs: list[Run], done: Completion) -> None:
         engine, params = leader.engine, self.params
         how = f"temperature {params.temperature}, seed {params.seed}" if params.temperature else "greedy"
-        ranks = f"{engine.comm.size} ranks" if engine.comm.size > 1 else "1 process"
+        lp, tp = engine.comm.size, engine.comm.tp_size
+        ranks = f"{lp * tp} ranks" if lp * tp > 1 else "1 process"
+        if tp > 1:
+            ranks += f" (lp {lp} x tp {tp})"
         self.console.print()
         self.console.print(table_of(f"{how}, {ranks} on {engine.model.device}", runs[::-1]))
         if self.args.json:

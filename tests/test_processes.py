@@ -173,7 +173,7 @@ def test_a_restarted_job_resumes(many: Path, tmp_path: Path) -> None:
     [
         (["--model", "/no/such/model"], "rank 0: model folder"),
         (["--prompt", ""], "the prompt is empty"),
-        (["--tp", "2"], "--tp 2 is not available yet"),
+        (["--tp", "4"], "--tp 4 does not divide the 2 ranks of this job; 1, 2 would"),
     ],
 )
 def test_bad_input_under_torchrun_is_one_message(arguments: list[str], message: str) -> None:

@@ -12,8 +12,9 @@ from lpr import Chunk, DecodeConfig, Engine, SamplingParams
 from lpr.config import InputError
 from lpr.core.partition import Shard
 from lpr.dist.comm import CommError, ThreadComm, ThreadWorld, agree
-from lpr.exchange import DesyncError, Exchange
+from lpr.exchange import DesyncError, Exchange, check_replica
 from lpr.lead import Leader, follow
+from lpr.model.inputs import Row
 from lpr.model.loader import model_digest
 
 PROMPTS = [[3, 5, 7, 9, 11, 13, 5, 7], [2, 4], [50] * 20 + [3, 4], [7, 8, 9] * 5, [(i * i) % 97 for i in range(90)]]
@@ -228,6 +229,77 @@ def test_a_rank_that_dies_ends_the_others(model: PreTrainedModel) -> None:
 
     with pytest.raises(KeyError):
         run_ranks(ThreadWorld(3), program)
+
+
+# Two axes: replicas of several ranks. Here each rank of a replica holds the full model; tests/test_tp.py shards it.
+
+
+@pytest.mark.parametrize(("num_ranks", "tp"), [(2, 2), (4, 2), (3, 3)])
+def test_replicas_of_several_ranks(model: PreTrainedModel, expected: list[list[int]], num_ranks: int, tp: int) -> None:
+    together = generate_on(num_ranks, model, CONFIGS["both"], PROMPTS, PARAMS, tp=tp)
+    for completions in together:
+        assert [each.token_ids for each in completions] == expected
+    alone = generate_on(num_ranks // tp, model, CONFIGS["both"], PROMPTS, PARAMS)
+    assert [each.stats for each in together[-1]] == [each.stats for each in alone[0]], "tp adds no nodes"
+
+
+def lie(engine: Engine) -> None:
+    """A rank that is not its replica's first one computes other results than that one."""
+    if engine.comm.tp_rank:
+        pack = engine._exchange._pack
+        engine._exchange._pack = lambda local, mine: pack((local + 1) % 97, mine)  # type: ignore[method-assign]
+
+
+def test_the_first_rank_of_a_replica_is_authoritative(model: PreTrainedModel, expected: list[list[int]]) -> None:
+    for completions in generate_on(4, model, CONFIGS["both"], PROMPTS[:3], PARAMS[:3], lie, tp=2):
+        assert [each.token_ids for each in completions] == expected[:3]
+
+
+def test_mutant_another_rank_of_a_replica_is_followed(
+    model: PreTrainedModel, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Exchange, "_authoritative", lambda self, gathered: gathered[1::2])
+    completions = generate_on(4, model, CONFIGS["both"], PROMPTS[:3], PARAMS[:3], lie, tp=2)[0]
+    assert [each.token_ids for each in completions] != expected[:3]
+
+
+@pytest.mark.parametrize("spoiled", [1, 2, 3])
+def test_mutant_another_state_on_one_rank_of_a_replica(model: PreTrainedModel, spoiled: int) -> None:
+    def spoil(engine: Engine) -> None:
+        if engine.comm.rank * 2 + engine.comm.tp_rank == spoiled:
+            engine.shared.extend([3, 4, 60, 61, 62, 63, 64])
+
+    with pytest.raises(DesyncError, match=f"state of rank {spoiled} differs from that of the other 3 of 4 ranks"):
+        generate_on(4, model, CONFIGS["trie"], PROMPTS, PARAMS, spoil, tp=2)
+
+
+def test_ranks_of_a_replica_compare_rows_before_a_forward() -> None:
+    def program(comm: ThreadComm) -> str:
+        rows = [Row(0, 4, [5, 6 + (comm.rank == 1 and comm.tp_rank == 2)], [-1, 0], [4, 5], 1)]
+        try:
+            check_replica(comm, rows)
+        except DesyncError as error:
+            return str(error)
+        return "fine"
+
+    named = "the replicated state of rank 5 differs from that of the other 2 of 3 ranks"
+    found = run_ranks(ThreadWorld(6, tp=3), program)
+    assert found[:3] == ["fine"] * 3
+    assert [each.split(":")[0] for each in found[3:]] == [named] * 3
+
+
+def test_weights_are_compared_along_lp_only() -> None:
+    def program(comm: ThreadComm, spoiled: int | None = None) -> str:
+        rank = comm.rank * 2 + comm.tp_rank
+        try:
+            agree(comm, None, {"tokenizer": 3}, {"model": 100 + comm.tp_rank + 10 * (rank == spoiled)})
+        except InputError as error:
+            return str(error)
+        return "fine"
+
+    assert run_ranks(ThreadWorld(4, tp=2), program) == ["fine"] * 4
+    named = ["rank 3 has another model than rank 1"] * 4
+    assert run_ranks(ThreadWorld(4, tp=2), lambda comm: program(comm, 3)) == named
 
 
 def test_start_checks_name_the_rank_and_what_differs(model: PreTrainedModel) -> None:

@@ -45,12 +45,16 @@ def generate_on(
     prompts: Sequence[Sequence[int]],
     params: Sequence[SamplingParams],
     prepare: Callable[[Engine], None] = lambda engine: None,
+    tp: int = 1,
 ) -> list[list[Completion]]:
-    """Every rank's completions; `prepare` may change a rank's engine before it starts."""
+    """Every rank's completions; `prepare` may change a rank's engine before it starts.
+
+    With `tp`, that many neighbouring ranks are one replica, each of them with the full model.
+    """
 
     def program(comm: ThreadComm) -> list[Completion]:
         engine = Engine.from_model(model, decode=decode, comm=comm)
         prepare(engine)
         return engine.generate(prompts, params)
 
-    return run_ranks(ThreadWorld(num_ranks), program)
+    return run_ranks(ThreadWorld(num_ranks, tp=tp), program)

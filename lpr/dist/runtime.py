@@ -31,20 +31,33 @@ class World:
     """How often torchrun has restarted the job."""
     launched: bool
     """Did torchrun (or another launcher with its environment) start this process?"""
+    local_size: int = 1
+    """Processes on this machine."""
 
     @classmethod
     def from_environment(cls) -> World:
-        """Read RANK, WORLD_SIZE, LOCAL_RANK and TORCHELASTIC_RESTART_COUNT; without them, a world of one."""
+        """Read what torchrun sets (RANK, WORLD_SIZE and their kin); without it, a world of one."""
         try:
+            size = int(os.environ.get("WORLD_SIZE", "1"))
             return cls(
                 rank=int(os.environ.get("RANK", "0")),
-                size=int(os.environ.get("WORLD_SIZE", "1")),
+                size=size,
+                local_size=int(os.environ.get("LOCAL_WORLD_SIZE", size)),
                 local_rank=int(os.environ.get("LOCAL_RANK", "0")),
                 attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
                 launched="RANK" in os.environ and "MASTER_ADDR" in os.environ,
             )
         except ValueError as failure:
             raise InputError(f"RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers: {failure}") from failure
+
+    def mesh_shape(self, tp: int, lp: int | None = None) -> tuple[int, int]:
+        """The mesh (lp, tp) of this world for replicas of `tp` ranks; raises InputError if it has no such mesh."""
+        if lp is not None and (lp < 1 or tp < 1 or lp * tp != self.size):
+            raise InputError(f"a mesh of lp {lp} x tp {tp} needs {lp * tp} ranks, and this job has {self.size}")
+        if tp < 1 or self.size % tp:
+            fits = ", ".join(str(n) for n in range(1, self.size + 1) if self.size % n == 0)
+            raise InputError(f"--tp {tp} does not divide the {self.size} ranks of this job; {fits} would")
+        return self.size // tp, tp
 
     def device(self, wanted: str | None) -> str | None:
         """This rank's device: the given one, or the GPU of its local rank (ranks share GPUs if there are fewer)."""
@@ -56,35 +69,42 @@ class World:
 
 
 @contextlib.contextmanager
-def join(world: World, device: str | None, timeout: float) -> Iterator[Comm]:
-    """The `lp` axis of the world, for as long as the context lasts.
+def join(world: World, device: str | None, timeout: float, tp: int = 1) -> Iterator[Comm]:
+    """The world as a mesh of replicas of `tp` ranks each, for as long as the context lasts.
 
     Every wait in it ends with an error after `timeout` seconds. NCCL serves GPUs that belong to one rank each, gloo
     everything else. Raises InputError when the ranks cannot meet.
     """
+    shape = world.mesh_shape(tp)
     if world.size == 1:
         yield SoloComm()
         return
     _die_with_launcher()
     limit = timedelta(seconds=timeout)
     on_gpu = device is not None and device.startswith("cuda")
-    shared_gpu = on_gpu and int(os.environ.get("LOCAL_WORLD_SIZE", world.size)) > torch.cuda.device_count()
-    nccl = on_gpu and not shared_gpu and dist.is_nccl_available()
+    num_sharing = -(-world.local_size // max(1, torch.cuda.device_count())) if on_gpu else world.local_size
+    if on_gpu and tp > 1 and num_sharing > 1:
+        raise InputError(
+            f"--tp {tp} needs a GPU per rank, and the {world.local_size} ranks of this machine share "
+            f"{torch.cuda.device_count()}: start fewer ranks, or give --device cpu"
+        )
+    nccl = on_gpu and num_sharing == 1 and dist.is_nccl_available()
     if on_gpu:
         torch.cuda.set_device(device)
     try:
+        # The ranks of a replica also compare what is on the host, for which a GPU's stream need not be waited for.
+        backend = ("cpu:gloo,cuda:nccl" if tp > 1 else "nccl") if nccl else "gloo"
         dist.init_process_group(
-            "nccl" if nccl else "gloo", store=_store(world, limit), rank=world.rank, world_size=world.size, timeout=limit
+            backend, store=_store(world, limit), rank=world.rank, world_size=world.size, timeout=limit
         )
     except (RuntimeError, ValueError) as failure:
         first = str(failure).strip().splitlines()[0]
         raise InputError(f"rank {world.rank} of {world.size} cannot join the others: {first}") from failure
     try:
-        mesh = init_device_mesh("cuda" if nccl else "cpu", (world.size,), mesh_dim_names=("lp",))
-        group = mesh.get_group("lp")
-        # The time-out of init_process_group does not reach groups made later.
-        dist.distributed_c10d._set_pg_timeout(limit, group)
-        yield ProcessComm(group, torch.device(device if nccl and device is not None else "cpu"))
+        mesh = init_device_mesh("cuda" if nccl else "cpu", shape, mesh_dim_names=("lp", "tp"))
+        for axis in ("lp", "tp"):  # the time-out of init_process_group does not reach groups made later
+            dist.distributed_c10d._set_pg_timeout(limit, mesh.get_group(axis))
+        yield ProcessComm(mesh, torch.device(device if nccl and device is not None else "cpu"), num_sharing)
         with contextlib.suppress(RuntimeError):  # a rank that has left with an error does not come
             dist.barrier()
     finally:

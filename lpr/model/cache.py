@@ -44,6 +44,12 @@ class TreeCache(Cache):
             sides.update(zip(members, pool, strict=True))
         self._layers = {layer: (sides[layer, 0], sides[layer, 1]) for layer in like._layers}
 
+    @property
+    def bytes_per_row(self) -> int:
+        """Bytes that one token's K and V take in all layers."""
+        sides = [side for pair in self._layers.values() for side in pair]
+        return sum(side[0].numel() * side.element_size() for side in sides)
+
     # What models call.
 
     def update(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from lpr.config import InputError
 from lpr.model.families import position_limit
+from lpr.model.parallel import TensorParallel, load_sharded, local
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
 """What configs call their number of positions."""
@@ -65,8 +67,16 @@ def choose_dtype(dtype: str | torch.dtype, device: torch.device) -> str | torch.
     return DTYPES[dtype]
 
 
-def load(source: str, dtype: str | torch.dtype = "auto", device: str | torch.device | None = None) -> Loaded:
-    """Load the causal LM at `source`, a folder or a hub id; raises InputError with one line when that fails."""
+def load(
+    source: str,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | None = None,
+    tp: TensorParallel | None = None,
+) -> Loaded:
+    """Load the causal LM at `source`, a folder or a hub id; raises InputError with one line when that fails.
+
+    With `tp`, only this rank's part of it; all ranks of the group call this together.
+    """
     where = choose_device(device)
     transformers_logging.disable_progress_bar()
     path = Path(source)
@@ -75,10 +85,12 @@ def load(source: str, dtype: str | torch.dtype = "auto", device: str | torch.dev
         raise InputError(f"model folder {source!r} does not exist")
     try:
         config = AutoConfig.from_pretrained(source)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source, config=config, dtype=choose_dtype(dtype, where), output_loading_info=True
-        )
-        model, info = loaded
+        read: Any = partial(AutoModelForCausalLM.from_pretrained, source, config=config, output_loading_info=True)
+        chosen = choose_dtype(dtype, where)
+        model: Any
+        model, info = load_sharded(config, chosen, where, tp, read) if tp is not None else read(dtype=chosen)
+    except InputError:
+        raise
     except Exception as failure:  # transformers raises dozens of types here; all mean that this is no usable model
         raise InputError(f"cannot load a model from {source!r}: {_first_line(failure)}") from failure
     absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
@@ -132,13 +144,13 @@ def plain_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[s
 
 
 def model_digest(model: PreTrainedModel) -> int:
-    """64-bit digest of a model's config and weights: two sums over every tensor's bits, taken on its device.
+    """64-bit digest of a model's config and this rank's weights: two sums over each tensor's bits, on its device.
 
     The second sum weighs each word by its place, so that exchanged values show as well as changed ones.
     """
     parts = [model.config.to_json_string()]
     for name, tensor in plain_tensors(model.state_dict().items()):
-        words = tensor.detach().contiguous().view(torch.uint8).flatten()
+        words = local(tensor.detach()).contiguous().view(torch.uint8).flatten()
         total = places = 0
         for piece in words.split(1 << 24):  # bounds the memory that the widened copy takes
             place = torch.arange(piece.numel(), device=piece.device, dtype=torch.int64) % 65521 + 1

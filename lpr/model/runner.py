@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,6 +16,7 @@ from lpr.model.cache import TreeCache
 from lpr.model.families import adapt
 from lpr.model.inputs import Row, StepInputs, build_inputs, round_up
 from lpr.model.kernels.hook import KERNELS
+from lpr.model.memory import cache_shortage, free_bytes
 from lpr.sampling import Selection, candidates, choose
 
 ATTENTION = ("auto", "sdpa", *KERNELS)
@@ -35,8 +36,11 @@ class TreeModel:
         kv_bucket: int | None = None,
         packed: bool | None = None,
         attention: str = "auto",
+        check_rows: Callable[[Sequence[Row]], None] | None = None,
     ) -> None:
         """Switch `model` (any transformers causal LM) to tree attention; the cache comes with `allocate`.
+
+        `check_rows` is called with the rows of every forward, before it.
 
         The buckets pad the shapes of a step. On a GPU a few shapes repeat, as captured graphs and tuned kernels
         need; on a CPU every padded node costs its full arithmetic. For the same reason rows are packed on a CPU only,
@@ -55,6 +59,7 @@ class TreeModel:
         self.vocab_size: int = self.config.vocab_size
         self._accepts_positions = "position_ids" in inspect.signature(type(model).forward).parameters
         self.cache: TreeCache | None = None
+        self._check_rows = check_rows
         self.attention_is_open = attention == "auto"
         """May `self_check` fall back to "sdpa"?"""
         self.set_attention(self._choose_attention() if attention == "auto" else attention)
@@ -79,6 +84,18 @@ class TreeModel:
         self.attention = choice
         use_tree_attention(self.model, KERNELS.get(choice, TREE_ATTENTION))
         adapt(self.model)
+
+    def shortage(
+        self, num_slots: int, max_length: int, max_nodes: int, like: TreeCache, num_sharing: int
+    ) -> str | None:
+        """Why `allocate` with these sizes would run out of memory, which `num_sharing` ranks share; None if not."""
+        free = free_bytes(self.device)
+        if free is None:
+            return None
+        available = free // num_sharing
+        if self.cache is not None:  # it makes room for the new one
+            available += self.cache.bytes_per_row * self.cache.num_slots * self.cache.rows_per_slot
+        return cache_shortage(available, like.bytes_per_row, num_slots, max_length, max_nodes + self.kv_bucket)
 
     def allocate(self, num_slots: int, max_length: int, max_nodes: int, like: TreeCache) -> None:
         """Make the cache: `max_length` committed tokens and a tree of `max_nodes` per slot, and one spare row."""
@@ -120,6 +137,8 @@ class TreeModel:
 
     def _inputs(self, rows: Sequence[Row]) -> StepInputs:
         assert self.cache is not None
+        if self._check_rows is not None:
+            self._check_rows(rows)
         return self.inputs(rows, self.cache.rows_per_slot, self.node_bucket, self.kv_bucket, self.packed)
 
     def inputs(

@@ -1,0 +1,304 @@
+"""Tensor parallelism: one replica of a model on the ranks of a `tp` group, by transformers or by DeepSpeed.
+
+The only module that knows how a layer is split. Whoever splits it, the result is the same kind of model: every rank
+takes the same tokens, holds its heads' K/V, and returns the logits of the whole vocabulary. Both backends can leave a
+layer whole without saying so, which costs memory at best; so every shape is checked after loading.
+
+`transformers` (default) follows the model's own plan and reads only this rank's part of a checkpoint. `deepspeed`
+(AutoTP) also splits families without a plan; see `_load_with_deepspeed` for what it costs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers.distributed.mixin as transformers_mixin
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.distributed import DistributedConfig
+
+from lpr.config import InputError
+
+TP_BACKENDS = ("transformers", "deepspeed")
+DEEPSPEED_FAMILIES = (
+    "biogpt", "falcon", "gemma2", "gpt_neo", "gpt_neox", "gptj", "llama", "mistral", "opt", "phi", "qwen2", "qwen3",
+    "stablelm", "xglm",
+)  # fmt: skip
+"""Model types whose logits under AutoTP were compared with the whole model's. It refuses others (GPT-2, CodeGen), or
+splits them into something that runs and is wrong (Persimmon), which no check at load could tell."""
+
+Read = Callable[..., tuple[PreTrainedModel, dict[str, Any]]]
+"""`from_pretrained` of a checkpoint: takes dtype and further keyword arguments, returns model and loading info."""
+
+# Whole on every rank by design: routers and the low-rank halves of latent attention feed all heads or experts.
+_MAY_BE_WHOLE = re.compile(r"norm|router|\bgate\.|shared_expert_gate|_a_proj|ln_|position|wpe")
+_IN_LAYER = re.compile(r"\.\d+\.")
+_KV_PROJECTION = re.compile(r"\.(k_proj|v_proj)$")
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """The ranks that share one replica, and who splits the model for them."""
+
+    mesh: DeviceMesh
+    """One axis, `tp`."""
+    backend: str = "transformers"
+
+    @property
+    def size(self) -> int:
+        """Ranks per replica."""
+        return self.mesh.size()
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among them."""
+        return self.mesh.get_local_rank()
+
+
+def load_sharded(
+    config: PretrainedConfig, dtype: str | torch.dtype, device: torch.device, tp: TensorParallel, read: Read
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """This rank's part of the model that `read` loads, and the loading info of transformers.
+
+    Raises InputError if the model cannot be split over `tp.size` ranks, or was not.
+    """
+    text = config.get_text_config(decoder=True)
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(config)
+    plan: dict[str, str] = dict(whole.tp_plan or {})
+    check_split(text, tp.size, tp.backend, bool(plan))
+    if tp.backend == "deepspeed":
+        model, info = _load_with_deepspeed(dtype, device, tp, read)
+    else:
+        model, info = _load_with_transformers(text, plan, device, tp, partial(read, dtype=dtype))
+    full = {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
+    ends = planned_ends(full, plan) if tp.backend == "transformers" else []
+    check_shards(full, local_shapes(model), tp.size, num_kv_heads(text), ends)
+    return model, info
+
+
+# What can be split.
+
+
+def num_kv_heads(config: PretrainedConfig) -> int:
+    """Key/value heads of a decoder, by whichever name its config has for them."""
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        return 1  # Falcon 7B and GPT-BigCode, whose config also names the other architecture's count
+    for name in ("num_key_value_heads", "num_kv_heads"):
+        if getattr(config, name, None):
+            return getattr(config, name)
+    return config.num_attention_heads
+
+
+def check_split(config: PretrainedConfig, tp: int, backend: str, has_plan: bool) -> None:
+    """Raise InputError, naming what would work, if `backend` cannot split this model over `tp` ranks."""
+    family, heads, kv_heads = config.model_type, config.num_attention_heads, num_kv_heads(config)
+    if getattr(config, "alibi", False):
+        family += " with alibi"  # whose bias per head AutoTP does not split
+    deepspeed_knows = family in DEEPSPEED_FAMILIES
+    if backend == "transformers" and not has_plan:
+        instead = "--tp-backend deepspeed does" if deepspeed_knows else "--tp 1 works"
+        raise InputError(f"transformers has no tensor-parallel plan for model type {family!r}; {instead}")
+    if backend == "deepspeed" and not deepspeed_knows:
+        instead = "--tp-backend transformers" if has_plan else "--tp 1"
+        raise InputError(
+            f"--tp-backend deepspeed is not known to split model type {family!r} rightly "
+            f"(it is for {', '.join(DEEPSPEED_FAMILIES)}); use {instead}"
+        )
+    sizes = [n for n in _divisors(heads) if kv_heads % n == 0 or (backend == "transformers" and n % kv_heads == 0)]
+    would = f"--tp {', '.join(map(str, sizes))} would"
+    if tp in sizes:
+        return
+    if heads % tp:
+        raise InputError(f"--tp {tp} does not divide the model's {heads} attention heads; {would}")
+    if backend == "deepspeed":
+        instead = ", or --tp-backend transformers" if has_plan and tp % kv_heads == 0 else ""
+        raise InputError(
+            f"--tp {tp} does not divide the model's {kv_heads} key/value heads, and deepspeed leaves ranks without "
+            f"any; {would}{instead}"
+        )
+    raise InputError(
+        f"--tp {tp} neither divides the model's {kv_heads} key/value heads nor is a multiple of them; {would}"
+    )
+
+
+def _divisors(count: int) -> list[int]:
+    return [n for n in range(1, count + 1) if count % n == 0]
+
+
+# What was split.
+
+
+def local_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters as this rank holds them."""
+    return {name: tuple(local(parameter).shape) for name, parameter in model.named_parameters()}
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def planned_ends(names: Iterable[str], plan: Mapping[str, str]) -> list[str]:
+    """The parameters outside the layers (embedding and output head) that a plan of transformers splits."""
+    modules = [name for name, style in plan.items() if style.startswith(("embedding", "colwise", "rowwise"))]
+    return [name for name in names if name.rpartition(".")[0] in modules]
+
+
+def check_shards(
+    full: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, tuple[int, ...]],
+    tp: int,
+    num_kv_heads: int,
+    ends: Collection[str] = (),
+) -> None:
+    """Raise InputError, naming the parameter, unless every matrix of a layer is split once and evenly.
+
+    `full` and `found` map names to the shapes of the whole model and of this rank's part. A split axis has at most
+    its `tp`-th part, rounded up; with fewer key/value heads than ranks, k_proj and v_proj have one head. Outside the
+    layers only `ends` have to be split: DeepSpeed leaves embeddings whole.
+    """
+    for name, shape in full.items():
+        part = found.get(name)
+        if part is None:
+            if _IN_LAYER.search(name):
+                raise InputError(f"tensor parallelism lost the parameter {name}")
+            continue  # a tied head
+        axes = [axis for axis, (whole, mine) in enumerate(zip(shape, part, strict=True)) if whole != mine]
+        num_parts = min(tp, num_kv_heads) if _KV_PROJECTION.search(name.rpartition(".")[0]) else tp
+        share = [-(-shape[axis] // num_parts) for axis in axes]
+        if len(axes) > 1 or any(not 0 < part[axis] <= most for axis, most in zip(axes, share, strict=True)):
+            raise InputError(f"tensor parallelism over {tp} ranks left {name} with shape {part} of {shape}")
+        inside = _IN_LAYER.search(name) and not _MAY_BE_WHOLE.search(name)
+        if not axes and len(shape) > 1 and num_parts > 1 and (inside or name in ends):
+            raise InputError(f"tensor parallelism over {tp} ranks left {name} {shape} whole on every rank")
+
+
+# transformers.
+
+
+class _SubMesh:
+    """What transformers asks of its mesh object, for one axis of ours."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+
+    def get_mesh(self, dims: object) -> DeviceMesh:
+        return self.mesh
+
+
+@contextlib.contextmanager
+def _submesh(mesh: DeviceMesh, device: torch.device | None) -> Iterator[None]:
+    """Let `from_pretrained` split over `mesh`: it ignores `device_mesh=`, and would take the whole world for tp."""
+    module: Any = transformers_mixin
+    original = module.initialize_distributed_mesh
+    module.initialize_distributed_mesh = lambda config: (device, _SubMesh(mesh))
+    try:
+        yield
+    finally:
+        module.initialize_distributed_mesh = original
+
+
+def _load_with_transformers(
+    config: PretrainedConfig, plan: Mapping[str, str], device: torch.device, tp: TensorParallel, read: Read
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """By the model's own plan; every rank reads only its part.
+
+    Collectives per forward: two all-reduces a layer, one for the embedding, and an all-gather of the logits.
+    """
+    kv_heads = num_kv_heads(config)
+    shared: dict[str, str] = {}
+    if kv_heads < tp.size:
+        # The plan would cut a head in two. Each of these ranks needs one head, which others need too.
+        shared = {name: "replicate" for name, style in plan.items() if _KV_PROJECTION.search(name)}
+        if not shared:
+            raise InputError(
+                f"--tp {tp.size} exceeds the {kv_heads} key/value heads of model type {config.model_type!r}, whose "
+                f"plan joins them with the queries; --tp {', '.join(map(str, _divisors(kv_heads)))} would"
+            )
+    split = DistributedConfig(tp_size=tp.size, tp_plan=shared or None)
+    # None: weights stay on the host. With a device, transformers needs accelerate and reads straight to it.
+    with _submesh(tp.mesh, None if device.type == "cpu" else device):
+        model, info = read(distributed_config=split)
+    if shared:
+        _keep_one_kv_head(model, tp.rank // (tp.size // kv_heads), config.num_attention_heads // tp.size)
+    return model, info
+
+
+def _keep_one_kv_head(model: PreTrainedModel, head: int, num_groups: int) -> None:
+    """Cut one key/value head out of projections that every rank has read whole."""
+    attentions: list[Any] = [each for each in model.modules() if hasattr(each, "k_proj") and hasattr(each, "v_proj")]
+    for attention in attentions:
+        dim = attention.head_dim
+        for projection in (attention.k_proj, attention.v_proj):
+            for name, parameter in list(projection.named_parameters()):
+                mine = local(parameter.detach())[head * dim : (head + 1) * dim].clone()
+                setattr(projection, name, nn.Parameter(mine, requires_grad=False))
+            projection.out_features = dim
+        attention.num_key_value_groups = num_groups
+
+
+# DeepSpeed.
+
+
+def _load_with_deepspeed(
+    dtype: str | torch.dtype, device: torch.device, tp: TensorParallel, read: Read
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """By DeepSpeed's AutoTP, which takes a whole model and replaces its layers.
+
+    The whole model is the checkpoint's files, mapped into memory in their own dtype; AutoTP copies this rank's part of
+    each layer out of the mapping. So only the part takes memory of its own (485 MiB in fp32 over 2 ranks: 275 MiB),
+    while the pages that were read count as resident until the system wants them back. Embeddings stay whole on every
+    rank, and the logits are all-reduced (the head is split along its input).
+    """
+    model, info = read(dtype="auto")
+    with _quiet_deepspeed():
+        os.environ.setdefault("DS_ACCELERATOR", device.type)  # it takes the machine's best device otherwise
+        import deepspeed
+        import deepspeed.ops
+
+        if device.type == "cpu":
+            # Its shared-memory all-reduce ignores the group: wrong logits with several replicas on a machine.
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo")
+        group = tp.mesh.get_group()
+        engine = deepspeed.init_inference(
+            model,
+            dtype=model.dtype,
+            replace_with_kernel_inject=False,
+            # Without mpu it makes a group of ranks 0 to tp-1 on every rank, and without tp_group it splits nothing.
+            tensor_parallel={"tp_size": tp.size, "mpu": _Groups(group), "tp_group": group, "tp_grain_size": 1},
+        )
+    model = engine.module
+    return model.to(dtype if isinstance(dtype, torch.dtype) else model.dtype), info
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """What DeepSpeed asks of Megatron's parallel state."""
+
+    group: dist.ProcessGroup
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        return self.group
+
+
+@contextlib.contextmanager
+def _quiet_deepspeed() -> Iterator[None]:
+    """DeepSpeed prints and logs to stdout, which belongs to the program's results."""
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

@@ -1,0 +1,144 @@
+"""One rank of a tensor-parallel job: runs the cases of a JSON file one after the other and writes what came.
+
+`torchrun --nproc_per_node=4 tests/tp_worker.py JOB.json`, with {"tp": 2, "cases": {NAME: {"model", "backend",
+"fault"}}, "commands": [arguments of lpr.generate, ...], "output": FILE}. Many cases share a job, as each start of
+processes costs seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lpr.generate
+from lpr import DecodeConfig, Engine, InputError, SamplingParams
+from lpr.dist.comm import CommError, ProcessComm
+from lpr.dist.runtime import World, join, leave
+from lpr.exchange import DesyncError, Exchange
+from lpr.model.loader import load
+from lpr.model.parallel import TensorParallel, local, local_shapes
+
+PROMPTS = [[3, 5, 7, 9, 11, 13, 5, 7], [2, 4], [(i * i) % 97 for i in range(70)]]
+PARAMS = [SamplingParams(max_new_tokens=24, temperature=0.8 * (i % 2), seed=i) for i in range(2) for _ in PROMPTS]
+DECODE = DecodeConfig(window_size=4, trie_nodes=16, max_batch_size=3)
+
+
+class CountCollectives(TorchDispatchMode):
+    """Counts the collectives that a forward calls, as they reach the process groups."""
+
+    num_calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if "c10d" in func.namespace and ("reduce" in func.name() or "gather" in func.name()):
+            self.num_calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def run_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
+    """Both ways of decoding, and the logits of a plain forward."""
+    plain = DecodeConfig.autoregressive(max_batch_size=3)
+    engine = Engine.from_pretrained(case["model"], plain, comm=comm, tp_backend=case["backend"])
+    assert engine.tokenizer is None
+    inputs = torch.tensor(PROMPTS[2:])
+    with torch.no_grad(), CountCollectives() as counted:
+        logits = engine.model.model(input_ids=inputs, use_cache=False).logits
+    prompts = PROMPTS * 2
+    expected = [each.token_ids for each in engine.generate(prompts, PARAMS)]
+    engine.reconfigure(DECODE)
+    inject(case.get("fault"), engine, comm)
+    done = engine.generate(prompts, PARAMS)
+    return {
+        "expected": expected,
+        "token_ids": [each.token_ids for each in done],
+        "num_steps": sum(each.stats.num_steps for each in done),
+        "logits": logits[0].tolist(),
+        "mesh": [comm.size, comm.tp_size],
+        "shapes": local_shapes(engine.model.model),
+        "kv_heads": engine._like._layers[0][0].shape[1],
+        "collectives": counted.num_calls,
+    }
+
+
+def load_only(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
+    """Most memory of its own (no mapped files) that this rank took while it loaded, in MiB."""
+    assert comm.tp_mesh is not None
+    before = highest = anonymous_mib()
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal highest
+        while not done.wait(0.001):
+            highest = max(highest, anonymous_mib())
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        loaded = load(case["model"], tp=TensorParallel(comm.tp_mesh, case["backend"]))
+    finally:
+        done.set()
+        watching.join()
+    own = sum(local(parameter).nbytes for parameter in loaded.model.parameters()) / 2**20
+    return {"peak_mib": highest - before, "own_mib": own}
+
+
+def anonymous_mib() -> float:
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) / 1024
+
+
+def inject(fault: str | None, engine: Engine, comm: ProcessComm) -> None:
+    """Make the last rank of the world, a tp rank that is not authoritative, misbehave."""
+    if fault is None or (comm.rank, comm.tp_rank) != (comm.size - 1, comm.tp_size - 1):
+        return
+    if fault == "lie":
+        pack = Exchange._pack
+
+        def lying(self: Exchange, local: torch.Tensor, mine: object) -> None:
+            pack(self, (local + 1) % 90, mine)  # type: ignore[arg-type]
+
+        engine._exchange._pack = lying.__get__(engine._exchange)  # type: ignore[method-assign]
+    elif fault == "state":
+        engine.shared.extend([3, 5, 7, 9, 40, 41, 42, 43, 44] * 3)
+    else:
+        raise AssertionError(fault)
+
+
+def run_cases(job: dict[str, dict[str, dict[str, str]]], world: World, report: Path) -> None:
+    results: dict[str, object] = {}
+    with join(world, "cpu", 60.0, int(job["tp"])) as comm:  # type: ignore[call-overload]
+        assert isinstance(comm, ProcessComm)
+        for name, case in job["cases"].items():
+            try:
+                results[name] = (load_only if name.startswith("load/") else run_case)(case, comm)
+            except (InputError, DesyncError, CommError) as failure:
+                results[name] = {"error": f"{type(failure).__name__}: {failure}"}
+                if not isinstance(failure, InputError):
+                    raise  # the ranks are out of step now
+            finally:
+                report.write_text(json.dumps(results))
+
+
+def main() -> int:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    world = World.from_environment()
+    report = Path(job["output"]).with_suffix(f".{world.rank}")
+    try:
+        run_cases(job, world, report)
+    except (DesyncError, CommError):
+        return 1
+    codes = []
+    for attempt, arguments in enumerate(job["commands"], 1):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)  # the ranks meet anew
+        codes.append(lpr.generate.main(arguments))
+    report.with_suffix(f".codes{world.rank}").write_text(json.dumps(codes))
+    return 0
+
+
+if __name__ == "__main__":
+    leave(World.from_environment(), main())
