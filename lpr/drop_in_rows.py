@@ -205,10 +205,11 @@ class Batch:
             return sequences
         count = length - self.num_prompt
         values: dict[str, Any] = {"sequences": sequences}
+        ends = [(row.finished_at or length) - self.num_prompt if self.pads else count for row in self.rows]
         if self.keeps_scores:
-            values["scores"] = _columns([row.scores for row in self.rows], count)
+            values["scores"] = _columns([row.scores[:end] for row, end in zip(self.rows, ends, strict=True)], count)
         if self.keeps_logits:
-            values["logits"] = _columns([row.logits for row in self.rows], count)
+            values["logits"] = _columns([row.logits[:end] for row, end in zip(self.rows, ends, strict=True)], count)
         return GenerateDecoderOnlyOutput(**values)
 
 
