@@ -135,7 +135,6 @@ def refuse(
     mode = config.get_generation_mode(assistant_model)
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         options = (
-            "assistant_model",
             "num_beams",
             "penalty_alpha",
             "dola_layers",

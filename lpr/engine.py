@@ -81,8 +81,9 @@ class Request:
 class Engine:
     """Decodes requests with one model; `submit` and `step` drive it, `generate` and `stream` do so for you.
 
-    The output of a request depends on the model, its prompt and its SamplingParams only, never on the DecodeConfig,
-    the other requests or the number of ranks (exactly in fp32; half precision rounds by the height of a GEMM).
+    The output of a request depends on the model, its prompt, SamplingParams and processors only, never on the
+    DecodeConfig, the other requests or the number of ranks (exactly in fp32; half precision rounds by the height of a
+    GEMM).
     """
 
     def __init__(self, loaded: Loaded, decode: DecodeConfig | None = None, comm: Comm | None = None) -> None:
@@ -283,9 +284,11 @@ class Engine:
             self.step()
         return [request.completion() for request in requests]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, logits_processors: Sequence[Processor] = ()
+    ) -> Iterator[Chunk]:
         """Complete one prompt, yielding text and ids as each step commits them."""
-        request = self.submit(prompt, params)
+        request = self.submit(prompt, params, logits_processors)
         try:
             while request.finish_reason is None:
                 for chunk in self.step():

@@ -375,6 +375,23 @@ def test_errors_of_users_code_and_nan(llama3: PreTrainedModel) -> None:
         broken.generate(**ONE, max_new_tokens=30, custom_generate=SMALL)
 
 
+def test_what_comes_behind_the_end_never_happened(llama3: PreTrainedModel) -> None:
+    """A processor that cannot stand the end-of-text token is not asked what follows it, in effect."""
+    free = llama3.generate(**ONE, max_new_tokens=40, do_sample=False, pad_token_id=0)[0, 12:].tolist()
+    asked = []
+    for eos in sorted(set(free[5:])):
+
+        def strict(input_ids: torch.Tensor, scores: torch.Tensor, eos: int = eos) -> torch.Tensor:
+            if eos in input_ids[0, 12:].tolist():
+                asked.append(eos)
+                raise ValueError("after the end")
+            return scores
+
+        stock, mine = both(llama3, **ONE, eos_token_id=eos, logits_processor=LogitsProcessorList([strict]))
+        assert mine.tolist() == stock.tolist()
+    assert asked, "no draft went past the end"
+
+
 def test_the_model_is_left_as_it_was(model: PreTrainedModel) -> None:
     fresh = copy.deepcopy(model)
     fresh.set_attn_implementation("eager")

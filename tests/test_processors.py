@@ -132,6 +132,25 @@ def test_ranks_agree(model: PreTrainedModel, case: str) -> None:
         assert [each.token_ids for each in completions] == expected
 
 
+def test_a_rank_that_strays_reports_guesses_only(model: PreTrainedModel) -> None:
+    """As if another last bit had led it off the path at the root, which rank 0 owns: shorter steps, the same tokens."""
+
+    def strays(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores[:, 96] = 1e9
+        return scores
+
+    def program(comm: ThreadComm, stray: bool) -> list[Completion]:
+        engine = Engine.from_model(model, decode=TREES, comm=comm)
+        mine = [sticky, strays] if stray and comm.rank else [sticky]
+        return engine.generate(PROMPTS, SamplingParams(max_new_tokens=25), mine)
+
+    together = run_ranks(ThreadWorld(2), lambda comm: program(comm, False))
+    strayed = run_ranks(ThreadWorld(2), lambda comm: program(comm, True))
+    for before, after in zip(together, strayed, strict=True):
+        assert [each.token_ids for each in after] == [each.token_ids for each in before]
+    assert sum(each.stats.num_steps for each in strayed[0]) > sum(each.stats.num_steps for each in together[0])
+
+
 def test_a_processor_is_called_once_per_token_and_in_order(engine: Engine) -> None:
     """As by plain decoding, also for tokens that come several in a step: it may keep a state."""
     seen: list[list[int]] = []

@@ -121,6 +121,8 @@ class SequenceState:
 
 def spoils(shard: Shard, result: TreeResult) -> bool:
     """Did a rank that evaluated `shard` meet logits that are not numbers?"""
+    if NOT_A_NUMBER not in result.next_tokens:
+        return False
     return any(result.next_tokens[node] == NOT_A_NUMBER for node in shard.owned)
 
 
