@@ -376,8 +376,8 @@ class Engine:
         assert request.running is not None and self.model.cache is not None
         self.learn(request.text_stream.token_ids)
         slot = request.running.slot
-        if request.error is not None:
-            self.model.cache.clear(slot, 0)
+        if request.error is not None or not request.stats.num_tokens:
+            self.model.cache.clear(slot, 0)  # its K/V may be NaN, which would spoil the slot's next request
         last = self._running.pop()
         if last is not request:
             assert last.running is not None

@@ -7,6 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -327,7 +328,7 @@ def test_a_failing_processor_ends_its_request_only(
 
 def broken_engine(model: PreTrainedModel, token: int, comm: ThreadComm) -> Engine:
     """An engine for a copy of `model` that says nothing but NaN after `token`."""
-    engine = Engine.from_model(copy.deepcopy(model), decode=TREES, comm=comm)
+    engine = Engine.from_model(copy.deepcopy(model), decode=replace(TREES, prefill_chunk=16), comm=comm)
     with torch.no_grad():
         engine.model.model.get_input_embeddings().weight[token] = float("nan")  # type: ignore[index,operator]
     return engine
@@ -395,7 +396,8 @@ def test_nan_ends_its_request_only(model: PreTrainedModel, num_ranks: int, tempe
     params = SamplingParams(max_new_tokens=40, temperature=temperature, top_k=5 if temperature else 0)
     clean = [each.token_ids for each in Engine.from_model(model, decode=PLAIN).generate(PROMPTS, params)]
     token = next(t for t in clean[0][10:] if t not in {*PROMPTS[0], *PROMPTS[1], *PROMPTS[2], *clean[1], *clean[2]})
-    prompts = [[*PROMPTS[1], token, 3, 4], *PROMPTS, PROMPTS[1]]
+    # The first is so long that its cache is filled before anything is chosen.
+    prompts = [[3, token, *PROMPTS[1], *PROMPTS[1]], *PROMPTS, PROMPTS[1]]
 
     def program(comm: ThreadComm) -> list[Completion]:
         return broken_engine(model, token, comm).generate(prompts, params)
@@ -406,6 +408,19 @@ def test_nan_ends_its_request_only(model: PreTrainedModel, num_ranks: int, tempe
         assert [each.token_ids for each in done] == [[], kept, clean[1], clean[2], clean[1]]
         assert done[0].error == "the model's logits for output token 1 are not numbers (NaN)"
         assert done[1].error == f"the model's logits for output token {len(kept) + 1} are not numbers (NaN)"
+
+
+def test_an_aborted_request_leaves_no_nan_behind(model: PreTrainedModel) -> None:
+    """Aborted while its cache is filled, before anyone saw a logit."""
+    engine = broken_engine(model, 96, ThreadWorld(1).comm(0))
+    expected = stock_greedy(model, [5, 6, 7], 1)
+    waiting = engine.submit(PROMPTS[0], SamplingParams(max_new_tokens=40))
+    request = engine.submit([3, 96, *PROMPTS[1], *PROMPTS[1]], SamplingParams(max_new_tokens=5))
+    engine.step()
+    assert request.stats.num_fill_steps == 1 and request.running is not None
+    engine.abort(request)
+    assert engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=1))[0].token_ids == expected
+    assert waiting.error is None
 
 
 def test_text_of_a_failed_request_is_complete() -> None:
