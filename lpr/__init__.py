@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lpr.config import DecodeConfig, InputError, SamplingParams
+    from lpr.drop_in import Lookahead, lookahead
     from lpr.engine import Chunk, Completion, Engine, Request
     from lpr.model.loader import bundled_model
 
@@ -18,15 +19,19 @@ __all__ = [
     "DecodeConfig",
     "Engine",
     "InputError",
+    "Lookahead",
     "Request",
     "SamplingParams",
     "bundled_model",
+    "lookahead",
 ]
 
 _HOMES = {
     "DecodeConfig": "lpr.config",
     "InputError": "lpr.config",
     "SamplingParams": "lpr.config",
+    "Lookahead": "lpr.drop_in",
+    "lookahead": "lpr.drop_in",
     "Chunk": "lpr.engine",
     "Completion": "lpr.engine",
     "Engine": "lpr.engine",

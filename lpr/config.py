@@ -176,14 +176,23 @@ class SamplingParams:
     """Key of the sampling noise: the same seed gives the same text."""
     stop: tuple[str, ...] = ()
     """Strings that end the output; the text ends before the first of them."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end the output, besides the model's end-of-text tokens; the text does not show them."""
     ignore_eos: bool = False
     """Go on after an end-of-text token (for measurements)."""
+    min_new_tokens: int = 0
+    """No end-of-text token and none of `stop_token_ids` before so many tokens."""
+    repetition_penalty: float = 1.0
+    """Divides (if negative: multiplies) the logits of tokens that the prompt or the output holds. 1: none."""
+    no_repeat_ngram_size: int = 0
+    """No n-gram of this many tokens twice in prompt and output. 0: off."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         _require(
             isinstance(self.max_new_tokens, int) and self.max_new_tokens >= 1,
             f"max_new_tokens={self.max_new_tokens} must be a whole number of at least 1",
@@ -197,3 +206,19 @@ class SamplingParams:
         _require(0.0 <= self.min_p <= 1.0, f"min_p={self.min_p} must be in [0, 1]; 0 is off")
         _require(isinstance(self.seed, int) and -(2**63) <= self.seed < 2**64, f"seed={self.seed} must fit in 64 bits")
         _require(all(isinstance(s, str) and s for s in self.stop), f"stop={self.stop!r} must be non-empty strings")
+        _require(
+            all(isinstance(token, int) and token >= 0 for token in self.stop_token_ids),
+            f"stop_token_ids={self.stop_token_ids!r} must be token ids, whole numbers of at least 0",
+        )
+        _require(
+            isinstance(self.min_new_tokens, int) and 0 <= self.min_new_tokens <= self.max_new_tokens,
+            f"min_new_tokens={self.min_new_tokens} must be from 0 to max_new_tokens={self.max_new_tokens}",
+        )
+        _require(
+            0.0 < self.repetition_penalty < float("inf"),
+            f"repetition_penalty={self.repetition_penalty} must be above 0; 1 is off",
+        )
+        _require(
+            isinstance(self.no_repeat_ngram_size, int) and self.no_repeat_ngram_size >= 0,
+            f"no_repeat_ngram_size={self.no_repeat_ngram_size} must be 0 (off) or a whole number above",
+        )

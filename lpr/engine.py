@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lpr.config import DecodeConfig, InputError, SamplingParams, TreeConfig
+from lpr.core.accept import NOT_A_NUMBER
 from lpr.core.budget import AdaptiveBudget, Budget, FixedBudget
 from lpr.core.calibration import Calibration
 from lpr.core.cost import StepCost
@@ -27,6 +28,7 @@ from lpr.model.loader import Loaded, digest, load, model_digest, tokenizer_diges
 from lpr.model.parallel import TensorParallel
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
+from lpr.processors import Processor, Processors
 from lpr.step import Outcome, Running, decode_step, fill_row
 from lpr.text import TextStream
 
@@ -55,8 +57,10 @@ class Completion:
     text: str
     """Emitted text; it continues the prompt, and ends before a stop string or an end-of-text token."""
     finish_reason: str
-    """`stop` (end of text or a stop string) or `length` (max_new_tokens)."""
+    """`stop` (end of text or a stop string), `length` (max_new_tokens) or `error`."""
     stats: DecodeStats
+    error: str | None = None
+    """What ended the request early, in one line; ids and text are those before it."""
 
 
 @dataclass
@@ -82,19 +86,23 @@ class Request:
     stats: DecodeStats = field(default_factory=DecodeStats)
     finish_reason: str | None = None
     running: Running | None = None
+    processors: Processors | None = None
+    error: str | None = None
 
     def completion(self) -> Completion:
         """The finished request's result."""
         assert self.finish_reason is not None
         stream = self.text_stream
-        return Completion(self.prompt, self.prompt_ids, stream.token_ids, stream.text, self.finish_reason, self.stats)
+        ids, text = stream.token_ids, stream.text
+        return Completion(self.prompt, self.prompt_ids, ids, text, self.finish_reason, self.stats, self.error)
 
 
 class Engine:
     """Decodes requests with one model; `submit` and `step` drive it, `generate` and `stream` do so for you.
 
-    The output of a request depends on the model, its prompt and its SamplingParams only, never on the DecodeConfig,
-    the other requests or the number of ranks (exactly in fp32; half precision rounds by the height of a GEMM).
+    The output of a request depends on the model, its prompt, SamplingParams and processors only, never on the
+    DecodeConfig, the other requests or the number of ranks (exactly in fp32; half precision rounds by the height of a
+    GEMM).
     """
 
     def __init__(
@@ -227,13 +235,15 @@ class Engine:
         """Is any request waiting or running?"""
         return bool(self._waiting or self._running)
 
-    def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
+    def submit(
+        self, prompt: Prompt, params: SamplingParams | None = None, logits_processors: Sequence[Processor] = ()
+    ) -> Request:
         """Queue a request; `step` advances it. Raises InputError for a prompt that cannot be completed.
 
-        With several ranks, every rank must submit the same requests between the same steps; `lpr.lead` does that for
-        requests that only rank 0 knows of.
+        With several ranks, every rank must submit the same requests, with the same processors, between the same steps;
+        `lpr.lead` does that for requests that only rank 0 knows of (without `logits_processors`, which are code).
         """
-        request = self.prepare(prompt, params)
+        request = self.prepare(prompt, params, logits_processors)
         self.enqueue(request)
         return request
 
@@ -241,8 +251,14 @@ class Engine:
         """Queue a request that `prepare` made."""
         self._waiting.append(request)
 
-    def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
-        """A request that is not queued yet. Raises InputError for a prompt that cannot be completed."""
+    def prepare(
+        self, prompt: Prompt, params: SamplingParams | None = None, logits_processors: Sequence[Processor] = ()
+    ) -> Request:
+        """A request that is not queued yet. Raises InputError for a prompt that cannot be completed.
+
+        `logits_processors` are applied in their order, after those that `params` ask for and before temperature, top-k,
+        top-p and min-p; see lpr.processors for what they get and when.
+        """
         params = params if params is not None else SamplingParams()
         ids = self.encode(prompt)
         if len(ids) + params.max_new_tokens > self.max_length:
@@ -250,7 +266,9 @@ class Engine:
                 f"the prompt's {len(ids)} tokens and max_new_tokens={params.max_new_tokens} exceed the context of "
                 f"{self.max_length} tokens"
             )
-        return Request(prompt, ids, params, TextStream(self.tokenizer, ids, params, self.eos_token_ids))
+        stream = TextStream(self.tokenizer, ids, params, self.eos_token_ids)
+        processors = Processors.of(params, len(ids), stream.stop_ids, self.model.device, logits_processors)
+        return Request(prompt, ids, params, stream, processors=processors)
 
     def step(self) -> list[Chunk]:
         """Advance the running requests by one step; return what it added, finished requests included."""
@@ -283,7 +301,7 @@ class Engine:
         for request, outcome in zip(batch, outcomes, strict=True):
             sources = outcome.tree.sources
             request.stats.count_step(sources, [sources[node] for node in outcome.path])
-            chunks.append(self._emit(request, outcome.emitted))
+            chunks.append(self._emit(request, outcome))
         for request in batch:
             if request.finish_reason is not None:
                 self._release(request)
@@ -309,11 +327,16 @@ class Engine:
     # The whole way.
 
     def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        logits_processors: Sequence[Processor] = (),
     ) -> list[Completion]:
         """Complete every prompt; completions come in the order of `prompts`.
 
-        `params` is one for all or one per prompt. Raises InputError before any work if a prompt cannot be completed.
+        `params` is one for all or one per prompt; `logits_processors` are applied to every request (`submit` takes them
+        per request). Raises InputError before any work if a prompt cannot be completed. A request that fails later
+        has `finish_reason` "error" and says why in `error`; the others are completed.
         """
         if isinstance(prompts, str):
             raise InputError("generate takes a list of prompts; put a single one in brackets")
@@ -321,16 +344,18 @@ class Engine:
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise InputError(f"{len(prompts)} prompts came with {len(params)} SamplingParams")
-        requests = [self.prepare(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
+        requests = [self.prepare(*each, logits_processors) for each in zip(prompts, params, strict=True)]
         for request in requests:
             self.enqueue(request)
         while any(request.finish_reason is None for request in requests):
             self.step()
         return [request.completion() for request in requests]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, logits_processors: Sequence[Processor] = ()
+    ) -> Iterator[Chunk]:
         """Complete one prompt, yielding text and ids as each step commits them."""
-        request = self.submit(prompt, params)
+        request = self.submit(prompt, params, logits_processors)
         try:
             while request.finish_reason is None:
                 for chunk in self.step():
@@ -435,23 +460,43 @@ class Engine:
             state = SequenceState(
                 request.prompt_ids, request.params, self.config, self.comm.size, self.shared, self._calibration
             )
-            request.running = Running(state, slot=len(self._running))
+            request.running = Running(state, slot=len(self._running), processors=request.processors)
             self._running.append(request)
 
-    def _emit(self, request: Request, tokens: Sequence[int]) -> Chunk:
+    def _emit(self, request: Request, outcome: Outcome) -> Chunk:
         """Feed a step's tokens one by one: what follows the end of the request inside a step never existed."""
-        taken = 0
+        tokens, taken = outcome.emitted, 0
         while taken < len(tokens) and request.finish_reason is None:
             request.finish_reason = request.text_stream.push(tokens[taken])
             taken += 1
         request.stats.num_tokens += taken
+        if request.finish_reason is None and outcome.failure is not None:
+            self._fail(request, outcome)
         return Chunk(request, list(tokens[:taken]), request.text_stream.take(), request.finish_reason)
+
+    def _fail(self, request: Request, outcome: Outcome) -> None:
+        """End a request of which the next token cannot be said; every rank does, but only some know a processor's why.
+
+        Logits that are not numbers are asked for once more without a draft, which may have spoilt them.
+        """
+        if outcome.failure == NOT_A_NUMBER:
+            if len(outcome.tree) > 1:
+                return
+            at = len(request.text_stream.token_ids)
+            request.error = f"the model's logits for output token {at + 1} are not numbers (NaN)"
+        else:
+            known = request.processors.failure if request.processors is not None else None
+            request.error = known or "a logits processor failed on another rank, whose Completion says how"
+        request.finish_reason = "error"
+        request.text_stream.close("error")
 
     def _release(self, request: Request) -> None:
         """Learn from a request's output and give its slot to the last running one, so that slots stay neighbours."""
         assert request.running is not None and self.model.cache is not None
         self.learn(request.text_stream.token_ids)
         slot = request.running.slot
+        if request.error is not None or not request.stats.num_tokens:
+            self.model.cache.clear(slot, 0)  # its K/V may be NaN, which would spoil the slot's next request
         last = self._running.pop()
         if last is not request:
             assert last.running is not None

@@ -257,13 +257,20 @@ class FileJob:
             flying[leader.submit(line.prompt, self.args.sampling)] = line
         except InputError as failure:
             message = str(failure) if line.error else f"line {line.number}: {failure}"
-            self.num_bad += 1
-            self.console.print(f"lpr.generate: {message}", markup=False, highlight=False, soft_wrap=True)
+            self._complain(message)
             self.writer.write(line.number, {"line": line.number, "prompt": line.prompt, "error": message})
+
+    def _complain(self, message: str) -> None:
+        self.num_bad += 1
+        self.console.print(f"lpr.generate: {message}", markup=False, highlight=False, soft_wrap=True)
 
     def _finish(self, request: Request, line: PromptLine) -> None:
         done = request.completion()
         self.total.add(done.stats)
+        failed = {}
+        if done.error is not None:
+            failed = {"error": done.error}
+            self._complain(f"line {line.number}: {done.error}")
         self.writer.write(
             line.number,
             {
@@ -277,6 +284,7 @@ class FileJob:
                 "tokens_per_step": round(done.stats.tokens_per_step, 4),
                 "world_size": self.world.size,
                 "mesh": self.mesh,
+                **failed,
             },
         )
 
@@ -346,6 +354,9 @@ class ShowJob:
                 done = self._complete(leader, self.params)
             runs.append(Run(name, done.stats.num_steps, done.stats.num_tokens, time.perf_counter() - began, None))
             completions.append(done)
+        for done in completions:
+            if done.error is not None:
+                raise InputError(done.error)
         runs[0].equal = completions[0].token_ids == completions[1].token_ids
         self._report(leader, runs, completions[0])
         return 0

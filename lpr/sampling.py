@@ -10,13 +10,15 @@ however it was drafted (DESIGN rule R4).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from lpr.config import SamplingParams
+from lpr.core.accept import NOT_A_NUMBER
 from lpr.core.recycle import MAX_SCORE, SCORE_STEPS
+from lpr.processors import Walk
 
 _MASK32 = 0xFFFFFFFF
 # Multipliers of the 32-bit mixer "triple32" (C. Wellons, "Prospecting for hash functions", 2018): the lowest known
@@ -74,6 +76,23 @@ class Selection:
     """Is any row sampled at all?"""
     filtered: bool
     """Has any row a top-k, top-p or min-p limit?"""
+    walks: list[Walk] = field(default_factory=list)
+    """The sequences whose choices go through logits processors."""
+
+    def row(self, index: int) -> Selection:
+        """The selection of one row alone."""
+        if not self.sampled:
+            return self
+        one = slice(index, index + 1)
+        return Selection(
+            self.keys[one],
+            self.temperature[one],
+            self.top_k[one],
+            self.top_p[one],
+            self.min_p[one],
+            sampled=True,
+            filtered=self.filtered,
+        )
 
     @classmethod
     def build(cls, requests: Sequence[tuple[SamplingParams, Sequence[int]]], device: torch.device) -> Selection:
@@ -102,18 +121,30 @@ class Selection:
 
 
 def choose(logits: torch.Tensor, selection: Selection) -> torch.Tensor:
-    """The next token [n] int64 of every row of `logits` [n, V]: the argmax of processed, tempered, noised logits."""
+    """The next token [n] int64 of every row of `logits` [n, V], or a code below 0 (see lpr.core.accept)."""
+    chosen = pick(logits, selection)
+    for walk in selection.walks:
+        walk.follow(logits, chosen, lambda scores, row: int(pick(scores, selection.row(row))))
+    return chosen
+
+
+def pick(logits: torch.Tensor, selection: Selection) -> torch.Tensor:
+    """The argmax [n] int64 of tempered, limited, noised logits [n, V]; NOT_A_NUMBER where there is no such thing."""
     scores = logits.float()
-    if selection.sampled:
-        warm = selection.temperature[:, None] > 0
-        scaled = scores / torch.where(warm, selection.temperature[:, None], torch.ones_like(scores[:, :1]))
-        if selection.filtered:
-            scaled = limit(scaled, selection)
-        # Rows at the same position (siblings in the tree) share their noise: hash the vocabulary once per position.
-        keys, row_of = torch.unique(selection.keys, return_inverse=True)
-        noise = gumbel(keys[:, None], torch.arange(scores.shape[1], device=scores.device)[None])
-        scores = torch.where(warm, scaled + noise[row_of], scores)
-    return scores.argmax(-1)
+    if not selection.sampled:
+        best = scores.max(-1)  # unlike argmax it also shows a NaN, at the same price
+        return torch.where(best.values.isnan(), NOT_A_NUMBER, best.indices)
+    broken = scores.amax(-1).isnan()
+    warm = selection.temperature[:, None] > 0
+    scaled = scores / torch.where(warm, selection.temperature[:, None], torch.ones_like(scores[:, :1]))
+    if selection.filtered:
+        scaled = limit(scaled, selection)
+    # Rows at the same position (siblings in the tree) share their noise: hash the vocabulary once per position.
+    keys, row_of = torch.unique(selection.keys, return_inverse=True)
+    noise = gumbel(keys[:, None], torch.arange(scores.shape[1], device=scores.device)[None])
+    best = torch.where(warm, scaled + noise[row_of], scores).max(-1)
+    broken |= warm[:, 0] & ~best.values.isfinite()
+    return torch.where(broken, NOT_A_NUMBER, best.indices)
 
 
 def limit(scaled: torch.Tensor, selection: Selection) -> torch.Tensor:
@@ -139,4 +170,5 @@ def candidates(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor
     scores = logits.float()
     top, tokens = scores.topk(min(k, scores.shape[1]), dim=-1)
     log_probs = top - scores.logsumexp(-1, keepdim=True)
-    return tokens, (log_probs * -SCORE_STEPS).round().clamp(0, MAX_SCORE).to(torch.int64)
+    steps = (log_probs * -SCORE_STEPS).round().nan_to_num(nan=MAX_SCORE)
+    return tokens, steps.clamp(0, MAX_SCORE).to(torch.int64)

@@ -18,11 +18,12 @@ from lpr.config import TreeConfig
 from lpr.core.accept import accept
 from lpr.core.budget import Budget
 from lpr.core.partition import Shard, partition
-from lpr.core.state import SequenceState
+from lpr.core.state import SequenceState, spoils
 from lpr.core.tree import TokenTree
 from lpr.exchange import Exchange
 from lpr.model.inputs import Row
 from lpr.model.runner import TreeModel
+from lpr.processors import Processors, Walk
 from lpr.sampling import Selection
 
 
@@ -34,6 +35,7 @@ class Running:
     slot: int
     max_depth: int = 0
     """How deep a tree can still pay: tokens that may yet be emitted, minus the bonus token."""
+    processors: Processors | None = None
 
 
 @dataclass
@@ -46,6 +48,8 @@ class Outcome:
     emitted: list[int]
     num_entries: int
     """Tokens that this rank evaluated: pending chain and shard."""
+    failure: int | None
+    """Why the path ends without a bonus token (see lpr.core.accept)."""
 
 
 def decode_step(
@@ -76,9 +80,10 @@ def decode_step(
     outcomes = []
     for run, tree, parts, row, result in zip(batch, trees, shards, rows, results, strict=True):
         path = accept(tree, result.next_tokens)
-        commit(model, row, parts[rank], path)
+        commit(model, row, parts[rank], path, spoilt=spoils(parts[rank], result))
         emitted = run.state.advance(tree, path, result, parts)
-        outcomes.append(Outcome(tree, path, parts, emitted, len(row.tokens)))
+        bonus = result.next_tokens[path[-1]]
+        outcomes.append(Outcome(tree, path, parts, emitted, len(row.tokens), bonus if bonus < 0 else None))
     budget.observe(trees, [outcome.path for outcome in outcomes])
     return outcomes, message_length
 
@@ -133,11 +138,23 @@ def shard_row(run: Running, tree: TokenTree, shards: Sequence[Shard], rank: int)
 def selection(batch: Sequence[Running], rows: Sequence[Row], device: torch.device) -> Selection:
     """How the next token after each result entry is chosen: by the request's parameters and the token's position."""
     positions = [[at + 1 for at in row.positions[-row.num_results :]] for row in rows]
-    return Selection.build([(run.state.params, each) for run, each in zip(batch, positions, strict=True)], device)
+    chosen = Selection.build([(run.state.params, each) for run, each in zip(batch, positions, strict=True)], device)
+    start = 0
+    for run, row in zip(batch, rows, strict=True):
+        if run.processors is not None:
+            above = len(row.tokens) - row.num_results
+            parents = [parent - above for parent in row.parents[above:]]
+            chosen.walks.append(Walk(run.processors, run.state.tokens, start, row.tokens[above:], parents))
+        start += row.num_results
+    return chosen
 
 
-def commit(model: TreeModel, row: Row, shard: Shard, path: Sequence[int]) -> None:
-    """Keep the K/V of the pending chain and of the part of the path that this rank evaluated."""
+def commit(model: TreeModel, row: Row, shard: Shard, path: Sequence[int], spoilt: bool = False) -> None:
+    """Keep the K/V of the pending chain and of the part of the path that this rank evaluated; nothing if spoilt."""
+    assert model.cache is not None
+    if spoilt:
+        model.cache.clear(row.slot, row.num_cached)
+        return
     above = len(row.tokens) - len(shard.nodes)
     entry = {node: above + i for i, node in enumerate(shard.nodes)}
     entries = list(range(above))
@@ -145,7 +162,6 @@ def commit(model: TreeModel, row: Row, shard: Shard, path: Sequence[int]) -> Non
         if node not in entry:
             break
         entries.append(entry[node])
-    assert model.cache is not None
     model.cache.commit(row.slot, row.num_cached, entries)
 
 

@@ -264,9 +264,10 @@ class TextStream:
         """Every id pushed, the finishing one included: the end-of-text id too, as in `transformers.generate`,
         although the text never shows it, and the token that completed a stop string."""
         self.finish_reason: str | None = None
-        """None while the request goes on, then "stop" or "length"."""
+        """None while the request goes on, then "stop" or "length", or what `close` was told."""
         self._params = params
-        self._eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
+        self.stop_ids = (frozenset() if params.ignore_eos else eos_token_ids) | set(params.stop_token_ids)
+        """Ids that end the output, with "stop"."""
         self._decoder = None if tokenizer is None else IncrementalDecoder(tokenizer, prompt_ids)
         self._longest_stop = max(map(len, params.stop), default=0)
         self._stop_prefixes = {stop[:size] for stop in params.stop for size in range(1, len(stop))}
@@ -287,7 +288,7 @@ class TextStream:
         if self.finish_reason:
             raise RuntimeError(f"token {token} pushed after the request finished ({self.finish_reason})")
         self.token_ids.append(token)
-        is_eos = token in self._eos_token_ids
+        is_eos = token in self.stop_ids
         is_last = is_eos or len(self.token_ids) == self._params.max_new_tokens
         found_stop = False
         if self._decoder:
@@ -299,6 +300,12 @@ class TextStream:
         elif is_last:
             self.finish_reason = "length"
         return self.finish_reason
+
+    def close(self, reason: str) -> None:
+        """End the output here, for a reason that is not in it."""
+        self._safe.append(self._suffix + (self._decoder.pending if self._decoder else ""))
+        self._suffix = ""
+        self.finish_reason = reason
 
     def take(self) -> str:
         """The text that became safe to stream since the last call; after the finish all the rest.

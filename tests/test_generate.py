@@ -123,8 +123,9 @@ def test_output_is_checked_before_the_model_is_loaded(
 
 def test_config_files(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
-    path.write_text('model = "m"\nwindow_size = 7\nmax_new_tokens = 9\nstop = ["x"]\n')
-    args = parse(["--config", str(path), "--max-new-tokens", "11"])
+    path.write_text('model = "m"\nwindow_size = 7\nmax_new_tokens = 9\nstop = ["x"]\nrepetition_penalty = 1.5\n')
+    args = parse(["--config", str(path), "--max-new-tokens", "11", "--stop-token-ids", "3", "4"])
+    assert (args.sampling.repetition_penalty, args.sampling.stop_token_ids) == (1.5, (3, 4))
     assert (args.model, args.decode.window_size) == ("m", 7)
     assert (args.sampling.max_new_tokens, args.sampling.stop) == (11, ("x",))
     for text, message in {

@@ -39,9 +39,11 @@ def test_public_names() -> None:
         "DecodeConfig",
         "Engine",
         "InputError",
+        "Lookahead",
         "Request",
         "SamplingParams",
         "bundled_model",
+        "lookahead",
     }
     for name in lpr.__all__:
         assert getattr(lpr, name).__doc__, name

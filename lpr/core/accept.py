@@ -1,4 +1,9 @@
-"""Acceptance: follow the target model's own choices down the tree."""
+"""Acceptance: follow the target model's own choices down the tree.
+
+What a rank says of a node it owns is one number. Not below 0 it is the token that comes next, and final. Below 0 it
+is no such token: one of the two failures here, or a guess (`as_guess`) where nobody asked the request's logits
+processors, because no path of chosen tokens led to the node.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +11,34 @@ from collections.abc import Sequence
 
 from lpr.core.tree import TokenTree
 
+NOT_A_NUMBER = -1
+"""The model's logits after the node are not numbers, so there is nothing to choose from."""
+PROCESSOR_FAILED = -2
+"""A logits processor of the request raised an error, or left nothing to choose from."""
+
+
+def as_guess(token: int) -> int:
+    """The code of a guess at a next token, and the token of such a code (below `PROCESSOR_FAILED`)."""
+    return -3 - token
+
+
+def likely(next_tokens: Sequence[int]) -> list[int]:
+    """A token for every node, to draft from: the chosen one, the guess, or 0 after a failure."""
+    return [code if code >= 0 else max(0, as_guess(code)) for code in next_tokens]
+
 
 def accept(tree: TokenTree, next_tokens: Sequence[int]) -> list[int]:
     """Return the accepted path, nodes from the root downwards.
 
-    `next_tokens[i]` is the token that the target model chooses after node i. The path goes on while some
-    child of its last node holds that choice, so every accepted token is the one that plain decoding would have
-    emitted, whoever drafted it. The emitted tokens are those of `path[1:]` and one bonus token,
-    `next_tokens[path[-1]]`: a step always emits at least one.
+    `next_tokens[i]` is the token that the target model chooses after node i, or a code below 0. The path goes on while
+    some child of its last node holds that choice, so every accepted token is the one that plain decoding would have
+    emitted, whoever drafted it. It ends at a failure, and before a node of which there is but a guess. The emitted
+    tokens are those of `path[1:]` and, unless it failed, one bonus token, `next_tokens[path[-1]]`.
     """
     path = [0]
     node: int | None = 0
     while (node := tree.children[path[-1]].get(next_tokens[path[-1]])) is not None:
+        if next_tokens[node] < PROCESSOR_FAILED:
+            break
         path.append(node)
     return path

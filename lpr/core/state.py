@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lpr.config import SamplingParams, TreeConfig
+from lpr.core.accept import NOT_A_NUMBER, likely
 from lpr.core.budget import Draft, Order, Pause
 from lpr.core.calibration import Calibration
 from lpr.core.drafting import Drafter
@@ -27,7 +28,7 @@ class TreeResult:
     """What the target model says of each node of a tree, in node order."""
 
     next_tokens: Sequence[int]
-    """The token that the model chooses after the node."""
+    """The token that the model chooses after the node, or a code below 0 (see lpr.core.accept)."""
     candidates: Sequence[Sequence[int]]
     """Its k most likely next tokens, most likely first."""
     scores: Sequence[Sequence[int]]
@@ -61,6 +62,8 @@ class SequenceState:
         self.drafter.observe(self.tokens)
         self.window: JacobiWindow | None = None
         self.pause = Pause()
+        self.is_suspect = False
+        """Were the last logits not numbers? Then the next tree is the root alone, to tell whose fault it is."""
         self._hash = hashlib.blake2b(array("q", self.tokens).tobytes(), digest_size=8)
         # A rank that samples its nodes by another seed would be followed by all of them, in step and wrong.
         self._hash.update(repr(params).encode())
@@ -78,6 +81,8 @@ class SequenceState:
     def build(self, max_depth: int, order: Order) -> Draft:
         """Draft the next tree: the Jacobi window if it runs, and drafts as ordered, none deeper than `max_depth`."""
         tree = TokenTree(self.tokens[-1])
+        if self.is_suspect:
+            max_depth = 0
         if not order.window:
             self.window = None
         elif self.window is None:
@@ -96,20 +101,43 @@ class SequenceState:
         return self.digest
 
     def advance(self, tree: TokenTree, path: Sequence[int], result: TreeResult, shards: Sequence[Shard]) -> list[int]:
-        """Commit the accepted `path` and its bonus token; return the emitted tokens."""
-        self.held = held_after(len(self.tokens), path, shards)
+        """Commit the accepted `path` and its bonus token; return the emitted tokens.
+
+        After a failure there is no bonus token, and where the logits were not numbers no rank keeps their K/V: a
+        weight of 0 times NaN is NaN, so one bad node spoils all that share its forward. Decoding goes on with the root
+        alone, which either was spoilt by a draft or fails by itself.
+        """
         emitted = [tree.tokens[node] for node in path[1:]]
-        emitted.append(result.next_tokens[path[-1]])
+        bonus = result.next_tokens[path[-1]]
+        if bonus >= 0:
+            emitted.append(bonus)
+        spoilt = [spoils(shard, result) for shard in shards]
+        held = held_after(len(self.tokens), path, shards)
         self.tokens += emitted
+        self.held = [
+            before if spoils_rank else min(after, len(self.tokens) - 1)
+            for before, after, spoils_rank in zip(self.held, held, spoilt, strict=True)
+        ]
         self._hash.update(array("q", emitted).tobytes())
-        self.drafter.learn(tree, path)
+        if bonus >= 0:
+            self.drafter.learn(tree, path)
         self.drafter.observe(emitted)
+        self.is_suspect = bonus == NOT_A_NUMBER
         if self.table is not None:
             self.table.update(tree.tokens, result.candidates, result.scores)
-        if self.window is not None:
-            for ngram in self.window.advance(tree, result.next_tokens, emitted, self.tokens):
+        if self.window is not None and bonus >= 0:
+            for ngram in self.window.advance(tree, likely(result.next_tokens), emitted, self.tokens):
                 self.drafter.pool.add(ngram)
+        elif self.window is not None:
+            self.window = JacobiWindow(self.config.window_size, self.config.ngram_size, self.tokens)
         return emitted
+
+
+def spoils(shard: Shard, result: TreeResult) -> bool:
+    """Did a rank that evaluated `shard` meet logits that are not numbers?"""
+    if NOT_A_NUMBER not in result.next_tokens:
+        return False
+    return any(result.next_tokens[node] == NOT_A_NUMBER for node in shard.owned)
 
 
 def held_after(num_tokens: int, path: Sequence[int], shards: Sequence[Shard]) -> list[int]:

@@ -109,6 +109,12 @@ class TreeCache(Cache):
         moves = [(base + entry, base + index) for index, entry in enumerate(entries) if entry != index]
         self.move([source for source, _ in moves], [target for _, target in moves])
 
+    def clear(self, slot: int, num_cached: int) -> None:
+        """Zero a slot's rows from `num_cached` on: what is masked still spoils a sum if it is NaN."""
+        rows = self.rows_per_slot
+        for pool in self._pools:
+            pool[:, slot * rows + num_cached : (slot + 1) * rows] = 0
+
     def move_slot(self, source: int, target: int, num_cached: int) -> None:
         """Copy the committed rows of slot `source` over those of slot `target`."""
         rows = self.rows_per_slot

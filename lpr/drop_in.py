@@ -1,0 +1,280 @@
+"""The drop-in for transformers programs: `model.generate(**inputs, custom_generate=lpr.lookahead)`.
+
+`generate` prepares everything as ever: the generation config, the logits processors, the stopping criteria. What is
+replaced is the loop that runs the model. Greedy ids equal those of plain `generate`; with `do_sample=True` they are an
+exact sample of the same distribution, drawn by lpr's keyed noise (see lpr.sampling). Each row's seed is one draw of
+`torch.randint` from torch's default CPU generator, so `torch.manual_seed` and `transformers.set_seed` make a call
+reproducible, and further calls differ. One process decodes; for lookahead parallelism there is `lpr.Engine`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import (
+    DynamicCache,
+    GenerationMixin,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
+
+from lpr.config import DecodeConfig, InputError
+from lpr.drop_in_rows import Batch, Row
+from lpr.engine import Engine, Request
+from lpr.model.loader import wrap
+
+
+class Lookahead:
+    """A `custom_generate` for transformers that decodes with lpr: the same tokens in fewer forwards.
+
+    The prepared model (tree attention, K/V cache, tries) is kept on the model from call to call and grows with its
+    batches; between calls the model is as it was. One call at a time runs on a model.
+    """
+
+    def __init__(self, decode: DecodeConfig | None = None) -> None:
+        """`decode` says how to draft; its `max_batch_size` and `max_length` are set to what each call needs."""
+        self.decode = decode if decode is not None else DecodeConfig()
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: Any,
+        streamer: Any = None,
+        tokenizer: Any = None,
+        assistant_model: Any = None,
+        assistant_tokenizer: Any = None,
+        synced_gpus: bool = False,
+        **model_kwargs: Any,
+    ) -> torch.Tensor | GenerateDecoderOnlyOutput:
+        """What `generate` calls, with all it has prepared; returns what `generate` is to return.
+
+        Raises InputError, which names the option, for what a token tree cannot honour.
+        """
+        refuse(model, generation_config, assistant_model, synced_gpus, model_kwargs)
+        prompts = prompts_of(input_ids, model_kwargs)
+        num_pads = [input_ids.shape[1] - len(prompt) for prompt in prompts]
+        batch = Batch(input_ids, num_pads, generation_config, logits_processor, stopping_criteria, streamer)
+        sampled = generation_config.do_sample
+        seeds = torch.randint(2**63 - 1, (len(prompts),)).tolist() if sampled else [0] * len(prompts)
+        kept = Kept.of(model)
+        with kept.lock, evaluating(model), kept.attention(model):
+            engine = kept.engine_for(model, self.decode, prompts, batch.max_new_tokens)
+            requests: dict[Request, Row] = {}
+            try:
+                for row, prompt, seed in zip(batch.rows, prompts, seeds, strict=True):
+                    room = min(batch.max_new_tokens, engine.max_length - len(prompt))
+                    if room < 1:
+                        raise InputError(f"row {row.index} fills the model's {engine.max_length} positions already")
+                    params = replace(batch.params, max_new_tokens=room, seed=seed, ignore_eos=True)
+                    requests[engine.submit(prompt, params, row.processors)] = row
+                while not batch.is_complete:
+                    advance(engine, requests, batch)
+            finally:
+                for request in requests:
+                    engine.abort(request)
+        return batch.result()
+
+
+lookahead = Lookahead()
+"""`custom_generate=lpr.lookahead`, with the default DecodeConfig; `lpr.Lookahead(decode)` is one with another."""
+
+
+def advance(engine: Engine, requests: dict[Request, Row], batch: Batch) -> None:
+    """One step of all rows; a row that is padded from its end on leaves the engine there."""
+    for chunk in engine.step():
+        row = requests[chunk.request]
+        for token in chunk.token_ids:
+            batch.push(row, token)
+        if row.finished_at is not None and (batch.pads or batch.is_complete):
+            engine.abort(chunk.request)  # whatever came behind its end never happened, errors included
+        elif chunk.finish_reason == "error":
+            raise row.failure or RuntimeError(f"row {row.index}: {chunk.request.error}")
+        elif chunk.finish_reason == "length" and row.length < batch.ids.shape[1]:
+            raise InputError(
+                f"row {row.index} reached the model's {engine.max_length} positions unfinished; ask for fewer tokens"
+            )
+
+
+def prompts_of(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> list[list[int]]:
+    """The rows of `input_ids` [B, L] without their padding on the left."""
+    mask = model_kwargs.get("attention_mask")
+    mask = torch.ones_like(input_ids) if mask is None else (mask != 0).long()
+    if mask.shape != input_ids.shape:
+        raise InputError(f"attention_mask is {list(mask.shape)} for input_ids {list(input_ids.shape)}")
+    if (mask.diff(dim=1) < 0).any():
+        raise InputError("attention_mask hides tokens after the first: pad on the left (padding_side='left')")
+    positions = model_kwargs.get("position_ids")
+    if positions is not None and ((positions.to(mask.device) != mask.cumsum(1) - 1) & (mask == 1)).any():
+        raise InputError("position_ids other than 0, 1, 2, ... are not supported by lpr.lookahead")
+    starts = (input_ids.shape[1] - mask.sum(1)).tolist()
+    prompts = [ids[start:] for ids, start in zip(input_ids.tolist(), starts, strict=True)]
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            raise InputError(f"row {index} is empty: a model needs at least one token to continue")
+    return prompts
+
+
+# generate() passes these for every model; all others are inputs of a kind that a token tree does not carry.
+_HONOURED = {"attention_mask", "position_ids", "logits_to_keep", "use_cache", "past_key_values"}
+
+
+def refuse(
+    model: PreTrainedModel, config: Any, assistant_model: Any, synced_gpus: bool, model_kwargs: dict[str, Any]
+) -> None:
+    """Raise InputError that names what a token tree cannot honour."""
+    mode = config.get_generation_mode(assistant_model)
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        options = (
+            "num_beams",
+            "penalty_alpha",
+            "dola_layers",
+            "prompt_lookup_num_tokens",
+            "use_mtp",
+        )
+        given = [name for name in options if getattr(config, name, None) not in (None, 1, False)]
+        given += ["assistant_model"] if assistant_model is not None else []
+        _refuse(f"{mode.value.replace('_', ' ')} ({', '.join(given) or 'generation mode'})")
+    if model.config.is_encoder_decoder:
+        _refuse("an encoder-decoder model")
+    if synced_gpus:
+        _refuse("synced_gpus (ZeRO-3 or FSDP)")
+    if config.return_dict_in_generate:
+        for name in ("output_attentions", "output_hidden_states"):
+            if getattr(config, name):
+                _refuse(name)
+    if config.cache_implementation == "quantized":
+        _refuse("cache_implementation='quantized'")
+    cache = model_kwargs.get("past_key_values")
+    is_fresh = cache is None or (isinstance(cache, DynamicCache) and cache.get_seq_length() == 0)
+    if getattr(cache, "_is_user_defined", False) or not (is_fresh or config.cache_implementation):
+        _refuse("past_key_values: it keeps a cache of its own")
+    for name, value in model_kwargs.items():
+        if value is not None and name not in _HONOURED:
+            _refuse(name)
+
+
+def _refuse(what: str) -> None:
+    raise InputError(f"lpr.lookahead cannot decode with {what}; call generate without custom_generate for that")
+
+
+class Kept:
+    """What stays on a model between calls: its engine, and the attention that the engine needs.
+
+    An attribute of the model and not an entry in a table: the engine holds the model, so a table would keep both alive
+    for ever. Copies and pickles of the model leave it out.
+    """
+
+    NAME = "_lpr_kept"
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        self.lock = threading.RLock()
+        self.engine: Engine | None = None
+        self._made_for: tuple[Any, Any] | None = None
+        self._tree_attention: list[Any] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Kept:
+        return Kept()
+
+    def __reduce__(self) -> tuple[type[Kept], tuple[()]]:
+        return Kept, ()
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Kept:
+        """What is kept on `model`."""
+        return model.__dict__.setdefault(cls.NAME, cls())
+
+    @contextmanager
+    def attention(self, model: PreTrainedModel) -> Iterator[None]:
+        """Let the model use the engine's attention, and give it its own back."""
+        configs = attention_configs(model)
+        own = [config._attn_implementation_internal for config in configs]
+        if len(self._tree_attention) == len(configs):
+            _set_attention(configs, self._tree_attention)
+        else:
+            self.engine = None
+        try:
+            yield
+        finally:
+            if self.engine is not None:
+                self._tree_attention = [config._attn_implementation_internal for config in configs]
+            _set_attention(configs, own)
+
+    def engine_for(
+        self, model: PreTrainedModel, decode: DecodeConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int
+    ) -> Engine:
+        """The engine, with a slot per prompt and room for its tokens as far as the model has positions.
+
+        The cache grows by powers of two and never shrinks; what outputs of earlier calls taught stays.
+        """
+        if self.engine is not None and self.engine.busy:
+            raise InputError("generate with lpr.lookahead cannot run inside another such call on the same model")
+        if self._made_for != (model.device, model.dtype):
+            self.engine = None
+        length = max(256, 1 << (max(map(len, prompts)) + max_new_tokens - 1).bit_length())
+        length = min(length, wrap(model, None).max_positions or length)
+        slots = len(prompts)
+        if self.engine is not None:
+            length, slots = max(length, self.engine.max_length), max(slots, self.engine.config.max_batch_size)
+        wanted = replace(decode, max_batch_size=slots, max_length=length)
+        if self.engine is None:
+            self.engine, self._made_for = Engine.from_model(model, decode=wanted), (model.device, model.dtype)
+        elif self.engine.config != wanted:
+            shared, is_same = self.engine.shared, self.engine.config.trie_capacity == wanted.trie_capacity
+            self.engine.max_length = length
+            self.engine.reconfigure(wanted)
+            if is_same:
+                self.engine.shared = shared
+        return self.engine
+
+
+def attention_configs(model: PreTrainedModel) -> list[Any]:
+    """The configs that say which attention a part of the model uses, each once."""
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, "_attn_implementation_internal"):
+            found[id(config)] = config
+    return list(found.values())
+
+
+def _set_attention(configs: Sequence[Any], names: Sequence[Any]) -> None:
+    for config, name in zip(configs, names, strict=True):
+        config._attn_implementation_internal = name
+
+
+@contextmanager
+def evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Without dropout, and back to how each module was."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+_extract = GenerationMixin._extract_generation_mode_kwargs
+
+
+def _extract_all(self: Any, custom_generate: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """What `generate` was given besides model inputs, for a Lookahead too.
+
+    transformers (5.23) drops `streamer`, `tokenizer` and `assistant_model` where `custom_generate` is a callable: a
+    streamer would get the prompt and wait for the rest for ever. This hands them over as to its own decoding methods.
+    """
+    return _extract(self, None if isinstance(custom_generate, Lookahead) else custom_generate, *args, **kwargs)
+
+
+GenerationMixin._extract_generation_mode_kwargs = _extract_all  # type: ignore[method-assign]

@@ -1,0 +1,219 @@
+"""The rows of one `generate` call: decoded each by itself, put together as the batch that transformers makes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import transformers
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    StoppingCriteriaList,
+    SynthIDTextWatermarkLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from lpr.config import InputError, SamplingParams
+from lpr.processors import Processor
+
+# These treat all rows of a batch alike. Every other processor or criterion may hold something per row (as
+# PrefixConstrainedLogitsProcessor does), so it sees a batch of as many rows as it would have, each of them this row.
+_ROWS_ALIKE = {
+    getattr(transformers, name)
+    for name in (
+        "EosTokenCriteria", "EpsilonLogitsWarper", "EtaLogitsWarper", "ExponentialDecayLengthPenalty",
+        "ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor", "InfNanRemoveLogitsProcessor",
+        "LogitNormalization", "MaxLengthCriteria", "MaxTimeCriteria", "MinLengthLogitsProcessor",
+        "MinNewTokensLengthLogitsProcessor", "MinPLogitsWarper", "NoBadWordsLogitsProcessor",
+        "NoRepeatNGramLogitsProcessor", "SequenceBiasLogitsProcessor", "StopStringCriteria",
+        "SuppressTokensAtBeginLogitsProcessor", "SuppressTokensLogitsProcessor", "TemperatureLogitsWarper",
+        "TopKLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper", "WatermarkLogitsProcessor",
+    )
+}  # fmt: skip
+
+
+def sampling_of(config: Any, processors: Sequence[Any]) -> tuple[SamplingParams, list[Any], list[Any]]:
+    """How lpr is to sample, the processors that come before that, and those that it stands for.
+
+    Temperature, top-k, top-p and min-p at the end of the list are lpr's own to apply: the guesses of a Jacobi window,
+    which no processor sees, then follow them too.
+    """
+    if not config.do_sample:
+        return SamplingParams(), list(processors), []
+    rest, values = list(processors), {"temperature": 1.0}
+    chain: tuple[tuple[type, str], ...] = (
+        (MinPLogitsWarper, "min_p"),
+        (TopPLogitsWarper, "top_p"),
+        (TopKLogitsWarper, "top_k"),
+        (TemperatureLogitsWarper, "temperature"),
+    )
+    for kind, name in chain:
+        if rest and type(rest[-1]) is kind and _is_plain(rest[-1]):
+            values[name] = getattr(rest.pop(), name)
+    return SamplingParams(**values), rest, list(processors[len(rest) :])  # type: ignore[arg-type]
+
+
+def _is_plain(warper: Any) -> bool:
+    drops = getattr(warper, "filter_value", -float("inf")) == -float("inf")
+    return drops and getattr(warper, "min_tokens_to_keep", 1) == 1 and getattr(warper, "top_p", 1.0) > 0
+
+
+def for_row(function: Callable[..., Any], index: int, num_rows: int, input_ids: torch.Tensor, values: Any) -> Any:
+    """What a processor or criterion says of row `index`, which is `input_ids` [1, L] with its `values`."""
+    if num_rows == 1 or type(function) in _ROWS_ALIKE or isinstance(function, SynthIDTextWatermarkLogitsProcessor):
+        return function(input_ids, values)
+    if isinstance(values, torch.Tensor):
+        values = values.repeat(num_rows, 1)
+    elif values is not None:
+        values = tuple(each.expand(num_rows, -1) for each in values)
+    result = function(input_ids.repeat(num_rows, 1), values)
+    return result[index : index + 1] if isinstance(result, torch.Tensor) and result.dim() else result
+
+
+class Row:
+    """One row: its processors as the engine calls them, and how far it is."""
+
+    def __init__(self, index: int, num_pads: int, batch: Batch) -> None:
+        """Row `index` of `batch`, whose first `num_pads` tokens are padding."""
+        self.index = index
+        self.batch = batch
+        self.length = batch.num_prompt
+        """Tokens so far, padding and prompt included."""
+        self.finished_at: int | None = None
+        """Its length when a stopping criterion ended it."""
+        self.scores: list[torch.Tensor] = []
+        self.logits: list[torch.Tensor] = []
+        self.failure: Exception | None = None
+        """What a processor raised."""
+        self._pads = batch.ids[index : index + 1, :num_pads]
+        self._functions = batch.processors
+        if batch.num_rows > 1:  # this one keeps a state per row
+            stateful = SynthIDTextWatermarkLogitsProcessor
+            self._functions = [copy.deepcopy(f) if isinstance(f, stateful) else f for f in batch.processors]
+
+    @property
+    def processors(self) -> list[Processor]:
+        """What the engine is to call; nothing if there is nothing to do."""
+        return [self._process] if self._functions or self.batch.keeps_scores or self.batch.keeps_logits else []
+
+    def _process(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """The processed scores [1, V] after the path `input_ids` [1, L], which lacks the row's padding."""
+        batch, device = self.batch, scores.device
+        where = self._pads.device
+        input_ids, scores = torch.cat([self._pads, input_ids.to(where)], 1), scores.to(where)
+        if batch.keeps_logits:
+            self.logits.append(scores.clone())
+        try:
+            for function in self._functions:
+                scores = for_row(function, self.index, batch.num_rows, input_ids, scores)
+            if batch.keeps_scores:
+                kept = scores.clone()
+                for function in batch.warpers:
+                    kept = for_row(function, self.index, batch.num_rows, input_ids, kept)
+                self.scores.append(kept)
+        except Exception as failure:
+            self.failure = failure
+            raise
+        return scores.to(device)
+
+
+class Batch:
+    """The output of a `generate` call while its rows arrive, a few tokens at a time and each at its own pace."""
+
+    def __init__(
+        self,
+        input_ids: torch.Tensor,
+        num_pads: Sequence[int],
+        config: Any,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        streamer: Any = None,
+    ) -> None:
+        """The rows of `input_ids` [B, L], of which the first `num_pads` tokens are padding."""
+        self.num_rows, self.num_prompt = input_ids.shape
+        self.max_new_tokens: int = config.max_length - self.num_prompt
+        self.config, self.criteria, self.streamer = config, criteria, streamer
+        self.params, self.processors, self.warpers = sampling_of(config, processors)
+        self.keeps_scores = bool(config.return_dict_in_generate and config.output_scores)
+        self.keeps_logits = bool(config.return_dict_in_generate and config.output_logits)
+        self.pads = any(hasattr(each, "eos_token_id") for each in criteria)
+        """Is a finished row padded? Without an end-of-text token transformers lets it run on beside the others."""
+        pad = config._pad_token_tensor
+        if self.num_rows > 1:
+            if self.pads and pad is None:
+                raise InputError("a batch whose rows end at different lengths needs a pad_token_id")
+            if any(isinstance(each, UnbatchedClassifierFreeGuidanceLogitsProcessor) for each in processors):
+                raise InputError(f"lpr.lookahead decodes with guidance_scale one row at a time, not {self.num_rows}")
+        fill = int(pad) if pad is not None else 0
+        self.ids = input_ids.new_full((self.num_rows, config.max_length), fill)
+        """[B, max_length]: prompts with their padding, outputs, and padding behind finished rows."""
+        self.ids[:, : self.num_prompt] = input_ids
+        self.rows = [Row(index, count, self) for index, count in enumerate(num_pads)]
+        self._num_streamed = self.num_prompt
+
+    @property
+    def length(self) -> int | None:
+        """Length of the whole output, known as soon as every row is finished."""
+        ends = [row.finished_at for row in self.rows if row.finished_at is not None]
+        return max(ends) if len(ends) == self.num_rows else None
+
+    @property
+    def is_complete(self) -> bool:
+        """Are all tokens of the output there?"""
+        length = self.length
+        return length is not None and (self.pads or all(row.length >= length for row in self.rows))
+
+    def push(self, row: Row, token: int) -> None:
+        """Take a row's next token; what comes behind the end of a row that is padded there never existed."""
+        if row.finished_at is not None and self.pads:
+            return
+        self.ids[row.index, row.length] = token
+        row.length += 1
+        if row.finished_at is None:
+            input_ids = self.ids[row.index : row.index + 1, : row.length]
+            scores = tuple(row.scores[: row.length - self.num_prompt]) if self.keeps_scores else None
+            verdicts = [for_row(each, row.index, self.num_rows, input_ids, scores) for each in self.criteria]
+            if any(bool(each) for each in verdicts):
+                row.finished_at = row.length
+        if self.streamer is not None:
+            self._stream()
+
+    def _stream(self) -> None:
+        """Hand on the tokens [B] of every place at which all rows have one, as transformers does after each step."""
+        length = self.length
+        ends = [row.length for row in self.rows if row.finished_at is None or not self.pads]
+        ready = min(ends) if ends else self.ids.shape[1]
+        for place in range(self._num_streamed, ready if length is None else min(ready, length)):
+            self.streamer.put(self.ids[:, place].cpu())
+            self._num_streamed = place + 1
+
+    def result(self) -> torch.Tensor | GenerateDecoderOnlyOutput:
+        """What `generate` returns. Scores and logits behind the end of a padded row are zeros."""
+        length = self.length
+        assert length is not None
+        if self.streamer is not None:
+            self.streamer.end()
+        sequences = self.ids[:, :length].clone()
+        if not self.config.return_dict_in_generate:
+            return sequences
+        count = length - self.num_prompt
+        values: dict[str, Any] = {"sequences": sequences}
+        ends = [(row.finished_at or length) - self.num_prompt if self.pads else count for row in self.rows]
+        if self.keeps_scores:
+            values["scores"] = _columns([row.scores[:end] for row, end in zip(self.rows, ends, strict=True)], count)
+        if self.keeps_logits:
+            values["logits"] = _columns([row.logits[:end] for row, end in zip(self.rows, ends, strict=True)], count)
+        return GenerateDecoderOnlyOutput(**values)
+
+
+def _columns(rows: Sequence[Sequence[torch.Tensor]], count: int) -> tuple[torch.Tensor, ...]:
+    """Per place the values [B, V] of all rows."""
+    nothing = torch.zeros_like(rows[0][0])
+    return tuple(torch.cat([row[i] if i < len(row) else nothing for row in rows]) for i in range(count))
