@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -21,6 +24,7 @@ from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
 from lpr.step import Running, decode_step, fill_step
 from lpr.text import TextStream
+from lpr.trie_file import fingerprint_of, read_trie, write_trie
 
 Prompt = str | Sequence[int]
 
@@ -277,6 +281,37 @@ class Engine:
         if self.config.trie_nodes and token_ids:
             self.shared.extend(token_ids)
             self.shared.end_document()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What a token id means to this model; a saved trie fits engines with the same."""
+        return fingerprint_of(self.tokenizer, self.model.vocab_size)
+
+    def save_trie(self, path: str | Path) -> Path:
+        """Write the outputs learnt so far to a file, as a whole or not at all; returns it. Raises InputError."""
+        return write_trie(path, self.shared, self.fingerprint)
+
+    def load_trie(self, path: str | Path) -> None:
+        """Draft from the outputs in a file instead of those learnt so far; of too many, the newest are taken.
+
+        Raises InputError for a file that is none of `save_trie`, damaged, or of another tokenizer. With several ranks,
+        `lpr.lead` does this for a file that only rank 0 has.
+        """
+        self.restore(self.read_trie(path))
+
+    def read_trie(self, path: str | Path) -> np.ndarray:
+        """The history in a file, int32 [num_tokens], without drafting from it. Raises InputError as `load_trie`."""
+        history = read_trie(path, self.fingerprint)
+        if len(history) and not -1 <= history.min() <= history.max() < self.model.vocab_size:
+            raise InputError(f"the trie {path} holds token ids outside the vocabulary of {self.model.vocab_size}")
+        return history[-self.config.trie_capacity :]
+
+    def restore(self, history: np.ndarray) -> None:
+        """Draft from a history instead of the outputs learnt so far; on every rank alike, without running requests."""
+        if self.busy:
+            raise RuntimeError("loading a trie needs an engine without running requests")
+        self.shared = Trie.from_history(history, self.config.trie_capacity)
+        self.shared.end_document()
 
     # Messages from rank 0 to all ranks.
 
