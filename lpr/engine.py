@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,9 +22,12 @@ from lpr.metrics import DecodeStats
 from lpr.model.loader import Loaded, digest, load, model_digest, tokenizer_digest, wrap
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
-from lpr.step import Running, decode_step, fill_step
+from lpr.step import Running, decode_step, fill_step, no_lap
 from lpr.text import TextStream
 from lpr.trie_file import fingerprint_of, read_trie, write_trie
+
+if TYPE_CHECKING:
+    from lpr.trace import Recorder
 
 Prompt = str | Sequence[int]
 
@@ -97,6 +100,8 @@ class Engine:
         limit = loaded.max_positions or 4096
         if decode.max_length is not None and loaded.max_positions and decode.max_length > loaded.max_positions:
             raise InputError(f"max_length={decode.max_length} exceeds the model's {loaded.max_positions} positions")
+        self.recorder: Recorder | None = None
+        """Takes down every step while it is set (lpr.trace)."""
         self.max_length = decode.max_length or min(limit, 4096)
         if self.comm.size > 1:
             facts = {
@@ -214,7 +219,8 @@ class Engine:
             left = request.params.max_new_tokens - len(request.text_stream.token_ids)
             request.running.max_depth = left - 1
             runs.append(request.running)
-        outcomes, announced = decode_step(runs, self.config, self.model, self._exchange, len(self._outgoing))
+        lap = self.recorder.begin() if self.recorder is not None else no_lap
+        outcomes, announced = decode_step(runs, self.config, self.model, self._exchange, len(self._outgoing), lap)
         if announced:
             self._received.append(self.comm.broadcast(self._outgoing, announced))
             self._outgoing = b""
@@ -223,6 +229,8 @@ class Engine:
             sources = outcome.tree.sources
             request.stats.count_step(sources, [sources[node] for node in outcome.path])
             chunks.append(self._emit(request, outcome.emitted))
+        if self.recorder is not None:
+            self.recorder.record(batch, outcomes, chunks)
         for request in batch:
             if request.finish_reason is not None:
                 self._release(request)

@@ -28,6 +28,7 @@ from lpr.files import OrderedWriter, PromptLine, read_prompts
 from lpr.lead import Leader, follow
 from lpr.metrics import DecodeStats
 from lpr.model.loader import bundled_model, digest
+from lpr.trace import check_trace, traced
 from lpr.trie_file import check_writable, read_trie, trie_path
 
 DEMO_PROMPT = '''\
@@ -70,6 +71,10 @@ class Args:
     """Complete this text and show it, instead of a file."""
     trie: Path | None = None
     """Folder or .safetensors file: draft from what earlier runs wrote, and keep what this one writes."""
+    trace: Path | None = None
+    """HTML file that shows every step: its token tree, what each rank evaluated, what was accepted."""
+    trace_steps: int = 500
+    """Steps that --trace shows at most, the first ones; a request's part in a step counts as one."""
     config: Path | None = None
     """TOML file with values for any of these flags; flags given here win."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -125,6 +130,12 @@ def parse(argv: Sequence[str], quiet: bool = False) -> Args:
         raise InputError(f"--prompts and --output are the same file, {args.output}: the prompts would be lost")
     if args.prompts is not None and args.prompt is not None:
         raise InputError("give either --prompts FILE.jsonl or --prompt TEXT")
+    for name in ("prompts", "output"):
+        other = getattr(args, name)
+        if args.trace is not None and other is not None and args.trace.resolve() == other.resolve():
+            raise InputError(f"--trace and --{name} are the same file, {args.trace}: give the trace one of its own")
+    if args.trace_steps < 1:
+        raise InputError(f"--trace-steps {args.trace_steps} must be at least 1")
     return args
 
 
@@ -143,7 +154,7 @@ def read_config(path: Path) -> Args:
     for name, value in values.items():
         if name not in homes:
             raise InputError(f"--config {path}: unknown key {name!r}; keys are flags with underscores")
-        groups[homes[name]][name] = Path(value) if name in ("prompts", "output", "trie") else value
+        groups[homes[name]][name] = Path(value) if name in ("prompts", "output", "trie", "trace") else value
     try:
         return Args(
             **groups[""], sampling=SamplingParams(**groups["sampling"]), decode=DecodeConfig(**groups["decode"])
@@ -187,6 +198,7 @@ def prepare(args: Args, world: World, device: str | None, comm: Comm) -> tuple[E
     try:
         if comm.rank == 0:
             check_trie(args.trie)
+            check_trace(args.trace)
             job = FileJob(args, world) if args.prompts is not None else ShowJob(args)
     except InputError as error:
         failure = str(error)
@@ -247,7 +259,7 @@ class FileJob:
 
     def run(self, leader: Leader) -> int:
         """Complete the lines that are not done yet; 2 if some line could not be, else 0."""
-        with kept_trie(self.args.trie, leader):
+        with kept_trie(self.args.trie, leader), traced(self.args.trace, self.args.trace_steps, leader.engine):
             self._complete(leader)
         return 2 if self.num_bad else 0
 
@@ -361,7 +373,8 @@ class ShowJob:
             leader.configure(decode)
             self._complete(leader, replace(self.params, max_new_tokens=min(4, self.params.max_new_tokens)))  # warm-up
             leader.configure(decode)
-            with kept_trie(None if runs else self.args.trie, leader):
+            trie, trace = (None, None) if runs else (self.args.trie, self.args.trace)
+            with kept_trie(trie, leader), traced(trace, self.args.trace_steps, leader.engine):
                 began = time.perf_counter()
                 if not runs:
                     request = leader.submit(self.prompt, self.params)

@@ -8,7 +8,7 @@ decode phase: a sequence has a pending chain of committed tokens whose K/V the r
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from lpr.config import DecodeConfig
 from lpr.core.accept import accept
 from lpr.core.partition import Shard, partition
-from lpr.core.state import SequenceState
+from lpr.core.state import SequenceState, TreeResult
 from lpr.core.tree import TokenTree
 from lpr.dist.comm import Comm
 from lpr.exchange import Exchange
@@ -42,11 +42,25 @@ class Outcome:
     tree: TokenTree
     path: list[int]
     shards: list[Shard]
+    result: TreeResult
     emitted: list[int]
 
 
+Lap = Callable[[str], None]
+"""Called with the name of a phase when that phase of a step has ended (lpr.trace)."""
+
+
+def no_lap(phase: str) -> None:
+    """Nobody times this step."""
+
+
 def decode_step(
-    batch: Sequence[Running], config: DecodeConfig, model: TreeModel, exchange: Exchange, message_length: int = 0
+    batch: Sequence[Running],
+    config: DecodeConfig,
+    model: TreeModel,
+    exchange: Exchange,
+    message_length: int = 0,
+    lap: Lap = no_lap,
 ) -> tuple[list[Outcome], int]:
     """Advance every sequence of `batch` (neighbouring slots, in order) by its accepted path and a bonus token.
 
@@ -56,15 +70,19 @@ def decode_step(
     trees = [run.state.build(run.max_depth) for run in batch]
     shards = [split(run.state, tree, exchange) for run, tree in zip(batch, trees, strict=True)]
     rows = [shard_row(*each, rank) for each in zip(batch, trees, shards, strict=True)]
+    lap("draft")
     local = model.evaluate(rows, selection(batch, rows, model.device), config.num_recycled) if rows else None
+    lap("forward")
     digest = combine(run.state.digest for run in batch)
     results, message_length = exchange.gather(local, trees, shards, digest, message_length)
+    lap("gather")
     outcomes = []
     for run, tree, parts, row, result in zip(batch, trees, shards, rows, results, strict=True):
         path = accept(tree, result.next_tokens)
         commit(model, row, parts[rank], path)
         emitted = run.state.advance(tree, path, result, parts)
-        outcomes.append(Outcome(tree, path, parts, emitted))
+        outcomes.append(Outcome(tree, path, parts, result, emitted))
+    lap("commit")
     return outcomes, message_length
 
 

@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ from safetensors.numpy import save
 
 from lpr.config import InputError
 from lpr.core.trie import END, Trie
+from lpr.files import replace_file
 from lpr.model.loader import tokenizer_digest
 
 VERSION = 1
@@ -51,7 +50,7 @@ def check_writable(path: str | Path) -> None:
     """Make the folder of a trie file and write a byte in it; raises InputError."""
     path = trie_path(path)
     try:
-        _write(path, b"\n", probe=True)
+        replace_file(path, b"\n", probe=True)
     except OSError as failure:
         raise InputError(f"cannot write a trie to {path}: {failure.strerror or failure}") from failure
 
@@ -69,7 +68,7 @@ def write_trie(path: str | Path, trie: Trie, fingerprint: str) -> Path:
     }
     header = json.dumps({**facts, "checksum": _checksum(facts, tokens)})
     try:
-        _write(path, save({"tokens": tokens}, {_KEY: header}))
+        replace_file(path, save({"tokens": tokens}, {_KEY: header}))
     except OSError as failure:
         raise InputError(f"cannot write a trie to {path}: {failure.strerror or failure}") from failure
     return path
@@ -126,22 +125,3 @@ def _checksum(facts: dict[str, Any], tokens: np.ndarray) -> str:
     content = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16)
     content.update(tokens.astype("<i4", copy=False).tobytes())
     return content.hexdigest()
-
-
-def _write(path: Path, data: bytes, probe: bool = False) -> None:
-    """Put `data` in the place of `path`, as a whole or not at all; a `probe` is written and taken away again."""
-    target = path.resolve()  # a link stays a link
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if target.exists() and not target.is_file():
-        raise OSError("it exists and is no file")
-    # A name of its own: two runs that save at the same moment must not write into one file.
-    fresh = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-    try:
-        with open(fresh, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        if not probe:
-            os.replace(fresh, target)
-    finally:
-        fresh.unlink(missing_ok=True)

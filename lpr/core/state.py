@@ -59,6 +59,8 @@ class SequenceState:
         self.window: JacobiWindow | None = None
         if config.window_size:
             self.window = JacobiWindow(config.window_size, config.ngram_size, self.tokens)
+        self.probabilities: list[float] = []
+        """Estimated path probability of each node of the last tree; 0 where only the window proposed it."""
         self._hash = hashlib.blake2b(array("q", self.tokens).tobytes(), digest_size=8)
         # A rank that samples its nodes by another seed would be followed by all of them, in step and wrong.
         self._hash.update(repr(params).encode())
@@ -78,7 +80,8 @@ class SequenceState:
         tree = TokenTree(self.tokens[-1])
         if self.window is not None:
             self.window.add_to(tree, max_depth)
-        self.drafter.draft(tree, self.config.num_guess_nodes + self.config.trie_nodes, max_depth)
+        budget = self.config.num_guess_nodes + self.config.trie_nodes
+        self.probabilities = self.drafter.draft(tree, budget, max_depth)
         self._hash.update(array("q", tree.tokens).tobytes())
         self._hash.update(array("q", tree.parents).tobytes())
         return tree
