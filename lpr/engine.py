@@ -7,9 +7,11 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -29,8 +31,12 @@ from lpr.model.parallel import TensorParallel
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
 from lpr.processors import Processor, Processors
-from lpr.step import Outcome, Running, decode_step, fill_row
+from lpr.step import Outcome, Running, decode_step, fill_row, no_lap
 from lpr.text import TextStream
+from lpr.trie_file import fingerprint_of, read_trie, write_trie
+
+if TYPE_CHECKING:
+    from lpr.trace import Recorder
 
 Prompt = str | Sequence[int]
 
@@ -137,6 +143,8 @@ class Engine:
             raise InputError(
                 f"max_length={decode.max_length} exceeds the model's {loaded.max_positions} positions{reason}"
             )
+        self.recorder: Recorder | None = None
+        """Takes down every step while it is set (lpr.trace)."""
         self.max_length = decode.max_length or min(limit, 4096)
         facts, replica_facts = {}, {}
         if self.comm.size * self.comm.tp_size > 1:
@@ -291,8 +299,9 @@ class Engine:
             request.running.max_depth = left - 1
             runs.append(request.running)
         began = time.perf_counter()
+        lap = self.recorder.begin() if self.recorder is not None else no_lap
         outcomes, announced = decode_step(
-            runs, self.config, self.model, self._exchange, self._budget, len(self._outgoing), fills
+            runs, self.config, self.model, self._exchange, self._budget, len(self._outgoing), fills, lap
         )
         if announced:
             self._receive(self.comm.broadcast(self._outgoing, announced))
@@ -302,6 +311,8 @@ class Engine:
             sources = outcome.tree.sources
             request.stats.count_step(sources, [sources[node] for node in outcome.path])
             chunks.append(self._emit(request, outcome))
+        if self.recorder is not None:
+            self.recorder.record(batch, outcomes, chunks)
         for request in batch:
             if request.finish_reason is not None:
                 self._release(request)
@@ -369,6 +380,37 @@ class Engine:
         if self.config.trie_nodes and token_ids:
             self.shared.extend(token_ids)
             self.shared.end_document()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What a token id means to this model; a saved trie fits engines with the same."""
+        return fingerprint_of(self.tokenizer, self.model.vocab_size)
+
+    def save_trie(self, path: str | Path) -> Path:
+        """Write the outputs learnt so far to a file, as a whole or not at all; returns it. Raises InputError."""
+        return write_trie(path, self.shared, self.fingerprint)
+
+    def load_trie(self, path: str | Path) -> None:
+        """Draft from the outputs in a file instead of those learnt so far; of too many, the newest are taken.
+
+        Raises InputError for a file that is none of `save_trie`, damaged, or of another tokenizer. With several ranks,
+        `lpr.lead` does this for a file that only rank 0 has.
+        """
+        self.restore(self.read_trie(path))
+
+    def read_trie(self, path: str | Path) -> np.ndarray:
+        """The history in a file, int32 [num_tokens], without drafting from it. Raises InputError as `load_trie`."""
+        history = read_trie(path, self.fingerprint)
+        if len(history) and not -1 <= history.min() <= history.max() < self.model.vocab_size:
+            raise InputError(f"the trie {path} holds token ids outside the vocabulary of {self.model.vocab_size}")
+        return history[-self.config.trie_capacity :]
+
+    def restore(self, history: np.ndarray) -> None:
+        """Draft from a history instead of the outputs learnt so far; on every rank alike, without running requests."""
+        if self.busy:
+            raise RuntimeError("loading a trie needs an engine without running requests")
+        self.shared = Trie.from_history(history, self.config.trie_capacity)
+        self.shared.end_document()
 
     # Messages from rank 0 to all ranks.
 

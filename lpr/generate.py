@@ -9,6 +9,7 @@ import time
 import tomllib
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -27,6 +28,8 @@ from lpr.files import OrderedWriter, PromptLine, read_prompts
 from lpr.lead import Leader, follow
 from lpr.metrics import DecodeStats
 from lpr.model.loader import bundled_model, digest
+from lpr.trace import check_trace, traced
+from lpr.trie_file import check_writable, read_trie, trie_path
 
 DEMO_PROMPT = '''\
 class Account:
@@ -66,6 +69,12 @@ class Args:
     """JSONL file for the completions, in the order of the prompts."""
     prompt: str | None = None
     """Complete this text and show it, instead of a file."""
+    trie: Path | None = None
+    """Folder or .safetensors file: draft from what earlier runs wrote, and keep what this one writes."""
+    trace: Path | None = None
+    """HTML file that shows every step: its token tree, what each rank evaluated, what was accepted."""
+    trace_steps: int = 500
+    """Steps that --trace shows at most, the first ones; a request's part in a step counts as one."""
     config: Path | None = None
     """TOML file with values for any of these flags; flags given here win."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -125,6 +134,12 @@ def parse(argv: Sequence[str], quiet: bool = False) -> Args:
         raise InputError(f"--prompts and --output are the same file, {args.output}: the prompts would be lost")
     if args.prompts is not None and args.prompt is not None:
         raise InputError("give either --prompts FILE.jsonl or --prompt TEXT")
+    for name in ("prompts", "output"):
+        other = getattr(args, name)
+        if args.trace is not None and other is not None and args.trace.resolve() == other.resolve():
+            raise InputError(f"--trace and --{name} are the same file, {args.trace}: give the trace one of its own")
+    if args.trace_steps < 1:
+        raise InputError(f"--trace-steps {args.trace_steps} must be at least 1")
     return args
 
 
@@ -145,7 +160,7 @@ def read_config(path: Path) -> Args:
     for name, value in values.items():
         if name not in homes:
             raise InputError(f"--config {path}: unknown key {name!r}; keys are flags with underscores")
-        groups[homes[name]][name] = Path(value) if name in ("prompts", "output") else value
+        groups[homes[name]][name] = Path(value) if name in ("prompts", "output", "trie", "trace") else value
     try:
         return Args(
             **groups[""], sampling=SamplingParams(**groups["sampling"]), decode=DecodeConfig(**groups["decode"])
@@ -191,6 +206,8 @@ def prepare(args: Args, world: World, device: str | None, comm: Comm) -> tuple[E
     failure = None
     try:
         if world.rank == 0:
+            check_trie(args.trie)
+            check_trace(args.trace)
             job = FileJob(args, world) if args.prompts is not None else ShowJob(args)
     except InputError as error:
         failure = str(error)
@@ -200,6 +217,33 @@ def prepare(args: Args, world: World, device: str | None, comm: Comm) -> tuple[E
     # What is loaded stays: without this, each full collection walks a million objects, in the middle of some step.
     gc.freeze()
     return engine, job
+
+
+def check_trie(path: Path | None) -> None:
+    """Refuse a trie that cannot be read or kept, before the model is loaded; raises InputError."""
+    if path is not None:
+        if trie_path(path).exists():
+            read_trie(path)
+        check_writable(path)
+
+
+@contextmanager
+def kept_trie(path: Path | None, leader: Leader) -> Iterator[None]:
+    """Let all ranks draft from the trie at `path`, and save it at the end, also of an interrupted run.
+
+    Not after a lost rank: the restarted job learns again from its output file, and drafts as an undisturbed one.
+    """
+    if path is None:
+        yield
+        return
+    if trie_path(path).exists():
+        leader.load_trie(path)
+    try:
+        yield
+    except KeyboardInterrupt:
+        leader.engine.save_trie(path)
+        raise
+    leader.engine.save_trie(path)
 
 
 class FileJob:
@@ -226,6 +270,11 @@ class FileJob:
 
     def run(self, leader: Leader) -> int:
         """Complete the lines that are not done yet; 2 if some line could not be, else 0."""
+        with kept_trie(self.args.trie, leader), traced(self.args.trace, self.args.trace_steps, leader.engine):
+            self._complete(leader)
+        return 2 if self.num_bad else 0
+
+    def _complete(self, leader: Leader) -> None:
         if self.writer.kept:  # the drafts of a restarted job are those of an undisturbed one
             leader.learn([record.get("token_ids", []) for record in self.writer.kept])
         todo = deque(line for line in self.lines if line.number not in self.writer.done)
@@ -248,7 +297,6 @@ class FileJob:
                 rate = f"{self.total.tokens_per_step:.2f} tokens/step" if self.total.num_steps else ""
                 progress.update(bar, completed=len(self.writer.done), rate=rate)
         self._report(leader, kept, time.perf_counter() - began)
-        return 2 if self.num_bad else 0
 
     def _submit(self, leader: Leader, line: PromptLine, flying: dict[Request, PromptLine]) -> None:
         try:
@@ -345,13 +393,15 @@ class ShowJob:
             leader.configure(decode)
             self._complete(leader, replace(self.params, max_new_tokens=min(4, self.params.max_new_tokens)))  # warm-up
             leader.configure(decode)
-            began = time.perf_counter()
-            if not runs:
-                request = leader.submit(self.prompt, self.params)
-                show_stream(self.console, self.prompt, self._pieces(leader, request))
-                done = request.completion()
-            else:
-                done = self._complete(leader, self.params)
+            trie, trace = (None, None) if runs else (self.args.trie, self.args.trace)
+            with kept_trie(trie, leader), traced(trace, self.args.trace_steps, leader.engine):
+                began = time.perf_counter()
+                if not runs:
+                    request = leader.submit(self.prompt, self.params)
+                    show_stream(self.console, self.prompt, self._pieces(leader, request))
+                    done = request.completion()
+                else:
+                    done = self._complete(leader, self.params)
             runs.append(Run(name, done.stats.num_steps, done.stats.num_tokens, time.perf_counter() - began, None))
             completions.append(done)
         for done in completions:

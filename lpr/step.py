@@ -9,7 +9,7 @@ longer or shorter.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from lpr.config import TreeConfig
 from lpr.core.accept import accept
 from lpr.core.budget import Budget
 from lpr.core.partition import Shard, partition
-from lpr.core.state import SequenceState, spoils
+from lpr.core.state import SequenceState, TreeResult, spoils
 from lpr.core.tree import TokenTree
 from lpr.exchange import Exchange
 from lpr.model.inputs import Row
@@ -45,11 +45,20 @@ class Outcome:
     tree: TokenTree
     path: list[int]
     shards: list[Shard]
+    result: TreeResult
     emitted: list[int]
     num_entries: int
     """Tokens that this rank evaluated: pending chain and shard."""
     failure: int | None
     """Why the path ends without a bonus token (see lpr.core.accept)."""
+
+
+Lap = Callable[[str], None]
+"""Called with the name of a phase when that phase of a step has ended (lpr.trace)."""
+
+
+def no_lap(phase: str) -> None:
+    """Nobody times this step."""
 
 
 def decode_step(
@@ -60,6 +69,7 @@ def decode_step(
     budget: Budget,
     message_length: int = 0,
     fills: Sequence[Row] = (),
+    lap: Lap = no_lap,
 ) -> tuple[list[Outcome], int]:
     """Advance every sequence of `batch` by its accepted path and a bonus token.
 
@@ -73,18 +83,23 @@ def decode_step(
     trees = [draft.tree for draft in drafts]
     shards = [split(run.state, tree, exchange) for run, tree in zip(batch, trees, strict=True)]
     rows = [shard_row(*each, rank) for each in zip(batch, trees, shards, strict=True)]
+    lap("draft")
     chosen_by = selection(batch, rows, model.device)
     local = model.evaluate([*rows, *fills], chosen_by, config.num_recycled) if rows else None
+    lap("forward")
     digest = combine(run.state.sign(tree) for run, tree in zip(batch, trees, strict=True))
     results, message_length = exchange.gather(local, trees, shards, digest, message_length)
+    lap("gather")
     outcomes = []
     for run, tree, parts, row, result in zip(batch, trees, shards, rows, results, strict=True):
         path = accept(tree, result.next_tokens)
         commit(model, row, parts[rank], path, spoilt=spoils(parts[rank], result))
         emitted = run.state.advance(tree, path, result, parts)
         bonus = result.next_tokens[path[-1]]
-        outcomes.append(Outcome(tree, path, parts, emitted, len(row.tokens), bonus if bonus < 0 else None))
+        failure = bonus if bonus < 0 else None
+        outcomes.append(Outcome(tree, path, parts, result, emitted, len(row.tokens), failure))
     budget.observe(trees, [outcome.path for outcome in outcomes])
+    lap("commit")
     return outcomes, message_length
 
 

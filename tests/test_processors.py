@@ -342,10 +342,10 @@ def often_drafted(model: PreTrainedModel) -> tuple[int, list[list[int]]]:
     build = SequenceState.build
     with pytest.MonkeyPatch.context() as patch:
 
-        def counting(self: SequenceState, max_depth: int) -> TokenTree:
-            tree = build(self, max_depth)
-            drafted.update(tree.tokens)
-            return tree
+        def counting(self: SequenceState, *args: object) -> object:
+            draft = build(self, *args)
+            drafted.update(draft.tree.tokens)
+            return draft
 
         patch.setattr(SequenceState, "build", counting)
         Engine.from_model(model, decode=TREES).generate(PROMPTS, SamplingParams(max_new_tokens=50))

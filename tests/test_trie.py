@@ -23,6 +23,11 @@ def build(documents: list[list[int]], capacity: int = 10_000) -> tuple[Trie, lis
     return trie, flat
 
 
+def pairs_of(trie: Trie) -> dict[int, int]:
+    """The index of pairs without its shards."""
+    return {key: position for shard in trie.pairs for key, position in shard.items()}
+
+
 def occurrences(flat: list[int], suffix: list[int], at_least: int) -> list[tuple[int, int]]:
     """(index of what follows, match length) of each place, the newest first, by looking everywhere."""
     found = []
@@ -78,16 +83,41 @@ def test_nothing_crosses_a_document():
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=30), min_size=1, max_size=12), st.integers(1, 80))
 def test_eviction_forgets_the_oldest_and_leaves_nothing_dangling(documents, capacity):
     trie, flat = build(documents, capacity)
-    held = trie.tokens.tolist()
-    assert len(held) <= capacity
+    held = trie.history().tolist()
+    assert len(trie) == len(held) <= capacity
     assert held == flat[len(flat) - len(held) :]
-    assert trie.base == len(flat) - len(held)
-    assert len(trie.previous_token) == len(trie.previous_pair) == len(held)
-    inner = {(held[i - 1], held[i]): i + trie.base for i in range(1, len(held)) if END not in held[i - 1 : i + 1]}
-    assert trie.pairs == {left << 32 | right: position for (left, right), position in inner.items()}
-    assert trie.singles == {token: i + trie.base for i, token in enumerate(held) if token != END}
+    first = trie.base + trie.start
+    assert first == len(flat) - len(held)
+    assert len(trie.previous_token) == len(trie.previous_pair) == len(trie.tokens)
+    inner = {(held[i - 1], held[i]): i + first for i in range(1, len(held)) if END not in held[i - 1 : i + 1]}
+    assert pairs_of(trie) == {left << 32 | right: position for (left, right), position in inner.items()}
+    assert trie.singles == {token: i + first for i, token in enumerate(held) if token != END}
     for suffix in ([0, 1], [2, 2], [3, 0, 1]):
-        assert trie.match(suffix, 1000) == occurrences(held, suffix, 2)
+        found = [(index - trie.start, length) for index, length in trie.match(suffix, 1000)]
+        assert found == occurrences(held, suffix, 2)
+        singles = [index - trie.start for index in trie.match_last(suffix[-1], 1000)]
+        assert singles == [index for index, _ in occurrences(held, suffix[-1:], 1)]
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=30), max_size=12),
+    st.integers(1, 200),
+    st.lists(st.integers(0, 3), max_size=20),
+)
+def test_a_trie_made_from_a_history_at_once_is_the_one_made_token_by_token(documents, capacity, more):
+    slow, flat = build(documents, capacity=100_000)
+    fast = Trie.from_history(flat, 100_000)
+    for name in Trie.__slots__:
+        assert getattr(fast, name) == getattr(slow, name), name
+    # With less room, the newest tokens stay, and it goes on as any trie.
+    small, alike = Trie.from_history(flat, capacity), Trie.from_history(flat[-capacity:], 100_000)
+    assert small.history() == alike.history()
+    for trie in (small, alike):
+        trie.extend(more)
+    held = small.history().tolist()
+    assert len(held) <= capacity and held == (flat + more)[len(flat) + len(more) - len(held) :]
+    assert pairs_of(small).keys() == pairs_of(Trie.from_history(held, capacity)).keys()
 
 
 def test_memory_stays_bounded_over_a_long_history():
@@ -100,8 +130,8 @@ def test_memory_stays_bounded_over_a_long_history():
             document.append(token % 30_000)  # nearly every pair is new: the worst case for the index
         trie.extend(document)
         trie.end_document()
-        assert len(trie) <= 2_000
-        assert len(trie.pairs) <= 2_000 and len(trie.singles) <= 2_000
+        assert len(trie) <= 2_000 and len(trie.tokens) <= 2_200
+        assert len(pairs_of(trie)) <= 2_000 and len(trie.singles) <= 2_000
     assert trie.base + len(trie) == 100 * 1_001
     assert all(isinstance(column, array) for column in (trie.tokens, trie.previous_token, trie.previous_pair))
 
@@ -115,7 +145,7 @@ def test_a_query_does_not_depend_on_the_size_of_the_history():
             return super().get(*args)
 
     trie, _ = build([[5, 6, 7] * 20_000], capacity=100_000)
-    trie.pairs = Counting(trie.pairs)
+    trie.pairs = [Counting(shard) for shard in trie.pairs]
     assert len(trie.match([5, 6], limit=16)) == 16
     assert Counting.reads == 1
 

@@ -64,6 +64,8 @@ class SequenceState:
         self.pause = Pause()
         self.is_suspect = False
         """Were the last logits not numbers? Then the next tree is the root alone, to tell whose fault it is."""
+        self.probabilities: list[float] = []
+        """Estimated path probability of each node drafted last; 0 where only the window proposed it."""
         self._hash = hashlib.blake2b(array("q", self.tokens).tobytes(), digest_size=8)
         # A rank that samples its nodes by another seed would be followed by all of them, in step and wrong.
         self._hash.update(repr(params).encode())
@@ -90,8 +92,8 @@ class SequenceState:
         if self.window is not None:
             self.window.add_to(tree, max_depth)
         num_window = len(tree)
-        probabilities = self.drafter.draft(tree, order.nodes, max_depth, order.floor)
-        return Draft(tree, probabilities, num_window)
+        self.probabilities = self.drafter.draft(tree, order.nodes, max_depth, order.floor)
+        return Draft(tree, self.probabilities, num_window)
 
     def sign(self, tree: TokenTree) -> int:
         """The digest with the tree that is about to be evaluated."""

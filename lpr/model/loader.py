@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -80,9 +81,7 @@ def load(
     where = choose_device(device)
     transformers_logging.disable_progress_bar()
     path = Path(source)
-    looks_local = path.is_absolute() or source.startswith((".", "~")) or source.count("/") != 1
-    if looks_local and not path.is_dir():
-        raise InputError(f"model folder {source!r} does not exist")
+    _check_folder(source)
     try:
         config = AutoConfig.from_pretrained(source)
         read: Any = partial(AutoModelForCausalLM.from_pretrained, source, config=config, output_loading_info=True)
@@ -98,13 +97,25 @@ def load(
         raise InputError(
             f"the weights in {source!r} lack {len(absent)} tensors that the model needs, the first: {absent[0]}"
         )
-    tokenizer = None
-    if not path.is_dir() or any(path.glob("tokenizer*")):
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(source)
-        except Exception as failure:
-            raise InputError(f"cannot load the tokenizer of {source!r}: {_first_line(failure)}") from failure
-    return wrap(model.to(where), tokenizer)
+    has_tokenizer = not path.is_dir() or any(path.glob("tokenizer*"))
+    return wrap(model.to(where), load_tokenizer(source) if has_tokenizer else None)
+
+
+def load_tokenizer(source: str) -> Any:
+    """The tokenizer at `source`, a folder or a hub id, without the model's weights; raises InputError."""
+    _check_folder(source)
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except Exception as failure:  # as for models, of many types
+        raise InputError(f"cannot load the tokenizer of {source!r}: {_first_line(failure)}") from failure
+
+
+def _check_folder(source: str) -> None:
+    """Refuse what looks like a folder and is none, which transformers would look for on the hub."""
+    path = Path(source)
+    looks_local = path.is_absolute() or source.startswith((".", "~")) or source.count("/") != 1
+    if looks_local and not path.is_dir():
+        raise InputError(f"model folder {source!r} does not exist")
 
 
 def wrap(model: PreTrainedModel, tokenizer: Any | None) -> Loaded:
@@ -165,4 +176,7 @@ def tokenizer_digest(tokenizer: Any | None) -> int:
     if tokenizer is None:
         return 0
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    return digest(backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items())))
+    if backend is None:
+        return digest(repr(sorted(tokenizer.get_vocab().items())))
+    # Each call sets these two anew, so they say how it was used last.
+    return digest(json.dumps({**json.loads(backend.to_str()), "truncation": None, "padding": None}))

@@ -1,0 +1,184 @@
+"""A trace: what every step drafted, evaluated and accepted, as one page that needs nothing but a browser.
+
+A `Recorder` that is set as `engine.recorder` takes down each step of each request. Every rank knows all trees
+and shards, as they are replicated, so rank 0's recorder tells of all ranks; the times are its own. On a GPU `forward`
+is the time to launch it, and `gather`, which waits for its results, holds the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from lpr.config import InputError
+from lpr.core.accept import likely
+from lpr.core.partition import Shard
+from lpr.core.tree import Source
+from lpr.engine import Chunk, Engine, Request
+from lpr.files import replace_file
+from lpr.step import Outcome
+from lpr.text import TextStream, decoder_of
+
+Json = dict[str, Any]
+PLACEHOLDER = "{{ trace }}"
+
+
+@dataclass
+class Recorder:
+    """Takes down up to `max_steps` steps, counted per request; further ones are only counted."""
+
+    max_steps: int = 500
+    num_steps: int = 0
+    num_left_out: int = 0
+    steps: dict[Request, list[Json]] = field(default_factory=dict)
+    """The steps of each request, in the order in which the requests began."""
+    _phases: dict[str, float] = field(default_factory=dict)
+    _last: float = 0.0
+
+    def begin(self) -> Callable[[str], None]:
+        """Start the clock of a step; returns what to call at the end of each phase."""
+        self._phases = {}
+        self._last = time.perf_counter()
+        return self._lap
+
+    def _lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self._phases[phase] = round((now - self._last) * 1e3, 4)
+        self._last = now
+
+    def record(self, batch: Sequence[Request], outcomes: Sequence[Outcome], chunks: Sequence[Chunk]) -> None:
+        """Take down the step that has just been timed, which advanced `batch` together."""
+        for request, outcome, chunk in zip(batch, outcomes, chunks, strict=True):
+            if self.num_steps == self.max_steps:
+                self.num_left_out += 1
+                continue
+            self.num_steps += 1
+            assert request.running is not None
+            step = step_record(outcome, request.running.state.probabilities)
+            step |= {"emitted": chunk.token_ids, "ms": self._phases, "batch": len(batch)}
+            self.steps.setdefault(request, []).append(step)
+
+
+def step_record(outcome: Outcome, probabilities: Sequence[float]) -> Json:
+    """One tree: per node its token, parent, source, owner, next token and path probability; and who did what.
+
+    `evaluated[r]` is the number of nodes that rank r evaluated and `ancestors[r]` those of them that another rank owns.
+    """
+    tree = outcome.tree
+    owners = [0] * len(tree)
+    for rank, shard in enumerate(outcome.shards):
+        for node in shard.owned:
+            owners[node] = rank
+    return {
+        "tokens": tree.tokens,
+        "parents": tree.parents,
+        "sources": [int(source) for source in tree.sources],
+        "owners": owners,
+        "next": likely(outcome.result.next_tokens),
+        "probabilities": [round(each, 5) for each in probabilities[: len(tree)]],
+        "path": outcome.path,
+        "evaluated": [len(shard.nodes) for shard in outcome.shards],
+        "ancestors": [_not_owned(shard) for shard in outcome.shards],
+    }
+
+
+def _not_owned(shard: Shard) -> list[int]:
+    return sorted(set(shard.nodes) - set(shard.owned))
+
+
+def trace_data(recorder: Recorder, engine: Engine) -> Json:
+    """Everything the page shows, as JSON-able data."""
+    tokens = {token for steps in recorder.steps.values() for step in steps for token in step["tokens"] + step["next"]}
+    label = labels(engine)
+    return {
+        "version": 1,
+        "ranks": engine.comm.size,
+        "device": str(engine.model.device),
+        "sources": [source.name.lower() for source in Source],
+        "decode": vars(engine.config),
+        "num_left_out": recorder.num_left_out,
+        "tokens": {token: label(token) for token in sorted(tokens)},
+        "requests": [request_record(request, steps, engine) for request, steps in recorder.steps.items()],
+    }
+
+
+def request_record(request: Request, steps: list[Json], engine: Engine) -> Json:
+    """A request: its prompt, its steps, and its output as (token, text that became final with it) pairs."""
+    emitted = [token for step in steps for token in step["emitted"]]
+    params = replace(request.params, max_new_tokens=max(1, len(emitted)))
+    stream = TextStream(engine.tokenizer, request.prompt_ids, params, engine.eos_token_ids)
+    output = []
+    for token in emitted:
+        stream.push(token)
+        output.append([token, stream.take() if engine.tokenizer is not None else f" {token}"])
+    prompt = request.prompt
+    if not isinstance(prompt, str):
+        prompt = engine.tokenizer.decode(prompt) if engine.tokenizer is not None else " ".join(map(str, prompt))
+    return {
+        "prompt": prompt,
+        "num_prompt_tokens": len(request.prompt_ids),
+        "sampling": vars(request.params),
+        "finish_reason": request.finish_reason,
+        "num_fill_steps": request.stats.num_fill_steps,
+        "output": output,
+        "steps": steps,
+    }
+
+
+def labels(engine: Engine) -> Callable[[int], str]:
+    """How a single token is shown: its text, or its name where it has none, or its id."""
+    tokenizer = engine.tokenizer
+    if tokenizer is None:
+        return str
+    decode = decoder_of(tokenizer)
+
+    def label(token: int) -> str:
+        name = tokenizer.convert_ids_to_tokens(token)
+        text = decode([token])
+        if not isinstance(name, str):
+            return text or f"<{token}>"
+        # SentencePiece decoders strip the space that a first token begins with.
+        if name.startswith("▁") and not text.startswith(" "):
+            text = " " + text
+        return text or name
+
+    return label
+
+
+def page(data: Json) -> str:
+    """The trace as HTML: self-contained, and no text in it can end the element that holds it."""
+    template = (files("lpr") / "assets" / "trace.html").read_text(encoding="utf-8")
+    return template.replace(PLACEHOLDER, json.dumps(data).replace("<", "\\u003c"), 1)
+
+
+def check_trace(path: Path | None) -> None:
+    """Refuse a path that a trace cannot be written to, before any work; raises InputError."""
+    if path is not None:
+        _write(path, b"\n", probe=True)
+
+
+@contextmanager
+def traced(path: Path | None, max_steps: int, engine: Engine) -> Iterator[None]:
+    """Record the steps of `engine` and write the page at the end, also of a run that was interrupted or failed."""
+    if path is None:
+        yield
+        return
+    recorder = engine.recorder = Recorder(max_steps)
+    try:
+        yield
+    finally:
+        engine.recorder = None
+        _write(path, page(trace_data(recorder, engine)).encode())
+
+
+def _write(path: Path, data: bytes, probe: bool = False) -> None:
+    try:
+        replace_file(path, data, probe)
+    except OSError as failure:
+        raise InputError(f"cannot write a trace to {path}: {failure.strerror or failure}") from failure

@@ -1,0 +1,127 @@
+"""The shared trie on disk, so that a later run drafts from what earlier ones wrote.
+
+A file holds the tokens alone; the links between equal contexts follow from them (1M tokens are relinked in 0.4 s). It
+is a safetensors file with one int32 tensor, `tokens`, and one metadata entry, `lpr_trie`, a JSON object:
+
+    version          1
+    fingerprint      the tokenizer that gives the tokens their meaning, see `fingerprint_of`
+    capacity_tokens  of the trie that was saved
+    num_tokens       ends of documents included
+    num_documents
+    checksum         of the tokens and the other entries
+
+A file is written beside its place, flushed to the disk and then renamed, so at every moment it is one complete trie:
+a run that is killed leaves the earlier one, and of two runs that save to the same file the later one wins whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from lpr.config import InputError
+from lpr.core.trie import END, Trie
+from lpr.files import replace_file
+from lpr.model.loader import tokenizer_digest
+
+VERSION = 1
+FILE_NAME = "trie.safetensors"
+_KEY = "lpr_trie"
+
+
+def trie_path(path: str | Path) -> Path:
+    """The file that `path` means: itself if it is a .safetensors file, else one in the folder `path`."""
+    path = Path(path)
+    return path if path.suffix == ".safetensors" else path / FILE_NAME
+
+
+def fingerprint_of(tokenizer: Any | None, vocab_size: int) -> str:
+    """What the meaning of a token id depends on: the tokenizer, or without one the size of the vocabulary."""
+    return f"vocabulary of {vocab_size}" if tokenizer is None else f"tokenizer {tokenizer_digest(tokenizer):016x}"
+
+
+def check_writable(path: str | Path) -> None:
+    """Make the folder of a trie file and write a byte in it; raises InputError."""
+    path = trie_path(path)
+    try:
+        replace_file(path, b"\n", probe=True)
+    except OSError as failure:
+        raise InputError(f"cannot write a trie to {path}: {failure.strerror or failure}") from failure
+
+
+def write_trie(path: str | Path, trie: Trie, fingerprint: str) -> Path:
+    """Replace the trie file at `path` by one of `trie`; returns the file. Raises InputError, the old file kept."""
+    path = trie_path(path)
+    tokens = np.array(trie.history(), "<i4")
+    facts = {
+        "version": VERSION,
+        "fingerprint": fingerprint,
+        "capacity_tokens": trie.capacity_tokens,
+        "num_tokens": len(tokens),
+        "num_documents": num_documents(tokens),
+    }
+    header = json.dumps({**facts, "checksum": _checksum(facts, tokens)})
+    try:
+        replace_file(path, save({"tokens": tokens}, {_KEY: header}))
+    except OSError as failure:
+        raise InputError(f"cannot write a trie to {path}: {failure.strerror or failure}") from failure
+    return path
+
+
+def read_trie(path: str | Path, fingerprint: str | None = None) -> np.ndarray:
+    """The history in a trie file, int32 [num_tokens], documents separated by END.
+
+    Raises InputError if the file cannot be read, is no trie file, is damaged, or has another `fingerprint`.
+    """
+    path = trie_path(path)
+    try:
+        with safe_open(path, framework="numpy") as file:
+            header = (file.metadata() or {}).get(_KEY)
+            facts = _facts(path, header)
+            if fingerprint is not None and facts["fingerprint"] != fingerprint:
+                raise InputError(
+                    f"the trie {path} was made with another vocabulary ({facts['fingerprint']}) than this model's "
+                    f"({fingerprint}): give each tokenizer its own trie"
+                )
+            tokens = file.get_tensor("tokens")
+    except SafetensorError as failure:
+        raise InputError(f"{path} is no trie file, or damaged: {failure}; delete it to start anew") from failure
+    except OSError as failure:
+        raise InputError(f"cannot read the trie {path}: {failure.strerror or failure}") from failure
+    checksum = facts.pop("checksum", None)
+    if tokens.dtype != np.int32 or tokens.ndim != 1 or checksum != _checksum(facts, tokens):
+        raise InputError(f"the trie {path} is damaged: its checksum does not fit its content; delete it to start anew")
+    return tokens
+
+
+def num_documents(tokens: np.ndarray) -> int:
+    """Documents in a history, an unfinished last one included."""
+    return int(np.count_nonzero(tokens == END)) + int(len(tokens) > 0 and tokens[-1] != END)
+
+
+def _facts(path: Path, header: str | None) -> dict[str, Any]:
+    if header is None:
+        raise InputError(f"{path} is a safetensors file, but no trie of lpr: give another path")
+    try:
+        facts = json.loads(header)
+    except ValueError:
+        facts = None
+    if not isinstance(facts, dict) or "fingerprint" not in facts or "version" not in facts:
+        raise InputError(f"the trie {path} is damaged: its header is not readable; delete it to start anew")
+    if facts["version"] != VERSION:
+        raise InputError(
+            f"the trie {path} has version {facts['version']!r} and this lpr reads version {VERSION}: give another path"
+        )
+    return facts
+
+
+def _checksum(facts: dict[str, Any], tokens: np.ndarray) -> str:
+    content = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16)
+    content.update(tokens.astype("<i4", copy=False).tobytes())
+    return content.hexdigest()
