@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from lpr.config import DecodeConfig, InputError, SamplingParams, TreeConfig
 from lpr.core.accept import NOT_A_NUMBER
 from lpr.core.budget import AdaptiveBudget, Budget, FixedBudget
-from lpr.core.calibration import Calibration
 from lpr.core.cost import StepCost
 from lpr.core.state import SequenceState
 from lpr.core.trie import Trie
@@ -210,8 +209,6 @@ class Engine:
     def _configure(self, decode: DecodeConfig) -> None:
         self.config = config = self._sizes(decode)
         self._budget: Budget = FixedBudget(config)
-        # With fixed sizes each request has its own, so that a job restarted from its output file takes the same steps.
-        self._calibration = Calibration() if decode.adaptive else None
         if decode.adaptive:
             assert self._own_costs is not None
             self._budget = AdaptiveBudget(config, self._own_costs.copy(), self.comm.size)
@@ -499,9 +496,7 @@ class Engine:
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self.config.max_batch_size:
             request = self._waiting.popleft()
-            state = SequenceState(
-                request.prompt_ids, request.params, self.config, self.comm.size, self.shared, self._calibration
-            )
+            state = SequenceState(request.prompt_ids, request.params, self.config, self.comm.size, self.shared)
             request.running = Running(state, slot=len(self._running), processors=request.processors)
             self._running.append(request)
 

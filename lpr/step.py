@@ -78,8 +78,9 @@ def decode_step(
     the length of the message that rank 0 announces.
     """
     rank = exchange.comm.rank
-    drafts = [run.state.build(run.max_depth, budget.order(run.state.pause)) for run in batch]
-    budget.cut(drafts, [run.state.pause for run in batch], *workload(batch))
+    drafts = [run.state.build(run.max_depth, budget.order(run.state.standing)) for run in batch]
+    standings = [run.state.standing for run in batch]
+    budget.cut(drafts, standings, *workload(batch))
     trees = [draft.tree for draft in drafts]
     shards = [split(run.state, tree, exchange) for run, tree in zip(batch, trees, strict=True)]
     rows = [shard_row(*each, rank) for each in zip(batch, trees, shards, strict=True)]
@@ -98,7 +99,7 @@ def decode_step(
         bonus = result.next_tokens[path[-1]]
         failure = bonus if bonus < 0 else None
         outcomes.append(Outcome(tree, path, parts, result, emitted, len(row.tokens), failure))
-    budget.observe(trees, [outcome.path for outcome in outcomes])
+    budget.observe(trees, [outcome.path for outcome in outcomes], standings)
     lap("commit")
     return outcomes, message_length
 

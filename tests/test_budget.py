@@ -15,7 +15,7 @@ from worlds import generate_on, run_ranks
 
 import lpr
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
-from lpr.core.budget import LONGEST_PAUSE, QUIET_STEPS, AdaptiveBudget, Draft, Pause
+from lpr.core.budget import LONGEST_PAUSE, QUIET_STEPS, AdaptiveBudget, Draft, Standing
 from lpr.core.cost import KNOTS, StepCost, interpolate
 from lpr.core.tree import Source, TokenTree
 from lpr.dist.comm import ThreadWorld
@@ -60,7 +60,7 @@ def test_the_size_is_the_one_with_most_tokens_per_millisecond(
         return (len(rows) + sum(kept)) / cost.time(per_rank, len(rows))
 
     best = max(rate(gains[:count]) for count in range(len(gains) + 1))
-    trie_budget(cost, num_ranks).cut(drafts, [Pause() for _ in rows], pending, 0)
+    trie_budget(cost, num_ranks).cut(drafts, [Standing() for _ in rows], pending, 0)
     kept = [p for draft in drafts for p in draft.probabilities[1 : len(draft.tree)]]
     # Equally likely nodes are kept or left together, which can only matter where they are worth their price exactly.
     assert rate(kept) == pytest.approx(best, rel=1e-9) or len(set(gains)) < len(gains)
@@ -70,27 +70,27 @@ def test_the_size_is_the_one_with_most_tokens_per_millisecond(
 
 def test_free_nodes_are_all_kept_and_dear_ones_none() -> None:
     draft = chain([0.5, 0.4, 0.1, 0.01])
-    trie_budget(FLAT).cut([draft], [Pause()], 0, 0)
+    trie_budget(FLAT).cut([draft], [Standing()], 0, 0)
     assert len(draft.tree) == 5
     draft = chain([0.9, 0.4, 0.1])
-    trie_budget(DEAR).cut([draft], [Pause()], 0, 0)
+    trie_budget(DEAR).cut([draft], [Standing()], 0, 0)
     assert len(draft.tree) == 1
 
 
 def test_the_budget_goes_to_the_sequence_that_gains_most() -> None:
     sure, unsure = chain([0.95, 0.9, 0.85, 0.8]), chain([0.04, 0.03, 0.02])
-    trie_budget(RISING).cut([sure, unsure], [Pause(), Pause()], 0, 0)
+    trie_budget(RISING).cut([sure, unsure], [Standing(), Standing()], 0, 0)
     assert (len(sure.tree), len(unsure.tree)) == (5, 1)
 
 
 def test_nodes_after_an_unlikely_one_are_not_kept_in_its_place() -> None:
     draft = chain([0.9, 0.001, 0.9])
-    trie_budget(RISING).cut([draft], [Pause()], 0, 0)
+    trie_budget(RISING).cut([draft], [Standing()], 0, 0)
     assert len(draft.tree) == 2
 
 
 def test_drafts_that_never_pay_are_tried_ever_more_rarely() -> None:
-    budget, pause = trie_budget(DEAR), Pause()
+    budget, pause = trie_budget(DEAR), Standing()
     tried = []
     for step in range(400):
         order = budget.order(pause)
@@ -99,10 +99,10 @@ def test_drafts_that_never_pay_are_tried_ever_more_rarely() -> None:
     gaps = [after - before for before, after in itertools.pairwise(tried)]
     assert gaps[: QUIET_STEPS - 1] == [1] * (QUIET_STEPS - 1)
     assert gaps[-1] == LONGEST_PAUSE + 1 and sorted(gaps) == gaps
-    pause.left = 0
+    pause.pause = 0
     draft = chain([0.9])
     AdaptiveBudget(DecodeConfig(window_size=0).resolved(), FLAT).cut([draft], [pause], 0, 0)
-    assert pause == Pause(quiet=0, left=0), "one that pays ends the pauses"
+    assert pause.quiet == pause.pause == 0, "one that pays ends the pauses"
 
 
 def test_the_window_runs_where_nodes_are_free_and_stops_where_it_earns_nothing() -> None:
@@ -112,8 +112,8 @@ def test_the_window_runs_where_nodes_are_free_and_stops_where_it_earns_nothing()
     assert budget.window
     for _ in range(400):
         draft = chain([0.5], config.num_window_nodes + 1 if budget.window else 1)
-        budget.cut([draft], [Pause()], 0, 0)
-        budget.observe([draft.tree], [[0]])
+        budget.cut([draft], [Standing()], 0, 0)
+        budget.observe([draft.tree], [[0]], [Standing()])
         if not budget.window:
             break
     assert not budget.window

@@ -96,7 +96,9 @@ def test_rank_zero_leads(model: PreTrainedModel, expected: list[list[int]]) -> N
     """Requests that only rank 0 knows of, submitted while others run; a broadcast only for each message."""
 
     def program(comm: ThreadComm) -> tuple[list[list[int]] | None, int]:
-        engine = Engine.from_model(model, decode=DecodeConfig(window_size=3, trie_nodes=16, max_batch_size=2), comm=comm)
+        engine = Engine.from_model(
+            model, decode=DecodeConfig(window_size=3, trie_nodes=16, max_batch_size=2), comm=comm
+        )
         if comm.rank:
             follow(engine)
             return None, comm.num_broadcasts

@@ -30,6 +30,12 @@ QUIET_STEPS = 4
 """After so many steps in a row that were best without any draft, a sequence is decoded plainly for a while."""
 LONGEST_PAUSE = 64
 """Most steps between two trials whether drafts pay again; the pause doubles up to this."""
+TRUSTED_NODES = 12.0
+"""Promised nodes that a sequence is believed for before any of them was tried."""
+TRUST_MEMORY = 0.95
+"""Per step, what is left of earlier evidence of how far a sequence's promises hold."""
+LONG_MEMORY = 0.995
+"""The same for all sequences together, by which a new one is judged at first."""
 PROBE_EVERY = 64
 """Steps between two that try another size than the best: only a size that is tried shows what it takes."""
 
@@ -58,41 +64,58 @@ class Draft:
 
 
 @dataclass
-class Pause:
-    """When a sequence whose drafts do not pay is drafted for again."""
+class Standing:
+    """How the drafts of a sequence have fared of late; what the next ones are believed to be worth."""
 
+    expected: float = 0.0
+    """Accepted nodes that the probabilities of the drafts promised, older steps for less."""
+    accepted: float = 0.0
+    """Those of them that came."""
+    offered: float = 0.0
+    """What the tree of the running step promises."""
     quiet: int = 0
     """Steps in a row whose best size was no draft at all."""
-    left: int = 0
-    """Plain steps until the next trial."""
+    pause: int = 0
+    """Plain steps until drafts are tried again."""
+
+    def trust(self, first: float = 1.0) -> float:
+        """Factor for promised probabilities: what came of earlier ones, `first` without any."""
+        return (first * TRUSTED_NODES + self.accepted) / (TRUSTED_NODES + self.expected)
+
+    def settle(self, offered: float, accepted: int, memory: float) -> None:
+        """Take in how many nodes a step's drafts promised, and how many of them were accepted."""
+        self.expected = memory * self.expected + offered
+        self.accepted = memory * self.accepted + accepted
 
     def count(self, drafted: bool) -> None:
         """Take in whether a step kept any draft."""
-        if self.left:
-            self.left -= 1
+        if self.pause:
+            self.pause -= 1
         elif drafted:
             self.quiet = 0
         else:
             self.quiet += 1
             if self.quiet >= QUIET_STEPS:
-                self.left = min(LONGEST_PAUSE, 2 ** (self.quiet - QUIET_STEPS + 1))
+                self.pause = min(LONGEST_PAUSE, 2 ** (self.quiet - QUIET_STEPS + 1))
 
 
 class Budget(Protocol):
     """How large the trees of a step become."""
 
-    def order(self, pause: Pause) -> Order:
+    def order(self, standing: Standing) -> Order:
         """What to draft for a sequence."""
         ...
 
-    def cut(self, drafts: Sequence[Draft], pauses: Sequence[Pause], pending: int, kv: int) -> None:
+    def cut(self, drafts: Sequence[Draft], standings: Sequence[Standing], pending: int, kv: int) -> None:
         """Cut the trees of a step to what pays.
 
         `pending` counts the tokens that a rank evaluates besides the trees, `kv` the longest cached length.
         """
         ...
 
-    def observe(self, trees: Sequence[TokenTree], paths: Sequence[Sequence[int]]) -> None:
+    def observe(
+        self, trees: Sequence[TokenTree], paths: Sequence[Sequence[int]], standings: Sequence[Standing]
+    ) -> None:
         """Take in which path of each tree was accepted."""
         ...
 
@@ -104,14 +127,16 @@ class FixedBudget:
         """The sizes of `config`, which are numbers."""
         self._order = Order(config.num_guess_nodes + config.trie_nodes, 0.0, config.window_size > 0)
 
-    def order(self, pause: Pause) -> Order:
+    def order(self, standing: Standing) -> Order:
         """Always the same."""
         return self._order
 
-    def cut(self, drafts: Sequence[Draft], pauses: Sequence[Pause], pending: int, kv: int) -> None:
+    def cut(self, drafts: Sequence[Draft], standings: Sequence[Standing], pending: int, kv: int) -> None:
         """Everything stays."""
 
-    def observe(self, trees: Sequence[TokenTree], paths: Sequence[Sequence[int]]) -> None:
+    def observe(
+        self, trees: Sequence[TokenTree], paths: Sequence[Sequence[int]], standings: Sequence[Standing]
+    ) -> None:
         """Nothing is learnt."""
 
 
@@ -135,38 +160,48 @@ class AdaptiveBudget:
             self.window = (1 + earned) / self._time(1 + self._window_nodes) > 1 / self._time(1)
         self._segment: list[tuple[float, float]] = []
         self._steps = 0
+        self._all = Standing()
         self._rate = 1.0 / cost.time(1)
         self._cheapest = 0.0
 
-    def order(self, pause: Pause) -> Order:
+    def order(self, standing: Standing) -> Order:
         """Nothing for a sequence that pauses; else whatever might pay."""
-        if pause.left:
+        if standing.pause:
             return Order(0, 0.0, False)
         nodes = self._limit - (self._window_nodes if self.window else 0)
-        return Order(nodes, self._rate * self._cheapest, self.window)
+        return Order(nodes, self._rate * self._cheapest / max(1.0, standing.trust(self._all.trust())), self.window)
 
-    def cut(self, drafts: Sequence[Draft], pauses: Sequence[Pause], pending: int, kv: int) -> None:
+    def cut(self, drafts: Sequence[Draft], standings: Sequence[Standing], pending: int, kv: int) -> None:
         """Keep the nodes that pay; a sequence without any, several times in a row, pauses."""
         if not drafts:
             return
         row = self.cost.row(len(drafts), kv)
-        falling = [_falling(draft) for draft in drafts]
+        first = self._all.trust()
+        falling = [standing.trust(first) * _falling(draft) for draft, standing in zip(drafts, standings, strict=True)]
         gains = np.sort(np.concatenate(falling))[::-1]
         tokens = len(drafts) + np.concatenate([[0.0], np.cumsum(gains)])
         sizes = sum(draft.num_window for draft in drafts) + np.arange(len(tokens))
         rates = tokens / self._times(sizes, pending, row)
         best = self._probe(int(np.argmax(rates)))
         threshold = gains[best - 1] if best else np.inf
-        for draft, pause, each in zip(drafts, pauses, falling, strict=True):
-            draft.tree.truncate(draft.num_window + int(np.count_nonzero(each >= threshold)))
-            pause.count(len(draft.tree) > 1)
+        for draft, standing, each in zip(drafts, standings, falling, strict=True):
+            kept = int(np.count_nonzero(each >= threshold))
+            draft.tree.truncate(draft.num_window + kept)
+            standing.offered = sum(draft.probabilities[draft.num_window : draft.num_window + kept])
+            standing.count(len(draft.tree) > 1)
         self._rate = float(rates[best])
         self._cheapest = _cheapest_token(row) / self.num_ranks
         if self._window_nodes:
             self._weigh_window(tokens, len(drafts), pending, row)
 
-    def observe(self, trees: Sequence[TokenTree], paths: Sequence[Sequence[int]]) -> None:
-        """Learn what the window and its pool yield while it runs; forget it slowly while it does not."""
+    def observe(
+        self, trees: Sequence[TokenTree], paths: Sequence[Sequence[int]], standings: Sequence[Standing]
+    ) -> None:
+        """Learn how far promises held, and what the window yields while it runs; forget that while it does not."""
+        for tree, path, standing in zip(trees, paths, standings, strict=True):
+            accepted = sum(tree.sources[node] != Source.WINDOW for node in path[1:])
+            standing.settle(standing.offered, accepted, TRUST_MEMORY)
+            self._all.settle(standing.offered, accepted, LONG_MEMORY)
         if not trees or not self._window_nodes:
             return
         news, weight = self._first_yield, WINDOW_RETURN

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from lpr.config import SamplingParams, TreeConfig
 from lpr.core.accept import NOT_A_NUMBER, likely
-from lpr.core.budget import Draft, Order, Pause
-from lpr.core.calibration import Calibration
+from lpr.core.budget import Draft, Order, Standing
 from lpr.core.drafting import Drafter
 from lpr.core.partition import Shard
 from lpr.core.recycle import CandidateTable
@@ -45,7 +44,6 @@ class SequenceState:
         config: TreeConfig,
         num_ranks: int = 1,
         shared: Trie | None = None,
-        calibration: Calibration | None = None,
     ) -> None:
         """A sequence that starts with `prompt` (at least one token), none of which any rank holds yet."""
         self.params = params
@@ -58,10 +56,10 @@ class SequenceState:
         # that is restarted from its output file takes the same steps. (Shared by all requests, 10 ClassEval prompts
         # took 9.77 instead of 9.85 tokens per step greedily, and 2.48 instead of 2.37 at temperature 0.8.)
         self.table = CandidateTable() if config.num_recycled else None
-        self.drafter = Drafter(config, shared, self.table, calibration)
+        self.drafter = Drafter(config, shared, self.table)
         self.drafter.observe(self.tokens)
         self.window: JacobiWindow | None = None
-        self.pause = Pause()
+        self.standing = Standing()
         self.is_suspect = False
         """Were the last logits not numbers? Then the next tree is the root alone, to tell whose fault it is."""
         self.probabilities: list[float] = []
