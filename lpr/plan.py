@@ -1,0 +1,229 @@
+"""`python -m lpr.plan`: which lp x tp mesh a model fits on, what it moves, and which to take. No weights, no GPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from lpr.config import DecodeConfig, InputError
+from lpr.perf.facts import DTYPE_SIZES, ModelFacts, facts_of
+from lpr.perf.hardware import DEFAULT_GPU, GIB, Gpu, gpu_named, parse_bandwidth, parse_size
+from lpr.perf.planning import RESERVED, Footprint, footprint, meshes
+from lpr.perf.presets import Planned, preset_names, resolve
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args:
+    """Plan the mesh of a model before any GPU is asked for: memory, traffic and the floor of a step.
+
+    Reads only the model's config. Budgets (window, guesses, trie nodes) are per rank, as in lpr.generate.
+    """
+
+    model: str | None = None
+    """A preset (--list), a folder, a config.json, a hub id, or a TOML file of configs/."""
+    gpus: int = 8
+    """GPUs of the job: lp x tp."""
+    gpu: str = DEFAULT_GPU
+    """Kind of GPU: its memory, bandwidth and arithmetic by the data sheet."""
+    gpu_memory: str | None = None
+    """Memory of a GPU, such as 80GiB, over --gpu's."""
+    bandwidth: str | None = None
+    """Memory bandwidth of a GPU, such as 2039GB/s, over --gpu's."""
+    context: int = 4096
+    """Longest prompt plus output, in tokens."""
+    batch: int = 1
+    """Sequences decoded in one step."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """auto: the checkpoint's own."""
+    window_size: int | None = None
+    """W. Default: the preset's, or lpr's. The same holds for the next five."""
+    ngram_size: int | None = None
+    """N."""
+    guess_set_size: int | None = None
+    """G."""
+    trie_nodes: int | None = None
+    """Node budget of the trie."""
+    branch_length: int | None = None
+    """Longest branch of a draft."""
+    prefill_chunk: int | None = None
+    """Longest pending chain evaluated in one step."""
+    list: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print the presets' names."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print one JSON line instead of tables."""
+
+
+_DECODE_FLAGS = ("window_size", "ngram_size", "guess_set_size", "trie_nodes", "branch_length", "prefill_chunk")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is known of a model on a number of GPUs."""
+
+    planned: Planned
+    facts: ModelFacts
+    gpu: Gpu
+    decode: DecodeConfig
+    dtype: str
+    context: int
+    rows: list[Footprint]
+    choice: Footprint | None
+    reason: str
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code: 0, 1 (nothing fits) or 2 (bad input)."""
+    try:
+        args = tyro.cli(Args, prog="lpr.plan", args=list(sys.argv[1:] if argv is None else argv))
+        if args.list:
+            print("\n".join(preset_names()))
+            return 0
+        plan = make_plan(args)
+    except InputError as failure:
+        print(f"lpr.plan: error: {failure}", file=sys.stderr)
+        return 2
+    except SystemExit as leaving:  # the argument parser has said why
+        return int(leaving.code or 0)
+    if args.json:
+        print(json.dumps(as_json(plan)))
+    else:
+        console = Console()
+        if not console.is_terminal:
+            console.width = 140  # a log file has no edge to wrap at
+        show(plan, console)
+    return 0 if plan.choice is not None else 1
+
+
+def make_plan(args: Args) -> Plan:
+    """Plan what `args` asks for; raises InputError."""
+    if args.model is None:
+        raise InputError(f"--model is missing: a preset ({', '.join(preset_names())}), a folder, a file or a hub id")
+    if args.context < 2:
+        raise InputError(f"--context {args.context} leaves no room for a prompt token and an output token")
+    gpu = gpu_named(args.gpu)
+    if args.gpu_memory is not None:
+        gpu = replace(gpu, memory=parse_size(args.gpu_memory, "--gpu-memory"))
+    if args.bandwidth is not None:
+        gpu = replace(gpu, bandwidth=parse_bandwidth(args.bandwidth, "--bandwidth"))
+    shapes = meshes(args.gpus)
+    planned = resolve(args.model)
+    given = {name: getattr(args, name) for name in _DECODE_FLAGS if getattr(args, name) is not None}
+    sizes: dict[str, Any] = {"max_length": args.context, "max_batch_size": args.batch}
+    decode = DecodeConfig(**{**planned.decode, **sizes, **given})
+    facts = facts_of(planned.config, planned.name)
+    if facts.max_positions is not None and args.context > facts.max_positions:
+        raise InputError(f"--context {args.context} exceeds the {facts.max_positions} positions of {planned.name}")
+    dtype = facts.dtype if args.dtype == "auto" else args.dtype
+    rows = [footprint(facts, decode, mesh, args.context, DTYPE_SIZES[dtype]) for mesh in shapes]
+    choice, reason = recommend(rows, gpu)
+    return Plan(planned, facts, gpu, decode, dtype, args.context, rows, choice, reason)
+
+
+def recommend(rows: Sequence[Footprint], gpu: Gpu) -> tuple[Footprint | None, str]:
+    """The mesh to take, and why."""
+    fitting = [row for row in rows if row.fits(gpu.memory)]
+    if not fitting:
+        possible = [row for row in rows if row.problem is None]
+        least = min(possible, key=lambda row: row.total_bytes)
+        missing = f"{-least.spare(gpu.memory) / GIB:.1f} GiB are missing on each GPU of {least.mesh}, the leanest mesh"
+        return None, f"nothing fits: {missing}; take more GPUs, a shorter --context or a smaller --batch"
+    choice = fitting[0]
+    return choice, f"the most replicas that fit: {choice.mesh.lp} ranks explore {choice.mesh.lp} shares of the tree"
+
+
+def show(plan: Plan, console: Console) -> None:
+    """The table and the recommendation."""
+    facts, gpu, decode = plan.facts, plan.gpu, plan.decode
+    console.print(
+        f"{facts.name} ({plan.planned.origin}): {facts.num_parameters / 1e9:.2f}B parameters in {plan.dtype}",
+        highlight=False,
+    )
+    console.print(
+        f"context {plan.context}, batch {decode.max_batch_size}; W {decode.window_size}, N {decode.ngram_size}, "
+        f"G {decode.guess_set_size}, trie {decode.trie_nodes}: {decode.num_nodes} nodes per rank and sequence",
+        highlight=False,
+    )
+    console.print(
+        f"{gpu.name}: {gpu.memory / GIB:.0f} GiB, of which {RESERVED / GIB:.0f} stay free, "
+        f"{gpu.bandwidth / 1e9:.0f} GB/s (data sheet)",
+        highlight=False,
+    )
+    console.print(table_of(plan))
+    for row in plan.rows:
+        if row.problem is not None:
+            console.print(f"{row.mesh} is impossible: {row.problem}", highlight=False)
+    style = "green" if plan.choice is not None else "bold red"
+    mesh = f"lp {plan.choice.mesh.lp} x tp {plan.choice.mesh.tp}: " if plan.choice is not None else ""
+    console.print(f"[{style}]{mesh}[/{style}]{plan.reason}", highlight=False)
+
+
+def table_of(plan: Plan) -> Table:
+    """A row per mesh."""
+    table = Table(title="per GPU (GiB) and per step", title_justify="left")
+    table.add_column("lp x tp")
+    for name in ("weights", "K/V", "activations", "spare", "lp: gathers, KiB", "tp: collectives, MiB", "floor ms"):
+        table.add_column(name, justify="right")
+    for row in plan.rows:
+        if row.problem is not None:
+            table.add_row(str(row.mesh), "", "", "", "[red]impossible[/red]")
+            continue
+        spare = row.spare(plan.gpu.memory)
+        style = "green" if spare >= 0 else "red"
+        mark = " <" if row is plan.choice else ""
+        table.add_row(
+            f"{row.mesh}{mark}",
+            f"{row.weight_bytes / GIB:.2f}",
+            f"{row.kv_bytes / GIB:.2f}",
+            f"{row.activation_bytes / GIB:.2f}",
+            f"[{style}]{spare / GIB:+.1f}[/{style}]",
+            f"{row.lp.num_collectives}, {row.lp.payload_bytes / 1024:.1f}",
+            f"{row.tp.num_collectives}, {row.tp.payload_bytes / 2**20:.1f}",
+            f"{row.floor_seconds(plan.gpu.bandwidth) * 1e3:.2f}",
+        )
+    return table
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The plan as plain values."""
+    rows = []
+    for row in plan.rows:
+        facts = {"lp": row.mesh.lp, "tp": row.mesh.tp, "possible": row.problem is None, "problem": row.problem}
+        if row.problem is None:
+            facts |= {
+                "fits": row.fits(plan.gpu.memory),
+                "spare_bytes": row.spare(plan.gpu.memory),
+                "weight_bytes": row.weight_bytes,
+                "kv_bytes": row.kv_bytes,
+                "activation_bytes": row.activation_bytes,
+                "step_bytes": row.step_bytes,
+                "lp_traffic": asdict(row.lp),
+                "tp_traffic": asdict(row.tp),
+                "floor_ms": round(row.floor_seconds(plan.gpu.bandwidth) * 1e3, 4),
+            }
+        rows.append(facts)
+    chosen = None if plan.choice is None else {"lp": plan.choice.mesh.lp, "tp": plan.choice.mesh.tp}
+    return {
+        "model": plan.facts.name,
+        "origin": plan.planned.origin,
+        "num_parameters": plan.facts.num_parameters,
+        "dtype": plan.dtype,
+        "gpu": asdict(plan.gpu),
+        "reserved_bytes": RESERVED,
+        "context": plan.context,
+        "batch": plan.decode.max_batch_size,
+        "nodes_per_rank": plan.decode.num_nodes,
+        "meshes": rows,
+        "recommended": chosen,
+        "reason": plan.reason,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
