@@ -27,18 +27,20 @@ class Gpu:
     """Bytes per second of its memory, by the data sheet."""
     flops: float
     """Dense bf16 floating point operations per second, by the data sheet."""
+    link: str
+    """What usually joins several of them inside a host; names of lpr.perf.interconnect."""
 
 
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("a100-80gb", 80 * GIB, 2039e9, 312e12),
-        Gpu("a100-40gb", 40 * GIB, 1555e9, 312e12),
-        Gpu("h100", 80 * GIB, 3350e9, 989e12),
-        Gpu("h200", 140 * GIB, 4800e9, 989e12),
-        Gpu("b200", 178 * GIB, 8000e9, 2250e12),
-        Gpu("l40s", 45 * GIB, 864e9, 362e12),
-        Gpu("a10", 22 * GIB, 600e9, 125e12),
+        Gpu("a100-80gb", 80 * GIB, 2039e9, 312e12, "nvlink-a100"),
+        Gpu("a100-40gb", 40 * GIB, 1555e9, 312e12, "nvlink-a100"),
+        Gpu("h100", 80 * GIB, 3350e9, 989e12, "nvlink-h100"),
+        Gpu("h200", 140 * GIB, 4800e9, 989e12, "nvlink-h100"),
+        Gpu("b200", 178 * GIB, 8000e9, 2250e12, "nvlink-b200"),
+        Gpu("l40s", 45 * GIB, 864e9, 362e12, "pcie4"),
+        Gpu("a10", 22 * GIB, 600e9, 125e12, "pcie4"),
     )
 }
 DEFAULT_GPU = "a100-80gb"

@@ -6,6 +6,7 @@ neither a checkout nor a download; configs/ in the checkout holds named runs, wh
 
 from __future__ import annotations
 
+import json
 import tomllib
 from dataclasses import dataclass, fields
 from importlib.resources import files
@@ -43,6 +44,17 @@ def preset_names() -> list[str]:
 def read_preset(name: str) -> dict[str, Any]:
     """The tables of a preset that exists."""
     return tomllib.loads((files("lpr") / "assets" / "models" / f"{name}.toml").read_text(encoding="utf-8"))
+
+
+def package_file(name: str) -> Path:
+    """A file of lpr/assets."""
+    return Path(str(files("lpr") / "assets" / name))
+
+
+def measured_values() -> dict[str, Any]:
+    """Acceptance and host times that predictions start from: benchmarks.strong_scaling --simulate --refresh."""
+    values: dict[str, Any] = json.loads(package_file("measured.json").read_text(encoding="utf-8"))
+    return values
 
 
 def resolve(source: str) -> Planned:

@@ -1,0 +1,350 @@
+"""Predicted tokens per second of a model on a mesh, with an uncertainty. A prediction: no GPU has run any of it.
+
+A step is `max(bytes / bandwidth, operations / arithmetic) + collectives + host`, or, with a measured table, t(n) in
+place of the first term. Acceptance (tokens per step) and host time are measured ones. Two constants are fitted, both to
+one row of gpt-fast's published tables (Llama-2-7B on 1 and on 8 A100); its other rows are the check
+(`check_published`). Every uncertain input has a slow and a fast value, and their effects are added as squares of
+logarithms, as for independent errors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lpr.config import DecodeConfig, InputError
+from lpr.exchange import NUM_HEADER
+from lpr.perf.facts import ModelFacts
+from lpr.perf.hardware import Gpu
+from lpr.perf.interconnect import Network, all_gather, all_reduce
+from lpr.perf.planning import Mesh, forward_flops, kv_row_bytes, read_bytes
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The uncertain inputs of a prediction; the defaults are the middle."""
+
+    bandwidth_fraction: float = 0.683
+    """Of the data sheet's memory bandwidth: fitted to Llama-2-7B on one A100 (104.9 tokens/s). That is 82 % of the
+    1700 GB/s that a copy reached there."""
+    flops_fraction: float = 0.55
+    """Of the data sheet's arithmetic, for products as narrow as a tree: assumed."""
+    launch: float = 16.4e-6
+    """Seconds per collective besides NCCL's own model: fitted to Llama-2-7B on eight A100 (328.4 tokens/s)."""
+    collectives: float = 1.0
+    """Factor on the time of all collectives."""
+    host: float = 1.0
+    """Factor on the host's measured time per step."""
+    acceptance: float = 1.0
+    """Factor on tokens per step, of every mesh alike."""
+    scaling: float = 1.0
+    """Power of what further ranks add to tokens per step: 1 as measured, 0 nothing."""
+
+
+SPREAD: dict[str, tuple[float, float]] = {
+    "bandwidth_fraction": (0.75 / 0.82, 0.90 / 0.82),  # 75 to 90 % of what a copy reaches
+    "flops_fraction": (0.40 / 0.55, 0.75 / 0.55),
+    "collectives": (2.0, 0.5),
+    "host": (2.0, 0.5),  # measured on two busy cores of a server
+    "acceptance": (0.85, 1.15),  # quartiles over prompts lie about so far apart
+    # On traces of 7B and 15B code models retrieval gained 5-6 % from eight times the nodes (cold), and the bundled
+    # model's whole drafter 31-37 %: ln 1.055 / ln 1.37 = 0.17.
+    "scaling": (0.17, 1.2),
+}
+"""Slow and fast factor of every input (of `scaling`: the value)."""
+
+ONE_GPU_BUDGET = 64
+"""Nodes that one GPU drafts anyway (DecodeConfig's trie); what more nodes add is the uncertain `scaling`."""
+
+EAGER_LAYER_SECONDS = 1.22e-3
+"""Launching a layer's kernels one by one: Llama-7B ran at 25.5 tokens/s so on an A100 (PyTorch blog, "Accelerating
+generative AI II: gpt-fast", November 2023), 39 ms for 32 layers. Captured graphs do not have this."""
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """Measured: what trees of one total node budget yield. Which ranks evaluate which nodes cannot change it."""
+
+    temperature: float
+    budget: int
+    """Drafted nodes per step on all ranks together."""
+    tokens_per_step: float
+    nodes: float
+    """Nodes of the whole tree, the root included."""
+    is_extrapolated: bool = False
+    """Beyond the largest measured budget: along the logarithm of the budget."""
+
+    def payload_bytes(self, lp: int) -> int:
+        """Bytes that a rank contributes to the step's all-gather, as Exchange sizes them."""
+        capacity = -(-self.budget // lp) + (32 if lp > 1 else 0)
+        return 4 * (NUM_HEADER + capacity * (1 + 2 * DecodeConfig().num_candidates))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured here and enters a prediction."""
+
+    drafted: tuple[Drafted, ...]
+    extra_nodes: Mapping[float, tuple[tuple[float, float], ...]]
+    """Temperature to (ranks, nodes): what the busiest rank evaluates beyond its equal part of the tree, for ancestors
+    that others own and for tokens whose K/V it lacks."""
+    host_ms: Mapping[float, tuple[tuple[float, float], ...]]
+    """Temperature to (nodes of the whole tree, milliseconds of the host per step)."""
+    source: str
+
+    def ways(self, temperature: float, lp: int) -> list[Drafted]:
+        """The trees to choose from: every measured budget, and larger ones while a rank has no more than 64 nodes."""
+        nearest = min((each.temperature for each in self.drafted), key=lambda each: abs(each - temperature))
+        found = sorted((each for each in self.drafted if each.temperature == nearest), key=lambda each: each.budget)
+        before, last = found[-2:]
+        steps = math.log2(last.budget / before.budget)
+        budget = 2 * last.budget
+        while budget <= 64 * lp:
+            doublings = math.log2(budget / last.budget) / steps
+            grown = last.tokens_per_step + doublings * (last.tokens_per_step - before.tokens_per_step)
+            found.append(Drafted(nearest, budget, grown, last.nodes * budget / last.budget, True))
+            budget *= 2
+        return found
+
+    def shard_nodes(self, drafted: Drafted, lp: int) -> float:
+        """Nodes and pending tokens that the busiest of `lp` ranks evaluates."""
+        known = self.extra_nodes[drafted.temperature]
+        extra = interpolate([math.log2(ranks) for ranks, _ in known], [nodes for _, nodes in known], math.log2(lp))
+        return drafted.nodes / lp + extra
+
+    def host_seconds(self, temperature: float, tree_nodes: float) -> float:
+        """Host time of a step, every rank drafting the whole tree."""
+        known = self.host_ms[min(self.host_ms, key=lambda each: abs(each - temperature))]
+        return max(0.0, interpolate([n for n, _ in known], [ms for _, ms in known], tree_nodes)) * 1e-3
+
+
+@dataclass(frozen=True)
+class TimeTable:
+    """Measured t(n): milliseconds of a step with n nodes on one rank, in one setting."""
+
+    source: str
+    rows: tuple[tuple[float, float], ...]
+    """(nodes, milliseconds), ascending."""
+
+    def seconds(self, nodes: float) -> float:
+        """Time of a step with `nodes` nodes."""
+        return interpolate([n for n, _ in self.rows], [ms for _, ms in self.rows], nodes) * 1e-3
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GPUs and what joins them."""
+
+    gpu: Gpu
+    network: Network
+    is_eager: bool = False
+    """Kernels are launched one by one instead of as a captured graph."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of the parts of a step."""
+
+    forward: float
+    tp: float
+    lp: float
+    host: float
+
+    @property
+    def total(self) -> float:
+        """The step."""
+        return self.forward + self.tp + self.lp + self.host
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A prediction: the middle, and where about two of three outcomes should lie."""
+
+    low: float
+    mid: float
+    high: float
+
+    def __str__(self) -> str:
+        low, mid, high = (f"{each:.0f}" if each >= 100 else f"{each:.3g}" for each in (self.low, self.mid, self.high))
+        return f"{mid} ({low} to {high})"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Tokens per second on a mesh."""
+
+    mesh: Mesh
+    drafted: Drafted | None
+    """The tree that is predicted to be best; None: plain decoding."""
+    tokens_per_second: Estimate
+    tokens_per_step: float
+    step: StepTime
+
+
+def interpolate(points: Sequence[float], values: Sequence[float], at: float) -> float:
+    """Piecewise linear; outside the points along the nearest piece."""
+    if len(points) == 1:
+        return values[0]
+    right = next((i for i in range(1, len(points)) if at <= points[i]), len(points) - 1)
+    share = (at - points[right - 1]) / (points[right] - points[right - 1])
+    return values[right - 1] + share * (values[right] - values[right - 1])
+
+
+def forward_seconds(
+    facts: ModelFacts,
+    tp: int,
+    element_size: int,
+    nodes: float,
+    kv: int,
+    machine: Machine,
+    inputs: Inputs,
+    batch: int = 1,
+) -> float:
+    """Roofline of one forward on one rank over `nodes` entries of `batch` sequences with `kv` cached tokens each."""
+    bytes_read = read_bytes(facts, tp, element_size, max(1, round(nodes)))
+    bytes_read += batch * kv * kv_row_bytes(facts, tp, element_size)
+    memory = bytes_read / (machine.gpu.bandwidth * inputs.bandwidth_fraction)
+    arithmetic = forward_flops(facts, tp, 1, kv) * nodes / (machine.gpu.flops * inputs.flops_fraction)
+    launches = EAGER_LAYER_SECONDS * facts.num_layers if machine.is_eager else 0.0
+    return max(memory, arithmetic, launches)
+
+
+def tp_seconds(facts: ModelFacts, tp: int, element_size: int, nodes: float, machine: Machine, inputs: Inputs) -> float:
+    """The collectives of one forward inside a replica, one after the other."""
+    total = 0.0
+    for collective in facts.collectives if tp > 1 else ():
+        num_bytes = round(nodes * collective.width * element_size)
+        if collective.kind == "all_reduce":
+            time = all_reduce(machine.network, tp, num_bytes)
+        else:
+            time = all_gather(machine.network, tp, -(-num_bytes // tp))
+        total += collective.count * (time.seconds + inputs.launch)
+    return total * inputs.collectives
+
+
+def lp_seconds(mesh: Mesh, payload_bytes: int, machine: Machine, inputs: Inputs) -> float:
+    """The step's one all-gather, over all ranks of the mesh (a replica's ranks take part for the digest)."""
+    if mesh.num_gpus == 1:
+        return 0.0
+    time = all_gather(machine.network, mesh.num_gpus, payload_bytes)
+    return (time.seconds + inputs.launch) * inputs.collectives
+
+
+def tokens_per_step(drafted: Drafted | None, base: float, inputs: Inputs) -> float:
+    """S; `base` is that of one GPU's budget, to which `scaling` holds. Never below the one token a step yields."""
+    if drafted is None:
+        return 1.0
+    gain = max(1.0, drafted.tokens_per_step / base)
+    return max(1.0, drafted.tokens_per_step / gain * inputs.acceptance * gain**inputs.scaling)
+
+
+def spread(value: Callable[[Inputs], float], inputs: Inputs) -> Estimate:
+    """`value` at the middle, and how far all inputs' slow and fast values move it together."""
+    middle = value(inputs)
+    down = up = 0.0
+    for name, sides in SPREAD.items():
+        for side in sides:
+            changed = side if name == "scaling" else getattr(inputs, name) * side
+            move = math.log(value(replace(inputs, **{name: changed})) / middle)
+            down, up = (down + move**2, up) if move < 0 else (down, up + move**2)
+    return Estimate(middle * math.exp(-math.sqrt(down)), middle, middle * math.exp(math.sqrt(up)))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is held fixed while meshes are compared."""
+
+    facts: ModelFacts
+    machine: Machine
+    measured: Measured
+    kv: int
+    element_size: int
+    temperature: float | None
+    """None: plain decoding."""
+    table: TimeTable | None = None
+    batch: int = 1
+
+    def ways(self, mesh: Mesh) -> list[Drafted | None]:
+        """The trees to choose from; plain decoding is always one of them."""
+        return [None] if self.temperature is None else [None, *self.measured.ways(self.temperature, mesh.lp)]
+
+    def rate(self, mesh: Mesh, drafted: Drafted | None, inputs: Inputs) -> float:
+        """Tokens per second of all sequences together."""
+        base = 1.0
+        if drafted is not None:
+            known = [each for each in self.measured.drafted if each.temperature == drafted.temperature]
+            base = min(known, key=lambda each: abs(each.budget - ONE_GPU_BUDGET)).tokens_per_step
+        return self.batch * tokens_per_step(drafted, base, inputs) / self.step(mesh, drafted, inputs).total
+
+    def step(self, mesh: Mesh, drafted: Drafted | None, inputs: Inputs) -> StepTime:
+        """The parts of a step; without `drafted` one of plain decoding."""
+        nodes, tree, payload = 1.0, 1.0, 4 * NUM_HEADER
+        if drafted is not None:
+            nodes, tree = self.measured.shard_nodes(drafted, mesh.lp), drafted.nodes
+            payload = drafted.payload_bytes(mesh.lp)
+        nodes *= self.batch
+        if self.table is not None:
+            forward = self.table.seconds(nodes)
+        else:
+            forward = forward_seconds(
+                self.facts, mesh.tp, self.element_size, nodes, self.kv, self.machine, inputs, self.batch
+            )
+        host = self.measured.host_seconds(self.temperature or 0.0, tree)
+        return StepTime(
+            forward=forward,
+            tp=tp_seconds(self.facts, mesh.tp, self.element_size, nodes, self.machine, inputs),
+            lp=lp_seconds(mesh, payload * self.batch, self.machine, inputs),
+            host=host * inputs.host * self.batch,
+        )
+
+
+def predict(setting: Setting, mesh: Mesh, inputs: Inputs | None = None) -> Prediction:
+    """The prediction for `mesh` with the tree that suits it best."""
+    inputs = inputs if inputs is not None else Inputs()
+    best = max(setting.ways(mesh), key=lambda each: setting.rate(mesh, each, inputs))
+    step = setting.step(mesh, best, inputs)
+    return Prediction(
+        mesh=mesh,
+        drafted=best,
+        tokens_per_second=spread(lambda changed: setting.rate(mesh, best, changed), inputs),
+        tokens_per_step=setting.rate(mesh, best, inputs) * step.total / setting.batch,
+        step=step,
+    )
+
+
+def advantage(setting: Setting, first: Prediction, second: Prediction, inputs: Inputs | None = None) -> Estimate:
+    """Tokens per second of `first` over those of `second`; what is uncertain in both alike cancels out."""
+
+    def ratio(changed: Inputs) -> float:
+        upper = setting.rate(first.mesh, first.drafted, changed)
+        return upper / setting.rate(second.mesh, second.drafted, changed)
+
+    return spread(ratio, inputs if inputs is not None else Inputs())
+
+
+def read_measured(values: Mapping[str, Any]) -> Measured:
+    """Measurements from the JSON of lpr/assets/measured.json; raises InputError."""
+    try:
+        drafted, extra = [], {}
+        for each in values["acceptance"]:
+            extra[each["temperature"]] = tuple((ranks, nodes) for ranks, nodes in each["ranks_extra"])
+            for budget, tokens, nodes in each["budget_tokens_nodes"]:
+                drafted.append(Drafted(each["temperature"], budget, tokens, nodes))
+        host = {each["temperature"]: tuple((n, ms) for n, ms in each["nodes_ms"]) for each in values["host"]}
+        return Measured(tuple(drafted), extra, host, values["source"])
+    except (KeyError, TypeError, ValueError) as failure:
+        raise InputError(f"the measurements lack or misname {failure}") from failure
+
+
+def read_table(values: Mapping[str, Any], name: str) -> TimeTable:
+    """A measured t(n) from JSON: `source`, and `rows` of nodes, kv and milliseconds; raises InputError."""
+    try:
+        rows = sorted((float(row["nodes"]), float(row["milliseconds"])) for row in values["rows"])
+        source = str(values["source"])
+    except (KeyError, TypeError, ValueError) as failure:
+        raise InputError(f"{name} is no t(n): it needs source and rows of nodes, milliseconds: {failure}") from failure
+    if not rows or any(ms <= 0 for _, ms in rows) or len({n for n, _ in rows}) < len(rows):
+        raise InputError(f"{name}: t(n) needs rows with different nodes and milliseconds above 0")
+    return TimeTable(source, tuple(rows))
