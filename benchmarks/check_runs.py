@@ -3,7 +3,8 @@
 Measured in one process: t(n), the time of a first step (which computes a prompt), and, by counting, how many steps two
 ranks take and what the busiest evaluates. Measured in two idle processes: gloo's all-gather. From these the tokens per
 second of real `torchrun ... -m lpr.generate` runs are predicted, and compared with what they reached. Two processes on
-two cores have no spare core: what the machine does besides shows in the two-process runs first.
+two cores have no spare core: what the machine does besides shows in the two-process runs first. `load_average` in the
+file says how busy it was; above the number of cores the times say little.
 """
 
 from __future__ import annotations
@@ -26,9 +27,8 @@ from rich.console import Console
 from benchmarks.common import load_prompts
 from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
 from lpr.config import InputError
-from lpr.dist.comm import ProcessComm
-from lpr.exchange import Exchange
-from lpr.perf.simulate import read_table
+from lpr.perf.measured import read_table
+from lpr.perf.planning import payload_bytes
 
 BUDGETS = (1, 8, 16, 32, 64, 96)
 """Trie nodes that t(n) is measured at; 1 is plain decoding."""
@@ -57,6 +57,7 @@ def measure_runs(options: argparse.Namespace, console: Console) -> dict[str, Any
         "rows": [{"nodes": row["nodes"], "kv": row["kv"], "milliseconds": row["ms"]} for row in times],
         "first_step_ms": statistics.median(row["first_ms"] for row in times),
         "num_prompts": len(prompts),
+        "load_average": list(os.getloadavg()),
         "all_gather_ms": gather_ms(options.threads),
         "counted": [count_steps(engine, num, prompts, options.max_new_tokens) for num in (1, 2)],
         "runs": [
@@ -82,7 +83,7 @@ def time_steps(engine: Engine, budget: int, prompts: list[str], max_new_tokens: 
         lengths.append(rows[0].num_cached)
         return evaluate(rows, *args)
 
-    engine.model.evaluate = counting  # type: ignore[method-assign]
+    engine.model.evaluate = counting  # type: ignore[method-assign,assignment]
     try:
         for prompt in prompts:
             request = engine.submit(prompt, SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True))
@@ -197,15 +198,15 @@ def compare(found: dict[str, Any]) -> list[dict[str, Any]]:
 def _time_gather() -> None:
     """In each of two processes: the median of 300 all-gathers of a step's payload; rank 0 prints milliseconds."""
     dist.init_process_group("gloo")
-    comm = ProcessComm(dist.group.WORLD, torch.device("cpu"))
-    decode = decode_config(LOOKAHEAD).scaled(2)
-    payload = torch.zeros(Exchange(decode, comm, torch.device("cpu")).payload_bytes // 4, dtype=torch.int32)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+    payload = torch.zeros(payload_bytes(decode_config(LOOKAHEAD), 2) // 4, dtype=torch.int32)
+    gathered = torch.empty(2 * payload.numel(), dtype=payload.dtype)
     times = []
     for _ in range(330):
         start = time.perf_counter()
-        comm.gather(payload)
+        gather(gathered, payload)
         times.append(time.perf_counter() - start)
-    if comm.rank == 0:
+    if dist.get_rank() == 0:
         print(statistics.median(times[30:]) * 1e3)
     dist.barrier()
     dist.destroy_process_group()

@@ -14,16 +14,19 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from benchmarks.check_runs import compare, measure_runs
 from benchmarks.common import RESULTS, OneLineParser, table
-from lpr.config import InputError
+from lpr.config import DecodeConfig, InputError
 from lpr.perf.facts import ModelFacts, facts_of
 from lpr.perf.hardware import GPUS
 from lpr.perf.interconnect import LINKS, Network
+from lpr.perf.measured import Measured, TimeTable, read_measured, read_table
 from lpr.perf.planning import Mesh, footprint, meshes, split_problem
 from lpr.perf.presets import measured_values, package_file, resolve
 from lpr.perf.published import GPT_FAST, Check, check_published
@@ -31,14 +34,10 @@ from lpr.perf.simulate import (
     Estimate,
     Inputs,
     Machine,
-    Measured,
     Prediction,
     Setting,
-    TimeTable,
     advantage,
     predict,
-    read_measured,
-    read_table,
 )
 
 MODELS = ("codellama-7b", "codellama-13b", "codellama-34b", "codellama-70b")
@@ -76,13 +75,15 @@ def simulate_parser() -> OneLineParser:
 def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Check, predict, compare."""
     if options.measure_runs:
-        from benchmarks.check_runs import measure_runs
-
         return measure_runs(options, console)
     if options.refresh:
         values = measurements_of(RESULTS)
         package_file("measured.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     measured, inputs = read_measured(measured_values()), Inputs()
+    machines = machines_of(options)
+    times = read_table(read_json(options.times), options.times) if options.times else None
+    compared = compare(read_json(options.check_runs)) if options.check_runs else None
+    models = [load_facts(name) for name in options.models]
     console.print(
         "ceiling: bytes over the data sheet's bandwidth (the floor of lpr.plan). Everything below is a PREDICTION: no "
         "GPU was available; acceptance is that of the bundled 5.5M model, not of the models named",
@@ -90,13 +91,13 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     )
     checks = check_published({name: load_facts(name) for name in GPT_FAST}, inputs)
     show_checks(checks, console)
-    runs = check_runs(options.check_runs, console) if options.check_runs else None
-    times = read_table(read_json(options.times), options.times) if options.times else None
-    found = []
-    for model in options.models:
-        facts = load_facts(model)
-        for machine in machines_of(options):
-            found.append(predict_model(facts, machine, measured, inputs, options, times, console))
+    if compared is not None:
+        show_runs(compared, console)
+    found = [
+        predict_model(facts, machine, measured, inputs, options, times, console)
+        for facts in models
+        for machine in machines
+    ]
     return {
         "benchmark": "simulate",
         "note": "predictions; no GPU was available",
@@ -104,11 +105,12 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         "acceptance_source": measured.source,
         "times_source": times.source if times is not None else "roofline",
         "gpt_fast": [{**asdict(check), "ratio": round(check.ratio, 4)} for check in checks],
-        "runs": runs,
+        "runs": compared,
         "models": found,
     }
 
 
+@cache
 def load_facts(name: str) -> ModelFacts:
     """The facts of what `--model` of lpr.plan could name."""
     return facts_of(resolve(name).config, name)
@@ -188,18 +190,14 @@ def show_checks(checks: list[Check], console: Console) -> None:
     console.print(table("gpt-fast on A100-80GB, bf16, tensor parallel", columns, rows))
 
 
-def check_runs(path: str, console: Console) -> list[dict[str, Any]]:
-    """Compare measured runs of real processes with what t(n), acceptance and the all-gather say."""
-    from benchmarks.check_runs import compare
-
-    found = compare(read_json(path))
+def show_runs(compared: list[dict[str, Any]], console: Console) -> None:
+    """Real runs of this machine against what t(n), acceptance and the all-gather say."""
     columns = ["this machine, tokens/s", "processes", "measured", "predicted", "ratio"]
     rows = [
         [run["name"], str(run["processes"]), f"{run['measured']:.1f}", f"{run['predicted']:.1f}", f"{run['ratio']:.2f}"]
-        for run in found
+        for run in compared
     ]
     console.print(table("real processes (gloo)", columns, rows))
-    return found
 
 
 def predict_model(
@@ -234,8 +232,6 @@ def predict_model(
 
 def possible(facts: ModelFacts, machine: Machine, options: argparse.Namespace, times: TimeTable | None) -> list[Mesh]:
     """Meshes that the model can be split for, that fit, and whose replicas stay inside a host."""
-    from lpr.config import DecodeConfig
-
     found = []
     for mesh in [mesh for num in options.gpus for mesh in meshes(num)]:
         if split_problem(facts, mesh.tp) is not None or mesh.tp > machine.network.gpus_per_host:

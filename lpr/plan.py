@@ -16,9 +16,10 @@ from lpr.config import DecodeConfig, InputError, SamplingParams
 from lpr.perf.facts import DTYPE_SIZES, ModelFacts, facts_of
 from lpr.perf.hardware import DEFAULT_GPU, GIB, GPUS, Gpu, gpu_named, parse_bandwidth, parse_size
 from lpr.perf.interconnect import LINKS, Link, Network
+from lpr.perf.measured import read_measured
 from lpr.perf.planning import RESERVED, Footprint, Mesh, footprint, meshes
 from lpr.perf.presets import Planned, measured_values, preset_names, resolve
-from lpr.perf.simulate import Machine, Prediction, Setting, advantage, predict, read_measured
+from lpr.perf.simulate import Machine, Prediction, Setting, advantage, predict
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -247,7 +247,8 @@ def test_models_by_folder_file_and_toml(tmp_path: Path, capsys: pytest.CaptureFi
         assert main(["--model", str(source), "--gpus", "1", "--context", "512", "--json"]) == 0, source
         json.loads(capsys.readouterr().out)
     assert main(["--list"]) == 0
-    assert capsys.readouterr().out.split() == preset_names()
+    models, gpus, links = capsys.readouterr().out.splitlines()
+    assert models.split()[1:] == preset_names() and gpus.split()[1:] == list(GPUS) and "pcie4" in links
 
 
 @pytest.mark.parametrize(
@@ -260,6 +261,8 @@ def test_models_by_folder_file_and_toml(tmp_path: Path, capsys: pytest.CaptureFi
         (["--model", "llama-2-7b", "--gpu-memory", "0GiB"], "--gpu-memory '0GiB' is no size"),
         (["--model", "llama-2-7b", "--bandwidth", "fast"], "--bandwidth 'fast' is no size"),
         (["--model", "llama-2-7b", "--gpu", "h1000"], "--gpu 'h1000' is none of a100-80gb"),
+        (["--model", "llama-2-7b", "--network", "string"], "link 'string' is none of nvlink-a100"),
+        (["--model", "llama-2-7b", "--temperature", "-1"], "temperature=-1.0 must be 0 (greedy) or above"),
         (["--model", "llama-2-7b", "--gpus", "0"], "--gpus 0 must be at least 1"),
         (["--model", "llama-2-7b", "--batch", "0"], "max_batch_size=0 must be at least 1"),
         (["--model", "llama-2-7b", "--context", "1"], "--context 1 leaves no room"),
