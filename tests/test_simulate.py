@@ -25,7 +25,17 @@ from lpr.perf.measured import Drafted, Measured, interpolate, read_measured, rea
 from lpr.perf.planning import Mesh, kv_row_bytes, read_bytes
 from lpr.perf.presets import measured_values, resolve
 from lpr.perf.published import FITTED, GPT_FAST, check_published, fit, gpt_fast_layout
-from lpr.perf.simulate import SPREAD, Inputs, Machine, Setting, advantage, forward_seconds, predict, spread
+from lpr.perf.simulate import (
+    GREEDY_ACCEPTANCE,
+    SPREAD,
+    Inputs,
+    Machine,
+    Setting,
+    advantage,
+    forward_seconds,
+    predict,
+    spread,
+)
 from lpr.plan import main as plan_main
 
 A100 = Machine(GPUS["a100-80gb"], Network(LINKS["nvlink-a100"], LINKS["ib-hdr"]))
@@ -178,8 +188,10 @@ def test_every_uncertainty_moves_a_prediction_as_it_says() -> None:
 def test_spread_adds_squares_of_logarithms() -> None:
     found = spread(lambda inputs: inputs.acceptance * inputs.host, Inputs())
     assert found.mid == 1
-    assert found.high == pytest.approx(math.exp(math.hypot(math.log(1.15), math.log(2.0))))
-    assert found.low == pytest.approx(math.exp(-math.hypot(math.log(0.85), math.log(0.5))))
+    assert found.high == pytest.approx(math.exp(math.hypot(math.log(1.09), math.log(2.0))))
+    assert found.low == pytest.approx(math.exp(-math.hypot(math.log(0.90), math.log(0.5))))
+    greedy = spread(lambda inputs: inputs.acceptance, Inputs(), temperature=0.0)
+    assert (greedy.low, greedy.high) == pytest.approx(GREEDY_ACCEPTANCE)
 
 
 def test_what_both_meshes_share_cancels_in_their_ratio() -> None:
