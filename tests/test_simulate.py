@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from sharded import config_values
 
-from benchmarks.check_runs import compare
+from benchmarks.check_runs import compare, summary
 from benchmarks.simulate import TOLERANCE, measurements_of, simulate_parser
 from benchmarks.simulate import run as simulate
 from lpr.config import DecodeConfig, InputError
@@ -228,23 +228,40 @@ def test_package_has_the_measurements_of_the_results() -> None:
 
 def test_real_runs_are_compared() -> None:
     """Made-up runs that the model explains exactly, and one that takes twice as long."""
-    found = {
-        "source": "made up",
-        "rows": [{"nodes": 1, "milliseconds": 4.0}, {"nodes": 17, "milliseconds": 8.0}],
-        "first_step_ms": 20.0,
-        "num_prompts": 2,
+    repeat = {
+        "times": {
+            "1": summary([[{"nodes": 1, "kv": 9, "ms": [3.0, 5.0], "first_ms": [20.0]}]]),
+            "2": summary(
+                [
+                    [
+                        {"nodes": 1, "kv": 9, "ms": [3.0, 5.0], "first_ms": [18.0]},
+                        {"nodes": 1, "kv": 9, "ms": [4.0, 4.0], "first_ms": [20.0]},
+                    ],
+                    [
+                        {"nodes": 17, "kv": 9, "ms": [8.0, 6.0], "first_ms": [20.0]},
+                        {"nodes": 17, "kv": 9, "ms": [2.0, 8.0], "first_ms": [19.0]},
+                    ],
+                ]
+            ),
+        },
         "all_gather_ms": 1.0,
-        "counted": [
-            {"num_ranks": 1, "tokens_per_step": 2.0, "nodes": 17},
-            {"num_ranks": 2, "tokens_per_step": 2.5, "nodes": 17},
-        ],
+        "load_average": 0.5,
         "runs": [
             {"name": "plain decoding", "processes": 1, "tokens": 100, "steps": 100, "seconds": 0.04 + 98 * 0.004},
             {"name": "lookahead", "processes": 2, "tokens": 100, "steps": 40, "seconds": 2 * (0.042 + 38 * 0.009)},
         ],
     }
+    found = {
+        "source": "made up",
+        "num_prompts": 2,
+        "counted": [
+            {"num_ranks": 1, "tokens_per_step": 2.0, "nodes": 17},
+            {"num_ranks": 2, "tokens_per_step": 2.5, "nodes": 17},
+        ],
+        "repeats": [repeat, repeat],
+    }
     plain, ahead = compare(found)
-    assert plain["ratio"] == 1 and plain["predicted_steps"] == plain["steps"] == 100
+    assert plain["ratios"] == [1, 1] and plain["predicted_steps"] == plain["steps"] == 100
     assert ahead["ratio"] == 2 and ahead["predicted_steps"] == ahead["steps"] == 40
     with pytest.raises(InputError, match="not the runs that --measure-runs writes"):
         compare({**found, "counted": []})
