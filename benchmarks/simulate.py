@@ -221,7 +221,7 @@ def predict_model(
     }
     for temperature in [None, *options.temperatures]:
         setting = Setting(facts, machine, measured, options.kv, 2, temperature, times)
-        found = [predict(setting, mesh, inputs) for mesh in possible(facts, machine, options, times)]
+        found = worth_showing([predict(setting, mesh, inputs) for mesh in possible(facts, machine, options, times)])
         answer = answer_of(setting, [each for each in found if each.mesh.num_gpus == 8], inputs)
         record["settings"].append(
             {"temperature": temperature, "predictions": [as_values(each) for each in found], "on_8_gpus": answer}
@@ -241,6 +241,20 @@ def possible(facts: ModelFacts, machine: Machine, options: argparse.Namespace, t
         if fits and (times is None or mesh.tp == 1):
             found.append(mesh)
     return found
+
+
+def worth_showing(found: list[Prediction]) -> list[Prediction]:
+    """All meshes of a host, and the best one of each larger number of GPUs."""
+    best = largest(found)
+    return [each for each in found if each.mesh.num_gpus <= 8 or each is best[each.mesh.num_gpus]]
+
+
+def largest(found: list[Prediction]) -> dict[int, Prediction]:
+    """Number of GPUs to the prediction with the most tokens per second."""
+    return {
+        num: max((each for each in found if each.mesh.num_gpus == num), key=lambda each: each.tokens_per_second.mid)
+        for num in {each.mesh.num_gpus for each in found}
+    }
 
 
 def answer_of(setting: Setting, found: list[Prediction], inputs: Inputs) -> dict[str, Any] | None:
@@ -286,19 +300,14 @@ def show_predictions(
     answer: dict[str, Any] | None,
     console: Console,
 ) -> None:
-    """The meshes of up to 8 GPUs, and the best one of each larger number."""
-    largest = {
-        num: max((each for each in found if each.mesh.num_gpus == num), key=lambda each: each.tokens_per_second.mid)
-        for num in {each.mesh.num_gpus for each in found}
-    }
+    """A row per mesh; the best of each number of GPUs is marked."""
+    best = largest(found)
     rows = []
     for each in found:
-        if each.mesh.num_gpus > 8 and each is not largest[each.mesh.num_gpus]:
-            continue
         estimate, step = each.tokens_per_second, each.step
         rows.append(
             [
-                f"{each.mesh}{' <' if each is largest[each.mesh.num_gpus] else ''}",
+                f"{each.mesh}{' <' if each is best[each.mesh.num_gpus] else ''}",
                 f"{estimate.mid:.0f}",
                 f"{estimate.low:.0f}-{estimate.high:.0f}",
                 f"{each.drafted.budget if each.drafted else 0}",
@@ -312,6 +321,6 @@ def show_predictions(
     console.print(table(title, columns, rows))
     if answer is not None:
         times = ", ".join(
-            f"{v['mid']:.2f} ({v['low']:.2f}-{v['high']:.2f}) x {mesh}" for mesh, v in answer["times"].items()
+            f"{v['mid']:.2f} ({v['low']:.2f}-{v['high']:.2f}) times {mesh}" for mesh, v in answer["times"].items()
         )
         console.print(f"on 8 GPUs: {answer['best']}: {times}", highlight=False)
