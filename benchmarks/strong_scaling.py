@@ -4,8 +4,9 @@
 
 Which tokens a step emits does not depend on how its tree is split, so one process evaluates each whole tree and counts
 what every rank would evaluate of it, by the same partition and the same pending chains (tests/test_ranks.py asserts
-that several ranks take these very steps). Time is not measured. A rank's budget is split between the Jacobi window
-and the trie with its recycled candidates; all of it grows with the ranks.
+that several ranks take these very steps). Time is not measured; `--simulate` predicts it (benchmarks/simulate.py). A
+rank's budget is split between the Jacobi window and the trie with its recycled candidates; all of it grows with the
+ranks.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from rich.progress import Progress
 
 import lpr.engine
 from benchmarks.common import load_prompts, model_parser, run_main, table
+from benchmarks.simulate import run as simulate
+from benchmarks.simulate import simulate_parser
 from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
 from lpr.config import TreeConfig
 from lpr.core.partition import partition
@@ -166,6 +169,10 @@ def report(found: list[dict[str, Any]], options: argparse.Namespace, console: Co
 
 def main() -> int:
     """Run the command line; returns the exit code."""
+    if "--simulate" in sys.argv:
+        parser = simulate_parser()
+        parser.add_argument("--simulate", action="store_true", help="predict time instead of counting steps")
+        return run_main(parser, simulate)
     parser = model_parser("strong_scaling", "Tokens per step against the number of ranks.")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--budgets", type=int, nargs="+", default=[32, 64])

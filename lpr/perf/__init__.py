@@ -1,0 +1,1 @@
+"""What a step costs before it is run: memory, traffic and, as a prediction, time."""

@@ -1,0 +1,277 @@
+"""What a model's config says about memory and traffic, read off the model itself without its weights.
+
+The model is built on the meta device, so its parameters are those that a checkpoint would fill; its own
+tensor-parallel plan says how each is split, and one forward on meta tensors shows what it asks a K/V cache to keep. No
+formula of a model family is written down here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.utils import logging as transformers_logging
+
+from lpr.config import InputError
+
+DTYPE_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+# The projections that hold keys, as transformers.distributed.tensor_parallel.get_kv_heads_per_rank names them.
+_FUSED = ("qkv_proj", "query_key_value")
+_LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Equal parameters of several layers: `count` tensors of `shape` that the plan splits by `style`."""
+
+    name: str
+    """Name with * in the place of the layer's number."""
+    shape: tuple[int, ...]
+    count: int
+    style: str | None
+    """The plan's style; None: every rank of a replica holds all of it."""
+    is_lookup: bool
+    """An embedding that is not the output head too: a step reads a row per token and not the whole."""
+    is_expert: bool
+    """Experts along the first axis, of which a token uses few."""
+
+    @property
+    def numel(self) -> int:
+        """Parameters in all layers."""
+        return self.count * _product(self.shape)
+
+
+@dataclass(frozen=True)
+class KeptRows:
+    """What `count` layers keep per token: K and V heads, and the sizes of one."""
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective that the plan puts behind `count` modules: `width` values of each token take part."""
+
+    kind: str
+    """"all_reduce" or "all_gather"."""
+    width: int
+    count: int
+    per_result: bool
+    """Of the output head: only tokens whose logits are wanted take part."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A model as the planner sees it."""
+
+    name: str
+    model_type: str
+    dtype: str
+    """The checkpoint's own, bfloat16 if the config does not say."""
+    weights: tuple[Weights, ...]
+    kept: tuple[KeptRows, ...]
+    collectives: tuple[Collective, ...]
+    """Of one forward along tp; empty if transformers has no plan for this model type."""
+    has_plan: bool
+    splits_queries: bool
+    """The plan gives each rank its own query heads."""
+    splits_kv: bool
+    """The plan gives each rank its own key/value heads; latent attention keeps its one latent on all of them."""
+    fused_heads: bool
+    """The plan splits a projection that holds queries and keys together."""
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    hidden_size: int
+    vocab_size: int
+    max_positions: int | None
+    num_experts: int
+    experts_per_token: int
+
+    @property
+    def num_parameters(self) -> int:
+        """All parameters, tied ones once."""
+        return sum(weights.numel for weights in self.weights)
+
+
+def read_config(source: str) -> PretrainedConfig:
+    """The config of a folder, a config.json or a hub id; raises InputError with one line."""
+    path = Path(source)
+    looks_local = path.is_absolute() or source.startswith((".", "~")) or source.count("/") != 1 or path.exists()
+    if looks_local and not path.exists():
+        raise InputError(f"model {source!r} is no preset, and no such file or folder exists; presets: --list")
+    try:
+        if path.is_file():
+            return config_from(json.loads(path.read_text(encoding="utf-8")))
+        return AutoConfig.from_pretrained(source)
+    except InputError:
+        raise
+    except Exception as failure:  # transformers and huggingface_hub raise dozens of types here
+        lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
+        reason = f"{type(failure).__name__}: {lines[0] if lines else 'no message'}"[:300]
+        raise InputError(f"cannot read the config of {source!r}: {reason}") from failure
+
+
+def config_from(values: dict[str, Any]) -> PretrainedConfig:
+    """The config that the keys of a config.json make."""
+    others = dict(values)
+    model_type = others.pop("model_type", None)
+    if not isinstance(model_type, str):
+        raise InputError("the config names no model_type")
+    try:
+        return AutoConfig.for_model(model_type, **others)
+    except Exception as failure:  # each model type has validators of its own
+        reason = " ".join(line.strip() for line in str(failure).splitlines())[:200]
+        raise InputError(f"model_type {model_type!r}: {reason}") from failure
+
+
+def facts_of(config: PretrainedConfig, name: str) -> ModelFacts:
+    """Build the model of `config` on the meta device and read it off; raises InputError if it cannot be a causal LM."""
+    transformers_logging.set_verbosity_error()
+    text = config.get_text_config(decoder=True)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        kept = _kept_rows(model)
+    except Exception as failure:  # model code raises what it likes; all mean that this config makes no usable model
+        reason = (str(failure).strip().splitlines() or [""])[0][:200]
+        raise InputError(f"{name}: the config makes no causal LM: {type(failure).__name__}: {reason}") from failure
+    shared = getattr(text, "num_kv_shared_layers", 0) or 0
+    if not kept or sum(rows.count for rows in kept) < text.num_hidden_layers - shared:
+        raise InputError(
+            f"{name}: model type {text.model_type!r} keeps no K/V in some layers; lpr evaluates token trees with "
+            "attention models only"
+        )
+    plan = dict(model.tp_plan or {})
+    splits = [key.rpartition(".")[2] for key, style in plan.items() if style == "colwise"]
+    dtype = str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
+    return ModelFacts(
+        name=name,
+        model_type=text.model_type,
+        dtype=dtype if dtype in DTYPE_SIZES else "bfloat16",
+        weights=_weights(model, plan),
+        kept=kept,
+        collectives=_collectives(model, plan),
+        has_plan=bool(plan),
+        splits_queries=any(name in ("q_proj", "q_b_proj", *_FUSED) for name in splits),
+        splits_kv=any(name in ("k_proj", *_FUSED) for name in splits),
+        fused_heads=any(name in _FUSED for name in splits),
+        num_layers=text.num_hidden_layers,
+        num_heads=text.num_attention_heads,
+        num_kv_heads=max(rows.num_heads for rows in kept),
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
+        max_positions=_max_positions(text),
+        num_experts=_first(text, "num_local_experts", "num_experts", "n_routed_experts") or 0,
+        experts_per_token=_first(text, "num_experts_per_tok", "moe_topk") or 0,
+    )
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product
+
+
+def _first(config: PretrainedConfig, *names: str) -> int | None:
+    values = [getattr(config, name, None) for name in names]
+    return next((value for value in values if isinstance(value, int) and value > 0), None)
+
+
+def _max_positions(config: PretrainedConfig) -> int | None:
+    return _first(config, "max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
+
+
+def _generic(name: str) -> str:
+    return _LAYER_NUMBER.sub("*", name)
+
+
+def _style(plan: dict[str, str], parameter: str) -> str | None:
+    """A plan names a parameter, or the module that holds it."""
+    name = _generic(parameter)
+    return plan.get(name, plan.get(name.rpartition(".")[0]))
+
+
+def _weights(model: PreTrainedModel, plan: dict[str, str]) -> tuple[Weights, ...]:
+    head = model.get_output_embeddings()
+    head_weight = getattr(head, "weight", None)
+    lookups = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    lookups.discard(id(head_weight))
+    groups: Counter[tuple[Any, ...]] = Counter()
+    for name, parameter in model.named_parameters():  # a tied parameter comes once
+        is_expert = ".experts." in name and parameter.dim() >= 2
+        shape = tuple(parameter.shape)
+        groups[_generic(name), shape, _style(plan, name), id(parameter) in lookups, is_expert] += 1
+    return tuple(Weights(name, shape, count, *rest) for (name, shape, *rest), count in groups.items())
+
+
+_COLLECTIVES = {
+    "rowwise": "all_reduce",
+    "rowwise_rep": "all_reduce",
+    "rowwise_split_input": "all_reduce",
+    "embedding_rowwise": "all_reduce",
+    "moe_tp_experts": "all_reduce",
+    "all_reduce": "all_reduce",
+    "colwise_gather_output": "all_gather",
+    "colwise_rep": "all_gather",
+    "embedding_colwise": "all_gather",
+}
+
+
+def _collectives(model: PreTrainedModel, plan: dict[str, str]) -> tuple[Collective, ...]:
+    hidden = model.config.get_text_config(decoder=True).hidden_size
+    head = model.get_output_embeddings()
+    found: Counter[tuple[str, int, bool]] = Counter()
+    for name, module in model.named_modules():
+        kind = _COLLECTIVES.get(plan.get(_generic(name), ""))
+        if kind is not None:
+            width = getattr(module, "out_features", None) or getattr(module, "embedding_dim", None) or hidden
+            found[kind, width, module is head] += 1
+    return tuple(Collective(kind, width, count, per_result) for (kind, width, per_result), count in found.items())
+
+
+class _ShapeCache(Cache):
+    """Notes the shapes of K and V that the layers hand over."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.shapes: dict[int, tuple[int, int, int]] = {}
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.shapes[layer_idx] = (key_states.shape[1], key_states.shape[3], value_states.shape[3])
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        return 1
+
+
+def _kept_rows(model: PreTrainedModel) -> tuple[KeptRows, ...]:
+    """The rows that TreeCache would hold: it keeps every token of every layer, also where attention slides."""
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):  # routing depends on values, which meta tensors have not
+            module.forward = lambda hidden, *args, **kwargs: hidden
+    cache = _ShapeCache()
+    with torch.no_grad(), torch.device("meta"):
+        model(input_ids=torch.zeros(1, 1, dtype=torch.long), past_key_values=cache, use_cache=True)
+    return tuple(KeptRows(*shape, count) for shape, count in Counter(cache.shapes.values()).items())

@@ -1,0 +1,116 @@
+"""What predictions start from: measured tokens per step, host times, and t(n) of a machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lpr.config import DecodeConfig, InputError
+from lpr.exchange import NUM_HEADER
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """Measured: what trees of one total node budget yield. Which ranks evaluate which nodes cannot change it."""
+
+    temperature: float
+    budget: int
+    """Drafted nodes per step on all ranks together."""
+    tokens_per_step: float
+    nodes: float
+    """Nodes of the whole tree, the root included."""
+    is_extrapolated: bool = False
+    """Beyond the largest measured budget: along the logarithm of the budget."""
+
+    def payload_bytes(self, lp: int) -> int:
+        """Bytes that a rank contributes to the step's all-gather, as Exchange sizes them."""
+        capacity = -(-self.budget // lp) + (32 if lp > 1 else 0)
+        return 4 * (NUM_HEADER + capacity * (1 + 2 * DecodeConfig().num_candidates))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured here and enters a prediction."""
+
+    drafted: tuple[Drafted, ...]
+    extra_nodes: Mapping[float, tuple[tuple[float, float], ...]]
+    """Temperature to (ranks, nodes): what the busiest rank evaluates beyond its equal part of the tree, for ancestors
+    that others own and for tokens whose K/V it lacks."""
+    host_ms: Mapping[float, tuple[tuple[float, float], ...]]
+    """Temperature to (nodes of the whole tree, milliseconds of the host per step)."""
+    source: str
+
+    def ways(self, temperature: float, lp: int) -> list[Drafted]:
+        """The trees to choose from: every measured budget, and larger ones while a rank has no more than 64 nodes."""
+        nearest = min((each.temperature for each in self.drafted), key=lambda each: abs(each - temperature))
+        found = sorted((each for each in self.drafted if each.temperature == nearest), key=lambda each: each.budget)
+        before, last = found[-2:]
+        steps = math.log2(last.budget / before.budget)
+        budget = 2 * last.budget
+        while budget <= 64 * lp:
+            doublings = math.log2(budget / last.budget) / steps
+            grown = last.tokens_per_step + doublings * (last.tokens_per_step - before.tokens_per_step)
+            found.append(Drafted(nearest, budget, grown, last.nodes * budget / last.budget, True))
+            budget *= 2
+        return found
+
+    def shard_nodes(self, drafted: Drafted, lp: int) -> float:
+        """Nodes and pending tokens that the busiest of `lp` ranks evaluates."""
+        known = self.extra_nodes[drafted.temperature]
+        extra = interpolate([math.log2(ranks) for ranks, _ in known], [nodes for _, nodes in known], math.log2(lp))
+        return drafted.nodes / lp + extra
+
+    def host_seconds(self, temperature: float, tree_nodes: float) -> float:
+        """Host time of a step, every rank drafting the whole tree."""
+        known = self.host_ms[min(self.host_ms, key=lambda each: abs(each - temperature))]
+        return max(0.0, interpolate([n for n, _ in known], [ms for _, ms in known], tree_nodes)) * 1e-3
+
+
+@dataclass(frozen=True)
+class TimeTable:
+    """Measured t(n): milliseconds of a step with n nodes on one rank, in one setting."""
+
+    source: str
+    rows: tuple[tuple[float, float], ...]
+    """(nodes, milliseconds), ascending."""
+
+    def seconds(self, nodes: float) -> float:
+        """Time of a step with `nodes` nodes."""
+        return interpolate([n for n, _ in self.rows], [ms for _, ms in self.rows], nodes) * 1e-3
+
+
+def interpolate(points: Sequence[float], values: Sequence[float], at: float) -> float:
+    """Piecewise linear; outside the points along the nearest piece."""
+    if len(points) == 1:
+        return values[0]
+    right = next((i for i in range(1, len(points)) if at <= points[i]), len(points) - 1)
+    share = (at - points[right - 1]) / (points[right] - points[right - 1])
+    return values[right - 1] + share * (values[right] - values[right - 1])
+
+
+def read_measured(values: Mapping[str, Any]) -> Measured:
+    """Measurements from the JSON of lpr/assets/measured.json; raises InputError."""
+    try:
+        drafted, extra = [], {}
+        for each in values["acceptance"]:
+            extra[each["temperature"]] = tuple((ranks, nodes) for ranks, nodes in each["ranks_extra"])
+            for budget, tokens, nodes in each["budget_tokens_nodes"]:
+                drafted.append(Drafted(each["temperature"], budget, tokens, nodes))
+        host = {each["temperature"]: tuple((n, ms) for n, ms in each["nodes_ms"]) for each in values["host"]}
+        return Measured(tuple(drafted), extra, host, values["source"])
+    except (KeyError, TypeError, ValueError) as failure:
+        raise InputError(f"the measurements lack or misname {failure}") from failure
+
+
+def read_table(values: Mapping[str, Any], name: str) -> TimeTable:
+    """A measured t(n) from JSON: `source`, and `rows` of nodes, kv and milliseconds; raises InputError."""
+    try:
+        rows = sorted((float(row["nodes"]), float(row["milliseconds"])) for row in values["rows"])
+        source = str(values["source"])
+    except (KeyError, TypeError, ValueError) as failure:
+        raise InputError(f"{name} is no t(n): it needs source and rows of nodes, milliseconds: {failure}") from failure
+    if not rows or any(ms <= 0 for _, ms in rows) or len({n for n, _ in rows}) < len(rows):
+        raise InputError(f"{name}: t(n) needs rows with different nodes and milliseconds above 0")
+    return TimeTable(source, tuple(rows))

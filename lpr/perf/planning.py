@@ -1,0 +1,269 @@
+"""Memory and traffic of a model on an lp x tp mesh: arithmetic over ModelFacts, without a clock or a device.
+
+Weights, K/V and payload are exact: they are the shapes that the loader, TreeCache and Exchange make. Activations are an
+estimate from above of what one forward holds at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lpr.config import DecodeConfig, InputError
+from lpr.exchange import NUM_HEADER, owned_capacity
+from lpr.model.inputs import round_up
+from lpr.perf.facts import Collective, ModelFacts, Weights
+
+NODE_BUCKET, KV_BUCKET = 16, 256
+"""Padding of a step's shapes on a GPU, as in TreeModel."""
+RESERVED = 2 << 30
+"""Bytes kept free per GPU for the CUDA context, communicators' buffers, libraries and fragments: assumed, not measured.
+"""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """`lp` replicas of the model, each split over `tp` GPUs."""
+
+    lp: int
+    tp: int
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of the mesh."""
+        return self.lp * self.tp
+
+    def __str__(self) -> str:
+        return f"{self.lp} x {self.tp}"
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one step along one axis of the mesh."""
+
+    num_collectives: int
+    payload_bytes: int
+    """Bytes that a rank contributes, over all of them: before an algorithm's factor for sending them on."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What one GPU of a mesh holds and moves."""
+
+    mesh: Mesh
+    problem: str | None
+    """Why the model cannot be split so; the other fields are 0 then."""
+    weight_bytes: int = 0
+    kv_bytes: int = 0
+    activation_bytes: int = 0
+    step_nodes: int = 0
+    """Nodes that a rank evaluates per step: the budget of every sequence. Memory is counted for the most possible."""
+    step_bytes: int = 0
+    """Bytes that a step reads at least: the weights it uses and the K/V of a full context."""
+    step_flops: float = 0.0
+    """Floating point operations of a step's matrix products, per GPU."""
+    lp: Traffic = Traffic(0, 0)
+    tp: Traffic = Traffic(0, 0)
+
+    @property
+    def total_bytes(self) -> int:
+        """All that is held at once, the reserve included."""
+        return self.weight_bytes + self.kv_bytes + self.activation_bytes + RESERVED
+
+    def spare(self, memory: int) -> int:
+        """Bytes left of `memory`; negative: so many are missing."""
+        return memory - self.total_bytes
+
+    def fits(self, memory: int) -> bool:
+        """Can a GPU with `memory` bytes hold it?"""
+        return self.problem is None and self.spare(memory) >= 0
+
+    def floor_seconds(self, bandwidth: float) -> float:
+        """No step is faster than reading `step_bytes` once at `bandwidth` bytes per second."""
+        return self.step_bytes / bandwidth
+
+
+def meshes(num_gpus: int) -> list[Mesh]:
+    """Every lp x tp = `num_gpus`, by ascending tp; raises InputError."""
+    if num_gpus < 1:
+        raise InputError(f"--gpus {num_gpus} must be at least 1")
+    return [Mesh(num_gpus // tp, tp) for tp in range(1, num_gpus + 1) if num_gpus % tp == 0]
+
+
+def split_problem(facts: ModelFacts, tp: int) -> str | None:
+    """Why the transformers backend cannot split the model over `tp` ranks, or None."""
+    if tp == 1:
+        return None
+    if not facts.has_plan:
+        return f"transformers has no tensor-parallel plan for {facts.model_type}"
+    if facts.splits_queries and facts.num_heads % tp:
+        return f"{tp} does not divide {facts.num_heads} attention heads"
+    kv = facts.num_kv_heads
+    if facts.splits_kv and kv % tp:
+        if facts.fused_heads:
+            return f"{tp} does not divide {kv} key/value heads, which one matrix holds with the queries"
+        if tp % kv:
+            return f"{tp} neither divides {kv} key/value heads nor is a multiple of them"
+    return None
+
+
+def shard_shape(weights: Weights, facts: ModelFacts, tp: int) -> tuple[int, ...]:
+    """Shape of the largest shard of one tensor: that of rank 0, as the last rank's may be shorter."""
+    shape, style = list(weights.shape), weights.style
+    if style is None or tp == 1:
+        return weights.shape
+    is_bias = weights.name.endswith("bias") and len(shape) == 1
+    if style in ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise"):
+        axis = max(0, len(shape) - 2)
+    elif style in ("rowwise", "rowwise_rep", "rowwise_split_input", "packed_rowwise"):
+        if is_bias or (len(shape) == 1 and style == "packed_rowwise"):
+            return weights.shape  # added after the sum, by every rank
+        axis = len(shape) - 1
+    elif style == "embedding_rowwise":
+        axis = 0
+    elif style == "embedding_colwise":
+        axis = 1
+    elif style in _WHOLE:
+        return weights.shape
+    else:
+        raise InputError(
+            f"the tensor-parallel plan of {facts.model_type} splits {weights.name} by {style!r}, unknown here"
+        )
+    parts = tp
+    if weights.name.rpartition(".")[0].endswith(("k_proj", "v_proj")) and facts.splits_kv:
+        parts = min(tp, facts.num_kv_heads)  # fewer heads than ranks: several ranks hold the same one
+    groups = 2 if style.startswith("packed") else 1
+    shape[axis] = groups * -(-(shape[axis] // groups) // parts)
+    return tuple(shape)
+
+
+_WHOLE = (
+    "replicate", "replicated_with_grad_allreduce", "sequence_parallel", "mla_kv_a_proj", "moe_tp_experts",
+    "moe_identity_expert", "all_reduce", "local_params",
+)  # fmt: skip
+
+
+def _shard_numel(weights: Weights, facts: ModelFacts, tp: int) -> int:
+    numel = weights.count
+    for size in shard_shape(weights, facts, tp):
+        numel *= size
+    return numel
+
+
+def weight_bytes(facts: ModelFacts, tp: int, element_size: int) -> int:
+    """Bytes of the weights that the fullest rank of a replica holds."""
+    return element_size * sum(_shard_numel(weights, facts, tp) for weights in facts.weights)
+
+
+def kv_row_bytes(facts: ModelFacts, tp: int, element_size: int) -> int:
+    """Bytes of K and V of one token in all layers, on one rank."""
+    total = 0
+    for rows in facts.kept:
+        heads = max(1, rows.num_heads // tp) if facts.splits_kv else rows.num_heads
+        total += rows.count * heads * (rows.key_dim + rows.value_dim)
+    return total * element_size
+
+
+def rank_nodes(decode: DecodeConfig, lp: int) -> int:
+    """Most nodes of one tree that a rank evaluates: those it owns and the ancestors of the first one."""
+    scaled = decode.scaled(lp)
+    return min(scaled.num_nodes, owned_capacity(scaled, lp) + scaled.max_branch)
+
+
+def kv_rows(decode: DecodeConfig, lp: int, max_length: int) -> int:
+    """Rows of one slot of TreeCache, padded as TreeModel.allocate pads them."""
+    return round_up(max_length + rank_nodes(decode, lp) + 1, KV_BUCKET)
+
+
+def payload_bytes(decode: DecodeConfig, lp: int) -> int:
+    """Bytes that each rank contributes to a step's all-gather: the size of Exchange's payload."""
+    scaled = decode.scaled(lp)
+    entries = scaled.max_batch_size * owned_capacity(scaled, lp)
+    return 4 * (NUM_HEADER + entries * (1 + 2 * scaled.num_recycled))
+
+
+def read_bytes(facts: ModelFacts, tp: int, element_size: int, num_tokens: int) -> int:
+    """Bytes of weights that a forward over `num_tokens` tokens reads on one rank.
+
+    Lookup tables are left out. Of experts, only those that some token is routed to: with independent, uniform routing
+    an expert is used with probability 1 - (1 - k/E)^tokens.
+    """
+    total = 0.0
+    for weights in facts.weights:
+        if weights.is_lookup:
+            continue
+        share = 1.0
+        if weights.is_expert and facts.num_experts and facts.experts_per_token:
+            share = 1 - (1 - facts.experts_per_token / facts.num_experts) ** num_tokens
+        total += share * _shard_numel(weights, facts, tp)
+    return int(total * element_size)
+
+
+def forward_flops(facts: ModelFacts, tp: int, num_tokens: int, num_kv: int) -> float:
+    """Floating point operations of a forward's matrix products on one rank: 2 per weight and token, and attention."""
+    used = 0.0
+    for weights in facts.weights:
+        if weights.is_lookup or len(weights.shape) < 2:
+            continue
+        share = facts.experts_per_token / facts.num_experts if weights.is_expert and facts.num_experts else 1.0
+        used += share * _shard_numel(weights, facts, tp)
+    heads = facts.num_heads / tp if facts.splits_queries else facts.num_heads
+    attention = sum(rows.count * (rows.key_dim + rows.value_dim) for rows in facts.kept) * heads * num_kv
+    return 2.0 * num_tokens * (used + attention)
+
+
+def activation_bytes(facts: ModelFacts, decode: DecodeConfig, mesh: Mesh, max_length: int, element_size: int) -> int:
+    """Estimate from above of what a forward holds at once, for a decode step and for a piece of a long prompt.
+
+    The mask (lpr repeats it for the heads of a GQA group), hidden states, the widest layer's input, output and product,
+    and the logits in their own dtype and in the fp32 copies that sampling makes.
+    """
+    rows = kv_rows(decode, mesh.lp, max_length)
+    group = max(1, facts.num_heads // max(1, facts.num_kv_heads)) if facts.splits_kv else 1
+    widest = max(
+        (shard_shape(weights, facts, mesh.tp)[-2] for weights in facts.weights
+         if len(weights.shape) == 2 and not weights.is_lookup and facts.vocab_size not in weights.shape),
+        default=facts.hidden_size,
+    )  # fmt: skip
+
+    def forward(num_sequences: int, num_entries: int, num_logits: int) -> int:
+        tokens = num_sequences * num_entries
+        mask = tokens * rows * element_size * (1 + group if group > 1 else 1)
+        layer = tokens * (4 * facts.hidden_size + 3 * widest) * element_size
+        logits = num_sequences * num_logits * facts.vocab_size * (element_size + 3 * 4)
+        return mask + layer + logits
+
+    nodes = round_up(rank_nodes(decode, mesh.lp), NODE_BUCKET)
+    prompt = round_up(min(decode.prefill_chunk, max_length), NODE_BUCKET)
+    return max(forward(decode.max_batch_size, nodes, nodes), forward(1, prompt, 1))
+
+
+def tp_traffic(facts: ModelFacts, num_tokens: int, num_results: int, element_size: int) -> Traffic:
+    """The collectives of one forward along tp, as the model's own plan places them."""
+
+    def num_values(collective: Collective) -> int:
+        return collective.count * collective.width * (num_results if collective.per_result else num_tokens)
+
+    count = sum(collective.count for collective in facts.collectives)
+    return Traffic(count, element_size * sum(map(num_values, facts.collectives)))
+
+
+def footprint(facts: ModelFacts, decode: DecodeConfig, mesh: Mesh, max_length: int, element_size: int) -> Footprint:
+    """What one GPU of `mesh` holds and moves with `decode` (budgets per rank) and contexts of `max_length` tokens."""
+    problem = split_problem(facts, mesh.tp)
+    if problem is not None:
+        return Footprint(mesh, problem)
+    batch = decode.max_batch_size
+    tokens = batch * decode.num_nodes
+    row_bytes = kv_row_bytes(facts, mesh.tp, element_size)
+    return Footprint(
+        mesh=mesh,
+        problem=None,
+        weight_bytes=weight_bytes(facts, mesh.tp, element_size),
+        kv_bytes=batch * kv_rows(decode, mesh.lp, max_length) * row_bytes,
+        activation_bytes=activation_bytes(facts, decode, mesh, max_length, element_size),
+        step_nodes=tokens,
+        step_bytes=read_bytes(facts, mesh.tp, element_size, tokens) + batch * max_length * row_bytes,
+        step_flops=forward_flops(facts, mesh.tp, tokens, max_length),
+        lp=Traffic(1, payload_bytes(decode, mesh.lp)) if mesh.lp > 1 else Traffic(0, 0),
+        tp=tp_traffic(facts, tokens, tokens, element_size) if mesh.tp > 1 else Traffic(0, 0),
+    )

@@ -1,0 +1,249 @@
+"""Predicted tokens per second of a model on a mesh, with an uncertainty. A prediction: no GPU has run any of it.
+
+A step is `max(bytes / bandwidth, operations / arithmetic) + collectives + host`, or, with a measured table, t(n) in
+place of the first term. Acceptance (tokens per step) and host time are measured ones. Two constants are fitted, both to
+one row of gpt-fast's published tables (Llama-2-7B on 1 and on 8 A100); its other rows are the check
+(`check_published`). Every uncertain input has a slow and a fast value, and their effects are added as squares of
+logarithms, as for independent errors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from lpr.exchange import NUM_HEADER
+from lpr.perf.facts import ModelFacts
+from lpr.perf.hardware import Gpu
+from lpr.perf.interconnect import Network, all_gather, all_reduce
+from lpr.perf.measured import Drafted, Measured, TimeTable
+from lpr.perf.planning import Mesh, forward_flops, kv_row_bytes, read_bytes
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The uncertain inputs of a prediction; the defaults are the middle."""
+
+    bandwidth_fraction: float = 0.683
+    """Of the data sheet's memory bandwidth: fitted to Llama-2-7B on one A100 (104.9 tokens/s). That is 82 % of the
+    1700 GB/s that a copy reached there."""
+    flops_fraction: float = 0.55
+    """Of the data sheet's arithmetic, for products as narrow as a tree: assumed."""
+    launch: float = 16.4e-6
+    """Seconds per collective besides NCCL's own model: fitted to Llama-2-7B on eight A100 (328.4 tokens/s)."""
+    collectives: float = 1.0
+    """Factor on the time of all collectives."""
+    host: float = 1.0
+    """Factor on the host's measured time per step."""
+    acceptance: float = 1.0
+    """Factor on tokens per step, of every mesh alike."""
+    scaling: float = 1.0
+    """Power of what further ranks add to tokens per step: 1 as measured, 0 nothing."""
+
+
+SPREAD: dict[str, tuple[float, float]] = {
+    "bandwidth_fraction": (0.75 / 0.82, 0.90 / 0.82),  # 75 to 90 % of what a copy reaches
+    "flops_fraction": (0.40 / 0.55, 0.75 / 0.55),
+    "collectives": (2.0, 0.5),
+    "host": (2.0, 0.5),  # measured on two busy cores of a server
+    "acceptance": (0.90, 1.09),  # sampled; greedy: see GREEDY_ACCEPTANCE
+    # On traces of 7B and 15B code models retrieval gained 5-6 % from eight times the nodes (cold), and the bundled
+    # model's whole drafter 31-37 %: ln 1.055 / ln 1.37 = 0.17.
+    "scaling": (0.17, 1.2),
+}
+"""Slow and fast factor of every input (of `scaling`: the value)."""
+
+GREEDY_ACCEPTANCE = (0.66, 1.43)
+"""In place of SPREAD's, for greedy decoding. Both are the quartiles over prompts by the mean, measured with the bundled
+model on 12 ClassEval prompts (64 nodes, 128 tokens): greedy 5.6 to 12.1 of 8.4, at temperature 0.8 2.02 to 2.45 of
+2.24. Greedy text repeats itself on some prompts and not on others."""
+
+ONE_GPU_BUDGET = 64
+"""Nodes that one GPU drafts anyway (DecodeConfig's trie); what more nodes add is the uncertain `scaling`."""
+
+EAGER_LAYER_SECONDS = 1.22e-3
+"""Launching a layer's kernels one by one: Llama-7B ran at 25.5 tokens/s so on an A100 (PyTorch blog, "Accelerating
+generative AI II: gpt-fast", November 2023), 39 ms for 32 layers. Captured graphs do not have this."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GPUs and what joins them."""
+
+    gpu: Gpu
+    network: Network
+    is_eager: bool = False
+    """Kernels are launched one by one instead of as a captured graph."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of the parts of a step."""
+
+    forward: float
+    tp: float
+    lp: float
+    host: float
+
+    @property
+    def total(self) -> float:
+        """The step."""
+        return self.forward + self.tp + self.lp + self.host
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A prediction: the middle, and what one step of every input to its slow and to its fast side makes of it."""
+
+    low: float
+    mid: float
+    high: float
+
+    def __str__(self) -> str:
+        low, mid, high = (f"{each:.0f}" if each >= 100 else f"{each:.3g}" for each in (self.low, self.mid, self.high))
+        return f"{mid} ({low} to {high})"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Tokens per second on a mesh."""
+
+    mesh: Mesh
+    drafted: Drafted | None
+    """The tree that is predicted to be best; None: plain decoding."""
+    tokens_per_second: Estimate
+    tokens_per_step: float
+    step: StepTime
+
+
+def forward_seconds(
+    facts: ModelFacts,
+    tp: int,
+    element_size: int,
+    nodes: float,
+    kv: int,
+    machine: Machine,
+    inputs: Inputs,
+    batch: int = 1,
+) -> float:
+    """Roofline of one forward on one rank over `nodes` entries of `batch` sequences with `kv` cached tokens each."""
+    bytes_read = read_bytes(facts, tp, element_size, max(1, round(nodes)))
+    bytes_read += batch * kv * kv_row_bytes(facts, tp, element_size)
+    memory = bytes_read / (machine.gpu.bandwidth * inputs.bandwidth_fraction)
+    arithmetic = forward_flops(facts, tp, 1, kv) * nodes / (machine.gpu.flops * inputs.flops_fraction)
+    launches = EAGER_LAYER_SECONDS * facts.num_layers if machine.is_eager else 0.0
+    return max(memory, arithmetic, launches)
+
+
+def tp_seconds(facts: ModelFacts, tp: int, element_size: int, nodes: float, machine: Machine, inputs: Inputs) -> float:
+    """The collectives of one forward inside a replica, one after the other."""
+    total = 0.0
+    for collective in facts.collectives if tp > 1 else ():
+        num_bytes = round(nodes * collective.width * element_size)
+        if collective.kind == "all_reduce":
+            time = all_reduce(machine.network, tp, num_bytes)
+        else:
+            time = all_gather(machine.network, tp, -(-num_bytes // tp))
+        total += collective.count * (time.seconds + inputs.launch)
+    return total * inputs.collectives
+
+
+def lp_seconds(mesh: Mesh, payload_bytes: int, machine: Machine, inputs: Inputs) -> float:
+    """The step's one all-gather, over all ranks of the mesh (a replica's ranks take part for the digest)."""
+    if mesh.num_gpus == 1:
+        return 0.0
+    time = all_gather(machine.network, mesh.num_gpus, payload_bytes)
+    return (time.seconds + inputs.launch) * inputs.collectives
+
+
+def tokens_per_step(drafted: Drafted | None, base: float, inputs: Inputs) -> float:
+    """S; `base` is that of one GPU's budget, to which `scaling` holds. Never below the one token a step yields."""
+    if drafted is None:
+        return 1.0
+    gain = max(1.0, drafted.tokens_per_step / base)
+    return max(1.0, drafted.tokens_per_step / gain * inputs.acceptance * gain**inputs.scaling)
+
+
+def spread(value: Callable[[Inputs], float], inputs: Inputs, temperature: float | None = None) -> Estimate:
+    """`value` at the middle, and how far all inputs' slow and fast values move it together."""
+    middle = value(inputs)
+    down = up = 0.0
+    for name, sides in (SPREAD | ({"acceptance": GREEDY_ACCEPTANCE} if temperature == 0 else {})).items():
+        for side in sides:
+            changed = side if name == "scaling" else getattr(inputs, name) * side
+            move = math.log(value(replace(inputs, **{name: changed})) / middle)
+            down, up = (down + move**2, up) if move < 0 else (down, up + move**2)
+    return Estimate(middle * math.exp(-math.sqrt(down)), middle, middle * math.exp(math.sqrt(up)))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is held fixed while meshes are compared."""
+
+    facts: ModelFacts
+    machine: Machine
+    measured: Measured
+    kv: int
+    element_size: int
+    temperature: float | None
+    """None: plain decoding."""
+    table: TimeTable | None = None
+    batch: int = 1
+
+    def ways(self, mesh: Mesh) -> list[Drafted | None]:
+        """The trees to choose from; plain decoding is always one of them."""
+        return [None] if self.temperature is None else [None, *self.measured.ways(self.temperature, mesh.lp)]
+
+    def rate(self, mesh: Mesh, drafted: Drafted | None, inputs: Inputs) -> float:
+        """Tokens per second of all sequences together."""
+        base = 1.0
+        if drafted is not None:
+            known = [each for each in self.measured.drafted if each.temperature == drafted.temperature]
+            base = min(known, key=lambda each: abs(each.budget - ONE_GPU_BUDGET)).tokens_per_step
+        return self.batch * tokens_per_step(drafted, base, inputs) / self.step(mesh, drafted, inputs).total
+
+    def step(self, mesh: Mesh, drafted: Drafted | None, inputs: Inputs) -> StepTime:
+        """The parts of a step; without `drafted` one of plain decoding."""
+        nodes, tree, payload = 1.0, 1.0, 4 * NUM_HEADER
+        if drafted is not None:
+            nodes, tree = self.measured.shard_nodes(drafted, mesh.lp), drafted.nodes
+            payload = drafted.payload_bytes(mesh.lp)
+        nodes *= self.batch
+        if self.table is not None:
+            forward = self.table.seconds(nodes)
+        else:
+            forward = forward_seconds(
+                self.facts, mesh.tp, self.element_size, nodes, self.kv, self.machine, inputs, self.batch
+            )
+        host = self.measured.host_seconds(self.temperature or 0.0, tree)
+        return StepTime(
+            forward=forward,
+            tp=tp_seconds(self.facts, mesh.tp, self.element_size, nodes, self.machine, inputs),
+            lp=lp_seconds(mesh, payload * self.batch, self.machine, inputs),
+            host=host * inputs.host * self.batch,
+        )
+
+
+def predict(setting: Setting, mesh: Mesh, inputs: Inputs | None = None) -> Prediction:
+    """The prediction for `mesh` with the tree that suits it best."""
+    inputs = inputs if inputs is not None else Inputs()
+    best = max(setting.ways(mesh), key=lambda each: setting.rate(mesh, each, inputs))
+    step = setting.step(mesh, best, inputs)
+    return Prediction(
+        mesh=mesh,
+        drafted=best,
+        tokens_per_second=spread(lambda changed: setting.rate(mesh, best, changed), inputs, setting.temperature),
+        tokens_per_step=setting.rate(mesh, best, inputs) * step.total / setting.batch,
+        step=step,
+    )
+
+
+def advantage(setting: Setting, first: Prediction, second: Prediction, inputs: Inputs | None = None) -> Estimate:
+    """Tokens per second of `first` over those of `second`; what is uncertain in both alike cancels out."""
+
+    def ratio(changed: Inputs) -> float:
+        upper = setting.rate(first.mesh, first.drafted, changed)
+        return upper / setting.rate(second.mesh, second.drafted, changed)
+
+    return spread(ratio, inputs if inputs is not None else Inputs(), setting.temperature)
