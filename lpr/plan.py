@@ -209,7 +209,7 @@ def show(plan: Plan, console: Console) -> None:
     )
     console.print(
         f"context {plan.context}, batch {decode.max_batch_size}; W {decode.window_size}, N {decode.ngram_size}, "
-        f"G {decode.guess_set_size}, trie {decode.trie_nodes}: {decode.num_nodes} nodes per rank and sequence",
+        f"G {decode.guess_set_size}, trie {decode.trie_nodes}: {decode.resolved().num_nodes} nodes per rank and sequence",
         highlight=False,
     )
     console.print(
@@ -304,7 +304,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "reserved_bytes": RESERVED,
         "context": plan.context,
         "batch": plan.decode.max_batch_size,
-        "nodes_per_rank": plan.decode.num_nodes,
+        "nodes_per_rank": plan.decode.resolved().num_nodes,
         "meshes": rows,
         "recommended": chosen,
         "reason": plan.reason,

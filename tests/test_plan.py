@@ -121,7 +121,7 @@ def test_few_kv_heads_are_shared_by_ranks(model_type: str) -> None:
 @pytest.mark.parametrize("lp", [1, 2, 8])
 def test_payload_is_that_of_the_exchange(lp: int) -> None:
     decode = DecodeConfig(window_size=7, guess_set_size=7, max_batch_size=3)
-    exchange = Exchange(decode.scaled(lp), ThreadWorld(lp).comm(0), torch.device("cpu"))
+    exchange = Exchange(decode.resolved(lp), ThreadWorld(lp).comm(0), torch.device("cpu"))
     assert payload_bytes(decode, lp) == exchange.payload_bytes
 
 
@@ -131,7 +131,7 @@ def test_kv_bytes_are_those_of_the_cache(model_type: str) -> None:
     model = tiny_model(values.pop("model_type"), **values)  # type: ignore[arg-type]
     runner = TreeModel(model, node_bucket=16, kv_bucket=256)
     decode = DecodeConfig(window_size=3, guess_set_size=3, trie_nodes=8, max_batch_size=2, branch_length=8)
-    runner.allocate(2, 64, decode.num_nodes, self_check(runner))
+    runner.allocate(2, 64, decode.resolved().num_nodes, self_check(runner))
     cache = runner.cache
     assert isinstance(cache, TreeCache)
     held = sum(pool.numel() * pool.element_size() for pool in cache._pools)

@@ -127,7 +127,7 @@ def test_interpolation() -> None:
 
 def test_payload_is_that_of_the_exchange() -> None:
     for lp in (1, 2, 8):
-        decode = DecodeConfig(window_size=4, guess_set_size=4, trie_nodes=32, max_batch_size=1).scaled(lp)
+        decode = DecodeConfig(window_size=4, guess_set_size=4, trie_nodes=32, max_batch_size=1).resolved(lp)
         expected = 4 * (NUM_HEADER + owned_capacity(decode, lp) * (1 + 2 * decode.num_recycled))
         assert Drafted(0.0, 64 * lp, 1.0, 64.0 * lp).payload_bytes(lp) == expected
 

@@ -165,7 +165,7 @@ def kv_row_bytes(facts: ModelFacts, tp: int, element_size: int) -> int:
 
 def rank_nodes(decode: DecodeConfig, lp: int) -> int:
     """Most nodes of one tree that a rank evaluates: those it owns and the ancestors of the first one."""
-    scaled = decode.scaled(lp)
+    scaled = decode.resolved(lp)
     return min(scaled.num_nodes, owned_capacity(scaled, lp) + scaled.max_branch)
 
 
@@ -176,7 +176,7 @@ def kv_rows(decode: DecodeConfig, lp: int, max_length: int) -> int:
 
 def payload_bytes(decode: DecodeConfig, lp: int) -> int:
     """Bytes that each rank contributes to a step's all-gather: the size of Exchange's payload."""
-    scaled = decode.scaled(lp)
+    scaled = decode.resolved(lp)
     entries = scaled.max_batch_size * owned_capacity(scaled, lp)
     return 4 * (NUM_HEADER + entries * (1 + 2 * scaled.num_recycled))
 
@@ -253,7 +253,7 @@ def footprint(facts: ModelFacts, decode: DecodeConfig, mesh: Mesh, max_length: i
     if problem is not None:
         return Footprint(mesh, problem)
     batch = decode.max_batch_size
-    tokens = batch * decode.num_nodes
+    tokens = batch * decode.resolved().num_nodes
     row_bytes = kv_row_bytes(facts, mesh.tp, element_size)
     return Footprint(
         mesh=mesh,
