@@ -203,13 +203,14 @@ def recommend(
 def show(plan: Plan, console: Console) -> None:
     """The table and the recommendation."""
     facts, gpu, decode = plan.facts, plan.gpu, plan.decode
+    num_nodes = decode.resolved().num_nodes
     console.print(
         f"{facts.name} ({plan.planned.origin}): {facts.num_parameters / 1e9:.2f}B parameters in {plan.dtype}",
         highlight=False,
     )
     console.print(
         f"context {plan.context}, batch {decode.max_batch_size}; W {decode.window_size}, N {decode.ngram_size}, "
-        f"G {decode.guess_set_size}, trie {decode.trie_nodes}: {decode.resolved().num_nodes} nodes per rank and sequence",
+        f"G {decode.guess_set_size}, trie {decode.trie_nodes}: {num_nodes} nodes per rank and sequence",
         highlight=False,
     )
     console.print(
