@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lpr.config import DecodeConfig, InputError, SamplingParams
     from lpr.drop_in import Lookahead, lookahead
-    from lpr.engine import Chunk, Completion, Engine, Request
+    from lpr.engine import Engine
     from lpr.model.loader import bundled_model
+    from lpr.request import Chunk, Completion, Request
 
 __version__ = "0.1.0"
 __all__ = [
@@ -32,10 +33,10 @@ _HOMES = {
     "SamplingParams": "lpr.config",
     "Lookahead": "lpr.drop_in",
     "lookahead": "lpr.drop_in",
-    "Chunk": "lpr.engine",
-    "Completion": "lpr.engine",
+    "Chunk": "lpr.request",
+    "Completion": "lpr.request",
     "Engine": "lpr.engine",
-    "Request": "lpr.engine",
+    "Request": "lpr.request",
     "bundled_model": "lpr.model.loader",
 }
 

@@ -27,8 +27,9 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 
 from lpr.config import DecodeConfig, InputError
 from lpr.drop_in_rows import Batch, Row
-from lpr.engine import Engine, Request
+from lpr.engine import Engine
 from lpr.model.loader import wrap
+from lpr.request import Request
 
 
 class Lookahead:

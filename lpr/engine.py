@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,89 +15,27 @@ from transformers import PreTrainedModel
 
 from lpr.config import DecodeConfig, InputError, SamplingParams, TreeConfig
 from lpr.core.accept import NOT_A_NUMBER
-from lpr.core.budget import AdaptiveBudget, Budget, FixedBudget
 from lpr.core.cost import StepCost
 from lpr.core.state import SequenceState
 from lpr.core.trie import Trie
 from lpr.dist.comm import Comm, SoloComm, agree
 from lpr.exchange import Exchange, check_replica, owned_capacity
 from lpr.measure import measure_costs
-from lpr.metrics import DecodeStats
 from lpr.model.loader import Loaded, digest, load, model_digest, tokenizer_digest, wrap
 from lpr.model.parallel import TensorParallel
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
+from lpr.pace import Pace
 from lpr.processors import Processor, Processors
+from lpr.request import Chunk, Completion, Prompt, Request, StepRecorder
 from lpr.step import Outcome, Running, decode_step, fill_row, no_lap
 from lpr.text import TextStream
 from lpr.trie_file import fingerprint_of, read_trie, write_trie
 
-if TYPE_CHECKING:
-    from lpr.trace import Recorder
-
-Prompt = str | Sequence[int]
-
-_COSTS = b"costs "
-"""Begins the message by which rank 0 shares its table of step times."""
-_SHARE_EVERY = 32
-"""Steps between two such messages, at least."""
-_SHARE_PART = 0.05
-"""A time that has changed by this part is worth a message."""
 _LONGEST_STEP = 4.0
 """Automatic sizes end where a step takes this many times as long as one that evaluates one token."""
 _FEWEST_NODES = 16
 """But not below this many nodes per rank: a draft that is sure of itself pays almost anywhere."""
-
-
-@dataclass
-class Completion:
-    """What a request came to."""
-
-    prompt: Prompt
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    """Emitted ids, an end-of-text token included."""
-    text: str
-    """Emitted text; it continues the prompt, and ends before a stop string or an end-of-text token."""
-    finish_reason: str
-    """`stop` (end of text or a stop string), `length` (max_new_tokens) or `error`."""
-    stats: DecodeStats
-    error: str | None = None
-    """What ended the request early, in one line; ids and text are those before it."""
-
-
-@dataclass
-class Chunk:
-    """What one step added to a request."""
-
-    request: Request
-    token_ids: list[int]
-    """Ids committed by the step."""
-    text: str
-    """Text that is final now; it may lag behind the ids by an incomplete character or a possible stop string."""
-    finish_reason: str | None
-
-
-@dataclass(eq=False)
-class Request:
-    """A submitted prompt on its way."""
-
-    prompt: Prompt
-    prompt_ids: list[int]
-    params: SamplingParams
-    text_stream: TextStream
-    stats: DecodeStats = field(default_factory=DecodeStats)
-    finish_reason: str | None = None
-    running: Running | None = None
-    processors: Processors | None = None
-    error: str | None = None
-
-    def completion(self) -> Completion:
-        """The finished request's result."""
-        assert self.finish_reason is not None
-        stream = self.text_stream
-        ids, text = stream.token_ids, stream.text
-        return Completion(self.prompt, self.prompt_ids, ids, text, self.finish_reason, self.stats, self.error)
 
 
 class Engine:
@@ -142,7 +78,7 @@ class Engine:
             raise InputError(
                 f"max_length={decode.max_length} exceeds the model's {loaded.max_positions} positions{reason}"
             )
-        self.recorder: Recorder | None = None
+        self.recorder: StepRecorder | None = None
         """Takes down every step while it is set (lpr.trace)."""
         self.max_length = decode.max_length or min(limit, 4096)
         facts, replica_facts = {}, {}
@@ -152,7 +88,7 @@ class Engine:
             facts["form of a batch (packed or padded)"] = int(self.model.packed)
             replica_facts["model"] = model_digest(loaded.model)
         agree(self.comm, failure, facts, replica_facts)
-        self._own_costs = costs
+        self._costs = costs
         self._configure(decode)
 
     @classmethod
@@ -208,11 +144,7 @@ class Engine:
 
     def _configure(self, decode: DecodeConfig) -> None:
         self.config = config = self._sizes(decode)
-        self._budget: Budget = FixedBudget(config)
-        if decode.adaptive:
-            assert self._own_costs is not None
-            self._budget = AdaptiveBudget(config, self._own_costs.copy(), self.comm.size)
-        self._since_shared = 0
+        self._pace = Pace(config, self._costs if decode.adaptive else None, self.comm)
         self.shared = Trie(config.trie_capacity)
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
@@ -228,9 +160,9 @@ class Engine:
         """The sizes of `decode` in numbers; automatic ones end where a step takes several times that of one token."""
         if not decode.adaptive:
             return decode.resolved(self.comm.size)
-        if self._own_costs is None:
-            self._own_costs = measure_costs(self.model, self._like, self.comm, decode.max_nodes)
-        longest = self._own_costs.longest(_LONGEST_STEP, decode.max_nodes)
+        if self._costs is None:
+            self._costs = measure_costs(self.model, self._like, self.comm, decode.max_nodes)
+        longest = self._costs.longest(_LONGEST_STEP, decode.max_nodes)
         return decode.resolved(self.comm.size, max(longest, min(_FEWEST_NODES, decode.max_nodes)))
 
     # Driving it yourself.
@@ -298,11 +230,13 @@ class Engine:
         began = time.perf_counter()
         lap = self.recorder.begin() if self.recorder is not None else no_lap
         outcomes, announced = decode_step(
-            runs, self.config, self.model, self._exchange, self._budget, len(self._outgoing), fills, lap
+            runs, self.config, self.model, self._exchange, self._pace.budget, len(self._outgoing), fills, lap
         )
         if announced:
-            self._receive(self.comm.broadcast(self._outgoing, announced))
+            message = self.comm.broadcast(self._outgoing, announced)
             self._outgoing = b""
+            if not self._pace.receive(message):
+                self._received.append(message)
         chunks = []
         for request, outcome in zip(batch, outcomes, strict=True):
             sources = outcome.tree.sources
@@ -314,7 +248,8 @@ class Engine:
             if request.finish_reason is not None:
                 self._release(request)
         if outcomes and not fills:
-            self._keep_current(outcomes, runs, (time.perf_counter() - began) * 1e3)
+            self._pace.observe(outcomes, runs, (time.perf_counter() - began) * 1e3)
+            self._outgoing = self._outgoing or self._pace.message()
         return chunks
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -440,30 +375,6 @@ class Engine:
             self._release(request)
         elif request in self._waiting:
             self._waiting.remove(request)
-
-    def _receive(self, message: bytes) -> None:
-        if not message.startswith(_COSTS):
-            self._received.append(message)
-        elif isinstance(self._budget, AdaptiveBudget):
-            self._budget.cost = StepCost.from_json(json.loads(message.removeprefix(_COSTS)))
-
-    def _keep_current(self, outcomes: Sequence[Outcome], runs: Sequence[Running], milliseconds: float) -> None:
-        """On rank 0: learn from a step's time, and share the table that all ranks decide by when it has changed."""
-        costs, budget = self._own_costs, self._budget
-        if (
-            self.comm.rank
-            or self.comm.tp_rank
-            or not isinstance(budget, AdaptiveBudget)
-            or costs is None
-            or costs.fixed
-        ):
-            return
-        longest = max(len(run.state.tokens) for run in runs)
-        costs.observe(sum(outcome.num_entries for outcome in outcomes), len(runs), longest, milliseconds)
-        self._since_shared += 1
-        if self._since_shared >= _SHARE_EVERY and not self._outgoing and costs.differs(budget.cost, _SHARE_PART):
-            self._outgoing = _COSTS + json.dumps(costs.to_json()).encode()
-            self._since_shared = 0
 
     # Slots.
 

@@ -19,15 +19,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lpr.config import DecodeConfig, InputError, SamplingParams
+from lpr.core.cost import StepCost
 from lpr.display import Run, show_stream, table_of
 from lpr.dist.comm import Comm, CommError, agree
 from lpr.dist.runtime import World, join, leave
-from lpr.engine import Completion, Engine, Request
+from lpr.engine import Engine
 from lpr.exchange import DesyncError
 from lpr.files import OrderedWriter, PromptLine, read_prompts
 from lpr.lead import Leader, follow
 from lpr.metrics import DecodeStats
 from lpr.model.loader import bundled_model, digest
+from lpr.request import Completion, Request
 from lpr.trace import check_trace, traced
 from lpr.trie_file import check_writable, read_trie, trie_path
 
@@ -50,8 +52,6 @@ class Account:
 '''
 # Sampled, because the small bundled model soon repeats itself when it is greedy.
 DEMO_PARAMS = SamplingParams(max_new_tokens=200, temperature=0.6)
-# A CPU has no idle arithmetic: there each node of a tree takes its share of time.
-DEMO_DECODE_ON_CPU = DecodeConfig(window_size=0, trie_nodes=16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +75,8 @@ class Args:
     """HTML file that shows every step: its token tree, what each rank evaluated, what was accepted."""
     trace_steps: int = 500
     """Steps that --trace shows at most, the first ones; a request's part in a step counts as one."""
+    costs: Path | None = None
+    """JSON table of step times to size trees by, instead of measured ones: makes the steps of a run repeatable."""
     config: Path | None = None
     """TOML file with values for any of these flags; flags given here win."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -160,7 +162,7 @@ def read_config(path: Path) -> Args:
     for name, value in values.items():
         if name not in homes:
             raise InputError(f"--config {path}: unknown key {name!r}; keys are flags with underscores")
-        groups[homes[name]][name] = Path(value) if name in ("prompts", "output", "trie", "trace") else value
+        groups[homes[name]][name] = Path(value) if name in ("prompts", "output", "trie", "trace", "costs") else value
     try:
         return Args(
             **groups[""], sampling=SamplingParams(**groups["sampling"]), decode=DecodeConfig(**groups["decode"])
@@ -212,11 +214,29 @@ def prepare(args: Args, world: World, device: str | None, comm: Comm) -> tuple[E
     except InputError as error:
         failure = str(error)
     agree(comm, failure, {"set of arguments": digest(repr(args))})
+    costs = None
+    try:
+        costs = read_costs(args.costs)
+    except InputError as error:
+        failure = str(error)
+    agree(comm, failure, {"table of step times": digest(json.dumps(costs.to_json()) if costs is not None else "")})
     model = args.model or bundled_model()
-    engine = Engine.from_pretrained(model, args.decode, args.dtype, device, comm, tp_backend=args.tp_backend)
+    engine = Engine.from_pretrained(model, args.decode, args.dtype, device, comm, costs, tp_backend=args.tp_backend)
     # What is loaded stays: without this, each full collection walks a million objects, in the middle of some step.
     gc.freeze()
     return engine, job
+
+
+def read_costs(path: Path | None) -> StepCost | None:
+    """The table of step times in a file, which does not change; raises InputError."""
+    if path is None:
+        return None
+    try:
+        return StepCost.from_json(json.loads(path.read_text(encoding="utf-8")), fixed=True)
+    except OSError as failure:
+        raise InputError(f"cannot read --costs {path}: {failure.strerror or failure}") from failure
+    except ValueError as failure:
+        raise InputError(f"--costs {path}: {failure}") from failure
 
 
 def check_trie(path: Path | None) -> None:
@@ -383,10 +403,7 @@ class ShowJob:
 
     def run(self, leader: Leader) -> int:
         """Stream with lookahead, decode plainly, print the table."""
-        lookahead = self.args.decode
-        if lookahead == DecodeConfig() and leader.engine.model.device.type == "cpu":
-            lookahead = DEMO_DECODE_ON_CPU
-        settings = {"lookahead": lookahead, "autoregressive": DecodeConfig.autoregressive()}
+        settings = {"lookahead": self.args.decode, "autoregressive": DecodeConfig.autoregressive()}
         runs: list[Run] = []
         completions: list[Completion] = []
         for name, decode in settings.items():

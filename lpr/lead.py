@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from lpr.config import DecodeConfig, SamplingParams
-from lpr.engine import Chunk, Engine, Prompt, Request
+from lpr.engine import Engine
+from lpr.request import Chunk, Prompt, Request
 
 
 class Leader:

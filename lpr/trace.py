@@ -20,8 +20,9 @@ from lpr.config import InputError
 from lpr.core.accept import likely
 from lpr.core.partition import Shard
 from lpr.core.tree import Source
-from lpr.engine import Chunk, Engine, Request
+from lpr.engine import Engine
 from lpr.files import replace_file
+from lpr.request import Chunk, Request
 from lpr.step import Outcome
 from lpr.text import TextStream, decoder_of
 

@@ -211,11 +211,11 @@ def test_ranks_decide_by_the_table_of_rank_0() -> None:
 
     def program(comm):  # type: ignore[no-untyped-def]
         engine = Engine.from_model(model, decode=DecodeConfig(max_nodes=32, max_batch_size=2), comm=comm)
-        assert engine._own_costs is not None
+        assert engine._costs is not None
         if comm.rank:
-            engine._own_costs.observe(1, 1, 1, 99.0 * comm.rank)  # this rank's clock is of no account
+            engine._costs.observe(1, 1, 1, 99.0 * comm.rank)  # this rank's clock is of no account
         done = [each.token_ids for each in engine.generate(prompts, params)]
-        shared.append(engine._budget.cost)
+        shared.append(engine._pace.budget.cost)
         return done, comm.num_broadcasts
 
     results = run_ranks(ThreadWorld(3), program)
@@ -230,7 +230,7 @@ def test_a_rank_that_decides_by_its_own_clock_is_caught() -> None:
     def program(comm):  # type: ignore[no-untyped-def]
         cost = DEAR if comm.rank == 1 else FLAT
         engine = Engine.from_model(model, decode=DecodeConfig(max_nodes=32), comm=comm, costs=FLAT)
-        engine._budget.cost = cost
+        engine._pace.budget.cost = cost
         return engine.generate([TEXT], SamplingParams(max_new_tokens=40))
 
     with pytest.raises(DesyncError, match="rank 1"):

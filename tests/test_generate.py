@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -167,3 +168,28 @@ def test_interrupt_leaves_what_is_finished(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in target.read_text().splitlines()]
     assert 2 < len(rows) < len(PROMPTS) * 20
     assert all(len(row["token_ids"]) == 100 or row["finish_reason"] == "stop" for row in rows)
+
+
+def test_steps_by_a_given_table_are_repeatable(tmp_path: Path) -> None:
+    prompts, costs = write_prompts(tmp_path / "in.jsonl", PROMPTS[:2]), tmp_path / "costs.json"
+    rows = [{"batch": 1, "kv": 256, "ms": [5.0, 6.0, 40.0]}]
+    costs.write_text(json.dumps({"nodes": [1, 16, 256], "rows": rows}))
+    outputs = []
+    for name in ("one.jsonl", "two.jsonl"):
+        arguments = ["--prompts", str(prompts), "--output", str(tmp_path / name), "--max-new-tokens", "30"]
+        assert main([*arguments, "--costs", str(costs), "--device", "cpu"]) == 0
+        outputs.append((tmp_path / name).read_text())
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [(None, "cannot read --costs"), ("{", "--costs .*: Expecting"), ("[]", "step times")]
+)
+def test_a_table_that_is_none_is_named(
+    text: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    costs = tmp_path / "costs.json"
+    if text is not None:
+        costs.write_text(text)
+    assert main(["--prompt", "x", "--costs", str(costs), "--device", "cpu"]) == 2
+    assert re.search(message, capsys.readouterr().err)
