@@ -89,6 +89,7 @@ class Engine:
             replica_facts["model"] = model_digest(loaded.model)
         agree(self.comm, failure, facts, replica_facts)
         self._costs = costs
+        """Step times as all ranks know them."""
         self._configure(decode)
 
     @classmethod
@@ -140,6 +141,7 @@ class Engine:
         """Decode further requests with other settings, forgetting what drafts were learnt; needs an idle engine."""
         if self.busy:
             raise RuntimeError("reconfigure needs an engine without running requests")
+        self._costs = self._pace.costs or self._costs
         self._configure(decode)
 
     def _configure(self, decode: DecodeConfig) -> None:

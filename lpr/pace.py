@@ -28,12 +28,17 @@ class Pace:
 
     def __init__(self, config: TreeConfig, costs: StepCost | None, comm: Comm) -> None:
         """Trees of the sizes of `config`: all of them in every step or, with a table of `costs`, what pays."""
-        self._own = costs
+        self._own = costs.copy() if costs is not None else None
         self._leads = comm.rank == comm.tp_rank == 0
         self._since_shared = 0
         self.budget: Budget = FixedBudget(config)
         if costs is not None:
             self.budget = AdaptiveBudget(config, costs.copy(), comm.size)
+
+    @property
+    def costs(self) -> StepCost | None:
+        """The table that all ranks decide by, the same on each of them."""
+        return self.budget.cost if isinstance(self.budget, AdaptiveBudget) else None
 
     def observe(self, outcomes: Sequence[Outcome], runs: Sequence[Running], milliseconds: float) -> None:
         """Take in what a step of `runs` took."""

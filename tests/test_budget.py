@@ -211,9 +211,9 @@ def test_ranks_decide_by_the_table_of_rank_0() -> None:
 
     def program(comm):  # type: ignore[no-untyped-def]
         engine = Engine.from_model(model, decode=DecodeConfig(max_nodes=32, max_batch_size=2), comm=comm)
-        assert engine._costs is not None
+        assert engine._pace._own is not None
         if comm.rank:
-            engine._costs.observe(1, 1, 1, 99.0 * comm.rank)  # this rank's clock is of no account
+            engine._pace._own.observe(1, 1, 1, 99.0 * comm.rank)  # this rank's clock is of no account
         done = [each.token_ids for each in engine.generate(prompts, params)]
         shared.append(engine._pace.budget.cost)
         return done, comm.num_broadcasts
@@ -222,6 +222,24 @@ def test_ranks_decide_by_the_table_of_rank_0() -> None:
     assert [done for done, _ in results] == [expected] * 3
     assert len({count for _, count in results}) == 1
     assert len({json.dumps(cost.to_json()) for cost in shared}) == 1
+
+
+def test_ranks_agree_after_other_settings() -> None:
+    """What rank 0 has measured meanwhile, and not shared yet, must not come in by the back door."""
+    model = tiny_model(seed=3, spread=0.1)
+    params = SamplingParams(max_new_tokens=20)
+
+    def program(comm):  # type: ignore[no-untyped-def]
+        engine = Engine.from_model(model, decode=DecodeConfig(max_nodes=32), comm=comm)
+        first = engine.generate([TEXT], params)[0].token_ids
+        for _ in range(200):
+            engine._pace._own.observe(1, 1, 1, 1e3 * (1 + comm.rank))
+        engine.reconfigure(DecodeConfig(max_nodes=48))
+        assert engine.generate([TEXT], params)[0].token_ids == first
+        return engine.config
+
+    configs = run_ranks(ThreadWorld(3), program)
+    assert configs[0] == configs[1] == configs[2]
 
 
 def test_a_rank_that_decides_by_its_own_clock_is_caught() -> None:
