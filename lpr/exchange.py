@@ -18,6 +18,7 @@ from lpr.core.partition import Shard
 from lpr.core.state import TreeResult
 from lpr.core.tree import TokenTree
 from lpr.dist.comm import Comm
+from lpr.transfer import copy_over, to_device
 
 NUM_HEADER = 4
 """Header words (int32): digest low, digest high, length of rank 0's message, and one spare."""
@@ -38,7 +39,6 @@ class Exchange:
         self.width = 1 + 2 * config.num_recycled
         size = NUM_HEADER + config.max_batch_size * self.capacity * self.width
         self._payload = torch.zeros(size, dtype=torch.int32, device=device)
-        self._header = np.zeros(NUM_HEADER, np.int32)
 
     @property
     def payload_bytes(self) -> int:
@@ -59,8 +59,8 @@ class Exchange:
         are no trees. A node's result is its owner's on every rank, also on ranks that evaluated it as an ancestor
         (rule R1). Raises DesyncError if a rank's digest differs.
         """
-        self._header[:3] = (*_words(digest), message_length)
-        self._payload[:NUM_HEADER] = torch.from_numpy(self._header)
+        header = np.array([*_words(digest), message_length, 0], np.int32)
+        copy_over(self._payload[:NUM_HEADER], header)
         if local is not None:
             self._pack(local, [split[self.comm.rank] for split in shards])
         gathered = self.comm.gather(self._payload).numpy()
@@ -75,7 +75,7 @@ class Exchange:
             start += len(shard.nodes)
             if len(shard.owned) < len(shard.nodes):
                 entries = np.searchsorted(shard.nodes, shard.owned).astype(np.int64)
-                results = results[torch.from_numpy(entries).to(local.device)]
+                results = results.index_select(0, to_device(entries, local.device))
             table[index, : len(shard.owned)] = results
 
     def _unpack(

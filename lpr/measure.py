@@ -48,7 +48,7 @@ def _time_once(model: TreeModel, count: int) -> float:
     """Seconds of one evaluation of a chain of `count` tokens, its result on the host included."""
     cached = SHORTEST_KV - 1
     positions = list(range(cached, cached + count))
-    selection = Selection.build([(SamplingParams(), positions)], model.device)
+    selection = Selection.build([(SamplingParams(), positions)])
     row = Row(0, cached, [0] * count, list(range(-1, count - 1)), positions, count)
     began = time.perf_counter()
     model.evaluate([row], selection, min(8, model.vocab_size)).cpu()

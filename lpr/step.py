@@ -12,8 +12,6 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from lpr.config import TreeConfig
 from lpr.core.accept import accept
 from lpr.core.budget import Budget
@@ -69,7 +67,7 @@ def decode_step(
     trees = [draft.tree for draft in drafts]
     shards = [split(run.state, tree, exchange) for run, tree in zip(batch, trees, strict=True)]
     rows = [shard_row(*each, rank) for each in zip(batch, trees, shards, strict=True)]
-    chosen_by = selection(batch, rows, model.device)
+    chosen_by = selection(batch, rows)
     local = model.evaluate([*rows, *fills], chosen_by, config.num_recycled) if rows else None
     digest = combine(run.state.sign(tree) for run, tree in zip(batch, trees, strict=True))
     results, message_length = exchange.gather(local, trees, shards, digest, message_length)
@@ -130,10 +128,10 @@ def shard_row(run: Running, tree: TokenTree, shards: Sequence[Shard], rank: int)
     )
 
 
-def selection(batch: Sequence[Running], rows: Sequence[Row], device: torch.device) -> Selection:
+def selection(batch: Sequence[Running], rows: Sequence[Row]) -> Selection:
     """How the next token after each result entry is chosen: by the request's parameters and the token's position."""
     positions = [[at + 1 for at in row.positions[-row.num_results :]] for row in rows]
-    return Selection.build([(run.state.params, each) for run, each in zip(batch, positions, strict=True)], device)
+    return Selection.build([(run.state.params, each) for run, each in zip(batch, positions, strict=True)])
 
 
 def commit(model: TreeModel, row: Row, shard: Shard, path: Sequence[int]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 
 from lpr.model.attention import TREE_ATTENTION, TREE_MASK_ONLY, step_scope
 from lpr.model.cache import TreeCache
+from lpr.model.graphs import Capturer, CudaCapturer, GraphRunner, uncapturable
 from lpr.model.inputs import Row, StepInputs, build_inputs, round_up
 from lpr.sampling import Selection, candidates, choose
 
@@ -27,12 +29,14 @@ class TreeModel:
         node_bucket: int | None = None,
         kv_bucket: int | None = None,
         packed: bool | None = None,
+        graphs: bool = True,
     ) -> None:
         """Switch `model` (any transformers causal LM) to tree attention; the cache comes with `allocate`.
 
         The buckets pad the shapes of a step. On a GPU a few shapes repeat, as captured graphs and tuned kernels
         need; on a CPU every padded node costs its full arithmetic. For the same reason rows are packed on a CPU only,
-        unless `packed` says so: their blocks are one attention call each.
+        unless `packed` says so: their blocks are one attention call each. On a GPU, steps are captured as graphs,
+        unless `graphs` is False.
         """
         self.model = model.eval()
         self.device = next(model.parameters()).device
@@ -44,13 +48,32 @@ class TreeModel:
         self.vocab_size: int = self.config.vocab_size
         self._accepts_positions = "position_ids" in inspect.signature(type(model).forward).parameters
         self.cache: TreeCache | None = None
+        self.graphs: GraphRunner | None = None
+        self.capturer: Capturer | None = None
+        """What captures steps from the next `allocate` on."""
+        self._uncapturable: str | None = None
+        if graphs and self.device.type == "cuda":
+            self._uncapturable = uncapturable(model, self._accepts_positions)
+            self.capturer = CudaCapturer(self.device) if self._uncapturable is None else None
         use_tree_attention(model)
 
+    @property
+    def graph_reason(self) -> str | None:
+        """Why steps that could be graphs on this device are evaluated directly; None if they are graphs."""
+        return self._uncapturable if self.graphs is None else self.graphs.reason
+
     def allocate(self, num_slots: int, max_length: int, max_nodes: int, like: TreeCache) -> None:
-        """Make the cache: `max_length` committed tokens and a tree of `max_nodes` per slot, and one spare row."""
+        """Make the cache: `max_length` committed tokens and a tree of `max_nodes` per slot, and one spare row.
+
+        Graphs hold the cache's addresses, so those captured before are dropped.
+        """
         rows = round_up(max_length + max_nodes + 1, self.kv_bucket)
-        self.cache = TreeCache(num_slots, rows)
-        self.cache.allocate(like)
+        self.graphs = self.cache = None  # before the new cache is made, for whose size there may be no room otherwise
+        self.cache = cache = TreeCache(num_slots, rows)
+        cache.allocate(like)
+        if self.capturer is not None:
+            logits = partial(self.logits, cache=cache)
+            self.graphs = GraphRunner(self._compute, logits, self.capturer, self.device, num_slots, rows, max_nodes)
 
     @torch.no_grad()
     def logits(self, inputs: StepInputs, cache: TreeCache) -> torch.Tensor:
@@ -75,10 +98,17 @@ class TreeModel:
     def evaluate(self, rows: Sequence[Row], selection: Selection, num_candidates: int) -> torch.Tensor:
         """The results of the rows' last `num_results` entries, on the device, without a synchronisation.
 
-        Returns int32 [sum of num_results, 1 + 2k]: next token, its k candidates, their k scores.
+        Returns int32 [sum of num_results, 1 + 2k]: next token, its k candidates, their k scores. They are overwritten
+        by the next call.
         """
+        replayed = self.graphs.evaluate(rows, selection, num_candidates) if self.graphs is not None else None
+        if replayed is not None:
+            return replayed
+        return self._compute(self._inputs(rows), selection.to(self.device), num_candidates)
+
+    def _compute(self, inputs: StepInputs, selection: Selection, num_candidates: int) -> torch.Tensor:
         assert self.cache is not None
-        logits = self.logits(self._inputs(rows), self.cache)
+        logits = self.logits(inputs, self.cache)
         columns = [choose(logits, selection)[:, None]]
         if num_candidates:
             columns.extend(candidates(logits, num_candidates))
