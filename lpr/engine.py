@@ -101,10 +101,12 @@ class Engine:
         decode: DecodeConfig | None = None,
         comm: Comm | None = None,
         costs: StepCost | None = None,
+        graphs: bool = True,
     ) -> None:
         """An engine for a loaded model.
 
-        `costs` are step times to decide by instead of measured ones: the steps of a run can then be repeated exactly.
+        `graphs` False evaluates steps on a GPU without CUDA graphs. `costs` are step times to decide by instead of
+        measured ones: the steps of a run can then be repeated exactly.
         Raises InputError if the model cannot run a token tree or, with several ranks, on every rank if one rank has
         another model, tokenizer or configuration.
         """
@@ -112,7 +114,7 @@ class Engine:
         self.tokenizer = loaded.tokenizer
         self.eos_token_ids = loaded.eos_token_ids
         self.comm = comm if comm is not None else SoloComm()
-        self.model = TreeModel(loaded.model)
+        self.model = TreeModel(loaded.model, graphs=graphs)
         self._like = self_check(self.model)
         limit = loaded.max_positions or 4096
         if decode.max_length is not None and loaded.max_positions and decode.max_length > loaded.max_positions:
@@ -138,6 +140,7 @@ class Engine:
         device: str | torch.device | None = None,
         comm: Comm | None = None,
         costs: StepCost | None = None,
+        graphs: bool = True,
     ) -> Engine:
         """Load a transformers causal LM from a folder or a hub id.
 
@@ -153,7 +156,7 @@ class Engine:
             agree(comm, failure)
         if loaded is None:
             raise InputError(failure)
-        return cls(loaded, decode, comm, costs)
+        return cls(loaded, decode, comm, costs, graphs)
 
     @classmethod
     def from_model(
@@ -163,9 +166,10 @@ class Engine:
         decode: DecodeConfig | None = None,
         comm: Comm | None = None,
         costs: StepCost | None = None,
+        graphs: bool = True,
     ) -> Engine:
         """An engine for a model in memory, which is switched to tree attention."""
-        return cls(wrap(model, tokenizer), decode, comm, costs)
+        return cls(wrap(model, tokenizer), decode, comm, costs, graphs)
 
     def reconfigure(self, decode: DecodeConfig) -> None:
         """Decode further requests with other settings, forgetting what drafts were learnt; needs an idle engine."""
@@ -190,6 +194,8 @@ class Engine:
         self._received: deque[bytes] = deque()
         shard = min(config.num_nodes, self._exchange.capacity + config.max_branch)
         self.model.allocate(config.max_batch_size, self.max_length, shard, self._like)
+        if self.model.graphs is not None:
+            self.model.graphs.prepare(config.num_recycled, show=self.comm.rank == 0)
 
     def _sizes(self, decode: DecodeConfig) -> TreeConfig:
         """The sizes of `decode` in numbers; automatic ones end where a step takes several times that of one token."""
@@ -252,7 +258,7 @@ class Engine:
             left = request.params.max_new_tokens - len(request.text_stream.token_ids)
             request.running.max_depth = left - 1
             runs.append(request.running)
-        began = time.perf_counter()
+        began, captures = time.perf_counter(), self.model.num_captures
         outcomes, announced = decode_step(
             runs, self.config, self.model, self._exchange, self._budget, len(self._outgoing), fills
         )
@@ -267,7 +273,7 @@ class Engine:
         for request in batch:
             if request.finish_reason is not None:
                 self._release(request)
-        if outcomes and not fills:
+        if outcomes and not fills and captures == self.model.num_captures:
             self._keep_current(outcomes, runs, (time.perf_counter() - began) * 1e3)
         return chunks
 

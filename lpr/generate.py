@@ -76,6 +76,8 @@ class Args:
     """cpu, cuda or cuda:N. Default: a GPU if there is one."""
     tp: int = 1
     """Ranks that share one replica of the model (tensor parallel). Only 1 is available so far."""
+    graphs: bool = True
+    """Replay the steps of a GPU as CUDA graphs."""
     timeout: float = 300.0
     """Seconds that a rank waits for the others before it gives up."""
     sampling: Annotated[SamplingParams, tyro.conf.OmitArgPrefixes] = SamplingParams()
@@ -186,7 +188,12 @@ def prepare(args: Args, world: World, device: str | None, comm: Comm) -> tuple[E
     except InputError as error:
         failure = str(error)
     agree(comm, failure, {"set of arguments": digest(repr(args))})
-    engine = Engine.from_pretrained(args.model or bundled_model(), args.decode, args.dtype, device, comm)
+    engine = Engine.from_pretrained(
+        args.model or bundled_model(), args.decode, args.dtype, device, comm, graphs=args.graphs
+    )
+    if comm.rank == 0 and engine.model.graph_reason is not None:
+        reason = engine.model.graph_reason
+        print(f"lpr.generate: steps run without CUDA graphs, which is slower: {reason}", file=sys.stderr)
     # What is loaded stays: without this, each full collection walks a million objects, in the middle of some step.
     gc.freeze()
     return engine, job

@@ -14,12 +14,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from lpr.model.inputs import Row, StepInputs
 from lpr.model.static_inputs import (
-    FEWEST_KEYS,
     KV_BUCKETS,
     NODE_BUCKETS,
     StaticShape,
@@ -139,30 +140,33 @@ class GraphRunner:
         device: torch.device,
         num_slots: int,
         rows_per_slot: int,
-        max_nodes: int,
         max_graphs: int = MAX_GRAPHS,
     ) -> None:
-        """Graphs of `compute`, on a cache of `num_slots` slots, for rows of up to the bucket that holds `max_nodes`.
+        """Graphs of `compute`, on a cache of `num_slots` slots with `rows_per_slot` rows each.
 
         `logits` is the first half of `compute`, by which the first capture is checked.
         """
         self._compute = compute
         self._logits = logits
-        self._capturer = capturer
+        self.capturer = capturer
         self._num_slots = num_slots
         self._rows_per_slot = rows_per_slot
-        self._max_nodes = max_nodes
-        longest = max_nodes if max_nodes == 1 else max_nodes + PENDING
-        self.max_entries = min(bucket_of(longest, NODE_BUCKETS), NODE_BUCKETS[-1])
         self.max_graphs = max_graphs
         self.reason: str | None = None
         """Why no further step is captured or replayed, once something has failed."""
         self.num_captures = 0
+        self.limit(1)
         self._graphs: OrderedDict[StaticShape, Program] = OrderedDict()
-        num_keys = power_of_two(num_slots * self.max_entries)
-        largest = StaticShape(0, num_slots, self.max_entries, 0, 0, 0, max(FEWEST_KEYS, num_keys), True)
+        num_keys = power_of_two(num_slots * NODE_BUCKETS[-1])
+        largest = StaticShape(0, num_slots, NODE_BUCKETS[-1], 0, 0, 0, num_keys, True)
         # One place for all shapes: graphs never overlap, and a replay reads it in stream order.
         self._words = torch.zeros(largest.num_words, dtype=torch.int32, device=device)
+
+    def limit(self, max_nodes: int) -> None:
+        """Capture steps of up to `max_nodes` nodes a row; longer pending chains, such as prompts, are rare shapes."""
+        self._max_nodes = max_nodes
+        longest = max_nodes if max_nodes == 1 else max_nodes + PENDING
+        self.max_entries = min(bucket_of(longest, NODE_BUCKETS), NODE_BUCKETS[-1])
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -211,7 +215,7 @@ class GraphRunner:
                 program()
             self._check_length(shape)
         self.num_captures += 1
-        return self._capturer.capture(program)
+        return self.capturer.capture(program)
 
     def _check_length(self, shape: StaticShape) -> None:
         """The cached length is a Python number to a model that asks for it, and would be a constant of the graph."""
@@ -224,17 +228,18 @@ class GraphRunner:
         if not (logits[0] - logits[1]).abs().amax() <= 1e-3 * span:
             raise WaitsError("its forward computes with the cached length, which would be a constant of the graph")
 
-    def prepare(self, shapes: Sequence[StaticShape], report: Callable[[], None] = lambda: None) -> None:
-        """Capture `shapes` while no sequence is running; `report` is called after each."""
-        for shape in shapes:
-            if self.reason is not None:
-                return
-            tokens = [entry % 7 for entry in range(shape.num_entries)]
-            positions = list(range(shape.num_entries))
-            row = Row(shape.first_slot, 0, tokens, list(range(-1, shape.num_entries - 1)), positions, 0)
-            copy_over(self._words[: shape.num_words], shape.place([row], Selection.build([])))
-            self._graph(shape)
-            report()
+    def prepare(self, num_candidates: int, show: bool = True) -> None:
+        """Capture the common shapes while no sequence is running; with a progress bar, if `show`, on a terminal."""
+        console = Console(stderr=True)
+        with Progress(console=console, disable=not (show and console.is_terminal), transient=True) as progress:
+            for shape in progress.track(self.common_shapes(num_candidates), description="capturing CUDA graphs"):
+                if shape in self._graphs or self.reason is not None:
+                    continue
+                tokens = [entry % 7 for entry in range(shape.num_entries)]
+                positions = list(range(shape.num_entries))
+                row = Row(shape.first_slot, 0, tokens, list(range(-1, shape.num_entries - 1)), positions, 0)
+                copy_over(self._words[: shape.num_words], shape.place([row], Selection.build([])))
+                self._graph(shape)
 
     def common_shapes(self, num_candidates: int) -> list[StaticShape]:
         """What greedy decoding of one sequence needs: trees of every size, over the first cached lengths."""

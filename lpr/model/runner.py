@@ -65,15 +65,24 @@ class TreeModel:
     def allocate(self, num_slots: int, max_length: int, max_nodes: int, like: TreeCache) -> None:
         """Make the cache: `max_length` committed tokens and a tree of `max_nodes` per slot, and one spare row.
 
-        Graphs hold the cache's addresses, so those captured before are dropped.
+        A cache of that size is kept, with its graphs: these hold its addresses.
         """
         rows = round_up(max_length + max_nodes + 1, self.kv_bucket)
-        self.graphs = self.cache = None  # before the new cache is made, for whose size there may be no room otherwise
-        self.cache = cache = TreeCache(num_slots, rows)
-        cache.allocate(like)
-        if self.capturer is not None:
-            logits = partial(self.logits, cache=cache)
-            self.graphs = GraphRunner(self._compute, logits, self.capturer, self.device, num_slots, rows, max_nodes)
+        known = self.cache is not None and (self.cache.num_slots, self.cache.rows_per_slot) == (num_slots, rows)
+        if not known or (self.graphs.capturer if self.graphs is not None else None) is not self.capturer:
+            self.graphs = self.cache = None  # first, as there may be no room for two
+            self.cache = cache = TreeCache(num_slots, rows)
+            cache.allocate(like)
+            if self.capturer is not None:
+                logits = partial(self.logits, cache=cache)
+                self.graphs = GraphRunner(self._compute, logits, self.capturer, self.device, num_slots, rows)
+        if self.graphs is not None:
+            self.graphs.limit(max_nodes)
+
+    @property
+    def num_captures(self) -> int:
+        """Graphs captured for the present cache; a step that captures takes longer."""
+        return self.graphs.num_captures if self.graphs is not None else 0
 
     @torch.no_grad()
     def logits(self, inputs: StepInputs, cache: TreeCache) -> torch.Tensor:
