@@ -16,9 +16,11 @@ from lpr import DecodeConfig, Engine, InputError, SamplingParams, bundled_model
 from lpr.config import AUTOMATIC
 from lpr.core.cost import KNOTS
 from lpr.model.cache import TreeCache
+from lpr.model.graphs import CudaCapturer
 from lpr.model.inputs import Row, build_inputs
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
+from lpr.model.static_inputs import NODE_BUCKETS, StaticShape, static_shape
 from lpr.sampling import Selection
 
 LLAMA = {"vocab_size": 32016, "max_position_embeddings": 16384, "rope_theta": 1e6}
@@ -312,7 +314,7 @@ def replay_equals_program(runner: TreeModel, sizes: Sizes) -> dict[str, bool]:
         replayed = replayed.clone()
         with torch.no_grad():
             words = torch.from_numpy(shape.place(rows, selection)).to(sizes.device)
-            results = runner._compute(*shape.read(words), 8)
+            results = run_static(runner, shape, words)
         found[str(count)] = bool(torch.equal(replayed, results[-rows[0].num_results :]))
     return found
 
@@ -367,3 +369,39 @@ def stock_rates(model: PreTrainedModel, sizes: Sizes, compiled: bool) -> dict[st
     more = {"cache_implementation": "static"} if compiled else {}
     model.set_attn_implementation("sdpa")
     return _rate(lambda ids: generate(model, ids, tokens, **more), [prompt, prompt], sizes.device)
+
+
+def run_static(runner: TreeModel, shape: StaticShape, words: torch.Tensor) -> torch.Tensor:
+    """What a graph of `shape` does, without a graph."""
+    inputs, selection = shape.read(words)
+    return runner._compute(inputs, selection, 8)
+
+
+def compiled_step(model: PreTrainedModel, sizes: Sizes) -> dict[str, Any]:
+    """A step of one token and one of a tree through torch.compile, captured as graphs: what fusion would gain."""
+    plain, fused = TreeModel(model, graphs=False), {}
+    on_gpu = sizes.device.type == "cuda"
+    plain.allocate(1, max(sizes.lengths), max(sizes.nodes), shapes_like(plain))
+    assert plain.cache is not None
+    capturer = CudaCapturer(sizes.device) if on_gpu else None
+    for count in (1, max(2, sizes.few_nodes[-2])):
+        step = tree_step(sizes.lengths[0], count, plain.vocab_size)
+        shape = static_shape(*step, 8, 1, plain.cache.rows_per_slot, NODE_BUCKETS[-1])
+        assert shape is not None
+        words = torch.from_numpy(shape.place(*step)).to(sizes.device)
+        times = {}
+        for compiled in (False, True):
+            torch._dynamo.reset()
+            model._compiled_call_impl = None
+            if compiled:
+                model.compile(dynamic=False)
+            began = time.perf_counter()
+            with torch.no_grad():
+                program = partial(run_static, plain, shape, words)
+                run = capturer.capture(program) if capturer is not None else program
+                name = "compiled" if compiled else "plain"
+                run()
+                times[f"{name}_first_s"] = round(time.perf_counter() - began, 2)
+                times[f"{name}_ms"] = round(median_ms(run, sizes.device), 4)
+        fused[f"{shape.num_entries} entries"] = times
+    return fused

@@ -86,7 +86,8 @@ class Selection:
         counts = [len(positions) for _, positions in requests]
         sampled = any(params.temperature > 0 for params, _ in requests)
         if not sampled:
-            return cls.from_words(torch.empty(0, dtype=torch.int32), 0, 0, False, False)
+            nothing = torch.empty(0, dtype=torch.int64)
+            return cls(nothing, nothing, nothing, nothing, nothing, nothing, sampled=False, filtered=False)
         known: dict[tuple[int, int], int] = {}
         key_of = [known.setdefault((params.seed, at), len(known)) for params, positions in requests for at in positions]
         keys = [noise_key(seed, position) for seed, position in known]
@@ -109,7 +110,7 @@ class Selection:
 
     def to(self, device: torch.device | None) -> Selection:
         """The same on `device`, by one copy that nobody waits for."""
-        if device is None or device == self.keys.device:
+        if device is None or not self.sampled or device == self.keys.device:
             return self
         words = to_device(self.words(), device)
         return self.from_words(words, len(self.keys), len(self.key_of), self.sampled, self.filtered)
