@@ -53,10 +53,13 @@ class Engine:
         comm: Comm | None = None,
         costs: StepCost | None = None,
         attention: str = "auto",
+        graphs: bool = True,
     ) -> None:
         """An engine for a loaded model; `attention` is one of `lpr.model.runner.ATTENTION`.
 
-        `costs` are step times to decide by instead of measured ones: the steps of a run can then be repeated exactly.
+        `graphs` False evaluates steps on a GPU without CUDA graphs. `costs` are step times to decide by instead of
+        measured ones: the steps of a run can then be repeated exactly.
+
         Raises InputError if the model cannot run a token tree or the cache does not fit, with several ranks on every
         rank if it is so on one, or if one has another model, tokenizer or configuration.
         """
@@ -66,7 +69,7 @@ class Engine:
         self.comm = comm if comm is not None else SoloComm()
         # Ranks that share weights must not enter a forward with different rows.
         check = partial(check_replica, self.comm) if self.comm.tp_mesh is not None else None
-        self.model = TreeModel(loaded.model, attention=attention, check_rows=check)
+        self.model = TreeModel(loaded.model, attention=attention, graphs=graphs, check_rows=check)
         failure = None
         try:
             self._like = self_check(self.model)
@@ -102,6 +105,7 @@ class Engine:
         comm: Comm | None = None,
         costs: StepCost | None = None,
         attention: str = "auto",
+        graphs: bool = True,
         tp_backend: str = "transformers",
     ) -> Engine:
         """Load a transformers causal LM from a folder or a hub id.
@@ -122,7 +126,7 @@ class Engine:
             agree(comm, failure)
         if loaded is None:
             raise InputError(failure)
-        return cls(loaded, decode, comm, costs, attention)
+        return cls(loaded, decode, comm, costs, attention, graphs)
 
     @classmethod
     def from_model(
@@ -133,9 +137,10 @@ class Engine:
         comm: Comm | None = None,
         costs: StepCost | None = None,
         attention: str = "auto",
+        graphs: bool = True,
     ) -> Engine:
         """An engine for a model in memory, which is switched to tree attention."""
-        return cls(wrap(model, tokenizer), decode, comm, costs, attention)
+        return cls(wrap(model, tokenizer), decode, comm, costs, attention, graphs)
 
     def reconfigure(self, decode: DecodeConfig) -> None:
         """Decode further requests with other settings, forgetting what drafts were learnt; needs an idle engine."""
@@ -157,6 +162,8 @@ class Engine:
         agree(self.comm, self.model.shortage(*sizes, self.comm.num_sharing))
         self.model.allocate(*sizes)
         self._exchange = Exchange(config, self.comm, self.model.device)
+        if self.model.graphs is not None:
+            self.model.graphs.prepare(config.num_recycled, show=self.comm.rank == self.comm.tp_rank == 0)
 
     def _sizes(self, decode: DecodeConfig) -> TreeConfig:
         """The sizes of `decode` in numbers; automatic ones end where a step takes several times that of one token."""
@@ -229,7 +236,7 @@ class Engine:
             left = request.params.max_new_tokens - len(request.text_stream.token_ids)
             request.running.max_depth = left - 1
             runs.append(request.running)
-        began = time.perf_counter()
+        began, captures = time.perf_counter(), self.model.num_captures
         lap = self.recorder.begin() if self.recorder is not None else no_lap
         outcomes, announced = decode_step(
             runs, self.config, self.model, self._exchange, self._pace.budget, len(self._outgoing), fills, lap
@@ -249,7 +256,7 @@ class Engine:
         for request in batch:
             if request.finish_reason is not None:
                 self._release(request)
-        if outcomes and not fills:
+        if outcomes and not fills and captures == self.model.num_captures:
             self._pace.observe(outcomes, runs, (time.perf_counter() - began) * 1e3)
             self._outgoing = self._outgoing or self._pace.message()
         return chunks

@@ -20,6 +20,7 @@ from lpr.core.state import TreeResult
 from lpr.core.tree import TokenTree
 from lpr.dist.comm import Comm
 from lpr.model.inputs import Row
+from lpr.transfer import copy_over, to_device
 
 NUM_HEADER = 4
 """Header words (int32): digest low, digest high, length of rank 0's message, and one spare."""
@@ -40,7 +41,6 @@ class Exchange:
         self.width = 1 + 2 * config.num_recycled
         size = NUM_HEADER + config.max_batch_size * self.capacity * self.width
         self._payload = torch.zeros(size, dtype=torch.int32, device=device)
-        self._header = np.zeros(NUM_HEADER, np.int32)
 
     @property
     def payload_bytes(self) -> int:
@@ -62,8 +62,8 @@ class Exchange:
         (rule R1), and of the ranks that share a replica the first one's (rule R6). Raises DesyncError if the digest
         of any rank differs.
         """
-        self._header[:3] = (*_words(digest), message_length)
-        self._payload[:NUM_HEADER] = torch.from_numpy(self._header)
+        header = np.array([*_words(digest), message_length, 0], np.int32)
+        copy_over(self._payload[:NUM_HEADER], header)
         if local is not None:
             self._pack(local, [split[self.comm.rank] for split in shards])
         gathered = self.comm.gather(self._payload).numpy()
@@ -78,7 +78,7 @@ class Exchange:
             start += len(shard.nodes)
             if len(shard.owned) < len(shard.nodes):
                 entries = np.searchsorted(shard.nodes, shard.owned).astype(np.int64)
-                results = results[torch.from_numpy(entries).to(local.device)]
+                results = results.index_select(0, to_device(entries, local.device))
             table[index, : len(shard.owned)] = results
 
     def _authoritative(self, gathered: np.ndarray) -> np.ndarray:

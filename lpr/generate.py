@@ -91,6 +91,8 @@ class Args:
     """Replicas (lookahead parallel). Default: as many as the ranks make; lp times tp must be their number."""
     tp_backend: Literal["transformers", "deepspeed"] = "transformers"
     """Who splits the model: transformers by its own plan, or deepspeed, also where there is no plan."""
+    graphs: bool = True
+    """Replay the steps of a GPU as CUDA graphs."""
     timeout: float = 300.0
     """Seconds that a rank waits for the others before it gives up."""
     sampling: Annotated[SamplingParams, tyro.conf.OmitArgPrefixes] = SamplingParams()
@@ -221,7 +223,12 @@ def prepare(args: Args, world: World, device: str | None, comm: Comm) -> tuple[E
         failure = str(error)
     agree(comm, failure, {"table of step times": digest(json.dumps(costs.to_json()) if costs is not None else "")})
     model = args.model or bundled_model()
-    engine = Engine.from_pretrained(model, args.decode, args.dtype, device, comm, costs, tp_backend=args.tp_backend)
+    engine = Engine.from_pretrained(
+        model, args.decode, args.dtype, device, comm, costs, graphs=args.graphs, tp_backend=args.tp_backend
+    )
+    if world.rank == 0 and engine.model.graph_reason is not None:
+        reason = engine.model.graph_reason
+        print(f"lpr.generate: steps run without CUDA graphs, which is slower: {reason}", file=sys.stderr)
     # What is loaded stays: without this, each full collection walks a million objects, in the middle of some step.
     gc.freeze()
     return engine, job

@@ -19,6 +19,7 @@ from lpr.config import SamplingParams
 from lpr.core.accept import NOT_A_NUMBER
 from lpr.core.recycle import MAX_SCORE, SCORE_STEPS
 from lpr.processors import Walk
+from lpr.transfer import to_device
 
 _MASK32 = 0xFFFFFFFF
 # Multipliers of the 32-bit mixer "triple32" (C. Wellons, "Prospecting for hash functions", 2018): the lowest known
@@ -60,10 +61,12 @@ def gumbel(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Selection:
-    """Per result row, how its next token is chosen; made once a step on the host."""
+    """Per result row, how its next token is chosen; made once a step, on the host, which knows all of it."""
 
     keys: torch.Tensor
-    """[n] int64 noise keys."""
+    """[u] int64 noise keys, each once: rows at the same position (siblings in the tree) share their noise."""
+    key_of: torch.Tensor
+    """[n] int64: which of the keys is the row's."""
     temperature: torch.Tensor
     """[n] float32; 0 is greedy."""
     top_k: torch.Tensor
@@ -73,7 +76,7 @@ class Selection:
     min_p: torch.Tensor
     """[n] float32; 0 is off."""
     sampled: bool
-    """Is any row sampled at all?"""
+    """Is any row sampled at all? If none is, there are no rows here: the argmax asks for none of it."""
     filtered: bool
     """Has any row a top-k, top-p or min-p limit?"""
     walks: list[Walk] = field(default_factory=list)
@@ -85,7 +88,8 @@ class Selection:
             return self
         one = slice(index, index + 1)
         return Selection(
-            self.keys[one],
+            self.keys,
+            self.key_of[one],
             self.temperature[one],
             self.top_k[one],
             self.top_p[one],
@@ -95,28 +99,63 @@ class Selection:
         )
 
     @classmethod
-    def build(cls, requests: Sequence[tuple[SamplingParams, Sequence[int]]], device: torch.device) -> Selection:
+    def build(
+        cls, requests: Sequence[tuple[SamplingParams, Sequence[int]]], device: torch.device | None = None
+    ) -> Selection:
         """`requests` holds, per sequence in order, its parameters and the positions of the tokens to be chosen."""
         counts = [len(positions) for _, positions in requests]
-        if not any(params.temperature > 0 for params, _ in requests):
-            nothing = torch.empty(0)  # greedy: the argmax of the logits asks for none of it
-            return cls(nothing, nothing, nothing, nothing, nothing, sampled=False, filtered=False)
-        keys = np.array(
-            [noise_key(params.seed, position) for params, positions in requests for position in positions], np.int64
-        )
+        sampled = any(params.temperature > 0 for params, _ in requests)
+        if not sampled:
+            nothing = torch.empty(0, dtype=torch.int64)
+            return cls(nothing, nothing, nothing, nothing, nothing, nothing, sampled=False, filtered=False)
+        known: dict[tuple[int, int], int] = {}
+        key_of = [known.setdefault((params.seed, at), len(known)) for params, positions in requests for at in positions]
+        keys = [noise_key(seed, position) for seed, position in known]
 
         def per_row(name: str, dtype: type) -> torch.Tensor:
-            values: np.ndarray = np.array([getattr(params, name) for params, _ in requests], dtype)
-            return torch.from_numpy(np.repeat(values, counts)).to(device)
+            # As int32 in `words`; a top_k beyond any vocabulary is no limit either way.
+            values: np.ndarray = np.array([min(getattr(params, name), 2**31 - 1) for params, _ in requests], dtype)
+            return torch.from_numpy(np.repeat(values, counts))
 
         return cls(
-            keys=torch.from_numpy(keys).to(device),
+            keys=torch.tensor(keys, dtype=torch.int64),
+            key_of=torch.tensor(key_of, dtype=torch.int64),
             temperature=per_row("temperature", np.float32),
             top_k=per_row("top_k", np.int64),
             top_p=per_row("top_p", np.float32),
             min_p=per_row("min_p", np.float32),
             sampled=True,
             filtered=any(p.temperature > 0 and (p.top_k or p.top_p < 1 or p.min_p) for p, _ in requests),
+        ).to(device)
+
+    def to(self, device: torch.device | None) -> Selection:
+        """The same on `device`, by one copy that nobody waits for."""
+        if device is None or not self.sampled or device == self.keys.device:
+            return self
+        words = to_device(self.words(), device)
+        there = self.from_words(words, len(self.keys), len(self.key_of), self.sampled, self.filtered)
+        there.walks = self.walks
+        return there
+
+    def words(self) -> np.ndarray:
+        """On the host: all rows and then the keys as int32 [5n + u], which `from_words` reads."""
+        floats = (self.temperature, self.top_p, self.min_p)
+        rows = [self.key_of.int(), self.top_k.int(), *(each.view(torch.int32) for each in floats), self.keys.int()]
+        return torch.cat(rows).numpy()
+
+    @classmethod
+    def from_words(cls, words: torch.Tensor, num_keys: int, num_rows: int, sampled: bool, filtered: bool) -> Selection:
+        """What `words` made, from where the words are: without any rows if `sampled` is False."""
+        rows = words[: 5 * num_rows].view(5, num_rows)
+        return cls(
+            keys=words[5 * num_rows : 5 * num_rows + num_keys].long() & _MASK32,
+            key_of=rows[0].long(),
+            temperature=rows[2].view(torch.float32),
+            top_k=rows[1].long(),
+            top_p=rows[3].view(torch.float32),
+            min_p=rows[4].view(torch.float32),
+            sampled=sampled,
+            filtered=filtered,
         )
 
 
@@ -139,10 +178,8 @@ def pick(logits: torch.Tensor, selection: Selection) -> torch.Tensor:
     scaled = scores / torch.where(warm, selection.temperature[:, None], torch.ones_like(scores[:, :1]))
     if selection.filtered:
         scaled = limit(scaled, selection)
-    # Rows at the same position (siblings in the tree) share their noise: hash the vocabulary once per position.
-    keys, row_of = torch.unique(selection.keys, return_inverse=True)
-    noise = gumbel(keys[:, None], torch.arange(scores.shape[1], device=scores.device)[None])
-    best = torch.where(warm, scaled + noise[row_of], scores).max(-1)
+    noise = gumbel(selection.keys[:, None], torch.arange(scores.shape[1], device=scores.device)[None])
+    best = torch.where(warm, scaled + noise[selection.key_of], scores).max(-1)
     broken |= warm[:, 0] & ~best.values.isfinite()
     return torch.where(broken, NOT_A_NUMBER, best.indices)
 

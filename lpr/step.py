@@ -12,8 +12,6 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from lpr.config import TreeConfig
 from lpr.core.accept import accept
 from lpr.core.budget import Budget
@@ -85,7 +83,7 @@ def decode_step(
     shards = [split(run.state, tree, exchange) for run, tree in zip(batch, trees, strict=True)]
     rows = [shard_row(*each, rank) for each in zip(batch, trees, shards, strict=True)]
     lap("draft")
-    chosen_by = selection(batch, rows, model.device)
+    chosen_by = selection(batch, rows)
     local = model.evaluate([*rows, *fills], chosen_by, config.num_recycled) if rows else None
     lap("forward")
     digest = combine(run.state.sign(tree) for run, tree in zip(batch, trees, strict=True))
@@ -151,10 +149,10 @@ def shard_row(run: Running, tree: TokenTree, shards: Sequence[Shard], rank: int)
     )
 
 
-def selection(batch: Sequence[Running], rows: Sequence[Row], device: torch.device) -> Selection:
+def selection(batch: Sequence[Running], rows: Sequence[Row]) -> Selection:
     """How the next token after each result entry is chosen: by the request's parameters and the token's position."""
     positions = [[at + 1 for at in row.positions[-row.num_results :]] for row in rows]
-    chosen = Selection.build([(run.state.params, each) for run, each in zip(batch, positions, strict=True)], device)
+    chosen = Selection.build([(run.state.params, each) for run, each in zip(batch, positions, strict=True)])
     start = 0
     for run, row in zip(batch, rows, strict=True):
         if run.processors is not None:

@@ -168,12 +168,12 @@ def noise_keyed_by_the_parents_position(patch: pytest.MonkeyPatch) -> None:
     """Position of the node instead of the token after it, below the root only: a tree and a chain then differ."""
     select = lpr.step.selection
 
-    def mutant(batch, rows, device):  # type: ignore[no-untyped-def]
-        chosen = select(batch, rows, device)
+    def mutant(batch, rows):  # type: ignore[no-untyped-def]
+        chosen = select(batch, rows)
         start = 0
         for row in rows:
             if row.num_results > 1:
-                chosen.keys[start + 1 : start + row.num_results] = chosen.keys[start]
+                chosen.key_of[start + 1 : start + row.num_results] = chosen.key_of[start]
             start += row.num_results
         return chosen
 

@@ -177,7 +177,7 @@ def _attend(
 def _folded_mask(mask: torch.Tensor, group: int) -> torch.Tensor:
     """The mask repeated for the heads of a GQA group; one copy per mask and step, as all layers share it."""
     step = current_step()
-    if step is None:
+    if step is None or torch.compiler.is_compiling():  # the compiler makes one of equal copies itself
         return mask.repeat(1, 1, group, 1)
     known = step.folded_masks.get(id(mask))
     if known is None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
 from lpr.model.attention import current_step
+from lpr.transfer import to_device
 
 
 class TreeCache(Cache):
@@ -99,7 +101,7 @@ class TreeCache(Cache):
         if not sources:
             return
         device = self._pools[0].device
-        source, target = torch.tensor([sources, targets], device=device)
+        source, target = to_device(np.array([sources, targets], np.int64), device)
         for pool in self._pools:
             pool.index_copy_(1, target, pool.index_select(1, source))
 

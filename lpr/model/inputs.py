@@ -16,6 +16,7 @@ import torch
 
 from lpr.core.tree import ancestor_bits
 from lpr.model.kernels.mask import TreeMask, build_mask
+from lpr.transfer import to_device
 
 
 @dataclass
@@ -129,7 +130,7 @@ def build_inputs(
         num_entries = round_up(max(len(row.tokens) for row in group), node_bucket)
         num_kv = min(round_up(max(row.num_cached + len(row.tokens) for row in group), kv_bucket), rows_per_slot)
         arrays = _rectangle(group, num_entries, num_kv, rows_per_slot, tree_bits)
-        entries, kv_positions, visible = (torch.from_numpy(array).to(device) for array in arrays)
+        entries, kv_positions, visible = (to_device(array, device) for array in arrays)
         block = Block(start, group[0].slot, rows_per_slot, num_kv, entries[1], kv_positions, visible)
         if tree_bits:
             block.visible = None
@@ -158,7 +159,7 @@ def _logits_to_keep(rows: Sequence[Row], blocks: Sequence[Block], device: torch.
         return max(1, *(row.num_results for row in rows))
     ends = [block.start + block.positions.shape[1] for block in blocks]
     wanted = [entry for row, end in zip(rows, ends, strict=True) for entry in range(end - row.num_results, end)]
-    return torch.tensor(wanted or [0], device=device)  # without any result, one that nobody reads
+    return to_device(np.array(wanted or [0]), device)  # without any result, one that nobody reads
 
 
 def _same_shape(rows: Sequence[Row], node_bucket: int, kv_bucket: int) -> bool:

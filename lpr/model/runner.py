@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,6 +15,7 @@ from lpr.config import InputError
 from lpr.model.attention import TREE_ATTENTION, TREE_MASK_ONLY, step_scope
 from lpr.model.cache import TreeCache
 from lpr.model.families import adapt
+from lpr.model.graphs import Capturer, CudaCapturer, GraphRunner, uncapturable
 from lpr.model.inputs import Row, StepInputs, build_inputs, round_up
 from lpr.model.kernels.hook import KERNELS
 from lpr.model.memory import cache_shortage, free_bytes
@@ -36,6 +38,7 @@ class TreeModel:
         kv_bucket: int | None = None,
         packed: bool | None = None,
         attention: str = "auto",
+        graphs: bool = True,
         check_rows: Callable[[Sequence[Row]], None] | None = None,
     ) -> None:
         """Switch `model` (any transformers causal LM) to tree attention; the cache comes with `allocate`.
@@ -44,7 +47,8 @@ class TreeModel:
 
         The buckets pad the shapes of a step. On a GPU a few shapes repeat, as captured graphs and tuned kernels
         need; on a CPU every padded node costs its full arithmetic. For the same reason rows are packed on a CPU only,
-        unless `packed` says so: their blocks are one attention call each.
+        unless `packed` says so: their blocks are one attention call each. On a GPU, steps are captured as graphs,
+        unless `graphs` is False.
 
         `attention` is one of ATTENTION. "auto" is "triton" on a GPU, which `self_check` then verifies with this model
         before it is kept, and "sdpa" elsewhere. Raises InputError for a choice that cannot work.
@@ -63,6 +67,13 @@ class TreeModel:
         self.attention_is_open = attention == "auto"
         """May `self_check` fall back to "sdpa"?"""
         self.set_attention(self._choose_attention() if attention == "auto" else attention)
+        self.graphs: GraphRunner | None = None
+        self.capturer: Capturer | None = None
+        """What captures steps from the next `allocate` on."""
+        self._uncapturable: str | None = None
+        if graphs and self.device.type == "cuda":
+            self._uncapturable = uncapturable(model, self._accepts_positions)
+            self.capturer = CudaCapturer(self.device) if self._uncapturable is None else None
 
     def _choose_attention(self) -> str:
         reachable = self.model._can_set_attn_implementation()
@@ -97,11 +108,34 @@ class TreeModel:
             available += self.cache.bytes_per_row * self.cache.num_slots * self.cache.rows_per_slot
         return cache_shortage(available, like.bytes_per_row, num_slots, max_length, max_nodes + self.kv_bucket)
 
+    @property
+    def graph_reason(self) -> str | None:
+        """Why steps that could be graphs on this device are evaluated directly; None if they are graphs."""
+        return self._uncapturable if self.graphs is None else self.graphs.reason
+
     def allocate(self, num_slots: int, max_length: int, max_nodes: int, like: TreeCache) -> None:
-        """Make the cache: `max_length` committed tokens and a tree of `max_nodes` per slot, and one spare row."""
+        """Make the cache: `max_length` committed tokens and a tree of `max_nodes` per slot, and one spare row.
+
+        A cache of that size is kept, with its graphs: these hold its addresses.
+        """
         rows = round_up(max_length + max_nodes + 1, self.kv_bucket)
-        self.cache = TreeCache(num_slots, rows)
-        self.cache.allocate(like)
+        known = self.cache is not None and (self.cache.num_slots, self.cache.rows_per_slot) == (num_slots, rows)
+        if not known or (self.graphs.capturer if self.graphs is not None else None) is not self.capturer:
+            self.graphs = self.cache = None  # first, as there may be no room for two
+            self.cache = cache = TreeCache(num_slots, rows)
+            cache.allocate(like)
+            if self.capturer is not None:
+                logits = partial(self.logits, cache=cache)
+                self.graphs = GraphRunner(
+                    self._compute, logits, self.capturer, self.device, num_slots, rows, self.attention in KERNELS
+                )
+        if self.graphs is not None:
+            self.graphs.limit(max_nodes)
+
+    @property
+    def num_captures(self) -> int:
+        """Graphs captured for the present cache; a step that captures takes longer."""
+        return self.graphs.num_captures if self.graphs is not None else 0
 
     @torch.no_grad()
     def logits(self, inputs: StepInputs, cache: TreeCache) -> torch.Tensor:
@@ -120,16 +154,28 @@ class TreeModel:
     def fill(self, rows: Sequence[Row]) -> None:
         """Compute the K/V of pieces of pending chains; nothing is chosen."""
         assert self.cache is not None
+        if self._check_rows is not None:
+            self._check_rows(rows)
         self.logits(self._inputs(rows), self.cache)
 
     @torch.no_grad()
     def evaluate(self, rows: Sequence[Row], selection: Selection, num_candidates: int) -> torch.Tensor:
         """The results of the rows' last `num_results` entries, on the device, without a synchronisation.
 
-        Returns int32 [sum of num_results, 1 + 2k]: next token, its k candidates, their k scores.
+        Returns int32 [sum of num_results, 1 + 2k]: next token, its k candidates, their k scores. They are overwritten
+        by the next call.
         """
+        if self._check_rows is not None:
+            self._check_rows(rows)
+        if self.graphs is not None and not selection.walks:  # logits processors are code, which no graph holds
+            replayed = self.graphs.evaluate(rows, selection, num_candidates)
+            if replayed is not None:
+                return replayed
+        return self._compute(self._inputs(rows), selection.to(self.device), num_candidates)
+
+    def _compute(self, inputs: StepInputs, selection: Selection, num_candidates: int) -> torch.Tensor:
         assert self.cache is not None
-        logits = self.logits(self._inputs(rows), self.cache)
+        logits = self.logits(inputs, self.cache)
         columns = [choose(logits, selection)[:, None]]
         if num_candidates:
             columns.extend(candidates(logits, num_candidates))
@@ -137,8 +183,6 @@ class TreeModel:
 
     def _inputs(self, rows: Sequence[Row]) -> StepInputs:
         assert self.cache is not None
-        if self._check_rows is not None:
-            self._check_rows(rows)
         return self.inputs(rows, self.cache.rows_per_slot, self.node_bucket, self.kv_bucket, self.packed)
 
     def inputs(

@@ -1,0 +1,275 @@
+"""Everything to find out on a machine with a GPU, in one command and a few minutes.
+
+    python -m benchmarks.gpu_check --minutes 8
+
+Each section stands alone: one that fails is recorded with its reason and the rest goes on, and no section begins after
+the time is up. Results are in benchmarks/results/gpu_check.json, written after every section, and the tables of step
+times that lpr.core.cost.StepCost.from_json reads in benchmarks/results/tn_<gpu>_<model>.json. `--device cpu --tiny`
+runs the same program on any machine, to test it.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from benchmarks import gpu_parts as parts
+from benchmarks.common import RESULTS, OneLineParser, circumstances
+from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
+from lpr.dist.runtime import World, join, leave
+from tests.prompts import PROMPTS
+
+ROOT = Path(__file__).parent.parent
+
+
+class Report:
+    """Runs sections and keeps what they return, fail with, or have no time for."""
+
+    def __init__(self, path: Path, minutes: float, only: Sequence[str]) -> None:
+        """Results go to `path`; no section begins after `minutes`; `only` names the wanted ones, if any."""
+        self.path = path
+        self.only = only
+        self.began = time.perf_counter()
+        self.deadline = self.began + 60 * minutes
+        self.console = Console(stderr=True)
+        self.sections: dict[str, Any] = {}
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the time is up."""
+        return self.deadline - time.perf_counter()
+
+    def run(self, name: str, section: Callable[[], dict[str, Any]], needs: float = 0.0) -> Any:
+        """The section's result, or None; one that `needs` more seconds than are left is not begun."""
+        if self.only and name.split(":")[0] not in self.only:
+            return None
+        began, result = time.perf_counter(), None
+        if self.seconds_left < needs:
+            record: dict[str, Any] = {"skipped": f"needs {needs:.0f} s, {max(0.0, self.seconds_left):.0f} s are left"}
+        else:
+            try:
+                result = section()
+                record = dict(result)
+            except Exception as failure:  # a failed section is a result
+                first = (str(failure).strip().splitlines() or [""])[0]
+                where = traceback.format_exc().strip().splitlines()[-12:]
+                record = {"failed": f"{type(failure).__name__}: {first}"[:400], "traceback": where}
+        record["seconds"] = round(time.perf_counter() - began, 2)
+        self.sections[name] = record
+        state = next((f"{word}: {record[word]}" for word in ("failed", "skipped") if word in record), "done")
+        self.console.print(f"{name}: {state} ({record['seconds']} s)", markup=False, highlight=False, soft_wrap=True)
+        self.write()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return result
+
+    def write(self) -> dict[str, Any]:
+        """The results so far, on disk."""
+        failed = [name for name, record in self.sections.items() if "failed" in record]
+        record = {"benchmark": "gpu_check", "failed_sections": failed, **circumstances(), "sections": self.sections}
+        record["total_seconds"] = round(time.perf_counter() - self.began, 1)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(record, indent=1) + "\n")
+        return record
+
+
+def environment() -> dict[str, Any]:
+    """The machine and the libraries."""
+    found: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "threads": torch.get_num_threads()}
+    for name in ("triton", "deepspeed", "tyro", "rich"):
+        found[name] = importlib.util.find_spec(name) is not None
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        found |= {
+            "gpu": properties.name,
+            "num_gpus": torch.cuda.device_count(),
+            "memory_bytes": properties.total_memory,
+            "multiprocessors": properties.multi_processor_count,
+            "capability": [properties.major, properties.minor],
+            "nccl": torch.distributed.is_nccl_available(),
+        }
+    return found
+
+
+def program(arguments: Sequence[str], seconds: float) -> str:
+    """Run a Python program of this repository; its output. Raises RuntimeError with the end of its errors."""
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=seconds
+    )
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if "Error" in line] or done.stderr.splitlines()
+        raise RuntimeError(f"exit code {done.returncode}: {(errors or ['no output'])[-1]}"[:400])
+    return done.stdout
+
+
+def ranks(num_ranks: int, sizes: parts.Sizes, expected: dict[str, Any] | None, seconds: float) -> dict[str, Any]:
+    """Ids of several ranks that share the device, through gloo, against those of plain decoding."""
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "ids.json"
+        launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={num_ranks}"]
+        worker = ["-m", "benchmarks.gpu_check", "--worker", str(target), "--device", sizes.device.type]
+        began = time.perf_counter()
+        program([*launcher, *worker, *(["--tiny"] if "tiny" in sizes.models else [])], seconds)
+        record = json.loads(target.read_text())
+    record["seconds_with_start"] = round(time.perf_counter() - began, 2)
+    found = record.pop("ids")
+    if expected is not None:
+        record["equal_to_cpu"] = {
+            name: sum(mine == theirs for mine, theirs in zip(found[name], expected[name], strict=True))
+            for name in found
+        }
+    return record
+
+
+def work_as_rank(target: Path, sizes: parts.Sizes) -> int:
+    """What each process of `ranks` does: complete all prompts with the bundled model; rank 0 writes the ids."""
+    world = World.from_environment()
+    device = world.device(sizes.device.type)
+    with join(world, device, 120.0) as comm:
+        decode = DecodeConfig(window_size=5, trie_nodes=32, max_batch_size=4)
+        engine = Engine.from_pretrained(bundled_model(), decode, "float32", device, comm=comm)
+        tokens = sizes.max_new_tokens
+        sampled = SamplingParams(max_new_tokens=tokens, temperature=0.8, top_p=0.95, seed=7)
+        kinds = {"greedy": SamplingParams(max_new_tokens=tokens), "seeded": sampled}
+        began, ids, steps = time.perf_counter(), {}, {}
+        for name, params in kinds.items():
+            done = engine.generate(PROMPTS[: sizes.num_prompts], params)
+            ids[name] = [each.token_ids for each in done]
+            steps[name] = sum(each.stats.num_steps for each in done)
+        if comm.rank == 0:
+            record = {"ids": ids, "steps": steps, "prompts": sizes.num_prompts, "num_ranks": comm.size}
+            record["seconds"] = round(time.perf_counter() - began, 2)
+            record["graph_reason"] = engine.model.graph_reason
+            record["captured"] = engine.model.num_captures
+            target.write_text(json.dumps(record))
+    return 0
+
+
+def write_table(folder: Path, gpu: str, name: str, times: dict[str, Any], sizes: parts.Sizes) -> str:
+    """The step times of a model as a table for simulations; the file's name."""
+    form = "graphs" if any(row["form"] == "graphs" for row in times["rows"]) else "eager"
+    rows = [row for row in times["rows"] if row["form"] == form]
+    table = {
+        "nodes": rows[0]["nodes"],
+        "rows": [{"batch": 1, "kv": row["kv"], "ms": row["ms"]} for row in rows],
+        "source": f"measured by benchmarks.gpu_check on {gpu}: {name} with random weights in {sizes.dtype}, {form}, "
+        f"torch {torch.__version__}",
+    }
+    path = folder / f"tn_{re.sub('[^a-z0-9]+', '-', gpu.lower())}_{name}.json"
+    path.write_text(json.dumps(table, indent=1) + "\n")
+    return path.name
+
+
+def large_model(report: Report, name: str, sizes: parts.Sizes, bytes_per_s: float | None) -> None:
+    """All that is measured on one model of a real shape; the first one is also profiled and raced."""
+    held: dict[str, Any] = {}
+
+    def build() -> dict[str, Any]:
+        model = parts.random_model(sizes.models[name], sizes)
+        held["model"] = model
+        return {"parameters": sum(weight.numel() for weight in model.parameters()), "self_check": parts.checks(model)}
+
+    def times() -> dict[str, Any]:
+        gpu = torch.cuda.get_device_name() if sizes.device.type == "cuda" else sizes.device.type
+        found = parts.step_times(name, held["model"], sizes, bytes_per_s)
+        return {**found, "table": write_table(report.path.parent, gpu, name, found, sizes)}
+
+    if report.run(f"build:{name}", build, needs=30 if sizes.device.type == "cuda" else 0) is None:
+        return
+    report.run(f"t(n):{name}", times, needs=20 if sizes.device.type == "cuda" else 0)
+    if name == next(iter(sizes.models)):
+        report.run(f"profile:{name}", lambda: parts.profile_step(held["model"], sizes))
+        report.run(f"transformers:{name}", lambda: parts.stock_rates(held["model"], sizes, compiled=False))
+
+
+def check(report: Report, sizes: parts.Sizes) -> None:
+    """All sections, the most telling first."""
+    prompts = PROMPTS[: sizes.num_prompts]
+    on_gpu = sizes.device.type == "cuda"
+    report.run("environment", environment)
+    copied = report.run("bandwidth", lambda: parts.bandwidth(sizes))
+    bytes_per_s = copied["bytes_per_s"] if copied else None
+    correct = report.run("correctness", lambda: parts.correctness(sizes, prompts))
+    expected = correct["ids"] if correct else None
+    report.run("end_to_end", lambda: parts.end_to_end(sizes, prompts))
+    report.run("host_share", lambda: parts.host_share(sizes, prompts[-1]))
+    names = list(sizes.models)
+    large_model(report, names[0], sizes, bytes_per_s)
+    for count in (2, 4) if on_gpu else (2,):
+        report.run(f"ranks:{count}", lambda count=count: ranks(count, sizes, expected, 100.0), needs=20 * on_gpu)  # type: ignore[misc]
+    for name in names[1:][::-1]:  # the largest first: it says most about what drafts cost
+        large_model(report, name, sizes, bytes_per_s)
+    if on_gpu:
+        report.run("attention", lambda: attention(report.path.parent, report.seconds_left), needs=30)
+        report.run("kv_transfer", kv_transfer, needs=30)
+        report.run("compiled", lambda: compiled(sizes, parts.compiled_step), needs=100)
+        report.run(
+            "compiled:transformers", lambda: compiled(sizes, partial(parts.stock_rates, compiled=True)), needs=75
+        )
+
+
+def attention(folder: Path, seconds: float) -> dict[str, Any]:
+    """The attention versions against each other, where there are several."""
+    if importlib.util.find_spec("benchmarks.attention") is None:
+        return {"not_there": "this version has one attention only"}
+    target = folder / "attention.json"
+    program(["-m", "benchmarks.attention", "--versions", "triton", "sdpa", "--output", str(target)], min(90, seconds))
+    return json.loads(target.read_text())
+
+
+def kv_transfer() -> dict[str, Any]:
+    """Recomputing against receiving an accepted path's K/V, for two ranks that share the device."""
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2"]
+    printed = program([*launcher, "-m", "benchmarks.kv_transfer", "--repeats", "10", "--device", "cuda"], 80)
+    return json.loads(printed.strip().splitlines()[-1])
+
+
+def compiled(sizes: parts.Sizes, part: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    """A part that compiles the first of the large models."""
+    return part(parts.random_model(next(iter(sizes.models.values())), sizes), sizes)
+
+
+def main() -> int:
+    """Run the command line; returns the exit code: 0, 1 if a section failed, 2 without a GPU."""
+    parser = OneLineParser(prog="benchmarks.gpu_check", description="Correctness and speed on a GPU, in minutes.")
+    parser.add_argument("--minutes", type=float, default=8.0, help="begin no section after this time (default 8)")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--tiny", action="store_true", help="tiny models, to test this program")
+    parser.add_argument("--sections", nargs="+", default=[], metavar="NAME", help="only these, such as t(n)")
+    parser.add_argument("--output", metavar="FILE", default=str(RESULTS / "gpu_check.json"))
+    parser.add_argument("--worker", metavar="FILE", help="be one rank of the section that tests several")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("no CUDA device is available; `--device cpu --tiny` tests the program itself")
+    if options.device == "cpu" and not options.tiny:
+        parser.error("the real models are for a GPU: --device cpu needs --tiny")
+    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+    sizes = parts.Sizes.tiny(device) if options.tiny else parts.Sizes.real(device)
+    if options.worker:
+        return work_as_rank(Path(options.worker), sizes)
+    report = Report(Path(options.output), options.minutes, options.sections)
+    check(report, sizes)
+    record = report.write()
+    print(json.dumps({"output": report.path.name, "failed_sections": record["failed_sections"]}))
+    return 1 if record["failed_sections"] else 0
+
+
+if __name__ == "__main__":
+    leave(World.from_environment(), main())

@@ -1,0 +1,261 @@
+"""Steps as CUDA graphs: everything between a step's inputs and its results, launched by one call.
+
+A forward of a 32-layer model is two thousand kernel launches, which take a host longer than a GPU needs to run them
+for one sequence. A graph per `StaticShape` launches them at once. Nothing of a step but its words changes between two
+replays, so a graph is right for any tree and any length that its shape holds. Graphs share one pool of memory: they
+never run at the same time, and a step's results are copied on, in stream order, before the next replay. What is not
+captured (long pending chains, logits processors, a model that cannot be) is evaluated directly, with the same results.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+from lpr.model.inputs import Row, StepInputs
+from lpr.model.static_inputs import (
+    KV_BUCKETS,
+    NODE_BUCKETS,
+    StaticShape,
+    bucket_of,
+    power_of_two,
+    static_shape,
+)
+from lpr.sampling import Selection
+from lpr.transfer import copy_over
+
+MAX_GRAPHS = 64
+"""Graphs kept; the one not used for longest goes first."""
+PENDING = 32
+"""Entries beyond the tree's nodes that a graph may hold: committed tokens that another rank has evaluated."""
+COMMON_KV = 512
+"""Cached lengths up to this are captured when the model is loaded, longer ones when they come."""
+_WAITING = (
+    "_local_scalar_dense",
+    "nonzero",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "masked_select",
+    "is_nonzero",
+    "equal",
+)
+"""Operators whose result's value or shape the host must wait for."""
+_DYNAMIC_ROPE = ("dynamic", "longrope")
+
+Program = Callable[[], torch.Tensor]
+
+
+class Capturer(Protocol):
+    """What turns a program into its replay; a fake one, in tests, does so on a CPU."""
+
+    def capture(self, program: Program) -> Program:
+        """Run `program` once for real, then record it; the replay returns the same tensor each time."""
+        ...
+
+
+class CudaCapturer:
+    """Captures with torch.cuda.graph, on a stream of its own, into one pool of memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        """For programs whose tensors are on `device`."""
+        self.device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, program: Program) -> Program:
+        """As Capturer.capture. The first run sets libraries up, which a capture does not allow."""
+        with torch.cuda.device(self.device):
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                program()
+            torch.cuda.current_stream().wait_stream(self._stream)
+            graph = torch.cuda.CUDAGraph()
+            # NCCL's watchdog asks for events from a thread of its own meanwhile: only this thread must not wait.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                results = program()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return results
+
+        return replay
+
+
+class WaitsError(RuntimeError):
+    """The model's forward makes the host wait for the device, or depends on the host."""
+
+
+class NoWaiting(TorchDispatchMode):
+    """Raises WaitsError at an operator that the host would have to wait for: no graph can hold it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at the operator's name and at what it copies, then run it."""
+        name = func.name()
+        if name.split("::")[-1].split(".")[0] in _WAITING:
+            raise WaitsError(f"its forward waits for the device ({name})")
+        result = func(*args, **(kwargs or {}))
+        if name in ("aten::_to_copy", "aten::copy_"):
+            source = args[1] if name == "aten::copy_" else args[0]
+            if source.device != result.device:
+                raise WaitsError(f"its forward copies from {source.device.type} to {result.device.type} ({name})")
+        return result
+
+
+def uncapturable(model: PreTrainedModel, accepts_positions: bool) -> str | None:
+    """Why `model` can be known not to fit a graph, from its configuration; None if nothing is known against it."""
+    config: Any = model.config.get_text_config(decoder=True)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
+    for kind in kinds:
+        name = kind.get("rope_type", kind.get("type"))
+        if name in _DYNAMIC_ROPE:
+            return f"its rope_type {name!r} looks at the longest position of each step on the host"
+    if getattr(config, "_experts_implementation", None) == "eager" and _has_experts(config):
+        return "its experts implementation 'eager' asks the device which experts are hit (use 'grouped_mm')"
+    if not accepts_positions:
+        return "its forward takes no positions, so that the cached length would be a constant of the graph"
+    return None
+
+
+def _has_experts(config: Any) -> bool:
+    return any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+
+class GraphRunner:
+    """Evaluates steps by replaying graphs, captured when a shape is first needed or by `prepare`."""
+
+    def __init__(
+        self,
+        compute: Callable[[StepInputs, Selection, int], torch.Tensor],
+        logits: Callable[[StepInputs], torch.Tensor],
+        capturer: Capturer,
+        device: torch.device,
+        num_slots: int,
+        rows_per_slot: int,
+        tree_bits: bool = False,
+        max_graphs: int = MAX_GRAPHS,
+    ) -> None:
+        """Graphs of `compute`, on a cache of `num_slots` slots with `rows_per_slot` rows each.
+
+        `logits` is the first half of `compute`, by which the first capture is checked. With `tree_bits` attention reads
+        who is whose ancestor in bits, and no dense mask is made.
+        """
+        self._compute = compute
+        self._logits = logits
+        self.capturer = capturer
+        self._num_slots = num_slots
+        self._rows_per_slot = rows_per_slot
+        self._tree_bits = tree_bits
+        self.max_graphs = max_graphs
+        self.reason: str | None = None
+        """Why no further step is captured or replayed, once something has failed."""
+        self.num_captures = 0
+        self.limit(1)
+        self._graphs: OrderedDict[StaticShape, Program] = OrderedDict()
+        num_keys = power_of_two(num_slots * NODE_BUCKETS[-1])
+        largest = StaticShape(0, num_slots, NODE_BUCKETS[-1], 0, 0, 0, num_keys, True)
+        # One place for all shapes: graphs never overlap, and a replay reads it in stream order.
+        self._words = torch.zeros(largest.num_words, dtype=torch.int32, device=device)
+
+    def limit(self, max_nodes: int) -> None:
+        """Capture steps of up to `max_nodes` nodes a row; longer pending chains, such as prompts, are rare shapes."""
+        self._max_nodes = max_nodes
+        longest = max_nodes if max_nodes == 1 else max_nodes + PENDING
+        self.max_entries = min(bucket_of(longest, NODE_BUCKETS), NODE_BUCKETS[-1])
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def shape_of(self, rows: Sequence[Row], selection: Selection, num_candidates: int) -> StaticShape | None:
+        """The shape whose graph evaluates a step; None if it has none."""
+        return static_shape(
+            rows, selection, num_candidates, self._num_slots, self._rows_per_slot, self.max_entries, self._tree_bits
+        )
+
+    def evaluate(self, rows: Sequence[Row], selection: Selection, num_candidates: int) -> torch.Tensor | None:
+        """As TreeModel.evaluate, valid until the next call; None if the step has to be evaluated directly."""
+        if self.reason is not None:
+            return None
+        shape = self.shape_of(rows, selection, num_candidates)
+        if shape is None:
+            return None
+        copy_over(self._words[: shape.num_words], shape.place(rows, selection))
+        replay = self._graph(shape)
+        if replay is None:
+            return None
+        results = replay().view(shape.batch, shape.num_entries, -1)
+        parts = [each[shape.num_entries - row.num_results :] for each, row in zip(results, rows, strict=False)]
+        return parts[0] if len(rows) == 1 else torch.cat(parts)
+
+    def _graph(self, shape: StaticShape) -> Program | None:
+        replay = self._graphs.get(shape)
+        if replay is None:
+            while len(self._graphs) >= self.max_graphs:
+                self._graphs.popitem(last=False)
+            try:
+                replay = self._capture(shape)
+            except RuntimeError as failure:  # of any kind: the step can still be evaluated directly
+                self._graphs.clear()
+                self.reason = (str(failure).strip().splitlines() or [type(failure).__name__])[0]
+                return None
+            self._graphs[shape] = replay
+        self._graphs.move_to_end(shape)
+        return replay
+
+    @torch.no_grad()
+    def _capture(self, shape: StaticShape) -> Program:
+        def program() -> torch.Tensor:
+            return self._compute(*shape.read(self._words), shape.num_candidates)
+
+        if not self.num_captures:
+            with NoWaiting():
+                program()
+            self._check_length(shape)
+        self.num_captures += 1
+        return self.capturer.capture(program)
+
+    def _check_length(self, shape: StaticShape) -> None:
+        """The cached length is a Python number to a model that asks for it, and would be a constant of the graph."""
+        logits = []
+        for length in (0, self._rows_per_slot):
+            inputs, _ = shape.read(self._words)
+            inputs.length = length
+            logits.append(self._logits(inputs).float())
+        span = logits[0].amax() - logits[0].amin()
+        if not (logits[0] - logits[1]).abs().amax() <= 1e-3 * span:
+            raise WaitsError("its forward computes with the cached length, which would be a constant of the graph")
+
+    def prepare(self, num_candidates: int, show: bool = True) -> None:
+        """Capture the common shapes while no sequence is running; with a progress bar, if `show`, on a terminal."""
+        console = Console(stderr=True)
+        with Progress(console=console, disable=not (show and console.is_terminal), transient=True) as progress:
+            for shape in progress.track(self.common_shapes(num_candidates), description="capturing CUDA graphs"):
+                if shape in self._graphs or self.reason is not None:
+                    continue
+                tokens = [entry % 7 for entry in range(shape.num_entries)]
+                positions = list(range(shape.num_entries))
+                row = Row(shape.first_slot, 0, tokens, list(range(-1, shape.num_entries - 1)), positions, 0)
+                copy_over(self._words[: shape.num_words], shape.place([row], Selection.build([])))
+                self._graph(shape)
+
+    def common_shapes(self, num_candidates: int) -> list[StaticShape]:
+        """What greedy decoding of one sequence needs: trees of every size, over the first cached lengths."""
+        sizes = [size for size in NODE_BUCKETS if size <= bucket_of(self._max_nodes, NODE_BUCKETS)]
+        lengths = [size for size in KV_BUCKETS if size <= COMMON_KV] or [KV_BUCKETS[0]]
+        lengths = sorted({min(size, self._rows_per_slot) for size in lengths})
+        rows = self._rows_per_slot
+        # The largest first: the smaller ones then find their memory in the pool.
+        return [
+            StaticShape(0, 1, size, length, rows, num_candidates, 0, False, self._tree_bits)
+            for size in reversed(sizes)
+            for length in reversed(lengths)
+            if size <= length
+        ]

@@ -1,0 +1,189 @@
+"""A step's inputs at fixed places on the device: what a captured graph reads, filled by one copy.
+
+A step of a few sequences is padded to a `StaticShape`, one of a small number. Everything that differs between two
+steps of one shape is in a single run of int32 words: tokens, positions, cache rows, who is whose ancestor in bits, and
+how each next token is chosen. The dense mask is made of the bits on the device, as part of the graph; so the host
+copies T * T / 32 words and never the T * KV of a mask.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import torch
+
+from lpr.core.tree import ancestor_bits
+from lpr.model.inputs import Block, Row, StepInputs
+from lpr.model.kernels.mask import WORD_BITS, TreeMask
+from lpr.sampling import Selection
+
+NODE_BUCKETS = (1, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+"""T: entries per row, pending chain included."""
+KV_BUCKETS = tuple(sorted([1 << octave for octave in range(8, 24)] + [3 << octave for octave in range(8, 23)]))
+"""KV: cache rows that attention reads; two per octave, so that a kernel without lengths reads half too many at most."""
+FEWEST_KEYS = 8
+"""Noise keys of the smallest shape that samples."""
+
+
+@dataclass(frozen=True)
+class StaticShape:
+    """What a captured graph holds as constants; steps of equal shape are replays of one graph."""
+
+    first_slot: int
+    batch: int
+    """B rows, those without a sequence included."""
+    num_entries: int
+    """T."""
+    num_kv: int
+    """KV."""
+    rows_per_slot: int
+    num_candidates: int
+    num_keys: int
+    """Noise keys, a power of two; 0: no row is sampled."""
+    filtered: bool
+    tree_bits: bool = False
+    """Does attention read the ancestors in bits, in place of a dense mask?"""
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """The shape in int32 words of each part, in the order in which they lie; 64-bit ones first."""
+        batch, num_entries = self.batch, self.num_entries
+        num_rows = batch * num_entries if self.num_keys else 0
+        return {
+            "bits": (batch, num_entries, 2 * -(-num_entries // WORD_BITS)),
+            "tokens": (batch, num_entries),
+            "positions": (batch, num_entries),
+            "write_rows": (batch, num_entries),
+            "num_cached": (batch,),
+            "num_real": (batch,),
+            "selection": (5 * num_rows + self.num_keys,),
+        }
+
+    @property
+    def num_words(self) -> int:
+        """Words of all parts."""
+        return sum(map(prod, self.sizes.values()))
+
+    def place(self, rows: Sequence[Row], selection: Selection) -> np.ndarray:
+        """The words of a step of `rows`, neighbouring slots from `first_slot` on, on the host."""
+        words = np.zeros(self.num_words, np.int32)
+        parts, start = {}, 0
+        for name, size in self.sizes.items():
+            parts[name] = words[start : start + prod(size)].reshape(size)
+            start += prod(size)
+        num_bytes = parts["bits"].shape[2] * 4
+        for index in range(self.batch):
+            slot = self.first_slot + index
+            parts["write_rows"][index] = (slot + 1) * self.rows_per_slot - 1  # the spare row
+            if index >= len(rows) or not rows[index].tokens:
+                continue
+            row, count = rows[index], len(rows[index].tokens)
+            first = self.num_entries - count
+            ancestors = b"".join([bits.to_bytes(num_bytes, "little") for bits in ancestor_bits(row.parents)])
+            parts["bits"][index, first:] = np.frombuffer(ancestors, np.int32).reshape(count, -1)
+            parts["tokens"][index, first:] = row.tokens
+            parts["positions"][index, first:] = row.positions
+            parts["write_rows"][index, first:] = np.arange(count) + (slot * self.rows_per_slot + row.num_cached)
+            parts["num_cached"][index] = row.num_cached
+            parts["num_real"][index] = count
+        if self.num_keys:
+            parts["selection"][:] = self._place_selection(rows, selection)
+        return words
+
+    def _place_selection(self, rows: Sequence[Row], selection: Selection) -> np.ndarray:
+        """Each row's parameters among the last of its T entries; the other entries are greedy."""
+        given = selection.words()
+        num_given, num_keys = len(selection.key_of), len(selection.keys)
+        placed = np.zeros((5, self.batch, self.num_entries), np.int32)
+        start = 0
+        for index, row in enumerate(rows):
+            here = given[: 5 * num_given].reshape(5, -1)[:, start : start + row.num_results]
+            placed[:, index, self.num_entries - row.num_results :] = here
+            start += row.num_results
+        keys = np.zeros(self.num_keys, np.int32)
+        keys[:num_keys] = given[5 * num_given :]
+        return np.concatenate([placed.reshape(-1), keys])
+
+    def read(self, words: torch.Tensor) -> tuple[StepInputs, Selection]:
+        """The inputs of a forward as functions of `words` on the device; all B * T entries have results.
+
+        Nothing here depends on the host's values, but for `length`, which no capturable model uses.
+        """
+        parts = dict(zip(self.sizes, words[: self.num_words].split([*map(prod, self.sizes.values())]), strict=True))
+        parts = {name: part.view(self.sizes[name]) for name, part in parts.items()}
+        positions = parts["positions"].long()
+        mask = TreeMask(parts["bits"].view(torch.int64), parts["num_cached"], parts["num_real"], positions)
+        block = Block(
+            start=0,
+            first_slot=self.first_slot,
+            rows_per_slot=self.rows_per_slot,
+            num_kv=self.num_kv,
+            positions=positions,
+            kv_positions=mask.kv_positions(self.num_kv),
+            visible=None if self.tree_bits else self._visible(mask),
+            tree_mask=mask if self.tree_bits else None,
+        )
+        inputs = StepInputs(
+            tokens=parts["tokens"].long(),
+            positions=positions,
+            write_rows=parts["write_rows"].reshape(-1).long(),
+            blocks=[block],
+            length=0,
+            num_results=[self.num_entries] * self.batch,
+            logits_to_keep=self.num_entries,
+        )
+        num_rows = self.batch * self.num_entries if self.num_keys else 0
+        return inputs, Selection.from_words(
+            parts["selection"], self.num_keys, num_rows, self.num_keys > 0, self.filtered
+        )
+
+    def _visible(self, mask: TreeMask) -> torch.Tensor:
+        """[B, T, KV] bool; padding sees the first cache row, to stay finite."""
+        first = torch.arange(self.num_kv, device=mask.bits.device) == 0
+        return torch.where(mask.real()[..., None], mask.visible(self.num_kv), first)
+
+
+def static_shape(
+    rows: Sequence[Row],
+    selection: Selection,
+    num_candidates: int,
+    num_slots: int,
+    rows_per_slot: int,
+    max_entries: int,
+    tree_bits: bool = False,
+) -> StaticShape | None:
+    """The smallest shape that holds `rows`; None if there is none of up to `max_entries` entries a row.
+
+    A shape is one block: rows that are not neighbouring slots in order have none.
+    """
+    first = rows[0].slot
+    longest = max(len(row.tokens) for row in rows)
+    if longest > max_entries or any(row.slot != first + index for index, row in enumerate(rows)):
+        return None
+    num_kv = max(row.num_cached + len(row.tokens) for row in rows)
+    return StaticShape(
+        first_slot=first,
+        batch=min(power_of_two(len(rows)), num_slots - first),
+        num_entries=bucket_of(longest, NODE_BUCKETS),
+        num_kv=min(bucket_of(num_kv, KV_BUCKETS), rows_per_slot),
+        rows_per_slot=rows_per_slot,
+        num_candidates=num_candidates,
+        num_keys=power_of_two(max(FEWEST_KEYS, len(selection.keys))) if selection.sampled else 0,
+        filtered=selection.filtered,
+        tree_bits=tree_bits,
+    )
+
+
+def bucket_of(count: int, buckets: Sequence[int]) -> int:
+    """The smallest bucket that holds `count`; `count` itself beyond the last."""
+    place = bisect_left(buckets, count)
+    return buckets[place] if place < len(buckets) else count
+
+
+def power_of_two(count: int) -> int:
+    """The smallest power of two that is not below `count` (at least 1)."""
+    return 1 << (count - 1).bit_length()

@@ -1,0 +1,71 @@
+"""The program that runs on a GPU, run here with tiny models: every section works, and one that fails is reported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import gpu_check, gpu_parts
+from benchmarks.gpu_check import Report
+from lpr.core.cost import StepCost
+
+ROOT = Path(__file__).parent.parent
+SECTIONS = [
+    "environment", "bandwidth", "correctness", "end_to_end", "host_share", "build:tiny", "t(n):tiny", "profile:tiny",
+    "transformers:tiny", "ranks:2",
+]  # fmt: skip
+
+
+def run(monkeypatch: pytest.MonkeyPatch, target: Path, *more: str) -> int:
+    arguments = ["gpu_check", "--device", "cpu", "--tiny", "--output", str(target), *more]
+    monkeypatch.setattr(sys, "argv", arguments)
+    return gpu_check.main()
+
+
+def test_every_section_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "gpu_check.json"
+    assert run(monkeypatch, target) == 0
+    record = json.loads(target.read_text())
+    assert list(record["sections"]) == SECTIONS and record["failed_sections"] == []
+    correct = record["sections"]["correctness"]
+    assert correct["eager"]["equal_to_cpu"] == correct["graphs_equal_to_eager"] == {"greedy": 2, "seeded": 2}
+    assert record["sections"]["ranks:2"]["equal_to_cpu"] == {"greedy": 2, "seeded": 2}
+    assert record["sections"]["build:tiny"]["self_check"] == "passed"
+    rows = record["sections"]["t(n):tiny"]["rows"]
+    assert [row["kv"] for row in rows] == [32, 64] and all(min(row["ms"]) > row["floor_ms"] > 0 for row in rows)
+    table = json.loads((tmp_path / "tn_cpu_tiny.json").read_text())
+    assert StepCost.from_json(table).time(8, kv=64) > 0 and "tiny" in table["source"]
+
+
+def test_a_failed_section_is_recorded_and_the_rest_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(sizes: Any) -> dict[str, Any]:
+        raise ValueError("first line\nsecond line")
+
+    monkeypatch.setattr(gpu_parts, "bandwidth", broken)
+    target = tmp_path / "gpu_check.json"
+    assert run(monkeypatch, target, "--sections", "bandwidth", "build", "t(n)") == 1
+    record = json.loads(target.read_text())
+    assert record["failed_sections"] == ["bandwidth"]
+    assert record["sections"]["bandwidth"]["failed"] == "ValueError: first line"
+    assert "broken" in "".join(record["sections"]["bandwidth"]["traceback"])
+    assert "floor_ms" not in record["sections"]["t(n):tiny"]["rows"][0], "no floor without a bandwidth"
+
+
+def test_no_section_begins_after_the_time_is_up(tmp_path: Path) -> None:
+    report = Report(tmp_path / "out.json", minutes=0.0, only=())
+    assert report.run("late", lambda: {"ran": True}) is None
+    assert "skipped" in report.sections["late"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_it_says_so_in_one_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu_check"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "no CUDA device" in done.stderr
