@@ -6,6 +6,7 @@ Which tokens a step emits does not depend on how its tree is split, so one proce
 what every rank would evaluate of it, by the same partition and the same pending chains (tests/test_ranks.py asserts
 that several ranks take these very steps). Time is not measured. A rank's budget is split between the Jacobi window
 and the trie with its recycled candidates; all of it grows with the ranks.
+benchmarks.fleet measures wall-clock time with real ranks.
 """
 
 from __future__ import annotations
