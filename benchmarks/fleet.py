@@ -34,7 +34,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.common import load_prompts, model_parser, run_main, split_budget, table, whole
+from benchmarks.common import OneLineParser, load_prompts, model_parser, run_main, split_budget, table, whole
+from lpr.config import InputError
 
 ROOT = Path(__file__).parent.parent
 LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -240,6 +241,8 @@ def figures(runs: Sequence[Run]) -> dict[str, Any]:
 
 def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Run every case, in rounds, so that a machine whose speed drifts does so for all."""
+    if not options.repeats:
+        raise InputError("--repeats 0 must be at least 1")
     prompts = {path: load_prompts(path, options.prompts) for path in options.data}
     cases = plan(options.data, options.temperatures, options.meshes, options.budgets)
     console.print("ceiling: tokens/s of plain decoding with the same tp, times tokens per step, if no step took longer")
@@ -310,8 +313,8 @@ def cells(record: dict[str, Any]) -> list[str]:
     ]
 
 
-def main() -> int:
-    """Run the command line; returns the exit code."""
+def make_parser() -> OneLineParser:
+    """The command line."""
     parser = model_parser("fleet", "Wall clock of real ranks on meshes lp x tp.", many=True)
     parser.set_defaults(threads=1)
     parser.add_argument("--meshes", type=mesh, nargs="+", default=[(1, 1), (2, 1), (1, 2)], metavar="LPxTP")
@@ -322,7 +325,12 @@ def main() -> int:
     parser.add_argument("--tp-backend", default="transformers", choices=["transformers", "deepspeed"])
     parser.add_argument("--repeats", type=whole, default=1, metavar="N", help="runs of each; medians count (default 1)")
     parser.add_argument("--timeout", type=float, default=900.0, metavar="S", help="seconds for one run (default 900)")
-    return run_main(parser, measure)
+    return parser
+
+
+def main() -> int:
+    """Run the command line; returns the exit code: 1 if a run failed."""
+    return run_main(make_parser(), measure)
 
 
 if __name__ == "__main__":
