@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import hub
 from lpr.config import DecodeConfig, InputError
 
 RESULTS = Path(__file__).parent / "results"
@@ -45,7 +46,7 @@ class OneLineParser(argparse.ArgumentParser):
 def model_parser(name: str, description: str, many: bool = False) -> OneLineParser:
     """The command line of a benchmark that decodes the prompts of one data set, or of `many`, with a model."""
     parser = OneLineParser(prog=f"benchmarks.{name}", description=description)
-    what = "JSON lines of ClassEval, HumanEval, GSM8K, ..."
+    what = f"JSON lines of ClassEval, HumanEval, GSM8K, ..., or {', '.join(hub.PREFIX + name for name in hub.FILES)}"
     parser.add_argument("--data", required=True, metavar="FILE", nargs="+" if many else None, help=what)
     parser.add_argument("--prompts", type=whole, default=20, metavar="N", help="use the first N prompts (default 20)")
     parser.add_argument(
@@ -60,21 +61,35 @@ def model_parser(name: str, description: str, many: bool = False) -> OneLinePars
 
 
 def load_prompts(path: str, count: int) -> list[str]:
-    """The first `count` prompts of a data set in JSON lines; raises InputError."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-        records = [json.loads(line) for line in lines if line.strip()]
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read {path}: {error}") from error
+    """The first `count` prompts of a data set, a file or a name such as hub:gsm8k; raises InputError."""
     prompts = []
-    for record in records[:count]:
-        found = [record[name] for name in PROMPT_FIELDS if name in record]
+    for record in read_records(hub.fetch(path) if path.startswith(hub.PREFIX) else Path(path))[:count]:
+        found = [record[name] for name in PROMPT_FIELDS if name in record] if isinstance(record, dict) else []
         if not found:
             raise InputError(f"{path}: a record has none of the fields {', '.join(PROMPT_FIELDS)}")
         prompts.append(found[0][0] if isinstance(found[0], list) else found[0])
     if not prompts:
         raise InputError(f"{path} holds no prompts")
     return prompts
+
+
+def read_records(path: Path) -> list[Any]:
+    """The records of a file in JSON lines, as one JSON array, or in parquet (needs pyarrow); raises InputError."""
+    try:
+        if path.suffix == ".parquet":
+            from pyarrow import parquet
+
+            return parquet.read_table(path).to_pylist()
+        text = path.read_text(encoding="utf-8")
+        if text.lstrip().startswith("["):
+            return json.loads(text)
+        return [json.loads(line) for line in text.splitlines() if line.strip()]
+    except ImportError as error:
+        raise InputError(
+            f"{path.name} is parquet, which needs pyarrow: pip install pyarrow, or give JSON lines"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read {path}: {error}") from error
 
 
 def split_budget(kind: str, budget: int) -> DecodeConfig:
@@ -143,7 +158,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 
 def run_main(parser: OneLineParser, measure: Callable[[argparse.Namespace, Console], dict[str, Any]]) -> int:
-    """Parse, measure, report; bad input is one line and exit code 2."""
+    """Parse, measure, report; bad input is one line and exit code 2, and a result with `num_failed` runs is 1."""
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -156,4 +171,4 @@ def run_main(parser: OneLineParser, measure: Callable[[argparse.Namespace, Conso
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
     finish(result, options.output)
-    return 0
+    return 1 if result.get("num_failed") else 0

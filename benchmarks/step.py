@@ -1,4 +1,4 @@
-"""Where the host's time of a step goes: drafting, inputs, forward, choice, exchange, acceptance, text.
+"""Where the time of a step goes: t(n), the host's parts of it, and its collective.
 
     python -m benchmarks.step --data classeval.jsonl --threads 1 --output benchmarks/results/step.json
 
@@ -7,17 +7,24 @@ all the work there is. "outside the forward" is the whole step without the model
 tokens from its logits, both of which an accelerator does. On a CPU the forward also empties the caches that the host's
 work then runs in; "host alone" repeats the same steps with the recorded results of the model in the forward's place, as
 a host does whose accelerator computes.
+
+t(n) is the wall-clock time of evaluating n tokens after so many cached ones, as the engine measures it when it starts
+(lpr.measure), up to the n that takes STEEPEST times as long as one token. "collective" is the wall-clock time of the
+all-gather between two real ranks (benchmarks.collective), of the payload that two ranks with such a budget exchange.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import statistics
 import sys
+import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +32,13 @@ from rich.console import Console
 
 import lpr.model.runner
 import lpr.step
+from benchmarks.collective import payload_bytes
 from benchmarks.common import load_prompts, model_parser, run_main, table
+from benchmarks.fleet import LAUNCHER, RunFailedError, execute
 from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
+from lpr.config import InputError
+from lpr.core.cost import KNOTS
+from lpr.measure import STEEPEST, measure_costs
 
 PARTS = {
     "draft": (lpr.step.SequenceState, "build"),
@@ -43,6 +55,8 @@ PARTS = {
     "advance": (lpr.step.SequenceState, "advance"),
     "text": (Engine, "_emit"),
 }
+CACHED = (256, 1024)
+"""Cached lengths that t(n) is measured at, where the model has so many positions."""
 ON_DEVICE = ("forward", "choose", "candidates")
 
 
@@ -64,18 +78,75 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     prompts = load_prompts(options.data, options.prompts)
     engine = Engine.from_pretrained(options.model or bundled_model(), dtype=options.dtype, device=options.device)
     console.print("ceiling: a step that is all forward; target: 0.3 ms outside it at 64 nodes")
+    most = max(options.budgets)
+    cached = options.kv or [kv for kv in CACHED if kv + most <= engine.max_length]
+    costs = step_times(engine, cached, most)
+    decodes = {budget: tree_of(budget, options.both) for budget in options.budgets}
+    sizes = {budget: payload_bytes(decode.resolved(2), 2) for budget, decode in decodes.items()}
+    collective = time_collective(sorted(set(sizes.values())), options)
     runs = []
-    for budget in options.budgets:
+    for budget, decode in decodes.items():
         for temperature in options.temperatures:
-            decode = DecodeConfig(window_size=0, trie_nodes=budget - 1, max_batch_size=1)
-            if options.both:
-                decode = DecodeConfig(window_size=budget // 16, guess_set_size=budget // 16, trie_nodes=budget // 2)
-            runs.append(time_steps(engine, decode, prompts, temperature, options.max_new_tokens, budget))
+            run = time_steps(engine, decode, prompts, temperature, options.max_new_tokens, budget)
+            runs.append({**run, "payload_bytes_of_2_ranks": sizes[budget]})
+    report(runs, costs, collective, console)
+    return {"benchmark": "step", "runs": runs, "step_times": costs, "collective": collective}
+
+
+def tree_of(budget: int, both: bool) -> DecodeConfig:
+    """A configuration of about `budget` nodes: all for the trie, or half of them for the window and its pool."""
+    if both:
+        return DecodeConfig(window_size=budget // 16, guess_set_size=budget // 16, trie_nodes=budget // 2)
+    return DecodeConfig(window_size=0, trie_nodes=budget - 1, max_batch_size=1)
+
+
+def step_times(engine: Engine, cached: Sequence[int], most: int) -> list[dict[str, Any]]:
+    """t(n) for every cached length; raises InputError for one that the engine has no room for."""
+    rows = []
+    for kv in cached:
+        if kv < 1:
+            raise InputError(f"--kv {kv} must be at least 1")
+        if kv + most > engine.max_length:
+            raise InputError(
+                f"--kv {kv} and {most} nodes need {kv + most} positions; the engine has {engine.max_length}"
+            )
+        row = measure_costs(engine.model, engine._like, engine.comm, most, kv).row(1, kv)
+        # Knots beyond the one that took too long were not measured.
+        measured = [(n, ms) for n, ms in zip(KNOTS, row, strict=True) if n <= max(2, most) and ms <= STEEPEST * row[0]]
+        rows.append({"kv": kv, "ms": {str(n): round(ms, 4) for n, ms in measured}})
+    return rows
+
+
+def time_collective(sizes: Sequence[int], options: argparse.Namespace) -> dict[str, Any]:
+    """What benchmarks.collective says of two ranks and these payloads, or why it says nothing."""
+    command = [*LAUNCHER, "--nproc_per_node=2", "-m", "benchmarks.collective", "--bytes", *map(str, sizes)]
+    if options.device:
+        command += ["--device", options.device.partition(":")[0]]
+    with tempfile.TemporaryDirectory(prefix="lpr-step-") as folder:
+        try:
+            said = json.loads(execute(command, 180.0, options.threads, Path(folder)).splitlines()[-1])
+        except RunFailedError as failure:
+            return {"num_ranks": 2, "error": str(failure)}
+    return {name: said[name] for name in ("num_ranks", "backend", "device", "runs")}
+
+
+def report(
+    runs: Sequence[dict[str, Any]], costs: Sequence[dict[str, Any]], collective: dict[str, Any], console: Console
+) -> None:
+    """Three tables: t(n), the collective, the parts."""
+    counts = [n for n in map(str, KNOTS) if any(n in row["ms"] for row in costs)]
+    rows = [[n, *(f"{row['ms'][n]:.2f}" if n in row["ms"] else "" for row in costs)] for n in counts]
+    console.print(table("t(n), ms", ["n", *(f"{row['kv']} cached" for row in costs)], rows))
+    if "error" in collective:
+        console.print(f"collective: failed: {collective['error']}", markup=False, highlight=False, soft_wrap=True)
+    else:
+        rows = [[str(r["bytes"]), f"{r['median_ms']:.3f}", f"{r['p99_ms']:.3f}"] for r in collective["runs"]]
+        title = f"collective of {collective['num_ranks']} ranks, {collective['backend']}"
+        console.print(table(title, ["bytes per rank", "median ms", "p99 ms"], rows))
     columns = ["median ms", *(f"{run['budget']} nodes, T={run['temperature']}" for run in runs)]
     names = [*PARTS, "step", "outside the forward", "host alone"]
     rows = [[name, *(f"{run['median_ms'][name]:.3f}" for run in runs)] for name in names]
     console.print(table("processor time of a step", columns, rows))
-    return {"benchmark": "step", "runs": runs}
 
 
 def time_steps(
@@ -158,9 +229,10 @@ def host_alone(
 
 def main() -> int:
     """Run the command line; returns the exit code."""
-    parser = model_parser("step", "Processor time of the parts of a decoding step.")
+    parser = model_parser("step", "Time of a decoding step: t(n), the host's parts, the collective.")
     parser.add_argument("--budgets", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
+    parser.add_argument("--kv", type=int, nargs="+", metavar="N", help="cached tokens for t(n) (default 256 1024)")
     parser.add_argument("--both", action="store_true", help="half of the nodes for the Jacobi window and its pool")
     return run_main(parser, measure)
 

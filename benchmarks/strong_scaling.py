@@ -4,9 +4,9 @@
 
 Which tokens a step emits does not depend on how its tree is split, so one process evaluates each whole tree and counts
 what every rank would evaluate of it, by the same partition and the same pending chains (tests/test_ranks.py asserts
-that several ranks take these very steps). Time is not measured; `--simulate` predicts it (benchmarks/simulate.py). A
-rank's budget is split between the Jacobi window and the trie with its recycled candidates; all of it grows with the
-ranks.
+that several ranks take these very steps). Time is not measured; `--simulate` predicts it (benchmarks/simulate.py), and
+benchmarks.fleet measures it with real ranks. A rank's budget is split between the Jacobi window and the trie with its
+recycled candidates; all of it grows with the ranks.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import time
 import torch
 
 from lpr.config import SamplingParams
-from lpr.core.cost import KNOTS, SHORTEST_KV, StepCost, at_knots
+from lpr.core.cost import KNOTS, SHORTEST_KV, StepCost, at_knots, key_of
 from lpr.dist.comm import Comm
 from lpr.model.cache import TreeCache
 from lpr.model.inputs import Row
@@ -22,35 +22,36 @@ STEEPEST = 8.0
 """No larger tree is tried after one that takes this many times as long as a single token."""
 
 
-def measure_costs(model: TreeModel, like: TreeCache, comm: Comm, max_nodes: int) -> StepCost:
+def measure_costs(model: TreeModel, like: TreeCache, comm: Comm, max_nodes: int, kv: int = SHORTEST_KV) -> StepCost:
     """The step times of trees up to `max_nodes` on each rank, rank 0's on all ranks; the model's cache is replaced.
+
+    The table has one row, that of `kv` cached tokens.
 
     Ranks of a tensor-parallel replica compute a forward together, so all ranks run the same ones: after each they
     learn from rank 0 how long it took, and so whether to go on. Sizes take turns, as the machine's load may drift.
     """
-    model.allocate(1, SHORTEST_KV, max_nodes, like)
+    model.allocate(1, kv, max_nodes, like)
     knots = [count for count in KNOTS if count <= max(2, max_nodes)]
     times: dict[int, float] = {}
-    _time_once(model, 1)  # the first forward of all sets libraries up
+    _time_once(model, 1, kv)  # the first forward of all sets libraries up
     for number in range(ROUNDS):
         for knot in knots:
             if not number and model.graphs is not None:
-                _time_once(model, knot)  # captures a graph
-            mine = torch.tensor([int(_time_once(model, knot) * 1e6)], dtype=torch.int32)
+                _time_once(model, knot, kv)  # captures a graph
+            mine = torch.tensor([int(_time_once(model, knot, kv) * 1e6)], dtype=torch.int32)
             took = max(1, int(comm.gather(mine)[0, 0])) / 1e3
             times[knot] = min(took, times.get(knot, took))
             if not number and len(times) > 1 and (sum(times.values()) > LONGEST * 1e3 or took > STEEPEST * times[1]):
                 break
         knots = list(times)
-    return StepCost({(1, SHORTEST_KV): at_knots(knots, list(times.values()))})
+    return StepCost({key_of(1, kv): at_knots(knots, list(times.values()))})
 
 
-def _time_once(model: TreeModel, count: int) -> float:
-    """Seconds of one evaluation of a chain of `count` tokens, its result on the host included."""
-    cached = SHORTEST_KV - 1
-    positions = list(range(cached, cached + count))
+def _time_once(model: TreeModel, count: int, kv: int) -> float:
+    """Seconds of one evaluation of a root and its children, after `kv` - 2 tokens, `count` in all, result on the host."""
+    positions = [kv - 2] + [kv - 1] * (count - 1)  # a flat tree stays within few positions
     selection = Selection.build([(SamplingParams(), positions)])
-    row = Row(0, cached, [0] * count, list(range(-1, count - 1)), positions, count)
+    row = Row(0, kv - 2, [0] * count, [-1] + [0] * (count - 1), positions, count)
     began = time.perf_counter()
     model.evaluate([row], selection, min(8, model.vocab_size)).cpu()
     return time.perf_counter() - began

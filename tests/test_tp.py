@@ -309,7 +309,7 @@ def test_an_engine_asks_before_it_allocates(
     monkeypatch.setattr("lpr.model.runner.free_bytes", lambda device: 1_000_000)
     monkeypatch.setattr("lpr.model.runner.TreeModel.allocate", None)
     with pytest.raises(InputError, match=r"max_batch_size=8 sequences of max_length=512 needs .* would fit"):
-        Engine.from_model(models["llama"])
+        Engine.from_model(models["llama"], decode=DecodeConfig.autoregressive())
 
 
 def test_meshes_of_a_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -145,8 +145,9 @@ def digest(text: str) -> int:
 
 
 def plain_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """`named`, with quantised tensors (wrapper subclasses such as torchao's) taken apart into values, scales, ..."""
-    for name, tensor in named:
+    """This rank's parts of `named`, quantised tensors (wrapper subclasses such as torchao's) as values, scales, ..."""
+    for name, whole in named:
+        tensor = local(whole)
         if is_traceable_wrapper_subclass(tensor):
             parts, _ = tensor.__tensor_flatten__()
             yield from plain_tensors((f"{name}.{part}", getattr(tensor, part)) for part in parts)
@@ -161,7 +162,7 @@ def model_digest(model: PreTrainedModel) -> int:
     """
     parts = [model.config.to_json_string()]
     for name, tensor in plain_tensors(model.state_dict().items()):
-        words = local(tensor.detach()).contiguous().view(torch.uint8).flatten()
+        words = tensor.detach().contiguous().view(torch.uint8).flatten()
         total = places = 0
         for piece in words.split(1 << 24):  # bounds the memory that the widened copy takes
             place = torch.arange(piece.numel(), device=piece.device, dtype=torch.int64) % 65521 + 1

@@ -1,0 +1,337 @@
+"""Strong scaling in wall-clock time: real ranks on meshes of lp x tp, each run checked against plain decoding.
+
+    python -m benchmarks.fleet --data classeval.jsonl --meshes 1x1 2x1 1x2 --output benchmarks/results/fleet.json
+
+A run is the command that users start, `torchrun -m lpr.generate`, and its time is that command's own: all prompts one
+after the other, their first steps included, the start of the processes and the loading of the model not. There are,
+per data set and temperature, plain decoding on one process (1x1) and on every tensor-parallel size of the meshes
+(1xT), and lookahead on every mesh with every node budget per rank, half of it for the Jacobi window and its pool.
+
+Speed-ups are over plain decoding on one process. Tokens are compared with plain decoding of the same tp, as a sum that
+is split over ranks differs in its last bits; where a GPU decodes in half precision, so does a GEMM of another height,
+and only --dtype float32 promises equality. A run that emits other tokens, fails or does not end in time is recorded
+as failed, without a speed-up; the rest goes on, and the exit code is 1.
+
+A rank has one CPU thread unless --threads says otherwise, so that on a CPU more ranks are more hardware, as GPUs are.
+benchmarks.strong_scaling counts the steps of more ranks than a machine has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from benchmarks.common import OneLineParser, load_prompts, model_parser, run_main, split_budget, table, whole
+from lpr.config import InputError
+
+ROOT = Path(__file__).parent.parent
+LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+PLAIN = "autoregressive"
+SMALLEST_BUDGET = 16
+"""Nodes per rank below which no window fits beside a trie draft."""
+GRACE = 40.0
+"""Seconds that torchrun gets to end its ranks; it gives them 30."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is run and measured: a data set at a temperature on a mesh, with a node budget per rank."""
+
+    data: str
+    temperature: float
+    lp: int
+    tp: int
+    budget: int | str
+    """Nodes per rank, "auto" or PLAIN."""
+
+    @property
+    def baseline(self) -> Case:
+        """Plain decoding on one replica of as many ranks: what the tokens must equal."""
+        return Case(self.data, self.temperature, 1, self.tp, PLAIN)
+
+    @property
+    def reference(self) -> Case:
+        """Plain decoding on one process: what the speed-up is over."""
+        return Case(self.data, self.temperature, 1, 1, PLAIN)
+
+    @property
+    def flags(self) -> list[str]:
+        """The budget as flags of lpr.generate."""
+        if self.budget == "auto":
+            return []
+        if self.budget == PLAIN:
+            return ["--window-size", "0", "--trie-nodes", "0"]
+        sizes = split_budget("both", int(self.budget))
+        names = ("window_size", "guess_set_size", "trie_nodes")
+        return [word for name in names for word in ("--" + name.replace("_", "-"), str(getattr(sizes, name)))]
+
+
+@dataclass
+class Run:
+    """One run of a case: what lpr.generate reported and wrote, or why there is nothing."""
+
+    summary: dict[str, Any] = field(default_factory=dict)
+    token_ids: list[list[int]] = field(default_factory=list)
+    error: str | None = None
+
+
+class RunFailedError(RuntimeError):
+    """A run came to nothing; the message is one line."""
+
+
+def mesh(text: str) -> tuple[int, int]:
+    """The sizes (lp, tp) of a mesh such as 4x2, for argparse."""
+    sizes = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if sizes is None:
+        raise ValueError
+    return int(sizes[1]), int(sizes[2])
+
+
+def budget(text: str) -> int | str:
+    """A node budget per rank, for argparse."""
+    if text == "auto":
+        return text
+    if int(text) < SMALLEST_BUDGET:
+        raise ValueError
+    return int(text)
+
+
+# argparse names the type in its message.
+mesh.__name__ = "mesh LPxTP like 4x2"
+budget.__name__ = f'number of at least {SMALLEST_BUDGET} or "auto"'
+
+
+def plan(
+    data: Sequence[str], temperatures: Sequence[float], meshes: Sequence[tuple[int, int]], budgets: Sequence[int | str]
+) -> list[Case]:
+    """All cases, each once, plain decoding before what is compared with it."""
+    cases: list[Case] = []
+    for path in data:
+        for temperature in temperatures:
+            sizes = sorted({1, *(tp for _, tp in meshes)})
+            cases += [Case(path, temperature, 1, tp, PLAIN) for tp in sizes]
+            cases += [Case(path, temperature, lp, tp, each) for lp, tp in meshes for each in budgets]
+    return list(dict.fromkeys(cases))
+
+
+def attempt(case: Case, options: argparse.Namespace, num_prompts: int, folder: Path, prompts: Path) -> Run:
+    """Run `case` once in a fleet of its own."""
+    output = folder / "output.jsonl"
+    output.unlink(missing_ok=True)
+    command = [*LAUNCHER, f"--nproc_per_node={case.lp * case.tp}", "-m", "lpr.generate", "--tp", str(case.tp)]
+    command += ["--prompts", str(prompts), "--output", str(output), "--json", "--max-batch-size", "1", *case.flags]
+    command += ["--temperature", str(case.temperature), "--max-new-tokens", str(options.max_new_tokens)]
+    command += ["--dtype", options.dtype, "--tp-backend", options.tp_backend]
+    for name in ("model", "device"):
+        if getattr(options, name) is not None:
+            command += [f"--{name}", getattr(options, name)]
+    try:
+        summary = json.loads(execute(command, options.timeout, options.threads, folder).splitlines()[-1])
+        rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+        if len(rows) != num_prompts or (summary["mesh"]["lp"], summary["mesh"]["tp"]) != (case.lp, case.tp):
+            raise RunFailedError(f"{len(rows)} of {num_prompts} completions came, from a mesh of {summary['mesh']}")
+        return Run(summary, [row["token_ids"] for row in rows])
+    except RunFailedError as failure:
+        return Run(error=str(failure))
+    except (OSError, ValueError, LookupError) as failure:
+        return Run(error=f"the output cannot be read: {type(failure).__name__}: {failure}")
+
+
+def execute(command: Sequence[str], timeout: float, threads: int, folder: Path) -> str:
+    """What `command` prints to stdout; raises RunFailedError if it fails or does not end within `timeout` seconds."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    if threads:
+        env["OMP_NUM_THREADS"] = str(threads)
+    # Files, not pipes: a rank that outlives its launcher would hold a pipe open.
+    out, err = folder / "stdout", folder / "stderr"
+    with out.open("w") as out_file, err.open("w") as err_file:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out_file, stderr=err_file, env=env)
+        try:
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise RunFailedError(f"did not end within {timeout:g} s") from None
+        finally:
+            stop(process)
+    if code:
+        raise RunFailedError(f"exit code {code}: {last_line(err.read_text(encoding='utf-8', errors='replace'))}")
+    return out.read_text(encoding="utf-8")
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a launcher that still runs, which ends its ranks."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(GRACE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def last_line(stderr: str) -> str:
+    """The line that says most about a failure: lpr's own, else an exception, else the last; torchrun adds a page."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip(" =-")]
+    own = [line for line in lines if line.startswith("lpr.generate:")]
+    raised = [line for line in lines if re.match(r"(\[rank\d+\]: *)?[\w.]+(Error|Exception): ", line)]
+    raised = [line for line in raised if "ChildFailedError" not in line]
+    return (own or raised or lines or ["nothing on stderr"])[-1]
+
+
+def judge(case: Case, runs: Mapping[Case, Sequence[Run]]) -> dict[str, Any]:
+    """The record of a case: figures, and whether its tokens are those of plain decoding."""
+    mine, expected = runs[case], runs[case.baseline][0]
+    record: dict[str, Any] = {
+        "data": case.data.rsplit("/", 1)[-1],
+        "temperature": case.temperature,
+        "mesh": f"{case.lp}x{case.tp}",
+        "num_ranks": case.lp * case.tp,
+        "budget_per_rank": case.budget,
+        "error": next((run.error for run in mine if run.error is not None), None),
+        "equal_to_autoregressive": None,
+    }
+    if record["error"] is not None:
+        return record
+    record |= figures(mine)
+    if expected.error is None:
+        wrong = [sum(a != b for a, b in zip(run.token_ids, expected.token_ids, strict=True)) for run in mine]
+        record["equal_to_autoregressive"] = not any(wrong)
+        if any(wrong):
+            record["error"] = f"{max(wrong)} of {len(expected.token_ids)} prompts got other tokens than 1x{case.tp} AR"
+            return record
+        plain = figures(runs[case.baseline])["tokens_per_second"]
+        record["part_of_ceiling"] = round(record["tokens_per_second"] / (plain * record["tokens_per_step"]), 3)
+    if runs[case.reference][0].error is None:
+        plain = figures(runs[case.reference])["tokens_per_second"]
+        record["speedup_over_autoregressive"] = round(record["tokens_per_second"] / plain, 3)
+    return record
+
+
+def figures(runs: Sequence[Run]) -> dict[str, Any]:
+    """Of runs that all succeeded, the medians; only times, and steps that follow from times, differ between them."""
+    found = [run.summary for run in runs if run.error is None]
+    seconds = statistics.median(each["seconds"] for each in found)
+    num_tokens = statistics.median(each["num_tokens"] for each in found)
+    num_steps = statistics.median(each["num_steps"] for each in found)
+    return {
+        "seconds": seconds,
+        "seconds_of_each": [each["seconds"] for each in found],
+        "num_tokens": num_tokens,
+        "num_steps": num_steps,
+        "tokens_per_step": round(num_tokens / num_steps, 4),
+        "tokens_per_second": round(num_tokens / seconds, 2),
+        "ms_per_step": round(1e3 * seconds / num_steps, 3),
+        "payload_bytes_per_rank": found[0]["payload_bytes_per_step"],
+    }
+
+
+def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Run every case, in rounds, so that a machine whose speed drifts does so for all."""
+    if not options.repeats:
+        raise InputError("--repeats 0 must be at least 1")
+    prompts = {path: load_prompts(path, options.prompts) for path in options.data}
+    cases = plan(options.data, options.temperatures, options.meshes, options.budgets)
+    console.print("ceiling: tokens/s of plain decoding with the same tp, times tokens per step, if no step took longer")
+    runs: dict[Case, list[Run]] = {case: [] for case in cases}
+    with (
+        tempfile.TemporaryDirectory(prefix="lpr-fleet-") as name,
+        Progress(console=console, disable=not console.is_terminal, transient=True) as progress,
+    ):
+        folder = Path(name)
+        bar = progress.add_task("", total=options.repeats * len(cases))
+        for _ in range(options.repeats):
+            for case in cases:
+                progress.update(bar, description=f"{case.lp}x{case.tp} {case.budget}, temperature {case.temperature}")
+                lines = folder / "prompts.jsonl"
+                lines.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts[case.data]))
+                runs[case].append(attempt(case, options, len(prompts[case.data]), folder, lines))
+                progress.advance(bar)
+    found = [judge(case, runs) for case in cases]
+    report(found, options, console)
+    return {
+        "benchmark": "fleet",
+        "num_prompts": {path.rsplit("/", 1)[-1]: len(each) for path, each in prompts.items()},
+        "max_new_tokens": options.max_new_tokens,
+        "tp_backend": options.tp_backend,
+        "num_failed": sum(record["error"] is not None for record in found),
+        "runs": found,
+    }
+
+
+def report(found: Sequence[dict[str, Any]], options: argparse.Namespace, console: Console) -> None:
+    """One table per data set and temperature, and a line per failure."""
+    columns = ["lp x tp, nodes per rank", "tokens/s", "speed-up", "tokens/step", "ms/step", "KiB per rank"]
+    columns += ["of ceiling", "tokens"]
+    for data, temperature in dict.fromkeys((record["data"], record["temperature"]) for record in found):
+        chosen = [record for record in found if (record["data"], record["temperature"]) == (data, temperature)]
+        how = "greedy" if temperature == 0 else f"temperature {temperature}"
+        console.print(table(f"{data}, {options.max_new_tokens} tokens, {how}", columns, [cells(r) for r in chosen]))
+        for record in chosen:
+            if record["error"] is not None:
+                console.print(
+                    f"failed: {record['mesh']} {record['budget_per_rank']}: {record['error']}",
+                    markup=False,
+                    highlight=False,
+                    soft_wrap=True,
+                )
+
+
+def cells(record: dict[str, Any]) -> list[str]:
+    """A record's row of the table."""
+    name = f"{record['mesh']} {record['budget_per_rank']}"
+    if record["error"] is not None:
+        return [name, *[""] * 6, "failed"]
+
+    def cell(key: str, form: str) -> str:
+        return form.format(record[key]) if key in record else "?"
+
+    plain = record["budget_per_rank"] == PLAIN
+    same = "?" if record["equal_to_autoregressive"] is None else "same"
+    return [
+        name,
+        cell("tokens_per_second", "{:.1f}"),
+        cell("speedup_over_autoregressive", "{:.2f}x"),
+        cell("tokens_per_step", "{:.2f}"),
+        cell("ms_per_step", "{:.2f}"),
+        f"{record['payload_bytes_per_rank'] / 1024:.1f}",
+        "" if plain else cell("part_of_ceiling", "{:.0%}"),
+        "baseline" if plain else same,
+    ]
+
+
+def make_parser() -> OneLineParser:
+    """The command line."""
+    parser = model_parser("fleet", "Wall clock of real ranks on meshes lp x tp.", many=True)
+    parser.set_defaults(threads=1)
+    parser.add_argument("--meshes", type=mesh, nargs="+", default=[(1, 1), (2, 1), (1, 2)], metavar="LPxTP")
+    parser.add_argument(
+        "--budgets", type=budget, nargs="+", default=[32, 64, "auto"], metavar="N", help="nodes per rank, or auto"
+    )
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8], metavar="T")
+    parser.add_argument("--tp-backend", default="transformers", choices=["transformers", "deepspeed"])
+    parser.add_argument("--repeats", type=whole, default=1, metavar="N", help="runs of each; medians count (default 1)")
+    parser.add_argument("--timeout", type=float, default=900.0, metavar="S", help="seconds for one run (default 900)")
+    return parser
+
+
+def main() -> int:
+    """Run the command line; returns the exit code: 1 if a run failed."""
+    return run_main(make_parser(), measure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
