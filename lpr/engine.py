@@ -102,11 +102,12 @@ class Engine:
         comm: Comm | None = None,
         costs: StepCost | None = None,
         graphs: bool = True,
+        compile: bool = False,
     ) -> None:
         """An engine for a loaded model.
 
-        `graphs` False evaluates steps on a GPU without CUDA graphs. `costs` are step times to decide by instead of
-        measured ones: the steps of a run can then be repeated exactly.
+        `graphs` False evaluates steps on a GPU without CUDA graphs, `compile` lets torch.compile fuse those with.
+        `costs` are step times to decide by instead of measured ones: the steps of a run can then be repeated exactly.
         Raises InputError if the model cannot run a token tree or, with several ranks, on every rank if one rank has
         another model, tokenizer or configuration.
         """
@@ -115,7 +116,13 @@ class Engine:
         self.eos_token_ids = loaded.eos_token_ids
         self.comm = comm if comm is not None else SoloComm()
         self.model = TreeModel(loaded.model, graphs=graphs)
+        if compile and self.model.capturer is None:
+            raise InputError(
+                f"compile works on captured steps: {self.model.graph_reason or 'it needs a GPU and graphs=True'}"
+            )
         self._like = self_check(self.model)
+        if compile:
+            self.model.compile()
         limit = loaded.max_positions or 4096
         if decode.max_length is not None and loaded.max_positions and decode.max_length > loaded.max_positions:
             raise InputError(f"max_length={decode.max_length} exceeds the model's {loaded.max_positions} positions")
@@ -141,6 +148,7 @@ class Engine:
         comm: Comm | None = None,
         costs: StepCost | None = None,
         graphs: bool = True,
+        compile: bool = False,
     ) -> Engine:
         """Load a transformers causal LM from a folder or a hub id.
 
@@ -156,7 +164,7 @@ class Engine:
             agree(comm, failure)
         if loaded is None:
             raise InputError(failure)
-        return cls(loaded, decode, comm, costs, graphs)
+        return cls(loaded, decode, comm, costs, graphs, compile)
 
     @classmethod
     def from_model(
@@ -167,9 +175,10 @@ class Engine:
         comm: Comm | None = None,
         costs: StepCost | None = None,
         graphs: bool = True,
+        compile: bool = False,
     ) -> Engine:
         """An engine for a model in memory, which is switched to tree attention."""
-        return cls(wrap(model, tokenizer), decode, comm, costs, graphs)
+        return cls(wrap(model, tokenizer), decode, comm, costs, graphs, compile)
 
     def reconfigure(self, decode: DecodeConfig) -> None:
         """Decode further requests with other settings, forgetting what drafts were learnt; needs an idle engine."""

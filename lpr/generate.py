@@ -78,6 +78,8 @@ class Args:
     """Ranks that share one replica of the model (tensor parallel). Only 1 is available so far."""
     graphs: bool = True
     """Replay the steps of a GPU as CUDA graphs."""
+    compile: bool = False
+    """Let torch.compile fuse operators of these steps; starting takes a minute longer."""
     timeout: float = 300.0
     """Seconds that a rank waits for the others before it gives up."""
     sampling: Annotated[SamplingParams, tyro.conf.OmitArgPrefixes] = SamplingParams()
