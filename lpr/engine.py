@@ -54,11 +54,12 @@ class Engine:
         costs: StepCost | None = None,
         attention: str = "auto",
         graphs: bool = True,
+        compile: bool = False,
     ) -> None:
         """An engine for a loaded model; `attention` is one of `lpr.model.runner.ATTENTION`.
 
-        `graphs` False evaluates steps on a GPU without CUDA graphs. `costs` are step times to decide by instead of
-        measured ones: the steps of a run can then be repeated exactly.
+        `graphs` False evaluates steps on a GPU without CUDA graphs, `compile` lets torch.compile fuse those with.
+        `costs` are step times to decide by instead of measured ones: the steps of a run can then be repeated exactly.
 
         Raises InputError if the model cannot run a token tree or the cache does not fit, with several ranks on every
         rank if it is so on one, or if one has another model, tokenizer or configuration.
@@ -72,7 +73,13 @@ class Engine:
         self.model = TreeModel(loaded.model, attention=attention, graphs=graphs, check_rows=check)
         failure = None
         try:
+            if compile and self.model.capturer is None:
+                raise InputError(
+                    f"compile works on captured steps: {self.model.graph_reason or 'it needs a GPU and graphs=True'}"
+                )
             self._like = self_check(self.model)
+            if compile:
+                self.model.compile()
         except InputError as error:
             failure = str(error)
         limit = loaded.max_positions or 4096
@@ -106,6 +113,7 @@ class Engine:
         costs: StepCost | None = None,
         attention: str = "auto",
         graphs: bool = True,
+        compile: bool = False,
         tp_backend: str = "transformers",
     ) -> Engine:
         """Load a transformers causal LM from a folder or a hub id.
@@ -126,7 +134,7 @@ class Engine:
             agree(comm, failure)
         if loaded is None:
             raise InputError(failure)
-        return cls(loaded, decode, comm, costs, attention, graphs)
+        return cls(loaded, decode, comm, costs, attention, graphs, compile)
 
     @classmethod
     def from_model(
@@ -138,9 +146,10 @@ class Engine:
         costs: StepCost | None = None,
         attention: str = "auto",
         graphs: bool = True,
+        compile: bool = False,
     ) -> Engine:
         """An engine for a model in memory, which is switched to tree attention."""
-        return cls(wrap(model, tokenizer), decode, comm, costs, attention, graphs)
+        return cls(wrap(model, tokenizer), decode, comm, costs, attention, graphs, compile)
 
     def reconfigure(self, decode: DecodeConfig) -> None:
         """Decode further requests with other settings, forgetting what drafts were learnt; needs an idle engine."""

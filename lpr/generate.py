@@ -50,6 +50,8 @@ class Account:
     def withdraw(self, amount):
         """Subtract amount from the balance."""
 '''
+_RANK_0_SPEAKS = 10.0
+"""Seconds that the other ranks stay after bad input; the launcher ends them as soon as rank 0 has left."""
 # Sampled, because the small bundled model soon repeats itself when it is greedy.
 DEMO_PARAMS = SamplingParams(max_new_tokens=200, temperature=0.6)
 
@@ -93,6 +95,8 @@ class Args:
     """Who splits the model: transformers by its own plan, or deepspeed, also where there is no plan."""
     graphs: bool = True
     """Replay the steps of a GPU as CUDA graphs."""
+    compile: bool = False
+    """Let torch.compile fuse operators of these steps; starting takes a minute longer."""
     timeout: float = 300.0
     """Seconds that a rank waits for the others before it gives up."""
     sampling: Annotated[SamplingParams, tyro.conf.OmitArgPrefixes] = SamplingParams()
@@ -109,6 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as failure:
         if world.rank == 0:
             print(f"lpr.generate: error: {failure}", file=sys.stderr)
+        elif world.launched:
+            time.sleep(_RANK_0_SPEAKS)  # the first rank to leave ends the job, and rank 0 has to say why before that
         return 2
     except (CommError, DesyncError) as failure:
         print(f"lpr.generate: rank {world.rank}: {failure}", file=sys.stderr)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from worlds import generate_on
 
 import lpr.model.attention
-from lpr import DecodeConfig, Engine, SamplingParams
+from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.model.cache import TreeCache
 from lpr.model.graphs import GraphRunner, NoWaiting, Program, uncapturable
 from lpr.model.inputs import Row, build_inputs
@@ -198,6 +198,23 @@ def test_graphs_captured_at_load_are_those_of_greedy_decoding(model: PreTrainedM
     engine.reconfigure(decode)
     again = engine.generate(PROMPTS[:2], GREEDY[:2])
     assert [each.token_ids for each in again] == [each.token_ids for each in first], "captures leave nothing behind"
+
+
+def test_captured_steps_may_be_compiled_and_others_are_not(expected: dict[str, list[list[int]]]) -> None:
+    """By a backend that compiles nothing, in seconds: which steps go through the compiler, and with which ids."""
+    engine = Engine.from_model(tiny_model(spread=0.12), decode=DECODE)
+    torch._dynamo.reset()
+    engine.model.compile(backend="eager")
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    assert ids(engine, GREEDY) == expected["greedy"]
+    assert not counters["stats"], "direct steps have any shape"
+    captured(engine, DecodeConfig(window_size=0, trie_nodes=8, max_batch_size=1))
+    assert engine.model.graph_reason is None
+    assert 0 < counters["stats"]["unique_graphs"] <= 6 and not counters["graph_break"]
+    assert ids(engine, MIXED) == expected["mixed"]
+    with pytest.raises(InputError, match="it needs a GPU"):
+        Engine.from_model(tiny_model(), compile=True)
 
 
 # What cannot be captured.

@@ -13,7 +13,7 @@ from conftest import tiny_model
 from tp_worker import PROMPTS
 from transformers import AutoConfig, PreTrainedModel
 
-from lpr import Engine, InputError
+from lpr import DecodeConfig, Engine, InputError
 from lpr.dist.runtime import World
 from lpr.generate import main, parse
 from lpr.model.loader import load

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import threading
 from pathlib import Path
 
@@ -131,6 +132,7 @@ def main() -> int:
     try:
         run_cases(job, world, report)
     except (DesyncError, CommError):
+        time.sleep(5.0)  # the first rank to leave ends the job, and all have to write their report before that
         return 1
     codes = []
     for attempt, arguments in enumerate(job["commands"], 1):

@@ -145,7 +145,7 @@ class GraphRunner:
     ) -> None:
         """Graphs of `compute`, on a cache of `num_slots` slots with `rows_per_slot` rows each.
 
-        `logits` is the first half of `compute`, by which the first capture is checked. With `tree_bits` attention reads
+        `logits` is the forward in `compute`, by which the first capture is checked. With `tree_bits` attention reads
         who is whose ancestor in bits, and no dense mask is made.
         """
         self._compute = compute
@@ -217,7 +217,7 @@ class GraphRunner:
 
         if not self.num_captures:
             with NoWaiting():
-                program()
+                self._logits(shape.read(self._words)[0])
             self._check_length(shape)
         self.num_captures += 1
         return self.capturer.capture(program)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -62,6 +63,7 @@ class TreeModel:
         self.config = model.config.get_text_config(decoder=True)
         self.vocab_size: int = self.config.vocab_size
         self._accepts_positions = "position_ids" in inspect.signature(type(model).forward).parameters
+        self._compiled = False
         self.cache: TreeCache | None = None
         self._check_rows = check_rows
         self.attention_is_open = attention == "auto"
@@ -137,9 +139,22 @@ class TreeModel:
         """Graphs captured for the present cache; a step that captures takes longer."""
         return self.graphs.num_captures if self.graphs is not None else 0
 
+    def compile(self, backend: str = "inductor") -> None:
+        """Let torch.compile fuse what captured steps do between the matrix products; a minute when the first are made.
+
+        With symbolic sizes a handful of compilations serves all shapes. Steps of other shapes are not compiled.
+        """
+        self._compiled = True
+        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+        self.model.compile(dynamic=True, backend=backend)
+
     @torch.no_grad()
     def logits(self, inputs: StepInputs, cache: TreeCache) -> torch.Tensor:
         """One forward; the logits [sum of num_results, V] of the rows' last `num_results` entries, row after row."""
+        with torch.compiler.set_stance("force_eager") if self._compiled else nullcontext():
+            return self._forward(inputs, cache)
+
+    def _forward(self, inputs: StepInputs, cache: TreeCache) -> torch.Tensor:
         extra = {"position_ids": inputs.positions} if self._accepts_positions else {}
         with step_scope(inputs):
             output = self.model(
@@ -171,11 +186,16 @@ class TreeModel:
             replayed = self.graphs.evaluate(rows, selection, num_candidates)
             if replayed is not None:
                 return replayed
-        return self._compute(self._inputs(rows), selection.to(self.device), num_candidates)
+        assert self.cache is not None
+        logits = self.logits(self._inputs(rows), self.cache)
+        return self._results(logits, selection.to(self.device), num_candidates)
 
     def _compute(self, inputs: StepInputs, selection: Selection, num_candidates: int) -> torch.Tensor:
+        """All of a step that a graph holds."""
         assert self.cache is not None
-        logits = self.logits(inputs, self.cache)
+        return self._results(self._forward(inputs, self.cache), selection, num_candidates)
+
+    def _results(self, logits: torch.Tensor, selection: Selection, num_candidates: int) -> torch.Tensor:
         columns = [choose(logits, selection)[:, None]]
         if num_candidates:
             columns.extend(candidates(logits, num_candidates))
