@@ -189,9 +189,29 @@ def test_a_result_of_an_older_form_is_named_with_its_own_command(report: Callabl
 
 
 def test_results_without_a_section_are_tables(report: Callable[..., Report]) -> None:
-    strange = {"benchmark": "strange", "size": 12345.0, "runs": [{"a": 1, "b": {"c": 2.5}}, {"a": 7}], **CIRCUMSTANCES}
+    strange = {
+        "benchmark": "strange",
+        "size": 12345.0,
+        "runs": [{"a": 1, "b": {"c": 2.5}}, {"b": [[8]]}],
+        **CIRCUMSTANCES,
+    }
     text = text_of(report(strange=strange).html("in"))
-    assert "Further results" in text and "12,345" in text and "c 2.5" in text and text.count("Frobnicator 9") == 2
+    assert "Further results" in text and "12,345" in text and "c 2.5" in text and "1 entries, see the file" in text
+    assert text.count("Frobnicator 9") == 2
+
+
+def test_a_check_that_two_results_share_is_shown_once(report: Callable[..., Report]) -> None:
+    results = {name: synthetic()["simulate"] for name in ("simulate", "simulate_eager")}
+    results["simulate_eager"]["models"][0]["launch"] = "eager"
+    html = report(**results).html("in")
+    assert html.count("the check: ") == 1 and "a100-80gb, eager" in html and "a100-80gb, graphs" in html
+
+
+def test_pictures_of_two_results_of_one_benchmark_have_names_of_their_own(report: Callable[..., Report]) -> None:
+    again = synthetic()["strong_scaling"]
+    again["runs"] = [{**run, "tokens_per_step": run["tokens_per_step"] + 1} for run in again["runs"]]
+    names = set(report(strong_scaling=synthetic()["strong_scaling"], strong_scaling_gpu=again).pictures)
+    assert {"tokens_per_step.png", "tokens_per_step_strong_scaling_gpu.png", "speedup-dark.png"} <= names
 
 
 def test_labels_at_the_ends_of_lines_do_not_overlap() -> None:

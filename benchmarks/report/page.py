@@ -65,7 +65,8 @@ SECTIONS = (
         "Acceptance by source and depth",
         "Which source's guesses are right, and how far ahead. The trie continues text that has been seen; the window "
         "and its n-gram pool are lookahead decoding's; recycled candidates are the model's own second choices. A node "
-        "counts for the source that named it first, so sources that come later look worse than they are alone.",
+        "counts for the source that named it first, so sources that come later look worse than they are alone. Shares "
+        f"of fewer than {steps.FEWEST} nodes are not drawn.",
         "ablation", steps.depths, DATA,
     ),
     Section(
@@ -150,7 +151,7 @@ class Report:
     def _section(self, section: Section, results: Sequence[Result]) -> str:
         body: list[str] = []
         headlines: list[str] = []
-        seen: list[object] = []
+        seen: set[tuple[str, ...]] = set()
         if not results:
             body.append(self._note(f"{section.benchmark}.json is missing", "", section.how, headlines))
         for result in results:
@@ -159,9 +160,9 @@ class Report:
                 body.append(self._note(f"failed: {result.file}{what and ', '}{what}", why, "", headlines))
             try:
                 built = [] if "failed" in result.facts else section.build(result)
-                parts = [part for part in built if part.rows not in seen]  # a check that two results share
-                seen += [part.rows for part in parts]
-                body += [self._part(part) for part in parts]
+                parts = [part for part in built if not part.numbers or not seen.issuperset(part.numbers)]
+                seen.update(*(part.numbers for part in parts))
+                body += [self._part(part, result) for part in parts]
                 headlines += [escape(part.headline) for part in parts if part.headline]
             except (KeyError, ValueError, TypeError, IndexError) as error:
                 if not failed:  # else there may be nothing left to show
@@ -181,13 +182,14 @@ class Report:
             self.notes.append(line)
         headlines.append(f"<b>{escape(what)}.</b>")
         made = f" It is made by <code>{escape(how)}</code>" if how else ""
-        return f'<p class="no"><b>{escape(what)}.</b> {escape(why)}{"." if why and how else ""}{made}</p>'
+        return f'<p class="no"><b>{escape(what)}{":" if why else "."}</b> {escape(why)}{"." if why and how else ""}{made}</p>'
 
-    def _part(self, part: Part) -> str:
+    def _part(self, part: Part, result: Result) -> str:
         picture = ""
         if part.draw is not None:
             light, dark = (png(part.draw, theme) for theme in (LIGHT, DARK))
-            self.pictures |= {f"{part.name}.png": light, f"{part.name}-dark.png": dark}
+            name = f"{part.name}_{result.stem}" if f"{part.name}.png" in self.pictures else part.name
+            self.pictures |= {f"{name}.png": light, f"{name}-dark.png": dark}
             picture = (
                 f'<picture><source media="(prefers-color-scheme: dark)" srcset="{data_uri(dark)}">'
                 f'<img src="{data_uri(light)}" alt="{escape(part.alt)}"></picture>'

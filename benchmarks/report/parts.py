@@ -45,6 +45,11 @@ class Part:
     headline: str = ""
     """The result in one sentence, for the top of the page."""
 
+    @property
+    def numbers(self) -> set[tuple[str, ...]]:
+        """What it says; a part that says nothing new, such as a check that two results share, is not shown again."""
+        return {(self.headline, *row) for row in self.rows} if self.headline else set()
+
 
 def failures(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
     """Every entry of a result that is marked as failed: what it is, and why it failed."""

@@ -123,7 +123,8 @@ def _check(result: Result) -> Part:
     ]
     free = [abs(each["ratio"] - 1) for each in published if not each["is_fitted"]]
     headline = f"Predictions of gpt-fast's published runs are off by at most {100 * max(free, default=0.0):.0f} %."
-    title = "the check: gpt-fast's published runs of plain decoding with tensor parallelism, and runs of this machine"
+    title = "the check: gpt-fast's published runs of plain decoding with tensor parallelism"
+    title += ", and runs of the machine named below" if own else ""
     columns = ["run", "real", "predicted", "ratio", "fitted to it"]
     return Part(f"{result.stem}_check", title, draw, headline, columns, rows, headline)
 
@@ -131,7 +132,19 @@ def _check(result: Result) -> Part:
 def plain_tables(result: Result) -> list[Part]:
     """The numbers of a result without a picture: its single values, and every list of records as a table."""
     single = [[key, _cell(value)] for key, value in result.facts.items() if isinstance(value, str | int | float)]
-    known = {"benchmark", "date", "command", "commit", "cpu", "gpu", "python", "torch", "transformers"}
+    known = {
+        "benchmark",
+        "date",
+        "command",
+        "commit",
+        "cpu",
+        "gpu",
+        "threads",
+        "python",
+        "torch",
+        "transformers",
+        "note",
+    }
     single = [row for row in single if row[0] not in known]
     parts = [Part(result.stem, result.file, None, "", ["", ""], single)] if single else []
     for key, value in result.facts.items():
@@ -144,8 +157,14 @@ def plain_tables(result: Result) -> list[Part]:
 
 
 def _cell(value: Any) -> str:
+    if isinstance(value, dict | list) and any(isinstance(each, dict | list) for each in _values(value)):
+        return f"{len(value)} entries, see the file"
     if isinstance(value, dict):
         return ", ".join(f"{key} {_cell(each)}" for key, each in value.items())
     if isinstance(value, list):
-        return ", ".join(_cell(each) for each in value[:8]) + (", ..." if len(value) > 8 else "")
+        return ", ".join(map(_cell, value))
     return f"{value:,.6g}" if isinstance(value, float) else str(value)
+
+
+def _values(value: Any) -> list[Any]:
+    return list(value.values()) if isinstance(value, dict) else value

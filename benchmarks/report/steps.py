@@ -217,9 +217,10 @@ def depths(result: Result) -> list[Part]:
             rate.set_ylabel("accepted of 100 drafted nodes")
             rate.set_ylim(0)
             for axes in (accepted, rate):
+                axes.set_xlim(-0.6, len(groups) - 0.4)
                 axes.set_xlabel("depth in the tree (1: next token)")
                 axes.grid(False, axis="x")
-                axes.tick_params(axis="x", labelsize=8, length=0)
+                axes.tick_params(axis="x", labelsize=8, length=0, pad=6)
         for axes in grid[:: len(chosen)]:
             axes.legend(frameon=False, fontsize=8.5, loc="best", handlelength=1.6)
         return figure
