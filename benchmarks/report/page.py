@@ -181,8 +181,9 @@ class Report:
         if line not in self.notes:
             self.notes.append(line)
         headlines.append(f"<b>{escape(what)}.</b>")
+        because = f": {why}" if why else ""
         made = f" It is made by <code>{escape(how)}</code>" if how else ""
-        return f'<p class="no"><b>{escape(what)}{":" if why else "."}</b> {escape(why)}{"." if why and how else ""}{made}</p>'
+        return f'<p class="no"><b>{escape(what)}</b>{escape(because)}.{made}</p>'
 
     def _part(self, part: Part, result: Result) -> str:
         picture = ""
