@@ -3,7 +3,8 @@
     python -m benchmarks.ablation --data classeval.jsonl --output benchmarks/results/ablation.json
 
 Steps are counted, not timed, so any machine gives the same figures. Prompts run one by one, so the shared trie of a
-configuration learns the outputs in order, as an engine's does.
+configuration learns the outputs in order, as an engine's does. `by_depth` holds nodes drafted and accepted by source
+at depths up to `up_to_depth` (1, 2, 4, 8, ...) and above the group before.
 """
 
 from __future__ import annotations
@@ -52,6 +53,11 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
                     "accepted_per_step": {
                         name: round(count.accepted / total.num_steps, 3) for name, count in total.sources.items()
                     },
+                    "num_steps": total.num_steps,
+                    "by_depth": [
+                        {"source": source, "up_to_depth": depth, **vars(count)}
+                        for (source, depth), count in sorted(total.by_depth.items())
+                    ],
                 }
             )
     for temperature in options.temperatures:

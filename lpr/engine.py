@@ -259,8 +259,7 @@ class Engine:
                 self._received.append(message)
         chunks = []
         for request, outcome in zip(batch, outcomes, strict=True):
-            sources = outcome.tree.sources
-            request.stats.count_step(sources, [sources[node] for node in outcome.path])
+            request.stats.count_step(outcome.tree, outcome.path)
             chunks.append(self._emit(request, outcome))
         if self.recorder is not None:
             self.recorder.record(batch, outcomes, chunks)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lpr.core.tree import Source
+from lpr.core.tree import Source, TokenTree
+
+At = tuple[int, int]
+"""A node's source and depth."""
 
 
 @dataclass
 class SourceCount:
-    """Nodes of one draft source."""
+    """Nodes of one draft source; a node counts for the source that named it first."""
 
     drafted: int = 0
     accepted: int = 0
@@ -28,24 +31,44 @@ class DecodeStats:
     """Tokens emitted."""
     num_nodes: int = 0
     """Tree nodes evaluated, roots included."""
-    sources: dict[str, SourceCount] = field(default_factory=dict)
-    """Per draft source: nodes drafted and accepted. A node counts for the source that named it first."""
+    drafted: Counter[At] = field(default_factory=Counter)
+    """Nodes evaluated, by source and depth."""
+    accepted: Counter[At] = field(default_factory=Counter)
+    """Those on an accepted path."""
 
     @property
     def tokens_per_step(self) -> float:
         """S, the step compression."""
         return self.num_tokens / self.num_steps if self.num_steps else 0.0
 
-    def count_step(self, sources: Iterable[int], accepted: Iterable[int]) -> None:
-        """Count one tree by the sources of its nodes, and the sources of the accepted path."""
+    @property
+    def sources(self) -> dict[str, SourceCount]:
+        """Per draft source: nodes drafted and accepted."""
+        found: dict[str, SourceCount] = {}
+        for (name, _), count in self.by_depth.items():
+            total = found.setdefault(name, SourceCount())
+            total.drafted += count.drafted
+            total.accepted += count.accepted
+        return found
+
+    @property
+    def by_depth(self) -> dict[tuple[str, int], SourceCount]:
+        """Per draft source and depth, the depths grouped as `depth_bucket` says: nodes drafted and accepted."""
+        found: dict[tuple[str, int], SourceCount] = {}
+        for source, depth in self.drafted:
+            if source == Source.ROOT:
+                continue
+            count = found.setdefault((Source(source).name.lower(), depth_bucket(depth)), SourceCount())
+            count.drafted += self.drafted[source, depth]
+            count.accepted += self.accepted[source, depth]
+        return found
+
+    def count_step(self, tree: TokenTree, path: Sequence[int]) -> None:
+        """Count one evaluated tree and its accepted path."""
         self.num_steps += 1
-        for source, count in Counter(sources).items():
-            self.num_nodes += count
-            if source:
-                self._of(source).drafted += count
-        for source, count in Counter(accepted).items():
-            if source:
-                self._of(source).accepted += count
+        self.num_nodes += len(tree)
+        self.drafted.update(zip(tree.sources, tree.depths, strict=True))
+        self.accepted.update([(tree.sources[node], tree.depths[node]) for node in path])
 
     def add(self, other: DecodeStats) -> None:
         """Add the counts of `other`."""
@@ -53,10 +76,10 @@ class DecodeStats:
         self.num_fill_steps += other.num_fill_steps
         self.num_tokens += other.num_tokens
         self.num_nodes += other.num_nodes
-        for name, count in other.sources.items():
-            mine = self.sources.setdefault(name, SourceCount())
-            mine.drafted += count.drafted
-            mine.accepted += count.accepted
+        self.drafted.update(other.drafted)
+        self.accepted.update(other.accepted)
 
-    def _of(self, source: int) -> SourceCount:
-        return self.sources.setdefault(Source(source).name.lower(), SourceCount())
+
+def depth_bucket(depth: int) -> int:
+    """The deepest depth that is counted together with `depth`: 1, 2, 4 (3 to 4), 8 (5 to 8), further powers of two."""
+    return 1 << (depth - 1).bit_length()

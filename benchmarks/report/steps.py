@@ -1,0 +1,299 @@
+"""Parts about steps, which are counted: the same on every machine."""
+
+from __future__ import annotations
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
+
+from benchmarks.report.parts import Json, Part, Result, distinct, mode, sound, workload
+from benchmarks.report.plots import MARKERS, Theme, bars, beside, end_labels, legend, name_rows, panels, rank_axis
+
+PAPER_STEPS = (1.4, 1.5)
+"""Fewer steps on 8 GPUs than on 1: lookahead decoding (Fu et al., ICML 2024, arXiv 2402.02057)."""
+PAPER_TOKENS_PER_STEP = 2.05
+"""The same paper, one GPU, MT-Bench, 7B."""
+SOURCES = {
+    "trie": "trie",
+    "shared_trie": "shared trie",
+    "pool": "n-gram pool",
+    "window": "window",
+    "recycled": "recycled",
+}
+FEWEST = 30
+"""Drafted nodes below which a share says nothing."""
+SOURCE_COLOR = {"window": 0, "recycled": 1, "trie": 2, "shared_trie": 3, "pool": 4}
+
+
+def lines_of(runs: list[Json]) -> list[tuple[float, int, list[Json]]]:
+    """(temperature, nodes per rank, runs by ascending ranks) of a strong scaling result."""
+    return [
+        (temperature, budget, sorted(chosen, key=lambda run: run["num_ranks"]))
+        for temperature in distinct(runs, "temperature")
+        for budget in distinct(runs, "budget_per_rank")
+        if (chosen := [r for r in runs if (r["temperature"], r["budget_per_rank"]) == (temperature, budget)])
+    ]
+
+
+def scaling(result: Result) -> list[Part]:
+    """Tokens per step against ranks."""
+    runs = sound(result.facts["runs"])
+    lines = lines_of(runs)
+    temperatures, ranks = distinct(runs, "temperature"), sorted(distinct(runs, "num_ranks"))
+
+    def draw(theme: Theme) -> Figure:
+        figure, grid = panels(len(temperatures), 3.6)
+        for axes, temperature in zip(grid, temperatures, strict=True):
+            shown = [(budget, found) for each, budget, found in lines if each == temperature]
+            rank_axis(axes, ranks, room=1.35)
+            axes.set_ylim(0, 1.12 * max(run["tokens_per_step"] for _, found in shown for run in found))
+            labels = [(ranks[-1], 1.0, "plain decoding: 1", theme.soft)]
+            axes.plot(ranks, [1.0] * len(ranks), "--", color=theme.soft, linewidth=1.2)
+            for number, (budget, found) in enumerate(shown):
+                values = [run["tokens_per_step"] for run in found]
+                axes.plot([r["num_ranks"] for r in found], values, MARKERS[number] + "-", color=theme.colors[number])
+                text = f"{budget} nodes per rank:\n{values[0]:.1f} to {values[-1]:.1f}"
+                labels.append((found[-1]["num_ranks"], values[-1], text, theme.colors[number]))
+            if temperature == 0:
+                axes.plot([1], [PAPER_TOKENS_PER_STEP], "D", color=theme.colors[3])
+                text = f"paper: about {PAPER_TOKENS_PER_STEP} on 1 GPU (7B, MT-Bench)"
+                beside(axes, text, 1, PAPER_TOKENS_PER_STEP, theme.colors[3], distance=8)
+            end_labels(axes, labels)
+            axes.set_title(mode(temperature))
+            axes.set_ylabel("tokens per step")
+        return figure
+
+    columns = [
+        "mode", "nodes per rank", "ranks", "tokens/step", "nodes/step", "largest shard", "redundant",
+        "KiB per rank",
+    ]  # fmt: skip
+    rows = [
+        [
+            mode(temperature), str(budget), str(run["num_ranks"]), f"{run['tokens_per_step']:.2f}",
+            f"{run['nodes_per_step']:.0f}",
+            f"{run['nodes_of_largest_shard']:.0f}", f"{100 * run['evaluated_redundantly']:.1f} %",
+            f"{run['payload_bytes_per_rank'] / 1024:.1f}",
+        ]
+        for temperature, budget, found in lines
+        for run in found
+    ]  # fmt: skip
+    words = "; ".join(
+        f"{mode(temperature)}, {budget} nodes per rank: {found[0]['tokens_per_step']:.1f} on {found[0]['num_ranks']}, "
+        f"{found[-1]['tokens_per_step']:.1f} on {found[-1]['num_ranks']}"
+        for temperature, budget, found in lines
+        if budget == max(each for _, each, _ in lines)
+    )
+    headline = f"Tokens per step by number of ranks. {words[:1].upper()}{words[1:]}."
+    return [Part("tokens_per_step", workload(result.facts), draw, headline, columns, rows, headline)]
+
+
+def speedup(result: Result) -> list[Part]:
+    """How many times fewer steps than on one rank, with the ideal and the paper's result."""
+    runs = sound(result.facts["runs"])
+    lines = [line for line in lines_of(runs) if line[2][0]["num_ranks"] == 1]
+    ranks = sorted(distinct(runs, "num_ranks"))
+    ratios = [
+        (temperature, budget, [(r["num_ranks"], r["tokens_per_step"] / found[0]["tokens_per_step"]) for r in found])
+        for temperature, budget, found in lines
+    ]
+    highest = max([PAPER_STEPS[1], *(ratio for _, _, points in ratios for _, ratio in points)])
+
+    def draw(theme: Theme) -> Figure:
+        figure, (whole, near) = panels(2, 3.8)
+        for axes in (whole, near):
+            rank_axis(axes, ranks, room=1.5)
+            axes.set_ylabel("times fewer steps than on 1 rank")
+            axes.plot(ranks, ranks, "--", color=theme.soft, linewidth=1.2)
+            low, high = PAPER_STEPS
+            axes.fill_between([1, 8], [1, low], [1, high], color=theme.colors[3], alpha=0.25, linewidth=0)
+            axes.plot([8, 8], [low, high], color=theme.colors[3], linewidth=4, solid_capstyle="butt")
+        whole.set_yscale("log", base=2)
+        whole.set_yticks(ranks, [f"{rank}x" for rank in ranks])
+        whole.yaxis.set_minor_locator(NullLocator())
+        whole.set_ylim(0.9, 1.1 * max(ranks))
+        near.set_ylim(0.98, 1 + 1.12 * (highest - 1))
+        near.yaxis.set_major_formatter("{x:.1f}x")
+        paper = (8, sum(PAPER_STEPS) / 2, "paper: 1.4x to\n1.5x on 8 GPUs", theme.colors[3])
+        labels = [paper]
+        for number, (temperature, budget, points) in enumerate(ratios):
+            color = theme.colors[(0, 1, 2, 4, 5)[number % 5]]
+            for axes in (whole, near):
+                axes.plot(*zip(*points, strict=True), MARKERS[number % len(MARKERS)] + "-", color=color)
+            labels.append((*points[-1], f"{mode(temperature)},\n{budget} nodes: {points[-1][1]:.2f}x", color))
+        end_labels(near, labels)
+        top = near.get_ylim()[1]
+        near.annotate("ideal", (top, top), (4, -10), textcoords="offset points", color=theme.soft, fontsize=8.5)
+        together = (ranks[-1], highest, "lpr and the\npaper", theme.ink)
+        end_labels(whole, [(ranks[-1], ranks[-1], "ideal", theme.soft), together])
+        whole.set_title("against the ideal")
+        near.set_title("the same, enlarged")
+        return figure
+
+    rows = [
+        [mode(temperature), str(budget), *(f"{dict(points)[r]:.2f}x" if r in dict(points) else "" for r in ranks)]
+        for temperature, budget, points in ratios
+    ]
+    rows.append(["ideal", "", *(f"{rank}x" for rank in ranks)])
+    rows.append(["paper, 8 GPUs", "", *("1.4x to 1.5x" if rank == 8 else "" for rank in ranks)])
+    best = max(ratios, key=lambda each: each[2][-1][1])
+    headline = (
+        f"{best[2][-1][0]} ranks take up to {best[2][-1][1]:.2f} times fewer steps than one ({mode(best[0])}, "
+        f"{best[1]} nodes per rank); the paper reports 1.4x to 1.5x on 8."
+    )
+    columns = ["mode", "nodes per rank", *(f"{rank} rank{'s' if rank > 1 else ''}" for rank in ranks)]
+    return [Part("speedup", workload(result.facts), draw, headline, columns, rows, headline)]
+
+
+def ablation(result: Result) -> list[Part]:
+    """Tokens per step by draft source and node budget."""
+    runs = sound(result.facts["runs"])
+    temperatures, budgets = distinct(runs, "temperature"), sorted(distinct(runs, "budget"))
+    cells = {(run["temperature"], run["kind"], run["budget"]): run["tokens_per_step"] for run in runs}
+    kinds = [kind for kind in ("both", "trie", "window") if kind in distinct(runs, "kind")]
+    words = {"both": "both", "trie": "trie only", "window": "window only"}
+
+    def draw(theme: Theme) -> Figure:
+        figure, grid = panels(len(temperatures), 3.2)
+        for axes, temperature in zip(grid, temperatures, strict=True):
+            labels = [(budgets[-1], 1.0, "plain decoding: 1", theme.soft)]
+            axes.plot(budgets, [1.0] * len(budgets), "--", color=theme.soft, linewidth=1.2)
+            highest = 1.0
+            for number, kind in enumerate(kinds):
+                points = [(b, cells[temperature, kind, b]) for b in budgets if (temperature, kind, b) in cells]
+                if not points:
+                    continue
+                color = theme.colors[number]
+                axes.plot(*zip(*points, strict=True), MARKERS[number] + "-", color=color)
+                labels.append((*points[-1], f"{words[kind]}: {points[-1][1]:.1f}", color))
+                highest = max(highest, points[-1][1])
+            rank_axis(axes, budgets, "node budget of a step", room=1.3)
+            axes.set_ylim(0, 1.12 * highest)
+            end_labels(axes, labels)
+            axes.set_title(mode(temperature))
+            axes.set_ylabel("tokens per step")
+        return figure
+
+    rows = [
+        [mode(temperature), words[kind], *(f"{cells[temperature, kind, b]:.2f}" if (temperature, kind, b) in cells
+         else "failed" for b in budgets)]
+        for temperature in temperatures for kind in kinds
+    ]  # fmt: skip
+    top = [max((cells[key], key) for key in cells if key[0] == temperature) for temperature in temperatures]
+    found = "; ".join(f"{mode(key[0])}: {value:.1f} ({words[key[1]]}, {key[2]} nodes)" for value, key in top)
+    headline = f"Most tokens per step on one rank: {found}."
+    columns = ["mode", "source", *(f"{budget} nodes" for budget in budgets)]
+    return [Part("sources", workload(result.facts), draw, headline, columns, rows, headline)]
+
+
+def depths(result: Result) -> list[Part]:
+    """What each source drafted and what of it was accepted, by depth, for the largest budget of all sources."""
+    runs = [run for run in sound(result.facts["runs"]) if run["kind"] == "both"]
+    budget = max(run["budget"] for run in runs)
+    chosen = [(run["temperature"], run["num_steps"], run["by_depth"]) for run in runs if run["budget"] == budget]
+    deepest = sorted({each["up_to_depth"] for _, _, counts in chosen for each in counts})
+    names = [name for name in SOURCES if any(each["source"] == name for _, _, counts in chosen for each in counts)]
+    groups = [str(last) if last < 4 else f"{last // 2 + 1}-{last}" for last in deepest]
+
+    def draw(theme: Theme) -> Figure:
+        figure, grid = panels(2 * len(chosen), 3.0, columns=len(chosen))
+        for column, (temperature, num_steps, counts) in enumerate(chosen):
+            accepted, rate = grid[column], grid[column + len(chosen)]
+            bottoms = [0.0] * len(deepest)
+            for name in names:
+                found = {each["up_to_depth"]: each for each in counts if each["source"] == name}
+                color = theme.colors[SOURCE_COLOR[name]]
+                heights = [found[d]["accepted"] / num_steps if d in found else 0.0 for d in deepest]
+                hatch = "////" if SOURCE_COLOR[name] % 2 else ""
+                accepted.bar(
+                    groups, heights, bottom=bottoms, color=color, label=SOURCES[name], hatch=hatch,
+                    edgecolor=theme.page, width=0.78,
+                )  # fmt: skip
+                bottoms = [low + height for low, height in zip(bottoms, heights, strict=True)]
+                rates = [_rate(found.get(d)) for d in deepest]
+                marker = MARKERS[SOURCE_COLOR[name]]
+                rate.plot(groups, rates, marker + "-", color=color, label=SOURCES[name], clip_on=False)
+            accepted.set_title(f"{mode(temperature)}: accepted per step")
+            accepted.set_ylabel("accepted nodes per step")
+            rate.set_title(f"{mode(temperature)}: share accepted")
+            rate.set_ylabel("accepted of 100 drafted nodes")
+            rate.set_ylim(0)
+            for axes in (accepted, rate):
+                axes.set_xlim(-0.6, len(groups) - 0.4)
+                axes.set_xlabel("depth in the tree (1: next token)")
+                axes.grid(False, axis="x")
+                axes.tick_params(axis="x", labelsize=8, length=0, pad=6)
+        for axes in grid[:: len(chosen)]:
+            axes.legend(frameon=False, fontsize=8.5, loc="best", handlelength=1.6)
+        return figure
+
+    rows = [
+        [mode(temperature), SOURCES[each["source"]], groups[deepest.index(each["up_to_depth"])],
+         f"{each['drafted'] / num_steps:.2f}", f"{each['accepted'] / num_steps:.3f}",
+         f"{_rate(each):.1f} %" if each["drafted"] >= FEWEST else f"{each['accepted']} of {each['drafted']}"]
+        for temperature, num_steps, counts in chosen
+        for each in sorted(counts, key=lambda each: (names.index(each["source"]), each["up_to_depth"]))
+    ]  # fmt: skip
+    columns = ["mode", "source", "depth", "drafted/step", "accepted/step", "share accepted"]
+    found = "; ".join(f"{mode(temperature)}: {_largest(counts)}" for temperature, _, counts in chosen)
+    headline = f"Most accepted nodes come from: {found}."
+    title = f"{workload(result.facts)}, window and trie together, {budget} nodes"
+    return [Part("acceptance", title, draw, headline, columns, rows, headline)]
+
+
+def _rate(count: Json | None) -> float:
+    """Accepted of 100 drafted; not a number where too few were drafted to tell."""
+    return 100 * count["accepted"] / count["drafted"] if count and count["drafted"] >= FEWEST else float("nan")
+
+
+def _largest(counts: list[Json]) -> str:
+    """The source with the most accepted nodes, in words."""
+    accepted = {name: sum(each["accepted"] for each in counts if each["source"] == name) for name in SOURCES}
+    name, most = max(accepted.items(), key=lambda item: item[1])
+    total = max(1, sum(accepted.values()))
+    return f"{SOURCES[name]}, {100 * most / total:.0f} %"
+
+
+def replay(result: Result) -> list[Part]:
+    """Drafting on recorded completions: tokens per step, and how long a draft takes."""
+    runs = sound(result.facts["runs"])
+
+    def setting(run: Json) -> str:
+        if run["num_warm_tokens"] and not run["warm"]:
+            return f"history of {run['num_warm_tokens'] / 1e6:g}M tokens"
+        return "warm" if run["warm"] else "cold"
+
+    def label(run: Json) -> str:
+        return f"{run['traces'].rsplit('.', 1)[0]},\n{setting(run)}"
+
+    steps = [run for run in runs if setting(run) in ("cold", "warm")]
+
+    def draw(theme: Theme) -> Figure:
+        figure, (left, right) = panels(2, 1.0 + 0.38 * len(runs))
+        palette = {"cold": theme.colors[0], "warm": theme.colors[1]}
+        values = [run["tokens_per_step"] if run in steps else 0.0 for run in runs]
+        texts = [f"{value:.2f}" if value else "only times drafting" for value in values]
+        bars(left, [label(run) for run in runs], values, [palette.get(setting(run), theme.soft) for run in runs], texts)
+        left.axvline(1, color=theme.soft, linestyle="--", linewidth=1.2)
+        left.set_xlabel("tokens per step (plain decoding: 1)")
+        medians = [run["draft_ms_per_step"] for run in runs]
+        slow = [run["draft_ms_p99"] for run in runs]
+        places = range(len(runs))
+        right.hlines(places, medians, slow, color=theme.line, linewidth=3)
+        right.plot(medians, places, "o", color=theme.colors[2], label="median")
+        right.plot(slow, places, "D", color=theme.colors[3], label="99th percentile")
+        name_rows(right, [""] * len(runs))
+        right.set_xlim(0, 1.15 * max(slow))
+        right.set_xlabel("time to draft a tree, milliseconds")
+        legend(right, 2)
+        return figure
+
+    rows = [
+        [run["traces"], setting(run), str(run["budget"]), str(run["num_tasks"]),
+         f"{run['tokens_per_step']:.2f}" if run in steps else "", f"{run['drafted_per_step']:.1f}",
+         f"{run['draft_ms_per_step']:.3f}", f"{run['draft_ms_p99']:.3f}"]
+        for run in runs
+    ]  # fmt: skip
+    columns = ["traces", "setting", "nodes", "tasks", "tokens/step", "drafted/step", "draft ms", "draft ms, p99"]
+    found = "; ".join(f"{label(run).replace(chr(10), ' ')}: {run['tokens_per_step']:.1f}" for run in steps)
+    headline = f"Tokens per step on recorded completions, from the trie alone. {found}."
+    return [Part("replay", f"node budget {', '.join(map(str, distinct(runs, 'budget')))}", draw,
+                 headline, columns, rows, headline)]  # fmt: skip

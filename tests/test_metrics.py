@@ -1,0 +1,36 @@
+"""What a request's statistics count, node by node."""
+
+from __future__ import annotations
+
+import pytest
+
+from lpr.core.tree import Source, TokenTree
+from lpr.metrics import DecodeStats, SourceCount, depth_bucket
+
+
+def test_depths_are_grouped_in_powers_of_two():
+    assert [depth_bucket(depth) for depth in range(1, 18)] == [1, 2, 4, 4, 8, 8, 8, 8] + [16] * 8 + [32]
+
+
+def test_nodes_count_for_the_source_and_the_depth_at_which_they_hang():
+    tree = TokenTree(0)
+    chain = [0]
+    for token in range(1, 6):
+        chain.append(tree.add(chain[-1], token, Source.TRIE if token < 5 else Source.RECYCLED))
+    tree.add(0, 9, Source.WINDOW)
+    stats = DecodeStats(num_tokens=5)
+    stats.count_step(tree, chain[:5])
+    assert stats.by_depth == {
+        ("trie", 1): SourceCount(1, 1),
+        ("trie", 2): SourceCount(1, 1),
+        ("trie", 4): SourceCount(2, 2),
+        ("recycled", 8): SourceCount(1, 0),
+        ("window", 1): SourceCount(1, 0),
+    }
+    assert stats.sources == {"trie": SourceCount(4, 4), "recycled": SourceCount(1, 0), "window": SourceCount(1, 0)}
+    assert (stats.num_steps, stats.num_nodes, stats.tokens_per_step) == (1, 7, 5.0)
+    total = DecodeStats()
+    for _ in range(3):
+        total.add(stats)
+    assert total.by_depth["trie", 4] == SourceCount(6, 6) and total.num_nodes == 21
+    assert total.tokens_per_step == pytest.approx(5.0)

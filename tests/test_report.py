@@ -1,0 +1,265 @@
+"""The report: every section, what is missing or failed, and a page that needs nothing but itself."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Callable
+from html import unescape
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.common import RESULTS
+from benchmarks.report.__main__ import main
+
+pytest.importorskip("matplotlib", reason="the pictures need matplotlib: pip install 'lpr[bench]'")
+
+from PIL import Image
+
+from benchmarks.report import plots, steps
+from benchmarks.report.page import SECTIONS, Report
+from benchmarks.report.parts import Result, failures
+
+Json = dict[str, Any]
+CIRCUMSTANCES = {
+    "date": "2031-02-03 04:05 UTC", "commit": "abc1234", "command": "python -m benchmarks.made --up", "cpu": "3 x Quux",
+    "gpu": "Frobnicator 9", "threads": 5, "python": "3.11.9", "torch": "2.99", "transformers": "5.99",
+}  # fmt: skip
+RANKS = {1: 2.0, 2: 2.5, 4: 3.0, 8: 3.5}
+
+
+def timed(name: str, **more: Any) -> Json:
+    return {"name": name, "tokens_per_second": 40.0, "over_plain": 1.5, "tokens_per_step": 3.0, "nodes_per_step": 9.0, **more}  # fmt: skip # noqa: E501
+
+
+def synthetic() -> dict[str, Json]:
+    """A small result of every benchmark that has a section."""
+    counts = [
+        {"source": source, "up_to_depth": depth, "drafted": 400 // depth, "accepted": 100 // depth}
+        for source in steps.SOURCES for depth in (1, 2, 4, 8)
+    ]  # fmt: skip
+    parts = ("draft", "partition", "rows", "selection", "inputs", "forward", "choose", "candidates", "exchange",
+             "accept", "commit", "advance", "text", "step", "outside the forward", "host alone")  # fmt: skip
+    speed = {"low": 90.0, "mid": 100.0, "high": 110.0}
+    prediction = {
+        "lp": 1, "tokens_per_second": speed, "tokens_per_step": 2.0, "drafted_nodes": 64, "extrapolated": False,
+        "step_ms": dict.fromkeys(("forward", "tp", "lp", "host"), 1.0),
+    }  # fmt: skip
+    setting = {"predictions": [{**prediction, "tp": n} for n in (1, 8)], "on_8_gpus": {"best": "1 x 8"}}
+    check = {"model": "m", "num_gpus": 2, "published": 50.0, "predicted": 55.0, "is_fitted": False, "ratio": 1.1}
+    found: dict[str, Json] = {
+        "strong_scaling": {"data": "d.jsonl", "num_prompts": 3, "max_new_tokens": 16, "runs": [
+            {"temperature": t, "budget_per_rank": 32, "num_ranks": n, "tokens_per_step": value, "nodes_per_step": 30.0,
+             "nodes_of_largest_shard": 31.0, "evaluated_redundantly": 0.1, "payload_bytes_per_rank": 2048}
+            for t in (0.0, 0.8) for n, value in RANKS.items()]},
+        "ablation": {"data": "d.jsonl", "num_prompts": 3, "runs": [
+            {"temperature": t, "kind": kind, "budget": budget, "tokens_per_step": 2.5, "num_steps": 100,
+             "by_depth": counts}
+            for t in (0.0, 0.8) for kind in ("window", "trie", "both") for budget in (32, 64)]},
+        "step": {"runs": [{"budget": budget, "temperature": 0.0, "device": "cpu", "threads": 1,
+                           "median_ms": dict.fromkeys(parts, 0.5)} for budget in (1, 64)]},
+        "decode": {"data": "d.jsonl", "num_prompts": 3, "max_new_tokens": 16, "device": "cpu", "dtype": "torch.float32",
+                   "results": [{"name": name, "median_seconds": 1.0, "speedup_over_transformers": 1.25,
+                                "speedup_over_autoregressive": 1.5, "tokens_per_step": None,
+                                "prompts_with_other_tokens": 0} for name in ("transformers greedy", "lpr auto")]},
+        "adaptive": {"races": [{"data": "d", "temperature": 0.0, "best_fixed": "trie 8", "auto_over_best_fixed": 1.01,
+                                "results": [timed("plain"), timed("auto"), timed("trie 8")]}],
+                     "traps": [{"case": "noise", "results": [timed("plain"), timed("auto", over_plain=0.99)]}]},
+        "replay": {"note": "a remark", "runs": [
+            {"traces": "t.jsonl", "warm": warm, "num_warm_tokens": tokens, "tokens_per_step": 4.5, "budget": 64,
+             "num_tasks": 2, "drafted_per_step": 60.0, "draft_ms_per_step": 0.2, "draft_ms_p99": 0.4}
+            for warm, tokens in ((None, 0), ("t.jsonl", 9), (None, 1000000))]},
+        "gpu_check": {"t": {"nodes": [1, 2, 4], "rows": [{"batch": 1, "kv": 256, "ms": [3.0, 3.1, 3.5]}]}},
+        "simulate": {"gpt_fast": [check], "runs": None, "models": [
+            {"model": "codellama-7b", "gpu": "a100-80gb", "launch": "graphs", "kv": 1024,
+             "settings": [{**setting, "temperature": t} for t in (None, 0.0, 0.8)]}]},
+    }  # fmt: skip
+    return {name: {"benchmark": name, **facts, **CIRCUMSTANCES} for name, facts in found.items()}
+
+
+def write(folder: Path, results: dict[str, Json]) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name, facts in results.items():
+        (folder / f"{name}.json").write_text(json.dumps(facts), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report of all synthetic results, small pictures, made by the command."""
+    folder = tmp_path_factory.mktemp("report")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plots, "DPI", 40)
+        assert main(["--results", str(write(folder / "in", synthetic())), "--output", str(folder / "out")]) == 0
+    return folder / "out"
+
+
+@pytest.fixture
+def report(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Report]:
+    """A report of some results, its pictures left out."""
+    monkeypatch.setattr("benchmarks.report.page.png", lambda draw, theme: b"")
+    return lambda **results: Report([Result(f"{name}.json", facts) for name, facts in results.items()])
+
+
+def text_of(html: str) -> str:
+    return " ".join(unescape(re.sub(r"<[^>]*>", " ", html)).split())
+
+
+def test_every_section_is_there_with_its_numbers(made: Path) -> None:
+    html = (made / "index.html").read_text()
+    for section in SECTIONS:
+        assert f'<section id="{section.anchor}">' in html and f'href="#{section.anchor}"' in html
+    text = text_of(html)
+    assert "missing" not in text and "cannot be shown" not in text and "failed" not in text
+    for number in ("1.75x", "1.4x to 1.5x", "25.0 %", "1.01x", "0.990x", "3.50", "4.50", "90 to 110", "a remark"):
+        assert number in text, number
+    for fact in ("abc1234", "2031-02-03 04:05 UTC", "Frobnicator 9", "3 x Quux", "python -m benchmarks.made --up"):
+        assert text.count(fact) >= 2 * len(synthetic()), f"{fact}: below the pictures and in the table of files"
+
+
+def test_the_page_needs_nothing_but_itself(made: Path) -> None:
+    html = (made / "index.html").read_text()
+    links = re.findall(r"""(?:src|srcset|href|action|data)\s*=\s*["']?([^"'>\s]+)""", html)
+    assert links and all(link.startswith(("data:image/png;base64,", "#")) for link in links)
+    assert not re.search(r"https?://|<script|@import|url\(", html)
+
+
+def test_pictures_are_valid_and_the_same_as_in_the_page(made: Path) -> None:
+    files = sorted(made.glob("*.png"))
+    assert len(files) >= 2 * len(SECTIONS)
+    html = (made / "index.html").read_text()
+    for file in files:
+        with Image.open(io.BytesIO(file.read_bytes())) as picture:
+            picture.load()
+            assert picture.format == "PNG" and picture.width == 320 and len(picture.convert("L").getcolors()) > 8
+    assert html.count("data:image/png") == len(files)
+
+
+def test_missing_results_are_named_with_their_command(report: Callable[..., Report]) -> None:
+    made = report(replay=synthetic()["replay"])
+    missing = {section.benchmark: section.how for section in SECTIONS if section.benchmark != "replay"}
+    assert made.notes == [f"{name}.json is missing; it is made by: {how}" for name, how in missing.items()]
+    text = text_of(made.html("in"))
+    for name, how in missing.items():
+        assert f"{name}.json is missing" in text and how in text
+    assert "replay.json is missing" not in text
+
+
+def test_commands_name_programs_that_exist() -> None:
+    modules = {section.how.split()[2] for section in SECTIONS}
+    absent = {module for module in modules if find_spec(module) is None}
+    assert absent <= {"benchmarks.gpu_check"}, "the one that needs a GPU may come later"
+
+
+def test_failed_entries_are_shown_as_failed_beside_the_others(report: Callable[..., Report]) -> None:
+    results = synthetic()
+    results["decode"]["results"].append({"name": "lpr trie 16", "failed": "OutOfMemoryError: <no> room"})
+    results["step"] = {"benchmark": "step", "failed": "killed after 600 s", **CIRCUMSTANCES}
+    for run in results["strong_scaling"]["runs"]:
+        run["failed"] = "a rank was lost"
+    made = report(**results)
+    assert "failed: decode.json, lpr trie 16: OutOfMemoryError: <no> room" in made.notes
+    assert "failed: step.json: killed after 600 s" in made.notes
+    html = made.html("in")
+    assert "<no>" not in html and "OutOfMemoryError: &lt;no&gt; room" in html
+    assert "lpr auto" in html and "killed after 600 s" in html
+    assert not any("cannot be shown" in note for note in made.notes), "what failed is said once, as failed"
+    row = re.search(r"<tr><td[^>]*>lpr trie 16</td>(.*?)</tr>", html)
+    assert row and set(re.findall(r">([^<]+)<", row[1])) == {"failed"}
+
+
+def test_failures_are_found_at_any_depth() -> None:
+    rows = [{"heads": "7B", "nodes": 1, "triton": {"us": 3}, "flex": {"failed": "no"}}]
+    assert list(failures({"benchmark": "attention", "rows": rows})) == [("7B flex", "no")]
+    assert list(failures(synthetic())) == []
+
+
+def test_a_result_of_an_older_form_is_named_with_its_own_command(report: Callable[..., Report]) -> None:
+    results = synthetic()
+    for run in results["ablation"]["runs"]:
+        del run["by_depth"]
+    assert report(**results).notes == [
+        "ablation.json cannot be shown: it lacks 'by_depth'; it is made by: python -m benchmarks.made --up"
+    ]
+
+
+def test_results_without_a_section_are_tables(report: Callable[..., Report]) -> None:
+    strange = {
+        "benchmark": "strange",
+        "size": 12345.0,
+        "runs": [{"a": 1, "b": {"c": 2.5}}, {"b": [[8]]}],
+        **CIRCUMSTANCES,
+    }
+    text = text_of(report(strange=strange).html("in"))
+    assert "Further results" in text and "12,345" in text and "c 2.5" in text and "1 entries, see the file" in text
+    assert text.count("Frobnicator 9") == 2
+
+
+def test_a_check_that_two_results_share_is_shown_once(report: Callable[..., Report]) -> None:
+    results = {name: synthetic()["simulate"] for name in ("simulate", "simulate_eager")}
+    results["simulate_eager"]["models"][0]["launch"] = "eager"
+    html = report(**results).html("in")
+    assert html.count("the check: ") == 1 and "a100-80gb, eager" in html and "a100-80gb, graphs" in html
+
+
+def test_pictures_of_two_results_of_one_benchmark_have_names_of_their_own(report: Callable[..., Report]) -> None:
+    again = synthetic()["strong_scaling"]
+    again["runs"] = [{**run, "tokens_per_step": run["tokens_per_step"] + 1} for run in again["runs"]]
+    names = set(report(strong_scaling=synthetic()["strong_scaling"], strong_scaling_gpu=again).pictures)
+    assert {"tokens_per_step.png", "tokens_per_step_strong_scaling_gpu.png", "speedup-dark.png"} <= names
+
+
+def test_labels_at_the_ends_of_lines_do_not_overlap() -> None:
+    figure, (axes,) = plots.panels(1, 3.0)
+    axes.set(xlim=(0, 1), ylim=(0, 10))
+    plots.end_labels(axes, [(1, 5.0, "a", "k"), (1, 5.1, "b\nb", "k"), (1, 5.0, "c", "k")])
+    figure.draw_without_rendering()
+    boxes = sorted((text.get_window_extent() for text in axes.texts), key=lambda box: box.y0)
+    assert all(low.y1 <= high.y0 for low, high in pairwise(boxes))
+
+
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        (lambda folder: None, "has no result files"),
+        (lambda folder: (folder / "a.json").write_text("{"), "cannot read"),
+        (lambda folder: (folder / "a.json").write_bytes(b"\xff{}"), "cannot read"),
+        (lambda folder: (folder / "a.json").write_text("[]"), "a JSON object was expected"),
+    ],
+)
+def test_bad_input_is_one_line(
+    prepare: Callable[[Path], Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare(tmp_path)
+    assert main(["--results", str(tmp_path), "--output", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and message in said and said.startswith("benchmarks.report: ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_that_cannot_be_written_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.report.page.png", lambda draw, theme: b"")
+    (tmp_path / "out").write_text("a file")
+    assert main(["--results", str(write(tmp_path / "in", synthetic())), "--output", str(tmp_path / "out")]) == 2
+    assert "cannot write to" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_repositorys_own_results_can_be_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plots, "DPI", 40)
+    one_theme = lambda draw, theme: plots.png(draw, theme) if theme is plots.LIGHT else b""  # noqa: E731
+    monkeypatch.setattr("benchmarks.report.page.png", one_theme)
+    assert main(["--results", str(RESULTS), "--output", str(tmp_path)]) == 0
+    text = text_of((tmp_path / "index.html").read_text())
+    for path in RESULTS.glob("*.json"):
+        assert path.name in text
+    for note in capsys.readouterr().err.splitlines():
+        assert "is missing" in note or note.startswith("ablation.json cannot be shown: it lacks 'num_steps'"), note
