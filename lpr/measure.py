@@ -48,7 +48,7 @@ def measure_costs(model: TreeModel, like: TreeCache, comm: Comm, max_nodes: int,
 
 
 def _time_once(model: TreeModel, count: int, kv: int) -> float:
-    """Seconds of one evaluation of a root and its children, after `kv` - 2 tokens, `count` in all, result on the host."""
+    """Seconds of evaluating a root and its children, `count` in all, after `kv` - 2 tokens; the result on the host."""
     positions = [kv - 2] + [kv - 1] * (count - 1)  # a flat tree stays within few positions
     selection = Selection.build([(SamplingParams(), positions)])
     row = Row(0, kv - 2, [0] * count, [-1] + [0] * (count - 1), positions, count)

@@ -18,8 +18,8 @@ NUM_PROMPTS = {"both": 24, "trie": 24, "small": 24}
 CONFIGS = {
     "auto": DecodeConfig(),
     "both": DecodeConfig(window_size=15, trie_nodes=64),
-    "window": DecodeConfig(trie_nodes=0),
-    "trie": DecodeConfig(window_size=0),
+    "window": DecodeConfig(window_size=15, trie_nodes=0),
+    "trie": DecodeConfig(window_size=0, trie_nodes=64),
     "trie without recycling": DecodeConfig(window_size=0, num_candidates=0, trie_nodes=32, branch_length=8),
     "small": DecodeConfig(window_size=4, ngram_size=3, guess_set_size=2, trie_nodes=9, max_batch_size=3),
     "one column": DecodeConfig(window_size=1, ngram_size=2, guess_set_size=1, trie_nodes=1, max_batch_size=1),

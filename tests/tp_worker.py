@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 import threading
+import time
 from pathlib import Path
 
 import torch
