@@ -54,7 +54,8 @@ class StepCost:
     def observe(self, count: int, batch: int, kv: int, milliseconds: float) -> None:
         """Take in the time of one step.
 
-        The knots that enclose `count` move towards it. What moves them (the host's work, the gather, another load of
+        The knots that enclose `count` move towards it, the nearer one more, so that their slope is learnt as well (the
+        normalised least mean squares rule). What moves them (the host's work, the gather, another load of
         the machine) moves the others too, in so far as no step has shown of late what they take: a late step adds its
         delay, an early one takes off in proportion. A step that is far off moves them by a bounded part.
         """
@@ -64,13 +65,16 @@ class StepCost:
         seen = self._seen.setdefault(key_of(batch, kv), [0.0] * len(KNOTS))
         expected = interpolate(row, count)
         part = BLEND * min(max(milliseconds / expected - 1, -0.5), 0.5)
-        high = min(bisect_left(KNOTS, count), len(KNOTS) - 1)
-        low = max(0, high - 1) if KNOTS[high] != count else high
+        high = min(max(bisect_left(KNOTS, count), 1), len(KNOTS) - 1)
+        near = min(max((count - KNOTS[high - 1]) / (KNOTS[high] - KNOTS[high - 1]), 0.0), 1.0)
+        weights = {high - 1: 1.0 - near, high: near}
+        total = near * near + (1.0 - near) * (1.0 - near)
         for index, ms in enumerate(row):
             change = part * (expected if part > 0 else ms)
-            if low <= index <= high:
-                seen[index] += 1.0
-                row[index] += change
+            weight = weights.get(index, 0.0)
+            if weight:
+                seen[index] += weight
+                row[index] += part * expected * weight / total
             else:
                 row[index] += change / (1.0 + seen[index])
                 seen[index] *= FORGET
