@@ -28,7 +28,7 @@ WINDOW_RETURN = 0.01
 """Per step without a window, how far the estimate of its yield goes back to the first guess: it is tried again."""
 QUIET_STEPS = 4
 """After so many steps in a row that were best without any draft, a sequence is decoded plainly for a while."""
-LONGEST_PAUSE = 64
+LONGEST_PAUSE = 16
 """Most steps between two trials whether drafts pay again; the pause doubles up to this."""
 TRUSTED_NODES = 12.0
 """Promised nodes that a sequence is believed for before any of them was tried."""
