@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from lpr.config import DecodeConfig, InputError, SamplingParams, TreeConfig
 from lpr.core.accept import NOT_A_NUMBER
-from lpr.core.cost import SHORTEST_KV, StepCost
+from lpr.core.cost import StepCost
 from lpr.core.state import SequenceState
 from lpr.core.trie import Trie
 from lpr.dist.comm import Comm, SoloComm, agree
@@ -179,9 +179,7 @@ class Engine:
         if not decode.adaptive:
             return decode.resolved(self.comm.size)
         if self._costs is None:
-            self._costs = measure_costs(
-                self.model, self._like, self.comm, decode.max_nodes, min(SHORTEST_KV, self.max_length)
-            )
+            self._costs = measure_costs(self.model, self._like, self.comm, decode.max_nodes, self.max_length)
         longest = self._costs.longest(_LONGEST_STEP, decode.max_nodes)
         return decode.resolved(self.comm.size, max(longest, min(_FEWEST_NODES, decode.max_nodes)))
 

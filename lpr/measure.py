@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -22,10 +23,26 @@ STEEPEST = 8.0
 """No larger tree is tried after one that takes this many times as long as a single token."""
 
 
-def measure_costs(model: TreeModel, like: TreeCache, comm: Comm, max_nodes: int, kv: int = SHORTEST_KV) -> StepCost:
+LENGTHS = (SHORTEST_KV, 4 * SHORTEST_KV)
+"""Cached lengths that are measured: attention makes a node dearer, and one token hardly, the longer the text is."""
+
+
+def measure_costs(
+    model: TreeModel, like: TreeCache, comm: Comm, max_nodes: int, max_length: int, lengths: Sequence[int] = LENGTHS
+) -> StepCost:
     """The step times of trees up to `max_nodes` on each rank, rank 0's on all ranks; the model's cache is replaced.
 
-    The table has one row, that of `kv` cached tokens.
+    The table has a row for each of `lengths` up to `max_length`, and at least one.
+    """
+    rows = {}
+    for kv in lengths:
+        if kv <= max_length or not rows:
+            rows[key_of(1, kv)] = _measure_row(model, like, comm, max_nodes, min(kv, max_length))
+    return StepCost(rows)
+
+
+def _measure_row(model: TreeModel, like: TreeCache, comm: Comm, max_nodes: int, kv: int) -> list[float]:
+    """Milliseconds at KNOTS with `kv` cached tokens.
 
     Ranks of a tensor-parallel replica compute a forward together, so all ranks run the same ones: after each they
     learn from rank 0 how long it took, and so whether to go on. Sizes take turns, as the machine's load may drift.
@@ -44,7 +61,7 @@ def measure_costs(model: TreeModel, like: TreeCache, comm: Comm, max_nodes: int,
             if not number and len(times) > 1 and (sum(times.values()) > LONGEST * 1e3 or took > STEEPEST * times[1]):
                 break
         knots = list(times)
-    return StepCost({key_of(1, kv): at_knots(knots, list(times.values()))})
+    return at_knots(knots, list(times.values()))
 
 
 def _time_once(model: TreeModel, count: int, kv: int) -> float:

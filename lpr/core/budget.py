@@ -38,6 +38,8 @@ LONG_MEMORY = 0.995
 """The same for all sequences together, by which a new one is judged at first."""
 PROBE_EVERY = 64
 """Steps between two that try another size than the best: only a size that is tried shows what it takes."""
+EARLY_PROBES = (4, 8, 12, 16, 24, 32, 48)
+"""The first such steps of an engine."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ class AdaptiveBudget:
             earned = sum(self._first_yield)
             self.window = (1 + earned) / self._time(1 + self._window_nodes) > 1 / self._time(1)
         self._segment: list[tuple[float, float]] = []
-        self._steps = 0
+        self._steps = self._probes = 0
         self._all = Standing()
         self._rate = 1.0 / cost.time(1)
         self._cheapest = 0.0
@@ -212,12 +214,18 @@ class AdaptiveBudget:
         self._yield = tuple(old + weight * (new - old) for old, new in zip(self._yield, news, strict=True))  # type: ignore[assignment]
 
     def _probe(self, best: int) -> int:
-        """The number of drafted nodes to keep: now and then half, a quarter, ... of the best, and none at all."""
+        """The number of drafted nodes to keep: now and then none at all, or half, a quarter, ... of the best.
+
+        Early on more often, as what the table was measured with at the start is not yet what real steps do.
+        """
         self._steps += 1
-        turn, rest = divmod(self._steps, PROBE_EVERY)
-        if rest or best < 2:
+        early = self._steps in EARLY_PROBES
+        if best < 1 or not (early or self._steps % PROBE_EVERY == 0):
             return best
-        return best >> 1 + turn % best.bit_length()
+        self._probes += 1
+        if self._probes % 2:
+            return 0
+        return best >> 1 + self._probes // 2 % best.bit_length()
 
     def _weigh_window(self, tokens: np.ndarray, count: int, pending: int, row: Sequence[float]) -> None:
         """Compare the step with and without a window; switch at the end of a segment."""

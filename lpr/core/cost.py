@@ -152,6 +152,7 @@ def _rising(row: Sequence[float]) -> list[float]:
 
 
 def _distance(one: Key, other: Key) -> int:
-    """In doublings; a batch counts more than a cached length."""
+    """In doublings; a batch counts more than a cached length, and of two lengths equally near the longer is nearer."""
     batch = abs(one[0].bit_length() - other[0].bit_length())
-    return 4 * batch + abs(one[1].bit_length() - other[1].bit_length())
+    length = one[1].bit_length() - other[1].bit_length()
+    return 8 * batch + 2 * abs(length) + (length < 0)
