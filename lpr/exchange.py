@@ -58,9 +58,9 @@ class Exchange:
         """Share this rank's results; return every node's result per tree, and the length of rank 0's message.
 
         `local` is int32 [entries, 1 + 2k], the results of this rank's shards one after the other, or None when there
-        are no trees. A node's result is its owner's on every rank, also on ranks that evaluated it as an ancestor
-        (rule R1), and of the ranks that share a replica the first one's (rule R6). Raises DesyncError if the digest
-        of any rank differs.
+        are no trees; k is the same on all ranks, and at most what the payload has room for. A node's result is its
+        owner's on every rank, also on ranks that evaluated it as an ancestor (rule R1), and of the ranks that share a
+        replica the first one's (rule R6). Raises DesyncError if the digest of any rank differs.
         """
         header = np.array([*_words(digest), message_length, 0], np.int32)
         copy_over(self._payload[:NUM_HEADER], header)
@@ -68,7 +68,8 @@ class Exchange:
             self._pack(local, [split[self.comm.rank] for split in shards])
         gathered = self.comm.gather(self._payload).numpy()
         check_digests(gathered[:, :2])
-        return self._unpack(self._authoritative(gathered)[:, NUM_HEADER:], trees, shards), int(gathered[0, 2])
+        k = (local.shape[1] - 1) // 2 if local is not None else 0
+        return self._unpack(self._authoritative(gathered)[:, NUM_HEADER:], trees, shards, k), int(gathered[0, 2])
 
     def _pack(self, local: torch.Tensor, mine: Sequence[Shard]) -> None:
         table = self._payload[NUM_HEADER:].view(-1, self.capacity, self.width)
@@ -79,17 +80,16 @@ class Exchange:
             if len(shard.owned) < len(shard.nodes):
                 entries = np.searchsorted(shard.nodes, shard.owned).astype(np.int64)
                 results = results.index_select(0, to_device(entries, local.device))
-            table[index, : len(shard.owned)] = results
+            table[index, : len(shard.owned), : results.shape[1]] = results
 
     def _authoritative(self, gathered: np.ndarray) -> np.ndarray:
         """Of every replica's rows the first: the last bits of what its ranks compute may differ."""
         return gathered[:: self.comm.tp_size]
 
     def _unpack(
-        self, gathered: np.ndarray, trees: Sequence[TokenTree], shards: Sequence[Sequence[Shard]]
+        self, gathered: np.ndarray, trees: Sequence[TokenTree], shards: Sequence[Sequence[Shard]], k: int
     ) -> list[TreeResult]:
         values = gathered.reshape(self.comm.size, self.config.max_batch_size, self.capacity, self.width)
-        k = self.config.num_recycled
         results = []
         for index, (tree, split) in enumerate(zip(trees, shards, strict=True)):
             table = values[0, index, : len(tree)]
@@ -97,7 +97,9 @@ class Exchange:
                 table = np.empty((len(tree), self.width), np.int32)
                 for rank, shard in enumerate(split):
                     table[np.array(shard.owned, np.intp)] = values[rank, index, : len(shard.owned)]
-            results.append(TreeResult(table[:, 0].tolist(), table[:, 1 : 1 + k].tolist(), table[:, 1 + k :].tolist()))
+            results.append(
+                TreeResult(table[:, 0].tolist(), table[:, 1 : 1 + k].tolist(), table[:, 1 + k : 1 + 2 * k].tolist())
+            )
         return results
 
 

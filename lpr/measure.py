@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from lpr.config import SamplingParams
-from lpr.core.cost import KNOTS, SHORTEST_KV, StepCost, at_knots, key_of
+from lpr.core.cost import KNOTS, SHORTEST_KV, Key, StepCost, at_knots, key_of
 from lpr.dist.comm import Comm
 from lpr.model.cache import TreeCache
 from lpr.model.inputs import Row
@@ -34,7 +34,7 @@ def measure_costs(
 
     The table has a row for each of `lengths` up to `max_length`, and at least one.
     """
-    rows = {}
+    rows: dict[Key, list[float]] = {}
     for kv in lengths:
         if kv <= max_length or not rows:
             rows[key_of(1, kv)] = _measure_row(model, like, comm, max_nodes, min(kv, max_length))

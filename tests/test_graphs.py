@@ -193,7 +193,7 @@ def test_graphs_captured_at_load_are_those_of_greedy_decoding(model: PreTrainedM
     engine.reconfigure(DecodeConfig.autoregressive(max_batch_size=1, num_candidates=1))
     assert engine.model.graphs is graphs, "a cache of the same size is kept with its graphs"
     engine.generate(PROMPTS[:1], GREEDY[:1])
-    assert capturer.num_captures == num_captures + 2, "a step without candidates, at two cached lengths"
+    assert capturer.num_captures <= num_captures + 2, "a step without candidates, at two cached lengths at most"
     engine.model.capturer = None
     engine.reconfigure(decode)
     again = engine.generate(PROMPTS[:2], GREEDY[:2])

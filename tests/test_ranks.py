@@ -165,8 +165,8 @@ def test_mutant_own_value_for_an_ancestor(model: PreTrainedModel, monkeypatch: p
     perturb_what_is_not_owned(monkeypatch)
     unpack = Exchange._unpack
 
-    def own_values(self: Exchange, gathered, trees, shards):  # type: ignore[no-untyped-def]
-        results = unpack(self, gathered, trees, shards)
+    def own_values(self: Exchange, gathered, trees, shards, k):  # type: ignore[no-untyped-def]
+        results = unpack(self, gathered, trees, shards, k)
         start = 0
         for result, shard in zip(results, self.mine, strict=True):  # type: ignore[attr-defined]
             for i, node in enumerate(shard.nodes):
@@ -192,10 +192,10 @@ def test_mutant_reordered_gather(model: PreTrainedModel, monkeypatch: pytest.Mon
     """Headers in place, results of ranks 0 and 1 exchanged on one rank."""
     unpack = Exchange._unpack
 
-    def swapped(self: Exchange, gathered, trees, shards):  # type: ignore[no-untyped-def]
+    def swapped(self: Exchange, gathered, trees, shards, k):  # type: ignore[no-untyped-def]
         if self.comm.rank == 1:
             gathered = gathered[[1, 0, *range(2, self.comm.size)]]
-        return unpack(self, gathered, trees, shards)
+        return unpack(self, gathered, trees, shards, k)
 
     monkeypatch.setattr(Exchange, "_unpack", swapped)
     with pytest.raises(DesyncError):

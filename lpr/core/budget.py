@@ -30,7 +30,7 @@ QUIET_STEPS = 4
 """After so many steps in a row that were best without any draft, a sequence is decoded plainly for a while."""
 LONGEST_PAUSE = 16
 """Most steps between two trials whether drafts pay again; the pause doubles up to this."""
-TRUSTED_NODES = 12.0
+TRUSTED_NODES = 4.0
 """Promised nodes that a sequence is believed for before any of them was tried."""
 TRUST_MEMORY = 0.95
 """Per step, what is left of earlier evidence of how far a sequence's promises hold."""

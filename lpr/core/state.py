@@ -123,7 +123,7 @@ class SequenceState:
             self.drafter.learn(tree, path)
         self.drafter.observe(emitted)
         self.is_suspect = bonus == NOT_A_NUMBER
-        if self.table is not None:
+        if self.table is not None and result.candidates[0]:
             self.table.update(tree.tokens, result.candidates, result.scores)
         if self.window is not None and bonus >= 0:
             for ngram in self.window.advance(tree, likely(result.next_tokens), emitted, self.tokens):

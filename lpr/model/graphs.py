@@ -254,7 +254,7 @@ class GraphRunner:
         rows = self._rows_per_slot
         # The largest first: the smaller ones then find their memory in the pool.
         return [
-            StaticShape(0, 1, size, length, rows, num_candidates, 0, False, self._tree_bits)
+            StaticShape(0, 1, size, length, rows, num_candidates if size > 1 else 0, 0, False, self._tree_bits)
             for size in reversed(sizes)
             for length in reversed(lengths)
             if size <= length
