@@ -164,7 +164,7 @@ def test_interrupt_leaves_what_is_finished(tmp_path: Path) -> None:
     finally:
         process.kill()
     assert process.returncode == 130
-    assert err.splitlines()[-1] == "lpr.generate: interrupted; what was finished is written"
+    assert "lpr.generate: interrupted; what was finished is written" in err.splitlines()
     rows = [json.loads(line) for line in target.read_text().splitlines()]
     assert 2 < len(rows) < len(PROMPTS) * 20
     assert all(len(row["token_ids"]) == 100 or row["finish_reason"] == "stop" for row in rows)
