@@ -29,7 +29,6 @@ class Leader:
         self.engine = engine
         self._new: list[Request] = []
         self._told: deque[Request] = deque()
-        self._decode: DecodeConfig | None = None
 
     @property
     def busy(self) -> bool:
