@@ -146,6 +146,20 @@ def fill(trie: Trie, tasks: Sequence[Task], num_tokens: int) -> None:
         pace += 1
 
 
+def follow(tree: TokenTree, tokens: Sequence[int], done: int) -> tuple[list[int], list[int]]:
+    """The path of `tree` along the recorded `tokens` after the first `done`, and what a step emits of them."""
+    node: int | None = 0
+    path: list[int] = []
+    emitted: list[int] = []
+    while node is not None and done + len(emitted) < len(tokens):
+        emitted.append(tokens[done + len(emitted)])
+        path.append(node)
+        node = tree.children[node].get(emitted[-1])
+    if node is not None:  # the recorded text ended on a drafted node
+        path.append(node)
+    return path, emitted
+
+
 def replay_task(task: Task, config: TreeConfig, shared: Trie, tally: Tally) -> None:
     """Decode one recorded task step by step, adding to `tally`."""
     drafter = Drafter(config, shared, None)
@@ -158,16 +172,8 @@ def replay_task(task: Task, config: TreeConfig, shared: Trie, tally: Tally) -> N
         probabilities = drafter.draft(tree, config.trie_nodes)
         tally.draft_ms.append((time.thread_time() - start) * 1e3)
         tally.expected += sum(probabilities[1:])
-        node: int | None = 0
-        path: list[int] = []
-        emitted: list[int] = []
-        while node is not None and done + len(emitted) < len(tokens):
-            root = tokens[done + len(emitted)]
-            emitted.append(root)
-            path.append(node)
-            node = tree.children[node].get(root)
-        if node is not None:  # the recorded text ended on a drafted node
-            path.append(node)
+        path, emitted = follow(tree, tokens, done)
+        root = emitted[-1]
         start = time.thread_time()
         drafter.learn(tree, path)
         tally.learn_ms.append((time.thread_time() - start) * 1e3)

@@ -110,7 +110,7 @@ def step_times(engine: Engine, cached: Sequence[int], most: int) -> list[dict[st
             raise InputError(
                 f"--kv {kv} and {most} nodes need {kv + most} positions; the engine has {engine.max_length}"
             )
-        row = measure_costs(engine.model, engine._like, engine.comm, most, kv, [kv]).row(1, kv)
+        row = measure_costs(engine.model, engine._like, engine.comm, most, kv, lengths=[kv]).row(1, kv)
         # Knots beyond the one that took too long were not measured.
         measured = [(n, ms) for n, ms in zip(KNOTS, row, strict=True) if n <= max(2, most) and ms <= STEEPEST * row[0]]
         rows.append({"kv": kv, "ms": {str(n): round(ms, 4) for n, ms in measured}})

@@ -41,7 +41,7 @@ class DecodeConfig:
     """Node budget of drafts from the request's trie, the shared trie and recycled candidates. 0 switches them off."""
     max_nodes: int = 128
     """Most nodes per rank of a tree whose sizes are automatic."""
-    branch_length: int = 64
+    branch_length: int = 128
     """Longest branch of a draft, in tokens below the root; a long copied passage is one long branch."""
     num_candidates: int = 8
     """k: most likely next tokens kept per evaluated node, recycled as drafts. 0 switches recycling off."""

@@ -100,6 +100,7 @@ class Engine:
         agree(self.comm, failure, facts, replica_facts)
         self._costs = costs
         """Step times as all ranks know them."""
+        self._follows = costs is None
         self._configure(decode)
 
     @classmethod
@@ -160,7 +161,7 @@ class Engine:
 
     def _configure(self, decode: DecodeConfig) -> None:
         self.config = config = self._sizes(decode)
-        self._pace = Pace(config, self._costs if decode.adaptive else None, self.comm)
+        self._pace = Pace(config, self._costs if decode.adaptive else None, self.comm, self._follows)
         self.shared = Trie(config.trie_capacity)
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
@@ -179,7 +180,11 @@ class Engine:
         if not decode.adaptive:
             return decode.resolved(self.comm.size)
         if self._costs is None:
-            self._costs = measure_costs(self.model, self._like, self.comm, decode.max_nodes, self.max_length)
+            smallest = (decode.max_batch_size, self.max_length, 1, self._like)
+            agree(self.comm, self.model.shortage(*smallest, self.comm.num_sharing))  # before anything is measured
+            self._costs = measure_costs(
+                self.model, self._like, self.comm, decode.max_nodes, self.max_length, decode.max_batch_size
+            )
         longest = self._costs.longest(_LONGEST_STEP, decode.max_nodes)
         return decode.resolved(self.comm.size, max(longest, min(_FEWEST_NODES, decode.max_nodes)))
 

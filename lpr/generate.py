@@ -245,7 +245,7 @@ def read_costs(path: Path | None) -> StepCost | None:
     if path is None:
         return None
     try:
-        return StepCost.from_json(json.loads(path.read_text(encoding="utf-8")), fixed=True)
+        return StepCost.from_json(json.loads(path.read_text(encoding="utf-8")))
     except OSError as failure:
         raise InputError(f"cannot read --costs {path}: {failure.strerror or failure}") from failure
     except ValueError as failure:

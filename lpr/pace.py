@@ -7,14 +7,16 @@ from collections.abc import Sequence
 
 from lpr.config import TreeConfig
 from lpr.core.budget import AdaptiveBudget, Budget, FixedBudget
-from lpr.core.cost import StepCost
+from lpr.core.cost import CostTracker, StepCost
 from lpr.dist.comm import Comm
 from lpr.step import Outcome, Running
 
 PREFIX = b"costs "
 """Begins the message by which rank 0 shares its table."""
-SHARE_EVERY = 32
+SHARE_EVERY = 16
 """Steps between two such messages, at least."""
+SAMPLE_PLAIN = 4
+"""Of plain steps, which are all alike, every so many-th is looked at: 0.05 ms is much beside a step of 3 ms."""
 SHARE_PART = 0.05
 """A time that has changed by this part is worth a message."""
 
@@ -22,18 +24,21 @@ SHARE_PART = 0.05
 class Pace:
     """The budget of an engine's steps and, where it is adaptive, the table that all ranks decide by.
 
-    Rank 0's clock alone counts. It keeps a table of its own current, and now and then sends it to all ranks, itself
+    Rank 0's clock alone counts. It follows what steps take, and now and then sends its table to all ranks, itself
     included, which decide by it from the same step on.
     """
 
-    def __init__(self, config: TreeConfig, costs: StepCost | None, comm: Comm) -> None:
-        """Trees of the sizes of `config`: all of them in every step or, with a table of `costs`, what pays."""
-        self._own = costs.copy() if costs is not None else None
-        self._leads = comm.rank == comm.tp_rank == 0
-        self._since_shared = 0
+    def __init__(self, config: TreeConfig, costs: StepCost | None, comm: Comm, follow: bool = True) -> None:
+        """Trees of the sizes of `config`: all of them in every step or, with a table of `costs`, what pays.
+
+        `follow` False decides by that table for good.
+        """
+        self._longest_tree = config.num_nodes
+        self._tracker = CostTracker(costs) if costs is not None and follow and comm.rank == comm.tp_rank == 0 else None
+        self._since_shared = self._plain = 0
         self.budget: Budget = FixedBudget(config)
         if costs is not None:
-            self.budget = AdaptiveBudget(config, costs.copy(), comm.size)
+            self.budget = AdaptiveBudget(config, costs, comm.size)
 
     @property
     def costs(self) -> StepCost | None:
@@ -41,20 +46,25 @@ class Pace:
         return self.budget.cost if isinstance(self.budget, AdaptiveBudget) else None
 
     def observe(self, outcomes: Sequence[Outcome], runs: Sequence[Running], milliseconds: float) -> None:
-        """Take in what a step of `runs` took."""
-        if self._own is None or self._own.fixed or not self._leads:
+        """Take in what a step of `runs` took; one that evaluated a prompt is another kind of step."""
+        count = sum(outcome.num_entries for outcome in outcomes)
+        if self._tracker is None or count > len(runs) * self._longest_tree:
             return
+        if count == len(runs):
+            self._plain += 1
+            if self._plain % SAMPLE_PLAIN:
+                return
         longest = max(len(run.state.tokens) for run in runs)
-        self._own.observe(sum(outcome.num_entries for outcome in outcomes), len(runs), longest, milliseconds)
+        self._tracker.observe(count, len(runs), longest, milliseconds)
         self._since_shared += 1
 
     def message(self) -> bytes:
         """On rank 0, what all ranks should be told by now; mostly nothing."""
-        budget = self.budget
-        if self._own is None or not isinstance(budget, AdaptiveBudget) or self._since_shared < SHARE_EVERY:
+        if self._tracker is None or self.costs is None or self._since_shared < SHARE_EVERY:
             return b""
         self._since_shared = 0
-        return PREFIX + json.dumps(self._own.to_json()).encode() if self._own.differs(budget.cost, SHARE_PART) else b""
+        table = self._tracker.table()
+        return PREFIX + json.dumps(table.to_json()).encode() if table.differs(self.costs, SHARE_PART) else b""
 
     def receive(self, message: bytes) -> bool:
         """Decide by the table in `message` from now on; False if it is a message of another kind."""

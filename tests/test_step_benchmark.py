@@ -46,7 +46,8 @@ def test_step_times_of_several_cached_lengths(llama: PreTrainedModel, monkeypatc
     engine = Engine.from_model(llama, decode=DecodeConfig(window_size=0, trie_nodes=8))
     asked = []
 
-    def time_once(model: object, count: int, kv: int) -> float:
+    def time_once(model: object, batch: int, count: int, kv: int) -> float:
+        assert batch == 1
         asked.append((count, kv))
         return 0.001 * count * (2 if kv > 256 else 1) * (10 if count > 16 else 1)
 

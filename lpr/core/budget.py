@@ -28,18 +28,16 @@ WINDOW_RETURN = 0.01
 """Per step without a window, how far the estimate of its yield goes back to the first guess: it is tried again."""
 QUIET_STEPS = 4
 """After so many steps in a row that were best without any draft, a sequence is decoded plainly for a while."""
-LONGEST_PAUSE = 16
-"""Most steps between two trials whether drafts pay again; the pause doubles up to this."""
-TRUSTED_NODES = 4.0
+LONGEST_PAUSE, LONGEST_HOPELESS_PAUSE = 8, 32
+"""Most steps between two trials whether drafts pay again; the pause doubles up to this. Hopeless: see `HOPE`."""
+HOPE = 0.5
+"""A sequence whose best node earns less than this part of its price is hopeless for now."""
+TRUSTED_NODES = 2.0
 """Promised nodes that a sequence is believed for before any of them was tried."""
 TRUST_MEMORY = 0.95
-"""Per step, what is left of earlier evidence of how far a sequence's promises hold."""
+"""Per step with drafts, what is left of earlier evidence of how far a sequence's promises hold."""
 LONG_MEMORY = 0.995
 """The same for all sequences together, by which a new one is judged at first."""
-PROBE_EVERY = 64
-"""Steps between two that try another size than the best: only a size that is tried shows what it takes."""
-EARLY_PROBES = (4, 8, 12, 16, 24, 32, 48)
-"""The first such steps of an engine."""
 
 
 @dataclass(frozen=True)
@@ -85,12 +83,14 @@ class Standing:
         return (first * TRUSTED_NODES + self.accepted) / (TRUSTED_NODES + self.expected)
 
     def settle(self, offered: float, accepted: int, memory: float) -> None:
-        """Take in how many nodes a step's drafts promised, and how many of them were accepted."""
+        """Take in how many nodes a step's drafts promised, if there were any, and how many of them were accepted."""
+        if not offered:
+            return
         self.expected = memory * self.expected + offered
         self.accepted = memory * self.accepted + accepted
 
-    def count(self, drafted: bool) -> None:
-        """Take in whether a step kept any draft."""
+    def count(self, drafted: bool, hopeless: bool) -> None:
+        """Take in whether a step kept any draft, and if it kept none, whether that was a near thing."""
         if self.pause:
             self.pause -= 1
         elif drafted:
@@ -98,7 +98,8 @@ class Standing:
         else:
             self.quiet += 1
             if self.quiet >= QUIET_STEPS:
-                self.pause = min(LONGEST_PAUSE, 2 ** (self.quiet - QUIET_STEPS + 1))
+                longest = LONGEST_HOPELESS_PAUSE if hopeless else LONGEST_PAUSE
+                self.pause = min(longest, 2 ** (self.quiet - QUIET_STEPS + 1))
 
 
 class Budget(Protocol):
@@ -161,21 +162,22 @@ class AdaptiveBudget:
             earned = sum(self._first_yield)
             self.window = (1 + earned) / self._time(1 + self._window_nodes) > 1 / self._time(1)
         self._segment: list[tuple[float, float]] = []
-        self._steps = self._probes = 0
         self._all = Standing()
-        self._rate = 1.0 / cost.time(1)
-        self._cheapest = 0.0
+        self._floor = 0.0
 
     def order(self, standing: Standing) -> Order:
         """Nothing for a sequence that pauses; else whatever might pay."""
         if standing.pause:
             return Order(0, 0.0, False)
         nodes = self._limit - (self._window_nodes if self.window else 0)
-        return Order(nodes, self._rate * self._cheapest / max(1.0, standing.trust(self._all.trust())), self.window)
+        return Order(nodes, self._floor / max(1.0, standing.trust(self._all.trust())), self.window)
 
     def cut(self, drafts: Sequence[Draft], standings: Sequence[Standing], pending: int, kv: int) -> None:
         """Keep the nodes that pay; a sequence without any, several times in a row, pauses."""
-        if not drafts:
+        if not any(len(draft.tree) > 1 for draft in drafts):
+            for standing in standings:  # plain decoding stays as cheap as it is without a budget
+                standing.offered = 0.0
+                standing.count(False, hopeless=True)
             return
         row = self.cost.row(len(drafts), kv)
         first = self._all.trust()
@@ -183,16 +185,18 @@ class AdaptiveBudget:
         gains = np.sort(np.concatenate(falling))[::-1]
         tokens = len(drafts) + np.concatenate([[0.0], np.cumsum(gains)])
         sizes = sum(draft.num_window for draft in drafts) + np.arange(len(tokens))
-        rates = tokens / self._times(sizes, pending, row)
-        best = self._probe(int(np.argmax(rates)))
+        times = self._times(sizes, pending, row)
+        rates = tokens / times
+        best = int(np.argmax(rates))
         threshold = gains[best - 1] if best else np.inf
+        hope = HOPE * float(rates[0] * (times[1] - times[0])) if len(gains) else 0.0
         for draft, standing, each in zip(drafts, standings, falling, strict=True):
             kept = int(np.count_nonzero(each >= threshold))
             draft.tree.truncate(draft.num_window + kept)
             standing.offered = sum(draft.probabilities[draft.num_window : draft.num_window + kept])
-            standing.count(len(draft.tree) > 1)
-        self._rate = float(rates[best])
-        self._cheapest = _cheapest_token(row) / self.num_ranks
+            standing.count(len(draft.tree) > 1, hopeless=not len(each) or each[0] < hope)
+        # No step has fewer tokens per millisecond than plain decoding, so what does not pay there pays nowhere.
+        self._floor = float(rates[0]) * _cheapest_token(row) / self.num_ranks
         if self._window_nodes:
             self._weigh_window(tokens, len(drafts), pending, row)
 
@@ -212,20 +216,6 @@ class AdaptiveBudget:
             news = (sources.count(Source.WINDOW) / len(trees), sources.count(Source.POOL) / len(trees))
             weight = WINDOW_MEMORY
         self._yield = tuple(old + weight * (new - old) for old, new in zip(self._yield, news, strict=True))  # type: ignore[assignment]
-
-    def _probe(self, best: int) -> int:
-        """The number of drafted nodes to keep: now and then none at all, or half, a quarter, ... of the best.
-
-        Early on more often, as what the table was measured with at the start is not yet what real steps do.
-        """
-        self._steps += 1
-        early = self._steps in EARLY_PROBES
-        if best < 1 or not (early or self._steps % PROBE_EVERY == 0):
-            return best
-        self._probes += 1
-        if self._probes % 2:
-            return 0
-        return best >> 1 + self._probes // 2 % best.bit_length()
 
     def _weigh_window(self, tokens: np.ndarray, count: int, pending: int, row: Sequence[float]) -> None:
         """Compare the step with and without a window; switch at the end of a segment."""

@@ -1,84 +1,55 @@
 """t(n): how long a decode step takes that evaluates n tokens; what every decision about a tree's size rests on.
 
 One table, in milliseconds, that all ranks share: it is rank 0's, so that ranks with other clocks still decide alike. It
-has a row per batch size and cached length, both in powers of two, measured or, until a step of that kind has run,
-taken over from the nearest row. Between the measured numbers of tokens it is linear. The knee of such a row is the
-*critical decoding length* of Zhao et al. 2024, section 4.1.
+has a row per batch size and cached length that was measured, and is linear between them and between the measured
+numbers of tokens. The knee of a row is the *critical decoding length* of Zhao et al. 2024, section 4.1.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 KNOTS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Numbers of evaluated tokens, per rank, that a row has times for."""
 SHORTEST_KV = 256
-"""Cached lengths up to this share a row."""
-BLEND = 0.1
-"""Weight of a step's time in the moving average of its row."""
-FORGET = 0.98
-"""Per step elsewhere, what is left of a knot's own evidence."""
+"""Cached tokens up to which attention is taken to cost the same."""
+KV_GRAIN = 64
+"""Cached lengths are rounded up to multiples of this."""
 
 Key = tuple[int, int]
-"""Batch size and cached length of a row, rounded up to powers of two."""
+"""Batch size and cached length of a row."""
 
 
 class StepCost:
-    """A table of step times; `time` reads it and `observe` keeps it current."""
+    """A table of step times. It never changes: `CostTracker` makes new ones from what steps really take."""
 
-    def __init__(self, rows: Mapping[Key, Sequence[float]], fixed: bool = False) -> None:
-        """A table of at least one row of times at `KNOTS`; a `fixed` one is not changed by what is observed."""
+    def __init__(self, rows: Mapping[Key, Sequence[float]]) -> None:
+        """A table of at least one row of times at `KNOTS`."""
         if not rows or any(len(row) != len(KNOTS) for row in rows.values()):
             raise ValueError(f"a cost table needs at least one row of {len(KNOTS)} times")
-        self.fixed = fixed
-        self._rows = {key: _rising(row) for key, row in rows.items()}
-        self._seen: dict[Key, list[float]] = {}
-        """Per row and knot, how many steps have shown its time, older ones for less."""
+        self.rows = {key: _rising(row) for key, row in rows.items()}
+        self._found: dict[Key, list[float]] = {}
 
     def row(self, batch: int, kv: int) -> list[float]:
         """Milliseconds at each of `KNOTS` for a batch of `batch` sequences with up to `kv` cached tokens."""
-        key = key_of(batch, kv)
-        found = self._rows.get(key)
+        key = batch, -(-max(kv, SHORTEST_KV) // KV_GRAIN) * KV_GRAIN
+        found = self._found.get(key)
         if found is None:
-            found = self._rows[key] = list(self._rows[min(self._rows, key=lambda known: _distance(known, key))])
+            by_batch: dict[int, dict[int, Sequence[float]]] = {}
+            for (size, length), row in self.rows.items():
+                by_batch.setdefault(size, {})[length] = row
+            lines = {size: _between(by_length, key[1]) for size, by_length in by_batch.items()}
+            found = self._found[key] = _rising(_between(lines, batch))
         return found
 
     def time(self, count: float, batch: int = 1, kv: int = SHORTEST_KV) -> float:
         """Milliseconds of a step that evaluates `count` tokens."""
         return interpolate(self.row(batch, kv), count)
-
-    def observe(self, count: int, batch: int, kv: int, milliseconds: float) -> None:
-        """Take in the time of one step.
-
-        The knots that enclose `count` move towards it, the nearer one more, so that their slope is learnt as well (the
-        normalised least mean squares rule). What moves them (the host's work, the gather, another load of
-        the machine) moves the others too, in so far as no step has shown of late what they take: a late step adds its
-        delay, an early one takes off in proportion. A step that is far off moves them by a bounded part.
-        """
-        if self.fixed:
-            return
-        row = self.row(batch, kv)
-        seen = self._seen.setdefault(key_of(batch, kv), [0.0] * len(KNOTS))
-        expected = interpolate(row, count)
-        part = BLEND * min(max(milliseconds / expected - 1, -0.5), 0.5)
-        high = min(max(bisect_left(KNOTS, count), 1), len(KNOTS) - 1)
-        near = min(max((count - KNOTS[high - 1]) / (KNOTS[high] - KNOTS[high - 1]), 0.0), 1.0)
-        weights = {high - 1: 1.0 - near, high: near}
-        total = near * near + (1.0 - near) * (1.0 - near)
-        for index, ms in enumerate(row):
-            change = part * (expected if part > 0 else ms)
-            weight = weights.get(index, 0.0)
-            if weight:
-                seen[index] += weight
-                row[index] += part * expected * weight / total
-            else:
-                row[index] += change / (1.0 + seen[index])
-                seen[index] *= FORGET
-        row[:] = _rising(row)
 
     def longest(self, factor: float, most: int) -> int:
         """The largest knot, at most `most`, whose step takes no longer than `factor` times that of one token."""
@@ -87,26 +58,27 @@ class StepCost:
         return fitting[-1] if fitting else 1
 
     def differs(self, other: StepCost, part: float) -> bool:
-        """Is any time of this table further than `part` of it from the other's?"""
-        for key, row in self._rows.items():
-            for mine, theirs in zip(row, other.row(*key), strict=True):
-                if abs(mine - theirs) > part * mine:
-                    return True
+        """Has any row another shape than the other table's, by more than `part`? Equal factors change no decision."""
+        for key, row in self.rows.items():
+            their_row = other.row(*key)
+            level = row[0] / their_row[0]
+            if any(abs(mine - level * theirs) > part * mine for mine, theirs in zip(row, their_row, strict=True)):
+                return True
         return False
 
     def to_json(self) -> dict[str, Any]:
         """What `from_json` reads: `{"nodes": [...], "rows": [{"batch": 1, "kv": 256, "ms": [...]}]}`."""
         rows = [
-            {"batch": batch, "kv": kv, "ms": [round(ms, 4) for ms in row]} for (batch, kv), row in self._rows.items()
+            {"batch": batch, "kv": kv, "ms": [round(ms, 4) for ms in row]} for (batch, kv), row in self.rows.items()
         ]
         return {"nodes": list(KNOTS), "rows": rows}
 
     @classmethod
-    def from_json(cls, record: Mapping[str, Any], fixed: bool = False) -> StepCost:
+    def from_json(cls, record: Mapping[str, Any]) -> StepCost:
         """A table from `to_json`, or from measurements at other numbers of nodes; raises ValueError."""
         try:
             nodes = [float(count) for count in record["nodes"]]
-            rows = {key_of(row["batch"], row["kv"]): [float(ms) for ms in row["ms"]] for row in record["rows"]}
+            rows = {(int(row["batch"]), int(row["kv"])): [float(ms) for ms in row["ms"]] for row in record["rows"]}
         except (KeyError, TypeError, IndexError) as failure:
             raise ValueError(f"not a table of step times: {type(failure).__name__} {failure}") from failure
         if not rows or len(nodes) < 2 or nodes != sorted(set(nodes)) or nodes[0] < 1:
@@ -114,16 +86,83 @@ class StepCost:
         for row in rows.values():
             if len(row) != len(nodes) or min(row) <= 0:
                 raise ValueError("each row of step times needs one positive time per number of nodes")
-        return cls({key: at_knots(nodes, row) for key, row in rows.items()}, fixed)
-
-    def copy(self) -> StepCost:
-        """A table that changes on its own."""
-        return StepCost.from_json(json.loads(json.dumps(self.to_json())), self.fixed)
+        return cls({key: at_knots(nodes, row) for key, row in rows.items()})
 
 
-def key_of(batch: int, kv: int) -> Key:
-    """The row that a step belongs to."""
-    return 1 << (max(batch, 1) - 1).bit_length(), 1 << (max(kv, SHORTEST_KV) - 1).bit_length()
+# A measured table is right about the shape of t(n) and wrong about the rest: the host's work and the gather come on
+# top, and the load of the machine changes. So log(took / measured) is modelled as a level, which drifts, plus a small
+# departure per knot, which neighbours share: a Gaussian process, followed by a Kalman filter. What was never tried
+# keeps its measured relation to what was. (Moving the knots one by one by moving averages flattened the slope within
+# 500 steps, until trees of 40 nodes were believed to take half of their time: dev/LOG.md.)
+LEVEL_SPREAD = 0.5
+"""Standard deviation of the level at the start, as of all figures here in logarithms: 0.1 is 10 %."""
+LEVEL_DRIFT = 0.01
+"""Standard deviation of what a step adds to the level."""
+SHAPE_SPREAD = 0.1
+"""Standard deviation of a knot's departure."""
+SHAPE_REACH = 3.0
+"""Knots over which departures agree, as exp(-distance / reach)."""
+STEP_NOISE = 0.1
+"""Standard deviation of single steps."""
+MOST_SURPRISE = 0.3
+"""A step that is further off counts as if it were off by this: some program disturbed it."""
+
+
+class CostTracker:
+    """Follows what steps really take, per batch size (rounded up to powers of two)."""
+
+    def __init__(self, measured: StepCost) -> None:
+        """A tracker that corrects the `measured` table."""
+        self._measured = measured
+        self._corrections: dict[int, _Correction] = {}
+
+    def observe(self, count: int, batch: int, kv: int, milliseconds: float) -> None:
+        """Take in the time of one step that evaluated `count` tokens of `batch` sequences, after `kv` cached ones."""
+        size = 1 << (max(batch, 1) - 1).bit_length()
+        if size not in self._corrections:
+            self._corrections[size] = _Correction(self._nearest(size).state[0] if self._corrections else 0.0)
+        expected = interpolate(self._measured.row(batch, kv), count)
+        self._corrections[size].observe(count, math.log(milliseconds / expected))
+
+    def table(self) -> StepCost:
+        """The table as it is by now: the measured one, corrected by the nearest batch size that was seen."""
+        if not self._corrections:
+            return self._measured
+        rows = {}
+        lengths = sorted({length for _, length in self._measured.rows})
+        for size in sorted({size for size, _ in self._measured.rows} | self._corrections.keys()):
+            state = self._nearest(size).state
+            for length in lengths:
+                rows[size, length] = (np.exp(state[0] + state[1:]) * self._measured.row(size, length)).tolist()
+        return StepCost(rows)
+
+    def _nearest(self, size: int) -> _Correction:
+        return self._corrections[min(self._corrections, key=lambda seen: abs(math.log2(seen / size)))]
+
+
+class _Correction:
+    """The Kalman filter of one batch size; `state` is the level and the departure of each knot."""
+
+    def __init__(self, level: float) -> None:
+        places = np.arange(len(KNOTS))
+        self.state = np.zeros(1 + len(KNOTS))
+        self.state[0] = level
+        self._covariance = np.zeros((1 + len(KNOTS), 1 + len(KNOTS)))
+        self._covariance[0, 0] = LEVEL_SPREAD**2
+        self._covariance[1:, 1:] = SHAPE_SPREAD**2 * np.exp(-abs(places[:, None] - places) / SHAPE_REACH)
+
+    def observe(self, count: int, off: float) -> None:
+        """Take in that a step of `count` tokens took exp(`off`) times what was measured."""
+        high = min(max(bisect_left(KNOTS, count), 1), len(KNOTS) - 1)
+        near = min(max((count - KNOTS[high - 1]) / (KNOTS[high] - KNOTS[high - 1]), 0.0), 1.0)
+        state, covariance = self.state, self._covariance
+        covariance[0, 0] += LEVEL_DRIFT**2
+        shared = covariance[0] + (1.0 - near) * covariance[high] + near * covariance[1 + high]
+        variance = shared[0] + (1.0 - near) * shared[high] + near * shared[1 + high] + STEP_NOISE**2
+        surprise = off - (state[0] + (1.0 - near) * state[high] + near * state[1 + high])
+        gain = shared / variance
+        state += gain * min(max(surprise, -MOST_SURPRISE), MOST_SURPRISE)
+        covariance -= np.outer(gain, shared)
 
 
 def at_knots(nodes: Sequence[float], milliseconds: Sequence[float]) -> list[float]:
@@ -151,8 +190,12 @@ def _rising(row: Sequence[float]) -> list[float]:
     return rising[::-1]
 
 
-def _distance(one: Key, other: Key) -> int:
-    """In doublings; a batch counts more than a cached length, and of two lengths equally near the longer is nearer."""
-    batch = abs(one[0].bit_length() - other[0].bit_length())
-    length = one[1].bit_length() - other[1].bit_length()
-    return 8 * batch + 2 * abs(length) + (length < 0)
+def _between(rows: Mapping[int, Sequence[float]], at: int) -> Sequence[float]:
+    """The row at a place between or beyond those of `rows`; further on it never takes less time."""
+    places = sorted(rows)
+    if len(places) == 1 or at <= places[0]:
+        return rows[places[0]]
+    high = min(max(bisect_left(places, at), 1), len(places) - 1)
+    before, after = places[high - 1], places[high]
+    part = (at - before) / (after - before)
+    return [low + part * max(0.0, up - low) for low, up in zip(rows[before], rows[after], strict=True)]
