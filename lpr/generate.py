@@ -224,7 +224,7 @@ def prepare(args: Args, world: World, device: str | None, comm: Comm) -> tuple[E
     agree(comm, failure, {"set of arguments": digest(repr(args))})
     costs = None
     try:
-        costs = read_costs(args.costs)
+        costs = read_costs(args.costs) if args.costs is not None else None
     except InputError as error:
         failure = str(error)
     agree(comm, failure, {"table of step times": digest(json.dumps(costs.to_json()) if costs is not None else "")})
@@ -240,10 +240,8 @@ def prepare(args: Args, world: World, device: str | None, comm: Comm) -> tuple[E
     return engine, job
 
 
-def read_costs(path: Path | None) -> StepCost | None:
-    """The table of step times in a file, which does not change; raises InputError."""
-    if path is None:
-        return None
+def read_costs(path: Path) -> StepCost:
+    """The table of step times in a file; raises InputError."""
     try:
         return StepCost.from_json(json.loads(path.read_text(encoding="utf-8")))
     except OSError as failure:

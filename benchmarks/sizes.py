@@ -1,0 +1,195 @@
+"""Automatic sizes against fixed ones on recorded completions, under given step times: no model, no clock, no noise.
+
+    python -m benchmarks.sizes --traces T.jsonl U.jsonl --last 50 --warm-first 50      # prices of 0.2, 1, 3 and 10 %
+    python -m benchmarks.sizes --traces T.jsonl --last 50 --costs tn_h100.json         # a table of lpr.generate --costs
+
+A recorded text is replayed as by benchmarks.replay, cold and, with --warm-first, with the completions of the file's
+first tasks in the shared trie; a step takes what a table says. Where no table is given a
+node's *price* is a percentage of a plain step: t(n) = 1 + price * (n - 1). An accelerator below its knee is near 0.2 %,
+a CPU with a small model near 3 %. Wall clock hides a bad decision in its noise; here a fault of the budget that made it
+stop drafting after a long copy shows as 0.2x of the best fixed size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.common import OneLineParser, run_main, table, whole
+from benchmarks.replay import (
+    Tally,
+    Task,
+    default_tokenizer,
+    follow,
+    load_tokenizer,
+    progress,
+    read_traces,
+    replay_task,
+    select,
+)
+from lpr.config import DecodeConfig, InputError
+from lpr.core.budget import AdaptiveBudget, Draft, Standing
+from lpr.core.cost import KNOTS, SHORTEST_KV, StepCost
+from lpr.core.drafting import Drafter
+from lpr.core.tree import TokenTree
+from lpr.core.trie import Trie
+from lpr.generate import read_costs
+
+Learnt = Callable[[], Trie]
+"""Makes the shared trie that every contestant starts with."""
+
+
+def priced(percent: float) -> StepCost:
+    """Step times where each further node costs `percent` of a plain step."""
+    return StepCost({(1, SHORTEST_KV): [1 + percent / 100 * (knot - 1) for knot in KNOTS]})
+
+
+def automatic(tasks: Sequence[Task], costs: StepCost, shared: Trie, most: int) -> dict[str, float]:
+    """Replay `tasks` with automatic sizes of up to `most` nodes."""
+    config = DecodeConfig(window_size=0, max_nodes=most).resolved()
+    budget = AdaptiveBudget(config, costs)
+    spent, num_steps, num_nodes, num_tokens = 0.0, 0, 0, 0
+    for task in tasks:
+        drafter, standing, done, root = Drafter(config, shared), Standing(), 0, task.prompt[-1]
+        drafter.observe(task.prompt)
+        while done < len(task.completion):
+            order = budget.order(standing)
+            tree = TokenTree(root)
+            budget.cut([Draft(tree, drafter.draft(tree, order.nodes, floor=order.floor), 1)], [standing], 0, 0)
+            path, emitted = follow(tree, task.completion, done)
+            budget.observe([tree], [path], [standing])
+            drafter.learn(tree, path)
+            drafter.observe(emitted)
+            done, root = done + len(emitted), emitted[-1]
+            spent += costs.time(len(tree))
+            num_steps += 1
+            num_nodes += len(tree)
+        num_tokens += len(task.completion)
+    return _result(costs, num_tokens, num_steps, num_nodes, spent)
+
+
+def fixed(tasks: Sequence[Task], tables: Sequence[StepCost], shared: Trie, size: int) -> list[dict[str, float]]:
+    """Replay `tasks` with trees of `size` drafted nodes; one result per table of step times."""
+    config = DecodeConfig(window_size=0, trie_nodes=size).resolved()
+    tally = Tally()
+    for task in tasks:
+        replay_task(task, config, shared, tally)
+    num_steps, num_nodes = tally.num_steps, tally.num_steps + tally.num_drafted
+    # A draft that ended early is as cheap as it is small; a table of one slope makes the mean size exact.
+    spent = [num_steps * costs.time(num_nodes / num_steps) for costs in tables]
+    return [_result(costs, tally.num_tokens, num_steps, num_nodes, ms) for costs, ms in zip(tables, spent, strict=True)]
+
+
+def _result(costs: StepCost, num_tokens: int, num_steps: int, num_nodes: int, spent: float) -> dict[str, float]:
+    return {
+        "over_plain": round(num_tokens * costs.time(1) / spent, 4),
+        "tokens_per_step": round(num_tokens / num_steps, 3),
+        "nodes_per_step": round(num_nodes / num_steps, 2),
+    }
+
+
+def compare(
+    tasks: Sequence[Task], tables: dict[str, StepCost], learnt: Learnt, sizes: Sequence[int], most: int, advance: Any
+) -> list[dict[str, Any]]:
+    """Automatic sizes against the best of `sizes`, under each of the `tables`."""
+    by_size = {}
+    for size in sizes:
+        by_size[size] = fixed(tasks, list(tables.values()), learnt(), size)
+        advance()
+    races = []
+    for index, (name, costs) in enumerate(tables.items()):
+        speed = {size: found[index]["over_plain"] for size, found in by_size.items()}
+        best = max(speed, key=speed.__getitem__)
+        found = automatic(tasks, costs, learnt(), most)
+        advance()
+        races.append(
+            {
+                "costs": name,
+                "best_fixed": best,
+                "best_fixed_over_plain": speed[best],
+                "auto_over_best_fixed": round(found["over_plain"] / speed[best], 3),
+                "auto": found,
+                "fixed": {str(size): each[index] for size, each in by_size.items()},
+            }
+        )
+    return races
+
+
+def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Replay as the command line says."""
+    encode = load_tokenizer(options.tokenizer or default_tokenizer())
+    tables = {f"{price:g} % a node": priced(price) for price in options.prices}
+    for path in options.costs:
+        tables[Path(path).name] = read_costs(Path(path))
+    console.print("ceiling: the best of the fixed sizes, chosen afterwards per table")
+    runs = []
+    for path in options.traces:
+        pairs = read_traces(path)
+        tasks = [Task(encode(prompt), encode(text)) for prompt, text in select(pairs, None, options.last)]
+        tasks = [task for task in tasks if task.prompt and task.completion]
+        if not tasks:
+            raise InputError(f"{path}: every prompt or completion is empty")
+        for num_warm in [0, options.warm_first] if options.warm_first else [0]:
+            known = [encode(text) for _, text in pairs[:num_warm]]
+
+            def learnt(known: Sequence[list[int]] = known) -> Trie:
+                trie = Trie(DecodeConfig().trie_capacity)
+                for text in known:
+                    trie.extend(text)
+                    trie.end_document()
+                return trie
+
+            with progress(console, len(options.sizes) + len(tables)) as advance:
+                races = compare(tasks, tables, learnt, options.sizes, options.max_nodes, advance)
+            runs.append(
+                {"traces": Path(path).name, "num_tasks": len(tasks), "num_warm_tasks": num_warm, "races": races}
+            )
+            console.print(show(runs[-1]))
+    return {"benchmark": "sizes", "max_nodes": options.max_nodes, "runs": runs}
+
+
+def show(run: dict[str, Any]) -> Any:
+    """A run as a table."""
+    rows = [
+        [
+            race["costs"],
+            f"{race['best_fixed']}: {race['best_fixed_over_plain']:.2f}x",
+            f"{race['auto']['over_plain']:.2f}x",
+            f"{race['auto_over_best_fixed']:.2f}",
+            f"{race['auto']['nodes_per_step']:.1f}",
+        ]
+        for race in run["races"]
+    ]
+    title = f"{run['traces']}, {'warm' if run['num_warm_tasks'] else 'cold'}, {run['num_tasks']} tasks"
+    return table(title, ["step times", "best fixed size, over plain", "automatic", "ratio", "nodes/step"], rows)
+
+
+def main() -> int:
+    """Run the command line; returns the exit code."""
+    parser = OneLineParser(prog="benchmarks.sizes", description="Automatic sizes on recorded completions, no clock.")
+    parser.add_argument(
+        "--traces", required=True, nargs="+", metavar="FILE", help="JSON lines with prompt and completion"
+    )
+    parser.add_argument("--last", type=whole, metavar="N", help="replay the last N tasks only")
+    parser.add_argument(
+        "--warm-first", type=whole, metavar="N", help="also with the first N completions of a file known"
+    )
+    parser.add_argument(
+        "--prices", type=float, nargs="*", default=[0.2, 1, 3, 10], metavar="P", help="percent of a step per node"
+    )
+    parser.add_argument("--costs", nargs="*", default=[], metavar="FILE", help="tables of step times")
+    parser.add_argument("--sizes", type=whole, nargs="+", default=[4, 8, 16, 24, 32, 48, 64, 96, 128], metavar="N")
+    parser.add_argument("--max-nodes", type=whole, default=128, metavar="N", help="most nodes of automatic sizes")
+    parser.add_argument("--tokenizer", metavar="T", help="SentencePiece .model file, or name or path for AutoTokenizer")
+    parser.add_argument("--threads", type=whole, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--output", metavar="FILE", help="write the result as JSON (benchmarks/results/sizes.json)")
+    return run_main(parser, measure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
