@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Sequence
 
@@ -16,11 +17,11 @@ from lpr.model.runner import TreeModel
 from lpr.sampling import Selection
 
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 6
-"""Forwards per number of nodes; the fastest counts, since whatever else the machine does only makes them slower."""
+"""Times that each number of nodes is timed."""
 ENOUGH = 0.5
-"""Seconds of a row's forwards after which no further round begins."""
+"""Seconds of forwards, per cached length, after which no further round begins."""
 LONGEST = 1.0
-"""Seconds of the first round after which no larger tree is tried."""
+"""Seconds of the first round, per cached length, after which no larger tree is tried."""
 STEEPEST = 8.0
 """No larger tree is tried after one that takes this many times as long as a single token."""
 LARGEST_BATCH = 8
@@ -42,40 +43,59 @@ def measure_costs(
 
     The table has a row for one sequence and one for a batch, at each of `lengths` up to `max_length` and at least one.
     """
+    lengths = [kv for kv in lengths if kv <= max_length] or [max_length]
     rows: dict[Key, list[float]] = {}
     for batch in sorted({1, min(max_batch_size, LARGEST_BATCH)}):
-        for kv in lengths:
-            if kv <= max_length or kv == lengths[0]:
-                rows[batch, kv] = _measure_row(model, like, comm, batch, max_nodes, min(kv, max_length))
+        for kv, row in _measure_rows(model, like, comm, batch, max_nodes, lengths).items():
+            rows[batch, kv] = row
     return StepCost(rows)
 
 
-def _measure_row(model: TreeModel, like: TreeCache, comm: Comm, batch: int, max_nodes: int, kv: int) -> list[float]:
-    """Milliseconds at KNOTS of a batch with `kv` cached tokens each.
+def _measure_rows(
+    model: TreeModel, like: TreeCache, comm: Comm, batch: int, max_nodes: int, lengths: Sequence[int]
+) -> dict[int, list[float]]:
+    """Milliseconds at KNOTS of a batch, by the number of cached tokens of each sequence.
 
-    Ranks of a tensor-parallel replica compute a forward together, so all ranks run the same ones: after each they
-    learn from rank 0 how long it took, and so whether to go on. Sizes take turns, as the machine's load may drift.
+    Each forward is timed right after one without drafts, and the median of their ratios counts: the speed of a shared
+    machine changes from second to second, by more than what is to be measured. Ranks of a tensor-parallel replica
+    compute a forward together, so all ranks run the same ones: after each they learn from rank 0 how long it took, and
+    so whether to go on.
     """
-    model.allocate(batch, kv, max_nodes, like)
+    model.allocate(batch, max(lengths), max_nodes, like)
+
+    def milliseconds(count: int, kv: int) -> float:
+        mine = torch.tensor([int(_time_once(model, batch, count, kv) * 1e6)], dtype=torch.int32)
+        return max(1, int(comm.gather(mine)[0, 0])) / 1e3
+
     knots = [count for count in KNOTS if batch <= count <= max(2 * batch, max_nodes)]
-    times: dict[int, float] = {}
+    if batch > 1:
+        knots = [count for count in knots if count & (count - 1) == 0]  # its trees are smaller
+    sizes = {kv: list(knots) for kv in lengths}
+    ratios: dict[tuple[int, int], list[float]] = {}
+    without_drafts: list[float] = []
     spent = 0.0
-    _time_once(model, batch, batch, kv)  # the first forward of all sets libraries up
+    _time_once(model, batch, batch, lengths[0])  # the first forward of all sets libraries up
     for number in range(MOST_ROUNDS):
-        if number >= FEWEST_ROUNDS and spent > ENOUGH * 1e3:
+        if number >= FEWEST_ROUNDS and spent > ENOUGH * 1e3 * len(lengths):
             break
-        for knot in knots:
-            if not number and model.graphs is not None:
-                _time_once(model, batch, knot, kv)  # captures a graph
-            mine = torch.tensor([int(_time_once(model, batch, knot, kv) * 1e6)], dtype=torch.int32)
-            took = max(1, int(comm.gather(mine)[0, 0])) / 1e3
-            times[knot] = min(took, times.get(knot, took))
-            spent += took
-            too_long = sum(times.values()) > LONGEST * 1e3 or took > STEEPEST * times[knots[0]]
-            if not number and len(times) > 1 and too_long:
-                break
-        knots = list(times)
-    return at_knots(knots, list(times.values()))
+        for kv in lengths:
+            round_began = spent
+            for index, count in enumerate(sizes[kv]):
+                if not number and model.graphs is not None:
+                    _time_once(model, batch, count, kv)  # captures a graph
+                before = milliseconds(batch, lengths[0])
+                took = milliseconds(count, kv)
+                without_drafts.append(before)
+                ratios.setdefault((kv, count), []).append(took / before)
+                spent += before + took
+                if not number and index and (spent - round_began > LONGEST * 1e3 or took > STEEPEST * before):
+                    del sizes[kv][index + 1 :]
+                    break
+    level = statistics.median(without_drafts)
+    return {
+        kv: at_knots(counts, [level * statistics.median(ratios[kv, count]) for count in counts])
+        for kv, counts in sizes.items()
+    }
 
 
 def _time_once(model: TreeModel, batch: int, count: int, kv: int) -> float:

@@ -70,6 +70,10 @@ def synthetic() -> dict[str, Json]:
         "adaptive": {"races": [{"data": "d", "temperature": 0.0, "best_fixed": "trie 8", "auto_over_best_fixed": 1.01,
                                 "results": [timed("plain"), timed("auto"), timed("trie 8")]}],
                      "traps": [{"case": "noise", "results": [timed("plain"), timed("auto", over_plain=0.99)]}]},
+        "sizes": {"runs": [
+            {"traces": "t.jsonl", "num_warm_tasks": warm, "races": [
+                {"costs": "3 % a node", "best_fixed": 16, "best_fixed_over_plain": 4.5, "auto_over_best_fixed": 1.1,
+                 "auto": {"over_plain": 4.95, "nodes_per_step": 14.5}}]} for warm in (0, 5)]},
         "replay": {"note": "a remark", "runs": [
             {"traces": "t.jsonl", "warm": warm, "num_warm_tokens": tokens, "tokens_per_step": 4.5, "budget": 64,
              "num_tasks": 2, "drafted_per_step": 60.0, "draft_ms_per_step": 0.2, "draft_ms_p99": 0.4}

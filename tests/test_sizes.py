@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import sizes
 from benchmarks.replay import Task
+from lpr.core.budget import Standing
 from lpr.core.cost import StepCost
 from lpr.core.trie import Trie
 
@@ -73,3 +74,15 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     costs.write_text("[]")
     assert sizes.main() == 2
     assert "--costs" in capsys.readouterr().err
+
+
+def test_one_long_promise_that_failed_is_soon_forgiven() -> None:
+    standing = Standing()
+    standing.settle(50.0, 0, 0.95)
+    assert standing.trust() > 0.4
+    for _ in range(200):
+        standing.settle(0.0, 0, 0.95)
+    assert standing.trust() > 0.8, "plain steps forget it"
+    for _ in range(100):
+        standing.settle(1.0, 0, 0.95)
+    assert standing.trust() < 0.15, "failing again and again is believed"

@@ -94,6 +94,15 @@ SECTIONS = (
         "adaptive", times.adaptive, "--data classeval.jsonl humaneval.jsonl",
     ),
     Section(
+        "Automatic sizes without a clock",
+        "Recorded completions of other models, replayed under given step times: a node costs so many percent of a "
+        "plain step. The best fixed size differs from price to price and from text to text; automatic sizes are told "
+        "neither. Warm: the completions of other tasks are known.",
+        "sizes", times.sizes,
+        command="python -m benchmarks.sizes --traces FILE.jsonl --last 50 --warm-first 50 --output "
+        "benchmarks/results/sizes.json",
+    ),
+    Section(
         "Drafting alone",
         "Recorded completions of other models, replayed: how many tokens per step the trie would have earned, and how "
         "long drafting takes. Cold: nothing known but the prompt; warm: outputs of other tasks known. Runs with a long "

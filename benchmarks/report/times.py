@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -105,6 +106,41 @@ def decode(result: Result) -> list[Part]:
     times = best["speedup_over_transformers"]
     headline = f"{title}: {best['name']} is {times:.2f} times as fast as transformers' greedy decoding."
     return [Part(result.stem, title, draw, headline, columns, rows, headline)]
+
+
+def sizes(result: Result) -> list[Part]:
+    """Automatic sizes against the best fixed one on recorded texts, under given step times."""
+    runs = sound(result.facts["runs"])
+    title = {id(run): f"{Path(run['traces']).stem}, {'warm' if run['num_warm_tasks'] else 'cold'}" for run in runs}
+
+    def draw(theme: Theme) -> Figure:
+        figure, grid = panels(len(runs), 1.0 + 0.45 * max(len(run["races"]) for run in runs))
+        for axes, run in zip(grid, runs, strict=True):
+            names, values, colors, words = [], [], [], []
+            for race in run["races"]:
+                names += [f"{race['costs']}, fixed", "automatic"]
+                values += [race["best_fixed_over_plain"], race["auto"]["over_plain"]]
+                colors += [theme.colors[0], theme.colors[1]]
+                words += [f"{values[-2]:.2f}x ({race['best_fixed']} nodes)", f"{values[-1]:.2f}x"]
+            bars(axes, names, values, colors, words)
+            axes.axvline(1, color=theme.soft, linestyle="--", linewidth=1.2)
+            axes.set_xlabel("times as fast as plain decoding")
+            axes.set_title(title[id(run)])
+        return figure
+
+    columns = ["text", "step times", "best fixed size", "over plain", "automatic, over plain", "nodes/step", "ratio"]
+    rows = [
+        [title[id(run)], race["costs"], str(race["best_fixed"]), f"{race['best_fixed_over_plain']:.2f}x",
+         f"{race['auto']['over_plain']:.2f}x", f"{race['auto']['nodes_per_step']:.1f}",
+         f"{race['auto_over_best_fixed']:.2f}"]
+        for run in runs for race in run["races"]
+    ]  # fmt: skip
+    ratios = [race["auto_over_best_fixed"] for run in runs for race in run["races"]]
+    headline = (
+        f"Automatic sizes against the best fixed size, chosen afterwards: {min(ratios):.2f} to {max(ratios):.2f} times "
+        "its speed."
+    )
+    return [Part("sizes", "on recorded texts", draw, headline, columns, rows, headline)]
 
 
 def adaptive(result: Result) -> list[Part]:

@@ -36,6 +36,10 @@ TRUSTED_NODES = 2.0
 """Promised nodes that a sequence is believed for before any of them was tried."""
 TRUST_MEMORY = 0.95
 """Per step with drafts, what is left of earlier evidence of how far a sequence's promises hold."""
+PLAIN_MEMORY = 0.99
+"""The same per plain step: what failed long ago is tried again."""
+MOST_PROMISED = 2.0
+"""Promised nodes that a step counts for at most: a long chain that breaks at once is one failure, not sixty."""
 LONG_MEMORY = 0.995
 """The same for all sequences together, by which a new one is judged at first."""
 
@@ -83,11 +87,11 @@ class Standing:
         return (first * TRUSTED_NODES + self.accepted) / (TRUSTED_NODES + self.expected)
 
     def settle(self, offered: float, accepted: int, memory: float) -> None:
-        """Take in how many nodes a step's drafts promised, if there were any, and how many of them were accepted."""
-        if not offered:
-            return
-        self.expected = memory * self.expected + offered
-        self.accepted = memory * self.accepted + accepted
+        """Take in how many nodes a step's drafts promised, and how many of them were accepted."""
+        weight = min(1.0, MOST_PROMISED / offered) if offered else 0.0
+        memory = memory if offered else PLAIN_MEMORY
+        self.expected = memory * self.expected + weight * offered
+        self.accepted = memory * self.accepted + weight * accepted
 
     def count(self, drafted: bool, hopeless: bool) -> None:
         """Take in whether a step kept any draft, and if it kept none, whether that was a near thing."""

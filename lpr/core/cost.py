@@ -166,9 +166,16 @@ class _Correction:
 
 
 def at_knots(nodes: Sequence[float], milliseconds: Sequence[float]) -> list[float]:
-    """A row from times that were measured at other numbers of nodes, two or more in ascending order."""
+    """A row from times that were measured at other numbers of nodes, two or more in ascending order.
+
+    Beyond the last of them it rises as it did over the last doubling: one late measurement before the last would make
+    all larger trees free.
+    """
     rising = _rising(milliseconds)
-    return [interpolate(rising, knot, nodes) for knot in KNOTS]
+    last = nodes[-1]
+    half = max(nodes[0], last / 2)
+    slope = (rising[-1] - interpolate(rising, half, nodes)) / (last - half)
+    return [interpolate(rising, knot, nodes) if knot <= last else rising[-1] + slope * (knot - last) for knot in KNOTS]
 
 
 def interpolate(row: Sequence[float], count: float, knots: Sequence[float] = KNOTS) -> float:
