@@ -110,10 +110,12 @@ def step_times(engine: Engine, cached: Sequence[int], most: int) -> list[dict[st
             raise InputError(
                 f"--kv {kv} and {most} nodes need {kv + most} positions; the engine has {engine.max_length}"
             )
-        row = measure_costs(engine.model, engine._like, engine.comm, most, kv, lengths=[kv]).row(1, kv)
+        costs = measure_costs(engine.model, engine._like, engine.comm, most, kv, lengths=[kv])
+        row = costs.row(1, kv)
         # Knots beyond the one that took too long were not measured.
         measured = [(n, ms) for n, ms in zip(KNOTS, row, strict=True) if n <= max(2, most) and ms <= STEEPEST * row[0]]
-        rows.append({"kv": kv, "ms": {str(n): round(ms, 4) for n, ms in measured}})
+        times = {str(n): round(ms, 4) for n, ms in measured}
+        rows.append({"kv": kv, "critical_length": costs.critical_length(1, kv), "ms": times})
     return rows
 
 
@@ -136,6 +138,7 @@ def report(
     """Three tables: t(n), the collective, the parts."""
     counts = [n for n in map(str, KNOTS) if any(n in row["ms"] for row in costs)]
     rows = [[n, *(f"{row['ms'][n]:.2f}" if n in row["ms"] else "" for row in costs)] for n in counts]
+    rows.append(["critical decoding length", *(str(row["critical_length"]) for row in costs)])
     console.print(table("t(n), ms", ["n", *(f"{row['kv']} cached" for row in costs)], rows))
     if "error" in collective:
         console.print(f"collective: failed: {collective['error']}", markup=False, highlight=False, soft_wrap=True)

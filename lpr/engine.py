@@ -185,8 +185,8 @@ class Engine:
             self._costs = measure_costs(
                 self.model, self._like, self.comm, decode.max_nodes, self.max_length, decode.max_batch_size
             )
-        longest = self._costs.longest(_LONGEST_STEP, decode.max_nodes)
-        return decode.resolved(self.comm.size, max(longest, min(_FEWEST_NODES, decode.max_nodes)))
+        longest = max(_FEWEST_NODES, self._costs.longest(_LONGEST_STEP))
+        return decode.resolved(self.comm.size, min(longest, decode.max_nodes))
 
     # Driving it yourself.
 
@@ -365,6 +365,11 @@ class Engine:
             raise RuntimeError("loading a trie needs an engine without running requests")
         self.shared = Trie.from_history(history, self.config.trie_capacity)
         self.shared.end_document()
+
+    @property
+    def costs(self) -> StepCost | None:
+        """Step times as all ranks know them by now; None where sizes are fixed."""
+        return self._pace.costs
 
     # Messages from rank 0 to all ranks.
 

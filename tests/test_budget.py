@@ -223,6 +223,14 @@ def test_what_is_no_table_is_refused(record: dict[str, object]) -> None:
         StepCost.from_json(record)
 
 
+def test_the_critical_decoding_length_is_where_time_begins_to_rise() -> None:
+    flat_to_64 = StepCost({(1, 256): [10 + 0.1 * max(0, knot - 64) for knot in KNOTS]})
+    assert flat_to_64.critical_length() == 89, "10 + 0.1 * (89 - 64) = 12.5"
+    assert flat_to_64.longest(1.0) == 64 and flat_to_64.longest(1e9) == KNOTS[-1]
+    assert DEAR.critical_length() == 1 and DEAR.critical_length(batch=4) == 4
+    assert RISING.longest(2.0) == 22, "twice 5.25 is 5 + 0.25 * 22"
+
+
 def test_times_between_and_beyond_the_knots() -> None:
     row = [float(knot) for knot in KNOTS]
     assert [interpolate(row, n) for n in (0, 1, 3, 40, 1024, 2048)] == [1, 1, 3, 40, 1024, 2048]

@@ -2,7 +2,7 @@
 
 One table, in milliseconds, that all ranks share: it is rank 0's, so that ranks with other clocks still decide alike. It
 has a row per batch size and cached length that was measured, and is linear between them and between the measured
-numbers of tokens. The knee of a row is the *critical decoding length* of Zhao et al. 2024, section 4.1.
+numbers of tokens.
 """
 
 from __future__ import annotations
@@ -51,11 +51,22 @@ class StepCost:
         """Milliseconds of a step that evaluates `count` tokens."""
         return interpolate(self.row(batch, kv), count)
 
-    def longest(self, factor: float, most: int) -> int:
-        """The largest knot, at most `most`, whose step takes no longer than `factor` times that of one token."""
-        row = self.row(1, SHORTEST_KV)
-        fitting = [knot for knot, ms in zip(KNOTS, row, strict=True) if knot <= most and ms <= factor * row[0]]
-        return fitting[-1] if fitting else 1
+    def longest(self, factor: float, batch: int = 1, kv: int = SHORTEST_KV) -> int:
+        """The most tokens whose step takes no longer than `factor` times that of one token per sequence."""
+        row = self.row(batch, kv)
+        limit = factor * interpolate(row, batch)
+        for low in range(len(KNOTS) - 1):
+            if row[low + 1] > limit:
+                part = max(0.0, limit - row[low]) / (row[low + 1] - row[low])
+                return max(batch, int(KNOTS[low] + part * (KNOTS[low + 1] - KNOTS[low])))
+        return KNOTS[-1]
+
+    def critical_length(self, batch: int = 1, kv: int = SHORTEST_KV) -> int:
+        """The *critical decoding length* (Zhao et al. 2024, section 4.1): up to it more tokens cost little time.
+
+        There it is read off a figure; here little is up to a quarter more than a step without drafts takes.
+        """
+        return self.longest(1.25, batch, kv)
 
     def differs(self, other: StepCost, part: float) -> bool:
         """Has any row another shape than the other table's, by more than `part`? Equal factors change no decision."""
