@@ -58,9 +58,10 @@ def automatic(tasks: Sequence[Task], costs: StepCost, shared: Trie, most: int) -
         drafter, standing, done, root = Drafter(config, shared), Standing(), 0, task.prompt[-1]
         drafter.observe(task.prompt)
         while done < len(task.completion):
+            budget.begin(1, 0, 0)
             order = budget.order(standing)
             tree = TokenTree(root)
-            budget.cut([Draft(tree, drafter.draft(tree, order.nodes, floor=order.floor), 1)], [standing], 0, 0)
+            budget.cut([Draft(tree, drafter.draft(tree, order.nodes, price=order.price), 1)], [standing])
             path, emitted = follow(tree, task.completion, done)
             budget.observe([tree], [path], [standing])
             drafter.learn(tree, path)

@@ -76,9 +76,10 @@ def decode_step(
     the length of the message that rank 0 announces.
     """
     rank = exchange.comm.rank
+    budget.begin(len(batch), *workload(batch))
     drafts = [run.state.build(run.max_depth, budget.order(run.state.standing)) for run in batch]
     standings = [run.state.standing for run in batch]
-    budget.cut(drafts, standings, *workload(batch))
+    budget.cut(drafts, standings)
     trees = [draft.tree for draft in drafts]
     shards = [split(run.state, tree, exchange) for run, tree in zip(batch, trees, strict=True)]
     rows = [shard_row(*each, rank) for each in zip(batch, trees, shards, strict=True)]

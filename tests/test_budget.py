@@ -43,6 +43,11 @@ def trie_budget(cost: StepCost, num_ranks: int = 1) -> AdaptiveBudget:
     return AdaptiveBudget(DecodeConfig(window_size=0).resolved(num_ranks), cost, num_ranks)
 
 
+def cut(budget: AdaptiveBudget, drafts: list[Draft], standings: list[Standing], pending: int = 0) -> None:
+    budget.begin(len(drafts), pending, 0)
+    budget.cut(drafts, standings)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.lists(st.floats(0, 1), max_size=12), min_size=1, max_size=3),
@@ -62,7 +67,7 @@ def test_the_size_is_the_one_with_most_tokens_per_millisecond(
         return (len(rows) + sum(kept)) / cost.time(per_rank, len(rows))
 
     best = max(rate(gains[:count]) for count in range(len(gains) + 1))
-    trie_budget(cost, num_ranks).cut(drafts, [Standing() for _ in rows], pending, 0)
+    cut(trie_budget(cost, num_ranks), drafts, [Standing() for _ in rows], pending)
     kept = [p for draft in drafts for p in draft.probabilities[1 : len(draft.tree)]]
     # Equally likely nodes are kept or left together, which can only matter where they are worth their price exactly.
     assert rate(kept) == pytest.approx(best, rel=1e-9) or len(set(gains)) < len(gains)
@@ -70,24 +75,54 @@ def test_the_size_is_the_one_with_most_tokens_per_millisecond(
         draft.tree.verify()
 
 
+@settings(max_examples=100)
+@given(
+    st.lists(st.lists(st.floats(0, 1), max_size=20), min_size=1, max_size=3),
+    st.floats(0.001, 1.0),
+    st.integers(0, 30),
+    st.floats(0.1, 3.0),
+)
+def test_what_is_not_drafted_for_its_price_would_not_have_been_kept(
+    rows: list[list[float]], slope: float, pending: int, trust: float
+) -> None:
+    cost = StepCost({(1, 256): [3 + slope * knot for knot in KNOTS]})
+    kept = []
+    for priced in (True, False):
+        budget, standings, drafts = trie_budget(cost), [Standing() for _ in rows], []
+        budget.begin(len(rows), pending, 0)
+        for row, standing in zip(rows, standings, strict=True):
+            standing.accepted, standing.expected = 10 * trust, 10.0
+            price, taken = budget.order(standing).price, []
+            assert price is not None
+            for p in sorted(row, reverse=True):
+                if priced and p < price.floor:
+                    break
+                price.take(p)
+                taken.append(p)
+            drafts.append(chain(taken))
+        budget.cut(drafts, standings)
+        kept.append([draft.tree.tokens for draft in drafts])
+    assert kept[0] == kept[1]
+
+
 def test_free_nodes_are_all_kept_and_dear_ones_none() -> None:
     draft = chain([0.5, 0.4, 0.1, 0.01])
-    trie_budget(FLAT).cut([draft], [Standing()], 0, 0)
+    cut(trie_budget(FLAT), [draft], [Standing()])
     assert len(draft.tree) == 5
     draft = chain([0.9, 0.4, 0.1])
-    trie_budget(DEAR).cut([draft], [Standing()], 0, 0)
+    cut(trie_budget(DEAR), [draft], [Standing()])
     assert len(draft.tree) == 1
 
 
 def test_the_budget_goes_to_the_sequence_that_gains_most() -> None:
     sure, unsure = chain([0.95, 0.9, 0.85, 0.8]), chain([0.04, 0.03, 0.02])
-    trie_budget(RISING).cut([sure, unsure], [Standing(), Standing()], 0, 0)
+    cut(trie_budget(RISING), [sure, unsure], [Standing(), Standing()])
     assert (len(sure.tree), len(unsure.tree)) == (5, 1)
 
 
 def test_nodes_after_an_unlikely_one_are_not_kept_in_its_place() -> None:
     draft = chain([0.9, 0.001, 0.9])
-    trie_budget(RISING).cut([draft], [Standing()], 0, 0)
+    cut(trie_budget(RISING), [draft], [Standing()])
     assert len(draft.tree) == 2
 
 
@@ -98,13 +133,13 @@ def test_drafts_that_never_pay_are_tried_ever_more_rarely(promise: float, longes
     for step in range(400):
         order = budget.order(pause)
         tried += [step] if order.nodes else []
-        budget.cut([chain([promise] if order.nodes else [])], [pause], 0, 0)
+        cut(budget, [chain([promise] if order.nodes else [])], [pause])
     gaps = [after - before for before, after in itertools.pairwise(tried)]
     assert gaps[: QUIET_STEPS - 1] == [1] * (QUIET_STEPS - 1)
     assert gaps[-1] == longest + 1 and sorted(gaps) == gaps
     pause.pause = 0
     draft = chain([0.9])
-    AdaptiveBudget(DecodeConfig(window_size=0).resolved(), FLAT).cut([draft], [pause], 0, 0)
+    cut(trie_budget(FLAT), [draft], [pause])
     assert pause.quiet == pause.pause == 0, "one that pays ends the pauses"
 
 
@@ -115,7 +150,7 @@ def test_the_window_runs_where_nodes_are_free_and_stops_where_it_earns_nothing()
     assert budget.window
     for _ in range(400):
         draft = chain([0.5], config.num_window_nodes + 1 if budget.window else 1)
-        budget.cut([draft], [Standing()], 0, 0)
+        cut(budget, [draft], [Standing()])
         budget.observe([draft.tree], [[0]], [Standing()])
         if not budget.window:
             break
@@ -250,8 +285,8 @@ def test_the_text_does_not_depend_on_the_sizes(cost: StepCost, temperature: floa
     assert [each.token_ids for each in done] == expected
     steps, nodes = (sum(getattr(each.stats, name) for each in done) for name in ("num_steps", "num_nodes"))
     if cost is DEAR:
-        assert nodes < 1.02 * steps, "plain decoding"
-        assert steps > 0.98 * sum(each.stats.num_tokens for each in done)
+        assert nodes < 1.1 * steps, "plain decoding, but for steps that evaluate a prompt anyway"
+        assert steps > 0.95 * sum(each.stats.num_tokens for each in done)
     else:
         assert nodes > (20 if cost is FLAT else 1.5) * steps
     again = Engine.from_pretrained(lpr.bundled_model(), DecodeConfig(max_batch_size=3), device="cpu", costs=cost)

@@ -7,6 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lpr.config import DecodeConfig, TreeConfig
+from lpr.core.budget import AdaptiveBudget, Standing
+from lpr.core.cost import KNOTS, StepCost
 from lpr.core.drafting import Drafter
 from lpr.core.pool import NGramPool
 from lpr.core.recycle import CandidateTable
@@ -193,14 +195,17 @@ def test_children_share_the_probability_of_their_parent(text, documents, budget,
 
 
 @settings(max_examples=40)
-@given(TEXT, st.sampled_from([0.001, 0.01, 0.1, 0.5]))
-def test_a_floor_ends_the_draft_early(text, floor):
-    drafter = Drafter(retrieval())
+@given(TEXT, st.sampled_from([0.0001, 0.003, 0.03, 0.3]))
+def test_a_price_ends_the_draft_early(text, percent):
+    cost = StepCost({(1, 256): [1 + percent * (knot - 1) for knot in KNOTS]})
+    drafter, budget = Drafter(retrieval()), AdaptiveBudget(retrieval(), cost)
     drafter.observe(text)
+    budget.begin(1, 0, 0)
     trees = [TokenTree(text[-1]), TokenTree(text[-1])]
-    short, full = drafter.draft(trees[0], 40, floor=floor), drafter.draft(trees[1], 40)
-    assert full[: len(short)] == short and min(short) >= floor
+    short, full = drafter.draft(trees[0], 40, price=budget.order(Standing()).price), drafter.draft(trees[1], 40)
+    assert full[: len(short)] == short and min(short) >= percent
     assert trees[1].tokens[: len(short)] == trees[0].tokens
+    assert percent < 0.3 or len(short) <= 4 or short[3] > 0.3
 
 
 @pytest.mark.parametrize("budget", [0, 3, 100])

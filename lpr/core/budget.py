@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from lpr.config import TreeConfig
-from lpr.core.cost import KNOTS, StepCost
+from lpr.core.cost import KNOTS, SHORTEST_KV, StepCost
 from lpr.core.tree import Source, TokenTree
 
 WINDOW_SEGMENT = 16
@@ -44,14 +44,62 @@ LONG_MEMORY = 0.995
 """The same for all sequences together, by which a new one is judged at first."""
 
 
+class Earnings:
+    """Expected tokens and time of a step while its trees are drafted, one after the other.
+
+    What they come to at any time is a step that could be taken, so the best has at least that rate.
+    """
+
+    __slots__ = ("_times", "_tokens", "num_nodes", "rate", "token_ms")
+
+    def __init__(self, tokens: float, times: Sequence[float], token_ms: float) -> None:
+        """A step that emits `tokens` without drafts; times[n] are its milliseconds with n drafted nodes.
+
+        `token_ms` is the least that a further node costs anywhere.
+        """
+        self._tokens = tokens
+        self._times = times
+        self.num_nodes = 0
+        self.token_ms = token_ms
+        self.rate = tokens / times[0]
+        """Tokens per millisecond of the best step so far."""
+
+    def add(self, gain: float) -> None:
+        """Take in a node that is expected to be worth `gain` tokens."""
+        self._tokens += gain
+        self.num_nodes += 1
+        if self.num_nodes < len(self._times):
+            self.rate = max(self.rate, self._tokens / self._times[self.num_nodes])
+
+
+class Price:
+    """What a node of one sequence must promise to pay; it rises with what its step earns already."""
+
+    __slots__ = ("_earnings", "_least", "_trust", "floor")
+
+    def __init__(self, earnings: Earnings, trust: float) -> None:
+        """The price in a step of `earnings`, for a sequence whose promises are worth `trust` of what they say."""
+        self._earnings = earnings
+        self._trust = trust
+        self._least = math.inf
+        self.floor = earnings.rate * earnings.token_ms / trust
+        """No node with a lower path probability can pay."""
+
+    def take(self, probability: float) -> None:
+        """Take in that a node of such a path probability was drafted; see `_falling`."""
+        earnings, self._least = self._earnings, min(self._least, probability)
+        earnings.add(min(1.0, self._trust * self._least))
+        self.floor = earnings.rate * earnings.token_ms / self._trust
+
+
 @dataclass(frozen=True)
 class Order:
     """What to draft for one sequence."""
 
     nodes: int
     """Most nodes to draft besides the Jacobi window's."""
-    floor: float
-    """Leave out nodes with a lower path probability: none can pay."""
+    price: Price | None
+    """When to stop before that; None for never."""
     window: bool
     """Does the Jacobi window run?"""
 
@@ -109,15 +157,19 @@ class Standing:
 class Budget(Protocol):
     """How large the trees of a step become."""
 
-    def order(self, standing: Standing) -> Order:
-        """What to draft for a sequence."""
-        ...
-
-    def cut(self, drafts: Sequence[Draft], standings: Sequence[Standing], pending: int, kv: int) -> None:
-        """Cut the trees of a step to what pays.
+    def begin(self, count: int, pending: int, kv: int) -> None:
+        """Begin a step of `count` sequences.
 
         `pending` counts the tokens that a rank evaluates besides the trees, `kv` the longest cached length.
         """
+        ...
+
+    def order(self, standing: Standing) -> Order:
+        """What to draft for the next sequence of the step."""
+        ...
+
+    def cut(self, drafts: Sequence[Draft], standings: Sequence[Standing]) -> None:
+        """Cut the trees of the step to what pays."""
         ...
 
     def observe(
@@ -132,13 +184,16 @@ class FixedBudget:
 
     def __init__(self, config: TreeConfig) -> None:
         """The sizes of `config`, which are numbers."""
-        self._order = Order(config.num_guess_nodes + config.trie_nodes, 0.0, config.window_size > 0)
+        self._order = Order(config.num_guess_nodes + config.trie_nodes, None, config.window_size > 0)
+
+    def begin(self, count: int, pending: int, kv: int) -> None:
+        """Every step is alike."""
 
     def order(self, standing: Standing) -> Order:
         """Always the same."""
         return self._order
 
-    def cut(self, drafts: Sequence[Draft], standings: Sequence[Standing], pending: int, kv: int) -> None:
+    def cut(self, drafts: Sequence[Draft], standings: Sequence[Standing]) -> None:
         """Everything stays."""
 
     def observe(
@@ -167,27 +222,44 @@ class AdaptiveBudget:
             self.window = (1 + earned) / self._time(1 + self._window_nodes) > 1 / self._time(1)
         self._segment: list[tuple[float, float]] = []
         self._all = Standing()
-        self._floor = 0.0
+        self._step = (1, 0, SHORTEST_KV)
+        self._earnings: Earnings | None = None
+
+    def begin(self, count: int, pending: int, kv: int) -> None:
+        """Begin a step."""
+        self._step = (count, pending, kv)
+        self._earnings = None
 
     def order(self, standing: Standing) -> Order:
         """Nothing for a sequence that pauses; else whatever might pay."""
         if standing.pause:
-            return Order(0, 0.0, False)
-        nodes = self._limit - (self._window_nodes if self.window else 0)
-        return Order(nodes, self._floor / max(1.0, standing.trust(self._all.trust())), self.window)
+            return Order(0, None, False)
+        held = self._window_nodes if self.window else 0
+        if self._earnings is None:
+            count, pending, kv = self._step
+            row = self.cost.row(count, kv)
+            sizes = count * (1 + held) + np.arange(count * self._limit + 1)
+            cheapest = _cheapest_token(row) / self.num_ranks
+            self._earnings = Earnings(count, self._times(sizes, pending, row).tolist(), cheapest)
+        price = Price(self._earnings, standing.trust(self._all.trust()))
+        return Order(self._limit - held, price, self.window)
 
-    def cut(self, drafts: Sequence[Draft], standings: Sequence[Standing], pending: int, kv: int) -> None:
+    def cut(self, drafts: Sequence[Draft], standings: Sequence[Standing]) -> None:
         """Keep the nodes that pay; a sequence without any, several times in a row, pauses."""
         if not any(len(draft.tree) > 1 for draft in drafts):
             for standing in standings:  # plain decoding stays as cheap as it is without a budget
                 standing.offered = 0.0
                 standing.count(False, hopeless=True)
             return
-        row = self.cost.row(len(drafts), kv)
+        count, pending, kv = self._step
+        row = self.cost.row(count, kv)
         first = self._all.trust()
-        falling = [standing.trust(first) * _falling(draft) for draft, standing in zip(drafts, standings, strict=True)]
+        falling = [
+            np.minimum(1.0, standing.trust(first) * _falling(draft))
+            for draft, standing in zip(drafts, standings, strict=True)
+        ]
         gains = np.sort(np.concatenate(falling))[::-1]
-        tokens = len(drafts) + np.concatenate([[0.0], np.cumsum(gains)])
+        tokens = count + np.concatenate([[0.0], np.cumsum(gains)])
         sizes = sum(draft.num_window for draft in drafts) + np.arange(len(tokens))
         times = self._times(sizes, pending, row)
         rates = tokens / times
@@ -199,10 +271,8 @@ class AdaptiveBudget:
             draft.tree.truncate(draft.num_window + kept)
             standing.offered = sum(draft.probabilities[draft.num_window : draft.num_window + kept])
             standing.count(len(draft.tree) > 1, hopeless=not len(each) or each[0] < hope)
-        # No step has fewer tokens per millisecond than plain decoding, so what does not pay there pays nowhere.
-        self._floor = float(rates[0]) * _cheapest_token(row) / self.num_ranks
         if self._window_nodes:
-            self._weigh_window(tokens, len(drafts), pending, row)
+            self._weigh_window(tokens, count, pending, row)
 
     def observe(
         self, trees: Sequence[TokenTree], paths: Sequence[Sequence[int]], standings: Sequence[Standing]

@@ -24,6 +24,7 @@ from itertools import islice
 from typing import Any
 
 from lpr.config import TreeConfig
+from lpr.core.budget import Price
 from lpr.core.calibration import RECENT_KIND, RECENT_STAGE, SEVERAL, Calibration, cell_within, first_cell
 from lpr.core.pool import NGramPool
 from lpr.core.recycle import MAX_SCORE, CandidateTable, probability_of
@@ -113,14 +114,16 @@ class Drafter:
                 recent[token] = None
         self._tail = [*self._tail, *tokens[-MAX_MATCH:]][-MAX_MATCH:]
 
-    def draft(self, tree: TokenTree, budget: int, max_depth: int | None = None, floor: float = 0.0) -> list[float]:
+    def draft(
+        self, tree: TokenTree, budget: int, max_depth: int | None = None, price: Price | None = None
+    ) -> list[float]:
         """Add up to `budget` nodes to `tree`, best first; return each node's calibrated path probability.
 
         The tree's root is the last observed token. A node that the tree already holds costs no budget. No
         node is deeper than `config.branch_length` or `max_depth`. The list is [len(tree)], 1 at the root and
         0 at nodes held before that are less likely than those drafted; the probabilities of a node's children
         sum to its own at most. A larger budget adds nodes and changes none. The draft ends where the best
-        entry left, a node or what another source would give, is less likely than `floor`.
+        entry left, a node or what another source would give, is less likely than the floor of `price`.
         """
         deepest = self.config.branch_length if max_depth is None else min(self.config.branch_length, max_depth)
         probabilities = [1.0] + [0.0] * (len(tree) - 1)
@@ -129,12 +132,14 @@ class Drafter:
             return probabilities
         recent = list(islice(reversed(self._recent), RECENT_TOKENS))
         limit = len(tree) + max(0, budget)
-        search = _Search(tree, self._sources, self._tail, recent, self.calibration.frequencies, limit, floor)
+        search = _Search(tree, self._sources, self._tail, recent, self.calibration.frequencies, limit, price)
         search.expand(0, 1.0, [], 0)
         for node, probability, places, offset, cell in search:
             if node == len(probabilities):
                 probabilities.append(probability)
                 self._cells.append(cell)
+                if price is not None:
+                    price.take(probability)
             else:
                 probabilities[node] = probability
                 self._cells[node] = cell
@@ -207,16 +212,16 @@ class _Search:
         recent: list[int],
         frequencies: Sequence[float],
         limit: int,
-        floor: float,
+        price: Price | None,
     ) -> None:
-        """A search that adds no node to a tree of `limit` nodes, and ends below the probability `floor`."""
+        """A search that adds no node to a tree of `limit` nodes, and ends below the floor of `price`."""
         self._tree = tree
         self._sources = sources
         self._tail = tail
         self._recent = recent
         self._frequencies = frequencies
         self._limit = limit
-        self._floor = floor
+        self._price = price
         self._heap: list[tuple[float, int, int, int, Any, int]] = []
         self._serial = 0
 
@@ -285,10 +290,10 @@ class _Search:
 
     def __iter__(self) -> Iterator[tuple[int, float, list[Place], int, int]]:
         """Yield (node, path probability, evidence for its children, offset into it, cell); no node twice."""
-        tree, heap, floor = self._tree, self._heap, self._floor
+        tree, heap, price = self._tree, self._heap, self._price
         while heap:
             rank, _, node, token, payload, offset = heappop(heap)
-            if -rank < floor:
+            if price is not None and -rank < price.floor:
                 return
             if token == _ESCAPE:
                 order, kept, tried = payload

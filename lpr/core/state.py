@@ -90,7 +90,7 @@ class SequenceState:
         if self.window is not None:
             self.window.add_to(tree, max_depth)
         num_window = len(tree)
-        self.probabilities = self.drafter.draft(tree, order.nodes, max_depth, order.floor)
+        self.probabilities = self.drafter.draft(tree, order.nodes, max_depth, order.price)
         return Draft(tree, self.probabilities, num_window)
 
     def sign(self, tree: TokenTree) -> int:
