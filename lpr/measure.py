@@ -16,7 +16,7 @@ from lpr.model.inputs import Row
 from lpr.model.runner import TreeModel
 from lpr.sampling import Selection
 
-FEWEST_ROUNDS, MOST_ROUNDS = 3, 6
+FEWEST_ROUNDS, MOST_ROUNDS = 4, 6
 """Times that each number of nodes is timed."""
 ENOUGH = 0.5
 """Seconds of forwards, per cached length, after which no further round begins."""

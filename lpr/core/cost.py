@@ -109,7 +109,7 @@ LEVEL_SPREAD = 0.5
 """Standard deviation of the level at the start, as of all figures here in logarithms: 0.1 is 10 %."""
 LEVEL_DRIFT = 0.01
 """Standard deviation of what a step adds to the level."""
-SHAPE_SPREAD = 0.1
+SHAPE_SPREAD = 0.2
 """Standard deviation of a knot's departure."""
 SHAPE_REACH = 3.0
 """Knots over which departures agree, as exp(-distance / reach)."""
