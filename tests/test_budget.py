@@ -78,14 +78,14 @@ def test_the_size_is_the_one_with_most_tokens_per_millisecond(
 @settings(max_examples=100)
 @given(
     st.lists(st.lists(st.floats(0, 1), max_size=20), min_size=1, max_size=3),
-    st.floats(0.001, 1.0),
+    st.lists(st.floats(0.001, 9.0), min_size=len(KNOTS), max_size=len(KNOTS)),
     st.integers(0, 30),
     st.floats(0.1, 3.0),
 )
 def test_what_is_not_drafted_for_its_price_would_not_have_been_kept(
-    rows: list[list[float]], slope: float, pending: int, trust: float
+    rows: list[list[float]], further: list[float], pending: int, trust: float
 ) -> None:
-    cost = StepCost({(1, 256): [3 + slope * knot for knot in KNOTS]})
+    cost = StepCost({(1, 256): [3 + each for each in itertools.accumulate(further)]})
     kept = []
     for priced in (True, False):
         budget, standings, drafts = trie_budget(cost), [Standing() for _ in rows], []

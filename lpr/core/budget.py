@@ -50,26 +50,33 @@ class Earnings:
     What they come to at any time is a step that could be taken, so the best has at least that rate.
     """
 
-    __slots__ = ("_times", "_tokens", "num_nodes", "rate", "token_ms")
+    __slots__ = ("_node_ms", "_num_nodes", "_rate", "_times", "_tokens")
 
-    def __init__(self, tokens: float, times: Sequence[float], token_ms: float) -> None:
+    def __init__(self, tokens: float, times: Sequence[float], node_ms: Sequence[float]) -> None:
         """A step that emits `tokens` without drafts; times[n] are its milliseconds with n drafted nodes.
 
-        `token_ms` is the least that a further node costs anywhere.
+        node_ms[n] is the least that further nodes after n cost on average, however many they are.
         """
         self._tokens = tokens
         self._times = times
-        self.num_nodes = 0
-        self.token_ms = token_ms
-        self.rate = tokens / times[0]
-        """Tokens per millisecond of the best step so far."""
+        self._node_ms = node_ms
+        self._num_nodes = 0
+        self._rate = tokens / times[0]
+
+    @property
+    def price(self) -> float:
+        """Tokens that a further node must be worth, at least, for any larger step to have more tokens per millisecond.
+
+        With a rate r that the step has already, n nodes and k more worth p each, (r t(n) + k p) / t(n + k) exceeds r
+        only if p exceeds r (t(n + k) - t(n)) / k.
+        """
+        return self._rate * self._node_ms[self._num_nodes]
 
     def add(self, gain: float) -> None:
         """Take in a node that is expected to be worth `gain` tokens."""
         self._tokens += gain
-        self.num_nodes += 1
-        if self.num_nodes < len(self._times):
-            self.rate = max(self.rate, self._tokens / self._times[self.num_nodes])
+        self._num_nodes = min(self._num_nodes + 1, len(self._times) - 1)
+        self._rate = max(self._rate, self._tokens / self._times[self._num_nodes])
 
 
 class Price:
@@ -82,14 +89,14 @@ class Price:
         self._earnings = earnings
         self._trust = trust
         self._least = math.inf
-        self.floor = earnings.rate * earnings.token_ms / trust
+        self.floor = earnings.price / trust
         """No node with a lower path probability can pay."""
 
     def take(self, probability: float) -> None:
         """Take in that a node of such a path probability was drafted; see `_falling`."""
         earnings, self._least = self._earnings, min(self._least, probability)
         earnings.add(min(1.0, self._trust * self._least))
-        self.floor = earnings.rate * earnings.token_ms / self._trust
+        self.floor = earnings.price / self._trust
 
 
 @dataclass(frozen=True)
@@ -236,11 +243,7 @@ class AdaptiveBudget:
             return Order(0, None, False)
         held = self._window_nodes if self.window else 0
         if self._earnings is None:
-            count, pending, kv = self._step
-            row = self.cost.row(count, kv)
-            sizes = count * (1 + held) + np.arange(count * self._limit + 1)
-            cheapest = _cheapest_token(row) / self.num_ranks
-            self._earnings = Earnings(count, self._times(sizes, pending, row).tolist(), cheapest)
+            self._earnings = self._earn(held)
         price = Price(self._earnings, standing.trust(self._all.trust()))
         return Order(self._limit - held, price, self.window)
 
@@ -291,6 +294,19 @@ class AdaptiveBudget:
             weight = WINDOW_MEMORY
         self._yield = tuple(old + weight * (new - old) for old, new in zip(self._yield, news, strict=True))  # type: ignore[assignment]
 
+    def _earn(self, held: int) -> Earnings:
+        """The step without drafts, whose sequences have `held` window nodes each."""
+        count, pending, kv = self._step
+        row = np.array(self.cost.row(count, kv))
+        nodes = np.arange(count * self._limit + 1)
+        per_rank = (count * (1 + held) + nodes) / self.num_ranks + pending
+        times = _at(per_rank, row)
+        # t(n) is linear between the knots, so on average nodes are cheapest up to one of these, or far beyond the last.
+        ahead = np.array(KNOTS) - per_rank[:, None]
+        slopes = np.where(ahead > 1e-9, (row - times[:, None]) / np.maximum(ahead, 1e-9), np.inf)
+        cheapest = np.minimum(slopes.min(1), _last_slope(row)) / self.num_ranks
+        return Earnings(count, times.tolist(), cheapest.tolist())
+
     def _weigh_window(self, tokens: np.ndarray, count: int, pending: int, row: Sequence[float]) -> None:
         """Compare the step with and without a window; switch at the end of a segment."""
         by_window, by_pool = self._yield
@@ -308,9 +324,7 @@ class AdaptiveBudget:
 
     def _times(self, sizes: np.ndarray, pending: int, row: Sequence[float]) -> np.ndarray:
         """Milliseconds of steps whose trees have `sizes` nodes together, and `pending` further tokens on each rank."""
-        per_rank = np.ceil(sizes / self.num_ranks) + pending
-        slope = (row[-1] - row[-2]) / (KNOTS[-1] - KNOTS[-2])
-        return np.interp(per_rank, KNOTS, row) + np.maximum(per_rank - KNOTS[-1], 0) * slope
+        return _at(np.ceil(sizes / self.num_ranks) + pending, row)
 
 
 def _falling(draft: Draft) -> np.ndarray:
@@ -321,6 +335,10 @@ def _falling(draft: Draft) -> np.ndarray:
     return np.minimum.accumulate(np.array(draft.probabilities[draft.num_window :], dtype=float))
 
 
-def _cheapest_token(row: Sequence[float]) -> float:
-    """Milliseconds of a further token where it costs least."""
-    return min((row[i + 1] - row[i]) / (KNOTS[i + 1] - KNOTS[i]) for i in range(len(row) - 1))
+def _at(per_rank: np.ndarray, row: Sequence[float] | np.ndarray) -> np.ndarray:
+    """Milliseconds at numbers of tokens per rank, by a row of times at KNOTS."""
+    return np.interp(per_rank, KNOTS, row) + np.maximum(per_rank - KNOTS[-1], 0) * _last_slope(row)
+
+
+def _last_slope(row: Sequence[float] | np.ndarray) -> float:
+    return (row[-1] - row[-2]) / (KNOTS[-1] - KNOTS[-2])
