@@ -2,9 +2,9 @@
 
 The sub-commands run in this order, each one reading what the former wrote under ``--work``:
 
-    python dev/train_bundled.py data  --work /work/train [--sources DIR ...]
-    python dev/train_bundled.py train --work /work/train --minutes 90 --out lpr/assets/bundled [--resume]
-    python dev/train_bundled.py eval  --work /work/train --model lpr/assets/bundled --classeval FILE
+    python dev/train_bundled.py data  --work ../train [--sources DIR ...]
+    python dev/train_bundled.py train --work ../train --minutes 90 --out lpr/assets/bundled [--resume]
+    python dev/train_bundled.py eval  --work ../train --model lpr/assets/bundled --classeval FILE
 
 Everything is seeded, but the number of optimizer steps follows the clock (``--minutes``), so two runs
 on different machines see different amounts of text. The model only needs torch, transformers and
