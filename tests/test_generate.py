@@ -152,7 +152,9 @@ def test_interrupt_leaves_what_is_finished(tmp_path: Path) -> None:
     """A real process, interrupted when its first lines are written."""
     source, target = write_prompts(tmp_path / "in.jsonl", PROMPTS * 20), tmp_path / "out.jsonl"
     command = [sys.executable, "-m", "lpr.generate", "--prompts", str(source), "--output", str(target)]
-    process = subprocess.Popen([*command, "--max-new-tokens", "100"], stderr=subprocess.PIPE, text=True)
+    # At this temperature no draft helps; equal prompts decoded greedily would all be done before the signal comes.
+    command += ["--max-new-tokens", "100", "--temperature", "1.5", "--max-batch-size", "2"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         for _ in range(1200):
             if target.exists() and target.read_bytes().count(b"\n") > 2:
