@@ -16,10 +16,8 @@ from lpr.model.inputs import Row
 from lpr.model.runner import TreeModel
 from lpr.sampling import Selection
 
-FEWEST_ROUNDS, MOST_ROUNDS = 4, 6
+ROUNDS = 4
 """Times that each number of nodes is timed."""
-ENOUGH = 0.5
-"""Seconds of forwards, per cached length, after which no further round begins."""
 LONGEST = 1.0
 """Seconds of the first round, per cached length, after which no larger tree is tried."""
 STEEPEST = 8.0
@@ -75,9 +73,7 @@ def _measure_rows(
     without_drafts: list[float] = []
     spent = 0.0
     _time_once(model, batch, batch, lengths[0])  # the first forward of all sets libraries up
-    for number in range(MOST_ROUNDS):
-        if number >= FEWEST_ROUNDS and spent > ENOUGH * 1e3 * len(lengths):
-            break
+    for number in range(ROUNDS):
         for kv in lengths:
             round_began = spent
             for index, count in enumerate(sizes[kv]):
