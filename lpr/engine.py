@@ -156,7 +156,7 @@ class Engine:
         """Decode further requests with other settings, forgetting what drafts were learnt; needs an idle engine."""
         if self.busy:
             raise RuntimeError("reconfigure needs an engine without running requests")
-        self._costs = self._pace.costs or self._costs
+        self._costs = self.costs or self._costs
         self._configure(decode)
 
     def _configure(self, decode: DecodeConfig) -> None:

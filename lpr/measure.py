@@ -65,10 +65,8 @@ def _measure_rows(
         mine = torch.tensor([int(_time_once(model, batch, count, kv) * 1e6)], dtype=torch.int32)
         return max(1, int(comm.gather(mine)[0, 0])) / 1e3
 
-    knots = [count for count in KNOTS if batch <= count <= max(2 * batch, max_nodes)]
-    if batch > 1:
-        knots = [count for count in knots if count & (count - 1) == 0]  # its trees are smaller
-    sizes = {kv: list(knots) for kv in lengths}
+    counts = [batch * knot for knot in KNOTS if knot <= max(2, max_nodes // batch)]
+    sizes = {kv: list(counts) for kv in lengths}
     ratios: dict[tuple[int, int], list[float]] = {}
     without_drafts: list[float] = []
     spent = 0.0

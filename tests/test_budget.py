@@ -251,6 +251,10 @@ def test_tables_survive_json_and_other_numbers_of_nodes() -> None:
         {"nodes": [1, 2], "rows": [{"batch": 1, "kv": 1, "ms": [1.0]}]},
         {"nodes": [1, 2], "rows": [{"batch": 1, "kv": 1, "ms": [0.0, 1.0]}]},
         {"nodes": [1, 2], "rows": [3]},
+        {"nodes": [1, 2], "rows": [{"batch": 1, "kv": 1, "ms": [math.nan, 1.0]}]},
+        {"nodes": [1, 2], "rows": [{"batch": 1, "kv": 1, "ms": [1.0, math.inf]}]},
+        {"nodes": [1, 2], "rows": [{"batch": 0, "kv": 1, "ms": [1.0, 2.0]}]},
+        {"nodes": [1, math.nan], "rows": [{"batch": 1, "kv": 1, "ms": [1.0, 2.0]}]},
     ],
 )
 def test_what_is_no_table_is_refused(record: dict[str, object]) -> None:
@@ -299,6 +303,16 @@ def test_sizes_are_measured_at_the_start() -> None:
     assert engine.generate([TEXT], SamplingParams(max_new_tokens=30))[0].stats.num_tokens == 30
 
 
+@pytest.mark.parametrize("max_nodes", [1, 2, 8, 12])
+@pytest.mark.parametrize("max_batch_size", [2, 3, 5, 6, 7, 9])
+def test_every_batch_size_and_limit_can_be_measured(max_nodes: int, max_batch_size: int) -> None:
+    decode = DecodeConfig(max_nodes=max_nodes, max_batch_size=max_batch_size)
+    engine = Engine.from_model(tiny_model(), decode=decode)
+    assert engine.costs is not None
+    assert {batch for batch, _ in engine.costs.rows} == {1, min(8, max_batch_size)}
+    assert engine.costs.row(max_batch_size, 256)[0] > 0
+
+
 def test_ranks_decide_by_the_table_of_rank_0() -> None:
     """Each rank measures other times; what they decide by is one table, which changes while they decode."""
     model = tiny_model(seed=3, spread=0.1)
@@ -311,7 +325,7 @@ def test_ranks_decide_by_the_table_of_rank_0() -> None:
         engine = Engine.from_model(model, decode=DecodeConfig(max_nodes=32, max_batch_size=2), comm=comm)
         assert (engine._pace._tracker is None) == (comm.rank > 0), "one clock counts"
         done = [each.token_ids for each in engine.generate(prompts, params)]
-        shared.append(engine._pace.budget.cost)
+        shared.append(engine.costs)
         return done, comm.num_broadcasts
 
     results = run_ranks(ThreadWorld(3), program)

@@ -92,11 +92,11 @@ class StepCost:
             rows = {(int(row["batch"]), int(row["kv"])): [float(ms) for ms in row["ms"]] for row in record["rows"]}
         except (KeyError, TypeError, IndexError) as failure:
             raise ValueError(f"not a table of step times: {type(failure).__name__} {failure}") from failure
-        if not rows or len(nodes) < 2 or nodes != sorted(set(nodes)) or nodes[0] < 1:
+        if not rows or len(nodes) < 2 or nodes != sorted(set(nodes)) or not 1 <= nodes[0] <= nodes[-1] < math.inf:
             raise ValueError("a table of step times needs two or more ascending numbers of nodes and a row")
-        for row in rows.values():
-            if len(row) != len(nodes) or min(row) <= 0:
-                raise ValueError("each row of step times needs one positive time per number of nodes")
+        for (batch, kv), row in rows.items():
+            if len(row) != len(nodes) or not all(0 < ms < math.inf for ms in row) or batch < 1 or kv < 0:
+                raise ValueError("each row of step times needs a batch, cached tokens and a positive time per nodes")
         return cls({key: at_knots(nodes, row) for key, row in rows.items()})
 
 
