@@ -3,10 +3,10 @@
     python -m benchmarks.adaptive --data classeval.jsonl humaneval.jsonl --output benchmarks/results/adaptive.json
 
 All contestants complete a prompt at the same time, a few steps each in turn, so that a machine whose speed drifts does
-so for all of them (one whole completion after the other, ratios of equal engines differed by 10 % here); ratios are of
-the sums of seconds over all prompts. The contestants share one model. Traps for the
-promise "never slower than plain decoding": prompts of random tokens and real prompts at temperature 1.5, and a shared
-trie that was fed, for every pair of tokens that will come, a wrong continuation.
+so for all of them: one whole completion after the other, equal engines differed by 10 %. Ratios are of the sums of
+seconds over all prompts. The contestants share one model. Traps for the promise "never slower than plain decoding":
+prompts of random tokens and real prompts at temperature 1.5, and a shared trie that was fed, for every pair of tokens
+that will come, a wrong continuation.
 """
 
 from __future__ import annotations

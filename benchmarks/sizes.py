@@ -4,10 +4,10 @@
     python -m benchmarks.sizes --traces T.jsonl --last 50 --costs tn_h100.json         # a table of lpr.generate --costs
 
 A recorded text is replayed as by benchmarks.replay, cold and, with --warm-first, with the completions of the file's
-first tasks in the shared trie; a step takes what a table says. Where no table is given a
-node's *price* is a percentage of a plain step: t(n) = 1 + price * (n - 1). An accelerator below its knee is near 0.2 %,
-a CPU with a small model near 3 %. Wall clock hides a bad decision in its noise; here a fault of the budget that made it
-stop drafting after a long copy shows as 0.2x of the best fixed size.
+first tasks in the shared trie; a step takes what a table says. Where no table is given a node's *price* is a percentage
+of a plain step: t(n) = 1 + price * (n - 1). An accelerator below its knee is near 0.2 %, a CPU with a small model near
+3 %. Wall clock hides a bad decision in its noise; here a fault of the budget that made it stop drafting after a long
+copy shows as 0.2x of the best fixed size.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from benchmarks.replay import (
     replay_task,
     select,
 )
+from benchmarks.trie import insert
 from lpr.config import DecodeConfig, InputError
 from lpr.core.budget import AdaptiveBudget, Draft, Standing
 from lpr.core.cost import KNOTS, SHORTEST_KV, StepCost
@@ -47,6 +49,14 @@ Learnt = Callable[[], Trie]
 def priced(percent: float) -> StepCost:
     """Step times where each further node costs `percent` of a plain step."""
     return StepCost({(1, SHORTEST_KV): [1 + percent / 100 * (knot - 1) for knot in KNOTS]})
+
+
+def trie_of(documents: Sequence[list[int]]) -> Trie:
+    """A shared trie that has learnt `documents`."""
+    trie = Trie(DecodeConfig().trie_capacity)
+    for document in documents:
+        insert(trie, document)
+    return trie
 
 
 def automatic(tasks: Sequence[Task], costs: StepCost, shared: Trie, most: int) -> dict[str, float]:
@@ -136,15 +146,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         if not tasks:
             raise InputError(f"{path}: every prompt or completion is empty")
         for num_warm in [0, options.warm_first] if options.warm_first else [0]:
-            known = [encode(text) for _, text in pairs[:num_warm]]
-
-            def learnt(known: Sequence[list[int]] = known) -> Trie:
-                trie = Trie(DecodeConfig().trie_capacity)
-                for text in known:
-                    trie.extend(text)
-                    trie.end_document()
-                return trie
-
+            learnt = partial(trie_of, [encode(text) for _, text in pairs[:num_warm]])
             with progress(console, len(options.sizes) + len(tables)) as advance:
                 races = compare(tasks, tables, learnt, options.sizes, options.max_nodes, advance)
             runs.append(

@@ -231,6 +231,8 @@ class AdaptiveBudget:
         self._all = Standing()
         self._step = (1, 0, SHORTEST_KV)
         self._earnings: Earnings | None = None
+        self._prices: tuple[Sequence[float], tuple[int, ...], list[float], list[float]] | None = None
+        """Row and sizes of the last step, and what its nodes would cost: mostly those of the next one too."""
 
     def begin(self, count: int, pending: int, kv: int) -> None:
         """Begin a step."""
@@ -297,7 +299,13 @@ class AdaptiveBudget:
     def _earn(self, held: int) -> Earnings:
         """The step without drafts, whose sequences have `held` window nodes each."""
         count, pending, kv = self._step
-        row = np.array(self.cost.row(count, kv))
+        found, sizes = self.cost.row(count, kv), (count, pending, held)
+        if self._prices is None or self._prices[0] is not found or self._prices[1] != sizes:
+            self._prices = (found, sizes, *self._price_nodes(np.array(found), *sizes))
+        return Earnings(count, *self._prices[2:])
+
+    def _price_nodes(self, row: np.ndarray, count: int, pending: int, held: int) -> tuple[list[float], list[float]]:
+        """Milliseconds of the step by its drafted nodes, and the least that further ones cost on average."""
         nodes = np.arange(count * self._limit + 1)
         per_rank = (count * (1 + held) + nodes) / self.num_ranks + pending
         times = _at(per_rank, row)
@@ -305,7 +313,7 @@ class AdaptiveBudget:
         ahead = np.array(KNOTS) - per_rank[:, None]
         slopes = np.where(ahead > 1e-9, (row - times[:, None]) / np.maximum(ahead, 1e-9), np.inf)
         cheapest = np.minimum(slopes.min(1), _last_slope(row)) / self.num_ranks
-        return Earnings(count, times.tolist(), cheapest.tolist())
+        return times.tolist(), cheapest.tolist()
 
     def _weigh_window(self, tokens: np.ndarray, count: int, pending: int, row: Sequence[float]) -> None:
         """Compare the step with and without a window; switch at the end of a segment."""
