@@ -18,7 +18,7 @@ from rich.progress import Progress
 
 from benchmarks.common import load_prompts, model_parser, run_main, split_budget, table
 from lpr import Engine, SamplingParams, bundled_model
-from lpr.metrics import DecodeStats
+from lpr.engine.stats import DecodeStats
 
 KINDS = ("window", "trie", "both")
 

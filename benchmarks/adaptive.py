@@ -26,8 +26,8 @@ from rich.progress import Progress
 
 from benchmarks.common import load_prompts, model_parser, run_main, table
 from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
+from lpr.engine.request import Request
 from lpr.model.loader import load
-from lpr.request import Request
 
 PLAIN, AUTO = "plain", "auto"
 TURN = 8

@@ -1,4 +1,4 @@
-"""Real runs of one and two processes on this machine, and what the model of lpr.perf.simulate says of them.
+"""Real runs of one and two processes on this machine, and what the model of lpr.planner.prediction says of them.
 
 Measured: t(n) and the time of a first step (which computes a prompt), in one process and in two that share the machine
 but do not wait for each other (of these the slower one's time, step by step, as a gather would wait for it); gloo's
@@ -28,13 +28,13 @@ from rich.console import Console
 from benchmarks.common import load_prompts
 from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
 from lpr.config import InputError
-from lpr.perf.measured import read_table
-from lpr.perf.planning import payload_bytes
+from lpr.planner.footprint import payload_bytes
+from lpr.planner.measured import read_table
 
 BUDGETS = (1, 17, 33)
 """Nodes that t(n) is measured at; 1 is plain decoding."""
 LOOKAHEAD = 16
-"""Trie nodes per rank of the lookahead runs: a CPU has no idle arithmetic, so small trees pay best."""
+"""SuffixIndex nodes per rank of the lookahead runs: a CPU has no idle arithmetic, so small trees pay best."""
 
 
 def decode_config(trie_nodes: int) -> DecodeConfig:

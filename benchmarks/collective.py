@@ -18,17 +18,16 @@ import torch.distributed as dist
 from rich.console import Console
 
 from benchmarks.common import OneLineParser, finish, table, whole
-from lpr.config import TreeConfig
+from lpr.config import DecodeConfig
 from lpr.dist.comm import Comm
 from lpr.dist.runtime import World, join, leave
-from lpr.exchange import NUM_HEADER, owned_capacity
 
 WARM_UP = 10
 
 
-def payload_bytes(config: TreeConfig, num_ranks: int) -> int:
-    """Bytes that each of `num_ranks` ranks contributes to a step under `config`, as lpr.exchange lays them out."""
-    return 4 * (NUM_HEADER + config.max_batch_size * owned_capacity(config, num_ranks) * (1 + 2 * config.num_recycled))
+def payload_bytes(decode: DecodeConfig, num_ranks: int) -> int:
+    """Bytes that each of `num_ranks` ranks contributes to a step under `decode` (lpr.engine.exchange)."""
+    return 4 * decode.resolved(num_ranks).payload_words(decode.max_batch_size, num_ranks)
 
 
 def gather_times(comm: Comm, device: torch.device, size: int, repeats: int) -> list[float]:

@@ -4,8 +4,8 @@
 
 Each section stands alone: one that fails is recorded with its reason and the rest goes on, and no section begins after
 the time is up. Results are in benchmarks/results/gpu_check.json, written after every section, and the tables of step
-times that lpr.core.cost.StepCost.from_json reads in benchmarks/results/tn_<gpu>_<model>.json. `--device cpu --tiny`
-runs the same program on any machine, to test it.
+times that `StepTimes.from_json` reads in benchmarks/results/tn_<gpu>_<model>.json.
+`--device cpu --tiny` runs the same program on any machine, to test it.
 """
 
 from __future__ import annotations

@@ -14,14 +14,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lpr import DecodeConfig, Engine, InputError, SamplingParams, bundled_model
 from lpr.config import AUTOMATIC
-from lpr.core.cost import KNOTS
+from lpr.core.step_times import KNOTS
 from lpr.model.cache import TreeCache
 from lpr.model.graphs import CudaCapturer
 from lpr.model.inputs import Row, build_inputs
 from lpr.model.runner import TreeModel
+from lpr.model.sampling import Selection
 from lpr.model.self_check import self_check
 from lpr.model.static_inputs import NODE_BUCKETS, StaticShape, static_shape
-from lpr.sampling import Selection
 
 LLAMA = {"vocab_size": 32016, "max_position_embeddings": 16384, "rope_theta": 1e6}
 MODELS: dict[str, dict[str, Any]] = {

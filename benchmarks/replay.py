@@ -40,10 +40,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.common import OneLineParser, whole
-from lpr.config import DecodeConfig, InputError, TreeConfig
+from lpr.config import DecodeConfig, InputError, TreeSizes
 from lpr.core.drafting import Drafter
+from lpr.core.suffix_index import SuffixIndex
 from lpr.core.tree import TokenTree
-from lpr.core.trie import Trie
 
 Encode = Callable[[str], list[int]]
 
@@ -124,7 +124,7 @@ def select(pairs: list[tuple[str, str]], first: int | None, last: int | None) ->
     return pairs if last is None else pairs[max(0, len(pairs) - last) :]
 
 
-def fill(trie: Trie, tasks: Sequence[Task], num_tokens: int) -> None:
+def fill(trie: SuffixIndex, tasks: Sequence[Task], num_tokens: int) -> None:
     """Put `num_tokens` tokens of perturbed text into `trie`: each round of the tasks permutes one token in eight.
 
     That keeps the frequent contexts of real text, the long chains that a query must not walk to their end.
@@ -160,7 +160,7 @@ def follow(tree: TokenTree, tokens: Sequence[int], done: int) -> tuple[list[int]
     return path, emitted
 
 
-def replay_task(task: Task, config: TreeConfig, shared: Trie, tally: Tally) -> None:
+def replay_task(task: Task, config: TreeSizes, shared: SuffixIndex, tally: Tally) -> None:
     """Decode one recorded task step by step, adding to `tally`."""
     drafter = Drafter(config, shared, None)
     drafter.observe(task.prompt)
@@ -206,7 +206,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, object]:
     tasks = [task for task in tasks if task.prompt and task.completion]
     if not tasks:
         raise InputError(f"{options.traces}: every prompt or completion is empty")
-    shared = Trie(max(config.trie_capacity, options.history_tokens))
+    shared = SuffixIndex(max(config.trie_capacity, options.history_tokens))
     fill(shared, tasks, options.history_tokens)
     for _, completion in warm:
         shared.extend(encode(completion))

@@ -22,15 +22,14 @@ from rich.console import Console
 
 from benchmarks.check_runs import compare, measure_runs
 from benchmarks.common import RESULTS, OneLineParser, table
+from benchmarks.published import GPT_FAST, Check, check_published
 from lpr.config import DecodeConfig, InputError
-from lpr.perf.facts import ModelFacts, facts_of
-from lpr.perf.hardware import GPUS
-from lpr.perf.interconnect import LINKS, Network
-from lpr.perf.measured import Measured, TimeTable, read_measured, read_table
-from lpr.perf.planning import Mesh, footprint, meshes, split_problem
-from lpr.perf.presets import measured_values, package_file, resolve
-from lpr.perf.published import GPT_FAST, Check, check_published
-from lpr.perf.simulate import (
+from lpr.planner.facts import ModelFacts, facts_of
+from lpr.planner.footprint import Mesh, footprint, meshes, split_problem
+from lpr.planner.hardware import GPUS
+from lpr.planner.interconnect import LINKS, Network
+from lpr.planner.measured import Measured, TimeTable, read_measured, read_table
+from lpr.planner.prediction import (
     Estimate,
     Inputs,
     Machine,
@@ -39,6 +38,7 @@ from lpr.perf.simulate import (
     advantage,
     predict,
 )
+from lpr.planner.presets import measured_values, package_file, resolve
 
 MODELS = ("codellama-7b", "codellama-13b", "codellama-34b", "codellama-70b")
 MACHINES = {"a100-80gb": "nvlink-a100", "h100": "nvlink-h100"}

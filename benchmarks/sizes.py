@@ -34,46 +34,46 @@ from benchmarks.replay import (
     select,
 )
 from benchmarks.trie import insert
+from lpr.cli.generate import read_costs
 from lpr.config import DecodeConfig, InputError
-from lpr.core.budget import AdaptiveBudget, Draft, Standing
-from lpr.core.cost import KNOTS, SHORTEST_KV, StepCost
+from lpr.core.budget import AcceptanceHistory, AdaptiveBudget, Draft
 from lpr.core.drafting import Drafter
+from lpr.core.step_times import KNOTS, SHORTEST_KV, StepTimes
+from lpr.core.suffix_index import SuffixIndex
 from lpr.core.tree import TokenTree
-from lpr.core.trie import Trie
-from lpr.generate import read_costs
 
-Learnt = Callable[[], Trie]
+Learnt = Callable[[], SuffixIndex]
 """Makes the shared trie that every contestant starts with."""
 
 
-def priced(percent: float) -> StepCost:
+def priced(percent: float) -> StepTimes:
     """Step times where each further node costs `percent` of a plain step."""
-    return StepCost({(1, SHORTEST_KV): [1 + percent / 100 * (knot - 1) for knot in KNOTS]})
+    return StepTimes({(1, SHORTEST_KV): [1 + percent / 100 * (knot - 1) for knot in KNOTS]})
 
 
-def trie_of(documents: Sequence[list[int]]) -> Trie:
+def trie_of(documents: Sequence[list[int]]) -> SuffixIndex:
     """A shared trie that has learnt `documents`."""
-    trie = Trie(DecodeConfig().trie_capacity)
+    trie = SuffixIndex(DecodeConfig().trie_capacity)
     for document in documents:
         insert(trie, document)
     return trie
 
 
-def automatic(tasks: Sequence[Task], costs: StepCost, shared: Trie, most: int) -> dict[str, float]:
+def automatic(tasks: Sequence[Task], costs: StepTimes, shared: SuffixIndex, most: int) -> dict[str, float]:
     """Replay `tasks` with automatic sizes of up to `most` nodes."""
     config = DecodeConfig(window_size=0, max_nodes=most).resolved()
     budget = AdaptiveBudget(config, costs)
     spent, num_steps, num_nodes, num_tokens = 0.0, 0, 0, 0
     for task in tasks:
-        drafter, standing, done, root = Drafter(config, shared), Standing(), 0, task.prompt[-1]
+        drafter, history, done, root = Drafter(config, shared), AcceptanceHistory(), 0, task.prompt[-1]
         drafter.observe(task.prompt)
         while done < len(task.completion):
             budget.begin(1, 0, 0)
-            order = budget.order(standing)
+            request = budget.request(history)
             tree = TokenTree(root)
-            budget.cut([Draft(tree, drafter.draft(tree, order.nodes, price=order.price), 1)], [standing])
+            budget.cut([Draft(tree, drafter.draft(tree, request.nodes, price=request.price), 1)], [history])
             path, emitted = follow(tree, task.completion, done)
-            budget.observe([tree], [path], [standing])
+            budget.observe([tree], [path], [history])
             drafter.learn(tree, path)
             drafter.observe(emitted)
             done, root = done + len(emitted), emitted[-1]
@@ -84,7 +84,7 @@ def automatic(tasks: Sequence[Task], costs: StepCost, shared: Trie, most: int) -
     return _result(costs, num_tokens, num_steps, num_nodes, spent)
 
 
-def fixed(tasks: Sequence[Task], tables: Sequence[StepCost], shared: Trie, size: int) -> list[dict[str, float]]:
+def fixed(tasks: Sequence[Task], tables: Sequence[StepTimes], shared: SuffixIndex, size: int) -> list[dict[str, float]]:
     """Replay `tasks` with trees of `size` drafted nodes; one result per table of step times."""
     config = DecodeConfig(window_size=0, trie_nodes=size).resolved()
     tally = Tally()
@@ -96,7 +96,7 @@ def fixed(tasks: Sequence[Task], tables: Sequence[StepCost], shared: Trie, size:
     return [_result(costs, tally.num_tokens, num_steps, num_nodes, ms) for costs, ms in zip(tables, spent, strict=True)]
 
 
-def _result(costs: StepCost, num_tokens: int, num_steps: int, num_nodes: int, spent: float) -> dict[str, float]:
+def _result(costs: StepTimes, num_tokens: int, num_steps: int, num_nodes: int, spent: float) -> dict[str, float]:
     return {
         "over_plain": round(num_tokens * costs.time(1) / spent, 4),
         "tokens_per_step": round(num_tokens / num_steps, 3),
@@ -105,7 +105,7 @@ def _result(costs: StepCost, num_tokens: int, num_steps: int, num_nodes: int, sp
 
 
 def compare(
-    tasks: Sequence[Task], tables: dict[str, StepCost], learnt: Learnt, sizes: Sequence[int], most: int, advance: Any
+    tasks: Sequence[Task], tables: dict[str, StepTimes], learnt: Learnt, sizes: Sequence[int], most: int, advance: Any
 ) -> list[dict[str, Any]]:
     """Automatic sizes against the best of `sizes`, under each of the `tables`."""
     by_size = {}

@@ -9,8 +9,8 @@ work then runs in; "host alone" repeats the same steps with the recorded results
 a host does whose accelerator computes.
 
 t(n) is the wall-clock time of evaluating n tokens after so many cached ones, as the engine measures it when it starts
-(lpr.measure), up to the n that takes STEEPEST times as long as one token. "collective" is the wall-clock time of the
-all-gather between two real ranks (benchmarks.collective), of the payload that two ranks with such a budget exchange.
+(lpr.engine.measure), up to the n that takes STEEPEST times as long as one token. "collective" is the wall-clock time of
+the all-gather between two real ranks (benchmarks.collective), of the payload that two ranks of such a budget exchange.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from typing import Any
 import torch
 from rich.console import Console
 
+import lpr.engine.step
 import lpr.model.runner
-import lpr.step
 from benchmarks.collective import payload_bytes
 from benchmarks.common import load_prompts, model_parser, run_main, table
 from benchmarks.fleet import LAUNCHER, RunFailedError, execute
 from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
 from lpr.config import InputError
-from lpr.core.cost import KNOTS
-from lpr.measure import STEEPEST, measure_costs
+from lpr.core.step_times import KNOTS
+from lpr.engine.measure import STEEPEST, measure_step_times
 
 PARTS = {
-    "draft": (lpr.step.SequenceState, "build"),
-    "partition": (lpr.step, "split"),
-    "rows": (lpr.step, "shard_row"),
-    "selection": (lpr.step, "selection"),
+    "draft": (lpr.engine.step.SequenceState, "build"),
+    "partition": (lpr.engine.step, "split"),
+    "rows": (lpr.engine.step, "shard_row"),
+    "selection": (lpr.engine.step, "selection"),
     "inputs": (lpr.model.runner, "build_inputs"),
     "forward": (lpr.model.runner.TreeModel, "logits"),
     "choose": (lpr.model.runner, "choose"),
     "candidates": (lpr.model.runner, "candidates"),
-    "exchange": (lpr.step.Exchange, "gather"),
-    "accept": (lpr.step, "accept"),
-    "commit": (lpr.step, "commit"),
-    "advance": (lpr.step.SequenceState, "advance"),
+    "exchange": (lpr.engine.step.Exchange, "gather"),
+    "accept": (lpr.engine.step, "accept"),
+    "commit": (lpr.engine.step, "commit"),
+    "advance": (lpr.engine.step.SequenceState, "advance"),
     "text": (Engine, "_emit"),
 }
 CACHED = (256, 1024)
@@ -82,7 +82,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     cached = options.kv or [kv for kv in CACHED if kv + most <= engine.max_length]
     costs = step_times(engine, cached, most)
     decodes = {budget: tree_of(budget, options.both) for budget in options.budgets}
-    sizes = {budget: payload_bytes(decode.resolved(2), 2) for budget, decode in decodes.items()}
+    sizes = {budget: payload_bytes(decode, 2) for budget, decode in decodes.items()}
     collective = time_collective(sorted(set(sizes.values())), options)
     runs = []
     for budget, decode in decodes.items():
@@ -110,7 +110,7 @@ def step_times(engine: Engine, cached: Sequence[int], most: int) -> list[dict[st
             raise InputError(
                 f"--kv {kv} and {most} nodes need {kv + most} positions; the engine has {engine.max_length}"
             )
-        costs = measure_costs(engine.model, engine._like, engine.comm, most, kv, lengths=[kv])
+        costs = measure_step_times(engine.model, engine._like, engine.comm, most, kv, lengths=[kv])
         row = costs.row(1, kv)
         # Knots beyond the one that took too long were not measured.
         measured = [(n, ms) for n, ms in zip(KNOTS, row, strict=True) if n <= max(2, most) and ms <= STEEPEST * row[0]]

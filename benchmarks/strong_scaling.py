@@ -18,27 +18,26 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-import lpr.engine
+import lpr.engine.engine
 from benchmarks.common import load_prompts, model_parser, run_main, table
 from benchmarks.simulate import run as simulate
 from benchmarks.simulate import simulate_parser
 from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
-from lpr.config import TreeConfig
+from lpr.config import TreeSizes
 from lpr.core.partition import partition
-from lpr.core.state import held_after
-from lpr.exchange import NUM_HEADER, owned_capacity
-from lpr.metrics import DecodeStats
-from lpr.step import Outcome, decode_step
+from lpr.core.state import num_computed_after
+from lpr.engine.stats import DecodeStats
+from lpr.engine.step import Outcome, decode_step
 
 
 class Ranks:
     """Counts what each of several ranks would evaluate of the trees of one request after the other."""
 
-    def __init__(self, num_ranks: int, decode: TreeConfig) -> None:
+    def __init__(self, num_ranks: int, decode: TreeSizes) -> None:
         """No step counted yet."""
         self.num_ranks = num_ranks
-        self.capacity = owned_capacity(decode, num_ranks)
-        self.held = [0] * num_ranks
+        self.capacity = decode.owned_capacity(num_ranks)
+        self.num_computed_tokens = [0] * num_ranks
         self.num_nodes = 0
         self.num_evaluated = 0
         self.num_pending = 0
@@ -46,11 +45,11 @@ class Ranks:
 
     def count(self, outcome: Outcome, num_tokens: int) -> None:
         """Take in a step of a sequence that had `num_tokens` tokens before it; the first computed its prompt."""
-        if not self.held[0]:
-            self.held = [num_tokens - 1] * self.num_ranks
-        pending = [num_tokens - held - 1 for held in self.held]
+        if not self.num_computed_tokens[0]:
+            self.num_computed_tokens = [num_tokens - 1] * self.num_ranks
+        pending = [num_tokens - held - 1 for held in self.num_computed_tokens]
         shards = partition(outcome.tree, self.num_ranks, pending, self.capacity)
-        self.held = held_after(num_tokens, outcome.path, shards)
+        self.num_computed_tokens = num_computed_after(num_tokens, outcome.path, shards)
         sizes = [len(shard.nodes) + chain for shard, chain in zip(shards, pending, strict=True)]
         self.num_nodes += len(outcome.tree)
         self.num_evaluated += sum(sizes)
@@ -59,16 +58,16 @@ class Ranks:
 
     def end_request(self) -> None:
         """The next step belongs to another sequence."""
-        self.held = [0] * self.num_ranks
+        self.num_computed_tokens = [0] * self.num_ranks
 
 
 def run_case(
     engine: Engine, num_ranks: int, decode: DecodeConfig, prompts: list[str], params: list[SamplingParams], advance: Any
 ) -> tuple[DecodeStats, Ranks, int]:
     """Complete `prompts` one by one as `num_ranks` ranks would."""
-    config = decode.resolved(num_ranks)
-    engine.reconfigure(config)
-    total, ranks = DecodeStats(), Ranks(num_ranks, config)
+    engine.reconfigure(decode.for_one_rank(num_ranks))
+    sizes = decode.resolved(num_ranks)
+    total, ranks = DecodeStats(), Ranks(num_ranks, sizes)
 
     def counting_step(batch: Any, *args: Any) -> Any:
         before = [len(run.state.tokens) for run in batch]
@@ -77,16 +76,15 @@ def run_case(
             ranks.count(outcome, num_tokens)
         return outcomes, length
 
-    lpr.engine.decode_step = counting_step  # type: ignore[assignment]
+    lpr.engine.engine.decode_step = counting_step  # type: ignore[assignment]
     try:
         for prompt, each in zip(prompts, params, strict=True):
             total.add(engine.generate([prompt], each)[0].stats)
             ranks.end_request()
             advance()
     finally:
-        lpr.engine.decode_step = decode_step
-    payload = NUM_HEADER + config.max_batch_size * ranks.capacity * (1 + 2 * config.num_recycled)
-    return total, ranks, payload * 4
+        lpr.engine.engine.decode_step = decode_step
+    return total, ranks, 4 * sizes.payload_words(decode.max_batch_size, num_ranks)
 
 
 def per_rank(budget: int, window_share: float) -> DecodeConfig:

@@ -27,9 +27,9 @@ from rich.console import Console
 from benchmarks.common import OneLineParser, run_main, table, whole
 from lpr.config import DecodeConfig, InputError
 from lpr.core.drafting import Drafter
+from lpr.core.suffix_index import SuffixIndex
 from lpr.core.tree import TokenTree
-from lpr.core.trie import Trie
-from lpr.trie_file import read_trie, write_trie
+from lpr.engine.trie_file import read_trie, write_trie
 
 VOCABULARY = 32_000
 NODES = 64
@@ -55,13 +55,13 @@ def _phrase(draw: random.Random) -> list[int]:
     return [int(VOCABULARY ** draw.random()) for _ in range(draw.randint(3, 12))]
 
 
-def elements(trie: Trie) -> int:
+def elements(trie: SuffixIndex) -> int:
     """What all containers of a trie hold together."""
     arrays = len(trie.tokens) + len(trie.previous_token) + len(trie.previous_pair)
     return arrays + len(trie.singles) + sum(map(len, trie.pairs))
 
 
-def insert(trie: Trie, document: list[int]) -> None:
+def insert(trie: SuffixIndex, document: list[int]) -> None:
     """One finished output, as an engine inserts it."""
     trie.extend(document)
     trie.end_document()
@@ -69,7 +69,7 @@ def insert(trie: Trie, document: list[int]) -> None:
 
 def soak(num_tokens: int, capacity: int, queries: int) -> dict[str, Any]:
     """Insert `num_tokens` and draft `queries` times once the trie is full; times in milliseconds."""
-    trie = Trie(capacity)
+    trie = SuffixIndex(capacity)
     config = DecodeConfig(window_size=0, trie_nodes=NODES).resolved()
     draw = random.Random(1)
     inserted = num_documents = most = 0
@@ -136,13 +136,13 @@ def _spread(times: list[tuple[float, float]]) -> dict[str, float]:
     }
 
 
-def _round_trip(trie: Trie) -> dict[str, float]:
+def _round_trip(trie: SuffixIndex) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         save, _ = _timed(lambda: write_trie(folder, trie, ""))
         read, _ = _timed(lambda: read_trie(folder))
         tokens = read_trie(folder)
         size = sum(file.stat().st_size for file in Path(folder).iterdir())
-    link, _ = _timed(lambda: Trie.from_history(tokens, trie.capacity_tokens))
+    link, _ = _timed(lambda: SuffixIndex.from_history(tokens, trie.capacity_tokens))
     return {"mb": round(size / 2**20, 2), "save_ms": round(save, 1), "read_ms": round(read, 1),
             "link_ms": round(link, 1)}  # fmt: skip
 

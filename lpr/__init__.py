@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lpr.config import DecodeConfig, InputError, SamplingParams
-    from lpr.drop_in import Lookahead, lookahead
-    from lpr.engine import Engine
+    from lpr.drop_in.lookahead import Lookahead, lookahead
+    from lpr.engine.engine import Engine
+    from lpr.engine.request import Chunk, Completion, Request
     from lpr.model.loader import bundled_model
-    from lpr.request import Chunk, Completion, Request
 
 __version__ = "0.1.0"
 __all__ = [
@@ -31,12 +31,12 @@ _HOMES = {
     "DecodeConfig": "lpr.config",
     "InputError": "lpr.config",
     "SamplingParams": "lpr.config",
-    "Lookahead": "lpr.drop_in",
-    "lookahead": "lpr.drop_in",
-    "Chunk": "lpr.request",
-    "Completion": "lpr.request",
-    "Engine": "lpr.engine",
-    "Request": "lpr.request",
+    "Lookahead": "lpr.drop_in.lookahead",
+    "lookahead": "lpr.drop_in.lookahead",
+    "Chunk": "lpr.engine.request",
+    "Completion": "lpr.engine.request",
+    "Engine": "lpr.engine.engine",
+    "Request": "lpr.engine.request",
     "bundled_model": "lpr.model.loader",
 }
 

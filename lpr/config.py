@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 Auto = Literal["auto"]
 """A size that follows from the measured time of a step and from what drafts earn."""
 
 
+NUM_HEADER = 3
+"""Words before the results in a step's payload: digest low, digest high, length of the driver's commands (rule R3)."""
 AUTOMATIC = ("window_size", "ngram_size", "guess_set_size", "trie_nodes")
 
 
@@ -76,14 +78,13 @@ class DecodeConfig:
             int(self.ngram_size) >= 2,
             f"ngram_size={self.ngram_size} must be at least 2: a window has ngram_size-1 levels",
         )
-        if type(self) is DecodeConfig:
-            sizes = self.resolved()
-            _require(
-                sizes.window_size <= 4096 and sizes.ngram_size <= 64 and sizes.num_nodes <= 16384,
-                f"window_size={self.window_size}, ngram_size={self.ngram_size}, guess_set_size={self.guess_set_size}, "
-                f"trie_nodes={self.trie_nodes} make {sizes.num_nodes} nodes a step; the limit is 16384 "
-                "(window_size 4096, ngram_size 64)",
-            )
+        sizes = self.resolved()
+        _require(
+            sizes.window_size <= 4096 and sizes.ngram_size <= 64 and sizes.num_nodes <= 16384,
+            f"window_size={self.window_size}, ngram_size={self.ngram_size}, guess_set_size={self.guess_set_size}, "
+            f"trie_nodes={self.trie_nodes} make {sizes.num_nodes} nodes a step; the limit is 16384 "
+            "(window_size 4096, ngram_size 64)",
+        )
         _require(self.num_candidates <= 64, f"num_candidates={self.num_candidates} must be at most 64")
         _require(
             self.max_length is None or self.max_length >= 2,
@@ -100,7 +101,7 @@ class DecodeConfig:
         """Does the size of a step's tree follow from measured times?"""
         return "auto" in (self.window_size, self.trie_nodes, self.guess_set_size)
 
-    def resolved(self, num_ranks: int = 1, nodes_per_rank: int | None = None) -> TreeConfig:
+    def resolved(self, num_ranks: int = 1, nodes_per_rank: int | None = None) -> TreeSizes:
         """The sizes of a tree that `num_ranks` ranks evaluate: W, G and the trie's nodes grow with their number.
 
         Of automatic sizes, these are the most that a step may spend: `nodes_per_rank` (default: `max_nodes`) on each
@@ -117,22 +118,44 @@ class DecodeConfig:
             trie = max(0, most - window * levels + 1 - guesses * levels)
         else:
             trie = most
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        values |= {"window_size": window, "guess_set_size": guesses, "trie_nodes": trie}
-        return TreeConfig(**values)
+        return TreeSizes(
+            window_size=window,
+            ngram_size=int(self.ngram_size),
+            guess_set_size=guesses,
+            trie_nodes=trie,
+            branch_length=self.branch_length,
+            num_candidates=self.num_candidates,
+            trie_capacity=self.trie_capacity,
+        )
+
+    def for_one_rank(self, num_ranks: int) -> DecodeConfig:
+        """The same with sizes that one rank spends as `num_ranks` would together, for counting their steps."""
+        sizes = self.resolved(num_ranks)
+        names = ("window_size", "guess_set_size", "trie_nodes")
+        return replace(self, **{name: getattr(sizes, name) for name in names})
 
 
 @dataclass(frozen=True, kw_only=True)
-class TreeConfig(DecodeConfig):
-    """A DecodeConfig whose sizes are numbers, for all ranks together: what the core and the exchange work with."""
+class TreeSizes:
+    """A DecodeConfig's sizes as numbers, for all ranks together: what the core works with."""
 
     window_size: int = 0
+    """W; 0: no window and no pool."""
     ngram_size: int = 5
+    """N."""
     guess_set_size: int = 0
+    """G."""
     trie_nodes: int = 0
+    """Nodes of drafts from tries and recycled candidates."""
+    branch_length: int = DecodeConfig.branch_length
+    """Deepest draft."""
+    num_candidates: int = DecodeConfig.num_candidates
+    """k."""
+    trie_capacity: int = DecodeConfig.trie_capacity
+    """Tokens that a trie remembers."""
 
     @property
-    def max_branch(self) -> int:
+    def longest_branch(self) -> int:
         """No node of a tree can be deeper than this."""
         window = self.window_size + self.ngram_size - 3 if self.window_size else 0
         return max(self.branch_length, window)
@@ -156,6 +179,27 @@ class TreeConfig(DecodeConfig):
     def num_nodes(self) -> int:
         """Most nodes that a step's tree may have, the root included."""
         return 1 + self.num_window_nodes + self.num_guess_nodes + self.trie_nodes
+
+    def owned_capacity(self, num_ranks: int) -> int:
+        """Most nodes of a tree that one of `num_ranks` ranks may own: an equal part, and slack.
+
+        A rank with few pending tokens takes more than its part, and the ancestors that it evaluates are not its own.
+        """
+        if num_ranks == 1:
+            return self.num_nodes
+        return min(self.num_nodes, -(-self.num_nodes // num_ranks) + min(32, self.longest_branch))
+
+    def evaluated_capacity(self, num_ranks: int) -> int:
+        """Most nodes of a tree that one of `num_ranks` ranks may evaluate: its own and their ancestors."""
+        return min(self.num_nodes, self.owned_capacity(num_ranks) + self.longest_branch)
+
+    def payload_words(self, num_sequences: int, num_ranks: int) -> int:
+        """Words (int32) that each of `num_ranks` ranks contributes to the gather of up to `num_sequences` sequences.
+
+        A header, and of every node that the rank owns the next token, its k candidates and their scores. The size
+        follows from the configuration alone (rule R2).
+        """
+        return NUM_HEADER + num_sequences * self.owned_capacity(num_ranks) * (1 + 2 * self.num_recycled)
 
 
 @dataclass(frozen=True, kw_only=True)

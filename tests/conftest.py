@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from lpr.core.budget import Draft, Order
+from lpr.core.budget import Draft, DraftRequest
 from lpr.core.state import SequenceState
 from lpr.core.tree import TokenTree
 
@@ -45,8 +45,8 @@ def verified_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tree that any test drafts holds the specification of a token tree."""
     build = SequenceState.build
 
-    def verified(self: SequenceState, max_depth: int, order: Order) -> Draft:
-        draft = build(self, max_depth, order)
+    def verified(self: SequenceState, max_depth: int, request: DraftRequest) -> Draft:
+        draft = build(self, max_depth, request)
         draft.tree.verify()
         assert max(draft.tree.depths) <= max(0, max_depth)
         return draft

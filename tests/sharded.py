@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-from lpr.perf.facts import _ShapeCache
+from lpr.planner.facts import _ShapeCache
 
 SIZES = {
     "vocab_size": 257, "hidden_size": 64, "intermediate_size": 112, "moe_intermediate_size": 48, "num_hidden_layers": 2,

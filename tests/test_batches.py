@@ -16,8 +16,8 @@ from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.model.cache import TreeCache
 from lpr.model.inputs import Block, Row, StepInputs, build_inputs
 from lpr.model.runner import TreeModel
+from lpr.model.sampling import Selection, choose
 from lpr.model.self_check import self_check
-from lpr.sampling import Selection, choose
 
 LENGTHS = (1, 70, 9, 23, 130, 2, 40, 5, 64, 17)
 """Of the prompts; some exceed a step's prefill of 48 tokens."""

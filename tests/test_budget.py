@@ -17,17 +17,17 @@ from worlds import generate_on, run_ranks
 
 import lpr
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
-from lpr.core.budget import LONGEST_HOPELESS_PAUSE, LONGEST_PAUSE, QUIET_STEPS, AdaptiveBudget, Draft, Standing
-from lpr.core.cost import KNOTS, CostTracker, StepCost, interpolate
+from lpr.core.budget import LONGEST_FAR_PAUSE, LONGEST_PAUSE, QUIET_STEPS, AcceptanceHistory, AdaptiveBudget, Draft
+from lpr.core.step_times import KNOTS, StepTimes, StepTimesTracker, interpolate
 from lpr.core.tree import Source, TokenTree
 from lpr.dist.comm import ThreadWorld
-from lpr.exchange import DesyncError
+from lpr.engine.exchange import DesyncError
 
-FLAT = StepCost({(1, 256): [10 + 0.001 * knot for knot in KNOTS]})
+FLAT = StepTimes({(1, 256): [10 + 0.001 * knot for knot in KNOTS]})
 """An accelerator below its knee: nodes cost next to nothing."""
-DEAR = StepCost({(1, 256): [10.0 * knot**1.1 for knot in KNOTS]})
+DEAR = StepTimes({(1, 256): [10.0 * knot**1.1 for knot in KNOTS]})
 """Every node costs more than a step of its own."""
-RISING = StepCost({(1, 256): [5 + 0.25 * knot for knot in KNOTS]})
+RISING = StepTimes({(1, 256): [5 + 0.25 * knot for knot in KNOTS]})
 TEXT = [(3 * i) % 7 for i in range(40)]
 
 
@@ -39,13 +39,13 @@ def chain(probabilities: Sequence[float], num_window: int = 1) -> Draft:
     return Draft(tree, [1.0] + [0.0] * (num_window - 1) + list(probabilities), num_window)
 
 
-def trie_budget(cost: StepCost, num_ranks: int = 1) -> AdaptiveBudget:
+def trie_budget(cost: StepTimes, num_ranks: int = 1) -> AdaptiveBudget:
     return AdaptiveBudget(DecodeConfig(window_size=0).resolved(num_ranks), cost, num_ranks)
 
 
-def cut(budget: AdaptiveBudget, drafts: list[Draft], standings: list[Standing], pending: int = 0) -> None:
+def cut(budget: AdaptiveBudget, drafts: list[Draft], histories: list[AcceptanceHistory], pending: int = 0) -> None:
     budget.begin(len(drafts), pending, 0)
-    budget.cut(drafts, standings)
+    budget.cut(drafts, histories)
 
 
 @settings(max_examples=60, deadline=None)
@@ -58,7 +58,7 @@ def cut(budget: AdaptiveBudget, drafts: list[Draft], standings: list[Standing], 
 def test_the_size_is_the_one_with_most_tokens_per_millisecond(
     rows: list[list[float]], slope: float, pending: int, num_ranks: int
 ) -> None:
-    cost = StepCost({(1, 256): [3 + slope * knot for knot in KNOTS]})
+    cost = StepTimes({(1, 256): [3 + slope * knot for knot in KNOTS]})
     drafts = [chain(sorted(row, reverse=True)) for row in rows]
     gains = sorted((p for row in rows for p in row), reverse=True)
 
@@ -67,7 +67,7 @@ def test_the_size_is_the_one_with_most_tokens_per_millisecond(
         return (len(rows) + sum(kept)) / cost.time(per_rank, len(rows))
 
     best = max(rate(gains[:count]) for count in range(len(gains) + 1))
-    cut(trie_budget(cost, num_ranks), drafts, [Standing() for _ in rows], pending)
+    cut(trie_budget(cost, num_ranks), drafts, [AcceptanceHistory() for _ in rows], pending)
     kept = [p for draft in drafts for p in draft.probabilities[1 : len(draft.tree)]]
     # Equally likely nodes are kept or left together, which can only matter where they are worth their price exactly.
     assert rate(kept) == pytest.approx(best, rel=1e-9) or len(set(gains)) < len(gains)
@@ -85,14 +85,14 @@ def test_the_size_is_the_one_with_most_tokens_per_millisecond(
 def test_what_is_not_drafted_for_its_price_would_not_have_been_kept(
     rows: list[list[float]], further: list[float], pending: int, trust: float
 ) -> None:
-    cost = StepCost({(1, 256): [3 + each for each in itertools.accumulate(further)]})
+    cost = StepTimes({(1, 256): [3 + each for each in itertools.accumulate(further)]})
     kept = []
     for priced in (True, False):
-        budget, standings, drafts = trie_budget(cost), [Standing() for _ in rows], []
+        budget, histories, drafts = trie_budget(cost), [AcceptanceHistory() for _ in rows], []
         budget.begin(len(rows), pending, 0)
-        for row, standing in zip(rows, standings, strict=True):
-            standing.accepted, standing.expected = 10 * trust, 10.0
-            price, taken = budget.order(standing).price, []
+        for row, history in zip(rows, histories, strict=True):
+            history.accepted, history.expected = 10 * trust, 10.0
+            price, taken = budget.request(history).price, []
             assert price is not None
             for p in sorted(row, reverse=True):
                 if priced and p < price.floor:
@@ -100,40 +100,40 @@ def test_what_is_not_drafted_for_its_price_would_not_have_been_kept(
                 price.take(p)
                 taken.append(p)
             drafts.append(chain(taken))
-        budget.cut(drafts, standings)
+        budget.cut(drafts, histories)
         kept.append([draft.tree.tokens for draft in drafts])
     assert kept[0] == kept[1]
 
 
 def test_free_nodes_are_all_kept_and_dear_ones_none() -> None:
     draft = chain([0.5, 0.4, 0.1, 0.01])
-    cut(trie_budget(FLAT), [draft], [Standing()])
+    cut(trie_budget(FLAT), [draft], [AcceptanceHistory()])
     assert len(draft.tree) == 5
     draft = chain([0.9, 0.4, 0.1])
-    cut(trie_budget(DEAR), [draft], [Standing()])
+    cut(trie_budget(DEAR), [draft], [AcceptanceHistory()])
     assert len(draft.tree) == 1
 
 
 def test_the_budget_goes_to_the_sequence_that_gains_most() -> None:
     sure, unsure = chain([0.95, 0.9, 0.85, 0.8]), chain([0.04, 0.03, 0.02])
-    cut(trie_budget(RISING), [sure, unsure], [Standing(), Standing()])
+    cut(trie_budget(RISING), [sure, unsure], [AcceptanceHistory(), AcceptanceHistory()])
     assert (len(sure.tree), len(unsure.tree)) == (5, 1)
 
 
 def test_nodes_after_an_unlikely_one_are_not_kept_in_its_place() -> None:
     draft = chain([0.9, 0.001, 0.9])
-    cut(trie_budget(RISING), [draft], [Standing()])
+    cut(trie_budget(RISING), [draft], [AcceptanceHistory()])
     assert len(draft.tree) == 2
 
 
-@pytest.mark.parametrize(("promise", "longest"), [(0.1, LONGEST_HOPELESS_PAUSE), (0.9, LONGEST_PAUSE)])
+@pytest.mark.parametrize(("promise", "longest"), [(0.1, LONGEST_FAR_PAUSE), (0.9, LONGEST_PAUSE)])
 def test_drafts_that_never_pay_are_tried_ever_more_rarely(promise: float, longest: int) -> None:
-    budget, pause = trie_budget(DEAR), Standing()
+    budget, pause = trie_budget(DEAR), AcceptanceHistory()
     tried = []
     for step in range(400):
-        order = budget.order(pause)
-        tried += [step] if order.nodes else []
-        cut(budget, [chain([promise] if order.nodes else [])], [pause])
+        request = budget.request(pause)
+        tried += [step] if request.nodes else []
+        cut(budget, [chain([promise] if request.nodes else [])], [pause])
     gaps = [after - before for before, after in itertools.pairwise(tried)]
     assert gaps[: QUIET_STEPS - 1] == [1] * (QUIET_STEPS - 1)
     assert gaps[-1] == longest + 1 and sorted(gaps) == gaps
@@ -146,12 +146,12 @@ def test_drafts_that_never_pay_are_tried_ever_more_rarely(promise: float, longes
 def test_the_window_runs_where_nodes_are_free_and_stops_where_it_earns_nothing() -> None:
     config = DecodeConfig().resolved()
     assert not AdaptiveBudget(config, DEAR).window
-    budget = AdaptiveBudget(config, StepCost({(1, 256): [10 + 0.02 * knot for knot in KNOTS]}))
+    budget = AdaptiveBudget(config, StepTimes({(1, 256): [10 + 0.02 * knot for knot in KNOTS]}))
     assert budget.window
     for _ in range(400):
         draft = chain([0.5], config.num_window_nodes + 1 if budget.window else 1)
-        cut(budget, [draft], [Standing()])
-        budget.observe([draft.tree], [[0]], [Standing()])
+        cut(budget, [draft], [AcceptanceHistory()])
+        budget.observe([draft.tree], [[0]], [AcceptanceHistory()])
         if not budget.window:
             break
     assert not budget.window
@@ -162,14 +162,14 @@ def test_the_window_runs_where_nodes_are_free_and_stops_where_it_earns_nothing()
 
 @given(st.lists(st.floats(0.01, 1e3), min_size=len(KNOTS), max_size=len(KNOTS)), st.integers(1, 3000))
 def test_more_tokens_never_take_less_time(row: list[float], count: int) -> None:
-    cost = StepCost({(1, 256): row})
+    cost = StepTimes({(1, 256): row})
     assert cost.time(count) <= cost.time(count + 1) + 1e-9
-    tracker = CostTracker(cost)
+    tracker = StepTimesTracker(cost)
     tracker.observe(count, 1, 256, 0.5 * cost.time(count))
     assert tracker.table().time(count) <= tracker.table().time(count + 1) + 1e-9
 
 
-def steps(tracker: CostTracker, sizes: Sequence[int], truth: StepCost, rng: random.Random, kv: int = 256) -> None:
+def steps(tracker: StepTimesTracker, sizes: Sequence[int], truth: StepTimes, rng: random.Random, kv: int = 256) -> None:
     """Show a tracker steps that take what `truth` says, 10 % more or less, and one in fifty three times as long."""
     for size in sizes:
         late = 3.0 if rng.random() < 0.02 else 1.0
@@ -177,9 +177,9 @@ def steps(tracker: CostTracker, sizes: Sequence[int], truth: StepCost, rng: rand
 
 
 def test_a_table_follows_what_steps_take() -> None:
-    measured = StepCost({(1, 256): [5 + 0.25 * knot for knot in KNOTS]})
-    truth = StepCost({(1, 256): [7 + 0.3 * knot for knot in KNOTS]})
-    tracker, rng = CostTracker(measured), random.Random(0)
+    measured = StepTimes({(1, 256): [5 + 0.25 * knot for knot in KNOTS]})
+    truth = StepTimes({(1, 256): [7 + 0.3 * knot for knot in KNOTS]})
+    tracker, rng = StepTimesTracker(measured), random.Random(0)
     steps(tracker, [rng.choice((1, 3, 8, 20, 40)) for _ in range(300)], truth, rng)
     for size in (1, 3, 8, 20, 40):
         assert tracker.table().time(size) == pytest.approx(truth.time(size), rel=0.08)
@@ -188,16 +188,16 @@ def test_a_table_follows_what_steps_take() -> None:
 @pytest.mark.parametrize("sizes", [[1] * 500, [1] * 490 + [40] * 10, [60] * 500, [1, 33] * 250], ids=str)
 def test_what_is_not_tried_keeps_its_measured_relation_to_what_is(sizes: list[int]) -> None:
     """However long only some sizes are seen, and however loaded the machine became, the measured shape stays."""
-    measured = StepCost({(1, 256): [5 + 0.25 * knot for knot in KNOTS]})
-    loaded = StepCost({(1, 256): [1.8 * ms for ms in measured.rows[1, 256]]})
-    tracker = CostTracker(measured)
+    measured = StepTimes({(1, 256): [5 + 0.25 * knot for knot in KNOTS]})
+    loaded = StepTimes({(1, 256): [1.8 * ms for ms in measured.rows[1, 256]]})
+    tracker = StepTimesTracker(measured)
     steps(tracker, sizes, loaded, random.Random(1))
     for size in (1, 2, 8, 16, 32, 64, 96, 128):
         assert tracker.table().time(size) == pytest.approx(loaded.time(size), rel=0.12), size
 
 
 def test_one_late_step_hardly_moves_a_table() -> None:
-    tracker = CostTracker(StepCost({(1, 256): [5 + 0.25 * knot for knot in KNOTS]}))
+    tracker = StepTimesTracker(StepTimes({(1, 256): [5 + 0.25 * knot for knot in KNOTS]}))
     for _ in range(100):
         tracker.observe(20, 1, 100, 10.0)
     before = tracker.table().time(20)
@@ -207,17 +207,17 @@ def test_one_late_step_hardly_moves_a_table() -> None:
 
 def test_rows_between_the_measured_ones() -> None:
     rows = {(batch, kv): [batch + kv / 256 + knot for knot in KNOTS] for batch in (1, 8) for kv in (256, 1024)}
-    cost = StepCost(rows)
+    cost = StepTimes(rows)
     assert cost.time(4, 1, 100) == cost.time(4, 1, 256) == 6
     assert cost.time(4, 1, 640) == 7.5, "half-way"
     assert cost.time(4, 1, 1792) == 12, "the line goes on"
     assert cost.time(4, 3, 256) == pytest.approx(8)
-    backwards = StepCost({(1, 256): [9.0] * len(KNOTS), (1, 1024): [8.0] * len(KNOTS)})
+    backwards = StepTimes({(1, 256): [9.0] * len(KNOTS), (1, 1024): [8.0] * len(KNOTS)})
     assert backwards.time(1, 1, 100_000) == 9, "longer texts never take less"
 
 
 def test_batches_have_a_correction_of_their_own() -> None:
-    tracker = CostTracker(StepCost({(1, 256): [5 + 0.25 * knot for knot in KNOTS]}))
+    tracker = StepTimesTracker(StepTimes({(1, 256): [5 + 0.25 * knot for knot in KNOTS]}))
     for _ in range(100):
         tracker.observe(20, 1, 100, 10.0)
     assert tracker.table().time(20, batch=4, kv=5000) == tracker.table().time(20), "like the nearest one that was seen"
@@ -230,15 +230,15 @@ def test_batches_have_a_correction_of_their_own() -> None:
 
 def test_equal_factors_are_no_difference() -> None:
     row = [5 + 0.25 * knot for knot in KNOTS]
-    one, twice = StepCost({(1, 256): row}), StepCost({(1, 256): [2 * ms for ms in row]})
-    steeper = StepCost({(1, 256): [5 + 0.3 * knot for knot in KNOTS]})
+    one, twice = StepTimes({(1, 256): row}), StepTimes({(1, 256): [2 * ms for ms in row]})
+    steeper = StepTimes({(1, 256): [5 + 0.3 * knot for knot in KNOTS]})
     assert not one.differs(twice, 0.05) and one.differs(steeper, 0.05)
 
 
 def test_tables_survive_json_and_other_numbers_of_nodes() -> None:
-    cost = StepCost.from_json({"nodes": [1, 100], "rows": [{"batch": 2, "kv": 600, "ms": [4.0, 8.0]}]})
+    cost = StepTimes.from_json({"nodes": [1, 100], "rows": [{"batch": 2, "kv": 600, "ms": [4.0, 8.0]}]})
     assert cost.time(50.5, 2, 600) == pytest.approx(6.0, rel=0.01)
-    assert StepCost.from_json(json.loads(json.dumps(cost.to_json()))).to_json() == cost.to_json()
+    assert StepTimes.from_json(json.loads(json.dumps(cost.to_json()))).to_json() == cost.to_json()
 
 
 @pytest.mark.parametrize(
@@ -259,11 +259,11 @@ def test_tables_survive_json_and_other_numbers_of_nodes() -> None:
 )
 def test_what_is_no_table_is_refused(record: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="step times"):
-        StepCost.from_json(record)
+        StepTimes.from_json(record)
 
 
 def test_the_critical_decoding_length_is_where_time_begins_to_rise() -> None:
-    flat_to_64 = StepCost({(1, 256): [10 + 0.1 * max(0, knot - 64) for knot in KNOTS]})
+    flat_to_64 = StepTimes({(1, 256): [10 + 0.1 * max(0, knot - 64) for knot in KNOTS]})
     assert flat_to_64.critical_length() == 89, "10 + 0.1 * (89 - 64) = 12.5"
     assert flat_to_64.longest(1.0) == 64 and flat_to_64.longest(1e9) == KNOTS[-1]
     assert DEAR.critical_length() == 1 and DEAR.critical_length(batch=4) == 4
@@ -280,7 +280,7 @@ def test_times_between_and_beyond_the_knots() -> None:
 
 @pytest.mark.parametrize("cost", [FLAT, RISING, DEAR], ids=["flat", "rising", "dear"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_the_text_does_not_depend_on_the_sizes(cost: StepCost, temperature: float) -> None:
+def test_the_text_does_not_depend_on_the_sizes(cost: StepTimes, temperature: float) -> None:
     params = [SamplingParams(max_new_tokens=40, temperature=temperature, seed=seed) for seed in range(5)]
     plain = Engine.from_pretrained(lpr.bundled_model(), DecodeConfig.autoregressive(), device="cpu")
     expected = [each.token_ids for each in plain.generate(PROMPTS[:5], params)]
@@ -319,11 +319,11 @@ def test_ranks_decide_by_the_table_of_rank_0() -> None:
     params = [SamplingParams(max_new_tokens=60, temperature=0.7, seed=seed) for seed in range(3)]
     prompts = [TEXT, [*TEXT[3:], 9], TEXT[::-1]]
     expected = [each.token_ids for each in generate_on(1, model, DecodeConfig.autoregressive(), prompts, params)[0]]
-    shared: list[StepCost] = []
+    shared: list[StepTimes] = []
 
     def program(comm):  # type: ignore[no-untyped-def]
         engine = Engine.from_model(model, decode=DecodeConfig(max_nodes=32, max_batch_size=2), comm=comm)
-        assert (engine._pace._tracker is None) == (comm.rank > 0), "one clock counts"
+        assert (engine._sizer._tracker is None) == (comm.rank > 0), "one clock counts"
         done = [each.token_ids for each in engine.generate(prompts, params)]
         shared.append(engine.costs)
         return done, comm.num_broadcasts
@@ -343,7 +343,7 @@ def test_ranks_agree_after_other_settings() -> None:
         engine = Engine.from_model(model, decode=DecodeConfig(max_nodes=32), comm=comm)
         first = engine.generate([TEXT], params)[0].token_ids
         for _ in range(200 if comm.rank == 0 else 0):
-            engine._pace._tracker.observe(1, 1, 1, 1e3)
+            engine._sizer._tracker.observe(1, 1, 1, 1e3)
         engine.reconfigure(DecodeConfig(max_nodes=48))
         assert engine.generate([TEXT], params)[0].token_ids == first
         return engine.config
@@ -358,7 +358,7 @@ def test_a_rank_that_decides_by_its_own_clock_is_caught() -> None:
     def program(comm):  # type: ignore[no-untyped-def]
         cost = DEAR if comm.rank == 1 else FLAT
         engine = Engine.from_model(model, decode=DecodeConfig(max_nodes=32), comm=comm, costs=FLAT)
-        engine._pace.budget.cost = cost
+        engine._sizer.budget.cost = cost
         return engine.generate([TEXT], SamplingParams(max_new_tokens=40))
 
     with pytest.raises(DesyncError, match="rank 1"):
@@ -390,5 +390,5 @@ def test_other_words_than_auto_are_refused(field: str) -> None:
 
 
 def test_noise_at_the_end_of_a_measurement_does_not_make_large_trees_free() -> None:
-    cost = StepCost.from_json({"nodes": [1, 64, 96], "rows": [{"batch": 1, "kv": 1, "ms": [5.0, 20.0, 12.0]}]})
+    cost = StepTimes.from_json({"nodes": [1, 64, 96], "rows": [{"batch": 1, "kv": 1, "ms": [5.0, 20.0, 12.0]}]})
     assert 0 < cost.time(1) <= cost.time(64) <= cost.time(96) <= cost.time(1024)

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 import lpr
-import lpr.corpus
-from lpr.core.trie import END
-from lpr.corpus import main
+import lpr.cli.corpus
+from lpr.cli.corpus import main
+from lpr.core.suffix_index import END
+from lpr.engine.trie_file import fingerprint_of, read_trie
 from lpr.model.loader import load_tokenizer
-from lpr.trie_file import fingerprint_of, read_trie
 
 
 @pytest.fixture(scope="module")

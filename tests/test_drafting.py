@@ -6,23 +6,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lpr.config import DecodeConfig, TreeConfig
-from lpr.core.budget import AdaptiveBudget, Standing
-from lpr.core.cost import KNOTS, StepCost
+from lpr.config import DecodeConfig, TreeSizes
+from lpr.core.budget import AcceptanceHistory, AdaptiveBudget
 from lpr.core.drafting import Drafter
 from lpr.core.pool import NGramPool
 from lpr.core.recycle import CandidateTable
+from lpr.core.step_times import KNOTS, StepTimes
+from lpr.core.suffix_index import SuffixIndex
 from lpr.core.tree import Source, TokenTree
-from lpr.core.trie import Trie
 
 TEXT = st.lists(st.integers(0, 5), min_size=1, max_size=60)
 
 
-def retrieval(**overrides: int) -> TreeConfig:
+def retrieval(**overrides: int) -> TreeSizes:
     return DecodeConfig(**{"window_size": 0, "trie_nodes": 64, "branch_length": 32, **overrides}).resolved()
 
 
-def drafted(text: list[int], budget: int, shared: Trie | None = None, **overrides: int) -> TokenTree:
+def drafted(text: list[int], budget: int, shared: SuffixIndex | None = None, **overrides: int) -> TokenTree:
     drafter = Drafter(retrieval(**overrides), shared, None)
     drafter.observe(text)
     tree = TokenTree(text[-1])
@@ -30,8 +30,8 @@ def drafted(text: list[int], budget: int, shared: Trie | None = None, **override
     return tree
 
 
-def shared_trie(*documents: list[int]) -> Trie:
-    trie = Trie(10_000)
+def shared_trie(*documents: list[int]) -> SuffixIndex:
+    trie = SuffixIndex(10_000)
     for document in documents:
         trie.extend(document)
         trie.end_document()
@@ -197,12 +197,15 @@ def test_children_share_the_probability_of_their_parent(text, documents, budget,
 @settings(max_examples=40)
 @given(TEXT, st.sampled_from([0.0001, 0.003, 0.03, 0.3]))
 def test_a_price_ends_the_draft_early(text, percent):
-    cost = StepCost({(1, 256): [1 + percent * (knot - 1) for knot in KNOTS]})
+    cost = StepTimes({(1, 256): [1 + percent * (knot - 1) for knot in KNOTS]})
     drafter, budget = Drafter(retrieval()), AdaptiveBudget(retrieval(), cost)
     drafter.observe(text)
     budget.begin(1, 0, 0)
     trees = [TokenTree(text[-1]), TokenTree(text[-1])]
-    short, full = drafter.draft(trees[0], 40, price=budget.order(Standing()).price), drafter.draft(trees[1], 40)
+    short, full = (
+        drafter.draft(trees[0], 40, price=budget.request(AcceptanceHistory()).price),
+        drafter.draft(trees[1], 40),
+    )
     assert full[: len(short)] == short and min(short) >= percent
     assert trees[1].tokens[: len(short)] == trees[0].tokens
     assert percent < 0.3 or len(short) <= 4 or short[3] > 0.3

@@ -28,10 +28,10 @@ from transformers import (
 )
 
 import lpr
-import lpr.drop_in_rows
+import lpr.drop_in.rows
 from lpr import DecodeConfig, Engine, InputError, Lookahead, SamplingParams
-from lpr.drop_in import Kept
-from lpr.drop_in_rows import Row
+from lpr.drop_in.lookahead import EngineCache
+from lpr.drop_in.rows import OutputRow
 
 SMALL = Lookahead(DecodeConfig(window_size=5, ngram_size=4, guess_set_size=4, trie_nodes=24))
 PLAIN = Lookahead(DecodeConfig.autoregressive())
@@ -123,17 +123,17 @@ def test_greedy_ids_equal(model: PreTrainedModel, option: str) -> None:
 
 
 def without_padding(patch: pytest.MonkeyPatch) -> None:
-    make = Row.__init__
-    patch.setattr(Row, "__init__", lambda self, index, num_pads, batch: make(self, index, 0, batch))
+    make = OutputRow.__init__
+    patch.setattr(OutputRow, "__init__", lambda self, index, num_pads, batch: make(self, index, 0, batch))
 
 
 def one_row_for_all(patch: pytest.MonkeyPatch) -> None:
-    each = lpr.drop_in_rows.for_row
-    patch.setattr(lpr.drop_in_rows, "for_row", lambda function, index, *rest: each(function, 0, *rest))
+    each = lpr.drop_in.rows.for_row
+    patch.setattr(lpr.drop_in.rows, "for_row", lambda function, index, *rest: each(function, 0, *rest))
 
 
 def chosen_by_raw_logits(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Row, "_process", lambda self, input_ids, scores: scores)
+    patch.setattr(OutputRow, "_process", lambda self, input_ids, scores: scores)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def user_stop(input_ids: torch.Tensor, scores: Any) -> torch.Tensor:
 
 
 def stop_after_one_row(input_ids: torch.Tensor, scores: Any) -> torch.Tensor:
-    """Row i of three stops at a length of its own."""
+    """OutputRow i of three stops at a length of its own."""
     return torch.tensor([input_ids.shape[1] >= 35 + 4 * row for row in range(3)])
 
 
@@ -412,24 +412,24 @@ def test_the_model_is_left_as_it_was(model: PreTrainedModel) -> None:
 
 def test_the_engine_stays_and_grows(llama3: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     model = copy.deepcopy(llama3)
-    assert Kept.NAME not in model.__dict__ or Kept.of(model).engine is None, "a copy starts afresh"
+    assert EngineCache.NAME not in model.__dict__ or EngineCache.of(model).engine is None, "a copy starts afresh"
     both(model, **ONE)
-    engine = Kept.of(model).engine
-    assert engine is not None and engine.config.max_batch_size == 1 and engine.max_length == 256
+    engine = EngineCache.of(model).engine
+    assert engine is not None and engine.decode.max_batch_size == 1 and engine.max_length == 256
     assert engine.shared is not None
     shared = engine.shared
     monkeypatch.setattr(lpr.Engine, "from_model", None)  # never made again
     for arguments in ({**THREE}, {**ONE, "max_new_tokens": 300}, {**THREE}):
         stock, mine = both(model, **arguments)
         assert mine.tolist() == stock.tolist()
-    assert Kept.of(model).engine is engine and engine.shared is shared
-    assert engine.config.max_batch_size == 3 and engine.max_length == 512
+    assert EngineCache.of(model).engine is engine and engine.shared is shared
+    assert engine.decode.max_batch_size == 3 and engine.max_length == 512
     forwards = []
     hook = model.register_forward_pre_hook(lambda *args: forwards.append(1))
     model.generate(**ONE, max_new_tokens=60, do_sample=False, pad_token_id=0, custom_generate=SMALL)
     hook.remove()
     assert len(forwards) <= 15, "earlier outputs are drafted from"
-    assert pickle.loads(pickle.dumps(Kept.of(model))).engine is None
+    assert pickle.loads(pickle.dumps(EngineCache.of(model))).engine is None
 
 
 def test_the_engine_goes_with_the_model(llama3: PreTrainedModel) -> None:

@@ -12,10 +12,10 @@ import pytest
 from prompts import PROMPTS
 
 import lpr
-import lpr.generate
+import lpr.cli.generate
 from lpr import DecodeConfig, Engine, SamplingParams
+from lpr.cli.generate import main, parse
 from lpr.config import InputError
-from lpr.generate import main, parse
 
 
 def write_prompts(path: Path, prompts: list[str]) -> Path:

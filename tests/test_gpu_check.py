@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import gpu_check, gpu_parts
 from benchmarks.gpu_check import Report
-from lpr.core.cost import StepCost
+from lpr.core.step_times import StepTimes
 
 ROOT = Path(__file__).parent.parent
 SECTIONS = [
@@ -40,7 +40,7 @@ def test_every_section_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     rows = record["sections"]["t(n):tiny"]["rows"]
     assert [row["kv"] for row in rows] == [32, 64] and all(min(row["ms"]) > row["floor_ms"] > 0 for row in rows)
     table = json.loads((tmp_path / "tn_cpu_tiny.json").read_text())
-    assert StepCost.from_json(table).time(8, kv=64) > 0 and "tiny" in table["source"]
+    assert StepTimes.from_json(table).time(8, kv=64) > 0 and "tiny" in table["source"]
 
 
 def test_a_failed_section_is_recorded_and_the_rest_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

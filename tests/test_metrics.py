@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lpr.core.tree import Source, TokenTree
-from lpr.metrics import DecodeStats, SourceCount, depth_bucket
+from lpr.engine.stats import DecodeStats, SourceCount, depth_bucket
 
 
 def test_depths_are_grouped_in_powers_of_two():

@@ -11,8 +11,8 @@ from lpr.config import InputError, SamplingParams
 from lpr.model.cache import TreeCache
 from lpr.model.inputs import Row, build_inputs
 from lpr.model.runner import TreeModel
+from lpr.model.sampling import Selection
 from lpr.model.self_check import self_check
-from lpr.sampling import Selection
 
 FAMILIES = {
     "llama": {},

@@ -11,9 +11,9 @@ from test_lossless import stock_greedy
 from test_window import check_on_known_text
 from transformers import PreTrainedModel
 
+import lpr.engine.step
 import lpr.model.inputs
-import lpr.sampling
-import lpr.step
+import lpr.model.sampling
 from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.core.window import JacobiWindow
 from lpr.model.cache import TreeCache
@@ -60,7 +60,7 @@ def test_without_a_fault(engine: Engine, greedy: list[list[int]]) -> None:
 
 
 def wrong_position(patch: pytest.MonkeyPatch) -> None:
-    build = lpr.step.shard_row
+    build = lpr.engine.step.shard_row
 
     def mutant(*args: object) -> Row:
         row = build(*args)  # type: ignore[arg-type]
@@ -68,11 +68,11 @@ def wrong_position(patch: pytest.MonkeyPatch) -> None:
         row.positions = row.positions[: above + 1] + [at + 1 for at in row.positions[above + 1 :]]
         return row
 
-    patch.setattr(lpr.step, "shard_row", mutant)
+    patch.setattr(lpr.engine.step, "shard_row", mutant)
 
 
 def depth_counted_from_the_pending_chain(patch: pytest.MonkeyPatch) -> None:
-    build = lpr.step.shard_row
+    build = lpr.engine.step.shard_row
 
     def mutant(*args: object) -> Row:
         row = build(*args)  # type: ignore[arg-type]
@@ -80,7 +80,7 @@ def depth_counted_from_the_pending_chain(patch: pytest.MonkeyPatch) -> None:
         row.positions = row.positions[: above + 1] + [at - above for at in row.positions[above + 1 :]]
         return row
 
-    patch.setattr(lpr.step, "shard_row", mutant)
+    patch.setattr(lpr.engine.step, "shard_row", mutant)
 
 
 def dropped_ancestor(patch: pytest.MonkeyPatch) -> None:
@@ -124,13 +124,13 @@ def no_compaction(patch: pytest.MonkeyPatch) -> None:
 
 
 def accepts_an_unchosen_child(patch: pytest.MonkeyPatch) -> None:
-    accept = lpr.step.accept
+    accept = lpr.engine.step.accept
 
     def mutant(tree, tokens):  # type: ignore[no-untyped-def]
         path = accept(tree, tokens)
         return path + list(tree.children[path[-1]].values())[:1]
 
-    patch.setattr(lpr.step, "accept", mutant)
+    patch.setattr(lpr.engine.step, "accept", mutant)
 
 
 @pytest.mark.parametrize(
@@ -161,12 +161,12 @@ def unkeyed_noise(patch: pytest.MonkeyPatch) -> None:
         uniform = torch.rand(torch.broadcast_shapes(keys.shape, tokens.shape))
         return -torch.log(-torch.log(uniform))
 
-    patch.setattr(lpr.sampling, "gumbel", mutant)
+    patch.setattr(lpr.model.sampling, "gumbel", mutant)
 
 
 def noise_keyed_by_the_parents_position(patch: pytest.MonkeyPatch) -> None:
     """Position of the node instead of the token after it, below the root only: a tree and a chain then differ."""
-    select = lpr.step.selection
+    select = lpr.engine.step.selection
 
     def mutant(batch, rows):  # type: ignore[no-untyped-def]
         chosen = select(batch, rows)
@@ -177,7 +177,7 @@ def noise_keyed_by_the_parents_position(patch: pytest.MonkeyPatch) -> None:
             start += row.num_results
         return chosen
 
-    patch.setattr(lpr.step, "selection", mutant)
+    patch.setattr(lpr.engine.step, "selection", mutant)
 
 
 @pytest.mark.parametrize("fault", [unkeyed_noise, noise_keyed_by_the_parents_position])

@@ -18,15 +18,15 @@ from rich.console import Console
 from sharded import config_values
 from transformers import AutoConfig
 
+from lpr.cli.plan import Args, main, make_plan, show
 from lpr.config import DecodeConfig, InputError
 from lpr.dist.comm import ThreadWorld
-from lpr.exchange import Exchange
+from lpr.engine.exchange import Exchange
 from lpr.model.cache import TreeCache
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
-from lpr.perf.facts import ModelFacts, config_from, facts_of
-from lpr.perf.hardware import GIB, GPUS, parse_bandwidth, parse_size
-from lpr.perf.planning import (
+from lpr.planner.facts import ModelFacts, config_from, facts_of
+from lpr.planner.footprint import (
     Mesh,
     footprint,
     forward_flops,
@@ -40,8 +40,8 @@ from lpr.perf.planning import (
     tp_traffic,
     weight_bytes,
 )
-from lpr.perf.presets import preset_names, read_preset, resolve
-from lpr.plan import Args, main, make_plan, show
+from lpr.planner.hardware import GIB, GPUS, parse_bandwidth, parse_size
+from lpr.planner.presets import preset_names, read_preset, resolve
 
 ROOT = Path(__file__).parent.parent
 FAMILIES = ("llama", "qwen2", "mixtral", "phi3", "deepseek_v3")
@@ -121,7 +121,7 @@ def test_few_kv_heads_are_shared_by_ranks(model_type: str) -> None:
 @pytest.mark.parametrize("lp", [1, 2, 8])
 def test_payload_is_that_of_the_exchange(lp: int) -> None:
     decode = DecodeConfig(window_size=7, guess_set_size=7, max_batch_size=3)
-    exchange = Exchange(decode.resolved(lp), ThreadWorld(lp).comm(0), torch.device("cpu"))
+    exchange = Exchange(decode.resolved(lp), 3, ThreadWorld(lp).comm(0), torch.device("cpu"))
     assert payload_bytes(decode, lp) == exchange.payload_bytes
 
 

@@ -187,7 +187,7 @@ def test_bad_input_under_torchrun_is_one_message(arguments: list[str], message: 
 
 PROGRAM = """
 import os, sys
-from lpr.generate import main
+from lpr.cli.generate import main
 from lpr.dist.runtime import World, leave
 rank = int(os.environ["RANK"])
 arguments = {arguments}

@@ -28,17 +28,17 @@ from transformers import (
 from worlds import run_ranks
 
 import lpr
-import lpr.processors
-import lpr.step
+import lpr.engine.step
+import lpr.model.processors
 from lpr import Completion, DecodeConfig, Engine, InputError, SamplingParams
+from lpr.cli.generate import main
 from lpr.core.accept import NOT_A_NUMBER, PROCESSOR_FAILED, accept, as_guess, likely
 from lpr.core.state import SequenceState
 from lpr.core.tree import TokenTree
 from lpr.dist.comm import ThreadComm, ThreadWorld
-from lpr.generate import main
 from lpr.model.cache import TreeCache
-from lpr.processors import Processor, Walk
-from lpr.sampling import gumbel, noise_key
+from lpr.model.processors import Processor, ProcessorPath
+from lpr.model.sampling import gumbel, noise_key
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [(3 * i) % 89 for i in range(40)], [9, 9, 4, 2] * 6]
 TREES = DecodeConfig(window_size=5, ngram_size=4, guess_set_size=4, trie_nodes=24, max_batch_size=2)
@@ -170,37 +170,37 @@ def test_a_processor_is_called_once_per_token_and_in_order(engine: Engine) -> No
 
 
 def parents_ids(patch: pytest.MonkeyPatch) -> None:
-    follow = Walk.follow
+    follow = ProcessorPath.follow
 
-    def mutant(self: Walk, *args: object) -> None:
+    def mutant(self: ProcessorPath, *args: object) -> None:
         call = self.processors.functions
         self.processors.functions = tuple(lambda ids, scores, f=f: f(ids[:, :-1], scores) for f in call)
         follow(self, *args)  # type: ignore[arg-type]
         self.processors.functions = call
 
-    patch.setattr(Walk, "follow", mutant)
+    patch.setattr(ProcessorPath, "follow", mutant)
 
 
 def roots_ids_for_all_nodes(patch: pytest.MonkeyPatch) -> None:
-    follow = Walk.follow
+    follow = ProcessorPath.follow
 
-    def mutant(self: Walk, *args: object) -> None:
+    def mutant(self: ProcessorPath, *args: object) -> None:
         call, count = self.processors.functions, len(self.tokens)
         self.processors.functions = tuple(lambda ids, scores, f=f: f(ids[:, :count], scores) for f in call)
         follow(self, *args)  # type: ignore[arg-type]
         self.processors.functions = call
 
-    patch.setattr(Walk, "follow", mutant)
+    patch.setattr(ProcessorPath, "follow", mutant)
 
 
 def guesses_taken_for_choices(patch: pytest.MonkeyPatch) -> None:
     """Nodes that no processor was asked about count as chosen by the raw logits, and so does the path."""
-    patch.setattr(lpr.step, "accept", lambda tree, codes: accept(tree, likely(codes)))
-    patch.setattr(Walk, "follow", lambda self, logits, chosen, pick: None)
+    patch.setattr(lpr.engine.step, "accept", lambda tree, codes: accept(tree, likely(codes)))
+    patch.setattr(ProcessorPath, "follow", lambda self, logits, chosen, pick: None)
 
 
 def processors_after_the_temperature(patch: pytest.MonkeyPatch) -> None:
-    of = lpr.processors.Processors.of
+    of = lpr.model.processors.Processors.of
 
     def mutant(params: SamplingParams, *args: object):  # type: ignore[no-untyped-def]
         made = of(params, *args)  # type: ignore[arg-type]
@@ -209,7 +209,7 @@ def processors_after_the_temperature(patch: pytest.MonkeyPatch) -> None:
             made.functions = (lambda ids, s: s / warm, *made.functions, lambda ids, s: s * warm)
         return made
 
-    patch.setattr(lpr.processors.Processors, "of", mutant)
+    patch.setattr(lpr.model.processors.Processors, "of", mutant)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from lpr import Chunk, DecodeConfig, Engine, SamplingParams
 from lpr.config import InputError
 from lpr.core.partition import Shard
 from lpr.dist.comm import CommError, ThreadComm, ThreadWorld, agree
-from lpr.exchange import DesyncError, Exchange, check_replica
-from lpr.lead import Leader, follow
+from lpr.engine.exchange import DesyncError, Exchange, check_replica
+from lpr.engine.lead import Leader, follow
 from lpr.model.inputs import Row
 from lpr.model.loader import model_digest
 
@@ -64,7 +64,7 @@ def test_more_ranks_take_fewer_steps(model: PreTrainedModel) -> None:
 def test_ranks_take_the_steps_of_one_rank_with_their_budget(model: PreTrainedModel) -> None:
     """Nodes are split, never lost: what lets one process count the steps of many (benchmarks/strong_scaling.py)."""
     decode = DecodeConfig(window_size=4, trie_nodes=12, max_batch_size=2)
-    alone = generate_on(1, model, decode.resolved(3), PROMPTS[:3], PARAMS[:3])[0]
+    alone = generate_on(1, model, decode.for_one_rank(3), PROMPTS[:3], PARAMS[:3])[0]
     together = generate_on(3, model, decode, PROMPTS[:3], PARAMS[:3])[0]
     assert [each.stats for each in alone] == [each.stats for each in together]
 

@@ -7,7 +7,7 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 
 from lpr.config import SamplingParams
 from lpr.core.recycle import SCORE_STEPS
-from lpr.sampling import Selection, candidates, choose, gumbel, limit, noise_key
+from lpr.model.sampling import Selection, candidates, choose, gumbel, limit, noise_key
 
 CPU = torch.device("cpu")
 

@@ -14,18 +14,17 @@ from rich.console import Console
 from sharded import config_values
 
 from benchmarks.check_runs import compare, summary
+from benchmarks.published import FITTED, GPT_FAST, check_published, fit, gpt_fast_layout
 from benchmarks.simulate import TOLERANCE, measurements_of, simulate_parser
 from benchmarks.simulate import run as simulate
+from lpr.cli.plan import main as plan_main
 from lpr.config import DecodeConfig, InputError
-from lpr.exchange import NUM_HEADER, owned_capacity
-from lpr.perf.facts import ModelFacts, facts_of
-from lpr.perf.hardware import GPUS
-from lpr.perf.interconnect import LINKS, Network, all_gather, all_reduce
-from lpr.perf.measured import Drafted, Measured, interpolate, read_measured, read_table
-from lpr.perf.planning import Mesh, kv_row_bytes, read_bytes
-from lpr.perf.presets import measured_values, resolve
-from lpr.perf.published import FITTED, GPT_FAST, check_published, fit, gpt_fast_layout
-from lpr.perf.simulate import (
+from lpr.planner.facts import ModelFacts, facts_of
+from lpr.planner.footprint import Mesh, kv_row_bytes, read_bytes
+from lpr.planner.hardware import GPUS
+from lpr.planner.interconnect import LINKS, Network, all_gather, all_reduce
+from lpr.planner.measured import Drafted, Measured, interpolate, read_measured, read_table
+from lpr.planner.prediction import (
     GREEDY_ACCEPTANCE,
     SPREAD,
     Inputs,
@@ -36,7 +35,7 @@ from lpr.perf.simulate import (
     predict,
     spread,
 )
-from lpr.plan import main as plan_main
+from lpr.planner.presets import measured_values, resolve
 
 A100 = Machine(GPUS["a100-80gb"], Network(LINKS["nvlink-a100"], LINKS["ib-hdr"]))
 MEASURED = Measured(
@@ -127,8 +126,8 @@ def test_interpolation() -> None:
 
 def test_payload_is_that_of_the_exchange() -> None:
     for lp in (1, 2, 8):
-        decode = DecodeConfig(window_size=4, guess_set_size=4, trie_nodes=32, max_batch_size=1).resolved(lp)
-        expected = 4 * (NUM_HEADER + owned_capacity(decode, lp) * (1 + 2 * decode.num_recycled))
+        decode = DecodeConfig(window_size=4, guess_set_size=4, trie_nodes=32, max_batch_size=1)
+        expected = 4 * decode.resolved(lp).payload_words(1, lp)
         assert Drafted(0.0, 64 * lp, 1.0, 64.0 * lp).payload_bytes(lp) == expected
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from benchmarks import sizes
 from benchmarks.replay import Task
-from lpr.core.budget import Standing
-from lpr.core.cost import StepCost
-from lpr.core.trie import Trie
+from lpr.core.budget import AcceptanceHistory
+from lpr.core.step_times import StepTimes
+from lpr.core.suffix_index import SuffixIndex
 
 
 def copying_text(rng: random.Random, length: int) -> list[int]:
@@ -35,7 +35,7 @@ def tasks(copies: bool) -> list[Task]:
 
 
 def race(price: float, copies: bool) -> dict[str, object]:
-    learnt = lambda: Trie(10_000)  # noqa: E731
+    learnt = lambda: SuffixIndex(10_000)  # noqa: E731
     found = sizes.compare(tasks(copies), {"": sizes.priced(price)}, learnt, [4, 8, 16, 32, 64], 128, lambda: None)
     return found[0]
 
@@ -50,7 +50,7 @@ def test_automatic_sizes_keep_up_with_the_best_fixed_one(price: float) -> None:
 
 @pytest.mark.parametrize("price", [0.2, 1.0, 3.0, 10.0, 50.0])
 def test_automatic_sizes_are_never_slower_than_plain_decoding(price: float) -> None:
-    found = sizes.automatic(tasks(copies=False), sizes.priced(price), Trie(10_000), 128)
+    found = sizes.automatic(tasks(copies=False), sizes.priced(price), SuffixIndex(10_000), 128)
     assert found["over_plain"] >= 0.97, found
 
 
@@ -60,7 +60,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     traces, costs = tmp_path / "t.jsonl", tmp_path / "costs.json"
     line = {"prompt": "for i in range(3): print(i)\n", "completion": "for j in range(3): print(j)\n" * 3}
     traces.write_text((json.dumps(line) + "\n") * 3)
-    costs.write_text(json.dumps(StepCost({(1, 256): sizes.priced(2).row(1, 256)}).to_json()))
+    costs.write_text(json.dumps(StepTimes({(1, 256): sizes.priced(2).row(1, 256)}).to_json()))
     arguments = ["--traces", str(traces), "--warm-first", "1", "--last", "2", "--sizes", "4", "8", "--prices", "1"]
     monkeypatch.setattr(sys, "argv", ["sizes", *arguments, "--costs", str(costs)])
     assert sizes.main() == 0
@@ -77,12 +77,12 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def test_one_long_promise_that_failed_is_soon_forgiven() -> None:
-    standing = Standing()
-    standing.settle(50.0, 0, 0.95)
-    assert standing.trust() > 0.4
+    history = AcceptanceHistory()
+    history.settle(50.0, 0, 0.95)
+    assert history.trust() > 0.4
     for _ in range(200):
-        standing.settle(0.0, 0, 0.95)
-    assert standing.trust() > 0.8, "plain steps forget it"
+        history.settle(0.0, 0, 0.95)
+    assert history.trust() > 0.8, "plain steps forget it"
     for _ in range(100):
-        standing.settle(1.0, 0, 0.95)
-    assert standing.trust() < 0.15, "failing again and again is believed"
+        history.settle(1.0, 0, 0.95)
+    assert history.trust() < 0.15, "failing again and again is believed"

@@ -16,9 +16,9 @@ from benchmarks import step
 from benchmarks.collective import gather_times, payload_bytes
 from benchmarks.common import split_budget
 from lpr import DecodeConfig, Engine, InputError
-from lpr.core.cost import KNOTS
+from lpr.core.step_times import KNOTS
 from lpr.dist.comm import ThreadComm, ThreadWorld
-from lpr.exchange import Exchange
+from lpr.engine.exchange import Exchange
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
@@ -26,9 +26,9 @@ from lpr.exchange import Exchange
     "decode", [split_budget("both", 64), split_budget("window", 32), DecodeConfig.autoregressive()]
 )
 def test_the_payload_is_that_of_the_exchange(decode: DecodeConfig, num_ranks: int) -> None:
-    config = decode.resolved(num_ranks)
-    exchange = Exchange(config, ThreadWorld(num_ranks).comm(0), torch.device("cpu"))
-    assert payload_bytes(config, num_ranks) == exchange.payload_bytes
+    comm = ThreadWorld(num_ranks).comm(0)
+    exchange = Exchange(decode.resolved(num_ranks), decode.max_batch_size, comm, torch.device("cpu"))
+    assert payload_bytes(decode, num_ranks) == exchange.payload_bytes
 
 
 def test_a_gather_takes_as_long_as_on_the_slowest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +51,7 @@ def test_step_times_of_several_cached_lengths(llama: PreTrainedModel, monkeypatc
         asked.append((count, kv))
         return 0.001 * count * (2 if kv > 256 else 1) * (10 if count > 16 else 1)
 
-    monkeypatch.setattr("lpr.measure._time_once", time_once)
+    monkeypatch.setattr("lpr.engine.measure._time_once", time_once)
     rows = step.step_times(engine, [256, 400], 64)
     assert [row["kv"] for row in rows] == [256, 400]
     assert rows[0]["ms"] == {"1": 1.0, "2": 2.0, "4": 4.0, "8": 8.0}, "no further than what was measured"

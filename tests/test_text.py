@@ -15,9 +15,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from transformers.tokenization_utils_sentencepiece import SentencePieceBackend
 
-import lpr.text
+import lpr.engine.text
 from lpr.config import InputError, SamplingParams
-from lpr.text import CONTEXT, REPLACEMENT, IncrementalDecoder, TextStream, Vocabulary
+from lpr.engine.text import CONTEXT, REPLACEMENT, IncrementalDecoder, TextStream, Vocabulary
 
 LINES = [
     "def f(x):\n    return x + 1\n",
@@ -453,7 +453,7 @@ def test_the_work_per_token_does_not_grow(name, kind, monkeypatch):
         "incomplete": byte_tokens(tokenizer, b"\xf0\x9f\x98" * 300),
         "spaces": text_tokens(tokenizer, " " * 1000),
     }[kind]
-    decoder_of = lpr.text.decoder_of
+    decoder_of = lpr.engine.text.decoder_of
     sizes = []
 
     def counting(tokenizer):
@@ -465,7 +465,7 @@ def test_the_work_per_token_does_not_grow(name, kind, monkeypatch):
 
         return decode_counted
 
-    monkeypatch.setattr(lpr.text, "decoder_of", counting)
+    monkeypatch.setattr(lpr.engine.text, "decoder_of", counting)
     stream = TextStream(tokenizer, tokens, SamplingParams(max_new_tokens=10_000, stop=("~",)), frozenset())
     sizes.clear()
     run(stream, tokens, range(0, len(tokens), 4))
@@ -502,12 +502,12 @@ def test_the_scripted_cases_pass():
 @pytest.mark.parametrize(
     "target, attribute, value",
     [
-        (lpr.text, "MAX_UNFINISHED", 0),
-        (lpr.text, "CONTEXT", 1),
+        (lpr.engine.text, "MAX_UNFINISHED", 0),
+        (lpr.engine.text, "CONTEXT", 1),
         (TextStream, "_num_held_back", lambda self: 0),
         (TextStream, "_find_stop", lambda self, visible: None),
         (IncrementalDecoder, "_end_run", lambda self, run: setattr(self, "_run", None) or ""),
-        (lpr.text._ByteRun, "readable", property(lambda self: "")),
+        (lpr.engine.text._ByteRun, "readable", property(lambda self: "")),
     ],
 )
 def test_a_seeded_fault_is_noticed(target, attribute, value, monkeypatch):

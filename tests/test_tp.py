@@ -14,8 +14,8 @@ from tp_worker import PROMPTS
 from transformers import AutoConfig, PreTrainedModel
 
 from lpr import DecodeConfig, Engine, InputError
+from lpr.cli.generate import main, parse
 from lpr.dist.runtime import World
-from lpr.generate import main, parse
 from lpr.model.loader import load
 from lpr.model.memory import cache_shortage
 from lpr.model.parallel import check_shards, check_split, num_kv_heads, planned_ends

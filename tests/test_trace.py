@@ -13,12 +13,12 @@ from test_processes import JOB, TORCHRUN, rows, run
 from transformers import PreTrainedModel
 from worlds import run_ranks
 
-import lpr.generate
-import lpr.step
+import lpr.cli.generate
+import lpr.engine.step
 from lpr import Completion, DecodeConfig, Engine, SamplingParams
+from lpr.cli.generate import main
+from lpr.cli.trace import PLACEHOLDER, Recorder, page, trace_data
 from lpr.dist.comm import ThreadComm, ThreadWorld
-from lpr.generate import main
-from lpr.trace import PLACEHOLDER, Recorder, page, trace_data
 
 DECODE = DecodeConfig(window_size=4, ngram_size=3, guess_set_size=4, trie_nodes=12, max_batch_size=2)
 PARAMS = SamplingParams(max_new_tokens=40)
@@ -53,7 +53,7 @@ def record(engine: Engine, prompts: list[list[int]], max_steps: int = 500) -> tu
 
 def test_the_data_is_what_the_engine_did(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    original = lpr.step.decode_step
+    original = lpr.engine.step.decode_step
 
     def watched(*args):
         outcomes, length = original(*args)
@@ -163,14 +163,14 @@ def test_one_prompt_shows_the_lookahead_run_alone(tmp_path: Path, capsys: pytest
 
 def test_a_run_that_is_interrupted_still_shows_its_steps(tmp_path: Path, llama: PreTrainedModel) -> None:
     engine = Engine.from_model(llama, decode=DECODE)
-    with pytest.raises(KeyboardInterrupt), lpr.trace.traced(tmp_path / "t.html", 9, engine):
+    with pytest.raises(KeyboardInterrupt), lpr.cli.trace.traced(tmp_path / "t.html", 9, engine):
         engine.submit([1, 2, 3], PARAMS)
         engine.step()
         raise KeyboardInterrupt
     shown = Page((tmp_path / "t.html").read_text()).data
     assert len(shown["requests"][0]["steps"]) == 1 and shown["requests"][0]["finish_reason"] is None
     assert engine.recorder is None
-    with lpr.trace.traced(tmp_path / "none.html", 9, Engine.from_model(llama)):
+    with lpr.cli.trace.traced(tmp_path / "none.html", 9, Engine.from_model(llama)):
         pass
     assert Page((tmp_path / "none.html").read_text()).data["requests"] == []
 

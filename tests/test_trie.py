@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lpr.core.trie import END, MAX_MATCH, Trie
+from lpr.core.suffix_index import END, MAX_MATCH, SuffixIndex
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=25), min_size=1, max_size=6)
 
 
-def build(documents: list[list[int]], capacity: int = 10_000) -> tuple[Trie, list[int]]:
+def build(documents: list[list[int]], capacity: int = 10_000) -> tuple[SuffixIndex, list[int]]:
     """A trie of `documents` (the last one still open), and the flat text that it should hold."""
-    trie, flat = Trie(capacity), []
+    trie, flat = SuffixIndex(capacity), []
     for document in documents:
         trie.end_document()
         flat += [END] * bool(flat) + document
@@ -23,7 +23,7 @@ def build(documents: list[list[int]], capacity: int = 10_000) -> tuple[Trie, lis
     return trie, flat
 
 
-def pairs_of(trie: Trie) -> dict[int, int]:
+def pairs_of(trie: SuffixIndex) -> dict[int, int]:
     """The index of pairs without its shards."""
     return {key: position for shard in trie.pairs for key, position in shard.items()}
 
@@ -107,21 +107,21 @@ def test_eviction_forgets_the_oldest_and_leaves_nothing_dangling(documents, capa
 )
 def test_a_trie_made_from_a_history_at_once_is_the_one_made_token_by_token(documents, capacity, more):
     slow, flat = build(documents, capacity=100_000)
-    fast = Trie.from_history(flat, 100_000)
-    for name in Trie.__slots__:
+    fast = SuffixIndex.from_history(flat, 100_000)
+    for name in SuffixIndex.__slots__:
         assert getattr(fast, name) == getattr(slow, name), name
     # With less room, the newest tokens stay, and it goes on as any trie.
-    small, alike = Trie.from_history(flat, capacity), Trie.from_history(flat[-capacity:], 100_000)
+    small, alike = SuffixIndex.from_history(flat, capacity), SuffixIndex.from_history(flat[-capacity:], 100_000)
     assert small.history() == alike.history()
     for trie in (small, alike):
         trie.extend(more)
     held = small.history().tolist()
     assert len(held) <= capacity and held == (flat + more)[len(flat) + len(more) - len(held) :]
-    assert pairs_of(small).keys() == pairs_of(Trie.from_history(held, capacity)).keys()
+    assert pairs_of(small).keys() == pairs_of(SuffixIndex.from_history(held, capacity)).keys()
 
 
 def test_memory_stays_bounded_over_a_long_history():
-    trie = Trie(2_000)
+    trie = SuffixIndex(2_000)
     token = 1
     for _ in range(100):
         document = []
@@ -152,10 +152,10 @@ def test_a_query_does_not_depend_on_the_size_of_the_history():
 
 def test_a_capacity_below_one_is_refused():
     with pytest.raises(ValueError, match="capacity_tokens=0"):
-        Trie(0)
+        SuffixIndex(0)
 
 
 def test_an_empty_trie_knows_nothing():
-    trie = Trie(4)
+    trie = SuffixIndex(4)
     trie.end_document()
     assert trie.match([1, 2]) == [] and trie.match([]) == [] and trie.match_last(1) == [] and len(trie) == 0

@@ -16,17 +16,17 @@ from safetensors.numpy import save, save_file
 from transformers import PreTrainedModel
 from worlds import run_ranks
 
-import lpr.generate
-import lpr.trie_file
+import lpr.cli.generate
+import lpr.engine.trie_file
 from lpr import DecodeConfig, Engine, SamplingParams
+from lpr.cli.generate import main
 from lpr.config import InputError
 from lpr.core.drafting import Drafter
+from lpr.core.suffix_index import END, SuffixIndex
 from lpr.core.tree import TokenTree
-from lpr.core.trie import END, Trie
 from lpr.dist.comm import ThreadComm, ThreadWorld
-from lpr.generate import main
-from lpr.lead import Leader, follow
-from lpr.trie_file import check_writable, fingerprint_of, num_documents, read_trie, trie_path, write_trie
+from lpr.engine.lead import Leader, follow
+from lpr.engine.trie_file import check_writable, fingerprint_of, num_documents, read_trie, trie_path, write_trie
 
 FINGERPRINT = "vocabulary of 97"
 CONFIG = DecodeConfig(window_size=0, trie_nodes=40)
@@ -40,8 +40,8 @@ def text(seed: int, length: int) -> list[int]:
 
 
 @pytest.fixture
-def trie() -> Trie:
-    made = Trie(1000)
+def trie() -> SuffixIndex:
+    made = SuffixIndex(1000)
     for seed in range(9):
         made.extend(text(seed % 4, 200))
         made.end_document()
@@ -49,7 +49,7 @@ def trie() -> Trie:
     return made
 
 
-def drafts(trie: Trie) -> list[tuple[list[int], list[int], list[int], list[float]]]:
+def drafts(trie: SuffixIndex) -> list[tuple[list[int], list[int], list[int], list[float]]]:
     found = []
     for seed in range(4):
         drafter = Drafter(CONFIG, trie)
@@ -63,11 +63,11 @@ def drafts(trie: Trie) -> list[tuple[list[int], list[int], list[int], list[float
     return found
 
 
-def test_a_loaded_trie_drafts_exactly_as_the_saved_one(tmp_path: Path, trie: Trie) -> None:
+def test_a_loaded_trie_drafts_exactly_as_the_saved_one(tmp_path: Path, trie: SuffixIndex) -> None:
     path = write_trie(tmp_path / "new" / "folder", trie, FINGERPRINT)
     assert path == tmp_path / "new" / "folder" / "trie.safetensors"
     tokens = read_trie(path, FINGERPRINT)
-    loaded = Trie.from_history(tokens, trie.capacity_tokens)
+    loaded = SuffixIndex.from_history(tokens, trie.capacity_tokens)
     assert loaded.history() == trie.history()
     assert drafts(loaded) == drafts(trie)
     for each in (loaded, trie):
@@ -76,7 +76,7 @@ def test_a_loaded_trie_drafts_exactly_as_the_saved_one(tmp_path: Path, trie: Tri
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_the_file_says_what_it_holds_and_is_the_same_for_the_same_trie(tmp_path: Path, trie: Trie) -> None:
+def test_the_file_says_what_it_holds_and_is_the_same_for_the_same_trie(tmp_path: Path, trie: SuffixIndex) -> None:
     data = write_trie(tmp_path, trie, FINGERPRINT).read_bytes()
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     facts = json.loads(header["__metadata__"]["lpr_trie"])
@@ -89,8 +89,8 @@ def test_the_file_says_what_it_holds_and_is_the_same_for_the_same_trie(tmp_path:
 
 
 def test_an_empty_trie_and_an_open_document(tmp_path: Path) -> None:
-    assert read_trie(write_trie(tmp_path, Trie(5), "")).tolist() == []
-    trie = Trie(9)
+    assert read_trie(write_trie(tmp_path, SuffixIndex(5), "")).tolist() == []
+    trie = SuffixIndex(9)
     trie.extend([1, 2])
     trie.end_document()
     trie.extend([3])
@@ -99,7 +99,7 @@ def test_an_empty_trie_and_an_open_document(tmp_path: Path) -> None:
 
 
 def test_a_flipped_bit_in_any_byte_is_noticed(tmp_path: Path) -> None:
-    trie = Trie(99)
+    trie = SuffixIndex(99)
     trie.extend([5, 6, 7, 5, 6])
     path = write_trie(tmp_path, trie, FINGERPRINT)
     good = path.read_bytes()
@@ -112,7 +112,7 @@ def test_a_flipped_bit_in_any_byte_is_noticed(tmp_path: Path) -> None:
         assert "\n" not in str(failure.value) and str(path) in str(failure.value)
 
 
-def test_every_truncation_is_noticed(tmp_path: Path, trie: Trie) -> None:
+def test_every_truncation_is_noticed(tmp_path: Path, trie: SuffixIndex) -> None:
     path = write_trie(tmp_path, trie, FINGERPRINT)
     good = path.read_bytes()
     for length in [*range(0, 400, 7), len(good) - 4, len(good) - 1]:
@@ -161,9 +161,9 @@ def test_a_trie_without_its_tensor_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("broken", ["fsync", "replace"])
 def test_a_failure_while_writing_leaves_the_old_file(
-    tmp_path: Path, trie: Trie, monkeypatch: pytest.MonkeyPatch, broken: str
+    tmp_path: Path, trie: SuffixIndex, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
-    path = write_trie(tmp_path, Trie(3), FINGERPRINT)
+    path = write_trie(tmp_path, SuffixIndex(3), FINGERPRINT)
     old = path.read_bytes()
 
     def fail(*args: object) -> None:
@@ -180,13 +180,13 @@ def test_a_failure_while_writing_leaves_the_old_file(
 def test_writers_of_the_same_file_never_mix(tmp_path: Path) -> None:
     tries = []
     for seed in range(4):
-        trie = Trie(100_000)
+        trie = SuffixIndex(100_000)
         trie.extend([seed] * (20_000 + 5000 * seed))
         tries.append(trie)
     write_trie(tmp_path, tries[0], FINGERPRINT)
     failures: list[BaseException] = []
 
-    def write_often(trie: Trie) -> None:
+    def write_often(trie: SuffixIndex) -> None:
         try:
             for _ in range(20):
                 write_trie(tmp_path, trie, FINGERPRINT)
@@ -210,11 +210,11 @@ def test_an_unwritable_place_is_refused_before_any_work(path: str, tmp_path: Pat
     with pytest.raises(InputError, match="cannot write a trie to"):
         check_writable(link)
     with pytest.raises(InputError, match="cannot write a trie to"):
-        write_trie(link, Trie(1), "")
+        write_trie(link, SuffixIndex(1), "")
     assert link.is_symlink() and Path("/dev/null").is_char_device()
 
 
-def test_a_check_leaves_no_trace_and_a_link_stays_a_link(tmp_path: Path, trie: Trie) -> None:
+def test_a_check_leaves_no_trace_and_a_link_stays_a_link(tmp_path: Path, trie: SuffixIndex) -> None:
     (tmp_path / "real").mkdir()
     check_writable(tmp_path / "real")
     assert list((tmp_path / "real").iterdir()) == []
@@ -258,7 +258,7 @@ def test_a_trie_of_another_vocabulary_or_while_requests_run_is_refused(tmp_path:
         other.load_trie(tmp_path)
     with pytest.raises(InputError, match="cannot read the trie"):
         engine.load_trie(tmp_path / "none")
-    outside = Trie(9)
+    outside = SuffixIndex(9)
     outside.extend([97])
     write_trie(tmp_path / "outside", outside, engine.fingerprint)
     with pytest.raises(InputError, match="token ids outside the vocabulary of 97"):
@@ -342,7 +342,7 @@ def test_a_bad_trie_stops_the_command_before_the_model_is_loaded(
 
 
 def test_a_trie_of_another_model_stops_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_trie(tmp_path, Trie(5), "tokenizer 0123456789abcdef")
+    write_trie(tmp_path, SuffixIndex(5), "tokenizer 0123456789abcdef")
     before = trie_path(tmp_path).read_bytes()
     assert main(["--trie", str(tmp_path), "--prompt", "a"]) == 2
     assert "was made with another vocabulary" in capsys.readouterr().err

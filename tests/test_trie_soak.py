@@ -20,9 +20,9 @@ def test_a_soak_at_capacity_is_bounded_and_queries_stay_fast() -> None:
 
 def test_no_insertion_does_much_work_at_once() -> None:
     """Counted, not timed: what one insertion of a token may forget."""
-    from lpr.core.trie import Trie
+    from lpr.core.suffix_index import SuffixIndex
 
-    trie = Trie(64_000)
+    trie = SuffixIndex(64_000)
     forgotten = []
     for token in range(200_000):
         before = len(trie) + 1

@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import lpr.generate
+import lpr.cli.generate
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.dist.comm import CommError, ProcessComm
 from lpr.dist.runtime import World, join, leave
-from lpr.exchange import DesyncError, Exchange
+from lpr.engine.exchange import DesyncError, Exchange
 from lpr.model.loader import load
 from lpr.model.parallel import TensorParallel, local, local_shapes
 

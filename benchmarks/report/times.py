@@ -232,7 +232,7 @@ def step_costs(result: Result) -> list[Part]:
 
 
 def _tables(value: Any, name: str = "") -> Iterator[tuple[str, list[tuple[float, float]]]]:
-    """Tables as lpr.core.cost.StepCost writes them, wherever in a result: a name and (tokens, milliseconds)."""
+    """Tables as lpr.core.step_times.StepTimes writes them, wherever in a result: a name and (tokens, milliseconds)."""
     if isinstance(value, list):
         for each in value:
             yield from _tables(each, name)

@@ -16,8 +16,8 @@ from typing import Protocol
 
 import numpy as np
 
-from lpr.config import TreeConfig
-from lpr.core.cost import KNOTS, SHORTEST_KV, StepCost
+from lpr.config import TreeSizes
+from lpr.core.step_times import KNOTS, SHORTEST_KV, StepTimes
 from lpr.core.tree import Source, TokenTree
 
 WINDOW_SEGMENT = 16
@@ -28,10 +28,10 @@ WINDOW_RETURN = 0.01
 """Per step without a window, how far the estimate of its yield goes back to the first guess: it is tried again."""
 QUIET_STEPS = 4
 """After so many steps in a row that were best without any draft, a sequence is decoded plainly for a while."""
-LONGEST_PAUSE, LONGEST_HOPELESS_PAUSE = 8, 32
-"""Most steps between two trials whether drafts pay again; the pause doubles up to this. Hopeless: see `HOPE`."""
-HOPE = 0.5
-"""A sequence whose best node earns less than this part of its price is hopeless for now."""
+LONGEST_PAUSE, LONGEST_FAR_PAUSE = 8, 32
+"""Most steps between two trials whether drafts pay again; the pause doubles up to this. Far: see `NEAR_PRICE`."""
+NEAR_PRICE = 0.5
+"""A sequence whose best node is worth less than this part of its price is far from paying."""
 TRUSTED_NODES = 2.0
 """Promised nodes that a sequence is believed for before any of them was tried."""
 TRUST_MEMORY = 0.95
@@ -44,7 +44,7 @@ LONG_MEMORY = 0.995
 """The same for all sequences together, by which a new one is judged at first."""
 
 
-class Earnings:
+class ExpectedTokens:
     """Expected tokens and time of a step while its trees are drafted, one after the other.
 
     What they come to at any time is a step that could be taken, so the best has at least that rate.
@@ -82,25 +82,25 @@ class Earnings:
 class Price:
     """What a node of one sequence must promise to pay; it rises with what its step earns already."""
 
-    __slots__ = ("_earnings", "_least", "_trust", "floor")
+    __slots__ = ("_expected_tokens", "_least", "_trust", "floor")
 
-    def __init__(self, earnings: Earnings, trust: float) -> None:
-        """The price in a step of `earnings`, for a sequence whose promises are worth `trust` of what they say."""
-        self._earnings = earnings
+    def __init__(self, expected: ExpectedTokens, trust: float) -> None:
+        """The price in a step of `expected`, for a sequence whose promises are worth `trust` of what they say."""
+        self._expected_tokens = expected
         self._trust = trust
         self._least = math.inf
-        self.floor = earnings.price / trust
+        self.floor = expected.price / trust
         """No node with a lower path probability can pay."""
 
     def take(self, probability: float) -> None:
         """Take in that a node of such a path probability was drafted; see `_falling`."""
-        earnings, self._least = self._earnings, min(self._least, probability)
-        earnings.add(min(1.0, self._trust * self._least))
-        self.floor = earnings.price / self._trust
+        expected, self._least = self._expected_tokens, min(self._least, probability)
+        expected.add(min(1.0, self._trust * self._least))
+        self.floor = expected.price / self._trust
 
 
 @dataclass(frozen=True)
-class Order:
+class DraftRequest:
     """What to draft for one sequence."""
 
     nodes: int
@@ -123,7 +123,7 @@ class Draft:
 
 
 @dataclass
-class Standing:
+class AcceptanceHistory:
     """How the drafts of a sequence have fared of late; what the next ones are believed to be worth."""
 
     expected: float = 0.0
@@ -141,14 +141,14 @@ class Standing:
         """Factor for promised probabilities: what came of earlier ones, `first` without any."""
         return (first * TRUSTED_NODES + self.accepted) / (TRUSTED_NODES + self.expected)
 
-    def settle(self, offered: float, accepted: int, memory: float) -> None:
+    def record_step(self, offered: float, accepted: int, memory: float) -> None:
         """Take in how many nodes a step's drafts promised, and how many of them were accepted."""
         weight = min(1.0, MOST_PROMISED / offered) if offered else 0.0
         memory = memory if offered else PLAIN_MEMORY
         self.expected = memory * self.expected + weight * offered
         self.accepted = memory * self.accepted + weight * accepted
 
-    def count(self, drafted: bool, hopeless: bool) -> None:
+    def count(self, drafted: bool, is_far: bool) -> None:
         """Take in whether a step kept any draft, and if it kept none, whether that was a near thing."""
         if self.pause:
             self.pause -= 1
@@ -157,7 +157,7 @@ class Standing:
         else:
             self.quiet += 1
             if self.quiet >= QUIET_STEPS:
-                longest = LONGEST_HOPELESS_PAUSE if hopeless else LONGEST_PAUSE
+                longest = LONGEST_FAR_PAUSE if is_far else LONGEST_PAUSE
                 self.pause = min(longest, 2 ** (self.quiet - QUIET_STEPS + 1))
 
 
@@ -171,16 +171,16 @@ class Budget(Protocol):
         """
         ...
 
-    def order(self, standing: Standing) -> Order:
+    def request(self, history: AcceptanceHistory) -> DraftRequest:
         """What to draft for the next sequence of the step."""
         ...
 
-    def cut(self, drafts: Sequence[Draft], standings: Sequence[Standing]) -> None:
+    def cut(self, drafts: Sequence[Draft], histories: Sequence[AcceptanceHistory]) -> None:
         """Cut the trees of the step to what pays."""
         ...
 
     def observe(
-        self, trees: Sequence[TokenTree], paths: Sequence[Sequence[int]], standings: Sequence[Standing]
+        self, trees: Sequence[TokenTree], paths: Sequence[Sequence[int]], histories: Sequence[AcceptanceHistory]
     ) -> None:
         """Take in which path of each tree was accepted."""
         ...
@@ -189,22 +189,22 @@ class Budget(Protocol):
 class FixedBudget:
     """Trees of the configured size, whatever they cost."""
 
-    def __init__(self, config: TreeConfig) -> None:
+    def __init__(self, config: TreeSizes) -> None:
         """The sizes of `config`, which are numbers."""
-        self._order = Order(config.num_guess_nodes + config.trie_nodes, None, config.window_size > 0)
+        self._request = DraftRequest(config.num_guess_nodes + config.trie_nodes, None, config.window_size > 0)
 
     def begin(self, count: int, pending: int, kv: int) -> None:
         """Every step is alike."""
 
-    def order(self, standing: Standing) -> Order:
+    def request(self, history: AcceptanceHistory) -> DraftRequest:
         """Always the same."""
-        return self._order
+        return self._request
 
-    def cut(self, drafts: Sequence[Draft], standings: Sequence[Standing]) -> None:
+    def cut(self, drafts: Sequence[Draft], histories: Sequence[AcceptanceHistory]) -> None:
         """Everything stays."""
 
     def observe(
-        self, trees: Sequence[TokenTree], paths: Sequence[Sequence[int]], standings: Sequence[Standing]
+        self, trees: Sequence[TokenTree], paths: Sequence[Sequence[int]], histories: Sequence[AcceptanceHistory]
     ) -> None:
         """Nothing is learnt."""
 
@@ -212,7 +212,7 @@ class FixedBudget:
 class AdaptiveBudget:
     """Trees of the size that promises the most tokens per millisecond."""
 
-    def __init__(self, config: TreeConfig, cost: StepCost, num_ranks: int = 1) -> None:
+    def __init__(self, config: TreeSizes, cost: StepTimes, num_ranks: int = 1) -> None:
         """Sizes up to those of `config`, by the times of `cost`, for trees that `num_ranks` ranks evaluate."""
         self.cost = cost
         self.num_ranks = num_ranks
@@ -228,40 +228,40 @@ class AdaptiveBudget:
             earned = sum(self._first_yield)
             self.window = (1 + earned) / self._time(1 + self._window_nodes) > 1 / self._time(1)
         self._segment: list[tuple[float, float]] = []
-        self._all = Standing()
+        self._all = AcceptanceHistory()
         self._step = (1, 0, SHORTEST_KV)
-        self._earnings: Earnings | None = None
+        self._expected_tokens: ExpectedTokens | None = None
         self._prices: tuple[Sequence[float], tuple[int, ...], list[float], list[float]] | None = None
         """Row and sizes of the last step, and what its nodes would cost: mostly those of the next one too."""
 
     def begin(self, count: int, pending: int, kv: int) -> None:
         """Begin a step."""
         self._step = (count, pending, kv)
-        self._earnings = None
+        self._expected_tokens = None
 
-    def order(self, standing: Standing) -> Order:
+    def request(self, history: AcceptanceHistory) -> DraftRequest:
         """Nothing for a sequence that pauses; else whatever might pay."""
-        if standing.pause:
-            return Order(0, None, False)
+        if history.pause:
+            return DraftRequest(0, None, False)
         held = self._window_nodes if self.window else 0
-        if self._earnings is None:
-            self._earnings = self._earn(held)
-        price = Price(self._earnings, standing.trust(self._all.trust()))
-        return Order(self._limit - held, price, self.window)
+        if self._expected_tokens is None:
+            self._expected_tokens = self._without_drafts(held)
+        price = Price(self._expected_tokens, history.trust(self._all.trust()))
+        return DraftRequest(self._limit - held, price, self.window)
 
-    def cut(self, drafts: Sequence[Draft], standings: Sequence[Standing]) -> None:
+    def cut(self, drafts: Sequence[Draft], histories: Sequence[AcceptanceHistory]) -> None:
         """Keep the nodes that pay; a sequence without any, several times in a row, pauses."""
         if not any(len(draft.tree) > 1 for draft in drafts):
-            for standing in standings:  # plain decoding stays as cheap as it is without a budget
-                standing.offered = 0.0
-                standing.count(False, hopeless=True)
+            for history in histories:  # plain decoding stays as cheap as it is without a budget
+                history.offered = 0.0
+                history.count(False, is_far=True)
             return
         count, pending, kv = self._step
         row = self.cost.row(count, kv)
         first = self._all.trust()
         falling = [
-            np.minimum(1.0, standing.trust(first) * _falling(draft))
-            for draft, standing in zip(drafts, standings, strict=True)
+            np.minimum(1.0, history.trust(first) * _falling(draft))
+            for draft, history in zip(drafts, histories, strict=True)
         ]
         gains = np.sort(np.concatenate(falling))[::-1]
         tokens = count + np.concatenate([[0.0], np.cumsum(gains)])
@@ -270,23 +270,23 @@ class AdaptiveBudget:
         rates = tokens / times
         best = int(np.argmax(rates))
         threshold = gains[best - 1] if best else np.inf
-        hope = HOPE * float(rates[0] * (times[1] - times[0])) if len(gains) else 0.0
-        for draft, standing, each in zip(drafts, standings, falling, strict=True):
+        near_price = NEAR_PRICE * float(rates[0] * (times[1] - times[0])) if len(gains) else 0.0
+        for draft, history, each in zip(drafts, histories, falling, strict=True):
             kept = int(np.count_nonzero(each >= threshold))
             draft.tree.truncate(draft.num_window + kept)
-            standing.offered = sum(draft.probabilities[draft.num_window : draft.num_window + kept])
-            standing.count(len(draft.tree) > 1, hopeless=not len(each) or each[0] < hope)
+            history.offered = sum(draft.probabilities[draft.num_window : draft.num_window + kept])
+            history.count(len(draft.tree) > 1, is_far=not len(each) or each[0] < near_price)
         if self._window_nodes:
             self._weigh_window(tokens, count, pending, row)
 
     def observe(
-        self, trees: Sequence[TokenTree], paths: Sequence[Sequence[int]], standings: Sequence[Standing]
+        self, trees: Sequence[TokenTree], paths: Sequence[Sequence[int]], histories: Sequence[AcceptanceHistory]
     ) -> None:
         """Learn how far promises held, and what the window yields while it runs; forget that while it does not."""
-        for tree, path, standing in zip(trees, paths, standings, strict=True):
+        for tree, path, history in zip(trees, paths, histories, strict=True):
             accepted = sum(tree.sources[node] != Source.WINDOW for node in path[1:])
-            standing.settle(standing.offered, accepted, TRUST_MEMORY)
-            self._all.settle(standing.offered, accepted, LONG_MEMORY)
+            history.record_step(history.offered, accepted, TRUST_MEMORY)
+            self._all.record_step(history.offered, accepted, LONG_MEMORY)
         if not trees or not self._window_nodes:
             return
         news, weight = self._first_yield, WINDOW_RETURN
@@ -296,13 +296,13 @@ class AdaptiveBudget:
             weight = WINDOW_MEMORY
         self._yield = tuple(old + weight * (new - old) for old, new in zip(self._yield, news, strict=True))  # type: ignore[assignment]
 
-    def _earn(self, held: int) -> Earnings:
+    def _without_drafts(self, held: int) -> ExpectedTokens:
         """The step without drafts, whose sequences have `held` window nodes each."""
         count, pending, kv = self._step
         found, sizes = self.cost.row(count, kv), (count, pending, held)
         if self._prices is None or self._prices[0] is not found or self._prices[1] != sizes:
             self._prices = (found, sizes, *self._price_nodes(np.array(found), *sizes))
-        return Earnings(count, *self._prices[2:])
+        return ExpectedTokens(count, *self._prices[2:])
 
     def _price_nodes(self, row: np.ndarray, count: int, pending: int, held: int) -> tuple[list[float], list[float]]:
         """Milliseconds of the step by its drafted nodes, and the least that further ones cost on average."""

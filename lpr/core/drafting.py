@@ -23,13 +23,13 @@ from heapq import heappop, heappush
 from itertools import islice
 from typing import Any
 
-from lpr.config import TreeConfig
+from lpr.config import TreeSizes
 from lpr.core.budget import Price
 from lpr.core.calibration import RECENT_KIND, RECENT_STAGE, SEVERAL, Calibration, cell_within, first_cell
 from lpr.core.pool import NGramPool
 from lpr.core.recycle import MAX_SCORE, CandidateTable, probability_of
+from lpr.core.suffix_index import MAX_MATCH, SuffixIndex
 from lpr.core.tree import Source, TokenTree
-from lpr.core.trie import MAX_MATCH, Trie
 
 Place = tuple[float, Sequence[int], int, int]
 """Weight, text, index of the next token in it (a negative token ends the text), source."""
@@ -80,8 +80,8 @@ class Drafter:
 
     def __init__(
         self,
-        config: TreeConfig,
-        shared: Trie | None = None,
+        config: TreeSizes,
+        shared: SuffixIndex | None = None,
         table: CandidateTable | None = None,
         calibration: Calibration | None = None,
     ) -> None:
@@ -92,7 +92,7 @@ class Drafter:
         self.config = config
         self.calibration = Calibration() if calibration is None else calibration
         self.pool = NGramPool(config.guess_set_size if config.window_size else 0)
-        self._own = Trie(config.trie_capacity)
+        self._own = SuffixIndex(config.trie_capacity)
         self._tries = [(self._own, 1.0, int(Source.TRIE))]
         if shared is not None:
             self._tries.append((shared, SHARED_TRUST, int(Source.SHARED_TRIE)))

@@ -11,14 +11,14 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lpr.config import SamplingParams, TreeConfig
+from lpr.config import SamplingParams, TreeSizes
 from lpr.core.accept import NOT_A_NUMBER, likely
-from lpr.core.budget import Draft, Order, Standing
+from lpr.core.budget import AcceptanceHistory, Draft, DraftRequest
 from lpr.core.drafting import Drafter
 from lpr.core.partition import Shard
 from lpr.core.recycle import CandidateTable
+from lpr.core.suffix_index import SuffixIndex
 from lpr.core.tree import TokenTree
-from lpr.core.trie import Trie
 from lpr.core.window import JacobiWindow
 
 
@@ -41,16 +41,16 @@ class SequenceState:
         self,
         prompt: Sequence[int],
         params: SamplingParams,
-        config: TreeConfig,
+        config: TreeSizes,
         num_ranks: int = 1,
-        shared: Trie | None = None,
+        shared: SuffixIndex | None = None,
     ) -> None:
         """A sequence that starts with `prompt` (at least one token), none of which any rank holds yet."""
         self.params = params
         self.config = config
         self.tokens = list(prompt)
         self.num_prompt = len(self.tokens)
-        self.held = [0] * num_ranks
+        self.num_computed_tokens = [0] * num_ranks
         """Per rank: the number of leading tokens whose K/V it holds."""
         # Of this request only: what a step drafts then follows from the request and the shared trie, so that a job
         # that is restarted from its output file takes the same steps. (Shared by all requests, 10 ClassEval prompts
@@ -59,7 +59,7 @@ class SequenceState:
         self.drafter = Drafter(config, shared, self.table)
         self.drafter.observe(self.tokens)
         self.window: JacobiWindow | None = None
-        self.standing = Standing()
+        self.acceptance = AcceptanceHistory()
         self.is_suspect = False
         """Were the last logits not numbers? Then the next tree is the root alone, to tell whose fault it is."""
         self.probabilities: list[float] = []
@@ -71,29 +71,29 @@ class SequenceState:
     @property
     def num_pending(self) -> int:
         """Length of the longest pending chain of any rank, the root included."""
-        return len(self.tokens) - min(self.held)
+        return len(self.tokens) - min(self.num_computed_tokens)
 
     @property
     def digest(self) -> int:
         """64-bit digest of the request, every tree evaluated and every token committed so far."""
         return int.from_bytes(self._hash.digest(), "little")
 
-    def build(self, max_depth: int, order: Order) -> Draft:
-        """Draft the next tree: the Jacobi window if it runs, and drafts as ordered, none deeper than `max_depth`."""
+    def build(self, max_depth: int, request: DraftRequest) -> Draft:
+        """Draft the next tree: the Jacobi window if it runs, and drafts as requested, none deeper than `max_depth`."""
         tree = TokenTree(self.tokens[-1])
         if self.is_suspect:
             max_depth = 0
-        if not order.window:
+        if not request.window:
             self.window = None
         elif self.window is None:
             self.window = JacobiWindow(self.config.window_size, self.config.ngram_size, self.tokens)
         if self.window is not None:
             self.window.add_to(tree, max_depth)
         num_window = len(tree)
-        self.probabilities = self.drafter.draft(tree, order.nodes, max_depth, order.price)
+        self.probabilities = self.drafter.draft(tree, request.nodes, max_depth, request.price)
         return Draft(tree, self.probabilities, num_window)
 
-    def sign(self, tree: TokenTree) -> int:
+    def sign_tree(self, tree: TokenTree) -> int:
         """The digest with the tree that is about to be evaluated."""
         self._hash.update(array("q", tree.tokens).tobytes())
         self._hash.update(array("q", tree.parents).tobytes())
@@ -111,12 +111,12 @@ class SequenceState:
         bonus = result.next_tokens[path[-1]]
         if bonus >= 0:
             emitted.append(bonus)
-        spoilt = [spoils(shard, result) for shard in shards]
-        held = held_after(len(self.tokens), path, shards)
+        has_nan = [has_nan_result(shard, result) for shard in shards]
+        held = num_computed_after(len(self.tokens), path, shards)
         self.tokens += emitted
-        self.held = [
-            before if spoils_rank else min(after, len(self.tokens) - 1)
-            for before, after, spoils_rank in zip(self.held, held, spoilt, strict=True)
+        self.num_computed_tokens = [
+            before if has_nan else min(after, len(self.tokens) - 1)
+            for before, after, has_nan in zip(self.num_computed_tokens, held, has_nan, strict=True)
         ]
         self._hash.update(array("q", emitted).tobytes())
         if bonus >= 0:
@@ -133,14 +133,14 @@ class SequenceState:
         return emitted
 
 
-def spoils(shard: Shard, result: TreeResult) -> bool:
+def has_nan_result(shard: Shard, result: TreeResult) -> bool:
     """Did a rank that evaluated `shard` meet logits that are not numbers?"""
     if NOT_A_NUMBER not in result.next_tokens:
         return False
     return any(result.next_tokens[node] == NOT_A_NUMBER for node in shard.owned)
 
 
-def held_after(num_tokens: int, path: Sequence[int], shards: Sequence[Shard]) -> list[int]:
+def num_computed_after(num_tokens: int, path: Sequence[int], shards: Sequence[Shard]) -> list[int]:
     """Per rank, the tokens held after a step that began with `num_tokens`: these and what it evaluated of `path`."""
     held = []
     for shard in shards:

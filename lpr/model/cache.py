@@ -10,7 +10,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from lpr.model.attention import current_step
-from lpr.transfer import to_device
+from lpr.model.transfer import to_device
 
 
 class TreeCache(Cache):

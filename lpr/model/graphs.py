@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from lpr.model.inputs import Row, StepInputs
+from lpr.model.sampling import Selection
 from lpr.model.static_inputs import (
     KV_BUCKETS,
     NODE_BUCKETS,
@@ -28,8 +29,7 @@ from lpr.model.static_inputs import (
     power_of_two,
     static_shape,
 )
-from lpr.sampling import Selection
-from lpr.transfer import copy_over
+from lpr.model.transfer import copy_over
 
 MAX_GRAPHS = 64
 """Graphs kept; the one not used for longest goes first."""

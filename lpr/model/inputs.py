@@ -16,7 +16,7 @@ import torch
 
 from lpr.core.tree import ancestor_bits
 from lpr.model.kernels.mask import TreeMask, build_mask
-from lpr.transfer import to_device
+from lpr.model.transfer import to_device
 
 
 @dataclass

@@ -20,7 +20,7 @@ from lpr.model.graphs import Capturer, CudaCapturer, GraphRunner, uncapturable
 from lpr.model.inputs import Row, StepInputs, build_inputs, round_up
 from lpr.model.kernels.hook import KERNELS
 from lpr.model.memory import cache_shortage, free_bytes
-from lpr.sampling import Selection, candidates, choose
+from lpr.model.sampling import Selection, candidates, choose
 
 ATTENTION = ("auto", "sdpa", *KERNELS)
 """What `attention` may be: PyTorch's attention with a dense mask, a GPU kernel that reads bits, or lpr's choice."""
@@ -182,7 +182,9 @@ class TreeModel:
         """
         if self._check_rows is not None:
             self._check_rows(rows)
-        if self.graphs is not None and not selection.walks:  # logits processors are code, which no graph holds
+        if (
+            self.graphs is not None and not selection.processor_paths
+        ):  # logits processors are code, which no graph holds
             replayed = self.graphs.evaluate(rows, selection, num_candidates)
             if replayed is not None:
                 return replayed

@@ -19,7 +19,7 @@ import torch
 from lpr.core.tree import ancestor_bits
 from lpr.model.inputs import Block, Row, StepInputs
 from lpr.model.kernels.mask import WORD_BITS, TreeMask
-from lpr.sampling import Selection
+from lpr.model.sampling import Selection
 
 NODE_BUCKETS = (1, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """T: entries per row, pending chain included."""

@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from lpr.config import InputError
-from lpr.core.trie import END, Trie
+from lpr.core.suffix_index import END, SuffixIndex
 from lpr.files import replace_file
 from lpr.model.loader import tokenizer_digest
 
@@ -55,7 +55,7 @@ def check_writable(path: str | Path) -> None:
         raise InputError(f"cannot write a trie to {path}: {failure.strerror or failure}") from failure
 
 
-def write_trie(path: str | Path, trie: Trie, fingerprint: str) -> Path:
+def write_trie(path: str | Path, trie: SuffixIndex, fingerprint: str) -> Path:
     """Replace the trie file at `path` by one of `trie`; returns the file. Raises InputError, the old file kept."""
     path = trie_path(path)
     tokens = np.array(trie.history(), "<i4")

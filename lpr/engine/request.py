@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from lpr.config import SamplingParams
-from lpr.metrics import DecodeStats
-from lpr.processors import Processors
-from lpr.step import Lap, Outcome, Running
-from lpr.text import TextStream
+from lpr.engine.stats import DecodeStats
+from lpr.engine.step import Outcome, PhaseTimer, Running
+from lpr.engine.text import TextStream
+from lpr.model.processors import Processors
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -68,9 +68,9 @@ class Request:
 
 
 class StepRecorder(Protocol):
-    """Takes down what an engine's steps did (lpr.trace)."""
+    """Takes down what an engine's steps did (lpr.cli.trace)."""
 
-    def begin(self) -> Lap:
+    def begin(self) -> PhaseTimer:
         """Start the clock of a step; returns what to call at the end of each phase."""
         ...
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from lpr.config import DecodeConfig, InputError
-from lpr.exchange import NUM_HEADER
 
 
 @dataclass(frozen=True)
@@ -26,8 +25,7 @@ class Drafted:
 
     def payload_bytes(self, lp: int) -> int:
         """Bytes that a rank contributes to the step's all-gather, as Exchange sizes them."""
-        capacity = -(-self.budget // lp) + (32 if lp > 1 else 0)
-        return 4 * (NUM_HEADER + capacity * (1 + 2 * DecodeConfig().num_candidates))
+        return 4 * DecodeConfig(window_size=0, trie_nodes=self.budget - 1).resolved().payload_words(1, lp)
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lpr.config import DecodeConfig, InputError
-from lpr.exchange import NUM_HEADER, owned_capacity
 from lpr.model.inputs import round_up
-from lpr.perf.facts import Collective, ModelFacts, Weights
+from lpr.planner.facts import Collective, ModelFacts, Weights
 
 NODE_BUCKET, KV_BUCKET = 16, 256
 """Padding of a step's shapes on a GPU, as in TreeModel."""
@@ -165,8 +164,7 @@ def kv_row_bytes(facts: ModelFacts, tp: int, element_size: int) -> int:
 
 def rank_nodes(decode: DecodeConfig, lp: int) -> int:
     """Most nodes of one tree that a rank evaluates: those it owns and the ancestors of the first one."""
-    scaled = decode.resolved(lp)
-    return min(scaled.num_nodes, owned_capacity(scaled, lp) + scaled.max_branch)
+    return decode.resolved(lp).evaluated_capacity(lp)
 
 
 def kv_rows(decode: DecodeConfig, lp: int, max_length: int) -> int:
@@ -176,9 +174,7 @@ def kv_rows(decode: DecodeConfig, lp: int, max_length: int) -> int:
 
 def payload_bytes(decode: DecodeConfig, lp: int) -> int:
     """Bytes that each rank contributes to a step's all-gather: the size of Exchange's payload."""
-    scaled = decode.resolved(lp)
-    entries = scaled.max_batch_size * owned_capacity(scaled, lp)
-    return 4 * (NUM_HEADER + entries * (1 + 2 * scaled.num_recycled))
+    return 4 * decode.resolved(lp).payload_words(decode.max_batch_size, lp)
 
 
 def read_bytes(facts: ModelFacts, tp: int, element_size: int, num_tokens: int) -> int:

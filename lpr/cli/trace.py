@@ -20,11 +20,11 @@ from lpr.config import InputError
 from lpr.core.accept import likely
 from lpr.core.partition import Shard
 from lpr.core.tree import Source
-from lpr.engine import Engine
+from lpr.engine.engine import Engine
+from lpr.engine.request import Chunk, Request
+from lpr.engine.step import Outcome
+from lpr.engine.text import TextStream, decoder_of
 from lpr.files import replace_file
-from lpr.request import Chunk, Request
-from lpr.step import Outcome
-from lpr.text import TextStream, decoder_of
 
 Json = dict[str, Any]
 PLACEHOLDER = "{{ trace }}"
@@ -46,9 +46,9 @@ class Recorder:
         """Start the clock of a step; returns what to call at the end of each phase."""
         self._phases = {}
         self._last = time.perf_counter()
-        return self._lap
+        return self._end_phase
 
-    def _lap(self, phase: str) -> None:
+    def _end_phase(self, phase: str) -> None:
         now = time.perf_counter()
         self._phases[phase] = round((now - self._last) * 1e3, 4)
         self._last = now

@@ -12,17 +12,17 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from lpr.config import TreeConfig
+from lpr.config import TreeSizes
 from lpr.core.accept import accept
 from lpr.core.budget import Budget
 from lpr.core.partition import Shard, partition
-from lpr.core.state import SequenceState, TreeResult, spoils
+from lpr.core.state import SequenceState, TreeResult, has_nan_result
 from lpr.core.tree import TokenTree
-from lpr.exchange import Exchange
+from lpr.engine.exchange import Exchange
 from lpr.model.inputs import Row
+from lpr.model.processors import ProcessorPath, Processors
 from lpr.model.runner import TreeModel
-from lpr.processors import Processors, Walk
-from lpr.sampling import Selection
+from lpr.model.sampling import Selection
 
 
 @dataclass
@@ -51,23 +51,23 @@ class Outcome:
     """Why the path ends without a bonus token (see lpr.core.accept)."""
 
 
-Lap = Callable[[str], None]
-"""Called with the name of a phase when that phase of a step has ended (lpr.trace)."""
+PhaseTimer = Callable[[str], None]
+"""Called with the name of a phase when that phase of a step has ended (lpr.cli.trace)."""
 
 
-def no_lap(phase: str) -> None:
+def untimed(phase: str) -> None:
     """Nobody times this step."""
 
 
 def decode_step(
     batch: Sequence[Running],
-    config: TreeConfig,
+    config: TreeSizes,
     model: TreeModel,
     exchange: Exchange,
     budget: Budget,
     message_length: int = 0,
     fills: Sequence[Row] = (),
-    lap: Lap = no_lap,
+    end_phase: PhaseTimer = untimed,
 ) -> tuple[list[Outcome], int]:
     """Advance every sequence of `batch` by its accepted path and a bonus token.
 
@@ -77,31 +77,31 @@ def decode_step(
     """
     rank = exchange.comm.rank
     budget.begin(len(batch), *workload(batch))
-    drafts = [run.state.build(run.max_depth, budget.order(run.state.standing)) for run in batch]
-    standings = [run.state.standing for run in batch]
-    budget.cut(drafts, standings)
+    drafts = [run.state.build(run.max_depth, budget.request(run.state.acceptance)) for run in batch]
+    histories = [run.state.acceptance for run in batch]
+    budget.cut(drafts, histories)
     trees = [draft.tree for draft in drafts]
     shards = [split(run.state, tree, exchange) for run, tree in zip(batch, trees, strict=True)]
     rows = [shard_row(*each, rank) for each in zip(batch, trees, shards, strict=True)]
-    lap("draft")
+    end_phase("draft")
     chosen_by = selection(batch, rows)
     # Where no tree has a draft, nobody asks for the runners-up, and they would cost plain decoding 4 %.
     num_candidates = config.num_recycled if any(len(tree) > 1 for tree in trees) else 0
     local = model.evaluate([*rows, *fills], chosen_by, num_candidates) if rows else None
-    lap("forward")
-    digest = combine(run.state.sign(tree) for run, tree in zip(batch, trees, strict=True))
+    end_phase("forward")
+    digest = combine(run.state.sign_tree(tree) for run, tree in zip(batch, trees, strict=True))
     results, message_length = exchange.gather(local, trees, shards, digest, message_length)
-    lap("gather")
+    end_phase("gather")
     outcomes = []
     for run, tree, parts, row, result in zip(batch, trees, shards, rows, results, strict=True):
         path = accept(tree, result.next_tokens)
-        commit(model, row, parts[rank], path, spoilt=spoils(parts[rank], result))
+        commit(model, row, parts[rank], path, has_nan=has_nan_result(parts[rank], result))
         emitted = run.state.advance(tree, path, result, parts)
         bonus = result.next_tokens[path[-1]]
         failure = bonus if bonus < 0 else None
         outcomes.append(Outcome(tree, path, parts, result, emitted, len(row.tokens), failure))
-    budget.observe(trees, [outcome.path for outcome in outcomes], standings)
-    lap("commit")
+    budget.observe(trees, [outcome.path for outcome in outcomes], histories)
+    end_phase("commit")
     return outcomes, message_length
 
 
@@ -111,9 +111,9 @@ def fill_row(run: Running, count: int, rank: int) -> Row:
     From here on they count as held. The row is empty on a rank that holds them already.
     """
     state = run.state
-    held = state.held[rank]
-    state.held = [min(other + count, len(state.tokens) - 1) for other in state.held]
-    tokens = state.tokens[held : state.held[rank]]
+    held = state.num_computed_tokens[rank]
+    state.num_computed_tokens = [min(other + count, len(state.tokens) - 1) for other in state.num_computed_tokens]
+    tokens = state.tokens[held : state.num_computed_tokens[rank]]
     positions = list(range(held, held + len(tokens)))
     return Row(run.slot, held, tokens, list(range(-1, len(tokens) - 1)), positions, num_results=0)
 
@@ -123,20 +123,23 @@ def workload(batch: Sequence[Running]) -> tuple[int, int]:
     if not batch:
         return 0, 0
     states = [run.state for run in batch]
-    pending = [sum(len(state.tokens) - 1 - state.held[rank] for state in states) for rank in range(len(states[0].held))]
+    pending = [
+        sum(len(state.tokens) - 1 - state.num_computed_tokens[rank] for state in states)
+        for rank in range(len(states[0].num_computed_tokens))
+    ]
     return max(pending), max(len(state.tokens) for state in states)
 
 
 def split(state: SequenceState, tree: TokenTree, exchange: Exchange) -> list[Shard]:
     """The shards of `tree`; ranks with a longer pending chain get fewer nodes."""
-    pending = [len(state.tokens) - held - 1 for held in state.held]
+    pending = [len(state.tokens) - held - 1 for held in state.num_computed_tokens]
     return partition(tree, exchange.comm.size, pending, exchange.capacity)
 
 
 def shard_row(run: Running, tree: TokenTree, shards: Sequence[Shard], rank: int) -> Row:
     """This rank's part of a step: its pending chain, which ends in the root, and its shard's nodes below it."""
     state = run.state
-    held = state.held[rank]
+    held = state.num_computed_tokens[rank]
     chain = state.tokens[held:]
     above = len(chain) - 1
     nodes = shards[rank].nodes
@@ -161,15 +164,17 @@ def selection(batch: Sequence[Running], rows: Sequence[Row]) -> Selection:
         if run.processors is not None:
             above = len(row.tokens) - row.num_results
             parents = [parent - above for parent in row.parents[above:]]
-            chosen.walks.append(Walk(run.processors, run.state.tokens, start, row.tokens[above:], parents))
+            chosen.processor_paths.append(
+                ProcessorPath(run.processors, run.state.tokens, start, row.tokens[above:], parents)
+            )
         start += row.num_results
     return chosen
 
 
-def commit(model: TreeModel, row: Row, shard: Shard, path: Sequence[int], spoilt: bool = False) -> None:
-    """Keep the K/V of the pending chain and of the part of the path that this rank evaluated; nothing if spoilt."""
+def commit(model: TreeModel, row: Row, shard: Shard, path: Sequence[int], has_nan: bool = False) -> None:
+    """Keep the K/V of the pending chain and of the part of the path that this rank evaluated; nothing if NaN."""
     assert model.cache is not None
-    if spoilt:
+    if has_nan:
         model.cache.clear(row.slot, row.num_cached)
         return
     above = len(row.tokens) - len(shard.nodes)

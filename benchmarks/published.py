@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from lpr.perf.facts import ModelFacts
-from lpr.perf.hardware import GPUS
-from lpr.perf.interconnect import LINKS, Network, all_reduce
-from lpr.perf.planning import kv_row_bytes, read_bytes
-from lpr.perf.simulate import Inputs, Machine, forward_seconds, tp_seconds
+from lpr.planner.facts import ModelFacts
+from lpr.planner.footprint import kv_row_bytes, read_bytes
+from lpr.planner.hardware import GPUS
+from lpr.planner.interconnect import LINKS, Network, all_reduce
+from lpr.planner.prediction import Inputs, Machine, forward_seconds, tp_seconds
 
 GPT_FAST: dict[str, dict[int, float]] = {
     "llama-2-7b": {1: 104.9, 2: 168.8, 4: 254.0, 8: 328.4},

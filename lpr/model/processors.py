@@ -80,7 +80,7 @@ class Processors:
 
 
 @dataclass
-class Walk:
+class ProcessorPath:
     """The results of one sequence in a step, for following its choices through its processors."""
 
     processors: Processors

@@ -4,7 +4,7 @@ Latencies and efficiencies are those of NCCL 2.8's tuning table (src/graph/tunin
 algorithm (ring, tree) and protocol (LL, LL128, Simple) a base latency, a latency per hop for NVLink, PCI and network,
 and the share of the bus bandwidth that is reached. Small messages come out as LL, large ones as Simple. Inside a host
 NCCL's tree is a chain, so its hops count like a ring's; between hosts it is binary. To that comes `launch`, the time
-that a collective costs a step besides: one constant, fitted to published runs (lpr.perf.simulate).
+that a collective costs a step besides: one constant, fitted to published runs (lpr.planner.prediction).
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ _SHIFT = 32
 _SHARDS = 61
 
 
-class Trie:
+class SuffixIndex:
     """Documents of tokens, the oldest forgotten first; `tokens[position - base]` is the token at a position."""
 
     __slots__ = ("base", "capacity_tokens", "pairs", "previous_pair", "previous_token", "singles", "start", "tokens")
@@ -51,7 +51,7 @@ class Trie:
         """Latest position of each pair of tokens: the pair (a, b) is in `pairs[(7a + b) % 61]`, as a << 32 | b."""
 
     @classmethod
-    def from_history(cls, tokens: Sequence[int] | np.ndarray, capacity_tokens: int) -> Trie:
+    def from_history(cls, tokens: Sequence[int] | np.ndarray, capacity_tokens: int) -> SuffixIndex:
         """The trie that holds the newest `capacity_tokens` of `tokens`, whose documents are separated by END.
 
         Drafts as if they had been inserted one by one, in a third of the time.

@@ -54,7 +54,7 @@ def show_stream(console: Console, prompt: str, pieces: Iterable[tuple[str, int]]
     console.print(text)
 
 
-def table_of(title: str, runs: Sequence[Run]) -> Table:
+def comparison_table(title: str, runs: Sequence[Run]) -> Table:
     """Steps, tokens per step, seconds and equality of several runs."""
     table = Table(title=title, title_justify="left")
     table.add_column("")

@@ -21,7 +21,7 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from lpr.config import InputError, SamplingParams
-from lpr.processors import Processor
+from lpr.model.processors import Processor
 
 # These treat all rows of a batch alike. Every other processor or criterion may hold something per row (as
 # PrefixConstrainedLogitsProcessor does), so it sees a batch of as many rows as it would have, each of them this row.
@@ -77,11 +77,11 @@ def for_row(function: Callable[..., Any], index: int, num_rows: int, input_ids: 
     return result[index : index + 1] if isinstance(result, torch.Tensor) and result.dim() else result
 
 
-class Row:
+class OutputRow:
     """One row: its processors as the engine calls them, and how far it is."""
 
-    def __init__(self, index: int, num_pads: int, batch: Batch) -> None:
-        """Row `index` of `batch`, whose first `num_pads` tokens are padding."""
+    def __init__(self, index: int, num_pads: int, batch: OutputBatch) -> None:
+        """OutputRow `index` of `batch`, whose first `num_pads` tokens are padding."""
         self.index = index
         self.batch = batch
         self.length = batch.num_prompt
@@ -124,7 +124,7 @@ class Row:
         return scores.to(device)
 
 
-class Batch:
+class OutputBatch:
     """The output of a `generate` call while its rows arrive, a few tokens at a time and each at its own pace."""
 
     def __init__(
@@ -155,7 +155,7 @@ class Batch:
         self.ids = input_ids.new_full((self.num_rows, config.max_length), fill)
         """[B, max_length]: prompts with their padding, outputs, and padding behind finished rows."""
         self.ids[:, : self.num_prompt] = input_ids
-        self.rows = [Row(index, count, self) for index, count in enumerate(num_pads)]
+        self.rows = [OutputRow(index, count, self) for index, count in enumerate(num_pads)]
         self._num_streamed = self.num_prompt
 
     @property
@@ -170,7 +170,7 @@ class Batch:
         length = self.length
         return length is not None and (self.pads or all(row.length >= length for row in self.rows))
 
-    def push(self, row: Row, token: int) -> None:
+    def push(self, row: OutputRow, token: int) -> None:
         """Take a row's next token; what comes behind the end of a row that is padded there never existed."""
         if row.finished_at is not None and self.pads:
             return

@@ -13,24 +13,24 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lpr.config import DecodeConfig, InputError, SamplingParams, TreeConfig
+from lpr.config import DecodeConfig, InputError, SamplingParams, TreeSizes
 from lpr.core.accept import NOT_A_NUMBER
-from lpr.core.cost import StepCost
 from lpr.core.state import SequenceState
-from lpr.core.trie import Trie
+from lpr.core.step_times import StepTimes
+from lpr.core.suffix_index import SuffixIndex
 from lpr.dist.comm import Comm, SoloComm, agree
-from lpr.exchange import Exchange, check_replica, owned_capacity
-from lpr.measure import measure_costs
+from lpr.engine.exchange import Exchange, check_replica
+from lpr.engine.measure import measure_step_times
+from lpr.engine.request import Chunk, Completion, Prompt, Request, StepRecorder
+from lpr.engine.sizing import Sizer
+from lpr.engine.step import Outcome, Running, decode_step, fill_row, untimed
+from lpr.engine.text import TextStream
+from lpr.engine.trie_file import fingerprint_of, read_trie, write_trie
 from lpr.model.loader import Loaded, digest, load, model_digest, tokenizer_digest, wrap
 from lpr.model.parallel import TensorParallel
+from lpr.model.processors import Processor, Processors
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
-from lpr.pace import Pace
-from lpr.processors import Processor, Processors
-from lpr.request import Chunk, Completion, Prompt, Request, StepRecorder
-from lpr.step import Outcome, Running, decode_step, fill_row, no_lap
-from lpr.text import TextStream
-from lpr.trie_file import fingerprint_of, read_trie, write_trie
 
 _LONGEST_STEP = 4.0
 """Automatic sizes end where a step takes this many times as long as one that evaluates one token."""
@@ -51,7 +51,7 @@ class Engine:
         loaded: Loaded,
         decode: DecodeConfig | None = None,
         comm: Comm | None = None,
-        costs: StepCost | None = None,
+        costs: StepTimes | None = None,
         attention: str = "auto",
         graphs: bool = True,
         compile: bool = False,
@@ -89,7 +89,7 @@ class Engine:
                 f"max_length={decode.max_length} exceeds the model's {loaded.max_positions} positions{reason}"
             )
         self.recorder: StepRecorder | None = None
-        """Takes down every step while it is set (lpr.trace)."""
+        """Takes down every step while it is set (lpr.cli.trace)."""
         self.max_length = decode.max_length or min(limit, 4096)
         facts, replica_facts = {}, {}
         if self.comm.size * self.comm.tp_size > 1:
@@ -111,7 +111,7 @@ class Engine:
         dtype: str | torch.dtype = "auto",
         device: str | torch.device | None = None,
         comm: Comm | None = None,
-        costs: StepCost | None = None,
+        costs: StepTimes | None = None,
         attention: str = "auto",
         graphs: bool = True,
         compile: bool = False,
@@ -144,7 +144,7 @@ class Engine:
         tokenizer: Any | None = None,
         decode: DecodeConfig | None = None,
         comm: Comm | None = None,
-        costs: StepCost | None = None,
+        costs: StepTimes | None = None,
         attention: str = "auto",
         graphs: bool = True,
         compile: bool = False,
@@ -160,29 +160,30 @@ class Engine:
         self._configure(decode)
 
     def _configure(self, decode: DecodeConfig) -> None:
+        self.decode = decode
         self.config = config = self._sizes(decode)
-        self._pace = Pace(config, self._costs if decode.adaptive else None, self.comm, self._follows)
-        self.shared = Trie(config.trie_capacity)
+        self._sizer = Sizer(config, self._costs if decode.adaptive else None, self.comm, self._follows)
+        self.shared = SuffixIndex(config.trie_capacity)
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._outgoing = b""
         self._received: deque[bytes] = deque()
-        shard = min(config.num_nodes, owned_capacity(config, self.comm.size) + config.max_branch)
-        sizes = (config.max_batch_size, self.max_length, shard, self._like)
+        shard = config.evaluated_capacity(self.comm.size)
+        sizes = (decode.max_batch_size, self.max_length, shard, self._like)
         agree(self.comm, self.model.shortage(*sizes, self.comm.num_sharing))
         self.model.allocate(*sizes)
-        self._exchange = Exchange(config, self.comm, self.model.device)
+        self._exchange = Exchange(config, decode.max_batch_size, self.comm, self.model.device)
         if self.model.graphs is not None:
             self.model.graphs.prepare(config.num_recycled, show=self.comm.rank == self.comm.tp_rank == 0)
 
-    def _sizes(self, decode: DecodeConfig) -> TreeConfig:
+    def _sizes(self, decode: DecodeConfig) -> TreeSizes:
         """The sizes of `decode` in numbers; automatic ones end where a step takes several times that of one token."""
         if not decode.adaptive:
             return decode.resolved(self.comm.size)
         if self._costs is None:
             smallest = (decode.max_batch_size, self.max_length, 1, self._like)
             agree(self.comm, self.model.shortage(*smallest, self.comm.num_sharing))  # before anything is measured
-            self._costs = measure_costs(
+            self._costs = measure_step_times(
                 self.model, self._like, self.comm, decode.max_nodes, self.max_length, decode.max_batch_size
             )
         longest = max(_FEWEST_NODES, self._costs.longest(_LONGEST_STEP))
@@ -201,7 +202,7 @@ class Engine:
         """Queue a request; `step` advances it. Raises InputError for a prompt that cannot be completed.
 
         With several ranks, every rank must submit the same requests, with the same processors, between the same steps;
-        `lpr.lead` does that for requests that only rank 0 knows of (without `logits_processors`, which are code).
+        `lpr.engine.lead` does that for requests that only rank 0 knows of.
         """
         request = self.prepare(prompt, params, logits_processors)
         self.enqueue(request)
@@ -217,7 +218,7 @@ class Engine:
         """A request that is not queued yet. Raises InputError for a prompt that cannot be completed.
 
         `logits_processors` are applied in their order, after those that `params` ask for and before temperature, top-k,
-        top-p and min-p; see lpr.processors for what they get and when.
+        top-p and min-p; see lpr.model.processors for what they get and when.
         """
         params = params if params is not None else SamplingParams()
         ids = self.encode(prompt)
@@ -251,14 +252,14 @@ class Engine:
             request.running.max_depth = left - 1
             runs.append(request.running)
         began, captures = time.perf_counter(), self.model.num_captures
-        lap = self.recorder.begin() if self.recorder is not None else no_lap
+        end_phase = self.recorder.begin() if self.recorder is not None else untimed
         outcomes, announced = decode_step(
-            runs, self.config, self.model, self._exchange, self._pace.budget, len(self._outgoing), fills, lap
+            runs, self.config, self.model, self._exchange, self._sizer.budget, len(self._outgoing), fills, end_phase
         )
         if announced:
             message = self.comm.broadcast(self._outgoing, announced)
             self._outgoing = b""
-            if not self._pace.receive(message):
+            if not self._sizer.receive(message):
                 self._received.append(message)
         chunks = []
         for request, outcome in zip(batch, outcomes, strict=True):
@@ -270,8 +271,8 @@ class Engine:
             if request.finish_reason is not None:
                 self._release(request)
         if outcomes and not fills and captures == self.model.num_captures:
-            self._pace.observe(outcomes, runs, (time.perf_counter() - began) * 1e3)
-            self._outgoing = self._outgoing or self._pace.message()
+            self._sizer.observe(outcomes, runs, (time.perf_counter() - began) * 1e3)
+            self._outgoing = self._outgoing or self._sizer.message()
         return chunks
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -348,7 +349,7 @@ class Engine:
         """Draft from the outputs in a file instead of those learnt so far; of too many, the newest are taken.
 
         Raises InputError for a file that is none of `save_trie`, damaged, or of another tokenizer. With several ranks,
-        `lpr.lead` does this for a file that only rank 0 has.
+        `lpr.engine.lead` does this for a file that only rank 0 has.
         """
         self.restore(self.read_trie(path))
 
@@ -363,13 +364,13 @@ class Engine:
         """Draft from a history instead of the outputs learnt so far; on every rank alike, without running requests."""
         if self.busy:
             raise RuntimeError("loading a trie needs an engine without running requests")
-        self.shared = Trie.from_history(history, self.config.trie_capacity)
+        self.shared = SuffixIndex.from_history(history, self.config.trie_capacity)
         self.shared.end_document()
 
     @property
-    def costs(self) -> StepCost | None:
+    def costs(self) -> StepTimes | None:
         """Step times as all ranks know them by now; None where sizes are fixed."""
-        return self._pace.costs
+        return self._sizer.costs
 
     # Messages from rank 0 to all ranks.
 
@@ -413,7 +414,7 @@ class Engine:
         itself, piece by piece, and the others wait.
         """
         together = self.model.packed or len(self._running) == 1
-        room = self.config.prefill_chunk
+        room = self.decode.prefill_chunk
         decoding, filling = [], []
         for request in self._running:
             assert request.running is not None
@@ -432,7 +433,7 @@ class Engine:
         return decoding, filling
 
     def _admit(self) -> None:
-        while self._waiting and len(self._running) < self.config.max_batch_size:
+        while self._waiting and len(self._running) < self.decode.max_batch_size:
             request = self._waiting.popleft()
             state = SequenceState(request.prompt_ids, request.params, self.config, self.comm.size, self.shared)
             request.running = Running(state, slot=len(self._running), processors=request.processors)
@@ -475,7 +476,7 @@ class Engine:
         last = self._running.pop()
         if last is not request:
             assert last.running is not None
-            held = last.running.state.held[self.comm.rank]
+            held = last.running.state.num_computed_tokens[self.comm.rank]
             self.model.cache.move_slot(last.running.slot, slot, held)
             last.running.slot = slot
             self._running[slot] = last

@@ -14,16 +14,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from lpr.config import TreeConfig
+from lpr.config import NUM_HEADER, TreeSizes
 from lpr.core.partition import Shard
 from lpr.core.state import TreeResult
 from lpr.core.tree import TokenTree
 from lpr.dist.comm import Comm
 from lpr.model.inputs import Row
-from lpr.transfer import copy_over, to_device
-
-NUM_HEADER = 4
-"""Header words (int32): digest low, digest high, length of rank 0's message, and one spare."""
+from lpr.model.transfer import copy_over, to_device
 
 
 class DesyncError(RuntimeError):
@@ -33,13 +30,14 @@ class DesyncError(RuntimeError):
 class Exchange:
     """Packs, gathers and unpacks the payloads of one rank, in a buffer made once."""
 
-    def __init__(self, config: TreeConfig, comm: Comm, device: torch.device) -> None:
-        """The exchange of `comm`'s ranks under `config`, with payloads on `device`."""
+    def __init__(self, config: TreeSizes, max_batch_size: int, comm: Comm, device: torch.device) -> None:
+        """The exchange of `comm`'s ranks for up to `max_batch_size` trees of `config`, with payloads on `device`."""
         self.config = config
+        self._max_batch_size = max_batch_size
         self.comm = comm
-        self.capacity = owned_capacity(config, comm.size)
+        self.capacity = config.owned_capacity(comm.size)
         self.width = 1 + 2 * config.num_recycled
-        size = NUM_HEADER + config.max_batch_size * self.capacity * self.width
+        size = config.payload_words(max_batch_size, comm.size)
         self._payload = torch.zeros(size, dtype=torch.int32, device=device)
 
     @property
@@ -62,7 +60,7 @@ class Exchange:
         owner's on every rank, also on ranks that evaluated it as an ancestor (rule R1), and of the ranks that share a
         replica the first one's (rule R6). Raises DesyncError if the digest of any rank differs.
         """
-        header = np.array([*_words(digest), message_length, 0], np.int32)
+        header = np.array([*_words(digest), message_length], np.int32)
         copy_over(self._payload[:NUM_HEADER], header)
         if local is not None:
             self._pack(local, [split[self.comm.rank] for split in shards])
@@ -89,7 +87,7 @@ class Exchange:
     def _unpack(
         self, gathered: np.ndarray, trees: Sequence[TokenTree], shards: Sequence[Sequence[Shard]], k: int
     ) -> list[TreeResult]:
-        values = gathered.reshape(self.comm.size, self.config.max_batch_size, self.capacity, self.width)
+        values = gathered.reshape(self.comm.size, self._max_batch_size, self.capacity, self.width)
         results = []
         for index, (tree, split) in enumerate(zip(trees, shards, strict=True)):
             table = values[0, index, : len(tree)]
@@ -101,13 +99,6 @@ class Exchange:
                 TreeResult(table[:, 0].tolist(), table[:, 1 : 1 + k].tolist(), table[:, 1 + k : 1 + 2 * k].tolist())
             )
         return results
-
-
-def owned_capacity(config: TreeConfig, num_ranks: int) -> int:
-    """Most nodes of one tree that a rank may own: an equal part, and slack as evaluated ancestors are not owned."""
-    if num_ranks == 1:
-        return config.num_nodes
-    return min(config.num_nodes, -(-config.num_nodes // num_ranks) + min(32, config.max_branch))
 
 
 def check_replica(comm: Comm, rows: Sequence[Row]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from lpr.config import DecodeConfig, InputError
-from lpr.perf.facts import config_from, read_config
+from lpr.planner.facts import config_from, read_config
 
 _DECODE_FIELDS = {field.name for field in fields(DecodeConfig)}
 

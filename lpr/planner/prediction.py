@@ -13,12 +13,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from lpr.exchange import NUM_HEADER
-from lpr.perf.facts import ModelFacts
-from lpr.perf.hardware import Gpu
-from lpr.perf.interconnect import Network, all_gather, all_reduce
-from lpr.perf.measured import Drafted, Measured, TimeTable
-from lpr.perf.planning import Mesh, forward_flops, kv_row_bytes, read_bytes
+from lpr.config import NUM_HEADER
+from lpr.planner.facts import ModelFacts
+from lpr.planner.footprint import Mesh, forward_flops, kv_row_bytes, read_bytes
+from lpr.planner.hardware import Gpu
+from lpr.planner.interconnect import Network, all_gather, all_reduce
+from lpr.planner.measured import Drafted, Measured, TimeTable
 
 
 @dataclass(frozen=True)

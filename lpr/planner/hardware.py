@@ -28,7 +28,7 @@ class Gpu:
     flops: float
     """Dense bf16 floating point operations per second, by the data sheet."""
     link: str
-    """What usually joins several of them inside a host; names of lpr.perf.interconnect."""
+    """What usually joins several of them inside a host; names of lpr.planner.interconnect."""
 
 
 GPUS = {

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from lpr.config import TreeConfig
+from lpr.config import TreeSizes
 from lpr.core.budget import AdaptiveBudget, Budget, FixedBudget
-from lpr.core.cost import CostTracker, StepCost
+from lpr.core.step_times import StepTimes, StepTimesTracker
 from lpr.dist.comm import Comm
-from lpr.step import Outcome, Running
+from lpr.engine.step import Outcome, Running
 
 PREFIX = b"costs "
 """Begins the message by which rank 0 shares its table."""
@@ -21,27 +21,29 @@ SHARE_PART = 0.05
 """A time that has changed by this part is worth a message."""
 
 
-class Pace:
+class Sizer:
     """The budget of an engine's steps and, where it is adaptive, the table that all ranks decide by.
 
     Rank 0's clock alone counts. It follows what steps take, and now and then sends its table to all ranks, itself
     included, which decide by it from the same step on.
     """
 
-    def __init__(self, config: TreeConfig, costs: StepCost | None, comm: Comm, follow: bool = True) -> None:
+    def __init__(self, config: TreeSizes, costs: StepTimes | None, comm: Comm, follow: bool = True) -> None:
         """Trees of the sizes of `config`: all of them in every step or, with a table of `costs`, what pays.
 
         `follow` False decides by that table for good.
         """
         self._longest_tree = config.num_nodes
-        self._tracker = CostTracker(costs) if costs is not None and follow and comm.rank == comm.tp_rank == 0 else None
+        self._tracker = (
+            StepTimesTracker(costs) if costs is not None and follow and comm.rank == comm.tp_rank == 0 else None
+        )
         self._since_shared = self._plain = 0
         self.budget: Budget = FixedBudget(config)
         if costs is not None:
             self.budget = AdaptiveBudget(config, costs, comm.size)
 
     @property
-    def costs(self) -> StepCost | None:
+    def costs(self) -> StepTimes | None:
         """The table that all ranks decide by, the same on each of them."""
         return self.budget.cost if isinstance(self.budget, AdaptiveBudget) else None
 
@@ -71,5 +73,5 @@ class Pace:
         if not message.startswith(PREFIX):
             return False
         if isinstance(self.budget, AdaptiveBudget):
-            self.budget.cost = StepCost.from_json(json.loads(message.removeprefix(PREFIX)))
+            self.budget.cost = StepTimes.from_json(json.loads(message.removeprefix(PREFIX)))
         return True

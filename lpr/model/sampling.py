@@ -18,8 +18,8 @@ import torch
 from lpr.config import SamplingParams
 from lpr.core.accept import NOT_A_NUMBER
 from lpr.core.recycle import MAX_SCORE, SCORE_STEPS
-from lpr.processors import Walk
-from lpr.transfer import to_device
+from lpr.model.processors import ProcessorPath
+from lpr.model.transfer import to_device
 
 _MASK32 = 0xFFFFFFFF
 # Multipliers of the 32-bit mixer "triple32" (C. Wellons, "Prospecting for hash functions", 2018): the lowest known
@@ -79,7 +79,7 @@ class Selection:
     """Is any row sampled at all? If none is, there are no rows here: the argmax asks for none of it."""
     filtered: bool
     """Has any row a top-k, top-p or min-p limit?"""
-    walks: list[Walk] = field(default_factory=list)
+    processor_paths: list[ProcessorPath] = field(default_factory=list)
     """The sequences whose choices go through logits processors."""
 
     def row(self, index: int) -> Selection:
@@ -134,7 +134,7 @@ class Selection:
             return self
         words = to_device(self.words(), device)
         there = self.from_words(words, len(self.keys), len(self.key_of), self.sampled, self.filtered)
-        there.walks = self.walks
+        there.processor_paths = self.processor_paths
         return there
 
     def words(self) -> np.ndarray:
@@ -162,8 +162,8 @@ class Selection:
 def choose(logits: torch.Tensor, selection: Selection) -> torch.Tensor:
     """The next token [n] int64 of every row of `logits` [n, V], or a code below 0 (see lpr.core.accept)."""
     chosen = pick(logits, selection)
-    for walk in selection.walks:
-        walk.follow(logits, chosen, lambda scores, row: int(pick(scores, selection.row(row))))
+    for path in selection.processor_paths:
+        path.follow(logits, chosen, lambda scores, row: int(pick(scores, selection.row(row))))
     return chosen
 
 

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import torch
 
 from lpr.config import SamplingParams
-from lpr.core.cost import KNOTS, SHORTEST_KV, Key, StepCost, at_knots
+from lpr.core.step_times import KNOTS, SHORTEST_KV, Key, StepTimes, at_knots
 from lpr.dist.comm import Comm
 from lpr.model.cache import TreeCache
 from lpr.model.inputs import Row
 from lpr.model.runner import TreeModel
-from lpr.sampling import Selection
+from lpr.model.sampling import Selection
 
 ROUNDS = 4
 """Times that each number of nodes is timed."""
@@ -28,7 +28,7 @@ LENGTHS = (SHORTEST_KV, 4 * SHORTEST_KV)
 """Cached lengths that are measured: attention makes a node dearer, and one token hardly, the longer the text is."""
 
 
-def measure_costs(
+def measure_step_times(
     model: TreeModel,
     like: TreeCache,
     comm: Comm,
@@ -36,7 +36,7 @@ def measure_costs(
     max_length: int,
     max_batch_size: int = 1,
     lengths: Sequence[int] = LENGTHS,
-) -> StepCost:
+) -> StepTimes:
     """The step times of trees up to `max_nodes` on each rank, rank 0's on all ranks; the model's cache is replaced.
 
     The table has a row for one sequence and one for a batch, at each of `lengths` up to `max_length` and at least one.
@@ -46,7 +46,7 @@ def measure_costs(
     for batch in sorted({1, min(max_batch_size, LARGEST_BATCH)}):
         for kv, row in _measure_rows(model, like, comm, batch, max_nodes, lengths).items():
             rows[batch, kv] = row
-    return StepCost(rows)
+    return StepTimes(rows)
 
 
 def _measure_rows(

@@ -25,8 +25,8 @@ Key = tuple[int, int]
 """Batch size and cached length of a row."""
 
 
-class StepCost:
-    """A table of step times. It never changes: `CostTracker` makes new ones from what steps really take."""
+class StepTimes:
+    """A table of step times. It never changes: `StepTimesTracker` makes new ones from what steps really take."""
 
     def __init__(self, rows: Mapping[Key, Sequence[float]]) -> None:
         """A table of at least one row of times at `KNOTS`."""
@@ -68,7 +68,7 @@ class StepCost:
         """
         return self.longest(1.25, batch, kv)
 
-    def differs(self, other: StepCost, part: float) -> bool:
+    def differs(self, other: StepTimes, part: float) -> bool:
         """Has any row another shape than the other table's, by more than `part`? Equal factors change no decision."""
         for key, row in self.rows.items():
             their_row = other.row(*key)
@@ -85,7 +85,7 @@ class StepCost:
         return {"nodes": list(KNOTS), "rows": rows}
 
     @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> StepCost:
+    def from_json(cls, record: Mapping[str, Any]) -> StepTimes:
         """A table from `to_json`, or from measurements at other numbers of nodes; raises ValueError."""
         try:
             nodes = [float(count) for count in record["nodes"]]
@@ -119,10 +119,10 @@ MOST_SURPRISE = 0.3
 """A step that is further off counts as if it were off by this: some program disturbed it."""
 
 
-class CostTracker:
+class StepTimesTracker:
     """Follows what steps really take, per batch size (rounded up to powers of two)."""
 
-    def __init__(self, measured: StepCost) -> None:
+    def __init__(self, measured: StepTimes) -> None:
         """A tracker that corrects the `measured` table."""
         self._measured = measured
         self._corrections: dict[int, _Correction] = {}
@@ -135,7 +135,7 @@ class CostTracker:
         expected = interpolate(self._measured.row(batch, kv), count)
         self._corrections[size].observe(count, math.log(milliseconds / expected))
 
-    def table(self) -> StepCost:
+    def table(self) -> StepTimes:
         """The table as it is by now: the measured one, corrected by the nearest batch size that was seen."""
         if not self._corrections:
             return self._measured
@@ -145,7 +145,7 @@ class CostTracker:
             state = self._nearest(size).state
             for length in lengths:
                 rows[size, length] = (np.exp(state[0] + state[1:]) * self._measured.row(size, length)).tolist()
-        return StepCost(rows)
+        return StepTimes(rows)
 
     def _nearest(self, size: int) -> _Correction:
         return self._corrections[min(self._corrections, key=lambda seen: abs(math.log2(seen / size)))]

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from lpr.config import DecodeConfig, SamplingParams
-from lpr.engine import Engine
-from lpr.request import Chunk, Prompt, Request
+from lpr.engine.engine import Engine
+from lpr.engine.request import Chunk, Prompt, Request
 
 
 class Leader:

@@ -2,7 +2,7 @@
 
 `generate` prepares everything as ever: the generation config, the logits processors, the stopping criteria. What is
 replaced is the loop that runs the model. Greedy ids equal those of plain `generate`; with `do_sample=True` they are an
-exact sample of the same distribution, drawn by lpr's keyed noise (see lpr.sampling). Each row's seed is one draw of
+exact sample of the same distribution, drawn by lpr's keyed noise (lpr.model.sampling). Each row's seed is one draw of
 `torch.randint` from torch's default CPU generator, so `torch.manual_seed` and `transformers.set_seed` make a call
 reproducible, and further calls differ. One process decodes; for lookahead parallelism there is `lpr.Engine`.
 """
@@ -26,10 +26,10 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 
 from lpr.config import DecodeConfig, InputError
-from lpr.drop_in_rows import Batch, Row
-from lpr.engine import Engine
+from lpr.drop_in.rows import OutputBatch, OutputRow
+from lpr.engine.engine import Engine
+from lpr.engine.request import Request
 from lpr.model.loader import wrap
-from lpr.request import Request
 
 
 class Lookahead:
@@ -64,13 +64,13 @@ class Lookahead:
         refuse(model, generation_config, assistant_model, synced_gpus, model_kwargs)
         prompts = prompts_of(input_ids, model_kwargs)
         num_pads = [input_ids.shape[1] - len(prompt) for prompt in prompts]
-        batch = Batch(input_ids, num_pads, generation_config, logits_processor, stopping_criteria, streamer)
+        batch = OutputBatch(input_ids, num_pads, generation_config, logits_processor, stopping_criteria, streamer)
         sampled = generation_config.do_sample
         seeds = torch.randint(2**63 - 1, (len(prompts),)).tolist() if sampled else [0] * len(prompts)
-        kept = Kept.of(model)
+        kept = EngineCache.of(model)
         with kept.lock, evaluating(model), kept.attention(model):
             engine = kept.engine_for(model, self.decode, prompts, batch.max_new_tokens)
-            requests: dict[Request, Row] = {}
+            requests: dict[Request, OutputRow] = {}
             try:
                 for row, prompt, seed in zip(batch.rows, prompts, seeds, strict=True):
                     room = min(batch.max_new_tokens, engine.max_length - len(prompt))
@@ -90,7 +90,7 @@ lookahead = Lookahead()
 """`custom_generate=lpr.lookahead`, with the default DecodeConfig; `lpr.Lookahead(decode)` is one with another."""
 
 
-def advance(engine: Engine, requests: dict[Request, Row], batch: Batch) -> None:
+def advance(engine: Engine, requests: dict[Request, OutputRow], batch: OutputBatch) -> None:
     """One step of all rows; a row that is padded from its end on leaves the engine there."""
     for chunk in engine.step():
         row = requests[chunk.request]
@@ -168,7 +168,7 @@ def _refuse(what: str) -> None:
     raise InputError(f"lpr.lookahead cannot decode with {what}; call generate without custom_generate for that")
 
 
-class Kept:
+class EngineCache:
     """What stays on a model between calls: its engine, and the attention that the engine needs.
 
     An attribute of the model and not an entry in a table: the engine holds the model, so a table would keep both alive
@@ -184,14 +184,14 @@ class Kept:
         self._made_for: tuple[Any, Any] | None = None
         self._tree_attention: list[Any] = []
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Kept:
-        return Kept()
+    def __deepcopy__(self, memo: dict[int, Any]) -> EngineCache:
+        return EngineCache()
 
-    def __reduce__(self) -> tuple[type[Kept], tuple[()]]:
-        return Kept, ()
+    def __reduce__(self) -> tuple[type[EngineCache], tuple[()]]:
+        return EngineCache, ()
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> Kept:
+    def of(cls, model: PreTrainedModel) -> EngineCache:
         """What is kept on `model`."""
         return model.__dict__.setdefault(cls.NAME, cls())
 
@@ -226,12 +226,12 @@ class Kept:
         length = min(length, wrap(model, None).max_positions or length)
         slots = len(prompts)
         if self.engine is not None:
-            length, slots = max(length, self.engine.max_length), max(slots, self.engine.config.max_batch_size)
+            length, slots = max(length, self.engine.max_length), max(slots, self.engine.decode.max_batch_size)
         wanted = replace(decode, max_batch_size=slots, max_length=length)
         if self.engine is None:
             self.engine, self._made_for = Engine.from_model(model, decode=wanted), (model.device, model.dtype)
-        elif self.engine.config != wanted:
-            shared, is_same = self.engine.shared, self.engine.config.trie_capacity == wanted.trie_capacity
+        elif self.engine.decode != wanted:
+            shared, is_same = self.engine.shared, self.engine.decode.trie_capacity == wanted.trie_capacity
             self.engine.max_length = length
             self.engine.reconfigure(wanted)
             if is_same:

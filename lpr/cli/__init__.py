@@ -1,0 +1,1 @@
+"""The commands: arguments, JSON Lines, what a person sees."""

@@ -1,0 +1,160 @@
+"""Prompts in and completions out, as JSON Lines: bad lines are named, finished lines are never lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+from lpr.config import InputError
+
+
+@dataclass
+class PromptLine:
+    """One line of a prompts file: a prompt, or why it is none."""
+
+    number: int
+    """Its number in the file, from 1."""
+    prompt: str = ""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """The line's other fields, which its output line keeps."""
+    error: str | None = None
+
+
+def read_prompts(path: Path) -> list[PromptLine]:
+    """The lines of a JSONL file with a string `prompt` each; blank lines are skipped.
+
+    A line that is no such thing comes back with its error, so that the others can be completed. Raises InputError if
+    the file cannot be read or holds no line at all.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as failure:
+        raise InputError(f"cannot read prompts from {path}: {failure.strerror or failure}") from failure
+    lines = [_parse(number, raw) for number, raw in enumerate(data.split(b"\n"), 1) if raw.strip()]
+    if not lines:
+        raise InputError(f'{path} holds no prompts: it needs one JSON object with a "prompt" per line')
+    return lines
+
+
+def _parse(number: int, raw: bytes) -> PromptLine:
+    try:
+        record = json.loads(raw.decode("utf-8"))
+    except UnicodeDecodeError as failure:
+        return PromptLine(number, error=f"line {number} is not UTF-8: {failure.reason} at byte {failure.start}")
+    except (ValueError, RecursionError) as failure:
+        return PromptLine(number, error=f"line {number} is not JSON: {failure}")
+    if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
+        return PromptLine(number, error=f'line {number} has no string "prompt"')
+    prompt = record.pop("prompt")
+    return PromptLine(number, prompt, record)
+
+
+class OrderedWriter:
+    """Writes one record per prompt line, in the order of the lines, each as soon as all before it are there.
+
+    Records that wait for an earlier one are written on close, so that an interrupted run leaves everything that was
+    finished. With `resume`, records of an earlier run of the same prompts are kept; `done` names the lines that have a
+    record, and `kept` holds those of the earlier run.
+    """
+
+    def __init__(self, path: Path, lines: list[PromptLine], resume: bool = False) -> None:
+        """Open `path`; raises InputError at once, before any work, if it cannot be written or the disk is full."""
+        self.path = path
+        self._order = [line.number for line in lines]
+        self._next = 0
+        self._waiting: dict[int, str] = {}
+        self.done: set[int] = set()
+        self._file: BinaryIO
+        try:
+            kept = self._earlier(lines) if resume and path.exists() else {}
+            self._open(kept)
+        except OSError as failure:
+            raise InputError(f"cannot write to {path}: {failure.strerror or failure}") from failure
+        self.done.update(kept)
+        self._waiting.update(kept)
+        self.kept = [json.loads(kept[number]) for number in self._order if number in kept]
+        self._next = self._num_ready()
+        for number in self._order[: self._next]:
+            del self._waiting[number]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            for number in sorted(self._waiting):
+                self._append(self._waiting[number])
+        finally:
+            self._file.close()
+
+    def write(self, number: int, record: dict[str, Any]) -> None:
+        """Hand in the record of prompt line `number`; raises InputError if the disk is full by now."""
+        self._put(number, json.dumps(record, ensure_ascii=False))
+
+    def _put(self, number: int, text: str) -> None:
+        self.done.add(number)
+        self._waiting[number] = text
+        for number in self._order[self._next : self._num_ready()]:
+            self._append(self._waiting.pop(number))
+            self._next += 1
+
+    def _num_ready(self) -> int:
+        """How many lines, counted from the first, are written or wait."""
+        ready = self._next
+        while ready < len(self._order) and self._order[ready] in self._waiting:
+            ready += 1
+        return ready
+
+    def _append(self, text: str) -> None:
+        try:
+            self._file.write(text.encode("utf-8", "surrogatepass") + b"\n")
+        except OSError as failure:
+            raise InputError(
+                f"cannot write to {self.path}: {failure.strerror or failure}; {self._next} of {len(self._order)} lines "
+                "are complete there"
+            ) from failure
+
+    def _open(self, kept: dict[int, str]) -> None:
+        """Leave just the kept lines that are in order in the file, and see that it takes more data."""
+        if self.path.exists() and not self.path.is_file():  # a device or a pipe
+            with open(self.path, "wb", buffering=0) as device:
+                if stat.S_ISCHR(os.fstat(device.fileno()).st_mode) and not device.isatty():
+                    device.write(b"\n")
+            self._file = open(self.path, "wb", buffering=0)  # noqa: SIM115 - closed by __exit__
+            return
+        start = []
+        for number in self._order:
+            if number not in kept:
+                break
+            start.append(kept[number].encode("utf-8", "surrogatepass") + b"\n")
+        # Replaced as a whole: killed in between, the earlier run's lines are all still there.
+        fresh = self.path.with_name(self.path.name + ".new")
+        with open(fresh, "wb") as file:
+            file.write(b"".join(start))
+            file.flush()
+            size = file.tell()
+            file.write(bytes(65536))
+            file.flush()
+            os.fsync(file.fileno())
+            file.truncate(size)
+        os.replace(fresh, self.path)
+        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed by __exit__
+
+    def _earlier(self, lines: list[PromptLine]) -> dict[int, str]:
+        """The complete records of an earlier run, by line number, where the prompt is still the same."""
+        prompts = {line.number: line.prompt for line in lines}
+        kept = {}
+        for raw in self.path.read_bytes().split(b"\n"):
+            try:
+                record = json.loads(raw)
+            except ValueError:
+                continue  # the end of a line that was being written when the run was killed
+            if not isinstance(record, dict) or record.get("line") not in prompts:
+                continue
+            if record.get("prompt") == prompts[record["line"]]:
+                kept[record["line"]] = raw.decode("utf-8", "surrogatepass")
+        return kept

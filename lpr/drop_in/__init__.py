@@ -1,0 +1,1 @@
+"""The drop-in for transformers programs: `custom_generate=lpr.lookahead`."""

@@ -1,0 +1,1 @@
+"""The engine: requests in, exact completions out; commands, scheduler, step."""
