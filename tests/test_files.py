@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lpr.config import InputError
-from lpr.files import OrderedWriter, PromptLine, read_prompts
+from lpr.cli.jsonl import OrderedWriter, PromptLine, read_prompts
 
 
 def lines(count: int) -> list[PromptLine]:

@@ -323,6 +323,8 @@ class Engine:
         With several ranks only rank 0 reads the file. Raises InputError for a file that is none of `save_trie`,
         damaged, or of another tokenizer.
         """
+        if not self.is_idle:
+            raise RuntimeError("load_trie needs an engine without requests")
         history = self._read_trie(path) if is_driver(self.comm) else np.empty(0, np.int32)
         self._settle(Learn(history.tobytes(), replace=True))
 
@@ -564,9 +566,10 @@ class Engine:
         if self.sizes.trie_nodes and request.num_output:
             self.shared.extend(request.token_ids)
             self.shared.end_document()
-        if request.error is not None:
-            self.model.cache.clear(request.slot, 0)  # its K/V may be NaN, which would spoil the slot's next request
-        self._move(self.scheduler.finish(request, keep=request.error is None))
+        sound = request.error is None and request.num_output > 0
+        if not sound:  # its K/V may be NaN, which would spoil the slot's next request
+            self.model.cache.clear(request.slot, 0)
+        self._move(self.scheduler.finish(request, keep=sound))
         request.state = None
 
     def _move(self, moves: Sequence[SlotMove]) -> None:
