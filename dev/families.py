@@ -168,7 +168,7 @@ def main(args: list[str]) -> int:
         took = time.monotonic() - start
         print(f"{' ' if right else '!'} {family.name:36} {seen.status:8} {took:5.1f} s  {seen.detail}", flush=True)
     if unexpected:
-        print(f"{unexpected} families differ from dev/family_table.py; docs/families.md stays as it is", file=sys.stderr)
+        print(f"{unexpected} families differ from dev/family_table.py; the page stays as it is", file=sys.stderr)
     elif not chosen:
         PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     return 1 if unexpected else 0

@@ -106,7 +106,7 @@ def picture(data: dict[str, Any]) -> str:
     lines.append(box(end, shown(names[str(step["next"][path[-1]])]), ["bonus", "accepted"]))
     lines.append(
         f'<text class="note" x="{LEFT}" y="{height - 18}">Committed by this step: '
-        f"<tspan font-family=\"monospace\">{escape(shown(emitted.strip(' ')))}</tspan> after eight spaces; "
+        f'<tspan font-family="monospace">{escape(shown(emitted.strip(" ")))}</tspan> after eight spaces; '
         "every other node is dropped.</text>"
     )
     return "\n".join([*lines, "</svg>", ""])
