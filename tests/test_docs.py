@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import importlib.util
 import json
+import os
 import re
 import runpy
 import shlex
@@ -22,6 +23,7 @@ from torch.distributed.run import get_args_parser  # noqa: TID251 - torchrun's f
 
 from dev.step_picture import PICTURE, STEP, TRACE, picture, read_trace
 from lpr.cli.generate import parse
+from lpr.cli.jsonl import read_prompts
 from lpr.cli.trace import PLACEHOLDER
 
 ROOT = Path(__file__).parent.parent
@@ -41,6 +43,12 @@ def code_of(text: str) -> list[str]:
     rest = re.sub(r"^```\w*\n.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     spans = [span.replace("\n", " ") for span in re.findall(r"`([^`]+)`", rest)]
     return [line for block in blocks for line in block.replace("\\\n", " ").splitlines()] + spans
+
+
+def blocks_of(name: str, language: str) -> list[str]:
+    """The code blocks of a page that are marked as `language`."""
+    text = (DOCS / name).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
 def commands_of(text: str) -> list[tuple[str, list[str], list[str]]]:
@@ -194,14 +202,34 @@ def test_the_site_builds(tmp_path: Path) -> None:
         assert f'id="lpr.{name}"' in api, f"docs/api.md leaves out lpr.{name}"
 
 
-@pytest.mark.parametrize("name", ["quickstart.md", "drop_in.md"])
+@pytest.mark.parametrize("name", ["quickstart.md", "engine.md", "drop_in.md"])
 def test_blocks_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / name).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    blocks = blocks_of(name, "python")
     assert len(blocks) >= 2
     namespace: dict[str, Any] = {}
     for number, block in enumerate(blocks, 1):
         exec(compile(block, f"docs/{name}, python block {number}", "exec"), namespace)
     assert len(capsys.readouterr().out) > 20
+
+
+def test_the_program_for_several_ranks_runs(tmp_path: Path) -> None:
+    (program,) = blocks_of("engine.md", "py")
+    (tmp_path / "program.py").write_text(program, encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "program.py"]
+    threads = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | threads, capture_output=True, text=True, timeout=180
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(done.stdout) > 20
+
+
+def test_lines_of_prompts_are_read(tmp_path: Path) -> None:
+    """With every field that the page's line has."""
+    (line,) = blocks_of("command.md", "json")
+    (tmp_path / "in.jsonl").write_text(line, encoding="utf-8")
+    (read,) = read_prompts(tmp_path / "in.jsonl")
+    assert read.error is None and set(read.sampling) == set(json.loads(line)) - {"prompt"}
 
 
 def test_rules_that_are_cited_stand_there() -> None:
