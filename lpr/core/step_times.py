@@ -191,11 +191,11 @@ def at_knots(nodes: Sequence[float], milliseconds: Sequence[float]) -> list[floa
 
 def interpolate(row: Sequence[float], count: float, knots: Sequence[float] = KNOTS) -> float:
     """The time of `count` tokens by a row of times at `knots`, linear between them and beyond the last."""
+    if count <= knots[0] or len(knots) == 1:
+        return row[0]
     high = min(max(bisect_left(knots, count), 1), len(knots) - 1)
     low = high - 1
     slope = (row[high] - row[low]) / (knots[high] - knots[low])
-    if count <= knots[0]:
-        return row[0]
     return row[low] + slope * (count - knots[low])
 
 
