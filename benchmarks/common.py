@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
 import platform
 import subprocess
@@ -99,6 +100,8 @@ def run_main(
     except InputError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
+    finally:
+        gc.unfreeze()  # what is frozen at the exit, triton's bindings report as leaked, in 30 lines
     show(result, console)
     finish(result, options.output)
     return 1 if result.get("num_failed") or next(failures(result), None) else 0

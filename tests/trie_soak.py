@@ -1,6 +1,6 @@
 """A soak of the shared trie: insert far more than it holds, and query it all the while.
 
-    python -m benchmarks.trie --tokens 5000000 --output benchmarks/results/trie.json
+    PYTHONPATH=. python tests/trie_soak.py --tokens 5000000 --output benchmarks/results/trie.json
 
 The text is synthetic: documents of 200 to 2000 tokens made of phrases, which follow Zipf's law and of which some are
 new at every document, so that pairs of tokens keep coming and going and drafts are found. An insertion is one
@@ -140,7 +140,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 def main() -> int:
     """Run the command line; returns the exit code."""
-    parser = make_parser("trie", "A soak of the shared trie.", threads=1)
+    parser = make_parser("trie_soak", "A soak of the shared trie.", threads=1)
     parser.add_argument("--tokens", type=whole, default=5_000_000, metavar="N", help="tokens to insert")
     parser.add_argument("--capacity", type=whole, default=1_000_000, metavar="N", help="tokens that the trie holds")
     parser.add_argument("--queries", type=whole, default=2000, metavar="N", help="drafts at capacity")
