@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lpr.config import InputError
 from lpr.cli.jsonl import OrderedWriter, PromptLine, read_prompts
+from lpr.config import InputError
 
 
 def lines(count: int) -> list[PromptLine]:

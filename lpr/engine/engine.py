@@ -21,7 +21,7 @@ from lpr.engine import commands
 from lpr.engine.commands import Abort, Command, Configure, Costs, Drain, Learn, RequestId, Stop, Submit
 from lpr.engine.exchange import DesyncError, Exchange, check_replica
 from lpr.engine.log import CommandLog
-from lpr.engine.options import EngineOptions, read_step_times
+from lpr.engine.options import EngineOptions, load_step_times
 from lpr.engine.request import Chunk, Completion, Outcome, Prompt, Request, make_request
 from lpr.engine.scheduler import Schedule, Scheduler, SlotMove
 from lpr.engine.sizing import Sizer, measure_step_times, resolve_sizes
@@ -117,7 +117,7 @@ class Engine:
                 self.model.compile()
             self._longest(decode)
             if is_driver(self.comm):
-                costs = read_step_times(options.costs) if isinstance(options.costs, Path) else options.costs
+                costs = load_step_times(options.costs) if isinstance(options.costs, Path) else options.costs
         except InputError as error:
             failure = str(error)
         facts, replica_facts = {}, {}
@@ -548,7 +548,7 @@ class Engine:
         for request, outcome in zip(batch, outcomes, strict=True):
             request.stats.count_step(outcome.tree, outcome.path)
             chunks.append(request.emit(outcome))
-        if self.recorder is not None:
+        if self.recorder is not None and batch:
             self.recorder.record(batch, outcomes, chunks)
         for request, chunk in zip(batch, chunks, strict=True):
             self._tell(chunk)
