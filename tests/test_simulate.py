@@ -18,12 +18,12 @@ from benchmarks.published import FITTED, GPT_FAST, check_published, compare_runs
 from benchmarks.simulate import TOLERANCE, measurements_of, simulate, simulate_parser
 from lpr.cli.plan import main as plan_main
 from lpr.config import DecodeConfig, InputError
-from lpr.core.step_times import StepTimes, interpolate
+from lpr.core.step_times import StepTimes, interpolate, read_step_times
 from lpr.planner.facts import ModelFacts, facts_of
 from lpr.planner.footprint import Mesh, kv_row_bytes, read_bytes
 from lpr.planner.hardware import GPUS
 from lpr.planner.interconnect import LINKS, Network, all_gather, all_reduce
-from lpr.planner.measured import Drafted, Measured, read_measured, read_step_times
+from lpr.planner.measured import Drafted, Measured, read_measured
 from lpr.planner.prediction import (
     GREEDY_ACCEPTANCE,
     SPREAD,
