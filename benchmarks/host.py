@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks.common import OneLineParser, circumstances, run_main, table, whole
+from benchmarks.common import OneLineParser, run_main, table, whole
 from benchmarks.paced import Device, Lap, PacedComm, PacedModel, Recorded
 from benchmarks.replay import read_traces
 from lpr import DecodeConfig, Engine, SamplingParams, bundled_model

@@ -16,6 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -82,7 +83,7 @@ class Recorded:
         """Count followers in `texts`, prompts included."""
         counts: defaultdict[int, Counter[int]] = defaultdict(Counter)
         for text in texts:
-            for left, right in zip(text, text[1:], strict=False):
+            for left, right in pairwise(text):
                 counts[left][right] += 1
         self._followers = {token: [t for t, _ in found.most_common(k)] for token, found in counts.items()}
 
