@@ -6,7 +6,7 @@
 The model's forward is replaced by a paced device (benchmarks.paced): it takes t(n) of a table of step times and answers
 from recorded completions. *Efficiency* is the device's time over wall time while a batch decodes; *host ms* is the
 median of what a step takes beyond the device's time. Steps that evaluate a prompt do not count, those that end a
-request do. `h100_7b` is an estimate of a 7B model in bf16 on one H100 (7.3 ms for 1 node, 9 ms for 64; beyond that 13.2
+request do. The host's work is timed by the processor time of its thread, so that other programs do not show. `h100_7b` is an estimate of a 7B model in bf16 on one H100 (7.3 ms for 1 node, 9 ms for 64; beyond that 13.2
 GFLOP a token at 600 TFLOP/s); the flat tables take 2, 4 and 8 ms whatever a step evaluates.
 
 Nodes are those of a sequence on each rank. With lp above 1 the other ranks are simulated: they cost what this rank
@@ -28,12 +28,13 @@ from typing import Any
 import torch
 from rich.console import Console
 
+import lpr.native
 from benchmarks.common import OneLineParser, run_main, table, whole
 from benchmarks.paced import Device, Lap, PacedComm, PacedModel, Recorded
 from benchmarks.replay import read_traces
 from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
-from lpr.cli.generate import read_costs
 from lpr.config import InputError
+from lpr.engine.options import EngineOptions, read_step_times
 
 TABLES = Path(__file__).parent / "tables"
 FLAT = ("flat_2", "flat_4", "flat_8")
@@ -103,7 +104,7 @@ class Texts:
 
 def measure_case(case: Case, loaded: Any, texts: Texts, num_steps: int) -> dict[str, Any]:
     """Decode with a full batch for `num_steps` steps that count."""
-    device = Device(read_costs(TABLES / f"{case.costs}.json"))
+    device = Device(read_step_times(TABLES / f"{case.costs}.json"))
     comm = PacedComm(case.lp)
     engine = make_engine(loaded, case.decode(), comm)
     paced = PacedModel(engine, device, texts.recorded, texts.whole, case.lp)
@@ -124,7 +125,7 @@ def measure_case(case: Case, loaded: Any, texts: Texts, num_steps: int) -> dict[
         engine.step()
         lap.ended = device.clock.now()
         running = [request for request in running if request.finish_reason is None]
-        most = case.batch * (engine.config.num_nodes + SPARE)
+        most = case.batch * (engine.sizes.num_nodes + SPARE)
         if lap.device and lap.num_entries <= most and paced.batch == case.batch:
             laps.append(lap)
     gc.unfreeze()
@@ -135,7 +136,7 @@ def measure_case(case: Case, loaded: Any, texts: Texts, num_steps: int) -> dict[
 
 def make_engine(loaded: Any, decode: DecodeConfig, comm: PacedComm) -> Engine:
     """An engine of the bundled model, whose forward will be replaced."""
-    return Engine(loaded, decode, comm)
+    return Engine(loaded, decode, EngineOptions(prefix_reuse=False), comm=comm)
 
 
 def summary(case: Case, laps: Sequence[Lap]) -> dict[str, Any]:
@@ -190,7 +191,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 def core_name() -> str:
     """Which drafting core runs."""
-    return "python"
+    return "native" if lpr.native.is_native else "python"
 
 
 def stand_in() -> list[tuple[str, str]]:

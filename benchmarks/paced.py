@@ -31,30 +31,38 @@ from lpr.model.sampling import Selection
 from lpr.model.static_inputs import NODE_BUCKETS, static_shape
 from lpr.model.transfer import copy_over
 
-SPIN = 2e-4
-"""Seconds before a deadline at which sleeping ends: the system wakes a sleeper up to 0.1 ms late."""
 SCORE_STEP = 24
 """Score of each further candidate (see lpr.core.recycle): a fifth of the probability of the one before."""
 
 
 class Clock:
-    """Seconds, without those spent on what a device or another rank would do."""
+    """Seconds: the host's work by the processor time of its thread, waiting by what is waited for.
+
+    So other programs on the machine do not show, and neither does what a device or another rank would do.
+    """
 
     def __init__(self) -> None:
-        self._excluded = 0.0
+        self._ahead = 0.0
 
     def now(self) -> float:
         """The time."""
-        return time.perf_counter() - self._excluded
+        return time.thread_time() + self._ahead
+
+    def wait_until(self, then: float) -> None:
+        """Sleep, as the thread would; it is `then` afterwards, however late the system wakes it."""
+        left = then - self.now()
+        if left > 0:
+            time.sleep(left)
+            self._ahead += max(0.0, then - self.now())
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
         """Time spent inside does not count."""
-        began = time.perf_counter()
+        began = time.thread_time()
         try:
             yield
         finally:
-            self._excluded += time.perf_counter() - began
+            self._ahead -= time.thread_time() - began
 
 
 @dataclass
@@ -131,12 +139,9 @@ class Device:
         self.lap.num_entries += num_entries
 
     def wait(self) -> None:
-        """Wait for the device without using the processor, but for the last moment."""
-        self.lap.waited = now = self.clock.now()
-        if self._free - now > SPIN:
-            time.sleep(self._free - now - SPIN)
-        while self.clock.now() < self._free:
-            pass
+        """Wait for the device without using the processor."""
+        self.lap.waited = self.clock.now()
+        self.clock.wait_until(self._free)
         self.lap.ready = self.clock.now()
 
 
@@ -145,6 +150,7 @@ class PacedComm(SoloComm):
 
     def __init__(self, size: int) -> None:
         """A world of `size` ranks, all of which agree at the start."""
+        super().__init__()
         self.size = self.num_sharing = size
         self.paced: PacedModel | None = None
 
@@ -174,14 +180,14 @@ class PacedModel:
         self._texts = texts
         self._by_slot: dict[int, Sequence[int]] = {}
         self._model = model = engine.model
-        self._config: TreeSizes = engine.config
+        self._config: TreeSizes = engine.sizes
         self._words = torch.zeros(1 << 22, dtype=torch.int32)
         self._trees: Any = None
         model.evaluate = self.evaluate  # type: ignore[method-assign]
         model.fill = self.fill  # type: ignore[method-assign]
         cache: Any = model.cache
         self._num_slots, self._rows_per_slot = cache.num_slots, cache.rows_per_slot
-        cache.move = lambda sources, targets: None
+        cache.move = lambda sources, targets: np.array([sources, targets], np.int64) if sources else None
         cache.clear = lambda slot, num_cached: None
         cache.move_slot = self.move_slot
         exchange: Any = engine._exchange
@@ -199,7 +205,7 @@ class PacedModel:
     def _learn_slots(self, rows: Sequence[Row]) -> None:
         for row in rows:
             if row.num_cached == 0 and len(row.tokens) > 1:
-                begin = list(row.tokens[: len(row.tokens) - max(0, row.num_results - 1)])
+                begin = [int(token) for token in row.tokens[: len(row.tokens) - max(0, row.num_results - 1)]]
                 self._by_slot[row.slot] = next(text for text in self._texts if text[: len(begin)] == begin)
 
     def evaluate(self, rows: Sequence[Row], selection: Selection, num_candidates: int) -> torch.Tensor:
@@ -220,13 +226,15 @@ class PacedModel:
             for row in rows:
                 if row.num_results:
                     above = len(row.tokens) - row.num_results
-                    root = row.positions[above]
+                    root = int(row.positions[above])
                     text = self._by_slot[row.slot]
                     self.steps.append((text, root))
-                    parents = [parent - above for parent in row.parents[above:]]
-                    depths = [position - root for position in row.positions[above:]]
+                    parents = [int(parent) - above for parent in row.parents[above:]]
+                    depths = [int(position) - root for position in row.positions[above:]]
                     results.append(
-                        self._recorded.answers(text, root, row.tokens[above:], parents, depths, num_candidates)
+                        self._recorded.answers(
+                            text, root, [int(t) for t in row.tokens[above:]], parents, depths, num_candidates
+                        )
                     )
             return torch.from_numpy(np.concatenate(results))
 

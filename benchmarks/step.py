@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lpr.engine.measure import STEEPEST, measure_step_times
 from rich.console import Console
 
 import lpr.engine.step
@@ -38,7 +39,6 @@ from benchmarks.fleet import LAUNCHER, RunFailedError, execute
 from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
 from lpr.config import InputError
 from lpr.core.step_times import KNOTS
-from lpr.engine.measure import STEEPEST, measure_step_times
 
 PARTS = {
     "draft": (lpr.engine.step.SequenceState, "build"),

@@ -8,7 +8,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include "state.h"
+#include "rows.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -380,6 +380,17 @@ void bind_partition(nb::module_& m) {
   m.def("accept", &accept, "tree"_a, "next_tokens"_a);
 }
 
+using Matrix = nb::ndarray<nb::numpy, int32_t, nb::ndim<2>>;
+using Words = nb::ndarray<nb::numpy, uint64_t, nb::ndim<2>>;
+using Payloads = nb::ndarray<const int32_t, nb::ndim<4>, nb::device::cpu>;
+
+template <typename T, typename Result>
+Result owned_array(std::vector<T>&& values, size_t rows, size_t columns) {
+  auto* kept = new std::vector<T>(std::move(values));
+  nb::capsule owner(kept, [](void* data) noexcept { delete static_cast<std::vector<T>*>(data); });
+  return Result(kept->data(), {rows, columns}, owner);
+}
+
 // A state, and the Python objects that it was made of.
 struct BoundState : SequenceState {
   nb::object params, config;
@@ -404,8 +415,68 @@ Tokens flat(const std::vector<Tokens>& rows) {
   return all;
 }
 
+std::vector<Tokens> rows_of(const Tokens& flat, const TreeResult& all) {
+  std::vector<Tokens> rows;
+  for (size_t node = 0; node < all.next_tokens.size(); node++)
+    rows.emplace_back(flat.begin() + node * all.k, flat.begin() + (node + 1) * all.k);
+  return rows;
+}
+
+void bind_results(nb::class_<TreeResult>& bound) {
+  bound.def_static(
+      "from_payloads",
+      [](Payloads payloads, size_t index, const nb::sequence& shards, int k) {
+        std::vector<const Shard*> parts;
+        for (Shard* shard : pointers<Shard>(shards)) parts.push_back(shard);
+        int64_t strides[3] = {payloads.stride(0), payloads.stride(1), payloads.stride(2)};
+        return results_of(payloads.data(), strides, index, parts, k);
+      },
+      "payloads"_a, "index"_a, "shards"_a, "k"_a);
+}
+
+void bind_rows(nb::module_& m) {
+  m.def(
+      "row_entries",
+      [](const BoundState& state, const TokenTree& tree, const Shard& shard, size_t rank) {
+        Tokens entries = row_entries(state, tree, shard, rank);
+        size_t columns = entries.size() / 3;
+        return owned_array<int32_t, Matrix>(std::move(entries), 3, columns);
+      },
+      "state"_a, "tree"_a, "shard"_a, "rank"_a);
+  m.def(
+      "ancestor_words",
+      [](Array parents, size_t num_words) {
+        Tokens those(parents.data(), parents.data() + parents.size());
+        return owned_array<uint64_t, Words>(ancestor_words(those, num_words), those.size(), num_words);
+      },
+      "parents"_a, "num_words"_a);
+  m.def(
+      "ancestor_words",
+      [](const Tokens& parents, size_t num_words) {
+        return owned_array<uint64_t, Words>(ancestor_words(parents, num_words), parents.size(), num_words);
+      },
+      "parents"_a, "num_words"_a);
+  m.def(
+      "workload",
+      [](const nb::sequence& states) {
+        std::vector<const SequenceState*> those;
+        for (BoundState* state : pointers<BoundState>(states)) those.push_back(state);
+        auto [pending, kv] = workload(those);
+        return nb::make_tuple(pending, kv);
+      },
+      "states"_a);
+  m.def(
+      "split",
+      [](const BoundState& state, const TokenTree& tree, int64_t num_ranks, std::optional<int64_t> max_owned) {
+        return partition(tree, num_ranks, pending_of(state), max_owned);
+      },
+      "state"_a, "tree"_a, "num_ranks"_a, "max_owned"_a.none());
+}
+
 void bind_state(nb::module_& m) {
-  nb::class_<TreeResult>(m, "TreeResult")
+  nb::class_<TreeResult> result(m, "TreeResult");
+  bind_results(result);
+  result
       .def(
           "__init__",
           [](TreeResult* self, Tokens next_tokens, const std::vector<Tokens>& candidates,
@@ -414,7 +485,9 @@ void bind_state(nb::module_& m) {
             new (self) TreeResult{std::move(next_tokens), flat(candidates), flat(scores), k};
           },
           "next_tokens"_a, "candidates"_a, "scores"_a)
-      .def_ro("next_tokens", &TreeResult::next_tokens);
+      .def_ro("next_tokens", &TreeResult::next_tokens)
+      .def_prop_ro("candidates", [](const TreeResult& all) { return rows_of(all.candidates, all); })
+      .def_prop_ro("scores", [](const TreeResult& all) { return rows_of(all.scores, all); });
   nb::class_<BoundState>(m, "SequenceState")
       .def(nb::init<nb::list, nb::object, nb::object, int64_t, std::shared_ptr<SuffixIndex>, const nb::object&>(),
            "tokens"_a, "params"_a, "config"_a, "num_ranks"_a = 1, "shared"_a.none() = nb::none(),
@@ -458,6 +531,7 @@ NB_MODULE(_native, m) {
   bind_budget(m);
   bind_partition(m);
   bind_state(m);
+  bind_rows(m);
 }
 
 }  // namespace lpr

@@ -55,6 +55,7 @@ class SequenceState {
 
   Draft build(int64_t max_depth, DraftRequest request) {
     auto tree = std::make_shared<TokenTree>(tokens.back());
+    tree->reserve(std::min<int64_t>(1024, 1 + request.nodes));
     if (is_suspect) max_depth = 0;
     if (!request.window)
       window.reset();
@@ -64,7 +65,7 @@ class SequenceState {
     int64_t num_window = tree->size();
     Price* price = request.price ? &*request.price : nullptr;
     probabilities = drafter->draft(*tree, request.nodes, max_depth, price);
-    return {tree, probabilities, num_window};
+    return {std::move(tree), probabilities, num_window};
   }
 
   uint64_t sign_tree(const TokenTree& tree) {

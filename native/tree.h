@@ -21,6 +21,15 @@ class TokenTree {
 
   int size() const { return static_cast<int>(tokens.size()); }
 
+  // Make room for so many nodes.
+  void reserve(size_t count) {
+    for (auto* column : {&tokens, &parents, &depths, &first_child, &last_child_, &next_sibling}) column->reserve(count);
+    sources.reserve(count);
+    size_t slots = 32;
+    while (slots < 2 * count) slots *= 2;
+    if (num_edges_ == 0) edges_.assign(slots, -1);
+  }
+
   // The child of `parent` that holds `token`; -1 if there is none.
   int find(int parent, int32_t token) const {
     if (edges_.empty()) return -1;

@@ -65,7 +65,7 @@ def wrong_position(patch: pytest.MonkeyPatch) -> None:
     def mutant(*args: object) -> Row:
         row = build(*args)  # type: ignore[arg-type]
         above = len(row.tokens) - row.num_results
-        row.positions = row.positions[: above + 1] + [at + 1 for at in row.positions[above + 1 :]]
+        row.positions = [*row.positions[: above + 1]] + [at + 1 for at in row.positions[above + 1 :]]
         return row
 
     patch.setattr(lpr.engine.step, "shard_row", mutant)
@@ -77,7 +77,7 @@ def depth_counted_from_the_pending_chain(patch: pytest.MonkeyPatch) -> None:
     def mutant(*args: object) -> Row:
         row = build(*args)  # type: ignore[arg-type]
         above = len(row.tokens) - row.num_results
-        row.positions = row.positions[: above + 1] + [at - above for at in row.positions[above + 1 :]]
+        row.positions = [*row.positions[: above + 1]] + [at - above for at in row.positions[above + 1 :]]
         return row
 
     patch.setattr(lpr.engine.step, "shard_row", mutant)

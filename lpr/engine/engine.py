@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -13,9 +13,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from lpr.config import DecodeConfig, InputError, SamplingParams, TreeSizes
-from lpr.core.state import SequenceState
 from lpr.core.step_times import StepTimes
-from lpr.core.suffix_index import SuffixIndex
 from lpr.dist.comm import Comm, SoloComm, agree, is_alone, is_driver
 from lpr.engine import commands
 from lpr.engine.commands import Abort, Command, Configure, Costs, Drain, Learn, RequestId, Stop, Submit
@@ -32,6 +30,7 @@ from lpr.model.parallel import TensorParallel
 from lpr.model.processors import Processor
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
+from lpr.native import SequenceState, SuffixIndex
 
 
 class StepRecorder(Protocol):
@@ -78,6 +77,8 @@ class Engine:
         self.comm = comm if comm is not None else SoloComm()
         self.recorder: StepRecorder | None = None
         """Takes down every step while it is set (lpr.cli.trace)."""
+        self.while_busy: Callable[[], None] | None = None
+        """Called in every step as soon as the device has work: what it does takes no time, up to the device's."""
         self.is_draining = False
         """Are further requests refused?"""
         self.is_stopped = False
@@ -449,6 +450,7 @@ class Engine:
         request = self._requests.get(id)
         if request is None:
             return
+        request.write()
         request.text_stream.close()
         if request.state is None:
             self.scheduler.withdraw(request)
@@ -533,6 +535,7 @@ class Engine:
             self._sizer.budget,
             self._log.announce(),
             end_phase,
+            self._catch_up,
         )
         self._update(schedule.decoding, outcomes)
         if outcomes and not schedule.filling and captures == self.model.num_captures:
@@ -541,12 +544,22 @@ class Engine:
                 self._post(Costs(news.to_json()))
         return num_command_bytes
 
+    def _catch_up(self) -> None:
+        """While the device works, do what the last step left: nothing that decides what comes next."""
+        for request in self.scheduler.running:
+            request.write()
+            request.stats.count_nodes()
+        if self.while_busy is not None:
+            self.while_busy()
+
     def _update(self, batch: Sequence[Request], outcomes: Sequence[Outcome]) -> None:
         chunks = []
         for request, outcome in zip(batch, outcomes, strict=True):
             request.stats.count_step(outcome.tree, outcome.path)
             chunks.append(request.emit(outcome))
         if self.recorder is not None:
+            for request in batch:
+                request.write()
             self.recorder.record(batch, outcomes, chunks)
         for request, chunk in zip(batch, chunks, strict=True):
             self._tell(chunk)

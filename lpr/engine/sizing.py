@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from lpr.config import DecodeConfig, SamplingParams, TreeSizes
-from lpr.core.budget import AdaptiveBudget, Budget, FixedBudget
+from lpr.core.budget import Budget
 from lpr.core.step_times import KNOTS, SHORTEST_KV, Key, StepTimes, StepTimesTracker, at_knots
 from lpr.dist.comm import Comm, is_driver
 from lpr.engine.request import Outcome, Request
@@ -21,6 +21,7 @@ from lpr.model.cache import TreeCache
 from lpr.model.inputs import Row
 from lpr.model.runner import TreeModel
 from lpr.model.sampling import Selection
+from lpr.native import AdaptiveBudget, FixedBudget
 
 SHARE_EVERY = 16
 """Steps between two tables that rank 0 sends, at least."""

@@ -12,17 +12,14 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 
 from lpr.config import TreeSizes
-from lpr.core.accept import accept
 from lpr.core.budget import Budget
-from lpr.core.partition import Shard, partition
-from lpr.core.state import SequenceState, has_nan_result
-from lpr.core.tree import TokenTree
 from lpr.engine.exchange import Exchange
 from lpr.engine.request import Outcome, Request
 from lpr.model.inputs import Row
 from lpr.model.processors import ProcessorPath
 from lpr.model.runner import TreeModel
 from lpr.model.sampling import Selection
+from lpr.native import Shard, TokenTree, accept, has_nan_result, row_entries, split, workload
 
 PhaseTimer = Callable[[str], None]
 """Called with the name of a phase when that phase of a step has ended (lpr.cli.trace)."""
@@ -30,6 +27,10 @@ PhaseTimer = Callable[[str], None]
 
 def untimed(phase: str) -> None:
     """Nobody times this step."""
+
+
+def nothing() -> None:
+    """No work waits for the device to be busy."""
 
 
 def decode_step(
@@ -41,17 +42,19 @@ def decode_step(
     budget: Budget,
     num_command_bytes: int = 0,
     end_phase: PhaseTimer = untimed,
+    while_busy: Callable[[], None] = nothing,
 ) -> tuple[list[Outcome], int]:
     """Advance every request of `batch` by its accepted path and a bonus token, and fill pieces of pending chains.
 
     `filling` holds other requests and numbers of tokens; a model whose rows are padded takes either a batch, of
     neighbouring slots in order, or these. A step without a batch still takes part in the collective, whose header
-    announces the driver's commands. Also returns their length in bytes.
+    announces the driver's commands. `while_busy` is called as soon as the device has work. Also returns the length of
+    the commands in bytes.
     """
     rank = exchange.comm.rank
     states = [request.running for request in batch]
     fills = [fill_row(request, count, rank) for request, count in filling]
-    fills = [row for row in fills if row.tokens]
+    fills = [row for row in fills if len(row.tokens)]
     budget.begin(len(batch), *workload(states))
     drafts = [
         state.build(left_to_emit(request) - 1, budget.request(state.acceptance))
@@ -60,7 +63,8 @@ def decode_step(
     histories = [state.acceptance for state in states]
     budget.cut(drafts, histories)
     trees = [draft.tree for draft in drafts]
-    shards = [split(state, tree, exchange) for state, tree in zip(states, trees, strict=True)]
+    num_ranks, capacity = exchange.comm.size, exchange.capacity
+    shards = [split(state, tree, num_ranks, capacity) for state, tree in zip(states, trees, strict=True)]
     rows = [shard_row(*each, rank) for each in zip(batch, trees, shards, strict=True)]
     end_phase("draft")
     # Where no tree has a draft, nobody asks for the runners-up, and they would cost plain decoding 4 %.
@@ -68,6 +72,7 @@ def decode_step(
     local = model.evaluate([*rows, *fills], selection(batch, rows), num_candidates) if rows else None
     if fills and not rows:
         model.fill(fills)
+    while_busy()
     end_phase("forward")
     digest = combine(
         [*(state.sign_tree(tree) for state, tree in zip(states, trees, strict=True)),
@@ -77,10 +82,11 @@ def decode_step(
     end_phase("gather")
     outcomes = []
     for request, tree, parts, row, result in zip(batch, trees, shards, rows, results, strict=True):
-        path = accept(tree, result.next_tokens)
+        next_tokens = result.next_tokens
+        path = accept(tree, next_tokens)
         commit(model, row, parts[rank], path, has_nan_result(parts[rank], result))
         emitted = request.running.advance(tree, path, result, parts)
-        bonus = result.next_tokens[path[-1]]
+        bonus = next_tokens[path[-1]]
         failure = bonus if bonus < 0 else None
         outcomes.append(Outcome(tree, path, parts, result, emitted, len(row.tokens), failure))
     budget.observe(trees, [outcome.path for outcome in outcomes], histories)
@@ -106,54 +112,26 @@ def fill_row(request: Request, count: int, rank: int) -> Row:
     return Row(request.slot, computed, tokens, list(range(-1, len(tokens) - 1)), positions, num_results=0)
 
 
-def workload(states: Sequence[SequenceState]) -> tuple[int, int]:
-    """What a step costs besides its nodes: the most pending tokens of a rank, and the longest cached length."""
-    if not states:
-        return 0, 0
-    pending = [
-        sum(len(state.tokens) - 1 - state.num_computed_tokens[rank] for state in states)
-        for rank in range(len(states[0].num_computed_tokens))
-    ]
-    return max(pending), max(len(state.tokens) for state in states)
-
-
-def split(state: SequenceState, tree: TokenTree, exchange: Exchange) -> list[Shard]:
-    """The shards of `tree`; ranks with a longer pending chain get fewer nodes."""
-    pending = [len(state.tokens) - held - 1 for held in state.num_computed_tokens]
-    return partition(tree, exchange.comm.size, pending, exchange.capacity)
-
-
 def shard_row(request: Request, tree: TokenTree, shards: Sequence[Shard], rank: int) -> Row:
     """This rank's part of a step: its pending chain, which ends in the root, and its shard's nodes below it."""
-    state = request.running
-    computed = state.num_computed_tokens[rank]
-    chain = state.tokens[computed:]
-    above = len(chain) - 1
-    nodes = shards[rank].nodes
-    entry = {node: above + i for i, node in enumerate(nodes)}
-    root_position = computed + above
-    return Row(
-        slot=request.slot,
-        num_cached=computed,
-        tokens=chain + [tree.tokens[node] for node in nodes[1:]],
-        parents=list(range(-1, above)) + [entry[tree.parents[node]] for node in nodes[1:]],
-        positions=list(range(computed, root_position)) + [root_position + tree.depths[node] for node in nodes],
-        num_results=len(nodes),
-    )
+    state, shard = request.running, shards[rank]
+    tokens, parents, positions = row_entries(state, tree, shard, rank)
+    num_results = len(shard.nodes)
+    return Row(request.slot, int(positions[0]), tokens, parents, positions, num_results)
 
 
 def selection(batch: Sequence[Request], rows: Sequence[Row]) -> Selection:
     """How the next token after each result entry is chosen: by the request's parameters and the token's position."""
-    positions = [[at + 1 for at in row.positions[-row.num_results :]] for row in rows]
+    is_greedy = all(request.params.temperature == 0 for request in batch)
+    positions = [() if is_greedy else [int(at) + 1 for at in row.positions[-row.num_results :]] for row in rows]
     chosen = Selection.build([(request.params, each) for request, each in zip(batch, positions, strict=True)])
     start = 0
     for request, row in zip(batch, rows, strict=True):
         if request.processors is not None:
             above = len(row.tokens) - row.num_results
-            parents = [parent - above for parent in row.parents[above:]]
-            chosen.processor_paths.append(
-                ProcessorPath(request.processors, request.tokens, start, row.tokens[above:], parents)
-            )
+            tokens = [int(token) for token in row.tokens[above:]]
+            parents = [int(parent) - above for parent in row.parents[above:]]
+            chosen.processor_paths.append(ProcessorPath(request.processors, request.tokens, start, tokens, parents))
         start += row.num_results
     return chosen
 

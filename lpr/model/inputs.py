@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from lpr.core.tree import ancestor_bits
+from lpr.core.rows import WORD_BITS
 from lpr.model.kernels.mask import TreeMask, build_mask
 from lpr.model.transfer import to_device
+from lpr.native import ancestor_words
 
 
 @dataclass
@@ -29,9 +30,9 @@ class Row:
 
     slot: int
     num_cached: int
-    tokens: list[int]
-    parents: list[int]
-    positions: list[int]
+    tokens: Sequence[int] | np.ndarray
+    parents: Sequence[int] | np.ndarray
+    positions: Sequence[int] | np.ndarray
     num_results: int
 
 
@@ -200,12 +201,10 @@ def _rectangle(
     return entries, kv_positions, visible
 
 
-def ancestor_matrix(parents: Sequence[int]) -> np.ndarray:
+def ancestor_matrix(parents: Sequence[int] | np.ndarray) -> np.ndarray:
     """Bool [n, n]: is j the node i itself or one of its ancestors?"""
     count = len(parents)
-    if count and parents[0] == -1 and all(parent == node - 1 for node, parent in enumerate(parents)):
+    if np.array_equal(parents, np.arange(-1, count - 1)):
         return np.tri(count, dtype=bool)  # a chain; a long prompt's bit sets would take quadratic time
-    num_bytes = (count + 7) // 8
-    packed = b"".join([bits.to_bytes(num_bytes, "little") for bits in ancestor_bits(parents)])
-    rows = np.frombuffer(packed, np.uint8).reshape(count, num_bytes)
-    return np.unpackbits(rows, axis=1, count=count, bitorder="little").view(bool)
+    words = ancestor_words(parents, -(-count // WORD_BITS))
+    return np.unpackbits(words.view(np.uint8), axis=1, count=count, bitorder="little").view(bool)

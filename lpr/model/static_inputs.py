@@ -16,10 +16,10 @@ from math import prod
 import numpy as np
 import torch
 
-from lpr.core.tree import ancestor_bits
 from lpr.model.inputs import Block, Row, StepInputs
 from lpr.model.kernels.mask import WORD_BITS, TreeMask
 from lpr.model.sampling import Selection
+from lpr.native import ancestor_words
 
 NODE_BUCKETS = (1, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """T: entries per row, pending chain included."""
@@ -75,16 +75,15 @@ class StaticShape:
         for name, size in self.sizes.items():
             parts[name] = words[start : start + prod(size)].reshape(size)
             start += prod(size)
-        num_bytes = parts["bits"].shape[2] * 4
+        num_words = parts["bits"].shape[2] // 2
         for index in range(self.batch):
             slot = self.first_slot + index
             parts["write_rows"][index] = (slot + 1) * self.rows_per_slot - 1  # the spare row
-            if index >= len(rows) or not rows[index].tokens:
+            if index >= len(rows) or not len(rows[index].tokens):
                 continue
             row, count = rows[index], len(rows[index].tokens)
             first = self.num_entries - count
-            ancestors = b"".join([bits.to_bytes(num_bytes, "little") for bits in ancestor_bits(row.parents)])
-            parts["bits"][index, first:] = np.frombuffer(ancestors, np.int32).reshape(count, -1)
+            parts["bits"][index, first:] = ancestor_words(row.parents, num_words).view(np.int32)
             parts["tokens"][index, first:] = row.tokens
             parts["positions"][index, first:] = row.positions
             parts["write_rows"][index, first:] = np.arange(count) + (slot * self.rows_per_slot + row.num_cached)
