@@ -132,8 +132,9 @@ class Device:
 
     def launch(self, num_entries: int, batch: int, kv: int) -> None:
         """Begin a forward of so many tokens, once earlier ones are done."""
-        took = self.costs.time(num_entries, batch, kv) / 1e3
         self.lap.launched = self.clock.now()
+        with self.clock.stopped():
+            took = self.costs.time(num_entries, batch, kv) / 1e3
         self._free = max(self.lap.launched, self._free) + took
         self.lap.device += took
         self.lap.num_entries += num_entries

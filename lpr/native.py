@@ -70,7 +70,7 @@ if TYPE_CHECKING or _extension is None:
     from lpr.core.partition import Shard, partition
     from lpr.core.pool import NGramPool
     from lpr.core.recycle import CandidateTable
-    from lpr.core.rows import ancestor_words, row_entries, split, workload
+    from lpr.core.rows import ancestor_words, conclude, draft_step, place_rows, row_entries, split, workload
     from lpr.core.state import SequenceState, TreeResult, has_nan_result
     from lpr.core.suffix_index import SuffixIndex
     from lpr.core.tree import TokenTree
@@ -93,10 +93,13 @@ __all__ = [
     "TreeResult",
     "accept",
     "ancestor_words",
+    "conclude",
+    "draft_step",
     "has_nan_result",
     "is_native",
     "missing",
     "partition",
+    "place_rows",
     "row_entries",
     "split",
     "workload",

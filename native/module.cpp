@@ -378,6 +378,9 @@ void bind_partition(nb::module_& m) {
   m.def("partition", &partition, "tree"_a, "num_ranks"_a, "pending"_a, "max_owned"_a = nb::none());
   m.def("depth_first", &depth_first, "tree"_a);
   m.def("accept", &accept, "tree"_a, "next_tokens"_a);
+  m.def(
+      "accept", [](const TokenTree& tree, const TreeResult& result) { return accept(tree, result.next_tokens); },
+      "tree"_a, "result"_a);
 }
 
 using Matrix = nb::ndarray<nb::numpy, int32_t, nb::ndim<2>>;
@@ -466,6 +469,38 @@ void bind_rows(nb::module_& m) {
       },
       "states"_a);
   m.def(
+      "draft_step",
+      [](const nb::sequence& states, const std::vector<int64_t>& depths, Budget& budget, int64_t num_ranks,
+         int64_t max_owned) {
+        std::vector<SequenceState*> those;
+        for (BoundState* state : pointers<BoundState>(states)) those.push_back(state);
+        auto [drafts, shards] = draft_step(those, depths, budget, num_ranks, max_owned);
+        nb::list trees, parts;
+        for (size_t i = 0; i < drafts.size(); i++) {
+          trees.append(nb::cast(drafts[i].tree));
+          nb::list mine;
+          for (Shard& shard : shards[i]) mine.append(nb::cast(std::move(shard)));
+          parts.append(mine);
+        }
+        return nb::make_tuple(trees, parts);
+      },
+      "states"_a, "depths"_a, "budget"_a, "num_ranks"_a, "max_owned"_a);
+  m.def(
+      "place_rows",
+      [](nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> words, size_t batch, size_t num_entries,
+         const std::vector<int64_t>& slots, int64_t rows_per_slot, const std::vector<int64_t>& num_cached,
+         const std::vector<nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>>& entries) {
+        RowWords to(words.data(), batch, num_entries);
+        if (words.size() < to.size()) throw std::invalid_argument("the words do not hold the rows");
+        for (size_t i = 0; i < batch; i++) {
+          size_t count = i < entries.size() ? entries[i].shape(1) : 0;
+          if (count > num_entries) throw std::invalid_argument("a row is longer than its place");
+          to.place(i, slots[i], rows_per_slot, i < entries.size() ? num_cached[i] : 0,
+                   i < entries.size() ? entries[i].data() : nullptr, count);
+        }
+      },
+      "words"_a, "batch"_a, "num_entries"_a, "slots"_a, "rows_per_slot"_a, "num_cached"_a, "entries"_a);
+  m.def(
       "split",
       [](const BoundState& state, const TokenTree& tree, int64_t num_ranks, std::optional<int64_t> max_owned) {
         return partition(tree, num_ranks, pending_of(state), max_owned);
@@ -518,6 +553,20 @@ void bind_state(nb::module_& m) {
             return emitted;
           },
           "tree"_a, "path"_a, "result"_a, "shards"_a);
+  m.def(
+      "conclude",
+      [](BoundState& state, const TokenTree& tree, const Tokens& path, const TreeResult& result,
+         const nb::sequence& shards, size_t rank) {
+        std::vector<const Shard*> parts;
+        for (Shard* shard : pointers<Shard>(shards)) parts.push_back(shard);
+        nb::object kept = nb::none();
+        if (!SequenceState::has_nan(*parts[rank], result)) kept = nb::cast(kept_entries(state, *parts[rank], path, rank));
+        int32_t bonus = result.next_tokens[path.back()];
+        Tokens emitted = state.advance(tree, path, result, parts);
+        for (int32_t token : emitted) state.listed.append(token);
+        return nb::make_tuple(emitted, kept, bonus < 0 ? nb::cast(bonus) : nb::none());
+      },
+      "state"_a, "tree"_a, "path"_a, "result"_a, "shards"_a, "rank"_a);
   m.def("has_nan_result", &SequenceState::has_nan, "shard"_a, "result"_a);
 }
 

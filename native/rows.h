@@ -50,6 +50,41 @@ inline Tokens row_entries(const SequenceState& state, const TokenTree& tree, con
   return entries;
 }
 
+// The entries of a rank's row whose K/V stays: its pending chain, and the path as far as the rank evaluated it.
+inline Tokens kept_entries(const SequenceState& state, const Shard& shard, const Tokens& path, size_t rank) {
+  int32_t above = static_cast<int32_t>(state.tokens.size() - state.num_computed_tokens[rank] - 1);
+  Tokens kept(above);
+  std::iota(kept.begin(), kept.end(), 0);
+  for (int node : path) {
+    auto found = std::lower_bound(shard.nodes.begin(), shard.nodes.end(), node);
+    if (found == shard.nodes.end() || *found != node) break;
+    kept.push_back(above + static_cast<int32_t>(found - shard.nodes.begin()));
+  }
+  return kept;
+}
+
+// Draft a tree per sequence, cut the trees to what pays, and split them over the ranks.
+inline std::pair<std::vector<Draft>, std::vector<std::vector<Shard>>> draft_step(
+    const std::vector<SequenceState*>& states, const std::vector<int64_t>& depths, Budget& budget, int64_t num_ranks,
+    int64_t max_owned) {
+  auto [pending, kv] = workload({states.begin(), states.end()});
+  budget.begin(static_cast<int64_t>(states.size()), pending, kv);
+  std::vector<Draft> drafts;
+  for (size_t i = 0; i < states.size(); i++)
+    drafts.push_back(states[i]->build(depths[i], budget.request(states[i]->acceptance)));
+  std::vector<Draft*> these;
+  std::vector<AcceptanceHistory*> histories;
+  for (size_t i = 0; i < states.size(); i++) {
+    these.push_back(&drafts[i]);
+    histories.push_back(&states[i]->acceptance);
+  }
+  budget.cut(these, histories);
+  std::vector<std::vector<Shard>> shards;
+  for (size_t i = 0; i < states.size(); i++)
+    shards.push_back(partition(*drafts[i].tree, num_ranks, pending_of(*states[i]), max_owned));
+  return {std::move(drafts), std::move(shards)};
+}
+
 // Bit j % 64 of word j / 64 of entry i: is entry j this entry or one of its ancestors?
 inline std::vector<uint64_t> ancestor_words(const Tokens& parents, size_t num_words) {
   std::vector<uint64_t> words(parents.size() * num_words, 0);
@@ -79,5 +114,45 @@ inline TreeResult results_of(const int32_t* payloads, const int64_t* strides, si
   }
   return all;
 }
+
+// The words of a graph step's rows (lpr/model/static_inputs.py): bits, tokens, positions and cache rows of B rows with T
+// entries each, padded on the left, and per row the committed and the real entries.
+class RowWords {
+ public:
+  RowWords(int32_t* words, size_t batch, size_t num_entries)
+      : batch_(batch), length_(num_entries), num_words_((num_entries + 63) / 64), words_(words) {
+    bits_ = words;
+    tokens_ = bits_ + batch * length_ * 2 * num_words_;
+    positions_ = tokens_ + batch * length_;
+    write_rows_ = positions_ + batch * length_;
+    num_cached_ = write_rows_ + batch * length_;
+    num_real_ = num_cached_ + batch;
+  }
+
+  size_t size() const { return num_real_ + batch_ - words_; }
+
+  // `entries` is int32 [3, count]: tokens, parents, positions.
+  void place(size_t row, int64_t slot, int64_t rows_per_slot, int64_t num_cached, const int32_t* entries, size_t count) {
+    size_t first = row * length_ + length_ - count, begin = row * length_;
+    std::fill(bits_ + begin * 2 * num_words_, bits_ + (begin + length_) * 2 * num_words_, 0);
+    std::fill(tokens_ + begin, tokens_ + begin + length_, 0);
+    std::fill(positions_ + begin, positions_ + begin + length_, 0);
+    int32_t spare = static_cast<int32_t>((slot + 1) * rows_per_slot - 1);
+    std::fill(write_rows_ + begin, write_rows_ + begin + length_, spare);
+    num_cached_[row] = count ? static_cast<int32_t>(num_cached) : 0;
+    num_real_[row] = static_cast<int32_t>(count);
+    if (!count) return;
+    std::copy_n(entries, count, tokens_ + first);
+    std::copy_n(entries + 2 * count, count, positions_ + first);
+    for (size_t i = 0; i < count; i++)
+      write_rows_[first + i] = static_cast<int32_t>(slot * rows_per_slot + num_cached + static_cast<int64_t>(i));
+    std::vector<uint64_t> ancestors = ancestor_words({entries + count, entries + 2 * count}, num_words_);
+    std::memcpy(bits_ + first * 2 * num_words_, ancestors.data(), ancestors.size() * sizeof(uint64_t));
+  }
+
+ private:
+  size_t batch_, length_, num_words_;
+  int32_t *words_, *bits_, *tokens_, *positions_, *write_rows_, *num_cached_, *num_real_;
+};
 
 }  // namespace lpr

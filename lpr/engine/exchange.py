@@ -108,7 +108,7 @@ def check_replica(comm: Comm, rows: Sequence[Row]) -> None:
     found = hashlib.blake2b(digest_size=8)
     for row in rows:
         found.update(np.array([row.slot, row.num_cached, len(row.tokens), row.num_results], np.int32).tobytes())
-        found.update(np.array([row.tokens, row.parents, row.positions], np.int32).tobytes())
+        found.update(row.entries.tobytes())
     payload = torch.from_numpy(np.frombuffer(found.digest(), np.int32).copy())
     check_digests(comm.gather_replica(payload).numpy(), first_rank=comm.rank * comm.tp_size)
 
@@ -119,7 +119,7 @@ def check_digests(digests: np.ndarray, first_rank: int = 0) -> None:
     Row i is that of world rank `first_rank` + i.
     """
     rows = [tuple(row) for row in digests.tolist()]
-    if len(set(rows)) == 1:
+    if rows.count(rows[0]) == len(rows):
         return
     # Of equally frequent digests, Counter keeps the first seen: rank 0's.
     agreed = Counter(rows).most_common(1)[0][0]

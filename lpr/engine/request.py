@@ -134,10 +134,8 @@ class Request:
 
     def emit(self, outcome: Outcome) -> Chunk:
         """Take in a step's tokens one by one: what follows the end of the request inside a step never existed."""
-        tokens, taken = outcome.emitted, 0
-        while taken < len(tokens) and self.finish_reason is None:
-            self.finish_reason = self.text_stream.push(tokens[taken])
-            taken += 1
+        tokens = outcome.emitted
+        taken, self.finish_reason = self.text_stream.extend(tokens)
         if taken < len(tokens):
             del self.tokens[taken - len(tokens) :]
         self.stats.num_tokens += taken

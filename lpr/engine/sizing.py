@@ -174,7 +174,7 @@ def _time_once(model: TreeModel, batch: int, count: int, kv: int) -> float:
         size = count // batch + (slot < count % batch)
         positions = [kv - 2] + [kv - 1] * (size - 1)  # a flat tree stays within few positions
         rows.append(Row(slot, kv - 2, [0] * size, [-1] + [0] * (size - 1), positions, size))
-    selection = Selection.build([(SamplingParams(), row.positions) for row in rows])
+    selection = Selection.build([(SamplingParams(), row.positions.tolist()) for row in rows])
     began = time.perf_counter()
     model.evaluate(rows, selection, min(8, model.vocab_size)).cpu()
     return time.perf_counter() - began

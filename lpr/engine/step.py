@@ -19,8 +19,10 @@ from lpr.model.inputs import Row
 from lpr.model.processors import ProcessorPath
 from lpr.model.runner import TreeModel
 from lpr.model.sampling import Selection
-from lpr.native import Shard, TokenTree, accept, has_nan_result, row_entries, split, workload
+from lpr.native import Shard, TokenTree, accept, conclude, draft_step, row_entries
 
+GREEDY = Selection.build([])
+"""The selection of a step without sampled requests and without logits processors."""
 PhaseTimer = Callable[[str], None]
 """Called with the name of a phase when that phase of a step has ended (lpr.cli.trace)."""
 
@@ -55,16 +57,8 @@ def decode_step(
     states = [request.running for request in batch]
     fills = [fill_row(request, count, rank) for request, count in filling]
     fills = [row for row in fills if len(row.tokens)]
-    budget.begin(len(batch), *workload(states))
-    drafts = [
-        state.build(left_to_emit(request) - 1, budget.request(state.acceptance))
-        for request, state in zip(batch, states, strict=True)
-    ]
-    histories = [state.acceptance for state in states]
-    budget.cut(drafts, histories)
-    trees = [draft.tree for draft in drafts]
-    num_ranks, capacity = exchange.comm.size, exchange.capacity
-    shards = [split(state, tree, num_ranks, capacity) for state, tree in zip(states, trees, strict=True)]
+    depths = [left_to_emit(request) - 1 for request in batch]
+    trees, shards = draft_step(states, depths, budget, exchange.comm.size, exchange.capacity)
     rows = [shard_row(*each, rank) for each in zip(batch, trees, shards, strict=True)]
     end_phase("draft")
     # Where no tree has a draft, nobody asks for the runners-up, and they would cost plain decoding 4 %.
@@ -80,16 +74,14 @@ def decode_step(
     )  # fmt: skip
     results, num_command_bytes = exchange.gather(local, trees, shards, digest, num_command_bytes)
     end_phase("gather")
-    outcomes = []
+    outcomes, kept = [], []
     for request, tree, parts, row, result in zip(batch, trees, shards, rows, results, strict=True):
-        next_tokens = result.next_tokens
-        path = accept(tree, next_tokens)
-        commit(model, row, parts[rank], path, has_nan_result(parts[rank], result))
-        emitted = request.running.advance(tree, path, result, parts)
-        bonus = next_tokens[path[-1]]
-        failure = bonus if bonus < 0 else None
+        path = accept(tree, result.next_tokens)
+        emitted, entries, failure = conclude(request.running, tree, path, result, parts, rank)
+        kept.append((row, entries))
         outcomes.append(Outcome(tree, path, parts, result, emitted, len(row.tokens), failure))
-    budget.observe(trees, [outcome.path for outcome in outcomes], histories)
+    commit(model, kept)
+    budget.observe(trees, [outcome.path for outcome in outcomes], [state.acceptance for state in states])
     end_phase("commit")
     return outcomes, num_command_bytes
 
@@ -115,15 +107,15 @@ def fill_row(request: Request, count: int, rank: int) -> Row:
 def shard_row(request: Request, tree: TokenTree, shards: Sequence[Shard], rank: int) -> Row:
     """This rank's part of a step: its pending chain, which ends in the root, and its shard's nodes below it."""
     state, shard = request.running, shards[rank]
-    tokens, parents, positions = row_entries(state, tree, shard, rank)
-    num_results = len(shard.nodes)
-    return Row(request.slot, int(positions[0]), tokens, parents, positions, num_results)
+    entries = row_entries(state, tree, shard, rank)
+    return Row.of(request.slot, state.num_computed_tokens[rank], entries, len(shard.nodes))
 
 
 def selection(batch: Sequence[Request], rows: Sequence[Row]) -> Selection:
     """How the next token after each result entry is chosen: by the request's parameters and the token's position."""
-    is_greedy = all(request.params.temperature == 0 for request in batch)
-    positions = [() if is_greedy else [int(at) + 1 for at in row.positions[-row.num_results :]] for row in rows]
+    if all(request.params.temperature == 0 and request.processors is None for request in batch):
+        return GREEDY
+    positions = [(row.positions[-row.num_results :] + 1).tolist() for row in rows]
     chosen = Selection.build([(request.params, each) for request, each in zip(batch, positions, strict=True)])
     start = 0
     for request, row in zip(batch, rows, strict=True):
@@ -136,20 +128,13 @@ def selection(batch: Sequence[Request], rows: Sequence[Row]) -> Selection:
     return chosen
 
 
-def commit(model: TreeModel, row: Row, shard: Shard, path: Sequence[int], has_nan: bool = False) -> None:
-    """Keep the K/V of the pending chain and of the part of the path that this rank evaluated; nothing if NaN."""
+def commit(model: TreeModel, kept: Sequence[tuple[Row, list[int] | None]]) -> None:
+    """Keep the K/V of these entries of each row, its pending chain and what it evaluated of the path; none if NaN."""
     assert model.cache is not None
-    if has_nan:
-        model.cache.clear(row.slot, row.num_cached)
-        return
-    above = len(row.tokens) - len(shard.nodes)
-    entry = {node: above + i for i, node in enumerate(shard.nodes)}
-    entries = list(range(above))
-    for node in path:
-        if node not in entry:
-            break
-        entries.append(entry[node])
-    model.cache.commit(row.slot, row.num_cached, entries)
+    for row, entries in kept:
+        if entries is None:
+            model.cache.clear(row.slot, row.num_cached)
+    model.cache.commit_all([(row.slot, row.num_cached, entries) for row, entries in kept if entries is not None])
 
 
 def combine(digests: Iterable[int]) -> int:

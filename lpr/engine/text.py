@@ -304,6 +304,20 @@ class TextStream:
             return "stop"
         return "length" if is_last else None
 
+    def extend(self, tokens: Sequence[int]) -> tuple[int, str | None]:
+        """Push a step's tokens up to the one that ends the output; returns how many that were, and as `push`."""
+        simple = not self._params.stop and self.num_tokens + len(tokens) < self._params.max_new_tokens
+        if simple and not self._is_closed and self.stop_ids.isdisjoint(tokens):
+            self.num_tokens += len(tokens)
+            if self._decoder:
+                self._unread.extend([(token, False, False) for token in tokens])
+            return len(tokens), None
+        for taken, token in enumerate(tokens, 1):
+            reason = self.push(token)
+            if reason is not None:
+                return taken, reason
+        return len(tokens), None
+
     def close(self) -> None:
         """End the output here, for a reason that is not in it."""
         self._read()

@@ -63,7 +63,10 @@ class TreeMask:
 
 
 def build_mask(
-    parents: Sequence[Sequence[int]], num_cached: Sequence[int], positions: torch.Tensor, device: torch.device
+    parents: Sequence[Sequence[int] | np.ndarray],
+    num_cached: Sequence[int],
+    positions: torch.Tensor,
+    device: torch.device,
 ) -> TreeMask:
     """The mask of rows with these `parents` (`parents[b][i] < i`, negative: none), for `positions` [B, T]."""
     num_rows, length = positions.shape
