@@ -11,10 +11,23 @@ import numpy as np
 
 import lpr.native
 from lpr.config import SamplingParams, TreeSizes
-from lpr.core import accept, budget, calibration, drafting, partition, pool, recycle, state, suffix_index, tree, window
+from lpr.core import (
+    accept,
+    budget,
+    calibration,
+    drafting,
+    partition,
+    pool,
+    recycle,
+    rows,
+    state,
+    suffix_index,
+    tree,
+    window,
+)
 from lpr.core.step_times import KNOTS, StepTimes
 
-HOMES = (accept, budget, calibration, drafting, partition, pool, recycle, state, suffix_index, tree, window)
+HOMES = (accept, budget, calibration, drafting, partition, pool, recycle, rows, state, suffix_index, tree, window)
 NAMES = [name for name in lpr.native.__all__ if name not in ("is_native", "missing")]
 PURE = SimpleNamespace(**{name: getattr(home, name) for name in NAMES for home in HOMES if hasattr(home, name)})
 
@@ -187,3 +200,55 @@ def see_index(index: Any, text: list[int], some: list[int], random_: random.Rand
     ends = [list(index.match_last(token, limit)) for token in [*some, *text[-2:]] for limit in (1, 16)]
     on = [list(index.continuation(at, 9)) for each in found[2::3] for at, _ in each[:2]]
     return [found, ends, on, list(index.history()), list(index.tokens), index.base, index.start, len(index)]
+
+
+def fused(core: Any, plan: Plan) -> list[Any]:
+    """The same steps through the calls that the engine makes, with what goes up and comes back in arrays."""
+    random_ = random.Random(plan.seed)
+    shared = core.SuffixIndex(plan.sizes.trie_capacity) if plan.shares else None
+    budget_ = core.FixedBudget(plan.sizes)
+    if plan.adaptive:
+        budget_ = core.AdaptiveBudget(plan.sizes, costs_of(random_), plan.num_ranks)
+    states = [new_state(core, plan, random_, shared) for _ in range(plan.num_sequences)]
+    capacity, record = plan.sizes.owned_capacity(plan.num_ranks), []
+    for _ in range(plan.num_steps):
+        record.append(list(core.workload(states)))
+        depths = [random_.choice([0, 3, 100]) for _ in states]
+        trees, shards = core.draft_step(states, depths, budget_, plan.num_ranks, capacity)
+        rank = random_.randrange(plan.num_ranks)
+        rows = [core.row_entries(*each[:2], each[2][rank], rank) for each in zip(states, trees, shards, strict=True)]
+        record.append([see_tree(tree, [], 0) for tree in trees] + [row.tolist() for row in rows])
+        record.append(placed(core, rows, [each.num_computed_tokens[rank] for each in states]))
+        paths = []
+        results = [answers(core, plan, random_, *each) for each in zip(states, trees, strict=True)]
+        payloads = payloads_of(results, shards, capacity, plan.sizes.num_recycled)
+        for index, (state_, tree_) in enumerate(zip(states, trees, strict=True)):
+            result = core.TreeResult.from_payloads(payloads, index, shards[index], plan.sizes.num_recycled)
+            record.append([list(result.next_tokens), [*map(list, result.candidates)], [*map(list, result.scores)]])
+            path = core.accept(tree_, result.next_tokens)
+            emitted, kept, failure = core.conclude(state_, tree_, path, result, shards[index], rank)
+            record.append([list(path), list(emitted), kept and list(kept), failure, state_.digest])
+            paths.append(path)
+        budget_.observe(trees, paths, [each.acceptance for each in states])
+    return record
+
+
+def placed(core: Any, rows: list[np.ndarray], num_cached: list[int]) -> list[int]:
+    """The words of a step with one empty row."""
+    longest = 3 + max(row.shape[1] for row in rows)
+    batch, words = len(rows) + 1, np.full(200_000, 7, np.int32)
+    size = batch * longest * (3 + 2 * -(-longest // 64)) + 2 * batch
+    core.place_rows(words, batch, longest, range(2, 2 + batch), 5000, num_cached, rows)
+    return words[: size + 1].tolist()
+
+
+def payloads_of(results: list[Any], shards: list[Any], capacity: int, k: int) -> np.ndarray:
+    """What the ranks would have gathered: int32 [ranks, trees, capacity, 1 + 2k + 2], with room to spare."""
+    payloads = np.full((len(shards[0]), len(results), capacity, 3 + 2 * k), -9, np.int32)
+    for index, (result, split) in enumerate(zip(results, shards, strict=True)):
+        for rank, shard in enumerate(split):
+            for place, node in enumerate(shard.owned):
+                payloads[rank, index, place, 0] = result.next_tokens[node]
+                payloads[rank, index, place, 1 : 1 + k] = result.candidates[node]
+                payloads[rank, index, place, 1 + k : 1 + 2 * k] = result.scores[node]
+    return payloads

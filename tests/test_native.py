@@ -7,6 +7,7 @@ import random
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 import lpr.native
 from lpr.config import TreeSizes
-from tests.native_pair import NAMES, PURE, Plan, compare_histories, native_core, run, see_tree
+from tests.native_pair import NAMES, PURE, Plan, compare_histories, fused, native_core, run, see_tree
 
 try:
     NATIVE: Any = native_core()
@@ -59,6 +60,14 @@ def test_the_extension_is_built_wherever_there_is_a_compiler() -> None:
 @given(plan=plans)
 def test_steps_are_equal(plan: Plan) -> None:
     assert_equal(run(PURE, plan), run(NATIVE, plan))
+
+
+@needs_native
+@settings(max_examples=25, deadline=None)
+@given(plan=plans)
+def test_the_calls_of_the_engine_are_equal(plan: Plan) -> None:
+    plan = replace(plan, num_steps=8)
+    assert_equal(fused(PURE, plan), fused(NATIVE, plan))
 
 
 @needs_native
