@@ -26,16 +26,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 import lpr.native
-from benchmarks.common import OneLineParser, run_main, table, whole
+from benchmarks.common import make_parser, run_main, whole
 from benchmarks.paced import Device, Lap, PacedComm, PacedModel, Recorded
 from benchmarks.replay import read_traces
 from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
 from lpr.config import InputError
-from lpr.engine.options import EngineOptions, read_step_times
+from lpr.engine.options import EngineOptions, load_step_times
 
 TABLES = Path(__file__).parent / "tables"
 FLAT = ("flat_2", "flat_4", "flat_8")
@@ -105,7 +104,7 @@ class Texts:
 
 def measure_case(case: Case, loaded: Any, texts: Texts, num_steps: int) -> dict[str, Any]:
     """Decode with a full batch for `num_steps` steps that count."""
-    device = Device(read_step_times(TABLES / f"{case.costs}.json"))
+    device = Device(load_step_times(TABLES / f"{case.costs}.json"))
     comm = PacedComm(case.lp)
     engine = make_engine(loaded, case.decode(), comm)
     paced = PacedModel(engine, device, texts.recorded, texts.whole, case.lp)
@@ -172,7 +171,6 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """All cases, one after the other."""
     from lpr.model.loader import load
 
-    torch.set_num_threads(1)
     loaded = load(str(bundled_model()), "auto", "cpu", None)
     pairs = read_traces(options.traces) if options.traces else stand_in()
     texts = Texts(pairs, loaded.tokenizer)
@@ -184,7 +182,6 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             f"{case.costs}: batch {case.batch}, {case.nodes} nodes, lp {case.lp}, T={case.temperature}"
             f"{', window' if case.window else ''}: efficiency {row['efficiency']:.3f}, host {row['host_ms']:.3f} ms"
         )
-    console.print(show(rows))
     main_rows = [row for row in rows if row["costs"] == "h100_7b"]
     others = [row for row in rows if row["costs"] != "h100_7b"]
     return {"benchmark": "host", "core": core_name(), "rows": main_rows, "flat_rows": others}
@@ -205,25 +202,12 @@ def stand_in() -> list[tuple[str, str]]:
     return pairs
 
 
-def show(rows: Sequence[dict[str, Any]]) -> Any:
-    """The rows as a table."""
-    names = ["efficiency", "host_ms", "host_ms_p99", "draft_ms", "inputs_ms", "hidden_ms", "after_ms", "entries"]
-    cells = []
-    for row in rows:
-        what = f"{row['costs']} B={row['batch']} n={row['nodes']} lp={row['lp']} T={row['temperature']}"
-        cells.append([what + (" window" if row["window"] else ""), *(f"{row[name]:.3f}" for name in names)])
-    return table("host time beside a paced device", ["case", *names], cells)
-
-
 def main() -> int:
     """Run the command line; returns the exit code."""
-    parser = OneLineParser(prog="benchmarks.host", description="Efficiency of a step beside a device of a given pace.")
+    parser = make_parser("host", "Efficiency of a step beside a device of a given pace.", threads=1)
     parser.add_argument("--traces", metavar="FILE", help="JSON lines with prompt and completion (default: own source)")
     parser.add_argument("--quick", action="store_true", help="fewer cases and steps: some minutes")
-    parser.add_argument("--json", action="store_true", help="the last line is JSON (it always is)")
     parser.add_argument("--steps", type=whole, default=0, metavar="N", help="steps per case (default 200, quick 60)")
-    parser.add_argument("--threads", type=whole, default=1, help=argparse.SUPPRESS)
-    parser.add_argument("--output", metavar="FILE", help="write the result as JSON (benchmarks/results/host.json)")
     return run_main(parser, measure)
 
 

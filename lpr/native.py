@@ -7,6 +7,7 @@ imports the names of both from here. LPR_PURE_PYTHON=1 in the environment choose
 
 from __future__ import annotations
 
+import logging
 import os
 from importlib import import_module
 from types import ModuleType
@@ -61,6 +62,12 @@ def _constants() -> dict[str, Any]:
 _extension, missing = _load()
 """`missing`: why the specification runs where the extension was wanted; None if all is as asked for."""
 is_native = _extension is not None
+if missing:
+    logging.getLogger(__name__).warning(
+        "lpr drafts in Python, about 15 times more slowly than in C++ (%s): reinstall it where there is a compiler, or "
+        "set LPR_PURE_PYTHON=1 if that is meant",
+        missing,
+    )
 
 if TYPE_CHECKING or _extension is None:
     from lpr.core.accept import accept

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import tempfile
 
 # Tiny matrices gain nothing from a second thread, and ranks that are threads or processes would fight for the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Step times that an engine measures are kept for its next start; tests start without those of earlier runs.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="lpr-tests-")
 # Without a GPU, Triton kernels run in Triton's interpreter. It must be chosen before anything imports triton, so torch
 # cannot be asked whether there is a GPU.
 if not os.path.exists("/dev/nvidiactl"):

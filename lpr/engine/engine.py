@@ -24,6 +24,7 @@ from lpr.engine.request import Chunk, Completion, Outcome, Prompt, Request, make
 from lpr.engine.scheduler import Schedule, Scheduler, SlotMove
 from lpr.engine.sizing import Sizer, measure_step_times, resolve_sizes
 from lpr.engine.step import PhaseTimer, decode_step, untimed
+from lpr.engine.times_file import TimesFile
 from lpr.engine.trie_file import fingerprint_of, read_trie, write_trie
 from lpr.model.loader import Loaded, digest, load, model_digest, tokenizer_digest, wrap
 from lpr.model.parallel import TensorParallel
@@ -94,6 +95,8 @@ class Engine:
         self._times: StepTimes | None = None
         """Step times at the start, as all ranks know them: given or measured."""
         self._follows = True
+        self._times_file: TimesFile | None = None
+        """Where measured step times are kept."""
         self._sizer = Sizer(TreeSizes(), None, self.comm)
         costs = self._load(decode)
         if is_driver(self.comm) and costs is not None:
@@ -279,6 +282,8 @@ class Engine:
         if is_driver(self.comm) and not self.is_stopped:
             self._post(Stop())
         self.work()
+        if self._times_file is not None and self._follows and self._sizer.times is not None:
+            self._times_file.write(self._sizer.times)
         self.model.release()
 
     def configure(self, decode: DecodeConfig) -> None:
@@ -489,9 +494,10 @@ class Engine:
         if decode.adaptive and self._times is None:
             smallest = (num_slots, self.max_length, 1, self._like)
             agree(self.comm, self.model.shortage(*smallest, self.comm.num_sharing))  # before anything is measured
-            self._times = measure_step_times(
-                self.model, self._like, self.comm, decode.max_nodes, self.max_length, num_slots
-            )
+            limits = (decode.max_nodes, self.max_length, num_slots)
+            self._times_file = TimesFile(self.model, self.comm, *limits)
+            measure = partial(measure_step_times, self.model, self._like, self.comm, *limits)
+            self._times = self._times_file.read_or(measure)
         times = self._times if decode.adaptive else None
         self.decode, self.sizes = decode, resolve_sizes(decode, times, num_ranks)
         self._sizer = Sizer(self.sizes, times, self.comm, self._follows)
