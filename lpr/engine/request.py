@@ -171,6 +171,7 @@ class Request:
         """The finished request's result."""
         assert self.finish_reason is not None
         self.write()
+        self.stats.count_nodes()
         return Completion(
             self.prompt,
             self.prompt_ids,

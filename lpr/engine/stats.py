@@ -33,7 +33,7 @@ class DecodeStats:
     """Tree nodes evaluated, roots included."""
     _drafted: Counter[At] = field(default_factory=Counter)
     _accepted: Counter[At] = field(default_factory=Counter)
-    _uncounted: list[tuple[TokenTree, Sequence[int]]] = field(default_factory=list, repr=False)
+    _uncounted: list[tuple[TokenTree, Sequence[int]]] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def tokens_per_step(self) -> float:
