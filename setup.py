@@ -14,7 +14,7 @@ setup(
     ext_modules=[
         Extension(
             "lpr._native",
-            ["native/module.cpp", "native/nb_combined.cpp"],
+            [str(path) for path in sorted(Path("native").glob("*.cpp"))],
             include_dirs=[nanobind.include_dir(), nanobind.source_dir(), str(HERE / "ext" / "robin_map" / "include")],
             depends=[str(path) for path in sorted(Path("native").glob("*.h"))],
             # The same sums as Python, to the last bit: no reordering, and no multiplication fused with an addition.
