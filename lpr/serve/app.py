@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 import lpr
 from lpr.serve import chat, completions, infill, info
 from lpr.serve.context import Context
-from lpr.serve.errors import ApiError, answer_api_error, answer_http_error, answer_validation_error
+from lpr.serve.errors import ApiError, answer_api_error, answer_bug, answer_http_error, answer_validation_error
 from lpr.serve.middleware import Guard, Keys
 
 
@@ -41,6 +41,7 @@ def build(context: Context, surface: Surface) -> ASGIApp:
     app.add_exception_handler(ApiError, answer_api_error)
     app.add_exception_handler(RequestValidationError, answer_validation_error)
     app.add_exception_handler(HTTPException, answer_http_error)
+    app.add_exception_handler(Exception, answer_bug)
     app.openapi = lambda: _schema(app)  # type: ignore[method-assign]
     guarded: ASGIApp = Guard(
         app,

@@ -15,7 +15,7 @@ from lpr.serve.errors import ApiError
 from lpr.serve.generation import (
     KEEP_ALIVE,
     Choice,
-    Disconnected,
+    DisconnectedError,
     Event,
     Generation,
     Wanted,
@@ -89,7 +89,7 @@ async def answer_as_chat(
     async with context.running(request, shape.head["id"], generation):
         try:
             await generation.finish()
-        except Disconnected:
+        except DisconnectedError:
             return Response(status_code=499)
     return JSONResponse(_whole(shape, generation.choices))
 
@@ -171,7 +171,7 @@ async def _events(
                 yield event(last)
     except ApiError as failure:
         yield error_event(failure)
-    except Disconnected:
+    except DisconnectedError:
         return
     yield DONE
 

@@ -16,7 +16,7 @@ from lpr.serve.errors import ApiError, bad
 from lpr.serve.generation import (
     KEEP_ALIVE,
     Choice,
-    Disconnected,
+    DisconnectedError,
     Event,
     Generation,
     Wanted,
@@ -174,7 +174,7 @@ async def _answer(plan: _Plan, context: Context, request: Request) -> Response:
     async with context.running(request, plan.id, generation):
         try:
             await generation.finish()
-        except Disconnected:
+        except DisconnectedError:
             return Response(status_code=499)
     return JSONResponse(_whole(plan, generation.choices))
 
@@ -251,7 +251,7 @@ async def _events(
                 yield event(last)
     except ApiError as failure:
         yield error_event(failure)
-    except Disconnected:
+    except DisconnectedError:
         return
     yield DONE
 

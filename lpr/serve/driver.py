@@ -47,7 +47,7 @@ PULSE_EVERY = 1.0
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-class FrontGone(RuntimeError):
+class FrontGoneError(RuntimeError):
     """The front has hung up: there is nobody left to work for."""
 
 
@@ -55,13 +55,13 @@ class Line:
     """The connection to the front."""
 
     def __init__(self, path: Path, timeout: float = 30.0) -> None:
-        """Connect, and greet; raises FrontGone if nobody listens within `timeout` seconds."""
+        """Connect, and greet; raises FrontGoneError if nobody listens within `timeout` seconds."""
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.settimeout(timeout)
         try:
             self._socket.connect(str(path))
         except OSError as failure:
-            raise FrontGone(f"no front listens at {path}: {failure}") from failure
+            raise FrontGoneError(f"no front listens at {path}: {failure}") from failure
         self._socket.settimeout(None)
         self._incoming: queue.SimpleQueue[ToDriver | None] = queue.SimpleQueue()
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -77,13 +77,13 @@ class Line:
         self._outgoing.put(frame(message))
 
     def take(self, wait: float) -> list[ToDriver]:
-        """What the front has sent by now; waits up to `wait` seconds for something. Raises FrontGone."""
+        """What the front has sent by now; waits up to `wait` seconds for something. Raises FrontGoneError."""
         taken: list[ToDriver] = []
         with contextlib.suppress(queue.Empty):
             while True:
                 message = self._incoming.get(timeout=wait) if wait > 0 else self._incoming.get_nowait()
                 if message is None:
-                    raise FrontGone("the front has hung up")
+                    raise FrontGoneError("the front has hung up")
                 taken.append(message)
                 wait = 0.0
         return taken
@@ -134,7 +134,7 @@ class Driver:
         line.send(facts_of(engine, model))
 
     def run(self) -> None:
-        """Work until the front says Stop; raises FrontGone if it hangs up."""
+        """Work until the front says Stop; raises FrontGoneError if it hangs up."""
         while True:
             for message in self._line.take(PULSE_EVERY if self.engine.is_idle else 0.0):
                 if isinstance(message, Stop):

@@ -78,7 +78,7 @@ def from_validation(failure: RequestValidationError) -> ApiError:
         reason = first.get("ctx", {}).get("error", "it cannot be read")
         return ApiError(400, f"the body is not JSON: {reason}", None, "invalid_json")
     # Members of a union appear in the place as type names, which are no part of any field's name.
-    name = ".".join(part for part in place if part not in _TYPE_NAMES and "[" not in part) or None
+    name = ".".join(part for part in place if part not in _TYPE_NAMES and not set(part) & set("[-")) or None
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"{name}: this field is not supported", name, "unsupported_parameter")
     if first["type"] == "missing":
@@ -97,6 +97,11 @@ async def answer_validation_error(_: Request, failure: Exception) -> JSONRespons
     """Handler for what pydantic refuses."""
     assert isinstance(failure, RequestValidationError)
     return from_validation(failure).response()
+
+
+async def answer_bug(_: Request, failure: Exception) -> JSONResponse:
+    """Handler for everything that should not happen; the server writes the traceback to stderr."""
+    return ApiError(500, f"internal error: {type(failure).__name__}", code="internal_error").response()
 
 
 async def answer_http_error(request: Request, failure: Exception) -> JSONResponse:

@@ -109,7 +109,7 @@ class Front:
             max_body=args.max_body,
             access_log=args.access_log,
         )
-        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL if args.access_log else logging.WARNING)
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         return uvicorn.Config(
             build(self.context, surface),
             log_config=None,

@@ -20,7 +20,7 @@ KEEP_ALIVE = 10.0
 """Seconds without an event after which a stream says that it lives."""
 
 
-class Disconnected(Exception):
+class DisconnectedError(Exception):
     """The client has gone; nobody reads an answer."""
 
 
@@ -123,7 +123,7 @@ class Generation:
     async def events(self, keep_alive: float | None = None) -> AsyncIterator[Event | None]:
         """Every step of every choice until all are finished; None after each `keep_alive` seconds of silence.
 
-        Raises Disconnected if the client goes, and ApiError (504) if the time is up.
+        Raises DisconnectedError if the client goes, and ApiError (504) if the time is up.
         """
         while any(choice.finish_reason is None for choice in self.choices):
             chunk = await self._next(keep_alive)
@@ -135,7 +135,7 @@ class Generation:
                 yield event
 
     async def finish(self) -> None:
-        """Wait for all choices; raises Disconnected or ApiError."""
+        """Wait for all choices; raises DisconnectedError or ApiError."""
         async for _ in self.events():
             pass
         for choice in self.choices:
@@ -153,7 +153,7 @@ class Generation:
             wait = left if keep_alive is None else min(left, keep_alive)
             await asyncio.wait({getting, self._gone}, timeout=max(0.0, wait), return_when=asyncio.FIRST_COMPLETED)
             if self._gone.done():
-                raise Disconnected
+                raise DisconnectedError
             if getting.done():
                 return getting.result()
         finally:

@@ -47,7 +47,7 @@ def lark_of(text: str) -> str:
         return text
     import llguidance
 
-    return str(llguidance.gbnf_to_lark(text))
+    return str(llguidance.gbnf_to_lark.gbnf_to_lark(text))
 
 
 def _line(problem: object) -> str:

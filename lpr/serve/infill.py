@@ -1,4 +1,4 @@
-"""`POST /infill`, llama.cpp's endpoint for editors: the text between a prefix and a suffix, one answer per keystroke."""
+"""`POST /infill`, llama.cpp's endpoint for editors: the text between a prefix and a suffix, at every keystroke."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lpr.config import SamplingParams
 from lpr.serve.context import Context, context_of
 from lpr.serve.errors import ApiError, bad
 from lpr.serve.fim import Extra
-from lpr.serve.generation import KEEP_ALIVE, Choice, Disconnected, Generation, failure_of
+from lpr.serve.generation import KEEP_ALIVE, Choice, DisconnectedError, Generation, failure_of
 from lpr.serve.protocol import InfillBody
 from lpr.serve.served import Served, fresh_seed, sampling, spread
 from lpr.serve.sse import COMMENT, EventStream, error_event, event
@@ -75,7 +75,7 @@ async def infill(body: InfillBody, request: Request) -> Response:
     context = context_of(request)
     served = context.ready()
     model, name = served.check_model(body.model), context.name(request, "infill")
-    count = body.n_predict if body.n_predict >= 0 else MOST
+    count = body.n_predict if body.n_predict >= 0 else min(MOST, served.facts.max_length // 4)
     ids, truncated = _prompt(served, body, max(1, count))
     params = _params(served, body, min(max(1, count), served.most(len(ids))))
     wanted = spread(params, ids, 1 if body.n_predict == 0 else body.n_cmpl)
@@ -94,7 +94,7 @@ async def infill(body: InfillBody, request: Request) -> Response:
     async with context.running(request, name, generation):
         try:
             await generation.finish()
-        except Disconnected:
+        except DisconnectedError:
             return Response(status_code=499)
     answers = [_selected(_whole(body, choice, facts), body.response_fields) for choice in generation.choices]
     return JSONResponse(answers[0] if len(answers) == 1 else answers)
@@ -212,5 +212,5 @@ async def _events(
                     yield event(_selected(whole, body.response_fields))
     except ApiError as failure:
         yield error_event(failure)
-    except Disconnected:
+    except DisconnectedError:
         return

@@ -110,6 +110,7 @@ class Guard:
 
         try:
             state["key_name"] = self._check_key(scope, headers)
+            _check_type(scope, headers)
             await self._app(scope, await self._with_body(headers, receive), numbered)
         except ApiError as failure:
             await failure.response()(scope, receive, numbered)
@@ -151,6 +152,7 @@ class Guard:
                         raise self._too_large()
         except TimeoutError as failure:
             raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s") from failure
+        _check_text(bytes(body))
         pending = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
         async def replayed() -> Message:
@@ -174,6 +176,29 @@ class Guard:
             **state.get("log", {}),
         }
         print(json.dumps(line), file=sys.stderr, flush=True)
+
+
+def _check_text(body: bytes) -> None:
+    """Raise ApiError for JSON that spells half a surrogate pair, which is no text: tokenizers refuse it."""
+    if b"\\ud" in body.lower() or b"\xed" in body:
+        try:
+            json.dumps(json.loads(body), ensure_ascii=False).encode()
+        except UnicodeEncodeError as failure:
+            raise ApiError(
+                400, "the body holds half of a surrogate pair, which is no text", None, "invalid_json"
+            ) from failure
+        except (ValueError, RecursionError):
+            return  # no JSON at all: the application says so
+
+
+def _check_type(scope: Scope, headers: Mapping[str, str]) -> None:
+    """Raise ApiError (415) for a body that is not declared as JSON.
+
+    A browser sends other types across sites without asking first, and so could make any page use a local service.
+    """
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if scope["method"] == "POST" and kind != "application/json" and not kind.endswith("+json"):
+        raise ApiError(415, "send the body as Content-Type: application/json", code="unsupported_media_type")
 
 
 def _request_id(given: str | None) -> str:

@@ -120,8 +120,7 @@ def read_config(path: Path) -> ServeArgs:
     for name, value in {**mesh, **values}.items():
         if name not in homes:
             raise InputError(f"--config {path}: unknown key {name!r}; keys are flags with underscores")
-        value = tuple(value) if isinstance(value, list) else value
-        parts[homes[name]][name] = Path(value) if name in _PATHS else value
+        parts[homes[name]][name] = Path(value) if name in _PATHS else tuple(value) if isinstance(value, list) else value
     try:
         return ServeArgs(**parts[""], engine=EngineOptions(**parts["engine"]), decode=DecodeConfig(**parts["decode"]))
     except (InputError, TypeError) as failure:

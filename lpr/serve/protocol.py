@@ -206,7 +206,7 @@ class InfillBody(Body):
     prompt: str = ""
     """The text between prefix and hole: the cursor's line up to the cursor."""
     n_predict: Annotated[int, Field(ge=-1)] = -1
-    """-1: as much as fits, at most 512. 0: only fill the cache."""
+    """-1: 512, or a quarter of the model's limit. 0: only fill the cache."""
     n_indent: Annotated[int, Field(ge=0)] = 0
     """End before a line that is indented by less than this many characters."""
     n_cmpl: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1

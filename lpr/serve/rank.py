@@ -22,7 +22,7 @@ from lpr.engine.engine import Engine
 from lpr.engine.exchange import DesyncError
 from lpr.engine.trie_file import check_writable, read_trie, trie_path
 from lpr.model.loader import bundled_model
-from lpr.serve.driver import Driver, FrontGone, Line
+from lpr.serve.driver import Driver, FrontGoneError, Line
 from lpr.serve.messages import Loading, Refused
 from lpr.serve.options import ServeArgs, parse
 from lpr.serve.ranks import SOCKET
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     except (CommError, DesyncError) as failure:
         print(f"lpr.serve: rank {world.rank}: {failure}", file=sys.stderr)
         return 1
-    except FrontGone as failure:
+    except FrontGoneError as failure:
         print(f"lpr.serve: rank {world.rank}: {failure}", file=sys.stderr)
         return 1
     finally:
