@@ -34,7 +34,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         bar = progress.add_task("decoding", total=len(cases) * len(prompts))
         for temperature, kind, budget in cases:
             decode = split_budget(kind, budget)
-            engine.reconfigure(decode)
+            engine.configure(decode)
             total = DecodeStats()
             for seed, prompt in enumerate(prompts):
                 params = SamplingParams(max_new_tokens=options.max_new_tokens, temperature=temperature, seed=seed)

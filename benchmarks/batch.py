@@ -90,7 +90,7 @@ def arrival(engine: Engine, packed: bool, prompt_length: int) -> tuple[float, fl
 
     Longest wait of the six between two steps that advance them; until the long one's first token; until all is done.
     """
-    engine.reconfigure(DecodeConfig(window_size=0, trie_nodes=32))
+    engine.configure(DecodeConfig(window_size=0, trie_nodes=32))
     engine.model.packed = packed
     texts = torch.randint(0, engine.model.vocab_size, (7, prompt_length), generator=torch.Generator().manual_seed(0))
     params = SamplingParams(max_new_tokens=100, ignore_eos=True)
@@ -101,7 +101,7 @@ def arrival(engine: Engine, packed: bool, prompt_length: int) -> tuple[float, fl
     long = engine.submit(texts[0].tolist(), params)
     start = last = time.thread_time()
     longest = first = 0.0
-    while engine.busy:
+    while not engine.is_idle:
         chunks = engine.step()
         now = time.thread_time()
         if any(chunk.request is not long for chunk in chunks):

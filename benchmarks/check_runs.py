@@ -91,7 +91,7 @@ def summary(times: Iterable[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
 
 def time_steps(engine: Engine, budget: int, prompts: list[str], max_new_tokens: int) -> dict[str, Any]:
     """Time of every step with trees of `budget` nodes, mean size, and times of the requests' first steps."""
-    engine.reconfigure(decode_config(budget - 1))
+    engine.configure(decode_config(budget - 1))
     first, later, sizes, lengths = [], [], [], []
     evaluate = engine.model.evaluate
 

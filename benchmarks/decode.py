@@ -34,7 +34,7 @@ def lpr_contestant(engine: Engine, decode: DecodeConfig, max_new_tokens: int) ->
         done = engine.generate([prompt], SamplingParams(max_new_tokens=max_new_tokens))[0]
         return done.token_ids, done.stats.num_steps
 
-    engine.reconfigure(decode)
+    engine.configure(decode)
     return complete
 
 

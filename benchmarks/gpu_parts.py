@@ -164,7 +164,7 @@ def end_to_end(sizes: Sizes, prompts: Sequence[str]) -> dict[str, Any]:
         settings["auto"] = DecodeConfig(max_batch_size=1)
         engine = Engine.from_pretrained(bundled_model(), settings["auto"], device=str(device), graphs=graphs)
         for name, decode in settings.items():
-            engine.reconfigure(decode)
+            engine.configure(decode)
             numbers: list[tuple[int, int]] = []
 
             def complete(prompt: list[int], engine: Engine = engine, numbers: Any = numbers) -> int:

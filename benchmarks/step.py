@@ -156,7 +156,7 @@ def time_steps(
     engine: Engine, decode: DecodeConfig, prompts: list[str], temperature: float, max_new_tokens: int, budget: int
 ) -> dict[str, Any]:
     """Medians over all decode steps but each request's first, which computes its prompt."""
-    engine.reconfigure(decode)
+    engine.configure(decode)
     gc.freeze()  # as the command does
     per_step: dict[str, list[float]] = defaultdict(list)
     spent = {name: [0.0] for name in PARTS}
@@ -213,7 +213,7 @@ def host_alone(
     times: list[float] = []
     try:
         for stand_in in (record, read):
-            engine.reconfigure(decode)
+            engine.configure(decode)
             model.evaluate = stand_in  # type: ignore[method-assign,assignment]
             if stand_in is read:
                 model.fill = lambda rows: None  # type: ignore[method-assign]

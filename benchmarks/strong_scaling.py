@@ -65,7 +65,7 @@ def run_case(
     engine: Engine, num_ranks: int, decode: DecodeConfig, prompts: list[str], params: list[SamplingParams], advance: Any
 ) -> tuple[DecodeStats, Ranks, int]:
     """Complete `prompts` one by one as `num_ranks` ranks would."""
-    engine.reconfigure(decode.for_one_rank(num_ranks))
+    engine.configure(decode.for_one_rank(num_ranks))
     sizes = decode.resolved(num_ranks)
     total, ranks = DecodeStats(), Ranks(num_ranks, sizes)
 

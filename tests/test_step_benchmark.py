@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import PreTrainedModel
-from worlds import run_ranks
+from worlds import ThreadComm, ThreadWorld, run_ranks
 
 from benchmarks import step
 from benchmarks.collective import gather_times, payload_bytes
 from benchmarks.common import split_budget
 from lpr import DecodeConfig, Engine, InputError
 from lpr.core.step_times import KNOTS
-from lpr.dist.comm import ThreadComm, ThreadWorld
 from lpr.engine.exchange import Exchange
 
 
