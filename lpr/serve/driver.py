@@ -1,18 +1,7 @@
-"""The driver's side of the socket: rank 0's engine, driven by what the front sends.
-
-One thread reads the socket, one writes it and sends a pulse every second, so that neither a long step nor a slow front
-holds up the other. The engine belongs to the main thread alone.
-"""
+"""The driver: rank 0's engine, driven by what the front sends."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import queue
-import socket
-import threading
-import time
-from pathlib import Path
 from typing import Any
 
 from lpr.config import InputError
@@ -21,103 +10,10 @@ from lpr.engine.engine import Engine
 from lpr.engine.request import Chunk as EngineChunk
 from lpr.engine.request import Request
 from lpr.engine.stats import DecodeStats
-from lpr.serve.messages import (
-    PROTOCOL,
-    Abort,
-    Chunk,
-    Facts,
-    FrameReader,
-    Hello,
-    Load,
-    ProtocolError,
-    Pulse,
-    Stepped,
-    Stop,
-    Submit,
-    ToDriver,
-    ToFront,
-    TokenLogprobs,
-    Usage,
-    frame,
-    read_to_driver,
-)
+from lpr.serve.line import PULSE_EVERY, Line
+from lpr.serve.messages import Abort, Chunk, Facts, Load, Stepped, Stop, Submit, TokenLogprobs, Usage
 
-PULSE_EVERY = 1.0
-"""Seconds between two pulses."""
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
-class FrontGoneError(RuntimeError):
-    """The front has hung up: there is nobody left to work for."""
-
-
-class Line:
-    """The connection to the front."""
-
-    def __init__(self, path: Path, timeout: float = 30.0) -> None:
-        """Connect, and greet; raises FrontGoneError if nobody listens within `timeout` seconds."""
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.settimeout(timeout)
-        try:
-            self._socket.connect(str(path))
-        except OSError as failure:
-            raise FrontGoneError(f"no front listens at {path}: {failure}") from failure
-        self._socket.settimeout(None)
-        self._incoming: queue.SimpleQueue[ToDriver | None] = queue.SimpleQueue()
-        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self.load = Load()
-        """What pulses say; None of it while there is no engine yet."""
-        self._threads = [threading.Thread(target=each, daemon=True) for each in (self._read, self._write)]
-        for thread in self._threads:
-            thread.start()
-        self.send(Hello(PROTOCOL, os.getpid()))
-
-    def send(self, message: ToFront) -> None:
-        """Queue a message to the front."""
-        self._outgoing.put(frame(message))
-
-    def take(self, wait: float) -> list[ToDriver]:
-        """What the front has sent by now; waits up to `wait` seconds for something. Raises FrontGoneError."""
-        taken: list[ToDriver] = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                message = self._incoming.get(timeout=wait) if wait > 0 else self._incoming.get_nowait()
-                if message is None:
-                    raise FrontGoneError("the front has hung up")
-                taken.append(message)
-                wait = 0.0
-        return taken
-
-    def close(self) -> None:
-        """Send what is queued, and hang up."""
-        self._outgoing.put(None)
-        self._threads[1].join(timeout=5)
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-
-    def _read(self) -> None:
-        frames = FrameReader()
-        try:
-            while data := self._socket.recv(1 << 16):
-                for body in frames.feed(data):
-                    self._incoming.put(read_to_driver(body))
-        except (OSError, ProtocolError):
-            pass
-        self._incoming.put(None)
-
-    def _write(self) -> None:
-        due = time.monotonic() + PULSE_EVERY
-        with contextlib.suppress(OSError):
-            while True:
-                try:
-                    data = self._outgoing.get(timeout=max(0.0, due - time.monotonic()))
-                except queue.Empty:
-                    data = frame(Pulse(self.load))
-                    due = time.monotonic() + PULSE_EVERY
-                if data is None:
-                    return
-                self._socket.sendall(data)
 
 
 class Driver:
@@ -259,7 +155,7 @@ def facts_of(engine: Engine, model: str) -> Facts:
         lp=engine.comm.size,
         tp=engine.comm.tp_size,
         device=str(engine.model.device),
-        dtype=str(engine.model.dtype).removeprefix("torch."),
+        dtype=str(engine.model.model.dtype).removeprefix("torch."),
         eos_token_ids=sorted(engine.eos_token_ids),
         tokenizer=backend.to_str(),
         special_tokens={name: str(value) for name, value in special.items() if value is not None},

@@ -21,6 +21,8 @@ from lpr.serve.metrics import Metrics
 
 OPEN_PATHS = frozenset(("/", "/health", "/livez", "/readyz", "/metrics"))
 """Paths that need no key, unless all are to be protected."""
+_UNLOGGED = OPEN_PATHS - {"/"}
+"""Probes come every few seconds and would hide the rest."""
 BODY_SECONDS = 30.0
 """Time for a request's body to arrive."""
 
@@ -117,7 +119,7 @@ class Guard:
         finally:
             route = getattr(scope.get("route"), "path", "other")
             self._metrics.answered(route, status)
-            if self._log:
+            if self._log and scope["path"] not in _UNLOGGED:
                 self._write(scope, state, status, time.monotonic() - began)
 
     def _check_key(self, scope: Scope, headers: Mapping[str, str]) -> str:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from lpr.cli.flags import flag_types
 from lpr.config import DecodeConfig, InputError
 from lpr.engine.options import EngineOptions
 
@@ -35,7 +36,9 @@ class ServeArgs:
     tp: int = 1
     """Ranks that share one replica of the model (tensor parallel)."""
     timeout: float = 300.0
-    """Seconds that a rank waits for the others before it gives up."""
+    """Seconds that a rank waits for the others in a step before it gives up."""
+    load_timeout: float = 3600.0
+    """The same while the model is loaded, which takes long from slow storage."""
     config: Path | None = None
     """TOML file with values for any of these flags; flags given here win."""
     trie: Path | None = None
@@ -98,7 +101,8 @@ def parse(argv: Sequence[str], quiet: bool = False) -> ServeArgs:
             default = read_config(Path(argv[index + 1]))
         elif word.startswith("--config="):
             default = read_config(Path(word.removeprefix("--config=")))
-    args = tyro.cli(ServeArgs, prog="lpr.serve", args=list(argv), default=default, console_outputs=not quiet)
+    with flag_types:
+        args = tyro.cli(ServeArgs, prog="lpr.serve", args=list(argv), default=default, console_outputs=not quiet)
     check(args)
     return replace(args, api_key=args.api_key or os.environ.get("LPR_API_KEY") or None)
 
@@ -136,7 +140,7 @@ def check(args: ServeArgs) -> None:
     for name, least in (("max_queue", 0), ("max_queued_tokens", 1), ("max_body", 1)):
         if getattr(args, name) < least:
             raise InputError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least {least}")
-    for name in ("request_timeout", "shutdown_timeout", "timeout"):
+    for name in ("request_timeout", "shutdown_timeout", "timeout", "load_timeout"):
         if not 0 < getattr(args, name) < float("inf"):
             raise InputError(f"--{name.replace('_', '-')} {getattr(args, name)} must be above 0, in seconds")
     if args.tls_key is not None and args.tls_cert is None:
