@@ -74,12 +74,10 @@ def launched(argv: Sequence[str]) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process with `code`: under a launcher at once, as threads of destroyed groups can abort a teardown."""
+    """End the process with `code`, at once: threads of destroyed groups can abort a process that is tearing down."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if "RANK" in os.environ:
-        os._exit(code)
-    sys.exit(code)
+    os._exit(code)
 
 
 def _start_front(argv: Sequence[str], path: Path) -> subprocess.Popen[bytes]:
