@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from lpr.config import InputError, SamplingParams
@@ -16,6 +16,8 @@ from lpr.serve.generation import Wanted
 from lpr.serve.messages import Facts
 from lpr.serve.protocol import Message, Sampling
 from lpr.serve.tokens import Tokens
+
+_KNOWN = frozenset(field.name for field in fields(SamplingParams))
 
 
 class Served:
@@ -144,6 +146,9 @@ class Served:
 
 def sampling(values: dict[str, Any]) -> SamplingParams:
     """SamplingParams of values that were checked one by one; raises ApiError for what does not go together."""
+    for name in values:
+        if name not in _KNOWN:  # a later engine may know it
+            raise bad(name, f"{name}: this version of the engine does not support it", "unsupported_parameter")
     try:
         return SamplingParams(**values)
     except InputError as failure:
