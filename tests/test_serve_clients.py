@@ -81,26 +81,18 @@ print("FOUND" + json.dumps(found))
 
 
 VIM = """
-set nocompatible hidden
-let g:llama_config = {'endpoint_fim': '%(url)s/infill', 'endpoint_inst': '%(url)s/v1/chat/completions',
-      \\ 'auto_fim': v:false, 'show_info': 0, 'ring_n_chunks': 2, 't_max_predict_ms': 5000}
+set nocompatible hidden noswapfile shortmess+=atI cmdheight=4
+let g:llama_config = {'endpoint_fim': '%(url)s/infill', 'auto_fim': v:false, 'show_info': 0,
+      \\ 'keymap_fim_trigger': '<C-F>', 't_max_predict_ms': 5000}
 set runtimepath^=%(plugin)s
 runtime plugin/llama.vim
-call llama#init()
-edit %(file)s
-call cursor(2, 1)
-call feedkeys("A\\<C-F>", 't')
-func! Look(timer)
-  if empty(prop_list(1, {'end_lnum': -1})) && s:looks < 200
-    let s:looks += 1
-    call timer_start(50, 'Look')
-    return
-  endif
-  call feedkeys("\\<Tab>\\<Esc>", 't')
-  call timer_start(300, {-> execute('wq!')})
+func! Trigger(timer)
+  call cursor(2, 1)
+  call feedkeys("A\\<C-F>", 't')
+  call timer_start(3000, {-> feedkeys("\\<Tab>\\<Esc>", 't')})
+  call timer_start(4000, {-> execute('wq!')})
 endfunc
-let s:looks = 0
-call timer_start(100, 'Look')
+call timer_start(500, 'Trigger')
 """
 
 
@@ -112,7 +104,7 @@ def test_llama_vim_in_a_real_vim(tmp_path):
     file.write_text("def f(x):\n    \nprint(f(2))\n")
     with served() as service:
         script.write_text(VIM % {"url": service.url, "plugin": plugin, "file": file})
-        command = ["script", "-qec", f"vim -u {script}", "/dev/null"]
+        command = ["script", "-qec", f"vim -u {script} {file}", "/dev/null"]
         subprocess.run(command, timeout=60, capture_output=True, env={**os.environ, "TERM": "xterm"})
         sent = service.driver.submitted
         assert sent, "vim asked for nothing"

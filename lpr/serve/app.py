@@ -17,6 +17,9 @@ from lpr.serve.context import Context
 from lpr.serve.errors import ApiError, answer_api_error, answer_bug, answer_http_error, answer_validation_error
 from lpr.serve.middleware import Guard, Keys
 
+_STREAMS = ("/v1/completions", "/beta/completions", "/v1/chat/completions", "/v1/fim/completions", "/infill")
+"""Paths whose answers can be streams."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Surface:
@@ -84,8 +87,10 @@ def _schema(app: FastAPI) -> dict[str, Any]:
         }
         schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-        for operations in schema["paths"].values():
+        for path, operations in schema["paths"].items():
             for operation in operations.values():
+                if path in _STREAMS:
+                    operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
                 operation["responses"].pop("422", None)
                 operation["responses"]["default"] = {"description": "An error.", "content": content}
         for name in ("HTTPValidationError", "ValidationError"):
