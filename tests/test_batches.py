@@ -61,7 +61,7 @@ def seeded_ids() -> list[list[int]]:
 def batch_engine(size: int, packed: bool = True, **overrides: int) -> Engine:
     engine = Engine.from_model(model(), decode=DecodeConfig(max_batch_size=size, **{**DECODE, **overrides}))
     assert engine.model.packed, "a model that dispatches its attention takes packed rows"
-    engine.model.packed = packed
+    engine.model.packed = engine.scheduler.packed = packed
     return engine
 
 
@@ -257,7 +257,7 @@ def test_faults_of_packed_batches_are_noticed(
     """Both by the ids, in an engine that was sound when it was loaded, and at load."""
     engine = batch_engine(5)
     assert ids(engine, GREEDY) == greedy_ids()
-    engine.configure(engine.config)
+    engine.configure(engine.decode)
     fault(monkeypatch)
     with pytest.raises(AssertionError):
         assert ids(engine, GREEDY) == greedy_ids()

@@ -416,7 +416,7 @@ def test_an_aborted_request_leaves_no_nan_behind(model: PreTrainedModel) -> None
     waiting = engine.submit(PROMPTS[0], SamplingParams(max_new_tokens=40))
     request = engine.submit([3, 96, *PROMPTS[1], *PROMPTS[1]], SamplingParams(max_new_tokens=5))
     engine.step()
-    assert request.stats.num_fill_steps == 1 and request.running is not None
+    assert request.stats.num_fill_steps == 1 and request.state is not None
     engine.abort(request)
     assert engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=1))[0].token_ids == expected
     assert waiting.error is None
@@ -434,7 +434,8 @@ def test_text_of_a_failed_request_is_complete() -> None:
     )
     pieces = []
     while request.finish_reason is None:
-        pieces.extend(chunk.text for chunk in engine.step())
+        engine.step()
+        pieces.extend(chunk.text for chunk in request.take())
     done = request.completion()
     assert len(done.token_ids) == 20 and done.text == "".join(pieces) != ""
     assert free.text.startswith(done.text)

@@ -88,7 +88,7 @@ def test_one_gather_of_fixed_size_per_step(model: PreTrainedModel, num_ranks: in
     for sizes, num_broadcasts, steps, payload_bytes in run_ranks(ThreadWorld(num_ranks), program):
         assert len(sizes) == steps > 10, "one collective per decode step"
         assert set(sizes) == {payload_bytes}, "whose size does not depend on tokens"
-        # To configure at the start and to submit: at once where there are ranks to tell, one by one where there are none.
+        # To configure, and to submit: all at once where there are ranks to tell, else one by one.
         assert num_broadcasts == (2 if num_ranks > 1 else 1 + len(PROMPTS))
 
 
@@ -200,7 +200,7 @@ def test_mutant_reordered_gather(model: PreTrainedModel, monkeypatch: pytest.Mon
 def test_mutant_another_seed_on_one_rank(model: PreTrainedModel) -> None:
     def program(comm: ThreadComm) -> None:
         engine = Engine.from_model(model, decode=CONFIGS["both"], comm=comm)
-        engine.generate(PROMPTS[:1], SamplingParams(max_new_tokens=40, temperature=1.5, seed=comm.rank == 1))
+        engine.generate(PROMPTS[:1], SamplingParams(max_new_tokens=40, temperature=1.5, seed=int(comm.rank == 1)))
 
     with pytest.raises(DesyncError, match="rank 1 differs"):
         run_ranks(ThreadWorld(3), program)

@@ -441,7 +441,7 @@ def test_without_a_tokenizer_there_are_ids_only():
 def test_nothing_may_follow_the_finish():
     stream = TextStream(None, [], SamplingParams(max_new_tokens=1), frozenset())
     assert stream.push(3) == "length"
-    with pytest.raises(RuntimeError, match="finished"):
+    with pytest.raises(RuntimeError, match="after the output ended"):
         stream.push(3)
 
 

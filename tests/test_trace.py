@@ -177,7 +177,7 @@ def test_a_run_that_is_interrupted_still_shows_its_steps(tmp_path: Path, llama: 
 def test_bad_input_stops_the_command_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(lpr.generate, "Engine", None)
+    monkeypatch.setattr(lpr.cli.generate, "Engine", None)
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
     files = ["--prompts", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
     for arguments, message in [

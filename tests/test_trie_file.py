@@ -263,7 +263,7 @@ def test_a_trie_of_another_vocabulary_or_while_requests_run_is_refused(tmp_path:
     with pytest.raises(InputError, match="token ids outside the vocabulary of 97"):
         engine.load_trie(tmp_path / "outside")
     engine.submit([1], PARAMS)
-    with pytest.raises(RuntimeError, match="running requests"):
+    with pytest.raises(RuntimeError, match="without requests"):
         engine.load_trie(tmp_path)
 
 

@@ -23,7 +23,7 @@ from lpr.dist.comm import Comm, agree
 from lpr.dist.runtime import World, join
 from lpr.engine.engine import Engine
 from lpr.engine.exchange import DesyncError
-from lpr.engine.options import EngineOptions, read_step_times
+from lpr.engine.options import EngineOptions, load_step_times
 from lpr.model.loader import bundled_model, digest
 
 _RANK_0_SPEAKS = 10.0
@@ -185,7 +185,7 @@ def prepare(args: Args, world: World, comm: Comm) -> tuple[Engine, FileJob | Sho
             check_trie(args.trie)
             check_trace(args.trace)
             if isinstance(args.options.costs, Path):
-                args = replace(args, options=replace(args.options, costs=read_step_times(args.options.costs)))
+                args = replace(args, options=replace(args.options, costs=load_step_times(args.options.costs)))
             job = file_job(args, world) if args.prompts is not None else show_job(args)
     except InputError as error:
         failure = str(error)

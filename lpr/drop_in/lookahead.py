@@ -131,7 +131,9 @@ lookahead = Lookahead()
 def advance(engine: Engine, requests: dict[Request, OutputRow], batch: OutputBatch) -> None:
     """One step of all rows; a row that is padded from its end on leaves the engine there."""
     for request in engine.step():
-        row = requests[request]
+        row = requests.get(request)
+        if row is None:
+            continue  # an aborted one of an earlier call
         for chunk in request.take():
             for token in chunk.token_ids:
                 batch.push(row, token)

@@ -21,7 +21,7 @@ from lpr.engine import commands
 from lpr.engine.commands import Abort, Command, Configure, Costs, Drain, Learn, RequestId, Stop, Submit
 from lpr.engine.exchange import DesyncError, Exchange, check_replica
 from lpr.engine.log import CommandLog
-from lpr.engine.options import EngineOptions, read_step_times
+from lpr.engine.options import EngineOptions, load_step_times
 from lpr.engine.request import Chunk, Completion, Outcome, Prompt, Request, make_request
 from lpr.engine.scheduler import Schedule, Scheduler, SlotMove
 from lpr.engine.sizing import Sizer, measure_step_times, resolve_sizes
@@ -117,7 +117,7 @@ class Engine:
                 self.model.compile()
             self._longest(decode)
             if is_driver(self.comm):
-                costs = read_step_times(options.costs) if isinstance(options.costs, Path) else options.costs
+                costs = load_step_times(options.costs) if isinstance(options.costs, Path) else options.costs
         except InputError as error:
             failure = str(error)
         facts, replica_facts = {}, {}
@@ -323,6 +323,8 @@ class Engine:
         With several ranks only rank 0 reads the file. Raises InputError for a file that is none of `save_trie`,
         damaged, or of another tokenizer.
         """
+        if not self.is_idle:
+            raise RuntimeError("load_trie needs an engine without requests")
         history = self._read_trie(path) if is_driver(self.comm) else np.empty(0, np.int32)
         self._settle(Learn(history.tobytes(), replace=True))
 
@@ -546,7 +548,7 @@ class Engine:
         for request, outcome in zip(batch, outcomes, strict=True):
             request.stats.count_step(outcome.tree, outcome.path)
             chunks.append(request.emit(outcome))
-        if self.recorder is not None:
+        if self.recorder is not None and batch:
             self.recorder.record(batch, outcomes, chunks)
         for request, chunk in zip(batch, chunks, strict=True):
             self._tell(chunk)
@@ -564,9 +566,10 @@ class Engine:
         if self.sizes.trie_nodes and request.num_output:
             self.shared.extend(request.token_ids)
             self.shared.end_document()
-        if request.error is not None:
-            self.model.cache.clear(request.slot, 0)  # its K/V may be NaN, which would spoil the slot's next request
-        self._move(self.scheduler.finish(request, keep=request.error is None))
+        sound = request.error is None and request.num_output > 0
+        if not sound:  # its K/V may be NaN, which would spoil the slot's next request
+            self.model.cache.clear(request.slot, 0)
+        self._move(self.scheduler.finish(request, keep=sound))
         request.state = None
 
     def _move(self, moves: Sequence[SlotMove]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from lpr.config import InputError
-from lpr.core.step_times import StepTimes
+from lpr.core.step_times import StepTimes, read_step_times
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +34,12 @@ class EngineOptions:
     """Keep the K/V of finished requests for prompts that begin alike, until their slot is needed."""
 
 
-def read_step_times(path: Path) -> StepTimes:
+def load_step_times(path: Path) -> StepTimes:
     """The table of step times in a JSON file; raises InputError."""
     try:
-        return StepTimes.from_json(json.loads(path.read_text(encoding="utf-8")))
+        return read_step_times(json.loads(path.read_text(encoding="utf-8")), f"--costs {path}")
+    except InputError:
+        raise
     except OSError as failure:
         raise InputError(f"cannot read --costs {path}: {failure.strerror or failure}") from failure
     except ValueError as failure:

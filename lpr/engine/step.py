@@ -65,7 +65,8 @@ def decode_step(
     end_phase("draft")
     # Where no tree has a draft, nobody asks for the runners-up, and they would cost plain decoding 4 %.
     num_candidates = sizes.num_recycled if any(len(tree) > 1 for tree in trees) else 0
-    local = model.evaluate([*rows, *fills], selection(batch, rows), num_candidates) if rows else None
+    together = [*rows, *fills] if model.packed else without_gaps(rows)
+    local = model.evaluate(together, selection(batch, rows), num_candidates) if rows else None
     if fills and not rows:
         model.fill(fills)
     end_phase("forward")
@@ -86,6 +87,13 @@ def decode_step(
     budget.observe(trees, [outcome.path for outcome in outcomes], histories)
     end_phase("commit")
     return outcomes, num_command_bytes
+
+
+def without_gaps(rows: Sequence[Row]) -> list[Row]:
+    """`rows` of a padded batch, with empty ones for the slots between them: padding makes one block of all."""
+    by_slot = {row.slot: row for row in rows}
+    slots = range(min(by_slot), max(by_slot) + 1) if by_slot else range(0)
+    return [by_slot.get(slot) or Row(slot, 0, [], [], [], num_results=0) for slot in slots]
 
 
 def left_to_emit(request: Request) -> int:
