@@ -122,12 +122,15 @@ class Client:
 
 
 async def run_load(kind: str, number: float, client: Client, prompts: Sequence[str], options: Any) -> list[Answer]:
-    """The answers of one load; prompts are taken in order, from the first again when they are used up."""
+    """The answers of one load; prompts are taken in order, from the first again when they are used up.
+
+    Each load begins where the one before ended: what was asked before is known to tries and caches.
+    """
     dice = random.Random(options.seed)
     most, answers = options.max_new_tokens, [Answer() for _ in range(options.requests)]
 
     async def one(index: int) -> None:
-        await client.ask(prompts[index % len(prompts)], most, index, answers[index])
+        await client.ask(prompts[(options.first + index) % len(prompts)], most, index, answers[index])
 
     if kind == "closed":
         waiting = iter(range(len(answers)))
@@ -147,7 +150,10 @@ async def run_load(kind: str, number: float, client: Client, prompts: Sequence[s
         for start in range(0, len(answers), int(number)):
             await asyncio.gather(*(one(index) for index in range(start, min(len(answers), start + int(number)))))
     else:
-        people = [typing(client, prompts[person % len(prompts)], person, options) for person in range(int(number))]
+        people = [
+            typing(client, prompts[(options.first + person) % len(prompts)], person, options)
+            for person in range(int(number))
+        ]
         return [answer for typed in await asyncio.gather(*people) for answer in typed]
     return answers
 
@@ -256,12 +262,16 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             urls[name] = stack.enter_context(service(SETTINGS[name], options))
         advance = stack.enter_context(progress(console, options.rounds * len(loads) * len(urls), "asking"))
         for url in urls.values():  # the first requests of a process are slower
-            asyncio.run(one_load("closed", 1, url, prompts, argparse.Namespace(**{**vars(options), "requests": 2})))
+            warm = argparse.Namespace(**{**vars(options), "requests": 2, "first": 0})
+            asyncio.run(one_load("closed", 1, url, prompts, warm))
+        first = 2
         for number in range(options.rounds):
             for kind, size in loads:
+                now = argparse.Namespace(**vars(options), first=first)
+                first += int(size) if kind == "typing" else options.requests
                 for name, url in urls.items():
                     entry = {"name": name, "case": f"{kind}:{size:g}", "round": number}
-                    call = partial(one_load, kind, size, url, prompts, options)
+                    call = partial(one_load, kind, size, url, prompts, now)
                     runs.append({**entry, **attempt(lambda load=call: asyncio.run(load()))})  # type: ignore[misc]
                     advance(1, f"{name}, {kind}:{size:g}")
     return {"benchmark": "serve", "lp": options.lp, "ttft_ms": options.ttft_ms, "token_ms": options.token_ms,

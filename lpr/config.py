@@ -11,6 +11,8 @@ Auto = Literal["auto"]
 
 NUM_HEADER = 3
 """Words before the results in a step's payload: digest low, digest high, length of the driver's commands (rule R3)."""
+MAX_LOGPROBS = 20
+"""Most alternatives whose log-probabilities a request can ask for."""
 AUTOMATIC = ("window_size", "ngram_size", "guess_set_size", "trie_nodes")
 
 
@@ -230,6 +232,18 @@ class SamplingParams:
     """Divides (if negative: multiplies) the logits of tokens that the prompt or the output holds. 1: none."""
     no_repeat_ngram_size: int = 0
     """No n-gram of this many tokens twice in prompt and output. 0: off."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that the output holds. 0: none."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logit of a token as often as the output holds it. 0: none."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Pairs of a token id and what is added to its logit, after the penalties."""
+    logprobs: int | None = None
+    """Say the log-probability of every emitted token, and of so many of the most likely ones at its place.
+
+    They are the model's own, before penalties, temperature and limits. None: say none."""
+    grammar: str = ""
+    """Let the output keep to a grammar in llguidance's JSON form. Empty: any output."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
@@ -269,4 +283,16 @@ class SamplingParams:
         _require(
             isinstance(self.no_repeat_ngram_size, int) and self.no_repeat_ngram_size >= 0,
             f"no_repeat_ngram_size={self.no_repeat_ngram_size} must be 0 (off) or a whole number above",
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(float("-inf") < value < float("inf"), f"{name}={value} must be a finite number; 0 is off")
+        object.__setattr__(self, "logit_bias", tuple((token, bias) for token, bias in self.logit_bias))
+        _require(
+            all(isinstance(token, int) and token >= 0 and abs(bias) < float("inf") for token, bias in self.logit_bias),
+            f"logit_bias={self.logit_bias!r} must be pairs of a token id and a finite number",
+        )
+        _require(
+            self.logprobs is None or (isinstance(self.logprobs, int) and 0 <= self.logprobs <= MAX_LOGPROBS),
+            f"logprobs={self.logprobs} must be from 0 to {MAX_LOGPROBS}",
         )

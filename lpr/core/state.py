@@ -23,6 +23,16 @@ from lpr.core.window import JacobiWindow
 
 
 @dataclass(frozen=True)
+class TokenLogprobs:
+    """What the model says of one place of an output, before penalties, temperature and limits."""
+
+    logprob: float
+    """Log-probability of the token that was chosen."""
+    top: Sequence[tuple[int, float]]
+    """The most likely tokens, most likely first, and theirs."""
+
+
+@dataclass(frozen=True)
 class TreeResult:
     """What the target model says of each node of a tree, in node order."""
 
@@ -32,6 +42,8 @@ class TreeResult:
     """Its k most likely next tokens, most likely first."""
     scores: Sequence[Sequence[int]]
     """Their scores (see lpr.core.recycle.SCORE_STEPS)."""
+    logprobs: Sequence[TokenLogprobs] = ()
+    """The log-probabilities at the node, in steps where some request asks for them; else empty."""
 
 
 class SequenceState:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from lpr.config import NUM_HEADER, TreeSizes
 from lpr.core.partition import Shard
-from lpr.core.state import TreeResult
+from lpr.core.state import TokenLogprobs, TreeResult
 from lpr.core.tree import TokenTree
 from lpr.dist.comm import Comm
 from lpr.model.inputs import Row
@@ -52,25 +53,58 @@ class Exchange:
         shards: Sequence[Sequence[Shard]],
         digest: int,
         num_command_bytes: int = 0,
+        num_logprobs: int | None = None,
     ) -> tuple[list[TreeResult], int]:
         """Share this rank's results; return every node's result per tree, and the length of the driver's commands.
 
         `local` is int32 [entries, 1 + 2k], the results of this rank's shards one after the other, or None when there
         are no trees; k is the same on all ranks, and at most what the payload has room for. A node's result is its
         owner's on every rank, also on ranks that evaluated it as an ancestor (rule R1), and of the ranks that share a
-        replica the first one's (rule R6). Raises DesyncError if the digest of any rank differs.
+        replica the first one's (rule R6). With `num_logprobs`, the same on all ranks, `local` has 1 + 2 num_logprobs
+        further columns, which travel in a collective of their own. Raises DesyncError if the digest of any rank
+        differs.
         """
         header = np.array([*_words(digest), num_command_bytes], np.int32)
         copy_over(self._payload[:NUM_HEADER], header)
+        mine = [split[self.comm.rank] for split in shards]
+        num_more = 0 if num_logprobs is None else 1 + 2 * num_logprobs
+        k = (local.shape[1] - num_more - 1) // 2 if local is not None else 0
         if local is not None:
-            self._pack(local, [split[self.comm.rank] for split in shards])
+            self._pack(local[:, : 1 + 2 * k], mine, self._payload[NUM_HEADER:].view(-1, self.capacity, self.width))
         gathered = self.comm.gather(self._payload).numpy()
         check_digests(gathered[:, :2])
-        k = (local.shape[1] - 1) // 2 if local is not None else 0
-        return self._unpack(self._authoritative(gathered)[:, NUM_HEADER:], trees, shards, k), int(gathered[0, 2])
+        results = self._unpack(self._authoritative(gathered)[:, NUM_HEADER:], trees, shards, k)
+        if local is not None and num_more:
+            found = self._gather_logprobs(local[:, 1 + 2 * k :], trees, shards)
+            results = [replace(result, logprobs=each) for result, each in zip(results, found, strict=True)]
+        return results, int(gathered[0, 2])
 
-    def _pack(self, local: torch.Tensor, mine: Sequence[Shard]) -> None:
-        table = self._payload[NUM_HEADER:].view(-1, self.capacity, self.width)
+    def _gather_logprobs(
+        self, local: torch.Tensor, trees: Sequence[TokenTree], shards: Sequence[Sequence[Shard]]
+    ) -> list[list[TokenLogprobs]]:
+        """Every node's log-probabilities per tree, from `local` [entries, 1 + 2n] of every rank."""
+        width, n = local.shape[1], local.shape[1] // 2
+        table = torch.zeros((len(trees), self.capacity, width), dtype=torch.int32, device=local.device)
+        self._pack(local, [split[self.comm.rank] for split in shards], table)
+        gathered = self._authoritative(self.comm.gather(table.flatten()).numpy())
+        values = gathered.reshape(self.comm.size, len(trees), self.capacity, width)
+        found = []
+        for index, (tree, split) in enumerate(zip(trees, shards, strict=True)):
+            rows = _owned(values[:, index], len(tree), split)
+            floats = rows.view(np.float32)
+            found.append(
+                [
+                    TokenLogprobs(
+                        float(floats[node, 0]),
+                        list(zip(rows[node, 1 : 1 + n].tolist(), floats[node, 1 + n :].tolist(), strict=True)),
+                    )
+                    for node in range(len(tree))
+                ]
+            )
+        return found
+
+    def _pack(self, local: torch.Tensor, mine: Sequence[Shard], table: torch.Tensor) -> None:
+        """Copy the results of the nodes that this rank owns into `table` [trees, capacity, columns]."""
         start = 0
         for index, shard in enumerate(mine):
             results = local[start : start + len(shard.nodes)]
@@ -90,15 +124,21 @@ class Exchange:
         values = gathered.reshape(self.comm.size, self._max_batch_size, self.capacity, self.width)
         results = []
         for index, (tree, split) in enumerate(zip(trees, shards, strict=True)):
-            table = values[0, index, : len(tree)]
-            if len(split) > 1:
-                table = np.empty((len(tree), self.width), np.int32)
-                for rank, shard in enumerate(split):
-                    table[np.array(shard.owned, np.intp)] = values[rank, index, : len(shard.owned)]
+            table = _owned(values[:, index], len(tree), split)
             results.append(
                 TreeResult(table[:, 0].tolist(), table[:, 1 : 1 + k].tolist(), table[:, 1 + k : 1 + 2 * k].tolist())
             )
         return results
+
+
+def _owned(values: np.ndarray, num_nodes: int, split: Sequence[Shard]) -> np.ndarray:
+    """Each node's row [num_nodes, columns], from its owner's part of `values` [ranks, capacity, columns]."""
+    if len(split) == 1:
+        return np.ascontiguousarray(values[0, :num_nodes])
+    table = np.empty((num_nodes, values.shape[2]), np.int32)
+    for rank, shard in enumerate(split):
+        table[np.array(shard.owned, np.intp)] = values[rank, : len(shard.owned)]
+    return table
 
 
 def check_replica(comm: Comm, rows: Sequence[Row]) -> None:

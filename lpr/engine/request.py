@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from lpr.config import SamplingParams
 from lpr.core.accept import NOT_A_NUMBER
 from lpr.core.partition import Shard
-from lpr.core.state import SequenceState, TreeResult
+from lpr.core.state import SequenceState, TokenLogprobs, TreeResult
 from lpr.core.tree import TokenTree
 from lpr.engine.commands import RequestId, Submit
 from lpr.engine.stats import DecodeStats
@@ -38,6 +38,8 @@ class Completion:
     stats: DecodeStats
     error: str | None = None
     """What ended the request early, in one line; ids and text are those before it."""
+    logprobs: list[TokenLogprobs] | None = None
+    """Per token id, if SamplingParams asked for them."""
 
 
 @dataclass
@@ -51,6 +53,8 @@ class Chunk:
     """Text that is final now; it may lag behind the ids by an incomplete character or a possible stop string."""
     finish_reason: str | None
     """As in Completion; None while the request goes on."""
+    logprobs: list[TokenLogprobs] | None = None
+    """Per id of `token_ids`, if the request asks for them."""
 
 
 @dataclass
@@ -90,6 +94,8 @@ class Request:
     state: SequenceState | None = None
     """While it runs, and so holds a slot: what the ranks hold of it and draft from."""
     slot: int = -1
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Per token of the output, if they were asked for."""
     num_cached_tokens: int = 0
     """Prompt tokens whose K/V was there already when the request began to run."""
 
@@ -141,7 +147,12 @@ class Request:
         self.stats.num_tokens += taken
         if self.finish_reason is None and outcome.failure is not None:
             self._fail(outcome)
-        return Chunk(self, list(tokens[:taken]), self.text_stream.take(), self.finish_reason)
+        logprobs = None
+        if self.params.logprobs is not None:
+            found = [outcome.result.logprobs[node] for node in outcome.path[:taken]]
+            logprobs = [replace(each, top=each.top[: self.params.logprobs]) for each in found]
+            self.logprobs += logprobs
+        return Chunk(self, list(tokens[:taken]), self.text_stream.take(), self.finish_reason, logprobs)
 
     def _fail(self, outcome: Outcome) -> None:
         """End a request of which the next token cannot be said; every rank does, but only some know a processor's why.
@@ -169,6 +180,7 @@ class Request:
             self.finish_reason,
             self.stats,
             self.error,
+            self.logprobs if self.params.logprobs is not None else None,
         )
 
 
@@ -183,7 +195,7 @@ def make_request(
     """The request that a command describes, with what was delivered of its text already; raises InputError."""
     tokens, params = list(command.token_ids), command.params
     stream = TextStream(tokenizer, tokens[: command.num_prompt], params, eos_token_ids)
-    own = Processors.of(params, command.num_prompt, stream.stop_ids, device, processors)
+    own = Processors.of(params, command.num_prompt, stream.stop_ids, device, processors, tokenizer)
     request = Request(command.id, prompt, tokens, command.num_prompt, params, stream, own, command.priority)
     for token in tokens[command.num_prompt :]:
         request.finish_reason = request.finish_reason or stream.push(token)

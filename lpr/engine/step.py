@@ -66,7 +66,8 @@ def decode_step(
     # Where no tree has a draft, nobody asks for the runners-up, and they would cost plain decoding 4 %.
     num_candidates = sizes.num_recycled if any(len(tree) > 1 for tree in trees) else 0
     together = [*rows, *fills] if model.packed else without_gaps(rows)
-    local = model.evaluate(together, selection(batch, rows), num_candidates) if rows else None
+    chosen = selection(batch, rows)
+    local = model.evaluate(together, chosen, num_candidates) if rows else None
     if fills and not rows:
         model.fill(fills)
     end_phase("forward")
@@ -74,7 +75,7 @@ def decode_step(
         [*(state.sign_tree(tree) for state, tree in zip(states, trees, strict=True)),
          *(request.running.digest for request, _ in filling)]
     )  # fmt: skip
-    results, num_command_bytes = exchange.gather(local, trees, shards, digest, num_command_bytes)
+    results, num_command_bytes = exchange.gather(local, trees, shards, digest, num_command_bytes, chosen.num_logprobs)
     end_phase("gather")
     outcomes = []
     for request, tree, parts, row, result in zip(batch, trees, shards, rows, results, strict=True):
@@ -154,6 +155,8 @@ def selection(batch: Sequence[Request], rows: Sequence[Row]) -> Selection:
     """How the next token after each result entry is chosen: by the request's parameters and the token's position."""
     positions = [[at + 1 for at in row.positions[-row.num_results :]] for row in rows]
     chosen = Selection.build([(request.params, each) for request, each in zip(batch, positions, strict=True)])
+    asked = [request.params.logprobs for request in batch if request.params.logprobs is not None]
+    chosen.num_logprobs = max(asked) if asked else None
     start = 0
     for request, row in zip(batch, rows, strict=True):
         if request.processors is not None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import (
@@ -27,6 +28,7 @@ from transformers import (
 
 from lpr.config import SamplingParams
 from lpr.core.accept import NOT_A_NUMBER, PROCESSOR_FAILED, as_guess
+from lpr.model.grammar import Grammar
 
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -65,6 +67,7 @@ class Processors:
         stop_ids: frozenset[int],
         device: torch.device,
         more: Sequence[Processor] = (),
+        tokenizer: Any | None = None,
     ) -> Processors | None:
         """What `params` ask for and then `more`, in the order of transformers' `generate`; None if that is nothing."""
         functions: list[Processor] = []
@@ -75,8 +78,43 @@ class Processors:
         if params.min_new_tokens and stop_ids:
             ids = torch.tensor(sorted(stop_ids), device=device)
             functions.append(MinNewTokensLengthLogitsProcessor(num_prompt, params.min_new_tokens, ids, str(device)))
+        if params.presence_penalty or params.frequency_penalty:
+            functions.append(OutputPenalties(num_prompt, params.presence_penalty, params.frequency_penalty))
+        if params.logit_bias:
+            functions.append(LogitBias(params.logit_bias))
+        if params.grammar:
+            functions.append(Grammar(params.grammar, num_prompt, tokenizer))
         functions.extend(more)
         return cls(functions) if functions else None
+
+
+class OutputPenalties:
+    """OpenAI's penalties: a token of the output costs once for being there, and once each time."""
+
+    def __init__(self, num_prompt: int, presence: float, frequency: float) -> None:
+        """Look at what follows the first `num_prompt` tokens."""
+        self._num_prompt = num_prompt
+        self._presence = presence
+        self._frequency = frequency
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """The scores [1, V] after a path [1, L]."""
+        counts = torch.bincount(input_ids[0, self._num_prompt :], minlength=scores.shape[1])[None]
+        return scores - self._presence * (counts > 0) - self._frequency * counts
+
+
+class LogitBias:
+    """Adds a number to the scores of given tokens."""
+
+    def __init__(self, bias: Sequence[tuple[int, float]]) -> None:
+        """Take pairs of a token id and a number."""
+        self._tokens = torch.tensor([token for token, _ in bias])
+        self._values = torch.tensor([value for _, value in bias], dtype=torch.float32)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """The scores [1, V] with the bias."""
+        tokens, values = self._tokens.to(scores.device), self._values.to(scores.device)
+        return scores.index_add(1, tokens, values[None])
 
 
 @dataclass
