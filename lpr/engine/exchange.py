@@ -70,7 +70,7 @@ class Exchange:
         num_more = 0 if num_logprobs is None else 1 + 2 * num_logprobs
         k = (local.shape[1] - num_more - 1) // 2 if local is not None else 0
         if local is not None:
-            self._pack(local[:, : 1 + 2 * k], mine, self._payload[NUM_HEADER:].view(-1, self.capacity, self.width))
+            self._pack(local[:, : 1 + 2 * k], mine)
         gathered = self.comm.gather(self._payload).numpy()
         check_digests(gathered[:, :2])
         results = self._unpack(self._authoritative(gathered)[:, NUM_HEADER:], trees, shards, k)
@@ -85,7 +85,7 @@ class Exchange:
         """Every node's log-probabilities per tree, from `local` [entries, 1 + 2n] of every rank."""
         width, n = local.shape[1], local.shape[1] // 2
         table = torch.zeros((len(trees), self.capacity, width), dtype=torch.int32, device=local.device)
-        self._pack(local, [split[self.comm.rank] for split in shards], table)
+        self._place(local, [split[self.comm.rank] for split in shards], table)
         gathered = self._authoritative(self.comm.gather(table.flatten()).numpy())
         values = gathered.reshape(self.comm.size, len(trees), self.capacity, width)
         found = []
@@ -103,7 +103,10 @@ class Exchange:
             )
         return found
 
-    def _pack(self, local: torch.Tensor, mine: Sequence[Shard], table: torch.Tensor) -> None:
+    def _pack(self, local: torch.Tensor, mine: Sequence[Shard]) -> None:
+        self._place(local, mine, self._payload[NUM_HEADER:].view(-1, self.capacity, self.width))
+
+    def _place(self, local: torch.Tensor, mine: Sequence[Shard], table: torch.Tensor) -> None:
         """Copy the results of the nodes that this rank owns into `table` [trees, capacity, columns]."""
         start = 0
         for index, shard in enumerate(mine):
