@@ -112,8 +112,8 @@ class Soak:
         names = ["prompt", "max_tokens", "temperature", "stop", "n", "logprobs", "suffix", "seed", "stream", "echo",
                  "best_of", "logit_bias", "response_format", "messages", "x\u0000", "input_prefix", "input_suffix",
                  "tokens", "priority", "min_tokens", "top_p"]  # fmt: skip
-        values = [None, True, -1, 0, 3, 1e308, 2**70, "", "a", "\ud83d", "\u0000", [], [1], ["a"], {}, {"type": "regex"},
-                  {"1": 5}, [[1]], "x" * 5000]  # fmt: skip
+        values = [None, True, -1, 0, 3, 1e308, 2**70, "", "a", "\ud83d", "\u0000", [], [1], ["a"], {},
+                  {"type": "regex"}, {"1": 5}, [[1]], "x" * 5000]  # fmt: skip
         body = {"prompt": "a", "max_tokens": 3}
         body |= {dice.choice(names): dice.choice(values) for _ in range(dice.randrange(1, 4))}
         paths = ("/v1/completions", "/v1/chat/completions", "/infill", "/tokenize", "/detokenize", "/nowhere")

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -178,6 +179,49 @@ def test_filling_in_equals_generate_with_the_familys_prompt(service, engine):
     assert service.client.post("/v1/completions", json=body).json()["choices"][0]["text"] == one.text
     vim = {"input_prefix": "def add(a, b):\n", "prompt": "    return ", "input_suffix": after, "n_predict": 16}
     assert service.client.post("/infill", json=vim).json()["content"] == one.text
+
+
+def test_logprobs_penalties_and_bias_are_the_engines(service, engine):
+    body = {
+        "prompt": PROMPTS[0], "max_tokens": 12, "temperature": 0.8, "seed": 3, "logprobs": 2,
+        "presence_penalty": 0.5, "frequency_penalty": 0.25, "logit_bias": {"66": 3, "70": -5},
+    }  # fmt: skip
+    params = lpr.SamplingParams(
+        max_new_tokens=12, temperature=0.8, seed=3, logprobs=2, presence_penalty=0.5, frequency_penalty=0.25,
+        logit_bias=((66, 3.0), (70, -5.0)),
+    )  # fmt: skip
+    one = engine.generate([body["prompt"]], params)[0]
+    choice = service.client.post("/v1/completions", json=body).json()["choices"][0]
+    assert choice["text"] == one.text
+    found = choice["logprobs"]
+    assert found["token_logprobs"] == pytest.approx([each.logprob for each in one.logprobs], abs=1e-4)
+    assert "".join(found["tokens"]) == one.text
+    steps = []
+    with httpx.stream("POST", service.url + "/v1/completions", json={**body, "stream": True}, timeout=60) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                steps.append(json.loads(line[6:])["choices"][0]["logprobs"])
+    assert [value for step in steps for value in step["text_offset"]] == found["text_offset"]
+    assert [value for step in steps for value in step["token_logprobs"]] == pytest.approx(found["token_logprobs"])
+    best = service.client.post("/v1/completions", json={**body, "n": 1, "best_of": 3, "logprobs": None}).json()
+    assert len(best["choices"]) == 1 and best["usage"]["completion_tokens"] == 36
+
+
+def test_a_response_format_is_kept(service):
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}, "b": {"type": "boolean"}},
+              "required": ["a", "b"], "additionalProperties": False}  # fmt: skip
+    form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    body = {"prompt": "# json\n", "max_tokens": 120, "temperature": 0.7, "seed": 1, "response_format": form}
+    choice = service.client.post("/v1/completions", json=body).json()["choices"][0]
+    assert choice["finish_reason"] == "stop" and set(json.loads(choice["text"])) == {"a", "b"}
+    chat = {"messages": [{"role": "user", "content": "u"}], "max_tokens": 40, "temperature": 0.7, "seed": 2}
+    chat["response_format"] = {"type": "regex", "regex": "[a-c]{3}[0-9]"}
+    text = service.client.post("/v1/chat/completions", json=chat).json()["choices"][0]["message"]["content"]
+    assert re.fullmatch("[a-c]{3}[0-9]", text)
+    for lark in ('start: "ab" | "cd"', 'root ::= "ab" | "cd"'):
+        body["response_format"] = {"type": "grammar", "grammar": lark}
+        assert service.client.post("/v1/completions", json=body).json()["choices"][0]["text"] in ("ab", "cd")
 
 
 def test_warming_the_cache_makes_the_next_prompt_hit(service):
