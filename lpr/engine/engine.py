@@ -291,6 +291,8 @@ class Engine(Replica):
                 f"the prompt's {len(ids)} tokens and max_new_tokens={params.max_new_tokens} exceed the context of "
                 f"{self.max_length} tokens"
             )
+        if outside := [token for token, _ in params.logit_bias if token >= self.model.vocab_size]:
+            raise InputError(f"logit_bias: {outside[0]} is not in the model's vocabulary of {self.model.vocab_size}")
         id = self._next_id if id is None else id
         if id in self._requests or id in self._named:
             raise InputError(f"request id {id!r} is in use")
