@@ -1,10 +1,15 @@
 """The whole service, with ranks and a model: its texts are those of `Engine.generate`, whoever else is served."""
 
+import contextlib
 import json
+import os
 import random
 import re
 import signal
+import subprocess
+import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -202,7 +207,9 @@ def test_logprobs_penalties_and_bias_are_the_engines(service, engine):
             if line.startswith("data: {"):
                 steps.append(json.loads(line[6:])["choices"][0]["logprobs"])
     assert [value for step in steps for value in step["text_offset"]] == found["text_offset"]
-    assert [value for step in steps for value in step["token_logprobs"]] == pytest.approx(found["token_logprobs"])
+    assert [value for step in steps for value in step["token_logprobs"]] == pytest.approx(
+        found["token_logprobs"], abs=1e-4
+    )
     best = service.client.post("/v1/completions", json={**body, "n": 1, "best_of": 3, "logprobs": None}).json()
     assert len(best["choices"]) == 1 and best["usage"]["completion_tokens"] == 36
 
@@ -254,3 +261,38 @@ def test_sigterm_finishes_what_is_open_and_leaves_nothing(model):
         assert running.stop(signal.SIGTERM) == 0, running.log()
         thread.join(10)
         assert answers[0].json()["usage"]["completion_tokens"] == 200
+
+
+def test_torchrun_starts_it_too(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "lpr.serve",
+    ]
+    log = tmp_path / "log"
+    with open(log, "w") as out:
+        process = subprocess.Popen(
+            [*command, "--dtype", "float32", "--port", "0"], stdout=out, stderr=out, start_new_session=True
+        )
+    try:
+        end = time.monotonic() + 180
+        while "ready:" not in log.read_text():
+            assert process.poll() is None and time.monotonic() < end, log.read_text()
+            time.sleep(0.2)
+        assert "lp 2 x tp 1" in log.read_text()
+        url = re.search(r"listening on (\S+)", log.read_text())[1]
+        body = {"prompt": PROMPTS[0], "max_tokens": 8, "temperature": 0}
+        assert httpx.post(url + "/v1/completions", json=body, timeout=60).json()["usage"]["completion_tokens"] == 8
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(url + "/livez")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(30)
