@@ -11,6 +11,8 @@ Auto = Literal["auto"]
 
 NUM_HEADER = 3
 """Words before the results in a step's payload: digest low, digest high, length of the driver's commands (rule R3)."""
+MAX_LOGPROBS = 20
+"""Most alternatives whose log-probabilities a request can ask for."""
 AUTOMATIC = ("window_size", "ngram_size", "guess_set_size", "trie_nodes")
 
 
@@ -236,6 +238,12 @@ class SamplingParams:
     """Subtracted from them as often as the output holds the token. 0: none."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Pairs of a token id and what is added to its logit."""
+    logprobs: int | None = None
+    """Say the log-probability of every emitted token, and of so many of the most likely ones at its place.
+
+    They are the model's own, before penalties, temperature and limits. None: say none."""
+    grammar: str = ""
+    """Let the output keep to a grammar in llguidance's JSON form. Empty: any output."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
@@ -283,4 +291,8 @@ class SamplingParams:
         _require(
             isinstance(self.no_repeat_ngram_size, int) and self.no_repeat_ngram_size >= 0,
             f"no_repeat_ngram_size={self.no_repeat_ngram_size} must be 0 (off) or a whole number above",
+        )
+        _require(
+            self.logprobs is None or (isinstance(self.logprobs, int) and 0 <= self.logprobs <= MAX_LOGPROBS),
+            f"logprobs={self.logprobs} must be from 0 to {MAX_LOGPROBS}",
         )

@@ -13,11 +13,11 @@ from typing import Annotated, Any
 
 import tyro
 
+from lpr.cli.flags import flag_types
 from lpr.cli.jobs import FileJob, Keeping, ShowJob, check_trie
 from lpr.cli.jsonl import OrderedWriter, read_prompts
 from lpr.cli.trace import check_trace
 from lpr.config import DecodeConfig, InputError, SamplingParams
-from lpr.core.step_times import StepTimes
 from lpr.dist.channel import CommError
 from lpr.dist.comm import Comm, agree
 from lpr.dist.runtime import World, join
@@ -92,27 +92,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(leaving.code or 0)
 
 
-_files = tyro.constructors.ConstructorRegistry()
-
-
-@_files.primitive_rule
-def _step_times_are_files(info: tyro.constructors.PrimitiveTypeInfo) -> Any:
-    """--costs names a file: rank 0 alone reads it, after the arguments are parsed."""
-    if info.type is not StepTimes:
-        return None
-
-    def from_words(words: list[str]) -> StepTimes:
-        raise ValueError("give the path of a JSON file")
-
-    return tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="FILE",
-        instance_from_str=from_words,
-        is_instance=lambda value: isinstance(value, StepTimes),
-        str_from_instance=lambda value: ["FILE"],
-    )
-
-
 def parse(argv: Sequence[str], quiet: bool = False) -> Args:
     """Arguments from `argv` over those of its `--config` file; raises InputError or SystemExit."""
     default = Args()
@@ -121,7 +100,7 @@ def parse(argv: Sequence[str], quiet: bool = False) -> Args:
             default = read_config(Path(argv[index + 1]))
         elif word.startswith("--config="):
             default = read_config(Path(word.removeprefix("--config=")))
-    with _files:
+    with flag_types:
         args = tyro.cli(Args, prog="lpr.generate", args=list(argv), default=default, console_outputs=not quiet)
     if args.prompts is not None and args.output is None:
         raise InputError("--prompts needs --output FILE.jsonl for the completions")

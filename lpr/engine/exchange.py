@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from lpr.config import NUM_HEADER, TreeSizes
+from lpr.core.state import TokenLogprobs
 from lpr.dist.comm import Comm
 from lpr.model.inputs import Row
 from lpr.model.transfer import copy_over, to_device
@@ -77,8 +78,38 @@ class Exchange:
         k = (local.shape[1] - 1) // 2 if local is not None else 0
         return self._unpack(self._authoritative(gathered)[:, NUM_HEADER:], trees, shards, k), int(gathered[0, 2])
 
+    def gather_logprobs(
+        self, local: torch.Tensor, trees: Sequence[TokenTree], shards: Sequence[Sequence[Shard]]
+    ) -> list[list[TokenLogprobs]]:
+        """Every node's log-probabilities per tree, from `local` [entries, 1 + 2n] (`log_probabilities`) of every rank.
+
+        A collective of its own, for steps in which some request asks for them: n is the same on all ranks.
+        """
+        width, n = local.shape[1], local.shape[1] // 2
+        table = torch.zeros((len(trees), self.capacity, width), dtype=torch.int32, device=local.device)
+        self._place(local, [split[self.comm.rank] for split in shards], table)
+        gathered = self._authoritative(self.comm.gather(table.flatten()).numpy())
+        values = gathered.reshape(self.comm.size, len(trees), self.capacity, width)
+        found = []
+        for index, (tree, split) in enumerate(zip(trees, shards, strict=True)):
+            rows = _owned(values[:, index], len(tree), split)
+            floats = rows.view(np.float32)
+            found.append(
+                [
+                    TokenLogprobs(
+                        float(floats[node, 0]),
+                        list(zip(rows[node, 1 : 1 + n].tolist(), floats[node, 1 + n :].tolist(), strict=True)),
+                    )
+                    for node in range(len(tree))
+                ]
+            )
+        return found
+
     def _pack(self, local: torch.Tensor, mine: Sequence[Shard]) -> None:
-        table = self._payload[NUM_HEADER:].view(-1, self.capacity, self.width)
+        self._place(local, mine, self._payload[NUM_HEADER:].view(-1, self.capacity, self.width))
+
+    def _place(self, local: torch.Tensor, mine: Sequence[Shard], table: torch.Tensor) -> None:
+        """Copy the results of the nodes that this rank owns into `table` [trees, capacity, columns]."""
         start = 0
         for index, shard in enumerate(mine):
             results = local[start : start + len(shard.nodes)]
@@ -97,6 +128,16 @@ class Exchange:
     ) -> list[TreeResult]:
         values = gathered.reshape(self.comm.size, -1, self.capacity, self.width)
         return [TreeResult.from_payloads(values, index, split, k) for index, split in enumerate(shards)]
+
+
+def _owned(values: np.ndarray, num_nodes: int, split: Sequence[Shard]) -> np.ndarray:
+    """Each node's row [num_nodes, columns], from its owner's part of `values` [ranks, capacity, columns]."""
+    if len(split) == 1:
+        return np.ascontiguousarray(values[0, :num_nodes])
+    table = np.empty((num_nodes, values.shape[2]), np.int32)
+    for rank, shard in enumerate(split):
+        table[np.array(shard.owned, np.intp)] = values[rank, : len(shard.owned)]
+    return table
 
 
 def check_replica(comm: Comm, rows: Sequence[Row]) -> None:

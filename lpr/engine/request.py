@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from lpr.config import SamplingParams
 from lpr.core.accept import NOT_A_NUMBER
+from lpr.core.state import TokenLogprobs
 from lpr.engine.commands import RequestId, Submit
 from lpr.engine.stats import DecodeStats
 from lpr.engine.text import TextStream
@@ -36,6 +37,8 @@ class Completion:
     stats: DecodeStats
     error: str | None = None
     """What ended the request early, in one line; ids and text are those before it."""
+    logprobs: list[TokenLogprobs] | None = None
+    """Per token id, if SamplingParams asked for them."""
 
 
 @dataclass
@@ -51,6 +54,8 @@ class Chunk:
     Complete once the chunk was taken."""
     finish_reason: str | None
     """As in Completion; None while the request goes on."""
+    logprobs: list[TokenLogprobs] | None = None
+    """Per id of `token_ids`, if the request asks for them."""
 
 
 @dataclass
@@ -66,6 +71,8 @@ class Outcome:
     """Tokens that this rank evaluated: pending chain and shard."""
     failure: int | None
     """Why the path ends without a bonus token (see lpr.core.accept)."""
+    logprobs: list[TokenLogprobs] | None = None
+    """Per node of the tree, in steps in which some request asks for them."""
 
 
 @dataclass(eq=False)
@@ -91,6 +98,8 @@ class Request:
     state: SequenceState | None = None
     """While it runs, and so holds a slot: what the ranks hold of it and draft from."""
     slot: int = -1
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Per token of the output, if they were asked for."""
     num_cached_tokens: int = 0
     """Prompt tokens whose K/V was there already when the request began to run."""
 
@@ -141,7 +150,12 @@ class Request:
         self.stats.num_tokens += taken
         if self.finish_reason is None and outcome.failure is not None:
             self._fail(outcome)
-        chunk = Chunk(self, list(tokens[:taken]), "", self.finish_reason)
+        logprobs = None
+        if self.params.logprobs is not None and outcome.logprobs is not None:
+            found = [outcome.logprobs[node] for node in outcome.path[:taken]]
+            logprobs = [replace(each, top=each.top[: self.params.logprobs]) for each in found]
+            self.logprobs += logprobs
+        chunk = Chunk(self, list(tokens[:taken]), "", self.finish_reason, logprobs)
         self._unwritten.append(chunk)
         return chunk
 
@@ -180,6 +194,7 @@ class Request:
             self.finish_reason,
             self.stats,
             self.error,
+            self.logprobs if self.params.logprobs is not None else None,
         )
 
 
@@ -194,7 +209,7 @@ def make_request(
     """The request that a command describes, with what was delivered of its text already; raises InputError."""
     tokens, params = list(command.token_ids), command.params
     stream = TextStream(tokenizer, tokens[: command.num_prompt], params, eos_token_ids)
-    own = Processors.of(params, command.num_prompt, stream.stop_ids, device, processors)
+    own = Processors.of(params, command.num_prompt, stream.stop_ids, device, processors, tokenizer)
     request = Request(command.id, prompt, tokens, command.num_prompt, params, stream, own, command.priority)
     for token in tokens[command.num_prompt :]:
         request.finish_reason = request.finish_reason or stream.push(token)

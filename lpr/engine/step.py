@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from lpr.config import TreeSizes
 from lpr.core.budget import Budget
+from lpr.core.state import TokenLogprobs
 from lpr.engine.exchange import Exchange
 from lpr.engine.request import Outcome, Request
 from lpr.model.inputs import Row
@@ -64,7 +65,8 @@ def decode_step(
     # Where no tree has a draft, nobody asks for the runners-up, and they would cost plain decoding 4 %.
     num_candidates = sizes.num_recycled if any(len(tree) > 1 for tree in trees) else 0
     together = [*rows, *fills] if model.packed else without_gaps(rows)
-    local = model.evaluate(together, selection(batch, rows), num_candidates) if rows else None
+    chosen = selection(batch, rows)
+    local = model.evaluate(together, chosen, num_candidates) if rows else None
     if fills and not rows:
         model.fill(fills)
     while_busy()
@@ -73,14 +75,18 @@ def decode_step(
         [*(state.sign_tree(tree) for state, tree in zip(states, trees, strict=True)),
          *(request.running.digest for request, _ in filling)]
     )  # fmt: skip
-    results, num_command_bytes = exchange.gather(local, trees, shards, digest, num_command_bytes)
+    own = local if chosen.num_logprobs is None or local is None else local[:, : -(1 + 2 * chosen.num_logprobs)]
+    results, num_command_bytes = exchange.gather(own, trees, shards, digest, num_command_bytes)
+    logprobs: Sequence[list[TokenLogprobs] | None] = [None] * len(trees)
+    if local is not None and own is not None and own is not local:
+        logprobs = exchange.gather_logprobs(local[:, own.shape[1] :], trees, shards)
     end_phase("gather")
     outcomes, kept = [], []
-    for request, tree, parts, row, result in zip(batch, trees, shards, rows, results, strict=True):
+    for request, tree, parts, row, result, found in zip(batch, trees, shards, rows, results, logprobs, strict=True):
         path = accept(tree, result.next_tokens)
         emitted, entries, failure = conclude(request.running, tree, path, result, parts, rank)
         kept.append((row, entries))
-        outcomes.append(Outcome(tree, path, parts, result, emitted, len(row.tokens), failure))
+        outcomes.append(Outcome(tree, path, parts, result, emitted, len(row.tokens), failure, found))
     commit(model, kept)
     budget.observe(trees, [outcome.path for outcome in outcomes], [state.acceptance for state in states])
     end_phase("commit")
@@ -125,6 +131,8 @@ def selection(batch: Sequence[Request], rows: Sequence[Row]) -> Selection:
         return GREEDY
     positions = [(row.positions[-row.num_results :] + 1).tolist() for row in rows]
     chosen = Selection.build([(request.params, each) for request, each in zip(batch, positions, strict=True)])
+    asked = [request.params.logprobs for request in batch if request.params.logprobs is not None]
+    chosen.num_logprobs = max(asked) if asked else None
     start = 0
     for request, row in zip(batch, rows, strict=True):
         if request.processors is not None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import (
@@ -27,6 +28,7 @@ from transformers import (
 
 from lpr.config import SamplingParams
 from lpr.core.accept import NOT_A_NUMBER, PROCESSOR_FAILED, as_guess
+from lpr.model.grammar import Grammar
 
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -65,6 +67,7 @@ class Processors:
         stop_ids: frozenset[int],
         device: torch.device,
         more: Sequence[Processor] = (),
+        tokenizer: Any | None = None,
     ) -> Processors | None:
         """What `params` ask for and then `more`, in the order of transformers' `generate`; None if that is nothing."""
         functions: list[Processor] = []
@@ -79,6 +82,8 @@ class Processors:
         if params.min_new_tokens and stop_ids:
             ids = torch.tensor(sorted(stop_ids), device=device)
             functions.append(MinNewTokensLengthLogitsProcessor(num_prompt, params.min_new_tokens, ids, str(device)))
+        if params.grammar:
+            functions.append(Grammar(params.grammar, num_prompt, tokenizer))
         functions.extend(more)
         return cls(functions) if functions else None
 

@@ -20,7 +20,7 @@ from lpr.model.graphs import Capturer, CudaCapturer, GraphRunner, uncapturable
 from lpr.model.inputs import Row, StepInputs, build_inputs, round_up
 from lpr.model.kernels.hook import KERNELS
 from lpr.model.memory import cache_shortage, free_bytes
-from lpr.model.sampling import Selection, candidates, choose
+from lpr.model.sampling import Selection, candidates, choose, log_probabilities
 
 ATTENTION = ("auto", "sdpa", *KERNELS)
 """What `attention` may be: PyTorch's attention with a dense mask, a GPU kernel that reads bits, or lpr's choice."""
@@ -181,14 +181,13 @@ class TreeModel:
     def evaluate(self, rows: Sequence[Row], selection: Selection, num_candidates: int) -> torch.Tensor:
         """The results of the rows' last `num_results` entries, on the device, without a synchronisation.
 
-        Returns int32 [sum of num_results, 1 + 2k]: next token, its k candidates, their k scores. They are overwritten
-        by the next call.
+        Returns int32 [sum of num_results, 1 + 2k]: next token, its k candidates, their k scores; behind them what
+        `log_probabilities` returns, if the selection asks for it. They are overwritten by the next call.
         """
         if self._check_rows is not None:
             self._check_rows(rows)
-        if (
-            self.graphs is not None and not selection.processor_paths
-        ):  # logits processors are code, which no graph holds
+        # Logits processors are code, which no graph holds, and log-probabilities are asked for seldom.
+        if self.graphs is not None and not selection.processor_paths and selection.num_logprobs is None:
             replayed = self.graphs.evaluate(rows, selection, num_candidates)
             if replayed is not None:
                 return replayed
@@ -205,6 +204,8 @@ class TreeModel:
         columns = [choose(logits, selection)[:, None]]
         if num_candidates:
             columns.extend(candidates(logits, num_candidates))
+        if selection.num_logprobs is not None:
+            columns.append(log_probabilities(logits, columns[0][:, 0], selection.num_logprobs))
         return torch.cat(columns, 1).to(torch.int32)
 
     def _inputs(self, rows: Sequence[Row]) -> StepInputs:

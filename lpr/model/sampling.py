@@ -81,6 +81,8 @@ class Selection:
     """Has any row a top-k, top-p or min-p limit?"""
     processor_paths: list[ProcessorPath] = field(default_factory=list)
     """The sequences whose choices go through logits processors."""
+    num_logprobs: int | None = None
+    """Alternatives per row whose log-probabilities are asked for; None: not even the chosen token's."""
 
     def row(self, index: int) -> Selection:
         """The selection of one row alone."""
@@ -134,7 +136,7 @@ class Selection:
             return self
         words = to_device(self.words(), device)
         there = self.from_words(words, len(self.keys), len(self.key_of), self.sampled, self.filtered)
-        there.processor_paths = self.processor_paths
+        there.processor_paths, there.num_logprobs = self.processor_paths, self.num_logprobs
         return there
 
     def words(self) -> np.ndarray:
@@ -200,6 +202,19 @@ def limit(scaled: torch.Tensor, selection: Selection) -> torch.Tensor:
     keep &= probs >= selection.min_p[:, None] * probs[:, :1]
     allowed = torch.zeros_like(keep).scatter(1, index, keep)
     return scaled.masked_fill(~allowed, float("-inf"))
+
+
+def log_probabilities(logits: torch.Tensor, chosen: torch.Tensor, count: int) -> torch.Tensor:
+    """Of every row of `logits` [n, V] what the model itself gives its `chosen` [n] token and the `count` likeliest.
+
+    Returns int32 [n, 1 + 2 count]: the bits of the chosen one's float32 log-probability, ids, the bits of theirs.
+    """
+    scores = logits.float()
+    total = scores.logsumexp(-1, keepdim=True)
+    mine = scores.gather(1, chosen.clamp_min(0)[:, None]) - total
+    top, tokens = scores.topk(min(count, scores.shape[1]), dim=-1)
+    parts = [mine.view(torch.int32), tokens.to(torch.int32), (top - total).contiguous().view(torch.int32)]
+    return torch.cat(parts, 1)
 
 
 def candidates(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,42 @@
+"""`python -m lpr.serve`, alone or under torchrun: the front process, or one of the ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lpr.config import InputError
+from lpr.serve.front import Front
+from lpr.serve.options import parse
+from lpr.serve.ranks import SOCKET
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code: 0, 1 (the ranks were lost) or 2 (bad input)."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
+        # Looked up by name: a rank's modules import torch, which this process must not.
+        return int(importlib.import_module("lpr.serve.rank").launched(argv))
+    try:
+        args = parse(argv)
+        attached = Path(os.environ[SOCKET]) if SOCKET in os.environ else None
+
+        async def serve() -> int:
+            return await Front(args, argv, attached).run()
+
+        return asyncio.run(serve())
+    except InputError as failure:
+        print(f"lpr.serve: error: {failure}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except SystemExit as leaving:  # the argument parser has said why
+        return int(leaving.code or 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,228 @@
+"""The front process: it listens before the model is loaded, and leaves after the last answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import uvicorn
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from lpr.config import InputError
+from lpr.serve.app import Surface, build
+from lpr.serve.context import Context
+from lpr.serve.link import Link
+from lpr.serve.messages import Loading, Stop, ToFront
+from lpr.serve.metrics import Metrics
+from lpr.serve.middleware import Keys
+from lpr.serve.options import ServeArgs
+from lpr.serve.ranks import Ranks
+from lpr.serve.served import Served
+from lpr.serve.service import Limits, Service
+
+_STOP_SECONDS = 10.0
+"""Time for the ranks to end by themselves."""
+
+
+class Front:
+    """One running service."""
+
+    def __init__(self, args: ServeArgs, argv: Sequence[str], attached: Path | None = None) -> None:
+        """Prepare; raises InputError for what cannot be read or listened at.
+
+        `attached` is the socket that ranks which someone else started will connect to; None starts them.
+        """
+        self.args = args
+        self._argv = argv
+        self._attached = attached
+        self._keys = Keys.read(args.api_key, args.api_key_file)
+        self._template = _read(args.chat_template, "--chat-template")
+        for path, flag in ((args.tls_cert, "--tls-cert"), (args.tls_key, "--tls-key")):
+            _read(path, flag)
+        self._sockets = [_listen(args.host, args.port)]
+        self.port: int = self._sockets[0].getsockname()[1]
+        self._console = Console(stderr=True)
+        self._stopping = asyncio.Event()
+        self._failure: tuple[int, str] | None = None
+
+    async def run(self) -> int:
+        """Serve until a signal, or until the ranks are lost; returns the exit code."""
+        self.service = Service(Limits(max_queue=self.args.max_queue, max_queued_tokens=self.args.max_queued_tokens),
+                               lambda message: link.send(message))  # fmt: skip
+        link = Link(self._receive, self._lost)
+        self.context = Context(
+            service=self.service,
+            metrics=Metrics(self.service, self.args.names[0]),
+            request_timeout=self.args.request_timeout,
+            share_drafts=self.args.share_drafts,
+        )
+        if self.args.otlp is not None:
+            from lpr.serve.telemetry import tracer
+
+            self.context.trace = tracer(self.args.otlp, self.args.names[0])
+        server = uvicorn.Server(self._uvicorn_config())
+        server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]
+        with tempfile.TemporaryDirectory(prefix="lpr-serve-") as folder:
+            path = self._attached or Path(folder) / "driver.sock"
+            await link.listen(path)
+            ranks = None if self._attached else Ranks(self._argv, self.args.num_ranks, path)
+            serving = asyncio.create_task(server.serve(self._sockets))
+            self._catch_signals()
+            showing = asyncio.create_task(self._show_progress())
+            watching = asyncio.create_task(self._watch(ranks))
+            try:
+                await self._stopping.wait()
+                await self._drain()
+            finally:
+                link.send(Stop())
+                await self._end(server, serving, (watching, showing), ranks)
+                await link.close()
+        if self._failure is not None:
+            print(f"lpr.serve: error: {self._failure[1]}", file=sys.stderr)
+            return self._failure[0]
+        return 0
+
+    def stop(self) -> None:
+        """Begin to shut down; a second time, do not wait for open requests."""
+        if self._stopping.is_set():
+            self.service.hand_back()
+        self.service.draining = True
+        self._stopping.set()
+
+    # Within.
+
+    def _uvicorn_config(self) -> uvicorn.Config:
+        args = self.args
+        surface = Surface(
+            keys=self._keys,
+            protect_all=args.protect_all,
+            cors=args.cors,
+            max_body=args.max_body,
+            access_log=args.access_log,
+        )
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+        return uvicorn.Config(
+            build(self.context, surface),
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            ws="none",
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=5,
+            ssl_certfile=args.tls_cert,
+            ssl_keyfile=args.tls_key,
+        )
+
+    def _catch_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with contextlib.suppress(ValueError, RuntimeError):  # only the main thread of a process can
+                loop.add_signal_handler(number, self.stop)
+
+    def _receive(self, message: ToFront) -> None:
+        self.service.receive(message)
+        if self.service.refused is not None:
+            self._fail(2, self.service.refused)
+        elif self.service.facts is not None and self.context.served is None:
+            try:
+                self.context.served = Served(self.service.facts, self.args.names, self.args.fim, self._template)
+            except (InputError, ValueError) as failure:
+                self._fail(2, str(failure))
+
+    def _lost(self) -> None:
+        if not self._stopping.is_set():
+            self.service.lost()
+            self._fail(1, "the ranks were lost; see what they wrote above")
+        else:
+            self.service.lost()
+
+    def _fail(self, code: int, reason: str) -> None:
+        if self._failure is None and not self._stopping.is_set():
+            self._failure = (code, reason)
+            self.stop()
+
+    async def _watch(self, ranks: Ranks | None) -> None:
+        if ranks is None:
+            return
+        await ranks.start()
+        code = await ranks.wait()
+        # What the driver said last may still be on its way through the socket.
+        await asyncio.sleep(0.2)
+        self._fail(2 if code == 2 else 1, f"the ranks ended with code {code}; see what they wrote above")
+
+    async def _drain(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.service.drained(), self.args.shutdown_timeout)
+        self.service.hand_back()
+        await asyncio.sleep(0.05)  # for what was handed back to be written
+
+    async def _end(
+        self,
+        server: uvicorn.Server,
+        serving: asyncio.Task[None],
+        tasks: Sequence[asyncio.Task[None]],
+        ranks: Ranks | None,
+    ) -> None:
+        server.should_exit = True
+        with contextlib.suppress(asyncio.CancelledError, TimeoutError):
+            await asyncio.wait_for(serving, 10)
+        if ranks is not None:
+            await ranks.stop(_STOP_SECONDS)
+        for task in tasks:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    async def _show_progress(self) -> None:
+        scheme = "https" if self.args.tls_cert else "http"
+        address = f"{scheme}://{self.args.host}:{self.port}"
+        print(f"lpr.serve: listening on {address}", flush=True)
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        ready = asyncio.create_task(self.service.ready.wait())
+        with Progress(*columns, console=self._console, disable=not self._console.is_terminal) as progress:
+            bar = progress.add_task("starting the ranks", total=None)
+            while not ready.done():
+                await asyncio.wait({ready}, timeout=0.2)
+                if isinstance(loading := self.service.loading, Loading):
+                    progress.update(bar, description=loading.stage, completed=loading.done, total=loading.total)
+        facts = self.service.facts
+        if facts is not None:
+            mesh = f"lp {facts.lp} x tp {facts.tp}, {facts.dtype} on {facts.device}"
+            print(f"lpr.serve: ready: {self.args.names[0]}, {mesh}", flush=True)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A bound socket; raises InputError where there can be none."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.socket(family, kind, protocol)
+    except OSError as failure:
+        raise InputError(f"--host {host}: {failure.strerror or failure}") from failure
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind(address)
+        found.listen(1024)
+    except OSError as failure:
+        found.close()
+        raise InputError(f"cannot listen at {host}:{port}: {os.strerror(failure.errno or 0)}") from failure
+    return found
+
+
+def _read(path: Path | None, flag: str) -> str | None:
+    """The text of a file that a flag names; raises InputError."""
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as failure:
+        raise InputError(f"cannot read {flag} {path}: {getattr(failure, 'strerror', None) or failure}") from failure

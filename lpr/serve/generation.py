@@ -1,0 +1,228 @@
+"""The texts of one HTTP request: its jobs, their chunks as they come, and everything that can end them early."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from starlette.types import Receive
+
+from lpr.config import SamplingParams
+from lpr.serve.errors import ApiError
+from lpr.serve.messages import Chunk, TokenLogprobs, Usage
+from lpr.serve.service import Job, Service
+
+KEEP_ALIVE = 10.0
+"""Seconds without an event after which a stream says that it lives."""
+
+
+class DisconnectedError(Exception):
+    """The client has gone; nobody reads an answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """One text that a request asks for."""
+
+    prompt_ids: list[int]
+    params: SamplingParams
+
+
+class TextLimit(Protocol):
+    """Ends a text by rules that the engine does not know."""
+
+    def take(self, text: str, last: bool) -> tuple[str, bool]:
+        """The part of new text that may be shown, and whether the text ends there; `last` releases what is held."""
+        ...
+
+
+@dataclass
+class Choice:
+    """One text so far."""
+
+    index: int
+    job: Job
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+    num_steps: int = 0
+    finish_reason: str | None = None
+    error: str | None = None
+    usage: Usage | None = None
+    first: float | None = None
+    """When its first token came (time.monotonic)."""
+    latest: float | None = None
+
+
+@dataclass(frozen=True)
+class Event:
+    """What one step added to one choice; `text` is what may be shown of it."""
+
+    choice: Choice
+    text: str
+    chunk: Chunk
+
+
+class Generation:
+    """Runs the texts that one request wants; a context manager that cancels what is left at its end."""
+
+    def __init__(
+        self,
+        service: Service,
+        wanted: Sequence[Wanted],
+        receive: Receive,
+        *,
+        timeout: float,
+        priority: int = 0,
+        tenant: str = "",
+        details: bool = False,
+        limits: Callable[[], TextLimit] | None = None,
+    ) -> None:
+        """Accept the texts, or raise ApiError. `receive` tells of the client's end, `timeout` is in seconds."""
+        service.check_room(len(wanted), sum(len(each.prompt_ids) for each in wanted))
+        self._service = service
+        self._receive = receive
+        self._timeout = timeout
+        self._deadline = time.monotonic() + timeout
+        self._queue: asyncio.Queue[Chunk] = asyncio.Queue()
+        self.choices: list[Choice] = []
+        for index, each in enumerate(wanted):
+            job = service.open(each.prompt_ids, each.params, priority, tenant, details, self._queue)
+            self.choices.append(Choice(index, job))
+        self._by_id = {choice.job.id: choice for choice in self.choices}
+        self._limits = {choice.job.id: limits() for choice in self.choices} if limits is not None else {}
+        self._gone: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Generation:
+        self._gone = asyncio.create_task(_disconnect(self._receive))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.cancel()
+        if self._gone is not None:
+            self._gone.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._gone
+
+    def cancel(self) -> None:
+        """Drop what is not finished."""
+        for choice in self.choices:
+            self._service.cancel(choice.job)
+
+    def stop(self, choice: Choice) -> None:
+        """Let one choice end as aborted, with what it has."""
+        if choice.finish_reason is None:
+            self._service.cancel(choice.job)
+            self._queue.put_nowait(Chunk(choice.job.id, [], "", "abort"))
+
+    async def events(self, keep_alive: float | None = None) -> AsyncIterator[Event | None]:
+        """Every step of every choice until all are finished; None after each `keep_alive` seconds of silence.
+
+        Raises DisconnectedError if the client goes, and ApiError (504) if the time is up.
+        """
+        while any(choice.finish_reason is None for choice in self.choices):
+            chunk = await self._next(keep_alive)
+            if chunk is None:
+                yield None
+                continue
+            event = self._take(chunk)
+            if event is not None:
+                yield event
+
+    async def finish(self) -> None:
+        """Wait for all choices; raises DisconnectedError or ApiError."""
+        async for _ in self.events():
+            pass
+        for choice in self.choices:
+            if choice.error is not None:
+                raise failure_of(choice.error)
+
+    async def _next(self, keep_alive: float | None) -> Chunk | None:
+        assert self._gone is not None
+        with contextlib.suppress(asyncio.QueueEmpty):
+            if not self._gone.done():
+                return self._queue.get_nowait()
+        left = self._deadline - time.monotonic()
+        getting = asyncio.create_task(self._queue.get())
+        try:
+            wait = left if keep_alive is None else min(left, keep_alive)
+            await asyncio.wait({getting, self._gone}, timeout=max(0.0, wait), return_when=asyncio.FIRST_COMPLETED)
+            if self._gone.done():
+                raise DisconnectedError
+            if getting.done():
+                return getting.result()
+        finally:
+            getting.cancel()
+        if time.monotonic() >= self._deadline:
+            raise ApiError(504, f"not finished within --request-timeout {self._timeout:g} s", code="timeout")
+        return None
+
+    def _take(self, chunk: Chunk) -> Event | None:
+        choice = self._by_id[chunk.id]
+        if choice.finish_reason is not None:
+            return None
+        now = time.monotonic()
+        if chunk.token_ids:
+            choice.first = choice.first if choice.first is not None else now
+            choice.latest = now
+            choice.num_steps += 1
+        text, finish = chunk.text, chunk.finish_reason
+        if (limit := self._limits.get(chunk.id)) is not None:
+            text, ended = limit.take(text, finish is not None)
+            if ended and finish is None:
+                self._service.cancel(choice.job)
+            finish = "stop" if ended else finish
+        choice.text += text
+        choice.token_ids += chunk.token_ids
+        choice.logprobs += chunk.logprobs or []
+        choice.sources += chunk.sources or []
+        choice.finish_reason, choice.error = finish, chunk.error
+        choice.usage = chunk.usage or choice.usage
+        return Event(choice, text, chunk)
+
+
+def failure_of(error: str) -> ApiError:
+    """The error of a request that could not be finished."""
+    if "shut down" in error or "ranks were lost" in error:
+        return ApiError(503, error, code="unavailable", retry_after=5)
+    return ApiError(500, error, code="generation_failed")
+
+
+def usage_of(choices: Sequence[Choice], num_prompt: int) -> dict[str, object]:
+    """OpenAI's usage of some choices; `num_prompt` counts each prompt once."""
+    completion = sum(len(choice.token_ids) for choice in choices)
+    cached = max((choice.usage.num_cached for choice in choices if choice.usage is not None), default=0)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": completion,
+        "total_tokens": num_prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": min(cached, num_prompt)},
+    }
+
+
+def decoding_of(choices: Sequence[Choice]) -> dict[str, object]:
+    """What lpr did for some choices: steps, tokens per step, drafted and accepted nodes by source."""
+    steps = sum(choice.num_steps for choice in choices)
+    tokens = sum(len(choice.token_ids) for choice in choices)
+    sources: dict[str, dict[str, int]] = {}
+    for choice in choices:
+        for name, (drafted, accepted) in (choice.usage.by_source if choice.usage else {}).items():
+            total = sources.setdefault(name, {"drafted": 0, "accepted": 0})
+            total["drafted"] += drafted
+            total["accepted"] += accepted
+    return {
+        "num_steps": steps,
+        "tokens_per_step": round(tokens / steps, 4) if steps else 0.0,
+        "sources": sources,
+    }
+
+
+async def _disconnect(receive: Receive) -> None:
+    """Return once the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

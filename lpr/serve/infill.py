@@ -1,0 +1,216 @@
+"""`POST /infill`, llama.cpp's endpoint for editors: the text between a prefix and a suffix, at every keystroke."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from lpr.config import SamplingParams
+from lpr.serve.context import Context, context_of
+from lpr.serve.errors import ApiError, bad
+from lpr.serve.fim import Extra
+from lpr.serve.generation import KEEP_ALIVE, Choice, DisconnectedError, Generation, failure_of
+from lpr.serve.protocol import InfillBody
+from lpr.serve.served import Served, fresh_seed, sampling, spread
+from lpr.serve.sse import COMMENT, EventStream, error_event, event
+
+router = APIRouter()
+
+SAMPLERS = ("top_k", "top_p", "min_p", "temperature", "penalties", "infill")
+"""Names that `samplers` may hold. "infill" is llama.cpp's sampler that all but takes the most likely token: greedy."""
+MOST = 512
+"""Tokens of a middle where `n_predict` is -1."""
+
+
+class LineLimit:
+    """Ends a text at a line that is indented too little, or after a line once the time is up."""
+
+    def __init__(self, n_indent: int, t_max_ms: float) -> None:
+        """No line but the first may begin left of column `n_indent`; `t_max_ms` counts from the first token."""
+        self._n_indent = n_indent
+        self._t_max = t_max_ms / 1000
+        self._began: float | None = None
+        self._line: str | None = None
+        """White space at the start of the current line, held back; None: the line has text, or it is the first."""
+        self._has_line = False
+
+    def take(self, text: str, last: bool) -> tuple[str, bool]:
+        """The part of new text that may be shown, and whether the text ends there."""
+        now = time.monotonic()
+        self._began = self._began if self._began is not None else now
+        shown, ended = self._indented(text)
+        if ended:
+            return shown, True
+        if last and self._line:
+            shown, self._line = shown + self._line, None
+        self._has_line = self._has_line or "\n" in shown
+        # As in llama.cpp: not before a line is complete, so that slow machines still show one.
+        return shown, bool(self._t_max) and self._has_line and now - self._began > self._t_max
+
+    def _indented(self, text: str) -> tuple[str, bool]:
+        if not self._n_indent:
+            return text, False
+        shown = ""
+        for character in text:
+            if character == "\n":
+                shown += (self._line or "") + character
+                self._line = ""
+            elif self._line is not None and character in " \t":
+                self._line += character
+            elif self._line is not None and len(self._line) < self._n_indent:
+                return shown, True
+            else:
+                shown += (self._line or "") + character
+                self._line = None
+        return shown, False
+
+
+@router.post("/infill", summary="Fill in the middle, as llama.cpp's server")
+async def infill(body: InfillBody, request: Request) -> Response:
+    """Write what belongs between `input_prefix` + `prompt` and `input_suffix`."""
+    context = context_of(request)
+    served = context.ready()
+    model, name = served.check_model(body.model), context.name(request, "infill")
+    count = body.n_predict if body.n_predict >= 0 else min(MOST, served.facts.max_length // 4)
+    ids, truncated = _prompt(served, body, max(1, count))
+    params = _params(served, body, min(max(1, count), served.most(len(ids))))
+    wanted = spread(params, ids, 1 if body.n_predict == 0 else body.n_cmpl)
+    generation = Generation(
+        context.service,
+        wanted,
+        request.receive,
+        timeout=context.request_timeout,
+        tenant=context.tenant(request),
+        limits=lambda: LineLimit(body.n_indent, body.t_max_predict_ms),
+    )
+    facts = {"model": model, "truncated": truncated, "id_slot": body.id_slot}
+    if body.stream:
+        events = _events(body, context, generation, request, name, facts)
+        return EventStream(events, context.request_timeout, generation.cancel)
+    async with context.running(request, name, generation):
+        try:
+            await generation.finish()
+        except DisconnectedError:
+            return Response(status_code=499)
+    answers = [_selected(_whole(body, choice, facts), body.response_fields) for choice in generation.choices]
+    return JSONResponse(answers[0] if len(answers) == 1 else answers)
+
+
+def _prompt(served: Served, body: InfillBody, count: int) -> tuple[list[int], bool]:
+    """The prompt's ids, and whether something was left out to make it fit."""
+    prefix = body.input_prefix + body.prompt
+    room = served.facts.max_length - count
+    if room < 2:
+        raise bad("n_predict", f"n_predict {count} leaves no room; the model's limit is {served.facts.max_length}")
+    if served.filler is None and not body.input_suffix.strip():
+        # Nothing follows the hole: then it is no hole, and every model can go on.
+        ids = served.tokens.encode("".join(extra.text for extra in body.input_extra) + prefix)
+        kept = ids[max(0, len(ids) - room) :]
+        if not kept:
+            raise bad("input_prefix", "input_prefix: there is nothing to continue")
+        return kept, len(kept) < len(ids)
+    filler = served.need_filler("input_suffix")
+    extra = [Extra(each.text, each.filename) for each in body.input_extra]
+    return filler.fitted(room, prefix, body.input_suffix, extra)
+
+
+def _params(served: Served, body: InfillBody, count: int) -> SamplingParams:
+    used = set(SAMPLERS) if body.samplers is None else set(body.samplers)
+    for name in used - set(SAMPLERS):
+        raise bad("samplers", f"samplers: {name!r} is not supported; {', '.join(SAMPLERS)} are")
+    values: dict[str, Any] = {
+        "max_new_tokens": count,
+        "seed": body.seed if body.seed >= 0 else fresh_seed(),
+        "stop": tuple(body.stop),
+        "stop_token_ids": served.filler.end_ids if served.filler is not None else (),
+    }
+    if "temperature" in used:
+        values["temperature"] = body.temperature
+    for name in {"top_k", "top_p", "min_p"} & used:
+        values[name] = max(0, body.top_k) if name == "top_k" else getattr(body, name)
+    if "penalties" in used:
+        values["repetition_penalty"] = body.repeat_penalty
+        for name in ("presence_penalty", "frequency_penalty"):
+            if getattr(body, name):
+                values[name] = getattr(body, name)
+    return sampling(values)
+
+
+def _whole(body: InfillBody, choice: Choice, facts: dict[str, Any]) -> dict[str, Any]:
+    job, usage = choice.job, choice.usage
+    num_prompt, num_output = len(job.prompt_ids), len(choice.token_ids)
+    begun = job.given or job.arrived
+    prompt_ms = 1e3 * ((choice.first or begun) - begun)
+    predict_ms = 1e3 * ((choice.latest or 0.0) - (choice.first or 0.0))
+    num_cached = usage.num_cached if usage is not None else 0
+    silent = body.n_predict == 0
+    return {
+        **facts,
+        "index": choice.index,
+        "content": "" if silent else choice.text,
+        "tokens": choice.token_ids if body.return_tokens and not silent else [],
+        "stop": True,
+        "stop_type": "limit" if choice.finish_reason == "length" else "eos",
+        "tokens_predicted": 0 if silent else num_output,
+        "tokens_evaluated": num_prompt,
+        "tokens_cached": num_prompt + num_output,
+        "timings": {
+            "cache_n": num_cached,
+            "prompt_n": num_prompt - num_cached,
+            "prompt_ms": round(prompt_ms, 3),
+            "prompt_per_token_ms": round(prompt_ms / max(1, num_prompt - num_cached), 4),
+            "prompt_per_second": _rate(num_prompt - num_cached, prompt_ms),
+            "predicted_n": 0 if silent else num_output,
+            "predicted_ms": round(predict_ms, 3),
+            "predicted_per_token_ms": round(predict_ms / max(1, num_output), 4),
+            "predicted_per_second": _rate(num_output, predict_ms),
+        },
+        "steps": choice.num_steps,
+    }
+
+
+def _rate(count: int, milliseconds: float) -> float:
+    return round(1e3 * count / milliseconds, 2) if milliseconds > 0 else 0.0
+
+
+def _selected(answer: dict[str, Any], fields: list[str] | None) -> dict[str, Any]:
+    """The named fields only; "a/b" is field b of a, under that whole name."""
+    if fields is None:
+        return answer
+    found = {}
+    for name in fields:
+        value: Any = answer
+        for part in name.split("/"):
+            value = value.get(part) if isinstance(value, dict) else None
+        if value is not None:
+            found[name] = value
+    return found
+
+
+async def _events(
+    body: InfillBody, context: Context, generation: Generation, request: Request, name: str, facts: dict[str, Any]
+) -> AsyncGenerator[bytes, None]:
+    """llama.cpp's stream: `content` per step, and all the rest with the last one; it has no `[DONE]`."""
+    try:
+        async with context.running(request, name, generation):
+            async for each in generation.events(KEEP_ALIVE):
+                if each is None:
+                    yield COMMENT
+                    continue
+                choice = each.choice
+                if choice.error is not None:
+                    raise failure_of(choice.error)
+                content = "" if body.n_predict == 0 else each.text
+                if choice.finish_reason is None:
+                    yield event({"index": choice.index, "content": content, "stop": False})
+                else:
+                    whole = {**_whole(body, choice, facts), "content": content}
+                    yield event(_selected(whole, body.response_fields))
+    except ApiError as failure:
+        yield error_event(failure)
+    except DisconnectedError:
+        return

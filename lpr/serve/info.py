@@ -1,0 +1,136 @@
+"""Endpoints beside generation: models, tokens, health, metrics, cancelling, and the page."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+
+import lpr
+from lpr.serve.context import context_of
+from lpr.serve.errors import ApiError
+from lpr.serve.fim import FAMILIES
+from lpr.serve.protocol import DetokenizeBody, TokenizeBody
+from lpr.serve.served import Served
+
+router = APIRouter()
+
+
+@router.get("/v1/models", summary="The served models")
+@router.get("/models", include_in_schema=False)
+async def models(request: Request) -> dict[str, Any]:
+    """List every name under which the model is served."""
+    served = context_of(request).ready()
+    return {"object": "list", "data": [_model(served, name) for name in served.names]}
+
+
+@router.get("/v1/models/{model:path}", summary="One served model")
+async def model(model: str, request: Request) -> dict[str, Any]:
+    """Describe the model of that name, or answer 404."""
+    served = context_of(request).ready()
+    return _model(served, served.check_model(model))
+
+
+def _model(served: Served, name: str) -> dict[str, Any]:
+    facts = served.facts
+    return {
+        "id": name,
+        "object": "model",
+        "created": served.created,
+        "owned_by": "lpr",
+        "root": facts.model,
+        "parent": None,
+        "max_model_len": facts.max_length,
+        "lpr": {
+            "mesh": {"lp": facts.lp, "tp": facts.tp},
+            "dtype": facts.dtype,
+            "device": facts.device,
+            "fill_in_the_middle": served.filler.family.name if served.filler is not None else None,
+            "chat": bool(served.templates),
+        },
+    }
+
+
+@router.post("/tokenize", summary="Text or a conversation as tokens")
+async def tokenize(body: TokenizeBody, request: Request) -> dict[str, Any]:
+    """Tokenise vLLM's `prompt` or `messages`, or llama.cpp's `content`."""
+    served = context_of(request).ready()
+    served.check_model(body.model)
+    if body.messages is not None:
+        ids = served.chat_ids(body.messages, body)
+    elif body.content is not None:
+        ids = served.tokens.encode(body.content, bool(body.add_special))
+    else:
+        add = True if body.add_special_tokens is None else body.add_special_tokens
+        ids = served.tokens.encode(body.prompt or "", add)
+    answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": served.facts.max_length}
+    if body.return_token_strs:
+        answer["token_strs"] = [served.tokens.text_of(token) for token in ids]
+    return answer
+
+
+@router.post("/detokenize", summary="Tokens as text")
+async def detokenize(body: DetokenizeBody, request: Request) -> dict[str, Any]:
+    """Show the text of `tokens`, as vLLM's `prompt` and as llama.cpp's `content`."""
+    served = context_of(request).ready()
+    served.check_model(body.model)
+    served.check_ids(body.tokens, "tokens")
+    text = served.tokens.decode(body.tokens)
+    return {"prompt": text, "content": text}
+
+
+@router.delete("/v1/requests/{request_id}", summary="Cancel a running request")
+@router.delete("/v1/completions/{request_id}", include_in_schema=False)
+@router.delete("/v1/chat/completions/{request_id}", include_in_schema=False)
+async def cancel(request_id: str, request: Request) -> dict[str, Any]:
+    """End a running request by its id: the answer's, or the X-Request-Id that it came with."""
+    if not context_of(request).cancel(request, request_id):
+        raise ApiError(404, f"no request {request_id!r} is running", "request_id", "request_not_found")
+    return {"id": request_id, "object": "request.deleted", "deleted": True}
+
+
+@router.get("/health", summary="Ready, as load balancers ask")
+@router.get("/readyz", summary="Are requests taken?")
+async def readyz(request: Request) -> Response:
+    """Answer 200 if the model is loaded, the ranks answer and nothing is shutting down, else 503 and why."""
+    service = context_of(request).service
+    reason = service.ready_reason()
+    if reason is not None:
+        return JSONResponse({"status": "unavailable", "reason": reason}, 503, {"Retry-After": "5"})
+    return JSONResponse({"status": "ok", "running": service.num_running, "waiting": service.num_waiting})
+
+
+@router.get("/livez", summary="Does the service live?")
+async def livez(request: Request) -> Response:
+    """Answer 200 while the ranks load, work or wait, 503 once they are silent: then a restart would help."""
+    reason = context_of(request).service.live_reason()
+    if reason is not None:
+        return JSONResponse({"status": "stopped", "reason": reason}, 503)
+    return JSONResponse({"status": "ok"})
+
+
+@router.get("/metrics", summary="Metrics for Prometheus", response_class=PlainTextResponse)
+async def metrics(request: Request) -> Response:
+    """Show all metrics, vLLM's names first."""
+    return Response(context_of(request).metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/version", summary="Version of lpr")
+async def version() -> dict[str, str]:
+    """Say which lpr this is."""
+    return {"version": lpr.__version__, "name": "lpr"}
+
+
+@router.get("/fim", summary="Known families of fill-in-the-middle models")
+async def fim_families() -> dict[str, Any]:
+    """List the table of fill-in-the-middle templates."""
+    return {"families": [{"name": family.name, "order": family.order, "source": family.source} for family in FAMILIES]}
+
+
+@router.get("/", include_in_schema=False)
+async def page() -> HTMLResponse:
+    """Show the page for trying it out."""
+    return HTMLResponse((files("lpr") / "assets" / "serve.html").read_text(encoding="utf-8"))

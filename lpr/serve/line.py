@@ -1,0 +1,104 @@
+"""The driver's end of the socket.
+
+One thread reads it, one writes it and sends a pulse every second, so that neither a long step nor a slow front holds
+up the other. The engine belongs to the main thread alone. No torch here: rank 0 speaks before it loads anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import socket
+import threading
+import time
+from pathlib import Path
+
+from lpr.serve.messages import (
+    PROTOCOL,
+    FrameReader,
+    Hello,
+    Load,
+    ProtocolError,
+    Pulse,
+    ToDriver,
+    ToFront,
+    frame,
+    read_to_driver,
+)
+
+PULSE_EVERY = 1.0
+"""Seconds between two pulses."""
+
+
+class FrontGoneError(RuntimeError):
+    """The front has hung up: there is nobody left to work for."""
+
+
+class Line:
+    """The connection to the front."""
+
+    def __init__(self, path: Path, timeout: float = 30.0) -> None:
+        """Connect, and greet; raises FrontGoneError if nobody listens within `timeout` seconds."""
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.settimeout(timeout)
+        try:
+            self._socket.connect(str(path))
+        except OSError as failure:
+            raise FrontGoneError(f"no front listens at {path}: {failure}") from failure
+        self._socket.settimeout(None)
+        self._incoming: queue.SimpleQueue[ToDriver | None] = queue.SimpleQueue()
+        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self.load = Load()
+        """What pulses say; None of it while there is no engine yet."""
+        self._threads = [threading.Thread(target=each, daemon=True) for each in (self._read, self._write)]
+        for thread in self._threads:
+            thread.start()
+        self.send(Hello(PROTOCOL, os.getpid()))
+
+    def send(self, message: ToFront) -> None:
+        """Queue a message to the front."""
+        self._outgoing.put(frame(message))
+
+    def take(self, wait: float) -> list[ToDriver]:
+        """What the front has sent by now; waits up to `wait` seconds for something. Raises FrontGoneError."""
+        taken: list[ToDriver] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                message = self._incoming.get(timeout=wait) if wait > 0 else self._incoming.get_nowait()
+                if message is None:
+                    raise FrontGoneError("the front has hung up")
+                taken.append(message)
+                wait = 0.0
+        return taken
+
+    def close(self) -> None:
+        """Send what is queued, and hang up."""
+        self._outgoing.put(None)
+        self._threads[1].join(timeout=5)
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _read(self) -> None:
+        frames = FrameReader()
+        try:
+            while data := self._socket.recv(1 << 16):
+                for body in frames.feed(data):
+                    self._incoming.put(read_to_driver(body))
+        except (OSError, ProtocolError):
+            pass
+        self._incoming.put(None)
+
+    def _write(self) -> None:
+        due = time.monotonic() + PULSE_EVERY
+        with contextlib.suppress(OSError):
+            while True:
+                try:
+                    data = self._outgoing.get(timeout=max(0.0, due - time.monotonic()))
+                except queue.Empty:
+                    data = frame(Pulse(self.load))
+                    due = time.monotonic() + PULSE_EVERY
+                if data is None:
+                    return
+                self._socket.sendall(data)

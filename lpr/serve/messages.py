@@ -1,0 +1,211 @@
+"""What the front and the driver say to each other, over a local socket.
+
+The front listens, the driver (rank 0) connects: so a front outlives its ranks, and ranks that are started again find
+it where it was. Each message is a tagged struct in msgpack behind its length (4 bytes, big-endian).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from lpr.config import SamplingParams
+
+PROTOCOL = 1
+"""Version of these messages; a driver of another one is turned away."""
+MAX_MESSAGE = 1 << 30
+"""Longest message, in bytes: a length above this is noise, not a message."""
+
+
+class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True):
+    """Front to driver: complete a prompt."""
+
+    id: int
+    prompt_ids: list[int]
+    """The prompt, and after a restart of the ranks the tokens that were delivered already."""
+    params: SamplingParams
+    num_prompt: int | None = None
+    """How many of `prompt_ids` are the prompt; None: all of them."""
+    tenant: str = ""
+    """Whose outputs this request may draft from and add to; "" is everybody's."""
+    details: bool = False
+    """Say of each token which draft source named it."""
+
+
+class Abort(msgspec.Struct, tag="abort", frozen=True):
+    """Front to driver: forget a request; nothing more is said about it."""
+
+    id: int
+
+
+class Stop(msgspec.Struct, tag="stop", frozen=True):
+    """Front to driver: end all ranks."""
+
+
+class Hello(msgspec.Struct, tag="hello", frozen=True):
+    """Driver to front: the first message of a connection."""
+
+    protocol: int
+    pid: int
+
+
+class Loading(msgspec.Struct, tag="loading", frozen=True):
+    """Driver to front: what start-up is doing."""
+
+    stage: str
+    done: int
+    total: int
+
+
+class Facts(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
+    """Driver to front: the ranks are ready, and this is what they serve."""
+
+    model: str
+    """Folder or hub id."""
+    vocab_size: int
+    max_length: int
+    """Longest prompt plus output, in tokens."""
+    max_batch_size: int
+    lp: int
+    tp: int
+    device: str
+    dtype: str
+    eos_token_ids: list[int]
+    tokenizer: str
+    """The fast tokenizer as JSON, exactly as the driver uses it; "" if the model has none that can be handed over."""
+    special_tokens: dict[str, str] = {}
+    """bos_token, eos_token and so on, for chat templates."""
+    chat_templates: dict[str, str] = {}
+    """Jinja source by name; "default" is the one without a name."""
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """The log-probability of one emitted token, and of the most likely ones at its place."""
+
+    logprob: float
+    top: list[tuple[int, float]] = []
+
+
+class Usage(msgspec.Struct, frozen=True, array_like=True):
+    """What a finished request took."""
+
+    num_steps: int = 0
+    num_fill_steps: int = 0
+    num_cached: int = 0
+    """Prompt tokens whose K/V an earlier request had left."""
+    drafted: int = 0
+    accepted: int = 0
+    accepted_per_depth: list[int] = []
+    """Accepted drafted tokens by depth in the tree; the first is depth 1."""
+    by_source: dict[str, tuple[int, int]] = {}
+    """Drafted and accepted nodes by draft source."""
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True):
+    """What one step added to a request."""
+
+    id: int
+    token_ids: list[int]
+    text: str
+    finish_reason: str | None = None
+    error: str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    sources: list[str] | None = None
+    usage: Usage | None = None
+
+
+class Load(msgspec.Struct, frozen=True, array_like=True):
+    """How busy the engine is."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage: float = 0.0
+    """Share of the cache's positions in use, from 0 to 1."""
+    num_steps: int = 0
+    """Steps since the ranks started."""
+    last_step: float = 0.0
+    """Seconds since the last step ended; meaningful while requests run."""
+
+
+class Stepped(msgspec.Struct, tag="step", frozen=True):
+    """Driver to front: what one step added, to all requests."""
+
+    chunks: list[Chunk]
+    load: Load
+
+
+class Pulse(msgspec.Struct, tag="pulse", frozen=True):
+    """Driver to front, once a second: alive."""
+
+    load: Load
+
+
+class Refused(msgspec.Struct, tag="refused", frozen=True):
+    """Driver to front: the ranks cannot start, and why in one line; they end with code 2."""
+
+    reason: str
+
+
+ToDriver = Submit | Abort | Stop
+ToFront = Hello | Loading | Facts | Stepped | Pulse | Refused
+
+_encoder = msgspec.msgpack.Encoder()
+_to_driver = msgspec.msgpack.Decoder(ToDriver)
+_to_front = msgspec.msgpack.Decoder(ToFront)
+
+
+class ProtocolError(RuntimeError):
+    """The other end of the socket said something that is no message."""
+
+
+def frame(message: Any) -> bytes:
+    """A message as bytes, its length in front."""
+    body = _encoder.encode(message)
+    return struct.pack(">I", len(body)) + body
+
+
+def length_of(head: bytes) -> int:
+    """The length that the 4 bytes before a message say; raises ProtocolError."""
+    (length,) = struct.unpack(">I", head)
+    if length > MAX_MESSAGE:
+        raise ProtocolError(f"a message of {length} bytes")
+    return int(length)
+
+
+def read_to_driver(body: bytes) -> ToDriver:
+    """A message of the front; raises ProtocolError."""
+    return _read(_to_driver, body)
+
+
+def read_to_front(body: bytes) -> ToFront:
+    """A message of the driver; raises ProtocolError."""
+    return _read(_to_front, body)
+
+
+def _read(decoder: msgspec.msgpack.Decoder[Any], body: bytes) -> Any:
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, ValueError) as failure:
+        raise ProtocolError(f"not a message: {failure}") from failure
+
+
+class FrameReader:
+    """Splits a stream of bytes into message bodies."""
+
+    def __init__(self) -> None:
+        """Start at a message's border."""
+        self._rest = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """The bodies that are complete with `data`; raises ProtocolError."""
+        self._rest += data
+        while len(self._rest) >= 4:
+            end = 4 + length_of(bytes(self._rest[:4]))
+            if len(self._rest) < end:
+                return
+            body = bytes(self._rest[4:end])
+            del self._rest[:end]
+            yield body

@@ -1,0 +1,149 @@
+"""What the service counts, under vLLM's names and labels so that its dashboards work, with lpr's own beside them."""
+
+from __future__ import annotations
+
+import time
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from lpr.serve.messages import Chunk, Usage
+from lpr.serve.service import Job, Service
+
+_SHORT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+_INTER = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
+_LONG = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+_PER_STEP = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
+
+
+class Metrics:
+    """The registry of one service."""
+
+    def __init__(self, service: Service, model: str) -> None:
+        """Count what `service` does, for the model served as `model`."""
+        self.registry = CollectorRegistry()
+        self._service = service
+        self._names = {"model_name": model, "engine": "0"}
+        labels = list(self._names)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            made = Histogram(name, text, labels, registry=self.registry, buckets=buckets)
+            return made.labels(**self._names)
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(name, text, labels, registry=self.registry).labels(**self._names)
+
+        self.first_token = histogram("vllm:time_to_first_token_seconds", "Time to first token.", _SHORT)
+        self.inter_token = histogram("vllm:inter_token_latency_seconds", "Time between tokens of a request.", _INTER)
+        self.per_token = histogram(
+            "vllm:request_time_per_output_token_seconds", "A request's mean time per output token.", _INTER
+        )
+        self.end_to_end = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", _LONG)
+        self.queue = histogram("vllm:request_queue_time_seconds", "Arrival to submission to the engine.", _LONG)
+        self.prefill = histogram("vllm:request_prefill_time_seconds", "Submission to first token.", _LONG)
+        self.decode = histogram("vllm:request_decode_time_seconds", "First to last token.", _LONG)
+        self.inference = histogram("vllm:request_inference_time_seconds", "Submission to last token.", _LONG)
+        self.prompt_length = histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
+        self.output_length = histogram("vllm:request_generation_tokens", "Tokens emitted for a request.", _TOKENS)
+        self.max_tokens = histogram("vllm:request_params_max_tokens", "A request's max_tokens.", _TOKENS)
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens taken in.")
+        self.output_tokens = counter("vllm:generation_tokens", "Tokens emitted.")
+        self.prefix_queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up among retained prefixes.")
+        self.prefix_hits = counter("vllm:prefix_cache_hits", "Prompt tokens whose K/V were retained.")
+        self.drafts = counter("vllm:spec_decode_num_drafts", "Steps that evaluated a draft.")
+        self.draft_tokens = counter("vllm:spec_decode_num_draft_tokens", "Drafted nodes evaluated.")
+        self.accepted_tokens = counter("vllm:spec_decode_num_accepted_tokens", "Drafted nodes accepted.")
+        self.accepted_at = Counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Drafted nodes accepted, by depth in the tree (0 is the first).",
+            [*labels, "position"],
+            registry=self.registry,
+        )
+        self.finished = Counter(
+            "vllm:request_success", "Requests by how they ended.", [*labels, "finished_reason"], registry=self.registry
+        )
+        for reason in ("stop", "length", "abort", "error"):
+            self.finished.labels(**self._names, finished_reason=reason)
+        self.steps = counter("lpr:steps", "Decode steps of requests; one step of a batch counts for each of them.")
+        self.fill_steps = counter("lpr:fill_steps", "Steps that only filled the cache with a prompt.")
+        self.tokens_per_step = histogram("lpr:tokens_per_step", "A request's tokens per decode step.", _PER_STEP)
+        self.by_source = Counter(
+            "lpr:draft_nodes", "Drafted nodes by source and outcome.", [*labels, "source", "outcome"],
+            registry=self.registry,
+        )  # fmt: skip
+        self.refused = Counter(
+            "lpr:http_requests", "Answered HTTP requests.", [*labels, "path", "status"], registry=self.registry
+        )
+        self._gauges(labels)
+        service.on_open.append(self._opened)
+        service.on_chunk.append(self._chunk)
+        service.on_end.append(self._ended)
+
+    def _gauges(self, labels: list[str]) -> None:
+        service = self._service
+        for name, text, value in (
+            ("vllm:num_requests_running", "Requests in slots.", lambda: service.num_running),
+            ("vllm:num_requests_waiting", "Requests that wait for a slot.", lambda: service.num_waiting),
+            ("vllm:kv_cache_usage_perc", "Share of the cache in use; 1 is all.", lambda: service.load.kv_usage),
+            ("lpr:engine_steps", "Steps of all ranks since they started.", lambda: service.load.num_steps),
+            ("lpr:lp", "Replicas of the mesh.", lambda: service.facts.lp if service.facts else 0),
+            ("lpr:tp", "Ranks per replica.", lambda: service.facts.tp if service.facts else 0),
+            ("lpr:ready", "1 while requests are taken.", lambda: float(service.ready_reason() is None)),
+        ):
+            Gauge(name, text, labels, registry=self.registry).labels(**self._names).set_function(value)
+
+    def answered(self, path: str, status: int) -> None:
+        """Count an HTTP answer; `path` is one of the service's own."""
+        self.refused.labels(**self._names, path=path, status=str(status)).inc()
+
+    def text(self) -> bytes:
+        """Everything in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def _opened(self, job: Job) -> None:
+        self.max_tokens.observe(job.params.max_new_tokens)
+
+    def _chunk(self, job: Job, chunk: Chunk) -> None:
+        # Called before the service notes the time of this chunk.
+        now = time.monotonic()
+        self.output_tokens.inc(len(chunk.token_ids))
+        if job.first is None:
+            self.first_token.observe(now - job.arrived)
+            self.prompt_tokens.inc(len(job.prompt_ids))
+        elif job.latest is not None:
+            # The tokens of a step come together: each took its share of the time since the last step.
+            for _ in chunk.token_ids:
+                self.inter_token.observe((now - job.latest) / len(chunk.token_ids))
+
+    def _ended(self, job: Job, chunk: Chunk) -> None:
+        self.finished.labels(**self._names, finished_reason=chunk.finish_reason or "error").inc()
+        if chunk.usage is not None:
+            self._used(job, chunk.usage)
+        if job.ended is None or job.given is None or job.first is None or job.latest is None:
+            return
+        self.end_to_end.observe(job.ended - job.arrived)
+        self.queue.observe(job.given - job.arrived)
+        self.prefill.observe(job.first - job.given)
+        self.decode.observe(job.latest - job.first)
+        self.inference.observe(job.ended - job.given)
+        self.prompt_length.observe(len(job.prompt_ids))
+        self.output_length.observe(len(job.token_ids))
+        if len(job.token_ids) > 1:
+            self.per_token.observe((job.latest - job.first) / (len(job.token_ids) - 1))
+
+    def _used(self, job: Job, usage: Usage) -> None:
+        self.prefix_queries.inc(len(job.prompt_ids))
+        self.prefix_hits.inc(usage.num_cached)
+        self.steps.inc(usage.num_steps)
+        self.fill_steps.inc(usage.num_fill_steps)
+        if usage.num_steps:
+            self.tokens_per_step.observe(len(job.token_ids) / usage.num_steps)
+        if usage.drafted:
+            self.drafts.inc(usage.num_steps)
+        self.draft_tokens.inc(usage.drafted)
+        self.accepted_tokens.inc(usage.accepted)
+        for position, count in enumerate(usage.accepted_per_depth):
+            self.accepted_at.labels(**self._names, position=str(position)).inc(count)
+        for source, (drafted, accepted) in usage.by_source.items():
+            self.by_source.labels(**self._names, source=source, outcome="drafted").inc(drafted)
+            self.by_source.labels(**self._names, source=source, outcome="accepted").inc(accepted)

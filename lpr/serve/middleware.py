@@ -1,0 +1,210 @@
+"""Around every request: its id, its key, the size of its body, and a line in the access log."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lpr.config import InputError
+from lpr.serve.errors import ApiError
+from lpr.serve.metrics import Metrics
+
+OPEN_PATHS = frozenset(("/", "/health", "/livez", "/readyz", "/metrics"))
+"""Paths that need no key, unless all are to be protected."""
+_UNLOGGED = OPEN_PATHS - {"/"}
+"""Probes come every few seconds and would hide the rest."""
+BODY_SECONDS = 30.0
+"""Time for a request's body to arrive."""
+
+
+class Keys:
+    """The keys that requests may come with."""
+
+    def __init__(self, keys: Mapping[str, str]) -> None:
+        """Keep the digests of `keys`, by their names: equal lengths let them be compared in constant time."""
+        self._digests = {name: _digest(key) for name, key in keys.items()}
+
+    def __bool__(self) -> bool:
+        """Is any key asked for?"""
+        return bool(self._digests)
+
+    def name_of(self, key: str) -> str | None:
+        """The name of a key, or None; takes the same time for every key, known or not."""
+        given = _digest(key)
+        found = None
+        for name, digest in self._digests.items():
+            if hmac.compare_digest(digest, given):
+                found = name
+        return found
+
+    @classmethod
+    def read(cls, given: str | None, path: Path | None) -> Keys:
+        """Keys separated by commas, and those of a file: "key" or "name key" per line. Raises InputError."""
+        keys = {_name(key): key for key in (given or "").split(",") if key}
+        if path is not None:
+            try:
+                lines = path.read_text(encoding="utf-8").splitlines()
+            except (OSError, UnicodeDecodeError) as failure:
+                reason = getattr(failure, "strerror", None) or failure
+                raise InputError(f"cannot read --api-key-file {path}: {reason}") from failure
+            for number, line in enumerate(lines, 1):
+                words = line.split()
+                if not words or words[0].startswith("#"):
+                    continue
+                if len(words) > 2:
+                    raise InputError(f'--api-key-file {path}, line {number}: not "key" or "name key"')
+                keys[words[0] if len(words) == 2 else _name(words[0])] = words[-1]
+            if not keys:
+                raise InputError(f"--api-key-file {path} holds no key")
+        return cls(keys)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _name(key: str) -> str:
+    """A key's name where none is given: nothing that the key could be found from."""
+    return "key-" + _digest(key).hex()[:8]
+
+
+class Guard:
+    """ASGI middleware: names a request, asks for its key, reads its body, and writes down how it went."""
+
+    def __init__(
+        self, app: ASGIApp, *, keys: Keys, protect_all: bool, max_body: int, log: bool, metrics: Metrics
+    ) -> None:
+        """Guard `app`; `max_body` is in bytes."""
+        self._app = app
+        self._keys = keys
+        self._protect_all = protect_all
+        self._max_body = max_body
+        self._log = log
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began = time.monotonic()
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        state = scope.setdefault("state", {})
+        state["request_id"] = _request_id(headers.get("x-request-id"))
+        status = 0
+
+        async def numbered(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", state["request_id"].encode())]
+            await send(message)
+
+        try:
+            state["key_name"] = self._check_key(scope, headers)
+            _check_type(scope, headers)
+            await self._app(scope, await self._with_body(headers, receive), numbered)
+        except ApiError as failure:
+            await failure.response()(scope, receive, numbered)
+        finally:
+            route = getattr(scope.get("route"), "path", "other")
+            self._metrics.answered(route, status)
+            if self._log and scope["path"] not in _UNLOGGED:
+                self._write(scope, state, status, time.monotonic() - began)
+
+    def _check_key(self, scope: Scope, headers: Mapping[str, str]) -> str:
+        if not self._keys or scope["method"] == "OPTIONS":
+            return ""
+        if scope["path"] in OPEN_PATHS and not self._protect_all:
+            return ""
+        scheme, _, value = headers.get("authorization", "").partition(" ")
+        key = value.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        name = self._keys.name_of(key)
+        if name is None:
+            code = "invalid_api_key" if key else "missing_api_key"
+            raise ApiError(401, "give a valid key as Authorization: Bearer KEY", code=code)
+        return name
+
+    async def _with_body(self, headers: Mapping[str, str], receive: Receive) -> Receive:
+        """The body, read and limited, in front of what else `receive` has to say. Raises ApiError."""
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > self._max_body:
+            raise self._too_large()
+        body = bytearray()
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                more = True
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return receive
+                    body += message.get("body", b"")
+                    more = message.get("more_body", False)
+                    if len(body) > self._max_body:
+                        raise self._too_large()
+        except TimeoutError as failure:
+            raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s") from failure
+        _check_text(bytes(body))
+        pending = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+
+        async def replayed() -> Message:
+            return pending.pop() if pending else await receive()
+
+        return replayed
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the body is larger than --max-body {self._max_body} bytes", code="body_too_large")
+
+    def _write(self, scope: Scope, state: dict[str, Any], status: int, seconds: float) -> None:
+        line = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime()) + "Z",
+            "id": state["request_id"],
+            "method": scope["method"],
+            "path": scope["path"],
+            "status": status or 499,
+            "ms": round(1e3 * seconds, 1),
+            "key": state.get("key_name", ""),
+            "client": (scope.get("client") or [""])[0],
+            **state.get("log", {}),
+        }
+        print(json.dumps(line), file=sys.stderr, flush=True)
+
+
+def _check_text(body: bytes) -> None:
+    """Raise ApiError for JSON that spells half a surrogate pair, which is no text: tokenizers refuse it."""
+    if b"\\ud" in body.lower() or b"\xed" in body:
+        try:
+            json.dumps(json.loads(body), ensure_ascii=False).encode()
+        except UnicodeEncodeError as failure:
+            raise ApiError(
+                400, "the body holds half of a surrogate pair, which is no text", None, "invalid_json"
+            ) from failure
+        except (ValueError, RecursionError):
+            return  # no JSON at all: the application says so
+
+
+def _check_type(scope: Scope, headers: Mapping[str, str]) -> None:
+    """Raise ApiError (415) for a body that is not declared as JSON.
+
+    A browser sends other types across sites without asking first, and so could make any page use a local service.
+    """
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if scope["method"] == "POST" and kind != "application/json" and not kind.endswith("+json"):
+        raise ApiError(415, "send the body as Content-Type: application/json", code="unsupported_media_type")
+
+
+def _request_id(given: str | None) -> str:
+    """The client's id if it is harmless, else a new one."""
+    if given and len(given) <= 200 and all(c.isascii() and (c.isalnum() or c in "._:-") for c in given):
+        return given
+    return uuid.uuid4().hex

@@ -1,0 +1,149 @@
+"""Flags of `python -m lpr.serve`."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from lpr.cli.flags import flag_types
+from lpr.config import DecodeConfig, InputError
+from lpr.engine.options import EngineOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeArgs:
+    """Serve a model: OpenAI's completions and chats, llama.cpp's /infill, and a page to try them.
+
+    Without arguments, serves the small code model that comes with lpr on one rank.
+    """
+
+    model: str | None = None
+    """Model folder or hub id. Default: the small code model that comes with lpr."""
+    served_model_name: tuple[str, ...] = ()
+    """Names that clients may ask for; the first is answered with. Default: the model as given."""
+    host: str = "127.0.0.1"
+    """Address to listen at; 0.0.0.0 is every one."""
+    port: int = 8000
+    """Port to listen at; 0 takes a free one."""
+    lp: int | None = None
+    """Replicas (lookahead parallel). Default: 1, or under torchrun as many as the ranks make."""
+    tp: int = 1
+    """Ranks that share one replica of the model (tensor parallel)."""
+    timeout: float = 300.0
+    """Seconds that a rank waits for the others in a step before it gives up."""
+    load_timeout: float = 3600.0
+    """The same while the model is loaded, which takes long from slow storage."""
+    config: Path | None = None
+    """TOML file with values for any of these flags; flags given here win."""
+    trie: Path | None = None
+    """Folder or .safetensors file: draft from what earlier runs wrote, and keep what this one writes."""
+    share_drafts: Literal["none", "all"] = "all"
+    """Whose outputs drafts may come from. Acceptance speed tells one client what another wrote: none keeps apart."""
+    fim: str = "auto"
+    """Family whose fill-in-the-middle prompts the model wants (see /fim); auto: found by its tokens; none: no."""
+    chat_template: Path | None = None
+    """Jinja file with a chat template, instead of the model's own."""
+    max_queue: int = 256
+    """Requests that may wait for a slot; further ones are answered with 429."""
+    max_queued_tokens: int = 1_000_000
+    """Prompt tokens of waiting requests; further ones are answered with 429."""
+    max_body: int = 16 << 20
+    """Bytes of a request's body; larger ones are answered with 413."""
+    request_timeout: float = 600.0
+    """Seconds that a request may take, waiting included."""
+    shutdown_timeout: float = 30.0
+    """Seconds that open requests have to finish after SIGTERM; then they are handed back."""
+    api_key: str | None = None
+    """Key that requests must come with, or several separated by commas. Default: $LPR_API_KEY, if it is set."""
+    api_key_file: Path | None = None
+    """File of such keys: "key" or "name key" per line."""
+    protect_all: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Ask for a key on health, readiness, metrics and the page too."""
+    cors: tuple[str, ...] = ()
+    """Origins whose pages may ask; "*" is all."""
+    tls_cert: Path | None = None
+    """PEM file with the certificate chain: serve HTTPS."""
+    tls_key: Path | None = None
+    """PEM file with its key, if that is not in the same file."""
+    access_log: bool = True
+    """Write a line of JSON to stderr for every request."""
+    otlp: str | None = None
+    """Send OpenTelemetry spans to this OTLP/HTTP endpoint (pip install 'lpr[otel]')."""
+    engine: Annotated[EngineOptions, tyro.conf.OmitArgPrefixes] = EngineOptions()
+    decode: Annotated[DecodeConfig, tyro.conf.OmitArgPrefixes] = DecodeConfig()
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that the front starts."""
+        return (self.lp or 1) * self.tp
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names that the model is served under."""
+        return self.served_model_name or (self.model or "bundled",)
+
+
+_GROUPS = {"engine": EngineOptions, "decode": DecodeConfig}
+_PATHS = ("trie", "chat_template", "api_key_file", "tls_cert", "tls_key", "costs")
+
+
+def parse(argv: Sequence[str], quiet: bool = False) -> ServeArgs:
+    """Arguments from `argv` over those of its `--config` file; raises InputError or SystemExit."""
+    default = ServeArgs()
+    for index, word in enumerate(argv):
+        if word == "--config" and index + 1 < len(argv):
+            default = read_config(Path(argv[index + 1]))
+        elif word.startswith("--config="):
+            default = read_config(Path(word.removeprefix("--config=")))
+    with flag_types:
+        args = tyro.cli(ServeArgs, prog="lpr.serve", args=list(argv), default=default, console_outputs=not quiet)
+    check(args)
+    return replace(args, api_key=args.api_key or os.environ.get("LPR_API_KEY") or None)
+
+
+def read_config(path: Path) -> ServeArgs:
+    """The arguments that a TOML file sets; its keys are the flags' names with underscores. Raises InputError."""
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as failure:
+        raise InputError(f"cannot read --config {path}: {failure.strerror or failure}") from failure
+    except ValueError as failure:
+        raise InputError(f"--config {path} is not TOML: {failure}") from failure
+    mesh = values.pop("mesh", {})
+    if not isinstance(mesh, dict) or not set(mesh) <= {"lp", "tp"}:
+        raise InputError(f"--config {path}: mesh must be like {{ lp = 4, tp = 2 }}, not {mesh!r}")
+    parts: dict[str, dict[str, Any]] = {"": {}, "engine": {}, "decode": {}}
+    homes = {field.name: "" for field in fields(ServeArgs) if field.name not in (*_GROUPS, "config")}
+    homes |= {field.name: group for group, kind in _GROUPS.items() for field in fields(kind)}
+    for name, value in {**mesh, **values}.items():
+        if name not in homes:
+            raise InputError(f"--config {path}: unknown key {name!r}; keys are flags with underscores")
+        parts[homes[name]][name] = Path(value) if name in _PATHS else tuple(value) if isinstance(value, list) else value
+    try:
+        return ServeArgs(**parts[""], engine=EngineOptions(**parts["engine"]), decode=DecodeConfig(**parts["decode"]))
+    except (InputError, TypeError) as failure:
+        raise InputError(f"--config {path}: {failure}") from failure
+
+
+def check(args: ServeArgs) -> None:
+    """Refuse what cannot work; raises InputError."""
+    if not 0 <= args.port <= 65535:
+        raise InputError(f"--port {args.port} must be from 0 (a free one) to 65535")
+    if args.tp < 1 or (args.lp is not None and args.lp < 1):
+        raise InputError(f"a mesh of lp {args.lp} x tp {args.tp}: both must be at least 1")
+    for name, least in (("max_queue", 0), ("max_queued_tokens", 1), ("max_body", 1)):
+        if getattr(args, name) < least:
+            raise InputError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least {least}")
+    for name in ("request_timeout", "shutdown_timeout", "timeout", "load_timeout"):
+        if not 0 < getattr(args, name) < float("inf"):
+            raise InputError(f"--{name.replace('_', '-')} {getattr(args, name)} must be above 0, in seconds")
+    if args.tls_key is not None and args.tls_cert is None:
+        raise InputError("--tls-key needs --tls-cert FILE.pem")
+    if "" in args.served_model_name:
+        raise InputError("--served-model-name: a name is empty")

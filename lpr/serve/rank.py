@@ -1,0 +1,95 @@
+"""One rank of a service: rank 0 drives, the others work. Says what it does before it loads torch."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from lpr.config import InputError
+from lpr.serve.line import FrontGoneError, Line
+from lpr.serve.messages import Loading, Refused
+from lpr.serve.options import parse
+from lpr.serve.ranks import SOCKET
+
+_RANK_0_SPEAKS = 10.0
+"""Seconds that the other ranks stay after bad input; the launcher ends them as soon as rank 0 has left."""
+_LAUNCHERS = ("RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run this rank and return its exit code: 0, 1 (a rank was lost) or 2 (bad input)."""
+    rank = int(os.environ.get("RANK", "0"))
+    line = None
+    try:
+        args = parse(argv, quiet=rank != 0)
+        if rank == 0:
+            line = Line(Path(os.environ[SOCKET]))
+            line.send(Loading("loading libraries", 0, 3))
+        # Only now, as it imports torch and transformers, which takes seconds.
+        importlib.import_module("lpr.serve.work").run(args, line)
+        return 0
+    except InputError as failure:
+        if line is not None:
+            line.send(Refused(str(failure)))
+        elif rank:
+            time.sleep(_RANK_0_SPEAKS)  # the first rank to leave ends the job, and rank 0 has to say why before that
+        return 2
+    except FrontGoneError as failure:
+        print(f"lpr.serve: rank {rank}: {failure}", file=sys.stderr)
+        return 1
+    except RuntimeError as failure:
+        if type(failure).__name__ not in ("CommError", "DesyncError"):  # lpr's own, whose modules import torch
+            raise
+        print(f"lpr.serve: rank {rank}: {failure}", file=sys.stderr)
+        return 1
+    finally:
+        if line is not None:
+            line.close()
+
+
+def launched(argv: Sequence[str]) -> int:
+    """Run a rank that a launcher has started, which started no front: rank 0 brings it along."""
+    # The launcher passes a signal on to every rank; the front finishes what is open and then stops them all.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if int(os.environ["RANK"]) != 0:
+        leave(main(argv))
+    with tempfile.TemporaryDirectory(prefix="lpr-serve-") as folder:
+        path = Path(folder) / "driver.sock"
+        os.environ[SOCKET] = str(path)
+        front = _start_front(argv, path)
+        code = main(argv) if front.poll() is None else front.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = front.wait(timeout=30) or code
+    leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process with `code`, at once: threads of destroyed groups can abort a process that is tearing down."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _start_front(argv: Sequence[str], path: Path) -> subprocess.Popen[bytes]:
+    """Start the front, wait until it listens, and pass signals on to it."""
+    environment = {name: value for name, value in os.environ.items() if name not in _LAUNCHERS}
+    front = subprocess.Popen([sys.executable, "-m", "lpr.serve", *argv], env=environment, start_new_session=True)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: front.terminate())
+    while front.poll() is None and not path.exists():
+        time.sleep(0.05)
+    return front
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))

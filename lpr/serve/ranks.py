@@ -1,0 +1,83 @@
+"""The processes of the ranks, as the front starts and ends them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from asyncio.subprocess import Process
+from collections.abc import Sequence
+from pathlib import Path
+
+SOCKET = "LPR_SERVE_SOCKET"
+"""Environment variable that tells rank 0 where the front listens."""
+_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR",
+             "MASTER_PORT")  # fmt: skip
+_SECRETS = ("LPR_API_KEY",)
+
+
+def environment(socket: Path, num_ranks: int) -> dict[str, str]:
+    """What the ranks see: where the front is, and neither its keys nor another launcher's variables."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in (*_LAUNCHER, *_SECRETS) and not name.startswith("TORCHELASTIC_")
+    }
+    # Ranks of one machine share its cores; torchrun would give each of them a single thread, with a warning.
+    share = max(1, (os.cpu_count() or 1) // num_ranks)
+    return {"OMP_NUM_THREADS": str(share), **kept, SOCKET: str(socket)}
+
+
+def command(argv: Sequence[str], num_ranks: int) -> list[str]:
+    """How to start the ranks: one process, or torch's launcher."""
+    module = ["-m", "lpr.serve.rank", *argv]
+    if num_ranks == 1:
+        return [sys.executable, *module]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    return [sys.executable, *launcher, *module]
+
+
+class Ranks:
+    """The ranks as one child process: the only one, or the launcher of all."""
+
+    def __init__(self, argv: Sequence[str], num_ranks: int, socket: Path) -> None:
+        """Prepare to start `num_ranks` ranks with the flags `argv`."""
+        self._argv = list(argv)
+        self._num_ranks = num_ranks
+        self._socket = socket
+        self._process: Process | None = None
+
+    async def start(self) -> None:
+        """Start them, in a session of their own: a Ctrl-C in the terminal is for the front, which lets them finish."""
+        self._process = await asyncio.create_subprocess_exec(
+            *command(self._argv, self._num_ranks),
+            env=environment(self._socket, self._num_ranks),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=sys.stderr.fileno(),
+            start_new_session=True,
+        )
+
+    async def wait(self) -> int:
+        """Return the exit code once they have ended."""
+        assert self._process is not None
+        return await self._process.wait()
+
+    async def stop(self, patience: float) -> None:
+        """Wait `patience` seconds for their own end, then insist."""
+        if self._process is None:
+            return
+        for number in (None, signal.SIGTERM, signal.SIGKILL):
+            if number is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, number)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), patience)
+                return
+
+
+async def never() -> int:
+    """Ranks that someone else started: their end shows at the socket."""
+    await asyncio.Event().wait()
+    return 0

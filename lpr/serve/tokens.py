@@ -1,0 +1,111 @@
+"""Text to tokens and back in the front: the driver's own fast tokenizer, handed over as JSON, without transformers.
+
+transformers imports torch (4 s and 300 MB that the front has no use for); the `tokenizers` library below it does not,
+and is all that encodes and decodes there. The front tokenises rather than the driver, because a long prompt would hold
+up the driver's steps, and because a request's length decides whether it is accepted at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel
+
+_MARK = "\u263a"
+"""A character before a text whose leading space must not be invented; codellama and mistral-common use this one too."""
+
+
+class Tokens:
+    """The tokenizer of the served model."""
+
+    def __init__(self, source: str) -> None:
+        """Read a fast tokenizer's JSON."""
+        self._plain = Tokenizer.from_str(source)
+        self._plain.no_truncation()
+        self._plain.no_padding()
+        self._literal = Tokenizer.from_str(source)
+        self._literal.no_truncation()
+        self._literal.no_padding()
+        self._literal.encode_special_tokens = True
+        with_special = self._plain.encode("a").ids
+        without = self._plain.encode("a", add_special_tokens=False).ids
+        start = _find(with_special, without)
+        self.bos_ids: list[int] = with_special[:start] if start is not None else []
+        """What the tokenizer puts before every text."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The ids of a text, as `tokenizer(text)["input_ids"]` of transformers."""
+        return list(self._plain.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def encode_piece(self, text: str, leading_space: bool = True) -> list[int]:
+        """The ids of a piece of someone's file: no special tokens, not even those that the text spells out.
+
+        `leading_space` False leaves out the space that SentencePiece tokenizers invent before a text.
+        """
+        if leading_space:
+            return list(self._literal.encode(text, add_special_tokens=False).ids)
+        mark = self._literal.encode(_MARK, add_special_tokens=False).ids
+        marked = list(self._literal.encode(_MARK + text, add_special_tokens=False).ids)
+        if marked[: len(mark)] == mark:
+            return marked[len(mark) :]
+        return list(self._literal.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """The text of some ids."""
+        return str(self._plain.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def id_of(self, name: str) -> int | None:
+        """The id of a token by its name in the vocabulary, or None."""
+        found = self._plain.token_to_id(name)
+        return None if found is None else int(found)
+
+    def text_of(self, token: int) -> str:
+        """One token as text; a part of a character shows as U+FFFD."""
+        return self.bytes_of(token).decode("utf-8", "replace")
+
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes that one token stands for."""
+        name = self._plain.id_to_token(token)
+        if name is None:
+            return b""
+        if token in self._added:
+            return self._added[token].encode()
+        if self._byte_of:
+            return bytes(self._byte_of[character] for character in name if character in self._byte_of)
+        if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
+            return bytes([int(name[3:5], 16)])
+        return name.replace("\u2581", " ").encode()
+
+    @property
+    def size(self) -> int:
+        """Tokens in the vocabulary, added ones included."""
+        return int(self._plain.get_vocab_size(with_added_tokens=True))
+
+    @cached_property
+    def _added(self) -> dict[int, str]:
+        return {int(token): str(added.content) for token, added in self._plain.get_added_tokens_decoder().items()}
+
+    @cached_property
+    def _byte_of(self) -> dict[str, int]:
+        """Byte of each character of a byte-level vocabulary; empty for other vocabularies."""
+        if not _is_byte_level(self._plain):
+            return {}
+        # GPT-2's table: printable Latin-1 characters stand for themselves, the other bytes for U+0100 and above.
+        printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+        others = [byte for byte in range(256) if byte not in set(printable)]
+        table = {chr(byte): byte for byte in printable}
+        table.update({chr(0x100 + index): byte for index, byte in enumerate(others)})
+        return table
+
+
+def _is_byte_level(tokenizer: Tokenizer) -> bool:
+    decoder = tokenizer.decoder
+    return isinstance(decoder, ByteLevel) or (decoder is not None and "ByteLevel" in repr(decoder))
+
+
+def _find(whole: Sequence[int], part: Sequence[int]) -> int | None:
+    """Where `part` begins in `whole`, if it is in there."""
+    size = len(part)
+    return next((at for at in range(len(whole) - size + 1) if list(whole[at : at + size]) == list(part)), None)

@@ -1,0 +1,26 @@
+// The official Node client against a service: completes, streams, chats, cancels, and gets its exceptions.
+import OpenAI from "openai";
+
+const client = new OpenAI({ baseURL: process.argv[2] + "/v1", apiKey: "none", maxRetries: 0 });
+const body = { model: "fake", prompt: "def f(x):\n    ", max_tokens: 6, temperature: 0 };
+const found = {};
+found.text = (await client.completions.create(body)).choices[0].text;
+found.stream = "";
+for await (const event of await client.completions.create({ ...body, stream: true })) found.stream += event.choices[0].text;
+const messages = [{ role: "user", content: "u" }];
+found.chat = (await client.chat.completions.create({ model: "fake", messages })).choices[0].message.content;
+found.chatStream = "";
+for await (const event of await client.chat.completions.create({ model: "fake", messages, stream: true })) {
+  found.chatStream += event.choices[0].delta.content ?? "";
+}
+found.errors = [];
+for (const wrong of [{ model: "gpt" }, { nonsense: 1 }, { temperature: -1 }]) {
+  try {
+    await client.completions.create({ ...body, ...wrong });
+  } catch (error) {
+    found.errors.push([error.constructor.name, error.status, error.param]);
+  }
+}
+const left = await client.completions.create({ ...body, prompt: "cancel me", max_tokens: 400, stream: true });
+for await (const _ of left) break; // which drops the connection
+console.log(JSON.stringify(found));

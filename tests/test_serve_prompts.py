@@ -1,0 +1,260 @@
+"""Prompts that the front makes: fill-in-the-middle per family, chat templates, tokens without transformers."""
+
+# ruff: noqa: RUF001 (DeepSeek's markers are spelled with these characters)
+
+import pytest
+from fake_driver import TEMPLATE, tokenizer_json
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+from lpr.config import InputError
+from lpr.serve.chat_template import ChatTemplates, TemplateError
+from lpr.serve.fim import FAMILIES, Extra, filler
+from lpr.serve.infill import LineLimit
+from lpr.serve.served import Served
+from lpr.serve.tokens import Tokens
+
+BEFORE, AFTER = "def f(x):\n    return ", "\n\nprint(f(2))\n"
+EXTRA = (Extra("import os\n", "a.py"), Extra("y = 1", "b.py"))
+MARKS = {
+    "codegemma": ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_separator|>"),
+    "qwen-coder": (
+        "<|fim_prefix|>",
+        "<|fim_suffix|>",
+        "<|fim_middle|>",
+        "<|repo_name|>",
+        "<|file_sep|>",
+        "<|fim_pad|>",
+    ),
+    "granite-4": ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    "glm": ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
+    "falcon-h1-coder": ("<|prefix|>", "<|suffix|>", "<|middle|>"),
+    "seed-coder": ("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>"),
+    "mellum": ("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<reponame>", "<filename>", "<|im_start|>"),
+    "starcoder2": ("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<repo_name>", "<file_sep>"),
+    "starcoder": ("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<reponame>", "<filename>"),
+    "fim-underscore": ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    "santacoder": ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    "deepseek-coder": ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+    "codestral": ("[PREFIX]", "[SUFFIX]"),
+}
+PROMPTS = {
+    "codegemma": "<|fim_prefix|>{p}<|fim_suffix|>{s}<|fim_middle|>",
+    "qwen-coder": "<|fim_prefix|>{p}<|fim_suffix|>{s}<|fim_middle|>",
+    "granite-4": "<|fim_prefix|>{p}<|fim_suffix|>{s}<|fim_middle|>",
+    "glm": "<|code_prefix|>{p}<|code_suffix|>{s}<|code_middle|>",
+    "falcon-h1-coder": "<|prefix|>{p}<|suffix|>{s}<|middle|>",
+    "seed-coder": "<[fim-suffix]>{s}<[fim-prefix]>{p}<[fim-middle]>",
+    "mellum": "<fim_suffix>{s}<fim_prefix>{p}<fim_middle>",
+    "starcoder2": "<fim_prefix>{p}<fim_suffix>{s}<fim_middle>",
+    "starcoder": "<fim_prefix>{p}<fim_suffix>{s}<fim_middle>",
+    "fim-underscore": "<fim_prefix>{p}<fim_suffix>{s}<fim_middle>",
+    "santacoder": "<fim-prefix>{p}<fim-suffix>{s}<fim-middle>",
+    "deepseek-coder": "<｜fim▁begin｜>{p}<｜fim▁hole｜>{s}<｜fim▁end｜>",
+    "codestral": "[SUFFIX]{s}[PREFIX]{p}",
+}
+FILES = {
+    "codegemma": "<|file_separator|>a.py\nimport os\n<|file_separator|>b.py\ny = 1\n<|file_separator|>c.py\n",
+    "qwen-coder": "<|repo_name|>repository\n<|file_sep|>a.py\nimport os\n<|file_sep|>b.py\ny = 1\n<|file_sep|>c.py\n",
+    "granite-4": "# a.py\nimport os\n# b.py\ny = 1\n# c.py\n",
+    "glm": "# a.py\nimport os\n# b.py\ny = 1\n# c.py\n",
+    "falcon-h1-coder": "# a.py\nimport os\n# b.py\ny = 1\n# c.py\n",
+    "seed-coder": "<filename>a.py\nimport os\n<filename>b.py\ny = 1\n<filename>c.py\n",
+    "mellum": "<reponame>repository\n<filename>a.py\nimport os\n<filename>b.py\ny = 1\n<filename>c.py\n",
+    "starcoder2": "<repo_name>repository\n<file_sep>a.py\nimport os\n<file_sep>b.py\ny = 1\n<file_sep>c.py\n",
+    "starcoder": "<reponame>repository\n<filename>a.py\nimport os\n<filename>b.py\ny = 1\n<filename>c.py\n",
+    "fim-underscore": "# a.py\nimport os\n# b.py\ny = 1\n# c.py\n",
+    "santacoder": "# a.py\nimport os\n# b.py\ny = 1\n# c.py\n",
+    "deepseek-coder": "#a.py\nimport os\n#b.py\ny = 1\n#c.py\n",
+    "codestral": "+++++ a.py\nimport os\n+++++ b.py\ny = 1\n+++++ c.py\n",
+}
+
+
+@pytest.mark.parametrize("name", sorted(PROMPTS))
+def test_each_family_is_found_by_its_tokens_and_gets_its_prompt(name):
+    tokens = Tokens(tokenizer_json(MARKS[name]))
+    found = filler(tokens)
+    assert found is not None and found.family.name == name
+    wanted = PROMPTS[name].format(p=BEFORE, s=AFTER)
+    ids = found.prompt(BEFORE, AFTER)
+    assert tokens.decode(ids) == wanted
+    assert ids == tokens.encode(wanted), "markers are tokens, and the text between them is tokenised by itself"
+    assert tokens.decode(found.prompt(BEFORE, AFTER, EXTRA, "c.py")) == FILES[name] + wanted
+    assert found.family.source.startswith(("https://", "arXiv"))
+
+
+def test_every_family_of_the_table_is_tested():
+    assert {family.name for family in FAMILIES} == {*PROMPTS, "codellama"}
+
+
+def sentencepiece(*added):
+    """A tokenizer as those of Llama-2: a space becomes a token's first character, and is invented before a text."""
+    pieces = ["<unk>", "<s>", "</s>", *added, *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["▁", "▁a", "▁b", "a", "b", "=", "☺"]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    merges = [("▁", "a"), ("▁", "b")]
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=False)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    tokenizer.add_special_tokens(["<s>", "</s>", *added])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return Tokens(tokenizer.to_str())
+
+
+def test_codellama_has_its_space_before_the_prefix_and_none_before_the_suffix():
+    tokens = sentencepiece("▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>")
+    found = filler(tokens)
+    assert found is not None and found.family.name == "codellama"
+    names = [tokens._plain.id_to_token(each) for each in found.prompt("a=", "b")]
+    assert names == ["<s>", "▁<PRE>", "▁a", "=", "▁<SUF>", "b", "▁<MID>"]
+    assert [tokens._plain.id_to_token(each) for each in found.end_ids] == ["▁<EOT>"]
+    assert tokens.bos_ids == [1]
+
+
+def test_codestral_on_sentencepiece_as_mistral_common_encodes_it():
+    tokens = sentencepiece("[PREFIX]", "[SUFFIX]")
+    names = [tokens._plain.id_to_token(each) for each in filler(tokens).prompt("a=", "b")]
+    assert names == ["<s>", "[SUFFIX]", "b", "[PREFIX]", "▁a", "="]
+
+
+def test_markers_that_a_file_spells_out_are_plain_text():
+    tokens = Tokens(tokenizer_json(MARKS["qwen-coder"]))
+    ids = filler(tokens).prompt("s = '<|fim_suffix|>'", "<|endoftext|>")
+    assert ids.count(tokens.id_of("<|fim_suffix|>")) == 1 and tokens.id_of("<|endoftext|>") not in ids
+    assert tokens.decode(ids) == "<|fim_prefix|>s = '<|fim_suffix|>'<|fim_suffix|><|endoftext|><|fim_middle|>"
+
+
+def test_a_family_can_be_named_and_must_fit():
+    tokens = tokenizer_json(MARKS["starcoder"])
+    from fake_driver import facts
+
+    assert Served(facts(tokenizer=tokens), ["m"], "mellum").filler.family.order == "spm"
+    assert Served(facts(tokenizer=tokens), ["m"], "none").filler is None
+    with pytest.raises(InputError, match="--fim glm"):
+        Served(facts(tokenizer=tokens), ["m"], "glm")
+
+
+@pytest.mark.parametrize("room", [8, 20, 60, 400])
+def test_a_fitted_prompt_fits_and_keeps_what_is_nearest(room):
+    tokens = Tokens(tokenizer_json(MARKS["qwen-coder"]))
+    found = filler(tokens)
+    before = "".join(f"a{index} = 1\n" for index in range(30))
+    after = "".join(f"b{index} = 2\n" for index in range(30))
+    ids, truncated = found.fitted(room, before, after, EXTRA)
+    assert len(ids) <= room
+    whole = found.prompt(before, after, EXTRA)
+    assert truncated == (len(whole) > room) and (truncated or ids == whole)
+    text = tokens.decode(ids)
+    kept = text.partition("<|fim_prefix|>")[2].partition("<|fim_suffix|>")
+    assert before.endswith(kept[0]) and after.startswith(kept[2].removesuffix("<|fim_middle|>")) and kept[0]
+
+
+# Tokens.
+
+
+def test_tokens_are_those_of_transformers():
+    from transformers import AutoTokenizer
+
+    from lpr.model.loader import bundled_model
+
+    theirs = AutoTokenizer.from_pretrained(bundled_model())
+    ours = Tokens(theirs.backend_tokenizer.to_str())
+    for text in ("def f(x):\n    return x\n", "é 漢字 🙂", "<|endoftext|>a", "", " ", "\t\n\r\n"):
+        ids = theirs(text)["input_ids"]
+        assert ours.encode(text) == ids
+        assert ours.decode(ids, skip_special_tokens=True) == theirs.decode(ids, skip_special_tokens=True)
+        assert b"".join(ours.bytes_of(token) for token in ids) == text.encode()
+
+
+def test_bytes_of_byte_fallback_tokens():
+    tokens = sentencepiece()
+    ids = tokens.encode("é", add_special_tokens=False)
+    assert b"".join(tokens.bytes_of(token) for token in ids).lstrip() == "é".encode()
+    assert tokens.bytes_of(10**6) == b""
+
+
+# Chat templates.
+
+CONVERSATION = [{"role": "system", "content": "s"}, {"role": "user", "content": '<a href="x">'}]
+TEMPLATES = {
+    "ours": TEMPLATE,
+    "chatml": "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    "blocks": "{{ bos_token }}\n{%- for m in messages %}\n    {%- if loop.index0 > 5 %}{% break %}{% endif %}\n"
+    "    {% generation %}[{{ m.role }}] {{ m.content | trim }}{{ eos_token }}{% endgeneration %}\n{%- endfor %}",
+    "json": "{% for m in messages %}{{ m | tojson }}{% endfor %}{{ {'é': 1} | tojson(indent=2) }}",
+    "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+}
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+@pytest.mark.parametrize("generate", [True, False])
+def test_templates_render_as_in_transformers(name, generate):
+    from transformers import AutoTokenizer
+
+    from lpr.model.loader import bundled_model
+
+    tokenizer = AutoTokenizer.from_pretrained(bundled_model())
+    tokenizer.bos_token = "<|endoftext|>"
+    tokenizer.chat_template = TEMPLATES[name]
+    theirs = tokenizer.apply_chat_template(CONVERSATION, tokenize=False, add_generation_prompt=generate)
+    special = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
+    ours = ChatTemplates({"default": TEMPLATES[name]}, special).render(CONVERSATION, generate)
+    assert ours == theirs
+
+
+def test_a_template_may_refuse_and_may_not_escape_its_sandbox():
+    def render(source):
+        return ChatTemplates({"default": source}, {}).render(CONVERSATION)
+
+    with pytest.raises(TemplateError, match="no system"):
+        render("{{ raise_exception('no system') }}")
+    with pytest.raises(TemplateError):
+        render("{{ ''.__class__.__mro__[1].__subclasses__() }}")
+    with pytest.raises(TemplateError):
+        render("{{ messages.append(1) }}")
+    with pytest.raises(TemplateError, match="cannot be read"):
+        ChatTemplates({"default": "{% if %}"}, {})
+
+
+# llama.cpp's limits of a text.
+
+
+def limited(text, n_indent, pieces):
+    limit = LineLimit(n_indent, 0)
+    shown = ""
+    for start in range(0, len(text), pieces):
+        piece, ended = limit.take(text[start : start + pieces], start + pieces >= len(text))
+        shown += piece
+        if ended:
+            break
+    return shown
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 3, 7, 1000])
+@pytest.mark.parametrize(
+    "text, n_indent, shown",
+    [
+        ("a\n    b\nc\n", 4, "a\n    b\n"),
+        ("a\n    b\n  c\n", 4, "a\n    b\n"),
+        ("a\n\n    b\n", 4, "a\n\n    b\n"),
+        ("a\n\tb", 1, "a\n\tb"),
+        ("a\nb", 0, "a\nb"),
+        ("a\n    ", 4, "a\n    "),
+        ("x", 4, "x"),
+    ],
+)
+def test_a_line_that_is_indented_too_little_ends_the_text(text, n_indent, shown, pieces):
+    assert limited(text, n_indent, pieces) == shown
+
+
+def test_time_ends_a_text_only_after_a_line(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("lpr.serve.infill.time.monotonic", lambda: now[0])
+    limit = LineLimit(0, 100)
+    assert limit.take("a", False) == ("a", False)
+    now[0] = 1.0
+    assert limit.take("b", False) == ("b", False)
+    assert limit.take("\nc", False) == ("\nc", True)
+    soon = LineLimit(0, 100)
+    assert soon.take("a\nb", False) == ("a\nb", False)
