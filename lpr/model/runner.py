@@ -195,10 +195,12 @@ class TreeModel:
     def _compute(self, inputs: StepInputs, selection: Selection, num_candidates: int) -> torch.Tensor:
         """All of a step that a graph holds."""
         assert self.cache is not None
-        return self._results(self._forward(inputs, self.cache), selection, num_candidates)
+        return self._results(self._forward(inputs, self.cache), selection, num_candidates, fixed_shapes=True)
 
-    def _results(self, logits: torch.Tensor, selection: Selection, num_candidates: int) -> torch.Tensor:
-        columns = [choose(logits, selection)[:, None]]
+    def _results(
+        self, logits: torch.Tensor, selection: Selection, num_candidates: int, fixed_shapes: bool = False
+    ) -> torch.Tensor:
+        columns = [choose(logits, selection, fixed_shapes)[:, None]]
         if num_candidates:
             columns.extend(candidates(logits, num_candidates))
         return torch.cat(columns, 1).to(torch.int32)

@@ -145,12 +145,12 @@ def _whole(scaled: torch.Tensor, values: np.ndarray, top_p: torch.Tensor) -> np.
 
 def _from_more(scaled: np.ndarray, whole: np.ndarray, selection: Selection, row: np.ndarray) -> int | None:
     """The choice of one row [V] from all scores near its largest, or from all of them; None if in doubt."""
-    parameters = [each.numpy()[row] for each in (selection.top_k, selection.top_p, selection.min_p)]
+    top_k, top_p, min_p = (each.numpy()[row] for each in (selection.top_k, selection.top_p, selection.min_p))
     for near in NEAR:
         tokens = np.flatnonzero(scaled >= scaled.max() - np.float32(near))
         tokens = tokens[np.argsort(-scaled[tokens], kind="stable")]
         values = scaled[tokens][None]
-        limits = find_limits(values, whole, len(tokens) == len(scaled), *parameters, True)
+        limits = find_limits(values, whole, len(tokens) == len(scaled), top_k, top_p, min_p, True)
         if limits.reached[0]:
             most = limits.possible[0]
             totals = values[:, :most] + gumbel_of_pairs(_keys(selection, row), tokens[:most].astype(np.uint32))
