@@ -9,8 +9,10 @@ captured (long pending chains, logits processors, a model that cannot be) is eva
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +32,8 @@ from lpr.model.static_inputs import (
     static_shape,
 )
 from lpr.model.transfer import copy_over
+
+logger = logging.getLogger(__name__)
 
 MAX_GRAPHS = 64
 """Graphs kept; the one not used for longest goes first."""
@@ -77,10 +81,14 @@ class CudaCapturer:
             with torch.cuda.stream(self._stream):
                 program()
             torch.cuda.current_stream().wait_stream(self._stream)
-            graph = torch.cuda.CUDAGraph()
-            # NCCL's watchdog asks for events from a thread of its own meanwhile: only this thread must not wait.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                results = program()
+            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+            try:
+                # NCCL's watchdog asks for events from a thread of its own meanwhile: only this thread must not wait.
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                    results = program()
+            except Exception:
+                torch.cuda.set_stream(stream)  # the failed end of a capture leaves its own stream current
+                raise
 
         def replay() -> torch.Tensor:
             graph.replay()
@@ -118,7 +126,8 @@ def uncapturable(model: PreTrainedModel, accepts_positions: bool) -> str | None:
         name = kind.get("rope_type", kind.get("type"))
         if name in _DYNAMIC_ROPE:
             return f"its rope_type {name!r} looks at the longest position of each step on the host"
-    if getattr(config, "_experts_implementation", None) == "eager" and _has_experts(config):
+    asks = getattr(config, "_experts_implementation", None) == "eager" and model._can_set_experts_implementation()
+    if asks and _has_experts(config):  # families with experts of their own (Llama 4) do not look at the setting
         return "its experts implementation 'eager' asks the device which experts are hit (use 'grouped_mm')"
     if not accepts_positions:
         return "its forward takes no positions, so that the cached length would be a constant of the graph"
@@ -156,7 +165,9 @@ class GraphRunner:
         self._tree_bits = tree_bits
         self.max_graphs = max_graphs
         self.reason: str | None = None
-        """Why no further step is captured or replayed, once something has failed."""
+        """Why no further step is captured, once something has failed."""
+        self.is_wrong = False
+        """Is a program of this model wrong, captured or not, for what depends on the host?"""
         self.num_captures = 0
         self.limit(1)
         self._graphs: OrderedDict[StaticShape, Program] = OrderedDict()
@@ -182,7 +193,7 @@ class GraphRunner:
 
     def evaluate(self, rows: Sequence[Row], selection: Selection, num_candidates: int) -> torch.Tensor | None:
         """As TreeModel.evaluate, valid until the next call; None if the step has to be evaluated directly."""
-        if self.reason is not None:
+        if self.is_wrong:
             return None
         shape = self.shape_of(rows, selection, num_candidates)
         if shape is None:
@@ -200,21 +211,38 @@ class GraphRunner:
         if replay is None:
             while len(self._graphs) >= self.max_graphs:
                 self._graphs.popitem(last=False)
+            program = partial(self._run, shape)
             try:
-                replay = self._capture(shape)
-            except RuntimeError as failure:  # of any kind: the step can still be evaluated directly
-                self._graphs.clear()
-                self.reason = (str(failure).strip().splitlines() or [type(failure).__name__])[0]
+                replay = program if self.reason is not None else self._capture(shape, program)
+            except WaitsError as failure:
+                self._give_up(failure)
+                self.is_wrong = True
                 return None
+            except Exception as failure:  # of CUDA, of Triton's compiler: of any type
+                self._give_up(failure)
+                replay = program
             self._graphs[shape] = replay
         self._graphs.move_to_end(shape)
         return replay
 
-    @torch.no_grad()
-    def _capture(self, shape: StaticShape) -> Program:
-        def program() -> torch.Tensor:
-            return self._compute(*shape.read(self._words), shape.num_candidates)
+    def _give_up(self, failure: Exception) -> None:
+        """Capture no more, say why once, and keep what is captured.
 
+        The end of a capture that failed inside fails too, and its error hides the one that counts, its context.
+        """
+        first: BaseException = failure
+        while first.__context__ is not None:
+            first = first.__context__
+        self.reason = (str(first).strip().splitlines() or [type(first).__name__])[0]
+        logger.warning("further steps are evaluated without CUDA graphs: %s: %s", type(first).__name__, self.reason)
+
+    @torch.no_grad()
+    def _run(self, shape: StaticShape) -> torch.Tensor:
+        """The step of `shape` whose words are in place, directly: as high as a replay on another rank of a replica."""
+        return self._compute(*shape.read(self._words), shape.num_candidates)
+
+    @torch.no_grad()
+    def _capture(self, shape: StaticShape, program: Program) -> Program:
         if not self.num_captures:
             with NoWaiting():
                 self._logits(shape.read(self._words)[0])

@@ -18,7 +18,7 @@ from lpr.model.cache import TreeCache
 from lpr.model.families import adapt
 from lpr.model.graphs import Capturer, CudaCapturer, GraphRunner, uncapturable
 from lpr.model.inputs import Row, StepInputs, build_inputs, round_up
-from lpr.model.kernels.hook import KERNELS
+from lpr.model.kernels.hook import KERNELS, load_kernel
 from lpr.model.memory import cache_shortage, free_bytes
 from lpr.model.sampling import Selection, candidates, choose
 
@@ -94,6 +94,7 @@ class TreeModel:
             raise InputError(
                 "attention='triton' needs the package triton (pip install triton); or use attention='sdpa'"
             )
+        load_kernel(choice)
         self.attention = choice
         use_tree_attention(self.model, KERNELS.get(choice, TREE_ATTENTION))
         adapt(self.model)
