@@ -15,6 +15,8 @@ from transformers import PreTrainedModel
 from lpr.config import InputError
 from lpr.model.attention import TREE_ATTENTION, TREE_MASK_ONLY, step_scope
 from lpr.model.cache import TreeCache
+from lpr.model.exact import changing_heights
+from lpr.model.exact import refusal as exact_refusal
 from lpr.model.families import adapt
 from lpr.model.graphs import Capturer, CudaCapturer, GraphRunner, uncapturable
 from lpr.model.inputs import Row, StepInputs, build_inputs, round_up
@@ -41,6 +43,7 @@ class TreeModel:
         attention: str = "auto",
         graphs: bool = True,
         check_rows: Callable[[Sequence[Row]], None] | None = None,
+        exact: bool = False,
     ) -> None:
         """Switch `model` (any transformers causal LM) to tree attention; the cache comes with `allocate`.
 
@@ -50,6 +53,8 @@ class TreeModel:
         need; on a CPU every padded node costs its full arithmetic. For the same reason rows are packed on a CPU only,
         unless `packed` says so: their blocks are one attention call each. On a GPU, steps are captured as graphs,
         unless `graphs` is False.
+
+        `exact` makes logits the same bits for every shape of a step (lpr.model.exact).
 
         `attention` is one of ATTENTION. "auto" is "triton" on a GPU, which `self_check` then verifies with this model
         before it is kept, and "sdpa" elsewhere. Raises InputError for a choice that cannot work.
@@ -68,6 +73,10 @@ class TreeModel:
         self._check_rows = check_rows
         self.attention_is_open = attention == "auto"
         """May `self_check` fall back to "sdpa"?"""
+        self.exact = exact
+        if exact and (reason := self._inexact(attention)) is not None:
+            name = getattr(self.config, "model_type", type(model).__name__)
+            raise InputError(f"model type {name!r} cannot be exact: {reason}")
         self.set_attention(self._choose_attention() if attention == "auto" else attention)
         self.graphs: GraphRunner | None = None
         self.capturer: Capturer | None = None
@@ -76,6 +85,15 @@ class TreeModel:
         if graphs and self.device.type == "cuda":
             self._uncapturable = uncapturable(model, self._accepts_positions)
             self.capturer = CudaCapturer(self.device) if self._uncapturable is None else None
+
+    def _inexact(self, attention: str) -> str | None:
+        own_attention = not self.model._can_set_attn_implementation()
+        if attention in KERNELS:
+            return f"attention={attention!r} adds in the order of cache rows; use 'sdpa'"
+        reason = exact_refusal(self.model, self.device, own_attention)
+        if reason is None and (product := changing_heights(self.model)) is not None:
+            reason = f"on this machine the matrix product {product} rounds otherwise than with more"
+        return reason
 
     def _choose_attention(self) -> str:
         reachable = self.model._can_set_attn_implementation()
@@ -220,7 +238,9 @@ class TreeModel:
     ) -> StepInputs:
         """The tensors of one forward over `rows`, with the kind of mask that the chosen attention reads."""
         bits = self.attention in KERNELS
-        return build_inputs(rows, rows_per_slot, self.device, node_bucket, kv_bucket, packed and not bits, bits)
+        return build_inputs(
+            rows, rows_per_slot, self.device, node_bucket, kv_bucket, packed and not bits, bits, self.exact
+        )
 
 
 def use_tree_attention(model: PreTrainedModel, name: str = TREE_ATTENTION) -> None:
