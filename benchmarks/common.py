@@ -1,27 +1,43 @@
-"""What the benchmarks share: prompts from public data sets, command lines, and results with their circumstances."""
+"""What every benchmark shares: its command line, a progress bar, and a result that carries its circumstances.
+
+A benchmark is a parser and a function that measures; the rest is here:
+
+    def measure(options, console):
+        with progress(console, len(cases)) as advance:
+            ...
+        return {"benchmark": "name", "runs": [...]}  # its tables: benchmarks/result_tables.py, or every value as it is
+
+    def main() -> int:
+        parser = make_parser("name", "What it measures.")
+        return run_main(parser, measure)
+
+The result is one JSON line, the last of stdout; tables and the bar go to stderr, unless `--json` asks for neither. An
+entry that came to nothing holds its reason as `failed` (see `attempt`): it is never averaged, and the exit code is 1.
+"""
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks import hub
-from lpr.config import DecodeConfig, InputError
+from benchmarks.result_tables import failures, tables_of
+from lpr.config import InputError
 
 RESULTS = Path(__file__).parent / "results"
-PROMPT_FIELDS = ("skeleton", "prompt", "question", "turns")
-"""Field of a record that holds the prompt: ClassEval, HumanEval and traces, GSM8K, MT-Bench."""
 
 
 def whole(text: str) -> int:
@@ -43,108 +59,102 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-def model_parser(name: str, description: str, many: bool = False) -> OneLineParser:
-    """The command line of a benchmark that decodes the prompts of one data set, or of `many`, with a model."""
+def make_parser(name: str, description: str, threads: int = 0) -> OneLineParser:
+    """The command line that all benchmarks have: `--threads`, `--output` and `--json`."""
     parser = OneLineParser(prog=f"benchmarks.{name}", description=description)
-    what = f"JSON lines of ClassEval, HumanEval, GSM8K, ..., or {', '.join(hub.PREFIX + name for name in hub.FILES)}"
-    parser.add_argument("--data", required=True, metavar="FILE", nargs="+" if many else None, help=what)
-    parser.add_argument("--prompts", type=whole, default=20, metavar="N", help="use the first N prompts (default 20)")
     parser.add_argument(
-        "--max-new-tokens", type=whole, default=256, metavar="N", help="tokens per prompt (default 256)"
+        "--threads", type=whole, default=threads, metavar="N", help=f"CPU threads (default: {threads or 'as torch'})"
     )
-    parser.add_argument("--model", metavar="M", help="folder or hub id (default: the bundled model)")
-    parser.add_argument("--device", metavar="D", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
-    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
-    parser.add_argument("--threads", type=whole, default=0, metavar="N", help="CPU threads (default: torch's choice)")
-    parser.add_argument("--output", metavar="FILE", help=f"write the result as JSON (benchmarks/results/{name}.json)")
+    parser.add_argument("--output", metavar="FILE", help="write the result as JSON, for benchmarks/results")
+    parser.add_argument("--json", action="store_true", help="print the JSON line only, no tables")
     return parser
 
 
-def load_prompts(path: str, count: int) -> list[str]:
-    """The first `count` prompts of a data set, a file or a name such as hub:gsm8k; raises InputError."""
-    prompts = []
-    for record in read_records(hub.fetch(path) if path.startswith(hub.PREFIX) else Path(path))[:count]:
-        found = [record[name] for name in PROMPT_FIELDS if name in record] if isinstance(record, dict) else []
-        if not found:
-            raise InputError(f"{path}: a record has none of the fields {', '.join(PROMPT_FIELDS)}")
-        prompts.append(found[0][0] if isinstance(found[0], list) else found[0])
-    if not prompts:
-        raise InputError(f"{path} holds no prompts")
-    return prompts
+def model_parser(name: str, description: str, many: bool = False, threads: int = 0) -> OneLineParser:
+    """The command line of a benchmark that decodes the prompts of one data set, or of `many`, with a model."""
+    parser = make_parser(name, description, threads)
+    what = "JSON lines of ClassEval, HumanEval, GSM8K, ..., or hub:classeval, hub:humaneval, hub:gsm8k, hub:mt_bench"
+    parser.add_argument("--data", required=True, metavar="FILE", nargs="+" if many else None, help=what)
+    parser.add_argument("--prompts", type=whole, default=20, metavar="N", help="use the first N prompts (default 20)")
+    parser.add_argument("--max-new-tokens", type=whole, default=256, metavar="N", help="tokens per prompt (256)")
+    parser.add_argument("--model", metavar="M", help="folder or hub id (default: the bundled model)")
+    parser.add_argument("--device", metavar="D", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    return parser
 
 
-def read_records(path: Path) -> list[Any]:
-    """The records of a file in JSON lines, as one JSON array, or in parquet (needs pyarrow); raises InputError."""
+def run_main(
+    parser: OneLineParser,
+    measure: Callable[[argparse.Namespace, Console], dict[str, Any]],
+    arguments: Sequence[str] | None = None,
+) -> int:
+    """Parse, measure, print and write the result; returns the exit code: 1 if an entry failed, 2 for bad input."""
+    options = parser.parse_args(arguments)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    console = Console(stderr=True, quiet=options.json)
+    if not console.is_terminal:
+        console.width = 120  # a log file has no edge to wrap at
     try:
-        if path.suffix == ".parquet":
-            from pyarrow import parquet
-
-            return parquet.read_table(path).to_pylist()
-        text = path.read_text(encoding="utf-8")
-        if text.lstrip().startswith("["):
-            return json.loads(text)
-        return [json.loads(line) for line in text.splitlines() if line.strip()]
-    except ImportError as error:
-        raise InputError(
-            f"{path.name} is parquet, which needs pyarrow: pip install pyarrow, or give JSON lines"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read {path}: {error}") from error
-
-
-def split_budget(kind: str, budget: int) -> DecodeConfig:
-    """A configuration whose tree has at most `budget` nodes: `window`, `trie`, or half of each (`both`).
-
-    A window takes W * (N-1) nodes and its pool G * (N-1); W = G as in the paper, N = 5.
-    """
-    if kind == "trie":
-        return DecodeConfig(window_size=0, trie_nodes=budget - 1, max_batch_size=1)
-    columns = max(1, budget // (16 if kind == "both" else 8))
-    trie = 0 if kind == "window" else budget - 8 * columns
-    return DecodeConfig(window_size=columns, guess_set_size=columns, trie_nodes=trie, max_batch_size=1)
-
-
-def circumstances() -> dict[str, Any]:
-    """Hardware, software, commit and command of this run."""
-    cpu = platform.processor() or platform.machine()
-    try:
-        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-        cpu = f"{len(names)} x {names[0].split(':', 1)[1].strip()}"
-    except (OSError, IndexError):
-        pass
-    git = ["git", "-C", str(Path(__file__).parent)]
-    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    changed = subprocess.run(
-        [*git, "status", "--porcelain", "--", "../lpr"], capture_output=True, text=True, check=False
-    )
-    import transformers
-
-    return {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": "python -m "
-        + " ".join([f"benchmarks.{Path(sys.argv[0]).stem}", *map(_without_folder, sys.argv[1:])]),
-        "commit": commit.stdout.strip() + ("+changes" if changed.stdout.strip() else ""),
-        "cpu": cpu,
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-
-
-def _without_folder(argument: str) -> str:
-    """A file's name without the folders that only this machine has."""
-    return Path(argument).name if Path(argument).is_absolute() else argument
+        result = measure(options, console)
+    except InputError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    finally:
+        gc.unfreeze()  # what is frozen at the exit, triton's bindings report as leaked, in 30 lines
+    show(result, console)
+    finish(result, options.output)
+    return 1 if result.get("num_failed") or next(failures(result), None) else 0
 
 
 def finish(result: dict[str, Any], output: str | None) -> None:
-    """Print the result as one JSON line, the last of stdout, and write it to `output`."""
+    """Print the result with its circumstances as one JSON line and write it to `output`."""
     result = {**result, **circumstances()}
     if output:
-        Path(output).parent.mkdir(parents=True, exist_ok=True)
-        Path(output).write_text(json.dumps(result, indent=1) + "\n")
+        write_json(Path(output), result)
     print(json.dumps(result))
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a value for people to read; makes the folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
+def read_json(path: str | Path) -> Any:
+    """The value in a JSON file; raises InputError."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as failure:
+        raise InputError(f"cannot read {path}: {failure}") from failure
+
+
+def attempt(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `call` returns; if it raises, its reason as `failed`. Bad input is not a failure and is raised."""
+    try:
+        return call()
+    except InputError:
+        raise
+    except Exception as failure:  # whatever it is, it is a result
+        return {"failed": reason(failure)}
+
+
+def reason(failure: Exception) -> str:
+    """The type and the first line of a failure."""
+    return f"{type(failure).__name__}: {(str(failure).strip().splitlines() or [''])[0]}"[:400]
+
+
+@contextmanager
+def progress(console: Console, total: int, what: str = "decoding") -> Iterator[Callable[..., None]]:
+    """A progress bar on a terminal and nothing elsewhere; yields what advances it and can name what runs next."""
+    hidden = console.quiet or not console.is_terminal
+    with Progress(console=console, disable=hidden, transient=True) as bar:
+        row = bar.add_task(what, total=total)
+
+        def advance(number: int = 1, now: str | None = None) -> None:
+            bar.update(row, advance=number, description=now)
+
+        yield advance
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
@@ -157,18 +167,39 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     return made
 
 
-def run_main(parser: OneLineParser, measure: Callable[[argparse.Namespace, Console], dict[str, Any]]) -> int:
-    """Parse, measure, report; bad input is one line and exit code 2, and a result with `num_failed` runs is 1."""
-    options = parser.parse_args()
-    if options.threads:
-        torch.set_num_threads(options.threads)
+def show(result: dict[str, Any], console: Console) -> None:
+    """The result's tables, and a line per failure."""
+    for each in tables_of(result):
+        console.print(table(each.title, each.columns, each.rows))
+    for what, why in failures(result):
+        console.print(f"failed: {what}: {why}", markup=False, highlight=False, soft_wrap=True)
+
+
+def circumstances() -> dict[str, Any]:
+    """Hardware, software, commit and command of this run."""
+    import transformers
+
+    cpu = platform.processor() or platform.machine()
     try:
-        console = Console(stderr=True)
-        if not console.is_terminal:
-            console.width = 120  # a log file has no edge to wrap at
-        result = measure(options, console)
-    except InputError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 2
-    finish(result, options.output)
-    return 1 if result.get("num_failed") else 0
+        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        cpu = f"{len(names)} x {names[0].split(':', 1)[1].strip()}"
+    except (OSError, IndexError):
+        pass
+    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]  # folders of this machine
+    changed = _git("status", "--porcelain", "--", "../lpr")
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": " ".join(["python -m", f"benchmarks.{Path(sys.argv[0]).stem}", *words]),
+        "commit": _git("rev-parse", "--short", "HEAD") + ("+changes" if changed else ""),
+        "cpu": cpu,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _git(*words: str) -> str:
+    command = ["git", "-C", str(Path(__file__).parent), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()

@@ -20,10 +20,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -32,18 +30,16 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 
-from benchmarks.common import OneLineParser, load_prompts, model_parser, run_main, split_budget, table, whole
+from benchmarks.common import OneLineParser, model_parser, progress, run_main, whole
+from benchmarks.data import load_prompts
+from benchmarks.engines import split_budget
+from benchmarks.launch import LAUNCHER, RunFailedError, execute
 from lpr.config import InputError
 
-ROOT = Path(__file__).parent.parent
-LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 PLAIN = "autoregressive"
 SMALLEST_BUDGET = 16
 """Nodes per rank below which no window fits beside a trie draft."""
-GRACE = 40.0
-"""Seconds that torchrun gets to end its ranks; it gives them 30."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +82,6 @@ class Run:
     summary: dict[str, Any] = field(default_factory=dict)
     token_ids: list[list[int]] = field(default_factory=list)
     error: str | None = None
-
-
-class RunFailedError(RuntimeError):
-    """A run came to nothing; the message is one line."""
 
 
 def mesh(text: str) -> tuple[int, int]:
@@ -150,48 +142,6 @@ def attempt(case: Case, options: argparse.Namespace, num_prompts: int, folder: P
         return Run(error=f"the output cannot be read: {type(failure).__name__}: {failure}")
 
 
-def execute(command: Sequence[str], timeout: float, threads: int, folder: Path) -> str:
-    """What `command` prints to stdout; raises RunFailedError if it fails or does not end within `timeout` seconds."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    if threads:
-        env["OMP_NUM_THREADS"] = str(threads)
-    # Files, not pipes: a rank that outlives its launcher would hold a pipe open.
-    out, err = folder / "stdout", folder / "stderr"
-    with out.open("w") as out_file, err.open("w") as err_file:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out_file, stderr=err_file, env=env)
-        try:
-            code = process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            raise RunFailedError(f"did not end within {timeout:g} s") from None
-        finally:
-            stop(process)
-    if code:
-        raise RunFailedError(f"exit code {code}: {last_line(err.read_text(encoding='utf-8', errors='replace'))}")
-    return out.read_text(encoding="utf-8")
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a launcher that still runs, which ends its ranks."""
-    if process.poll() is not None:
-        return
-    process.terminate()
-    try:
-        process.wait(GRACE)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def last_line(stderr: str) -> str:
-    """The line that says most about a failure: lpr's own, else an exception, else the last; torchrun adds a page."""
-    lines = [line.strip() for line in stderr.splitlines() if line.strip(" =-")]
-    own = [line for line in lines if line.startswith("lpr.generate:")]
-    raised = [line for line in lines if re.match(r"(\[rank\d+\]: *)?[\w.]+(Error|Exception): ", line)]
-    raised = [line for line in raised if "ChildFailedError" not in line]
-    return (own or raised or lines or ["nothing on stderr"])[-1]
-
-
 def judge(case: Case, runs: Mapping[Case, Sequence[Run]]) -> dict[str, Any]:
     """The record of a case: figures, and whether its tokens are those of plain decoding."""
     mine, expected = runs[case], runs[case.baseline][0]
@@ -247,21 +197,21 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     cases = plan(options.data, options.temperatures, options.meshes, options.budgets)
     console.print("ceiling: tokens/s of plain decoding with the same tp, times tokens per step, if no step took longer")
     runs: dict[Case, list[Run]] = {case: [] for case in cases}
-    with (
-        tempfile.TemporaryDirectory(prefix="lpr-fleet-") as name,
-        Progress(console=console, disable=not console.is_terminal, transient=True) as progress,
-    ):
+    total = options.repeats * len(cases)
+    with tempfile.TemporaryDirectory(prefix="lpr-fleet-") as name, progress(console, total) as advance:
         folder = Path(name)
-        bar = progress.add_task("", total=options.repeats * len(cases))
         for _ in range(options.repeats):
             for case in cases:
-                progress.update(bar, description=f"{case.lp}x{case.tp} {case.budget}, temperature {case.temperature}")
+                advance(0, f"{case.lp}x{case.tp} {case.budget}, temperature {case.temperature}")
                 lines = folder / "prompts.jsonl"
                 lines.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts[case.data]))
                 runs[case].append(attempt(case, options, len(prompts[case.data]), folder, lines))
-                progress.advance(bar)
+                advance()
     found = [judge(case, runs) for case in cases]
-    report(found, options, console)
+    for each in found:
+        if each["error"] is not None:
+            line = f"failed: {each['mesh']} {each['budget_per_rank']}: {each['error']}"
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
     return {
         "benchmark": "fleet",
         "num_prompts": {path.rsplit("/", 1)[-1]: len(each) for path, each in prompts.items()},
@@ -272,51 +222,9 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     }
 
 
-def report(found: Sequence[dict[str, Any]], options: argparse.Namespace, console: Console) -> None:
-    """One table per data set and temperature, and a line per failure."""
-    columns = ["lp x tp, nodes per rank", "tokens/s", "speed-up", "tokens/step", "ms/step", "KiB per rank"]
-    columns += ["of ceiling", "tokens"]
-    for data, temperature in dict.fromkeys((record["data"], record["temperature"]) for record in found):
-        chosen = [record for record in found if (record["data"], record["temperature"]) == (data, temperature)]
-        how = "greedy" if temperature == 0 else f"temperature {temperature}"
-        console.print(table(f"{data}, {options.max_new_tokens} tokens, {how}", columns, [cells(r) for r in chosen]))
-        for record in chosen:
-            if record["error"] is not None:
-                console.print(
-                    f"failed: {record['mesh']} {record['budget_per_rank']}: {record['error']}",
-                    markup=False,
-                    highlight=False,
-                    soft_wrap=True,
-                )
-
-
-def cells(record: dict[str, Any]) -> list[str]:
-    """A record's row of the table."""
-    name = f"{record['mesh']} {record['budget_per_rank']}"
-    if record["error"] is not None:
-        return [name, *[""] * 6, "failed"]
-
-    def cell(key: str, form: str) -> str:
-        return form.format(record[key]) if key in record else "?"
-
-    plain = record["budget_per_rank"] == PLAIN
-    same = "?" if record["equal_to_autoregressive"] is None else "same"
-    return [
-        name,
-        cell("tokens_per_second", "{:.1f}"),
-        cell("speedup_over_autoregressive", "{:.2f}x"),
-        cell("tokens_per_step", "{:.2f}"),
-        cell("ms_per_step", "{:.2f}"),
-        f"{record['payload_bytes_per_rank'] / 1024:.1f}",
-        "" if plain else cell("part_of_ceiling", "{:.0%}"),
-        "baseline" if plain else same,
-    ]
-
-
-def make_parser() -> OneLineParser:
+def fleet_parser() -> OneLineParser:
     """The command line."""
-    parser = model_parser("fleet", "Wall clock of real ranks on meshes lp x tp.", many=True)
-    parser.set_defaults(threads=1)
+    parser = model_parser("fleet", "Wall clock of real ranks on meshes lp x tp.", many=True, threads=1)
     parser.add_argument("--meshes", type=mesh, nargs="+", default=[(1, 1), (2, 1), (1, 2)], metavar="LPxTP")
     parser.add_argument(
         "--budgets", type=budget, nargs="+", default=[32, 64, "auto"], metavar="N", help="nodes per rank, or auto"
@@ -330,7 +238,7 @@ def make_parser() -> OneLineParser:
 
 def main() -> int:
     """Run the command line; returns the exit code: 1 if a run failed."""
-    return run_main(make_parser(), measure)
+    return run_main(fleet_parser(), measure)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import json
-import os
 import re
-import subprocess
-import sys
 import tempfile
 import time
 import traceback
@@ -29,12 +26,11 @@ import torch
 from rich.console import Console
 
 from benchmarks import gpu_parts as parts
-from benchmarks.common import RESULTS, OneLineParser, circumstances
+from benchmarks.common import RESULTS, OneLineParser, circumstances, reason, write_json
+from benchmarks.launch import LAUNCHER, execute
 from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
 from lpr.dist.runtime import World, join, leave
 from tests.prompts import PROMPTS
-
-ROOT = Path(__file__).parent.parent
 
 
 class Report:
@@ -66,9 +62,8 @@ class Report:
                 result = section()
                 record = dict(result)
             except Exception as failure:  # a failed section is a result
-                first = (str(failure).strip().splitlines() or [""])[0]
                 where = traceback.format_exc().strip().splitlines()[-12:]
-                record = {"failed": f"{type(failure).__name__}: {first}"[:400], "traceback": where}
+                record = {"failed": reason(failure), "traceback": where}
         record["seconds"] = round(time.perf_counter() - began, 2)
         self.sections[name] = record
         state = next((f"{word}: {record[word]}" for word in ("failed", "skipped") if word in record), "done")
@@ -84,8 +79,7 @@ class Report:
         failed = [name for name, record in self.sections.items() if "failed" in record]
         record = {"benchmark": "gpu_check", "failed_sections": failed, **circumstances(), "sections": self.sections}
         record["total_seconds"] = round(time.perf_counter() - self.began, 1)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(record, indent=1) + "\n")
+        write_json(self.path, record)
         return record
 
 
@@ -107,26 +101,14 @@ def environment() -> dict[str, Any]:
     return found
 
 
-def program(arguments: Sequence[str], seconds: float) -> str:
-    """Run a Python program of this repository; its output. Raises RuntimeError with the end of its errors."""
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=seconds
-    )
-    if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if "Error" in line] or done.stderr.splitlines()
-        raise RuntimeError(f"exit code {done.returncode}: {(errors or ['no output'])[-1]}"[:400])
-    return done.stdout
-
-
 def ranks(num_ranks: int, sizes: parts.Sizes, expected: dict[str, Any] | None, seconds: float) -> dict[str, Any]:
     """Ids of several ranks that share the device, through gloo, against those of plain decoding."""
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "ids.json"
-        launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={num_ranks}"]
         worker = ["-m", "benchmarks.gpu_check", "--worker", str(target), "--device", sizes.device.type]
         began = time.perf_counter()
-        program([*launcher, *worker, *(["--tiny"] if "tiny" in sizes.models else [])], seconds)
+        tiny = ["--tiny"] if "tiny" in sizes.models else []
+        execute([*LAUNCHER, f"--nproc_per_node={num_ranks}", *worker, *tiny], seconds)
         record = json.loads(target.read_text())
     record["seconds_with_start"] = round(time.perf_counter() - began, 2)
     found = record.pop("ids")
@@ -144,7 +126,7 @@ def work_as_rank(target: Path, sizes: parts.Sizes) -> int:
     device = world.device(sizes.device.type)
     with join(world, device, 120.0) as comm:
         decode = DecodeConfig(window_size=5, trie_nodes=32, max_batch_size=4)
-        engine = Engine.from_pretrained(bundled_model(), decode, "float32", device, comm=comm)
+        engine = Engine.from_pretrained(bundled_model(), decode, comm=comm, dtype="float32", device=device)
         tokens = sizes.max_new_tokens
         sampled = SamplingParams(max_new_tokens=tokens, temperature=0.8, top_p=0.95, seed=7)
         kinds = {"greedy": SamplingParams(max_new_tokens=tokens), "seeded": sampled}
@@ -173,7 +155,7 @@ def write_table(folder: Path, gpu: str, name: str, times: dict[str, Any], sizes:
         f"torch {torch.__version__}",
     }
     path = folder / f"tn_{re.sub('[^a-z0-9]+', '-', gpu.lower())}_{name}.json"
-    path.write_text(json.dumps(table, indent=1) + "\n")
+    write_json(path, table)
     return path.name
 
 
@@ -217,28 +199,11 @@ def check(report: Report, sizes: parts.Sizes) -> None:
     for name in names[1:][::-1]:  # the largest first: it says most about what drafts cost
         large_model(report, name, sizes, bytes_per_s)
     if on_gpu:
-        report.run("attention", lambda: attention(report.path.parent, report.seconds_left), needs=30)
-        report.run("kv_transfer", kv_transfer, needs=30)
+        report.run("attention", lambda: parts.attention(sizes, bytes_per_s), needs=45)
         report.run("compiled", lambda: compiled(sizes, parts.compiled_step), needs=100)
         report.run(
             "compiled:transformers", lambda: compiled(sizes, partial(parts.stock_rates, compiled=True)), needs=75
         )
-
-
-def attention(folder: Path, seconds: float) -> dict[str, Any]:
-    """The attention versions against each other, where there are several."""
-    if importlib.util.find_spec("benchmarks.attention") is None:
-        return {"not_there": "this version has one attention only"}
-    target = folder / "attention.json"
-    program(["-m", "benchmarks.attention", "--versions", "triton", "sdpa", "--output", str(target)], min(90, seconds))
-    return json.loads(target.read_text())
-
-
-def kv_transfer() -> dict[str, Any]:
-    """Recomputing against receiving an accepted path's K/V, for two ranks that share the device."""
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2"]
-    printed = program([*launcher, "-m", "benchmarks.kv_transfer", "--repeats", "10", "--device", "cuda"], 80)
-    return json.loads(printed.strip().splitlines()[-1])
 
 
 def compiled(sizes: parts.Sizes, part: Callable[..., dict[str, Any]]) -> dict[str, Any]:

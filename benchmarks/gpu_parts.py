@@ -2,54 +2,41 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from benchmarks.common import attempt
+from benchmarks.engines import StepClock, switch
+from benchmarks.race import stock_generate
 from lpr import DecodeConfig, Engine, InputError, SamplingParams, bundled_model
 from lpr.config import AUTOMATIC
 from lpr.core.step_times import KNOTS
+from lpr.model.attention import additive
 from lpr.model.cache import TreeCache
 from lpr.model.graphs import CudaCapturer
 from lpr.model.inputs import Row, build_inputs
+from lpr.model.kernels.mask import build_mask
 from lpr.model.runner import TreeModel
 from lpr.model.sampling import Selection
 from lpr.model.self_check import self_check
 from lpr.model.static_inputs import NODE_BUCKETS, StaticShape, static_shape
+from lpr.planner.facts import config_from
+from lpr.planner.presets import read_preset
 
-LLAMA = {"vocab_size": 32016, "max_position_embeddings": 16384, "rope_theta": 1e6}
-MODELS: dict[str, dict[str, Any]] = {
-    "codellama-7b": dict(
-        LLAMA, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32
-    ),
-    "codellama-13b": dict(
-        LLAMA, hidden_size=5120, intermediate_size=13824, num_hidden_layers=40, num_attention_heads=40
-    ),
-    "codellama-34b": dict(
-        LLAMA,
-        hidden_size=8192,
-        intermediate_size=22016,
-        num_hidden_layers=48,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        vocab_size=32000,
-    ),
-}
-TINY: dict[str, Any] = {
-    "vocab_size": 128,
-    "max_position_embeddings": 512,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+MODELS = ("codellama-7b", "codellama-13b", "codellama-34b")
+TINY = dict(
+    model_type="llama", vocab_size=128, max_position_embeddings=512, hidden_size=64, intermediate_size=96,
+    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, rope_theta=1e4,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -72,7 +59,8 @@ class Sizes:
     def real(cls, device: torch.device) -> Sizes:
         """CodeLlama 7B, 13B and 34B in bf16."""
         nodes = tuple(knot for knot in KNOTS if knot <= 512)
-        return cls(device, MODELS, (512, 2048, 8192), nodes, (1, 8, 64, 256), 1 << 31, 8, 128, torch.bfloat16)
+        shapes = {name: read_preset(name)["config"] for name in MODELS}
+        return cls(device, shapes, (512, 2048, 8192), nodes, (1, 8, 64, 256), 1 << 31, 8, 128, torch.bfloat16)
 
     @classmethod
     def tiny(cls, device: torch.device) -> Sizes:
@@ -121,13 +109,15 @@ def correctness(sizes: Sizes, prompts: Sequence[str]) -> dict[str, Any]:
     sampled = SamplingParams(max_new_tokens=tokens, temperature=0.8, top_p=0.95, seed=7)
     kinds = {"greedy": SamplingParams(max_new_tokens=tokens), "seeded": sampled}
     plain = Engine.from_pretrained(
-        bundled_model(), DecodeConfig.autoregressive(), "float32", "cpu", costs=None, graphs=False
+        bundled_model(), DecodeConfig.autoregressive(), dtype="float32", device="cpu", graphs=False
     )
     expected = {name: _ids(plain, prompts, params) for name, params in kinds.items()}
     decode = DecodeConfig(window_size=5, trie_nodes=32, max_batch_size=4)
     result: dict[str, Any] = {"prompts": len(prompts), "max_new_tokens": tokens}
     for graphs in (False, True):
-        engine = Engine.from_pretrained(bundled_model(), decode, "float32", str(sizes.device), graphs=graphs)
+        engine = Engine.from_pretrained(
+            bundled_model(), decode, dtype="float32", device=str(sizes.device), graphs=graphs
+        )
         found = {name: _ids(engine, prompts, params) for name, params in kinds.items()}
         result["graphs" if graphs else "eager"] = {
             "equal_to_cpu": {name: _same(found[name], expected[name]) for name in kinds},
@@ -164,7 +154,7 @@ def end_to_end(sizes: Sizes, prompts: Sequence[str]) -> dict[str, Any]:
         settings["auto"] = DecodeConfig(max_batch_size=1)
         engine = Engine.from_pretrained(bundled_model(), settings["auto"], device=str(device), graphs=graphs)
         for name, decode in settings.items():
-            engine.reconfigure(decode)
+            switch(engine, decode)
             numbers: list[tuple[int, int]] = []
 
             def complete(prompt: list[int], engine: Engine = engine, numbers: Any = numbers) -> int:
@@ -177,23 +167,13 @@ def end_to_end(sizes: Sizes, prompts: Sequence[str]) -> dict[str, Any]:
             result[label] = _rate(complete, ids, device)
             emitted, steps = (sum(column) for column in zip(*numbers, strict=True))
             result[label]["tokens_per_step"] = round(emitted / steps, 3)
-            result[label]["sizes"] = {field: getattr(engine.config, field) for field in AUTOMATIC}
+            result[label]["sizes"] = {field: getattr(engine.sizes, field) for field in AUTOMATIC}
     return result
 
 
 def generate(model: Any, prompt: list[int], tokens: int, **more: Any) -> int:
     """Transformers' greedy decoding of exactly `tokens` tokens."""
-    ids = torch.tensor([prompt], device=model.device)
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=tokens,
-        min_new_tokens=tokens,
-        do_sample=False,
-        pad_token_id=0,
-        **more,
-    )
-    return out.shape[1] - len(prompt)
+    return len(stock_generate(model, prompt, tokens, min_new_tokens=tokens, pad_token_id=0, **more))
 
 
 def _rate(complete: Callable[[list[int]], int], prompts: Sequence[list[int]], device: torch.device) -> dict[str, Any]:
@@ -212,25 +192,18 @@ def host_share(sizes: Sizes, prompt: str) -> dict[str, Any]:
     for nodes in (1, 32, 64):
         decode = DecodeConfig(window_size=0, trie_nodes=nodes - 1, max_batch_size=1)
         engine = Engine.from_pretrained(bundled_model(), decode, device=str(sizes.device), graphs=graphs)
-        gather, marks = engine.comm.gather, [0.0, 0.0]
-
-        def timed(payload: torch.Tensor, gather: Any = gather, marks: list[float] = marks) -> torch.Tensor:
-            marks[0] = time.perf_counter()
-            gathered = gather(payload)
-            marks[1] = time.perf_counter()
-            return gathered
-
-        engine.comm.gather = timed  # type: ignore[method-assign]
+        clock = engine.recorder = StepClock(time.perf_counter)
         request = engine.submit(prompt, SamplingParams(max_new_tokens=sizes.max_new_tokens, ignore_eos=True))
-        parts: list[tuple[float, float, float]] = []
+        parts: list[dict[str, float]] = []
         while request.finish_reason is None:
             began = time.perf_counter()
             engine.step()
-            parts.append((marks[0] - began, marks[1] - marks[0], time.perf_counter() - marks[1]))
-        columns = zip(*parts[2:], strict=True)
-        names = ("before_gather_ms", "gather_ms", "after_gather_ms")
+            whole = (time.perf_counter() - began) * 1e3
+            gather, before = clock.phases["gather"], clock.phases["draft"] + clock.phases["forward"]
+            after = whole - before - gather
+            parts.append({"before_gather_ms": before, "gather_ms": gather, "after_gather_ms": after})
         result[f"{nodes} nodes"] = {
-            name: round(statistics.median(column) * 1e3, 4) for name, column in zip(names, columns, strict=True)
+            name: round(statistics.median(part[name] for part in parts[2:]), 4) for name in parts[0]
         }
     return result
 
@@ -239,15 +212,10 @@ def host_share(sizes: Sizes, prompt: str) -> dict[str, Any]:
 
 
 def random_model(shape: dict[str, Any], sizes: Sizes) -> PreTrainedModel:
-    """A Llama of `shape` with random weights, made on the device."""
-    theta = shape.get("rope_theta", 1e4)
-    rest = {name: value for name, value in shape.items() if name != "rope_theta"}
-    config = AutoConfig.for_model(
-        "llama", rope_parameters={"rope_type": "default", "rope_theta": theta}, bos_token_id=1, eos_token_id=2, **rest
-    )
+    """A model of the configuration `shape` with random weights, made on the device."""
     torch.manual_seed(0)
     with torch.device(sizes.device):
-        return AutoModelForCausalLM.from_config(config, dtype=sizes.dtype).eval()
+        return AutoModelForCausalLM.from_config(config_from(shape), dtype=sizes.dtype).eval()
 
 
 def tree_step(num_cached: int, count: int, vocab_size: int) -> tuple[list[Row], Selection]:
@@ -405,3 +373,58 @@ def compiled_step(model: PreTrainedModel, sizes: Sizes) -> dict[str, Any]:
                 times[f"{name}_ms"] = round(median_ms(run, sizes.device), 4)
         fused[f"{shape.num_entries} entries"] = times
     return fused
+
+
+# The attention of one layer.
+
+HEADS = {"7B": (32, 32), "34B, 70B": (64, 8), "70B, tp 8": (8, 1)}
+"""Query and K/V heads; 70B is one of eight tensor-parallel shards, too."""
+HEAD_DIM = 128
+COLD_BYTES = 128 << 20
+"""Bytes of K and V that a captured graph goes through, several times any L2 cache, as a model's layers do."""
+
+
+def attention(sizes: Sizes, bytes_per_s: float | None) -> dict[str, Any]:
+    """One layer's tree attention, kernel and SDPA with a dense mask, beside the time to read K and V once."""
+    rows = []
+    for (name, heads), count, length in product(HEADS.items(), (1, 64, 512), (512, 2048, 8192, 32768)):
+        rows.append({"heads": name, "nodes": count, "kv": length, **attention_row(heads, count, length, sizes)})
+        if bytes_per_s:
+            row_bytes = 2 * heads[1] * HEAD_DIM * sizes.dtype.itemsize
+            rows[-1]["floor_us"] = round(1e6 * length * row_bytes / bytes_per_s, 2)
+    wins = sum(row["triton"].get("us", math.inf) < row["sdpa"].get("us", math.inf) for row in rows)
+    return {"triton_wins": wins, "rows": rows}
+
+
+def attention_row(heads: tuple[int, int], count: int, length: int, sizes: Sizes) -> dict[str, Any]:
+    """Microseconds and error of each version for one size; a version that fails is recorded with its reason."""
+    from lpr.model.kernels import reference, triton_kernel
+
+    [row], _ = tree_step(length - count, count, 8)
+    mask = build_mask([row.parents], [row.num_cached], torch.tensor([row.positions], device=sizes.device), sizes.device)
+    num_heads, num_kv_heads = heads
+    copies = max(2, -(-COLD_BYTES // (length * 2 * num_kv_heads * HEAD_DIM * sizes.dtype.itemsize)))
+    like: dict[str, Any] = {"device": sizes.device, "dtype": sizes.dtype}
+    caches = torch.randn(copies, 2, 1, length, num_kv_heads, HEAD_DIM, **like).transpose(3, 4)
+    query = torch.randn(1, count, num_heads, HEAD_DIM, **like).transpose(1, 2)
+    group = num_heads // num_kv_heads  # the reference's scores for more than one K/V head may not fit
+    expected = reference.tree_attention(query[:, :group], caches[0, 0][:, :1], caches[0, 1][:, :1], mask).float()
+    dense = additive(mask.visible(length)[:, None], sizes.dtype).repeat(1, 1, group, 1)  # made once per step
+
+    def sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        folded = query.reshape(1, num_kv_heads, -1, HEAD_DIM)
+        out = torch.nn.functional.scaled_dot_product_attention(folded, key, value, attn_mask=dense)
+        return out.reshape(query.shape)
+
+    def triton(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return triton_kernel.tree_attention(query, key, value, mask)
+
+    def timed(version: Callable[..., torch.Tensor]) -> dict[str, Any]:
+        error = (version(query, caches[0, 0], caches[0, 1])[:, :group].float() - expected).abs().max().item()
+        if not error <= (1e-4 if sizes.dtype == torch.float32 else 2e-2):
+            raise RuntimeError(f"differs from the reference by {error:.1e}")
+        through_all = lambda: [version(query, *cache) for cache in caches][-1]  # noqa: E731
+        run = CudaCapturer(sizes.device).capture(through_all) if sizes.device.type == "cuda" else through_all
+        return {"us": round(1e3 * median_ms(run, sizes.device) / copies, 2), "error": error}
+
+    return {version.__name__: attempt(partial(timed, version)) for version in (triton, sdpa)}

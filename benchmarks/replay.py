@@ -29,17 +29,15 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
-from benchmarks.common import OneLineParser, whole
+from benchmarks.common import OneLineParser, make_parser, progress, run_main, whole
 from lpr.config import DecodeConfig, InputError, TreeSizes
 from lpr.core.drafting import Drafter
 from lpr.core.suffix_index import SuffixIndex
@@ -124,6 +122,22 @@ def select(pairs: list[tuple[str, str]], first: int | None, last: int | None) ->
     return pairs if last is None else pairs[max(0, len(pairs) - last) :]
 
 
+def tasks_of(pairs: Sequence[tuple[str, str]], encode: Encode, path: str) -> list[Task]:
+    """The pairs of a trace file in tokens, without those that have none; raises InputError if nothing is left."""
+    tasks = [Task(encode(prompt), encode(completion)) for prompt, completion in pairs]
+    tasks = [task for task in tasks if task.prompt and task.completion]
+    if not tasks:
+        raise InputError(f"{path}: every prompt or completion is empty")
+    return tasks
+
+
+def learn(trie: SuffixIndex, documents: Iterable[list[int]]) -> None:
+    """Put finished outputs into the trie, as an engine does."""
+    for document in documents:
+        trie.extend(document)
+        trie.end_document()
+
+
 def fill(trie: SuffixIndex, tasks: Sequence[Task], num_tokens: int) -> None:
     """Put `num_tokens` tokens of perturbed text into `trie`: each round of the tasks permutes one token in eight.
 
@@ -138,8 +152,7 @@ def fill(trie: SuffixIndex, tasks: Sequence[Task], num_tokens: int) -> None:
                 token if (index * 2654435761 + pace * 40503) >> 7 & 7 else (token * 31 + pace) % vocabulary
                 for index, token in enumerate(document)
             ][: num_tokens - added - 1]
-            trie.extend(document)
-            trie.end_document()
+            learn(trie, [document])
             added += len(document) + 1
             if added >= num_tokens:
                 break
@@ -160,40 +173,50 @@ def follow(tree: TokenTree, tokens: Sequence[int], done: int) -> tuple[list[int]
     return path, emitted
 
 
-def replay_task(task: Task, config: TreeSizes, shared: SuffixIndex, tally: Tally) -> None:
-    """Decode one recorded task step by step, adding to `tally`."""
-    drafter = Drafter(config, shared, None)
-    drafter.observe(task.prompt)
-    tokens, done = task.completion, 0
-    root = task.prompt[-1]
-    while done < len(tokens):
+class FixedSizes:
+    """Drafts trees of one size for `replay_task`, and counts in `tally`."""
+
+    def __init__(self, config: TreeSizes, shared: SuffixIndex) -> None:
+        """A draft has up to `config.trie_nodes` nodes."""
+        self.config, self.shared, self.tally = config, shared, Tally()
+
+    def begin_task(self) -> None:
+        """Another request begins."""
+
+    def draft(self, drafter: Drafter, tree: TokenTree) -> None:
+        """Draft the tree of a step."""
         start = time.thread_time()
+        probabilities = drafter.draft(tree, self.config.trie_nodes)
+        self.tally.draft_ms.append((time.thread_time() - start) * 1e3)
+        self.tally.expected += sum(probabilities[1:])
+
+    def observe(self, tree: TokenTree, path: list[int]) -> None:
+        """Take in which path was accepted."""
+
+
+def replay_task(task: Task, sizes: FixedSizes) -> None:
+    """Decode one recorded task step by step, adding to `sizes.tally`."""
+    drafter, tally = Drafter(sizes.config, sizes.shared, None), sizes.tally
+    drafter.observe(task.prompt)
+    sizes.begin_task()
+    done, root = 0, task.prompt[-1]
+    while done < len(task.completion):
         tree = TokenTree(root)
-        probabilities = drafter.draft(tree, config.trie_nodes)
-        tally.draft_ms.append((time.thread_time() - start) * 1e3)
-        tally.expected += sum(probabilities[1:])
-        path, emitted = follow(tree, tokens, done)
-        root = emitted[-1]
+        sizes.draft(drafter, tree)
+        path, emitted = follow(tree, task.completion, done)
+        sizes.observe(tree, path)
+        root, done = emitted[-1], done + len(emitted)
         start = time.thread_time()
         drafter.learn(tree, path)
         tally.learn_ms.append((time.thread_time() - start) * 1e3)
         drafter.observe(emitted)
         tally.num_accepted += len(path) - 1
-        done += len(emitted)
         tally.num_steps += 1
         tally.num_drafted += len(tree) - 1
-    tally.num_tokens += len(tokens)
+    tally.num_tokens += len(task.completion)
 
 
-@contextmanager
-def progress(console: Console, total: int) -> Iterator[Callable[[], None]]:
-    """A progress bar on a terminal and nothing elsewhere; yields what advances it by one task."""
-    with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
-        row = bar.add_task("replay", total=total)
-        yield lambda: bar.advance(row)
-
-
-def measure(options: argparse.Namespace, console: Console) -> dict[str, object]:
+def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Replay as the command line says; the facts and results of the JSON line."""
     tokenizer = options.tokenizer or default_tokenizer()
     traces = select(read_traces(options.traces), options.first, options.last)
@@ -202,26 +225,23 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, object]:
         window_size=0, trie_nodes=options.budget, branch_length=options.branch_length or max(1, options.budget)
     ).resolved()
     encode = load_tokenizer(tokenizer)
-    tasks = [Task(encode(prompt), encode(completion)) for prompt, completion in traces]
-    tasks = [task for task in tasks if task.prompt and task.completion]
-    if not tasks:
-        raise InputError(f"{options.traces}: every prompt or completion is empty")
+    tasks = tasks_of(traces, encode, options.traces)
     shared = SuffixIndex(max(config.trie_capacity, options.history_tokens))
     fill(shared, tasks, options.history_tokens)
-    for _, completion in warm:
-        shared.extend(encode(completion))
-        shared.end_document()
+    learn(shared, (encode(completion) for _, completion in warm))
     warm_tokens = len(shared)
-    tally = Tally()
-    with progress(console, len(tasks)) as advance:
+    sizes = FixedSizes(config, shared)
+    with progress(console, len(tasks), "replay") as advance:
         for task in tasks:
-            replay_task(task, config, shared, tally)
+            replay_task(task, sizes)
             if options.learn:
-                shared.extend(task.completion)
-                shared.end_document()
+                learn(shared, [task.completion])
             advance()
+    tally = sizes.tally
     ordered = sorted(tally.draft_ms)
+    console.print(f"ceiling: every drafted token right, {config.branch_length + 1} tokens per step")
     return {
+        "benchmark": "replay",
         "tokens_per_step": round(tally.num_tokens / tally.num_steps, 4),
         "drafted_per_step": round(tally.num_drafted / tally.num_steps, 2),
         "draft_ms_per_step": round(statistics.median(ordered), 4),
@@ -244,24 +264,9 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, object]:
     }
 
 
-def show(facts: dict[str, object], console: Console) -> None:
-    """The human's table: the ceiling first, then what was measured."""
-    table = Table(title=f"{Path(str(facts['traces'])).name}, {facts['setting']}, {facts['num_tasks']} tasks")
-    table.add_column("per step")
-    table.add_column("value", justify="right")
-    table.add_row("ceiling: every drafted token right", f"{int(str(facts['branch_length'])) + 1}")
-    table.add_row("tokens", f"{facts['tokens_per_step']:.2f}")
-    table.add_row("drafted nodes", f"{facts['drafted_per_step']:.1f} of {facts['budget']}")
-    table.add_row("accepted nodes, expected", f"{facts['expected_per_step']:.2f}")
-    table.add_row("accepted nodes", f"{facts['accepted_per_step']:.2f}")
-    table.add_row("drafting, median ms", f"{facts['draft_ms_per_step']:.3f}")
-    table.add_row("drafting, p99 ms", f"{facts['draft_ms_p99']:.3f}")
-    console.print(table)
-
-
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> OneLineParser:
     """The command line."""
-    parser = OneLineParser(prog="benchmarks.replay", description="Measure drafting on recorded completions.")
+    parser = make_parser("replay", "Measure drafting on recorded completions.")
     parser.add_argument("--traces", required=True, metavar="FILE", help="JSON lines with prompt and completion")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--first", type=whole, metavar="N", help="replay the first N tasks only")
@@ -283,17 +288,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = build_parser()
-    options = parser.parse_args(arguments)
-    console = Console(stderr=True)
-    try:
-        facts = measure(options, console)
-    except InputError as error:
-        print(f"benchmarks.replay: {error}", file=sys.stderr)
-        return 2
-    show(facts, console)
-    print(json.dumps(facts))
-    return 0
+    return run_main(build_parser(), measure, arguments)
 
 
 if __name__ == "__main__":

@@ -21,24 +21,23 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.common import OneLineParser, run_main, table, whole
+from benchmarks.common import make_parser, progress, read_json, run_main, whole
 from benchmarks.replay import (
+    FixedSizes,
     Tally,
     Task,
     default_tokenizer,
-    follow,
+    learn,
     load_tokenizer,
-    progress,
     read_traces,
     replay_task,
     select,
+    tasks_of,
 )
-from benchmarks.trie import insert
-from lpr.cli.generate import read_costs
-from lpr.config import DecodeConfig, InputError
+from lpr.config import DecodeConfig
 from lpr.core.budget import AcceptanceHistory, AdaptiveBudget, Draft
 from lpr.core.drafting import Drafter
-from lpr.core.step_times import KNOTS, SHORTEST_KV, StepTimes
+from lpr.core.step_times import KNOTS, SHORTEST_KV, StepTimes, read_step_times
 from lpr.core.suffix_index import SuffixIndex
 from lpr.core.tree import TokenTree
 
@@ -54,53 +53,59 @@ def priced(percent: float) -> StepTimes:
 def trie_of(documents: Sequence[list[int]]) -> SuffixIndex:
     """A shared trie that has learnt `documents`."""
     trie = SuffixIndex(DecodeConfig().trie_capacity)
-    for document in documents:
-        insert(trie, document)
+    learn(trie, documents)
     return trie
+
+
+class AutomaticSizes(FixedSizes):
+    """Drafts trees of the sizes that `AdaptiveBudget` chooses under given step times."""
+
+    def __init__(self, costs: StepTimes, shared: SuffixIndex, most: int) -> None:
+        """Trees have up to `most` nodes."""
+        super().__init__(DecodeConfig(window_size=0, max_nodes=most).resolved(), shared)
+        self.costs, self.spent = costs, 0.0
+        self.budget, self.history = AdaptiveBudget(self.config, costs), AcceptanceHistory()
+
+    def begin_task(self) -> None:
+        """Another request has a history of its own."""
+        self.history = AcceptanceHistory()
+
+    def draft(self, drafter: Drafter, tree: TokenTree) -> None:
+        """Draft what the budget asks for, and cut what does not pay."""
+        self.budget.begin(1, 0, 0)
+        request = self.budget.request(self.history)
+        draft = Draft(tree, drafter.draft(tree, request.nodes, price=request.price), 1)
+        self.budget.cut([draft], [self.history])
+        self.spent += self.costs.time(len(tree))
+
+    def observe(self, tree: TokenTree, path: list[int]) -> None:
+        """Learn from what was accepted."""
+        self.budget.observe([tree], [path], [self.history])
 
 
 def automatic(tasks: Sequence[Task], costs: StepTimes, shared: SuffixIndex, most: int) -> dict[str, float]:
     """Replay `tasks` with automatic sizes of up to `most` nodes."""
-    config = DecodeConfig(window_size=0, max_nodes=most).resolved()
-    budget = AdaptiveBudget(config, costs)
-    spent, num_steps, num_nodes, num_tokens = 0.0, 0, 0, 0
+    sizes = AutomaticSizes(costs, shared, most)
     for task in tasks:
-        drafter, history, done, root = Drafter(config, shared), AcceptanceHistory(), 0, task.prompt[-1]
-        drafter.observe(task.prompt)
-        while done < len(task.completion):
-            budget.begin(1, 0, 0)
-            request = budget.request(history)
-            tree = TokenTree(root)
-            budget.cut([Draft(tree, drafter.draft(tree, request.nodes, price=request.price), 1)], [history])
-            path, emitted = follow(tree, task.completion, done)
-            budget.observe([tree], [path], [history])
-            drafter.learn(tree, path)
-            drafter.observe(emitted)
-            done, root = done + len(emitted), emitted[-1]
-            spent += costs.time(len(tree))
-            num_steps += 1
-            num_nodes += len(tree)
-        num_tokens += len(task.completion)
-    return _result(costs, num_tokens, num_steps, num_nodes, spent)
+        replay_task(task, sizes)
+    return _result(costs, sizes.tally, sizes.spent)
 
 
 def fixed(tasks: Sequence[Task], tables: Sequence[StepTimes], shared: SuffixIndex, size: int) -> list[dict[str, float]]:
     """Replay `tasks` with trees of `size` drafted nodes; one result per table of step times."""
-    config = DecodeConfig(window_size=0, trie_nodes=size).resolved()
-    tally = Tally()
+    sizes = FixedSizes(DecodeConfig(window_size=0, trie_nodes=size).resolved(), shared)
     for task in tasks:
-        replay_task(task, config, shared, tally)
-    num_steps, num_nodes = tally.num_steps, tally.num_steps + tally.num_drafted
+        replay_task(task, sizes)
+    steps, nodes = sizes.tally.num_steps, 1 + sizes.tally.num_drafted / sizes.tally.num_steps
     # A draft that ended early is as cheap as it is small; a table of one slope makes the mean size exact.
-    spent = [num_steps * costs.time(num_nodes / num_steps) for costs in tables]
-    return [_result(costs, tally.num_tokens, num_steps, num_nodes, ms) for costs, ms in zip(tables, spent, strict=True)]
+    return [_result(costs, sizes.tally, steps * costs.time(nodes)) for costs in tables]
 
 
-def _result(costs: StepTimes, num_tokens: int, num_steps: int, num_nodes: int, spent: float) -> dict[str, float]:
+def _result(costs: StepTimes, tally: Tally, spent: float) -> dict[str, float]:
     return {
-        "over_plain": round(num_tokens * costs.time(1) / spent, 4),
-        "tokens_per_step": round(num_tokens / num_steps, 3),
-        "nodes_per_step": round(num_nodes / num_steps, 2),
+        "over_plain": round(tally.num_tokens * costs.time(1) / spent, 4),
+        "tokens_per_step": round(tally.num_tokens / tally.num_steps, 3),
+        "nodes_per_step": round(1 + tally.num_drafted / tally.num_steps, 2),
     }
 
 
@@ -136,52 +141,27 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     encode = load_tokenizer(options.tokenizer or default_tokenizer())
     tables = {f"{price:g} % a node": priced(price) for price in options.prices}
     for path in options.costs:
-        tables[Path(path).name] = read_costs(Path(path))
+        tables[Path(path).name] = read_step_times(read_json(path), f"--costs {path}")
     console.print("ceiling: the best of the fixed sizes, chosen afterwards per table")
     runs = []
     for path in options.traces:
         pairs = read_traces(path)
-        tasks = [Task(encode(prompt), encode(text)) for prompt, text in select(pairs, None, options.last)]
-        tasks = [task for task in tasks if task.prompt and task.completion]
-        if not tasks:
-            raise InputError(f"{path}: every prompt or completion is empty")
+        tasks = tasks_of(select(pairs, None, options.last), encode, path)
         for num_warm in [0, options.warm_first] if options.warm_first else [0]:
             learnt = partial(trie_of, [encode(text) for _, text in pairs[:num_warm]])
-            with progress(console, len(options.sizes) + len(tables)) as advance:
+            with progress(console, len(options.sizes) + len(tables), "replay") as advance:
                 races = compare(tasks, tables, learnt, options.sizes, options.max_nodes, advance)
-            runs.append(
-                {"traces": Path(path).name, "num_tasks": len(tasks), "num_warm_tasks": num_warm, "races": races}
-            )
-            console.print(show(runs[-1]))
+            run = {"traces": Path(path).name, "num_tasks": len(tasks), "num_warm_tasks": num_warm, "races": races}
+            runs.append(run)
     return {"benchmark": "sizes", "max_nodes": options.max_nodes, "runs": runs}
-
-
-def show(run: dict[str, Any]) -> Any:
-    """A run as a table."""
-    rows = [
-        [
-            race["costs"],
-            f"{race['best_fixed']}: {race['best_fixed_over_plain']:.2f}x",
-            f"{race['auto']['over_plain']:.2f}x",
-            f"{race['auto_over_best_fixed']:.2f}",
-            f"{race['auto']['nodes_per_step']:.1f}",
-        ]
-        for race in run["races"]
-    ]
-    title = f"{run['traces']}, {'warm' if run['num_warm_tasks'] else 'cold'}, {run['num_tasks']} tasks"
-    return table(title, ["step times", "best fixed size, over plain", "automatic", "ratio", "nodes/step"], rows)
 
 
 def main() -> int:
     """Run the command line; returns the exit code."""
-    parser = OneLineParser(prog="benchmarks.sizes", description="Automatic sizes on recorded completions, no clock.")
-    parser.add_argument(
-        "--traces", required=True, nargs="+", metavar="FILE", help="JSON lines with prompt and completion"
-    )
+    parser = make_parser("sizes", "Automatic sizes on recorded completions, no clock.")
+    parser.add_argument("--traces", required=True, nargs="+", metavar="FILE", help="JSON lines: prompt, completion")
     parser.add_argument("--last", type=whole, metavar="N", help="replay the last N tasks only")
-    parser.add_argument(
-        "--warm-first", type=whole, metavar="N", help="also with the first N completions of a file known"
-    )
+    parser.add_argument("--warm-first", type=whole, metavar="N", help="also with the first N completions known")
     parser.add_argument(
         "--prices", type=float, nargs="*", default=[0.2, 1, 3, 10], metavar="P", help="percent of a step per node"
     )
@@ -189,8 +169,6 @@ def main() -> int:
     parser.add_argument("--sizes", type=whole, nargs="+", default=[4, 8, 16, 24, 32, 48, 64, 96, 128], metavar="N")
     parser.add_argument("--max-nodes", type=whole, default=128, metavar="N", help="most nodes of automatic sizes")
     parser.add_argument("--tokenizer", metavar="T", help="SentencePiece .model file, or name or path for AutoTokenizer")
-    parser.add_argument("--threads", type=whole, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--output", metavar="FILE", help="write the result as JSON (benchmarks/results/sizes.json)")
     return run_main(parser, measure)
 
 

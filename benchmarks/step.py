@@ -1,6 +1,7 @@
 """Where the time of a step goes: t(n), the host's parts of it, and its collective.
 
     python -m benchmarks.step --data classeval.jsonl --threads 1 --output benchmarks/results/step.json
+    torchrun --nproc_per_node=2 -m benchmarks.step --collective 20 2192 4368
 
 Each part is timed by the processor time of its thread, so that other programs do not show; with one CPU thread that is
 all the work there is. "outside the forward" is the whole step without the model's forward and without choosing
@@ -8,9 +9,11 @@ tokens from its logits, both of which an accelerator does. On a CPU the forward 
 work then runs in; "host alone" repeats the same steps with the recorded results of the model in the forward's place, as
 a host does whose accelerator computes.
 
-t(n) is the wall-clock time of evaluating n tokens after so many cached ones, as the engine measures it when it starts
-(lpr.engine.measure), up to the n that takes STEEPEST times as long as one token. "collective" is the wall-clock time of
-the all-gather between two real ranks (benchmarks.collective), of the payload that two ranks of such a budget exchange.
+t(n) is the wall-clock time of evaluating n tokens after so many cached ones, as the engine measures it when it starts,
+up to the n that takes STEEPEST times as long as one token. "collective" is the wall-clock time of the all-gather of
+fixed-size payloads between two real ranks that do nothing else, of the payload that two ranks of such a budget
+exchange: gloo between CPUs, NCCL between GPUs. The ranks meet in front of every gather, so that none waits there for
+another's work, and the time is the slowest rank's until the result is on its host.
 """
 
 from __future__ import annotations
@@ -20,44 +23,39 @@ import gc
 import json
 import statistics
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 
-import lpr.engine.step
 import lpr.model.runner
-from benchmarks.collective import payload_bytes
-from benchmarks.common import load_prompts, model_parser, run_main, table
-from benchmarks.fleet import LAUNCHER, RunFailedError, execute
-from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
+from benchmarks.common import OneLineParser, finish, make_parser, model_parser, run_main, whole
+from benchmarks.data import load_prompts
+from benchmarks.engines import StepClock, load_engine, params_for, switch
+from benchmarks.launch import LAUNCHER, RunFailedError, execute
+from lpr import DecodeConfig, Engine
 from lpr.config import InputError
 from lpr.core.step_times import KNOTS
-from lpr.engine.measure import STEEPEST, measure_step_times
+from lpr.dist.comm import Comm
+from lpr.dist.runtime import World, join, leave
+from lpr.engine.sizing import STEEPEST, measure_step_times
 
-PARTS = {
-    "draft": (lpr.engine.step.SequenceState, "build"),
-    "partition": (lpr.engine.step, "split"),
-    "rows": (lpr.engine.step, "shard_row"),
-    "selection": (lpr.engine.step, "selection"),
+MODEL_PARTS = {
     "inputs": (lpr.model.runner, "build_inputs"),
     "forward": (lpr.model.runner.TreeModel, "logits"),
     "choose": (lpr.model.runner, "choose"),
     "candidates": (lpr.model.runner, "candidates"),
-    "exchange": (lpr.engine.step.Exchange, "gather"),
-    "accept": (lpr.engine.step, "accept"),
-    "commit": (lpr.engine.step, "commit"),
-    "advance": (lpr.engine.step.SequenceState, "advance"),
-    "text": (Engine, "_emit"),
 }
+ON_DEVICE = ("forward", "choose", "candidates")
+PHASES = {"draft": "draft", "gather": "exchange", "commit": "accept, commit"}
+"""Phases of a step as an engine's recorder hears of them, and their names here; the forward is in MODEL_PARTS."""
 CACHED = (256, 1024)
 """Cached lengths that t(n) is measured at, where the model has so many positions."""
-ON_DEVICE = ("forward", "choose", "candidates")
+WARM_UP = 10
 
 
 def timed(function: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
@@ -75,8 +73,7 @@ def timed(function: Callable[..., Any], spent: list[float]) -> Callable[..., Any
 
 def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Time the parts of every step of a few requests, per node budget."""
-    prompts = load_prompts(options.data, options.prompts)
-    engine = Engine.from_pretrained(options.model or bundled_model(), dtype=options.dtype, device=options.device)
+    prompts, engine = load_prompts(options.data, options.prompts), load_engine(options)
     console.print("ceiling: a step that is all forward; target: 0.3 ms outside it at 64 nodes")
     most = max(options.budgets)
     cached = options.kv or [kv for kv in CACHED if kv + most <= engine.max_length]
@@ -87,9 +84,8 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     runs = []
     for budget, decode in decodes.items():
         for temperature in options.temperatures:
-            run = time_steps(engine, decode, prompts, temperature, options.max_new_tokens, budget)
-            runs.append({**run, "payload_bytes_of_2_ranks": sizes[budget]})
-    report(runs, costs, collective, console)
+            run = time_steps(engine, decode, prompts, temperature, options.max_new_tokens)
+            runs.append({"budget": budget, **run, "payload_bytes_of_2_ranks": sizes[budget]})
     return {"benchmark": "step", "runs": runs, "step_times": costs, "collective": collective}
 
 
@@ -120,72 +116,94 @@ def step_times(engine: Engine, cached: Sequence[int], most: int) -> list[dict[st
 
 
 def time_collective(sizes: Sequence[int], options: argparse.Namespace) -> dict[str, Any]:
-    """What benchmarks.collective says of two ranks and these payloads, or why it says nothing."""
-    command = [*LAUNCHER, "--nproc_per_node=2", "-m", "benchmarks.collective", "--bytes", *map(str, sizes)]
-    if options.device:
-        command += ["--device", options.device.partition(":")[0]]
-    with tempfile.TemporaryDirectory(prefix="lpr-step-") as folder:
-        try:
-            said = json.loads(execute(command, 180.0, options.threads, Path(folder)).splitlines()[-1])
-        except RunFailedError as failure:
-            return {"num_ranks": 2, "error": str(failure)}
+    """What `--collective` says of two ranks and these payloads, or why it says nothing."""
+    device = ["--device", options.device.partition(":")[0]] if options.device else []
+    worker = ["-m", "benchmarks.step", *device, "--collective", *map(str, sizes)]
+    try:
+        said = json.loads(execute([*LAUNCHER, "--nproc_per_node=2", *worker], 180.0, options.threads).splitlines()[-1])
+    except RunFailedError as failure:
+        return {"num_ranks": 2, "failed": str(failure)}
     return {name: said[name] for name in ("num_ranks", "backend", "device", "runs")}
 
 
-def report(
-    runs: Sequence[dict[str, Any]], costs: Sequence[dict[str, Any]], collective: dict[str, Any], console: Console
-) -> None:
-    """Three tables: t(n), the collective, the parts."""
-    counts = [n for n in map(str, KNOTS) if any(n in row["ms"] for row in costs)]
-    rows = [[n, *(f"{row['ms'][n]:.2f}" if n in row["ms"] else "" for row in costs)] for n in counts]
-    rows.append(["critical decoding length", *(str(row["critical_length"]) for row in costs)])
-    console.print(table("t(n), ms", ["n", *(f"{row['kv']} cached" for row in costs)], rows))
-    if "error" in collective:
-        console.print(f"collective: failed: {collective['error']}", markup=False, highlight=False, soft_wrap=True)
-    else:
-        rows = [[str(r["bytes"]), f"{r['median_ms']:.3f}", f"{r['p99_ms']:.3f}"] for r in collective["runs"]]
-        title = f"collective of {collective['num_ranks']} ranks, {collective['backend']}"
-        console.print(table(title, ["bytes per rank", "median ms", "p99 ms"], rows))
-    columns = ["median ms", *(f"{run['budget']} nodes, T={run['temperature']}" for run in runs)]
-    names = [*PARTS, "step", "outside the forward", "host alone"]
-    rows = [[name, *(f"{run['median_ms'][name]:.3f}" for run in runs)] for name in names]
-    console.print(table("processor time of a step", columns, rows))
+def payload_bytes(decode: DecodeConfig, num_ranks: int) -> int:
+    """Bytes that each of `num_ranks` ranks contributes to a step under `decode` (lpr.engine.exchange)."""
+    return 4 * decode.resolved(num_ranks).payload_words(decode.max_batch_size, num_ranks)
+
+
+def gather_times(comm: Comm, device: torch.device, size: int, repeats: int) -> list[float]:
+    """Milliseconds of `repeats` gathers of `size` bytes per rank, each the slowest rank's."""
+    payload = torch.zeros(-(-size // 4), dtype=torch.int32, device=device)
+    mine = []
+    for _ in range(WARM_UP + repeats):
+        dist.barrier()
+        began = time.perf_counter()
+        comm.gather(payload)
+        mine.append(int((time.perf_counter() - began) * 1e9))
+    times = comm.gather(torch.tensor(mine[WARM_UP:], dtype=torch.int64).view(torch.int32))
+    return [ns / 1e6 for ns in times.contiguous().view(torch.int64).amax(0).tolist()]
+
+
+def measure_collective(options: argparse.Namespace, comm: Comm, device: torch.device) -> dict[str, Any]:
+    """Time the gathers of every size."""
+    runs = []
+    for size in options.collective:
+        times = sorted(gather_times(comm, device, size, options.repeats))
+        worst = times[int(0.99 * (len(times) - 1))]
+        runs.append({"bytes": size, "median_ms": round(statistics.median(times), 4), "p99_ms": round(worst, 4)})
+    num_ranks = comm.size * comm.tp_size
+    return {"num_ranks": num_ranks, "backend": dist.get_backend(), "device": str(device), "runs": runs}
+
+
+def work_as_rank() -> int:
+    """What each rank of `--collective` does; rank 0 prints the result."""
+    parser = make_parser("step --collective", "Time of the all-gather of a step.")
+    parser.add_argument("--collective", type=whole, nargs="+", required=True, metavar="N", help="bytes, per rank")
+    parser.add_argument("--repeats", type=whole, default=300, metavar="N", help="gathers of each size (default 300)")
+    parser.add_argument("--device", metavar="D", help="cpu or cuda (default: a GPU per rank if there are GPUs)")
+    options, world = parser.parse_args(), World.from_environment()
+    if not options.repeats or not all(options.collective):
+        parser.error("--repeats and --collective must be at least 1")
+    if world.size < 2:
+        parser.error("needs at least two ranks: torchrun --nproc_per_node=2 -m benchmarks.step --collective N")
+    device = world.device(options.device)
+    with join(world, device, 60.0) as comm:
+        result = measure_collective(options, comm, torch.device(device or "cpu"))
+        if comm.rank == 0:
+            finish({"benchmark": "collective", **result}, options.output)
+    return 0
 
 
 def time_steps(
-    engine: Engine, decode: DecodeConfig, prompts: list[str], temperature: float, max_new_tokens: int, budget: int
+    engine: Engine, decode: DecodeConfig, prompts: list[str], temperature: float, max_new_tokens: int
 ) -> dict[str, Any]:
     """Medians over all decode steps but each request's first, which computes its prompt."""
-    engine.reconfigure(decode)
+    switch(engine, decode)
     gc.freeze()  # as the command does
     per_step: dict[str, list[float]] = defaultdict(list)
-    spent = {name: [0.0] for name in PARTS}
-    originals = {name: getattr(home, attribute) for name, (home, attribute) in PARTS.items()}
+    spent = {name: [0.0] for name in MODEL_PARTS}
+    originals = {name: getattr(home, attribute) for name, (home, attribute) in MODEL_PARTS.items()}
+    clock = engine.recorder = StepClock(time.thread_time)
     try:
-        for name, (home, attribute) in PARTS.items():
+        for name, (home, attribute) in MODEL_PARTS.items():
             setattr(home, attribute, timed(originals[name], spent[name]))
-        for seed, prompt in enumerate(prompts):
-            request = engine.submit(
-                prompt, SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
-            )
+        for prompt, params in zip(prompts, params_for(len(prompts), max_new_tokens, temperature), strict=True):
+            request = engine.submit(prompt, params)
             while request.finish_reason is None:
                 for part in spent.values():
                     part[-1] = 0.0
                 start, before = time.thread_time(), request.stats.num_steps
                 engine.step()
-                total = (time.thread_time() - start) * 1e3
-                if before == 0:
-                    continue
-                for name, part in spent.items():
-                    per_step[name].append(part[-1])
-                per_step["step"].append(total)
-                per_step["outside the forward"].append(total - sum(spent[name][-1] for name in ON_DEVICE))
+                if before:
+                    took = {name: part[-1] for name, part in spent.items()}
+                    for name, ms in parts_of((time.thread_time() - start) * 1e3, clock.phases, took).items():
+                        per_step[name].append(ms)
     finally:
-        for name, (home, attribute) in PARTS.items():
+        engine.recorder = None
+        for name, (home, attribute) in MODEL_PARTS.items():
             setattr(home, attribute, originals[name])
     per_step["host alone"] = host_alone(engine, decode, prompts, temperature, max_new_tokens)
     return {
-        "budget": budget,
         "temperature": temperature,
         "num_steps": len(per_step["step"]),
         "device": str(engine.model.device),
@@ -193,6 +211,14 @@ def time_steps(
         "median_ms": {name: round(statistics.median(values), 4) for name, values in per_step.items()},
         "p99_ms": {name: round(sorted(values)[int(0.99 * (len(values) - 1))], 4) for name, values in per_step.items()},
     }
+
+
+def parts_of(step: float, phases: dict[str, float], model: dict[str, float]) -> dict[str, float]:
+    """The milliseconds of a step by part; "inputs" is all of the forward's phase that is the host's."""
+    on_device = sum(model[name] for name in ON_DEVICE)
+    parts = {PHASES[name]: ms for name, ms in phases.items() if name in PHASES}
+    parts |= {**model, "inputs": phases["forward"] - on_device, "text": step - sum(phases.values())}
+    return {**parts, "step": step, "outside the forward": step - on_device}
 
 
 def host_alone(
@@ -213,12 +239,11 @@ def host_alone(
     times: list[float] = []
     try:
         for stand_in in (record, read):
-            engine.reconfigure(decode)
+            switch(engine, decode)
             model.evaluate = stand_in  # type: ignore[method-assign,assignment]
             if stand_in is read:
                 model.fill = lambda rows: None  # type: ignore[method-assign]
-            for seed, prompt in enumerate(prompts):
-                params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+            for prompt, params in zip(prompts, params_for(len(prompts), max_new_tokens, temperature), strict=True):
                 request = engine.submit(prompt, params)
                 while request.finish_reason is None:
                     start, before = time.thread_time(), request.stats.num_steps
@@ -232,7 +257,9 @@ def host_alone(
 
 def main() -> int:
     """Run the command line; returns the exit code."""
-    parser = model_parser("step", "Time of a decoding step: t(n), the host's parts, the collective.")
+    if "--collective" in sys.argv:
+        return work_as_rank()
+    parser: OneLineParser = model_parser("step", "Time of a decoding step: t(n), the host's parts, the collective.")
     parser.add_argument("--budgets", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     parser.add_argument("--kv", type=int, nargs="+", metavar="N", help="cached tokens for t(n) (default 256 1024)")
@@ -241,4 +268,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(World.from_environment(), main())

@@ -1,6 +1,6 @@
-"""Run the equality test over every decoder family and write its table into the README.
+"""Run the equality test over every decoder family and write its table into docs/families.md.
 
-    python -m dev.families            run the matrix, rewrite the README's table
+    python -m dev.families            run the matrix, rewrite the page's table
     python -m dev.families bloom mpt  run some types only, write nothing
 
 A family works if the engine emits the ids of the untouched model's own greedy `generate`, for a ragged batch, with
@@ -25,7 +25,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from dev.family_table import FAMILIES, NOT_RUN, REFUSED, SIZES, TRANSFORMERS, WORKS, Family
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 
-README = Path(__file__).parent.parent / "README.md"
+PAGE = Path(__file__).parent.parent / "docs" / "families.md"
 BEGIN, END = "<!-- families:begin -->", "<!-- families:end -->"
 NEW_TOKENS = 28
 DECODE = DecodeConfig(max_batch_size=2, window_size=4, ngram_size=3, guess_set_size=3, trie_nodes=16, max_length=120)
@@ -111,7 +111,7 @@ def observe(family: Family) -> Observed:
 
 
 def table() -> str:
-    """The README's table, from what the matrix expects."""
+    """The page's table, from what the matrix expects."""
     rows: dict[tuple[str, str], list[Family]] = {}
     for family in FAMILIES:
         rows.setdefault((family.status, family.row), []).append(family)
@@ -137,16 +137,16 @@ def _noted(family: Family, row: list[Family]) -> str:
     return family.note if family.variant else f"{family.model_type}: {family.note}"
 
 
-def with_table(readme: str) -> str:
-    """The README's text with the table between its markers."""
-    before, rest = readme.split(BEGIN)
+def with_table(page: str) -> str:
+    """The page's text with the table between its markers."""
+    before, rest = page.split(BEGIN)
     return f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}"
 
 
 def main(args: list[str]) -> int:
-    """Run the matrix; 1, and an unchanged README, if a family does other than the table says."""
+    """Run the matrix; 1, and an unchanged page, if a family does other than the table says."""
     parser = argparse.ArgumentParser(prog="python -m dev.families", description="Run lpr over the decoder families.")
-    parser.add_argument("types", nargs="*", help="model types to run; all, and the README's table, without")
+    parser.add_argument("types", nargs="*", help="model types to run; all, and the page's table, without")
     chosen = parser.parse_args(args).types
     unknown = set(chosen) - {family.model_type for family in FAMILIES}
     if unknown:
@@ -168,9 +168,9 @@ def main(args: list[str]) -> int:
         took = time.monotonic() - start
         print(f"{' ' if right else '!'} {family.name:36} {seen.status:8} {took:5.1f} s  {seen.detail}", flush=True)
     if unexpected:
-        print(f"{unexpected} families differ from dev/family_table.py; the README stays as it is", file=sys.stderr)
+        print(f"{unexpected} families differ from dev/family_table.py; the page stays as it is", file=sys.stderr)
     elif not chosen:
-        README.write_text(with_table(README.read_text(encoding="utf-8")), encoding="utf-8")
+        PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     return 1 if unexpected else 0
 
 

@@ -1,6 +1,6 @@
 """Every decoder type that transformers knows as a causal LM: a tiny config of it, and what lpr does with it.
 
-`dev/families.py` runs this table and writes it into the README; `tests/test_families.py` holds it to be true.
+`dev/families.py` runs this table and writes it into docs/families.md; `tests/test_families.py` holds it to be true.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Family:
     """One model type, or one variant of it."""
 
     row: str
-    """Its row in the README's table."""
+    """Its row in the page's table."""
     model_type: str
     status: str = WORKS
     note: str = ""

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from lpr.config import DecodeConfig, InputError, SamplingParams
     from lpr.drop_in.lookahead import Lookahead, lookahead
     from lpr.engine.engine import Engine
+    from lpr.engine.options import EngineOptions
     from lpr.engine.request import Chunk, Completion, Request
     from lpr.model.loader import bundled_model
 
@@ -19,6 +20,7 @@ __all__ = [
     "Completion",
     "DecodeConfig",
     "Engine",
+    "EngineOptions",
     "InputError",
     "Lookahead",
     "Request",
@@ -36,6 +38,7 @@ _HOMES = {
     "Chunk": "lpr.engine.request",
     "Completion": "lpr.engine.request",
     "Engine": "lpr.engine.engine",
+    "EngineOptions": "lpr.engine.options",
     "Request": "lpr.engine.request",
     "bundled_model": "lpr.model.loader",
 }

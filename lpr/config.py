@@ -237,6 +237,10 @@ class SamplingParams:
             object.__setattr__(self, "stop", (self.stop,))
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            value = getattr(self, name)
+            _require(isinstance(value, (int, float)), f"{name}={value!r} must be a number")
+            object.__setattr__(self, name, float(value))  # numpy's floats are floats too, but no command carries them
         _require(
             isinstance(self.max_new_tokens, int) and self.max_new_tokens >= 1,
             f"max_new_tokens={self.max_new_tokens} must be a whole number of at least 1",
@@ -248,7 +252,7 @@ class SamplingParams:
         )
         _require(0.0 < self.top_p <= 1.0, f"top_p={self.top_p} must be in (0, 1]; 1 is off")
         _require(0.0 <= self.min_p <= 1.0, f"min_p={self.min_p} must be in [0, 1]; 0 is off")
-        _require(isinstance(self.seed, int) and -(2**63) <= self.seed < 2**64, f"seed={self.seed} must fit in 64 bits")
+        _require(type(self.seed) is int and -(2**63) <= self.seed < 2**64, f"seed={self.seed} must fit in 64 bits")
         _require(all(isinstance(s, str) and s for s in self.stop), f"stop={self.stop!r} must be non-empty strings")
         _require(
             all(isinstance(token, int) and token >= 0 for token in self.stop_token_ids),

@@ -61,7 +61,7 @@ def seeded_ids() -> list[list[int]]:
 def batch_engine(size: int, packed: bool = True, **overrides: int) -> Engine:
     engine = Engine.from_model(model(), decode=DecodeConfig(max_batch_size=size, **{**DECODE, **overrides}))
     assert engine.model.packed, "a model that dispatches its attention takes packed rows"
-    engine.model.packed = packed
+    engine.model.packed = engine.scheduler.packed = packed
     return engine
 
 
@@ -76,13 +76,13 @@ def test_ids_do_not_depend_on_the_batch(size: int, packed: bool) -> None:
     engine = batch_engine(size, packed)
     assert ids(engine, GREEDY) == greedy_ids()
     assert ids(engine, SEEDED) == seeded_ids()
-    assert not engine.busy
+    assert engine.is_idle
 
 
 def test_a_free_slot_is_taken_in_the_next_step() -> None:
     engine = batch_engine(3, prefill_chunk=512)
     requests = [engine.submit(*each) for each in zip(prompts(), GREEDY, strict=True)]
-    while engine.busy:
+    while not engine.is_idle:
         unfinished = sum(request.finish_reason is None for request in requests)
         assert len(engine.step()) == min(3, unfinished)
     assert [request.completion().token_ids for request in requests] == greedy_ids()
@@ -90,7 +90,7 @@ def test_a_free_slot_is_taken_in_the_next_step() -> None:
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 def test_others_go_on_while_a_long_prompt_is_read(packed: bool) -> None:
-    """Packed, every step advances them; padded, the prompt is read by itself."""
+    """Packed, every step advances them; padded, every other one, as the prompt is read by itself."""
     engine = batch_engine(3, packed)
     first = [engine.submit(prompts()[i], SamplingParams(max_new_tokens=40)) for i in (0, 2)]
     while any(request.stats.num_steps == 0 for request in first):
@@ -98,11 +98,10 @@ def test_others_go_on_while_a_long_prompt_is_read(packed: bool) -> None:
     long = engine.submit([7, *prompts()[4]], SamplingParams(max_new_tokens=4))
     steps = []
     while long.stats.num_steps == 0:
-        chunks = engine.step()
-        steps.append([chunk.request for chunk in chunks])
+        steps.append(engine.step())
     assert long.stats.num_fill_steps == 2, "131 tokens are two pieces of 48 and a rest that decodes"
-    assert steps[:2] == ([first, first] if packed else [[], []])
-    while engine.busy:
+    assert steps[:3] == ([first, first, [*first, long]] if packed else [[], first, []])
+    while not engine.is_idle:
         engine.step()
     assert long.completion().token_ids == stock_greedy(model(), long.prompt_ids, 4)
 
@@ -258,7 +257,7 @@ def test_faults_of_packed_batches_are_noticed(
     """Both by the ids, in an engine that was sound when it was loaded, and at load."""
     engine = batch_engine(5)
     assert ids(engine, GREEDY) == greedy_ids()
-    engine.reconfigure(engine.config)
+    engine.configure(engine.decode)
     fault(monkeypatch)
     with pytest.raises(AssertionError):
         assert ids(engine, GREEDY) == greedy_ids()

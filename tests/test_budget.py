@@ -13,14 +13,13 @@ from conftest import tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prompts import PROMPTS
-from worlds import generate_on, run_ranks
+from worlds import ThreadWorld, generate_on, run_ranks
 
 import lpr
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.core.budget import LONGEST_FAR_PAUSE, LONGEST_PAUSE, QUIET_STEPS, AcceptanceHistory, AdaptiveBudget, Draft
 from lpr.core.step_times import KNOTS, StepTimes, StepTimesTracker, interpolate
 from lpr.core.tree import Source, TokenTree
-from lpr.dist.comm import ThreadWorld
 from lpr.engine.exchange import DesyncError
 
 FLAT = StepTimes({(1, 256): [10 + 0.001 * knot for knot in KNOTS]})
@@ -299,7 +298,7 @@ def test_the_text_does_not_depend_on_the_sizes(cost: StepTimes, temperature: flo
 
 def test_sizes_are_measured_at_the_start() -> None:
     engine = Engine.from_model(tiny_model(), decode=DecodeConfig(max_nodes=48))
-    assert 16 < engine.config.num_nodes <= 50
+    assert 16 < engine.sizes.num_nodes <= 50
     assert engine.generate([TEXT], SamplingParams(max_new_tokens=30))[0].stats.num_tokens == 30
 
 
@@ -344,9 +343,9 @@ def test_ranks_agree_after_other_settings() -> None:
         first = engine.generate([TEXT], params)[0].token_ids
         for _ in range(200 if comm.rank == 0 else 0):
             engine._sizer._tracker.observe(1, 1, 1, 1e3)
-        engine.reconfigure(DecodeConfig(max_nodes=48))
+        engine.configure(DecodeConfig(max_nodes=48))
         assert engine.generate([TEXT], params)[0].token_ids == first
-        return engine.config
+        return engine.sizes
 
     configs = run_ranks(ThreadWorld(3), program)
     assert configs[0] == configs[1] == configs[2]

@@ -85,7 +85,7 @@ def test_more_requests_than_slots(engine: Engine) -> None:
     prompts = [PROMPT[: 20 + 5 * i] for i in range(8)]
     params = [SamplingParams(max_new_tokens=10 + 9 * (i % 4)) for i in range(8)]
     together = engine.generate(prompts, params)
-    assert not engine.busy
+    assert engine.is_idle
     for prompt, each, done in zip(prompts, params, together, strict=True):
         assert engine.generate([prompt], each)[0].token_ids == done.token_ids
 
@@ -96,9 +96,9 @@ def test_submit_step_and_abort(engine: Engine) -> None:
     engine.step()
     engine.abort(requests[0])
     engine.abort(requests[4])
-    with pytest.raises(RuntimeError, match="without running requests"):
-        engine.reconfigure(DecodeConfig())
-    while engine.busy:
+    with pytest.raises(RuntimeError, match="without requests"):
+        engine.configure(DecodeConfig())
+    while not engine.is_idle:
         engine.step()
     for request in requests[1:4]:
         assert request.completion().token_ids == expected
@@ -108,7 +108,7 @@ def test_submit_step_and_abort(engine: Engine) -> None:
 def test_an_abandoned_stream_frees_its_slot(engine: Engine) -> None:
     for _ in range(5):
         next(iter(engine.stream(PROMPT, SamplingParams(max_new_tokens=50))))
-    assert not engine.busy
+    assert engine.is_idle
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_an_abandoned_stream_frees_its_slot(engine: Engine) -> None:
 def test_prompts_that_cannot_be_completed(engine: Engine, prompt, params: SamplingParams, message: str) -> None:
     with pytest.raises(InputError, match=message):
         engine.generate([PROMPT, prompt], params)
-    assert not engine.busy, "nothing of a refused call stays behind"
+    assert engine.is_idle, "nothing of a refused call stays behind"
 
 
 @pytest.mark.parametrize(

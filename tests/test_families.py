@@ -10,7 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import lpr.model.families
 import lpr.model.self_check
-from dev.families import PROMPTS, README, observe, stock_greedy, tiny_model, with_table
+from dev.families import PAGE, PROMPTS, observe, stock_greedy, tiny_model, with_table
 from dev.family_table import FAMILIES, NOT_RUN, REFUSED, TRANSFORMERS, WORKS
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.model.runner import TreeModel
@@ -39,10 +39,10 @@ def test_the_table_has_every_decoder_of_transformers() -> None:
     assert {family.model_type for family in FAMILIES} == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def test_the_readme_has_the_table() -> None:
+def test_the_page_has_the_table() -> None:
     """Exactly the families of the matrix, with the status that `test_family` holds them to."""
-    readme = README.read_text(encoding="utf-8")
-    assert readme == with_table(readme), "run python -m dev.families"
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == with_table(page), "run python -m dev.families"
 
 
 @pytest.mark.parametrize("name", SHIMMED)

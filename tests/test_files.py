@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from lpr.cli.jsonl import OrderedWriter, PromptLine, read_prompts
 from lpr.config import InputError
-from lpr.files import OrderedWriter, PromptLine, read_prompts
 
 
 def lines(count: int) -> list[PromptLine]:

@@ -12,9 +12,11 @@ import pytest
 from prompts import PROMPTS
 
 import lpr
-from benchmarks import fleet, hub
-from benchmarks.common import load_prompts
-from benchmarks.fleet import PLAIN, Case, attempt, budget, last_line, mesh, plan
+from benchmarks import data as hub
+from benchmarks import fleet
+from benchmarks.data import load_prompts
+from benchmarks.fleet import PLAIN, Case, attempt, budget, mesh, plan
+from benchmarks.launch import ROOT, last_line
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 
 FAKE = """
@@ -175,7 +177,7 @@ def test_every_case_comes_once_and_after_its_baselines() -> None:
 def test_a_real_fleet_emits_plain_decodings_tokens(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS[:2]))
-    parser = fleet.make_parser()
+    parser = fleet.fleet_parser()
     options = parser.parse_args(["--data", "x", "--max-new-tokens", "12", "--timeout", "200", "--dtype", "float32"])
     done = attempt(Case("x", 0.8, 2, 1, 32), options, 2, tmp_path, prompts)
     assert done.error is None
@@ -194,7 +196,7 @@ def test_the_launch_script_fills_the_machine(num_ranks: str, meshes: str, tmp_pa
     python.chmod(0o755)
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "NPROC": num_ranks}
     command = ["launch/strong_scaling.sh", "--data", "x y.jsonl"]
-    done = subprocess.run(command, cwd=fleet.ROOT, env=env, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=True)
     expected = f"-m benchmarks.fleet --meshes {meshes} --output benchmarks/results/fleet.json --data x y.jsonl\n"
     assert done.stdout == expected
 

@@ -116,7 +116,7 @@ def test_bad_input_is_one_message_and_code_2(
 def test_output_is_checked_before_the_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(lpr.generate, "Engine", None)
+    monkeypatch.setattr(lpr.cli.generate, "Engine", None)
     source = write_prompts(tmp_path / "in.jsonl", ["a"])
     assert main(["--prompts", str(source), "--output", "/dev/full"]) == 2
     assert "No space left on device" in capsys.readouterr().err

@@ -49,7 +49,7 @@ def captured(engine: Engine, decode: DecodeConfig = DECODE, capturer: Any = None
     """Let `engine` decode by graphs from now on."""
     capturer = capturer or FakeCapturer()
     engine.model.capturer, engine.model.packed, engine.model.kv_bucket = capturer, False, 256  # as on a GPU
-    engine.reconfigure(decode)
+    engine.configure(decode)
     return capturer
 
 
@@ -190,12 +190,12 @@ def test_graphs_captured_at_load_are_those_of_greedy_decoding(model: PreTrainedM
     first = engine.generate(PROMPTS[:2], GREEDY[:2])
     assert capturer.num_captures <= at_load + 1, "only the step with the prompt may be larger than a tree"
     num_captures = capturer.num_captures
-    engine.reconfigure(DecodeConfig.autoregressive(max_batch_size=1, num_candidates=1))
+    engine.configure(DecodeConfig.autoregressive(max_batch_size=1, num_candidates=1))
     assert engine.model.graphs is graphs, "a cache of the same size is kept with its graphs"
     engine.generate(PROMPTS[:1], GREEDY[:1])
     assert capturer.num_captures <= num_captures + 2, "a step without candidates, at two cached lengths at most"
     engine.model.capturer = None
-    engine.reconfigure(decode)
+    engine.configure(decode)
     again = engine.generate(PROMPTS[:2], GREEDY[:2])
     assert [each.token_ids for each in again] == [each.token_ids for each in first], "captures leave nothing behind"
 
@@ -400,7 +400,7 @@ def test_a_step_waits_for_the_device_once(num_ranks: int, graphs: bool, monkeypa
     monkeypatch.setattr(TreeCache, "move", counted)
     monkeypatch.setattr(GraphRunner, "_check_length", lambda *args: None)  # reads logits, once at the first capture
     capturer = captured(engine, decode) if graphs else None
-    engine.reconfigure(decode)
+    engine.configure(decode)
     for params in (GREEDY[:3], MIXED[:3]):
         requests = [engine.submit(prompt, each) for prompt, each in zip(PROMPTS[:3], params, strict=True)]
         comm.num_gathers = num_steps = 0

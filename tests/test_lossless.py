@@ -52,7 +52,7 @@ def bundled_reference() -> list[list[int]]:
 def test_greedy_equals_transformers(name: str) -> None:
     """24 prompts x 200 tokens of the bundled model, in batches as the configuration allows."""
     engine = bundled_engine()
-    engine.reconfigure(CONFIGS[name])
+    engine.configure(CONFIGS[name])
     done = engine.generate(PROMPTS[: NUM_PROMPTS.get(name, 8)], SamplingParams(max_new_tokens=200))
     for completion, expected in zip(done, bundled_reference(), strict=False):
         assert completion.token_ids == expected, completion.prompt
@@ -71,7 +71,7 @@ SAMPLED = [
 @cache
 def sampled_reference() -> list[list[int]]:
     engine = bundled_engine()
-    engine.reconfigure(DecodeConfig.autoregressive())
+    engine.configure(DecodeConfig.autoregressive())
     return [each.token_ids for each in engine.generate(PROMPTS, SAMPLED)]
 
 
@@ -80,13 +80,13 @@ def test_sampling_equals_plain_decoding_with_the_seed(name: str) -> None:
     count = NUM_PROMPTS.get(name, 8)
     expected = sampled_reference()[:count]
     engine = bundled_engine()
-    engine.reconfigure(CONFIGS[name])
+    engine.configure(CONFIGS[name])
     assert [each.token_ids for each in engine.generate(PROMPTS[:count], SAMPLED[:count])] == expected
 
 
 def test_sampling_depends_on_the_seed() -> None:
     engine = bundled_engine()
-    engine.reconfigure(CONFIGS["small"])
+    engine.configure(CONFIGS["small"])
     texts = {
         tuple(engine.generate(PROMPTS[:1], SamplingParams(max_new_tokens=30, temperature=1.0, seed=s))[0].token_ids)
         for s in range(8)

@@ -39,7 +39,7 @@ def greedy(model: PreTrainedModel) -> list[list[int]]:
 
 
 def check_greedy(engine: Engine, expected: list[list[int]]) -> None:
-    engine.reconfigure(DECODE)
+    engine.configure(DECODE)
     done = engine.generate(PROMPTS, SamplingParams(max_new_tokens=60))
     assert [each.token_ids for each in done] == expected
 
@@ -48,7 +48,7 @@ def check_sampled(engine: Engine) -> None:
     params = [SamplingParams(max_new_tokens=40, temperature=0.9, seed=seed) for seed in range(len(PROMPTS))]
     texts = []
     for decode in (DecodeConfig.autoregressive(), DECODE):
-        engine.reconfigure(decode)
+        engine.configure(decode)
         texts.append([each.token_ids for each in engine.generate(PROMPTS, params)])
     assert texts[0] == texts[1]
 

@@ -17,10 +17,10 @@ from conftest import tiny_model
 from rich.console import Console
 from sharded import config_values
 from transformers import AutoConfig
+from worlds import ThreadWorld
 
 from lpr.cli.plan import Args, main, make_plan, show
 from lpr.config import DecodeConfig, InputError
-from lpr.dist.comm import ThreadWorld
 from lpr.engine.exchange import Exchange
 from lpr.model.cache import TreeCache
 from lpr.model.runner import TreeModel

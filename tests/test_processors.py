@@ -25,7 +25,7 @@ from transformers import (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
 )
-from worlds import run_ranks
+from worlds import ThreadComm, ThreadWorld, run_ranks
 
 import lpr
 import lpr.engine.step
@@ -35,7 +35,6 @@ from lpr.cli.generate import main
 from lpr.core.accept import NOT_A_NUMBER, PROCESSOR_FAILED, accept, as_guess, likely
 from lpr.core.state import SequenceState
 from lpr.core.tree import TokenTree
-from lpr.dist.comm import ThreadComm, ThreadWorld
 from lpr.model.cache import TreeCache
 from lpr.model.noise import gumbel, noise_key
 from lpr.model.processors import Processor, ProcessorPath
@@ -109,7 +108,7 @@ def check(engine: Engine, model: PreTrainedModel, case: str) -> None:
     params, plain_params, processors = CASES[case]
     own = [sticky] if sticky in processors() else []
     expected = [plain_decoding(model, prompt, 40, processors(), plain_params) for prompt in PROMPTS]
-    engine.reconfigure(TREES)
+    engine.configure(TREES)
     done = engine.generate(PROMPTS, SamplingParams(**{**vars(params), "max_new_tokens": 40}), own)
     assert [each.token_ids for each in done] == expected
 
@@ -162,7 +161,7 @@ def test_a_processor_is_called_once_per_token_and_in_order(engine: Engine) -> No
         scores[:, 13] = -float("inf")  # in place, which must not reach anything else
         return scores
 
-    engine.reconfigure(TREES)
+    engine.configure(TREES)
     done = engine.generate(PROMPTS[:1], SamplingParams(max_new_tokens=60), [watching])[0]
     assert done.stats.num_steps < 40
     whole = PROMPTS[0] + done.token_ids
@@ -313,7 +312,7 @@ def test_a_failing_processor_ends_its_request_only(
         params = SamplingParams(max_new_tokens=30)
         bad = failing_at(len(PROMPTS[0]) + 17, how)
         requests = [engine.submit(p, params, [bad] if i == 0 else []) for i, p in enumerate(PROMPTS)]
-        while engine.busy:
+        while not engine.is_idle:
             engine.step()
         return [request.completion() for request in requests]
 
@@ -417,7 +416,7 @@ def test_an_aborted_request_leaves_no_nan_behind(model: PreTrainedModel) -> None
     waiting = engine.submit(PROMPTS[0], SamplingParams(max_new_tokens=40))
     request = engine.submit([3, 96, *PROMPTS[1], *PROMPTS[1]], SamplingParams(max_new_tokens=5))
     engine.step()
-    assert request.stats.num_fill_steps == 1 and request.running is not None
+    assert request.stats.num_fill_steps == 1 and request.state is not None
     engine.abort(request)
     assert engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=1))[0].token_ids == expected
     assert waiting.error is None
@@ -435,7 +434,8 @@ def test_text_of_a_failed_request_is_complete() -> None:
     )
     pieces = []
     while request.finish_reason is None:
-        pieces.extend(chunk.text for chunk in engine.step())
+        engine.step()
+        pieces.extend(chunk.text for chunk in request.take())
     done = request.completion()
     assert len(done.token_ids) == 20 and done.text == "".join(pieces) != ""
     assert free.text.startswith(done.text)

@@ -33,10 +33,10 @@ def quantised(folder: Path, config: Any) -> PreTrainedModel:
 
 
 def check_equals_plain_decoding(engine: Engine) -> list[list[int]]:
-    engine.reconfigure(DecodeConfig.autoregressive(max_batch_size=1))
+    engine.configure(DecodeConfig.autoregressive(max_batch_size=1))
     plain = [done.token_ids for done in engine.generate(PROMPTS, PARAMS)]
     for decode in DRAFTED:
-        engine.reconfigure(decode)
+        engine.configure(decode)
         drafted = engine.generate(PROMPTS, PARAMS)
         assert [done.token_ids for done in drafted] == plain
         assert all(done.stats.tokens_per_step > 1 for done in drafted)

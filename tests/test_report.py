@@ -21,9 +21,10 @@ pytest.importorskip("matplotlib", reason="the pictures need matplotlib: pip inst
 
 from PIL import Image
 
-from benchmarks.report import plots, steps
+from benchmarks.report import plots
 from benchmarks.report.page import SECTIONS, Report
-from benchmarks.report.parts import Result, failures
+from benchmarks.report.parts import Result
+from benchmarks.result_tables import SOURCES, failures
 
 Json = dict[str, Any]
 CIRCUMSTANCES = {
@@ -41,7 +42,7 @@ def synthetic() -> dict[str, Json]:
     """A small result of every benchmark that has a section."""
     counts = [
         {"source": source, "up_to_depth": depth, "drafted": 400 // depth, "accepted": 100 // depth}
-        for source in steps.SOURCES for depth in (1, 2, 4, 8)
+        for source in SOURCES for depth in (1, 2, 4, 8)
     ]  # fmt: skip
     parts = ("draft", "partition", "rows", "selection", "inputs", "forward", "choose", "candidates", "exchange",
              "accept", "commit", "advance", "text", "step", "outside the forward", "host alone")  # fmt: skip
@@ -178,8 +179,8 @@ def test_failed_entries_are_shown_as_failed_beside_the_others(report: Callable[.
 
 
 def test_failures_are_found_at_any_depth() -> None:
-    rows = [{"heads": "7B", "nodes": 1, "triton": {"us": 3}, "flex": {"failed": "no"}}]
-    assert list(failures({"benchmark": "attention", "rows": rows})) == [("7B flex", "no")]
+    rows = [{"heads": "7B", "nodes": 1, "triton": {"us": 3}, "sdpa": {"failed": "no"}}]
+    assert list(failures({"benchmark": "attention", "rows": rows})) == [("7B sdpa", "no")]
     assert list(failures(synthetic())) == []
 
 

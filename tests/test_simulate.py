@@ -13,17 +13,17 @@ import pytest
 from rich.console import Console
 from sharded import config_values
 
-from benchmarks.check_runs import compare, summary
-from benchmarks.published import FITTED, GPT_FAST, check_published, fit, gpt_fast_layout
-from benchmarks.simulate import TOLERANCE, measurements_of, simulate_parser
-from benchmarks.simulate import run as simulate
+from benchmarks.common import RESULTS, show
+from benchmarks.published import FITTED, GPT_FAST, check_published, compare_runs, fit, gpt_fast_layout
+from benchmarks.simulate import TOLERANCE, measurements_of, simulate, simulate_parser
 from lpr.cli.plan import main as plan_main
 from lpr.config import DecodeConfig, InputError
+from lpr.core.step_times import StepTimes, interpolate, read_step_times
 from lpr.planner.facts import ModelFacts, facts_of
 from lpr.planner.footprint import Mesh, kv_row_bytes, read_bytes
 from lpr.planner.hardware import GPUS
 from lpr.planner.interconnect import LINKS, Network, all_gather, all_reduce
-from lpr.planner.measured import Drafted, Measured, interpolate, read_measured, read_table
+from lpr.planner.measured import Drafted, Measured, read_measured
 from lpr.planner.prediction import (
     GREEDY_ACCEPTANCE,
     SPREAD,
@@ -118,10 +118,10 @@ def test_forward_is_the_roofline() -> None:
 
 
 def test_interpolation() -> None:
-    assert interpolate((1, 3), (10.0, 20.0), 2) == 15
-    assert interpolate((1, 3, 4), (10.0, 20.0, 21.0), 6) == 23
-    assert interpolate((2, 4), (10.0, 20.0), 1) == 5
-    assert interpolate((2,), (10.0,), 100) == 10
+    assert interpolate((10.0, 20.0), 2, (1, 3)) == 15
+    assert interpolate((10.0, 20.0, 21.0), 6, (1, 3, 4)) == 23
+    assert interpolate((10.0, 20.0), 1, (2, 4)) == 10, "fewer than were measured take no less"
+    assert interpolate((10.0,), 100, (2,)) == 10
 
 
 def test_payload_is_that_of_the_exchange() -> None:
@@ -160,12 +160,13 @@ def test_plain_decoding_where_drafts_do_not_pay() -> None:
 
 
 def test_a_measured_table_replaces_the_roofline() -> None:
-    table = read_table(
-        {"source": "x", "rows": [{"nodes": 64, "milliseconds": 9}, {"nodes": 1, "milliseconds": 2}]}, "t"
-    )
+    rows = [{"batch": 1, "kv": 256, "ms": [2, 9]}, {"batch": 1, "kv": 1024, "ms": [4, 18]}]
+    table = read_step_times({"nodes": [1, 64], "rows": rows, "source": "x"}, "t")
     found = predict(setting(table=table, temperature=None), Mesh(1, 1))
-    assert found.step.forward == pytest.approx(2e-3)
-    assert table.seconds(32.5) == pytest.approx(5.5e-3)
+    assert found.step.forward == pytest.approx(4e-3), "at the cached length of the setting"
+    assert predict(setting(table=table, temperature=None, kv=256), Mesh(1, 1)).step.forward == pytest.approx(2e-3)
+    drafted = setting(table=table, kv=256).step(Mesh(1, 1), Drafted(0.0, 32, 2.0, 32.5), Inputs())
+    assert drafted.forward == pytest.approx(5.5e-3)
 
 
 def test_every_uncertainty_moves_a_prediction_as_it_says() -> None:
@@ -221,28 +222,15 @@ def test_package_has_the_measurements_of_the_results() -> None:
             if each.temperature == run["temperature"] and each.budget == run["budget_per_rank"] * run["num_ranks"]
         ]
         assert tree.tokens_per_step == run["tokens_per_step"]  # one tree, however many ranks share it
-        assert tree.payload_bytes(run["num_ranks"]) == run["payload_bytes_per_rank"]
         assert measured.shard_nodes(tree, run["num_ranks"]) == pytest.approx(run["nodes_of_largest_shard"], rel=0.1)
 
 
 def test_real_runs_are_compared() -> None:
     """Made-up runs that the model explains exactly, and one that takes twice as long."""
+    alone = {"rows": [{"nodes": 1, "kv": 9, "milliseconds": 4.0}], "first_step_ms": 20.0}
+    rows = [{"nodes": 17, "kv": 9, "milliseconds": 8.0}, {"nodes": 1, "kv": 9, "milliseconds": 4.5}]
     repeat = {
-        "times": {
-            "1": summary([[{"nodes": 1, "kv": 9, "ms": [3.0, 5.0], "first_ms": [20.0]}]]),
-            "2": summary(
-                [
-                    [
-                        {"nodes": 1, "kv": 9, "ms": [3.0, 5.0], "first_ms": [18.0]},
-                        {"nodes": 1, "kv": 9, "ms": [4.0, 4.0], "first_ms": [20.0]},
-                    ],
-                    [
-                        {"nodes": 17, "kv": 9, "ms": [8.0, 6.0], "first_ms": [20.0]},
-                        {"nodes": 17, "kv": 9, "ms": [2.0, 8.0], "first_ms": [19.0]},
-                    ],
-                ]
-            ),
-        },
+        "times": {"1": alone, "2": {"rows": rows, "first_step_ms": 20.0}},
         "all_gather_ms": 1.0,
         "load_average": 0.5,
         "runs": [
@@ -259,26 +247,42 @@ def test_real_runs_are_compared() -> None:
         ],
         "repeats": [repeat, repeat],
     }
-    plain, ahead = compare(found)
+    plain, ahead = compare_runs(found)
     assert plain["ratios"] == [1, 1] and plain["predicted_steps"] == plain["steps"] == 100
     assert ahead["ratio"] == 2 and ahead["predicted_steps"] == ahead["steps"] == 40
-    with pytest.raises(InputError, match="not the runs that --measure-runs writes"):
-        compare({**found, "counted": []})
+    with pytest.raises(InputError, match="not recorded runs"):
+        compare_runs({**found, "counted": []})
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"rows": []}, "it needs source and rows"),
-        ({"source": "x", "rows": []}, "needs rows with different nodes"),
-        ({"source": "x", "rows": [{"nodes": 1, "milliseconds": 0}]}, "milliseconds above 0"),
-        ({"source": "x", "rows": [{"nodes": 1, "milliseconds": 2}] * 2}, "different nodes"),
-        ([], "it needs source and rows"),
+        ({"rows": []}, "t.json: not a table of step times"),
+        ({"nodes": [1, 2], "rows": []}, "t.json: a table of step times needs two or more"),
+        ({"nodes": [1, 2], "rows": [{"batch": 1, "kv": 9, "ms": [0, 1]}]}, "t.json: each row of step times needs"),
+        ([], "t.json: not a table of step times"),
     ],
 )
 def test_bad_tables_are_one_line(values: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        read_table(values, "t.json")
+        read_step_times(values, "t.json")
+
+
+def test_recorded_runs_are_those_of_the_result() -> None:
+    """What a result says of the recorded runs is what the model says of them today."""
+    runs = json.loads((RESULTS / "simulate_runs.json").read_text())
+    assert compare_runs(runs) == json.loads((RESULTS / "simulate.json").read_text())["runs"]
+
+
+def test_times_are_read_from_the_table_of_another_tool(tmp_path: Path) -> None:
+    """`--times` takes what `--costs` and benchmarks.gpu_check write: one form of step times."""
+    path = tmp_path / "tn.json"
+    path.write_text(json.dumps({**StepTimes({(1, 1024): [5.0] * 16}).to_json(), "source": "a GPU"}))
+    arguments = ["--models", "llama-2-7b", "--gpus", "1", "2", "--gpu", "h100", "--times", str(path)]
+    result = simulate(simulate_parser().parse_args(arguments), Console(quiet=True))
+    assert result["times_source"] == "a GPU"
+    found = [each for setting in result["models"][0]["settings"] for each in setting["predictions"]]
+    assert {each["tp"] for each in found} == {1} and {each["step_ms"]["forward"] for each in found} == {5.0}
 
 
 def test_the_benchmark_answers_and_says_that_it_predicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -287,6 +291,7 @@ def test_the_benchmark_answers_and_says_that_it_predicts(tmp_path: Path, capsys:
     options = simulate_parser().parse_args(["--models", str(model), "--gpus", "1", "8", "--gpu", "h100", "--kv", "32"])
     console = Console(width=200, record=True, quiet=False)
     result = simulate(options, console)
+    show(result, console)
     assert "PREDICTED" in console.export_text() and "no GPU was available" in result["note"]
     assert [row["is_fitted"] for row in result["gpt_fast"]].count(True) == 2
     [found] = result["models"]
@@ -307,7 +312,6 @@ def test_the_benchmark_answers_and_says_that_it_predicts(tmp_path: Path, capsys:
         (["--link", "string"], "link 'string' is none of nvlink-a100"),
         (["--times", "no.json"], "cannot read no.json"),
         (["--check-runs", "no.json"], "cannot read no.json"),
-        (["--measure-runs", "x.json"], "--measure-runs needs --data"),
         (["--models", "nope"], "'nope' is no preset"),
     ],
 )

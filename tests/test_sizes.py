@@ -78,11 +78,11 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 def test_one_long_promise_that_failed_is_soon_forgiven() -> None:
     history = AcceptanceHistory()
-    history.settle(50.0, 0, 0.95)
+    history.record_step(50.0, 0, 0.95)
     assert history.trust() > 0.4
     for _ in range(200):
-        history.settle(0.0, 0, 0.95)
+        history.record_step(0.0, 0, 0.95)
     assert history.trust() > 0.8, "plain steps forget it"
     for _ in range(100):
-        history.settle(1.0, 0, 0.95)
+        history.record_step(1.0, 0, 0.95)
     assert history.trust() < 0.15, "failing again and again is believed"

@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import PreTrainedModel
-from worlds import run_ranks
+from worlds import ThreadComm, ThreadWorld, run_ranks
 
 from benchmarks import step
-from benchmarks.collective import gather_times, payload_bytes
-from benchmarks.common import split_budget
+from benchmarks.engines import split_budget
+from benchmarks.step import gather_times, payload_bytes
 from lpr import DecodeConfig, Engine, InputError
 from lpr.core.step_times import KNOTS
-from lpr.dist.comm import ThreadComm, ThreadWorld
 from lpr.engine.exchange import Exchange
 
 
@@ -32,7 +31,7 @@ def test_the_payload_is_that_of_the_exchange(decode: DecodeConfig, num_ranks: in
 
 
 def test_a_gather_takes_as_long_as_on_the_slowest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.collective.dist.barrier", lambda: None)
+    monkeypatch.setattr("benchmarks.step.dist.barrier", lambda: None)
 
     def program(comm: ThreadComm) -> list[float]:
         return gather_times(comm, torch.device("cpu"), 400, 5)
@@ -79,4 +78,4 @@ def test_the_collective_is_timed_by_ranks_of_its_own(
     )
     monkeypatch.setattr(step, "LAUNCHER", [sys.executable, str(script)])
     found = step.time_collective([20, 400], argparse.Namespace(device=None, threads=1))
-    assert found == ({"num_ranks": 2, "error": "exit code 1: no such port"} if fails else said)
+    assert found == ({"num_ranks": 2, "failed": "exit code 1: no such port"} if fails else said)

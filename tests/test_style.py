@@ -38,6 +38,7 @@ def test_public_names() -> None:
         "Completion",
         "DecodeConfig",
         "Engine",
+        "EngineOptions",
         "InputError",
         "Lookahead",
         "Request",

@@ -143,10 +143,12 @@ def naive(tokenizer, prompt, tokens, params, eos):
 
 
 def run(stream, tokens, blocks=()):
-    """Push until the finish, taking at block borders; gives the chunks."""
+    """Push until the finish, taking at block borders; gives the chunks. Notes the finish on the stream."""
     chunks = []
+    stream.reason = None
     for index, token in enumerate(tokens):
-        if stream.push(token):
+        stream.reason = stream.push(token)
+        if stream.reason:
             break
         if index in blocks:
             chunks.append(stream.take())
@@ -159,7 +161,7 @@ def check(tokenizer, prompt, tokens, params, blocks=None, eos=None):
     stream = TextStream(tokenizer, prompt, params, eos)
     chunks = run(stream, tokens, range(len(tokens)) if blocks is None else blocks)
     ids, text, reason = naive(tokenizer, prompt, tokens, params, eos)
-    assert (stream.token_ids, stream.finish_reason) == (ids, reason)
+    assert (stream.num_tokens, stream.reason) == (len(ids), reason)
     assert stream.text == text
     if reason:
         assert "".join(chunks) == text
@@ -354,7 +356,7 @@ def test_a_stop_string_found_when_a_run_of_bytes_breaks_is_cut_at_its_first_occu
     tokenizer = tokenizer_named("byte_fallback")
     stream = TextStream(tokenizer, [], SamplingParams(stop=(3 * REPLACEMENT,)), frozenset())
     run(stream, [*byte_tokens(tokenizer, "你好你好".encode() + b"\xff"), *text_tokens(tokenizer, "a")])
-    assert (stream.finish_reason, stream.text) == ("stop", "")
+    assert (stream.reason, stream.text) == ("stop", "")
 
 
 @all_tokenizers
@@ -378,7 +380,7 @@ def test_special_tokens_are_not_shown_and_do_not_split_a_character():
         stream = TextStream(tokenizer, [], SamplingParams(max_new_tokens=5), frozenset())
         run(stream, [first, special, len(tokenizer) + 7, second, shown])
         assert stream.text == "é<tool>"
-        assert len(stream.token_ids) == 5
+        assert stream.num_tokens == 5
 
 
 def test_eos_wins_over_length_and_is_not_shown_even_if_it_is_no_special_token():
@@ -388,7 +390,7 @@ def test_eos_wins_over_length_and_is_not_shown_even_if_it_is_no_special_token():
         stream = TextStream(tokenizer, [], SamplingParams(max_new_tokens=2), frozenset([eos]))
         assert stream.push(a) is None
         assert stream.push(eos) == "stop"
-        assert (stream.token_ids, stream.text) == ([a, eos], "a")
+        assert (stream.num_tokens, stream.text) == (2, "a")
     stream = TextStream(tokenizer, [], SamplingParams(max_new_tokens=2, ignore_eos=True), frozenset([b]))
     assert (stream.push(b), stream.push(b), stream.text) == (None, "length", "bb")
 
@@ -398,14 +400,14 @@ def test_a_stop_string_in_the_last_allowed_token_is_stop():
     tokens = [text_tokens(tokenizer, letter)[0] for letter in "abc"]
     stream = TextStream(tokenizer, [], SamplingParams(max_new_tokens=3, stop=("bc",)), frozenset())
     assert [stream.push(token) for token in tokens] == [None, None, "stop"]
-    assert (stream.text, stream.token_ids, stream.take()) == ("a", tokens, "a")
+    assert (stream.text, stream.num_tokens, stream.take()) == ("a", 3, "a")
 
 
 def test_a_stop_string_inside_a_token_cuts_the_text_there():
     tokenizer = tokenizer_named("byte_level")
     (the,) = text_tokens(tokenizer, " the")
     stream = TextStream(tokenizer, [], SamplingParams(stop=("e", "he")), frozenset())
-    assert (stream.push(the), stream.text, stream.token_ids) == ("stop", " t", [the])
+    assert (stream.push(the), stream.text, stream.num_tokens) == ("stop", " t", 1)
 
 
 def test_a_stop_string_that_begins_in_the_prompt_does_not_count():
@@ -431,7 +433,7 @@ def test_an_unfinished_character_does_not_match_a_stop_string_before_the_end():
 def test_without_a_tokenizer_there_are_ids_only():
     stream = TextStream(None, [1, 2], SamplingParams(max_new_tokens=3), frozenset([9]))
     assert [stream.push(token) for token in (5, 9)] == [None, "stop"]
-    assert (stream.token_ids, stream.text, stream.take()) == ([5, 9], "", "")
+    assert (stream.num_tokens, stream.text, stream.take()) == (2, "", "")
     with pytest.raises(InputError, match="needs a tokenizer"):
         TextStream(None, [], SamplingParams(stop=("a",)), frozenset())
 
@@ -439,7 +441,7 @@ def test_without_a_tokenizer_there_are_ids_only():
 def test_nothing_may_follow_the_finish():
     stream = TextStream(None, [], SamplingParams(max_new_tokens=1), frozenset())
     assert stream.push(3) == "length"
-    with pytest.raises(RuntimeError, match="finished"):
+    with pytest.raises(RuntimeError, match="after the output ended"):
         stream.push(3)
 
 

@@ -11,14 +11,13 @@ import pytest
 from prompts import PROMPTS
 from test_processes import JOB, TORCHRUN, rows, run
 from transformers import PreTrainedModel
-from worlds import run_ranks
+from worlds import ThreadComm, ThreadWorld, run_ranks
 
 import lpr.cli.generate
 import lpr.engine.step
 from lpr import Completion, DecodeConfig, Engine, SamplingParams
 from lpr.cli.generate import main
 from lpr.cli.trace import PLACEHOLDER, Recorder, page, trace_data
-from lpr.dist.comm import ThreadComm, ThreadWorld
 
 DECODE = DecodeConfig(window_size=4, ngram_size=3, guess_set_size=4, trie_nodes=12, max_batch_size=2)
 PARAMS = SamplingParams(max_new_tokens=40)
@@ -60,7 +59,7 @@ def test_the_data_is_what_the_engine_did(llama: PreTrainedModel, monkeypatch: py
         seen.extend(outcomes)
         return outcomes, length
 
-    monkeypatch.setattr("lpr.engine.decode_step", watched)
+    monkeypatch.setattr("lpr.engine.engine.decode_step", watched)
     engine = Engine.from_model(llama, decode=DECODE)
     recorder, done = record(engine, [[3, 4, 5, 6], [7, 8]])
     data = json.loads(json.dumps(trace_data(recorder, engine)))
@@ -114,7 +113,7 @@ def test_every_rank_knows_what_all_ranks_evaluated(llama: PreTrainedModel) -> No
 def test_recording_is_bounded_and_changes_nothing(llama: PreTrainedModel) -> None:
     engine = Engine.from_model(llama, decode=DECODE)
     expected = engine.generate([[3, 4, 5, 6], [7, 8]], PARAMS)
-    engine.reconfigure(DECODE)
+    engine.configure(DECODE)
     recorder, done = record(engine, [[3, 4, 5, 6], [7, 8]], max_steps=7)
     assert [each.token_ids for each in done] == [each.token_ids for each in expected]
     assert [each.stats for each in done] == [each.stats for each in expected]
@@ -178,7 +177,7 @@ def test_a_run_that_is_interrupted_still_shows_its_steps(tmp_path: Path, llama: 
 def test_bad_input_stops_the_command_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(lpr.generate, "Engine", None)
+    monkeypatch.setattr(lpr.cli.generate, "Engine", None)
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
     files = ["--prompts", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
     for arguments, message in [

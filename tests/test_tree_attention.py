@@ -30,7 +30,7 @@ import lpr.model.kernels.mask
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.core.tree import ancestor_bits
 from lpr.model.inputs import Row, build_inputs
-from lpr.model.kernels import flex, reference
+from lpr.model.kernels import reference
 from lpr.model.kernels.hook import LayerRule, layer_rule
 from lpr.model.kernels.mask import TreeMask, build_mask, packed_ancestors
 from lpr.model.runner import TreeModel
@@ -42,7 +42,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HAS_TRITON = find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs the package triton")
-uncompiled_flex = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 if HAS_TRITON:
     from lpr.model.kernels import triton_kernel
     from lpr.model.kernels.triton_kernel import Tiles
@@ -244,15 +243,6 @@ def test_lengths_are_read_where_the_kernel_runs() -> None:
     check_against_reference(triton_kernel.tree_attention, case, window=50)
 
 
-@uncompiled_flex
-@settings(max_examples=6, deadline=None)
-@given(cases())
-def test_flex_attention_equals_the_reference(drawn: tuple[Case, dict[str, Any]]) -> None:
-    case, rules = drawn
-    case.key.nan_to_num_(), case.value.nan_to_num_()  # uncompiled it multiplies by 0 as the reference does
-    check_against_reference(flex.tree_attention, case, **rules)
-
-
 @given(st.integers(1, 200), st.integers(0, 2), st.integers(0, 2**32))
 def test_packed_ancestors_are_the_ancestor_bits(count: int, spare_words: int, seed: int) -> None:
     parents = random_parents(np.random.default_rng(seed), count)
@@ -323,22 +313,12 @@ def test_the_engine_emits_the_same_ids_with_the_kernel(family: str, monkeypatch:
     assert [each.token_ids for each in engine.generate(PROMPTS, params)] == [each.token_ids for each in done]
 
 
-@uncompiled_flex
-def test_the_engine_emits_the_same_ids_with_flex_attention() -> None:
-    model = tiny_model("mistral", seed=7, spread=0.12, sliding_window=9)
-    params = SamplingParams(max_new_tokens=6)
-    engines = [Engine.from_model(model, decode=DECODE, attention=name) for name in ("sdpa", "flex")]
-    engines[0].model.set_attention("sdpa")
-    first = [each.token_ids for each in engines[0].generate(PROMPTS, params)]
-    engines[1].model.set_attention("flex")
-    assert [each.token_ids for each in engines[1].generate(PROMPTS, params)] == first
-
-
+@needs_triton
 def test_an_unknown_rule_takes_the_dense_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lpr.model.kernels.hook, "layer_rule", lambda function: None)
-    runner = TreeModel(tiny_model("mistral", sliding_window=9), attention="flex")
+    runner = TreeModel(tiny_model("mistral", sliding_window=9), attention="triton")
     self_check(runner)
-    assert runner.attention == "flex"
+    assert runner.attention == "triton"
 
 
 def reversed_bits(patch: pytest.MonkeyPatch) -> None:
@@ -413,7 +393,7 @@ def test_a_kernel_that_lpr_chose_is_replaced_where_it_fails(
 @needs_triton
 def test_choices_that_cannot_work_are_refused_in_one_line() -> None:
     assert TreeModel(tiny_model()).attention == "sdpa"
-    with pytest.raises(InputError, match="attention='fast' is none of auto, sdpa, triton, flex"):
+    with pytest.raises(InputError, match="attention='fast' is none of auto, sdpa, triton"):
         TreeModel(tiny_model(), attention="fast")
     own_code = tiny_model("codegen", n_embd=64, n_layer=2, n_head=4, rotary_dim=8)
     with pytest.raises(InputError, match="'codegen' has its own attention code"):

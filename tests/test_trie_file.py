@@ -14,18 +14,17 @@ from conftest import tiny_model
 from prompts import PROMPTS
 from safetensors.numpy import save, save_file
 from transformers import PreTrainedModel
-from worlds import run_ranks
+from worlds import ThreadComm, ThreadWorld, run_ranks
 
 import lpr.cli.generate
 import lpr.engine.trie_file
 from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.cli.generate import main
+from lpr.cli.jobs import Keeping
 from lpr.config import InputError
 from lpr.core.drafting import Drafter
 from lpr.core.suffix_index import END, SuffixIndex
 from lpr.core.tree import TokenTree
-from lpr.dist.comm import ThreadComm, ThreadWorld
-from lpr.engine.lead import Leader, follow
 from lpr.engine.trie_file import check_writable, fingerprint_of, num_documents, read_trie, trie_path, write_trie
 
 FINGERPRINT = "vocabulary of 97"
@@ -264,7 +263,7 @@ def test_a_trie_of_another_vocabulary_or_while_requests_run_is_refused(tmp_path:
     with pytest.raises(InputError, match="token ids outside the vocabulary of 97"):
         engine.load_trie(tmp_path / "outside")
     engine.submit([1], PARAMS)
-    with pytest.raises(RuntimeError, match="running requests"):
+    with pytest.raises(RuntimeError, match="without requests"):
         engine.load_trie(tmp_path)
 
 
@@ -287,17 +286,14 @@ def test_rank_0_alone_needs_the_file(tmp_path: Path, llama: PreTrainedModel) -> 
     def program(comm: ThreadComm) -> tuple[list[int], list[int], int]:
         engine = Engine.from_model(llama, decode=DECODE, comm=comm)
         if comm.rank:
-            engine.read_trie = None  # type: ignore[method-assign,assignment]
-            follow(engine)
+            engine._read_trie = None  # type: ignore[method-assign,assignment]
+            engine.work()
             return engine.shared.history().tolist(), [], 0
-        leader = Leader(engine)
-        leader.load_trie(tmp_path)
+        engine.load_trie(tmp_path)
         history = engine.shared.history().tolist()
-        request = leader.submit([3, 4, 5], PARAMS)
-        while request.finish_reason is None:
-            leader.step()
-        leader.close()
-        return history, request.text_stream.token_ids, request.stats.num_steps
+        [done] = engine.generate([[3, 4, 5]], PARAMS)
+        engine.close()
+        return history, done.token_ids, done.stats.num_steps
 
     ranks = run_ranks(ThreadWorld(3), program)
     saved = engine.shared.history().tolist()
@@ -333,7 +329,7 @@ def test_the_command_drafts_from_what_its_last_run_wrote(tmp_path: Path, capsys:
 def test_a_bad_trie_stops_the_command_before_the_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(lpr.generate, "Engine", None)
+    monkeypatch.setattr(lpr.cli.generate, "Engine", None)
     (tmp_path / "trie.safetensors").write_bytes(b"nonsense")
     for path, message in ((tmp_path, "no trie file, or damaged"), ("/proc/none", "cannot write a trie to")):
         assert main(["--trie", str(path), "--prompt", "a"]) == 2
@@ -352,12 +348,12 @@ def test_a_trie_of_another_model_stops_the_command(tmp_path: Path, capsys: pytes
 def test_an_interrupted_run_keeps_what_it_learnt_and_a_failed_one_the_old_file(
     tmp_path: Path, llama: PreTrainedModel
 ) -> None:
-    leader = Leader(Engine.from_model(llama, decode=DECODE))
-    leader.learn([[1, 2, 3]])
-    with pytest.raises(KeyboardInterrupt), lpr.generate.kept_trie(tmp_path, leader):
+    engine = Engine.from_model(llama, decode=DECODE)
+    engine.learn([1, 2, 3])
+    with pytest.raises(KeyboardInterrupt), Keeping(tmp_path).around(engine):
         raise KeyboardInterrupt
     assert read_trie(tmp_path).tolist() == [1, 2, 3, END]
-    with pytest.raises(ZeroDivisionError), lpr.generate.kept_trie(tmp_path, leader):
-        leader.learn([[4]])
+    with pytest.raises(ZeroDivisionError), Keeping(tmp_path).around(engine):
+        engine.learn([4])
         raise ZeroDivisionError
     assert read_trie(tmp_path).tolist() == [1, 2, 3, END]

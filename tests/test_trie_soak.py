@@ -1,8 +1,8 @@
-"""The trie under long use: memory is bounded, queries stay fast, and no insertion stalls. A short `benchmarks.trie`."""
+"""The trie under long use: memory is bounded, queries stay fast, and no insertion stalls. A short `trie_soak`."""
 
 from __future__ import annotations
 
-from benchmarks.trie import elements, soak
+from trie_soak import elements, soak
 
 CAPACITY = 50_000
 

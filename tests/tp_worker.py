@@ -50,7 +50,7 @@ def run_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
         logits = engine.model.model(input_ids=inputs, use_cache=False).logits
     prompts = PROMPTS * 2
     expected = [each.token_ids for each in engine.generate(prompts, PARAMS)]
-    engine.reconfigure(DECODE)
+    engine.configure(DECODE)
     inject(case.get("fault"), engine, comm)
     done = engine.generate(prompts, PARAMS)
     return {
@@ -135,7 +135,7 @@ def main() -> int:
     codes = []
     for attempt, arguments in enumerate(job["commands"], 1):
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)  # the ranks meet anew
-        codes.append(lpr.generate.main(arguments))
+        codes.append(lpr.cli.generate.main(arguments))
     report.with_suffix(f".codes{world.rank}").write_text(json.dumps(codes))
     return 0
 

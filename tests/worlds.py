@@ -2,16 +2,127 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import torch
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from lpr import Completion, DecodeConfig, Engine, SamplingParams
-from lpr.dist.comm import CommError, ThreadComm, ThreadWorld
+from lpr.dist.channel import CommError
 
 T = TypeVar("T")
+
+
+class ThreadWorld:
+    """Ranks that are threads of one process: rank logic in milliseconds, and every wait has a time-out."""
+
+    def __init__(self, size: int, timeout: float = 60.0, tp: int = 1) -> None:
+        """A world of `size` ranks, `tp` to a replica; one that waits longer than `timeout` seconds raises CommError.
+
+        Nothing is sharded here: the ranks of a replica all hold the full model.
+        """
+        self.size = size
+        self.tp = tp
+        self._barrier = threading.Barrier(size, timeout=timeout)
+        self._slots: list[torch.Tensor | bytes | None] = [None] * size
+        self.announcements: list[queue.SimpleQueue[int | None]] = [queue.SimpleQueue() for _ in range(size)]
+        self.timeout = timeout
+
+    def comm(self, rank: int) -> ThreadComm:
+        """The world as `rank` sees it."""
+        return ThreadComm(self, rank)
+
+    def exchange(self, rank: int, value: torch.Tensor | bytes) -> list[torch.Tensor | bytes | None]:
+        """Every rank's value, in rank order."""
+        self._slots[rank] = value
+        try:
+            self._barrier.wait()
+            everything = list(self._slots)
+            self._barrier.wait()  # nobody may write the next value before all have read this one
+        except threading.BrokenBarrierError:
+            raise CommError("another rank has ended or hangs") from None
+        return everything
+
+    def abort(self) -> None:
+        """Wake every waiting rank with a CommError: called when one of them fails."""
+        self._barrier.abort()
+        for waiting in self.announcements:
+            waiting.put(None)
+
+
+class ThreadChannel:
+    """The host channel of a ThreadWorld; counts what was announced."""
+
+    def __init__(self, world: ThreadWorld, rank: int) -> None:
+        """The channel as `rank` sees it."""
+        self._world = world
+        self._rank = rank
+        self.num_announced = 0
+
+    def announce(self, num_bytes: int) -> None:
+        """As HostChannel.announce."""
+        self.num_announced += 1
+        for rank, waiting in enumerate(self._world.announcements):
+            if rank != self._rank:
+                waiting.put(num_bytes)
+
+    def wait(self) -> int:
+        """As HostChannel.wait, but not for ever."""
+        try:
+            num_bytes = self._world.announcements[self._rank].get(timeout=self._world.timeout)
+        except queue.Empty:
+            num_bytes = None
+        if num_bytes is None:
+            raise CommError("another rank has ended or hangs")
+        return num_bytes
+
+    def check(self) -> None:
+        """Nobody is lost without a word."""
+
+
+class ThreadComm:
+    """One rank of a ThreadWorld; counts its collectives and bytes, for tests."""
+
+    tp_mesh: DeviceMesh | None = None
+
+    def __init__(self, world: ThreadWorld, rank: int) -> None:
+        """World rank `rank` of `world`."""
+        self._world = world
+        self._world_rank = rank
+        self.rank, self.tp_rank = divmod(rank, world.tp)
+        self.size, self.tp_size = world.size // world.tp, world.tp
+        self.num_sharing = world.size
+        self.channel = ThreadChannel(world, rank)
+        self.gathered_bytes: list[int] = []
+        self.num_broadcasts = 0
+
+    def gather(self, payload: torch.Tensor) -> torch.Tensor:
+        """As Comm.gather; ranks with unequal payloads are an error here, where NCCL would hang."""
+        self.gathered_bytes.append(payload.numel() * payload.element_size())
+        payloads = self._world.exchange(self._world_rank, payload.detach().cpu().clone())
+        try:
+            return torch.stack(payloads)  # type: ignore[arg-type]
+        except RuntimeError as failure:
+            raise CommError("ranks gathered payloads of different sizes") from failure
+
+    def gather_replica(self, payload: torch.Tensor) -> torch.Tensor:
+        """As Comm.gather_replica; every rank of the world takes part, as there is one barrier only."""
+        first = self.rank * self.tp_size
+        return torch.stack(self._world.exchange(self._world_rank, payload)[first : first + self.tp_size])  # type: ignore[arg-type]
+
+    def broadcast(self, message: bytes, length: int) -> bytes:
+        """As Comm.broadcast."""
+        self.num_broadcasts += 1
+        received = self._world.exchange(self._world_rank, message)[0]
+        assert isinstance(received, bytes) and len(received) == length
+        return received
+
+    def loaded(self) -> None:
+        """Time-outs stay."""
 
 
 def run_ranks(world: ThreadWorld, program: Callable[[ThreadComm], T]) -> list[T]:

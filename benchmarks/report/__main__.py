@@ -7,13 +7,12 @@ Measures nothing. A result that is missing, failed or of an older form is named 
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks.common import RESULTS, OneLineParser
+from benchmarks.common import RESULTS, OneLineParser, read_json
 from lpr.config import InputError
 
 
@@ -58,10 +57,7 @@ def make(folder: Path, output: Path) -> list[str]:
 
 def read(path: Path) -> dict[str, object]:
     """A result file; raises InputError."""
-    try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read {path}: {error}") from error
+    facts = read_json(path)
     if not isinstance(facts, dict):
         raise InputError(f"{path} is not a result: a JSON object was expected")
     return facts

@@ -11,8 +11,9 @@ from pathlib import Path
 from string import Template
 
 from benchmarks.report import predicted, steps, times
-from benchmarks.report.parts import Part, Result, failures
+from benchmarks.report.parts import Part, Result
 from benchmarks.report.plots import DARK, LIGHT, png
+from benchmarks.result_tables import FEWEST, failures, tables_of
 
 NUMBER = re.compile(r"[-\d]|failed$|nan$")
 PAPER = "lookahead decoding (Fu, Bailis, Stoica, Zhang, ICML 2024, arXiv 2402.02057)"
@@ -44,6 +45,11 @@ class Section:
         return self.command or f"{made} --output benchmarks/results/{self.benchmark}.json"
 
 
+def without_pictures(result: Result) -> list[Part]:
+    """The tables of a result that has no section."""
+    return [Part(result.stem, None, table) for table in tables_of(result.facts)]
+
+
 DATA = "--data classeval.jsonl"
 SECTIONS = (
     Section(
@@ -66,7 +72,7 @@ SECTIONS = (
         "Which source's guesses are right, and how far ahead. The trie continues text that has been seen; the window "
         "and its n-gram pool are lookahead decoding's; recycled candidates are the model's own second choices. A node "
         "counts for the source that named it first, so sources that come later look worse than they are alone. Shares "
-        f"of fewer than {steps.FEWEST} nodes are not drawn.",
+        f"of fewer than {FEWEST} nodes are not drawn.",
         "ablation", steps.depths, DATA,
     ),
     Section(
@@ -124,7 +130,7 @@ SECTIONS = (
         command="python -m benchmarks.strong_scaling --simulate --output benchmarks/results/simulate.json",
     ),
 )  # fmt: skip
-OTHER = Section("Further results", "Numbers without a picture, as they are in the files.", "", predicted.plain_tables)
+OTHER = Section("Further results", "Numbers without a picture, as they are in the files.", "", without_pictures)
 
 
 class Report:
@@ -202,10 +208,11 @@ class Report:
             self.pictures |= {f"{name}.png": light, f"{name}-dark.png": dark}
             picture = (
                 f'<picture><source media="(prefers-color-scheme: dark)" srcset="{data_uri(dark)}">'
-                f'<img src="{data_uri(light)}" alt="{escape(part.alt)}"></picture>'
+                f'<img src="{data_uri(light)}" alt="{escape(part.headline)}"></picture>'
             )
-        title = f"<h3>{escape(part.title)}</h3>" if part.title else ""
-        return f'{title}\n<div class="part">{picture}<div class="scroll">{grid(part.columns, part.rows)}</div></div>'
+        table = part.table
+        title = f"<h3>{escape(table.title)}</h3>" if table.title else ""
+        return f'{title}\n<div class="part">{picture}<div class="scroll">{grid(table.columns, table.rows)}</div></div>'
 
 
 FILE_COLUMNS = ("file", "date", "commit", "hardware", "software", "command")

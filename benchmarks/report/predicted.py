@@ -1,14 +1,14 @@
-"""Parts about predictions, and results that have no picture of their own."""
+"""Parts about predictions."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from benchmarks.report.parts import Json, Part, Result, distinct, mode
+from benchmarks import result_tables as tables
+from benchmarks.report.parts import Part, Result
 from benchmarks.report.plots import MARKERS, Theme, beside, end_labels, panels, rank_axis
+from benchmarks.result_tables import Json, best_meshes, distinct, mode
 
 PAPER_TIMES = 4
 """Lookahead parallelism on 8 A100 against plain decoding on one, at most (Fu et al.: ClassEval, CodeLlama 7B, 13B)."""
@@ -24,18 +24,8 @@ def simulate(result: Result) -> list[Part]:
     return [*parts, _check(result)]
 
 
-def _best(setting: Json) -> list[tuple[int, Json]]:
-    """(GPUs, prediction of the fastest mesh of so many)."""
-    found: dict[int, Json] = {}
-    for each in setting["predictions"]:
-        count = each["lp"] * each["tp"]
-        if count not in found or each["tokens_per_second"]["mid"] > found[count]["tokens_per_second"]["mid"]:
-            found[count] = each
-    return sorted(found.items())
-
-
 def _prediction(gpu: str, models: list[Json], result: Result) -> Part:
-    gpus = sorted({count for each in models for setting in each["settings"] for count, _ in _best(setting)})
+    gpus = sorted({count for each in models for setting in each["settings"] for count, _ in best_meshes(setting)})
 
     def draw(theme: Theme) -> Figure:
         figure, grid = panels(len(models), 3.4)
@@ -44,7 +34,7 @@ def _prediction(gpu: str, models: list[Json], result: Result) -> Part:
             axes.set_yscale("log", base=2)
             labels: list[tuple[float, float, str, str]] = []
             for number, setting in enumerate(model["settings"]):
-                points = _best(setting)
+                points = best_meshes(setting)
                 counts = [count for count, _ in points]
                 low, mid, high = (
                     [each["tokens_per_second"][key] for _, each in points] for key in ("low", "mid", "high")
@@ -53,7 +43,7 @@ def _prediction(gpu: str, models: list[Json], result: Result) -> Part:
                 axes.fill_between(counts, low, high, color=color, alpha=0.18, linewidth=0)
                 axes.plot(counts, mid, MARKERS[number] + "-", color=color)
                 labels.append((counts[-1], mid[-1], f"{mode(setting['temperature'])}:\n{mid[-1]:.0f}", color))
-            plain = _best(model["settings"][0])
+            plain = best_meshes(model["settings"][0])
             if gpu == "a100-80gb" and model["model"] in PAPER_MODELS and plain[0][0] == 1 and 8 in gpus:
                 at = (8, PAPER_TIMES * plain[0][1]["tokens_per_second"]["mid"])
                 axes.plot(*at, "D", color=theme.colors[3])
@@ -66,16 +56,6 @@ def _prediction(gpu: str, models: list[Json], result: Result) -> Part:
             end_labels(axes, labels, size=8)
         return figure
 
-    rows = [
-        [model["model"], mode(setting["temperature"]), str(count), f"{each['lp']} x {each['tp']}",
-         f"{each['tokens_per_second']['mid']:.0f}",
-         f"{each['tokens_per_second']['low']:.0f} to {each['tokens_per_second']['high']:.0f}",
-         f"{each['tokens_per_step']:.2f}" + ("?" if each["extrapolated"] else ""), str(each["drafted_nodes"]),
-         *(f"{each['step_ms'][key]:.2f}" for key in ("forward", "tp", "lp", "host"))]
-        for model in models for setting in model["settings"] for count, each in _best(setting)
-    ]  # fmt: skip
-    columns = ["model", "mode", "GPUs", "lp x tp", "tokens/s", "range", "tokens/step", "nodes", "forward ms", "tp ms",
-               "lp ms", "host ms"]  # fmt: skip
     answers = {
         (model["model"], mode(setting["temperature"])): setting["on_8_gpus"]["best"]
         for model in models for setting in model["settings"] if setting.get("on_8_gpus")
@@ -84,16 +64,13 @@ def _prediction(gpu: str, models: list[Json], result: Result) -> Part:
     headline = f"Predicted for {gpu} ({models[0]['launch']}), not measured."
     if meshes:
         headline += f" The fastest lp x tp on 8 GPUs: {', '.join(meshes)}."
-    title = f"{gpu}, {models[0]['launch']}, {models[0]['kv']} cached tokens, the best mesh of each number of GPUs"
-    return Part(f"{result.stem}_{gpu}", title, draw, headline, columns, rows, headline)
+    return Part(f"{result.stem}_{gpu}", draw, tables.predictions(gpu, result.facts), headline)
 
 
 def _check(result: Result) -> Part:
-    published = result.facts["gpt_fast"]
-    names = [f"{each['model']}, {each['num_gpus']} GPU{'s' if each['num_gpus'] > 1 else ''}" for each in published]
-    own = [{**each, "published": each["measured"], "is_fitted": False} for each in result.facts["runs"] or []]
-    names += [f"here: {each['name']}, {each['processes']} process{'es' * (each['processes'] > 1)}" for each in own]
-    checks = published + own
+    """Predictions of runs that are known, beside those runs."""
+    checks = tables.checks_of(result.facts)
+    names = [each["title"] for each in checks]
 
     def draw(theme: Theme) -> Figure:
         figure, (axes,) = panels(1, 0.8 + 0.24 * len(checks))
@@ -111,60 +88,6 @@ def _check(result: Result) -> Part:
         axes.set_xlabel("predicted / real tokens per second (grey: within 10 %)")
         return figure
 
-    rows = [
-        [
-            name,
-            f"{each['published']:.1f}",
-            f"{each['predicted']:.1f}",
-            f"{each['ratio']:.2f}",
-            "yes" if each["is_fitted"] else "no",
-        ]
-        for name, each in zip(names, checks, strict=True)
-    ]
-    free = [abs(each["ratio"] - 1) for each in published if not each["is_fitted"]]
+    free = [abs(each["ratio"] - 1) for each in result.facts["gpt_fast"] if not each["is_fitted"]]
     headline = f"Predictions of gpt-fast's published runs are off by at most {100 * max(free, default=0.0):.0f} %."
-    title = "the check: gpt-fast's published runs of plain decoding with tensor parallelism"
-    title += ", and runs of the machine named below" if own else ""
-    columns = ["run", "real", "predicted", "ratio", "fitted to it"]
-    return Part(f"{result.stem}_check", title, draw, headline, columns, rows, headline)
-
-
-def plain_tables(result: Result) -> list[Part]:
-    """The numbers of a result without a picture: its single values, and every list of records as a table."""
-    single = [[key, _cell(value)] for key, value in result.facts.items() if isinstance(value, str | int | float)]
-    known = {
-        "benchmark",
-        "date",
-        "command",
-        "commit",
-        "cpu",
-        "gpu",
-        "threads",
-        "python",
-        "torch",
-        "transformers",
-        "note",
-    }
-    single = [row for row in single if row[0] not in known]
-    parts = [Part(result.stem, result.file, None, "", ["", ""], single)] if single else []
-    for key, value in result.facts.items():
-        records = [value] if isinstance(value, dict) else value
-        if isinstance(records, list) and records and all(isinstance(each, dict) for each in records):
-            columns = list(dict.fromkeys(name for each in records for name in each))
-            rows = [[_cell(each.get(name, "")) for name in columns] for each in records]
-            parts.append(Part(f"{result.stem}_{key}", f"{result.file}: {key}", None, "", columns, rows))
-    return parts
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, dict | list) and any(isinstance(each, dict | list) for each in _values(value)):
-        return f"{len(value)} entries, see the file"
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {_cell(each)}" for key, each in value.items())
-    if isinstance(value, list):
-        return ", ".join(map(_cell, value))
-    return f"{value:,.6g}" if isinstance(value, float) else str(value)
-
-
-def _values(value: Any) -> list[Any]:
-    return list(value.values()) if isinstance(value, dict) else value
+    return Part(f"{result.stem}_check", draw, tables.check(result.facts), headline)

@@ -2,42 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from benchmarks.report.parts import Json, Part, Result, distinct, mode, sound, workload
+from benchmarks import result_tables as tables
+from benchmarks.report.parts import Part, Result
 from benchmarks.report.plots import MARKERS, Theme, bars, beside, end_labels, legend, name_rows, panels, rank_axis
+from benchmarks.result_tables import SOURCES, Json, distinct, mode, sound
 
 PAPER_STEPS = (1.4, 1.5)
 """Fewer steps on 8 GPUs than on 1: lookahead decoding (Fu et al., ICML 2024, arXiv 2402.02057)."""
 PAPER_TOKENS_PER_STEP = 2.05
 """The same paper, one GPU, MT-Bench, 7B."""
-SOURCES = {
-    "trie": "trie",
-    "shared_trie": "shared trie",
-    "pool": "n-gram pool",
-    "window": "window",
-    "recycled": "recycled",
-}
-FEWEST = 30
-"""Drafted nodes below which a share says nothing."""
 SOURCE_COLOR = {"window": 0, "recycled": 1, "trie": 2, "shared_trie": 3, "pool": 4}
-
-
-def lines_of(runs: list[Json]) -> list[tuple[float, int, list[Json]]]:
-    """(temperature, nodes per rank, runs by ascending ranks) of a strong scaling result."""
-    return [
-        (temperature, budget, sorted(chosen, key=lambda run: run["num_ranks"]))
-        for temperature in distinct(runs, "temperature")
-        for budget in distinct(runs, "budget_per_rank")
-        if (chosen := [r for r in runs if (r["temperature"], r["budget_per_rank"]) == (temperature, budget)])
-    ]
 
 
 def scaling(result: Result) -> list[Part]:
     """Tokens per step against ranks."""
     runs = sound(result.facts["runs"])
-    lines = lines_of(runs)
+    lines = tables.lines_of(runs)
     temperatures, ranks = distinct(runs, "temperature"), sorted(distinct(runs, "num_ranks"))
 
     def draw(theme: Theme) -> Figure:
@@ -62,20 +47,6 @@ def scaling(result: Result) -> list[Part]:
             axes.set_ylabel("tokens per step")
         return figure
 
-    columns = [
-        "mode", "nodes per rank", "ranks", "tokens/step", "nodes/step", "largest shard", "redundant",
-        "KiB per rank",
-    ]  # fmt: skip
-    rows = [
-        [
-            mode(temperature), str(budget), str(run["num_ranks"]), f"{run['tokens_per_step']:.2f}",
-            f"{run['nodes_per_step']:.0f}",
-            f"{run['nodes_of_largest_shard']:.0f}", f"{100 * run['evaluated_redundantly']:.1f} %",
-            f"{run['payload_bytes_per_rank'] / 1024:.1f}",
-        ]
-        for temperature, budget, found in lines
-        for run in found
-    ]  # fmt: skip
     words = "; ".join(
         f"{mode(temperature)}, {budget} nodes per rank: {found[0]['tokens_per_step']:.1f} on {found[0]['num_ranks']}, "
         f"{found[-1]['tokens_per_step']:.1f} on {found[-1]['num_ranks']}"
@@ -83,18 +54,14 @@ def scaling(result: Result) -> list[Part]:
         if budget == max(each for _, each, _ in lines)
     )
     headline = f"Tokens per step by number of ranks. {words[:1].upper()}{words[1:]}."
-    return [Part("tokens_per_step", workload(result.facts), draw, headline, columns, rows, headline)]
+    return [Part("tokens_per_step", draw, tables.scaling(result.facts), headline)]
 
 
 def speedup(result: Result) -> list[Part]:
     """How many times fewer steps than on one rank, with the ideal and the paper's result."""
     runs = sound(result.facts["runs"])
-    lines = [line for line in lines_of(runs) if line[2][0]["num_ranks"] == 1]
     ranks = sorted(distinct(runs, "num_ranks"))
-    ratios = [
-        (temperature, budget, [(r["num_ranks"], r["tokens_per_step"] / found[0]["tokens_per_step"]) for r in found])
-        for temperature, budget, found in lines
-    ]
+    ratios = [(temperature, budget, list(found.items())) for temperature, budget, found in tables.ratios_of(runs)]
     highest = max([PAPER_STEPS[1], *(ratio for _, _, points in ratios for _, ratio in points)])
 
     def draw(theme: Theme) -> Figure:
@@ -128,19 +95,18 @@ def speedup(result: Result) -> list[Part]:
         near.set_title("the same, enlarged")
         return figure
 
-    rows = [
-        [mode(temperature), str(budget), *(f"{dict(points)[r]:.2f}x" if r in dict(points) else "" for r in ranks)]
-        for temperature, budget, points in ratios
+    table = tables.speedup(result.facts)
+    known = [
+        ["ideal", "", *(f"{rank}x" for rank in ranks)],
+        ["paper, 8 GPUs", "", *("1.4x to 1.5x" if rank == 8 else "" for rank in ranks)],
     ]
-    rows.append(["ideal", "", *(f"{rank}x" for rank in ranks)])
-    rows.append(["paper, 8 GPUs", "", *("1.4x to 1.5x" if rank == 8 else "" for rank in ranks)])
+    table = replace(table, rows=[*table.rows, *known])
     best = max(ratios, key=lambda each: each[2][-1][1])
     headline = (
         f"{best[2][-1][0]} ranks take up to {best[2][-1][1]:.2f} times fewer steps than one ({mode(best[0])}, "
         f"{best[1]} nodes per rank); the paper reports 1.4x to 1.5x on 8."
     )
-    columns = ["mode", "nodes per rank", *(f"{rank} rank{'s' if rank > 1 else ''}" for rank in ranks)]
-    return [Part("speedup", workload(result.facts), draw, headline, columns, rows, headline)]
+    return [Part("speedup", draw, table, headline)]
 
 
 def ablation(result: Result) -> list[Part]:
@@ -172,26 +138,19 @@ def ablation(result: Result) -> list[Part]:
             axes.set_ylabel("tokens per step")
         return figure
 
-    rows = [
-        [mode(temperature), words[kind], *(f"{cells[temperature, kind, b]:.2f}" if (temperature, kind, b) in cells
-         else "failed" for b in budgets)]
-        for temperature in temperatures for kind in kinds
-    ]  # fmt: skip
     top = [max((cells[key], key) for key in cells if key[0] == temperature) for temperature in temperatures]
     found = "; ".join(f"{mode(key[0])}: {value:.1f} ({words[key[1]]}, {key[2]} nodes)" for value, key in top)
     headline = f"Most tokens per step on one rank: {found}."
-    columns = ["mode", "source", *(f"{budget} nodes" for budget in budgets)]
-    return [Part("sources", workload(result.facts), draw, headline, columns, rows, headline)]
+    return [Part("sources", draw, tables.sources(result.facts), headline)]
 
 
 def depths(result: Result) -> list[Part]:
     """What each source drafted and what of it was accepted, by depth, for the largest budget of all sources."""
-    runs = [run for run in sound(result.facts["runs"]) if run["kind"] == "both"]
-    budget = max(run["budget"] for run in runs)
-    chosen = [(run["temperature"], run["num_steps"], run["by_depth"]) for run in runs if run["budget"] == budget]
+    runs = tables.largest_of_both(result.facts)
+    chosen = [(run["temperature"], run["num_steps"], run["by_depth"]) for run in runs]
     deepest = sorted({each["up_to_depth"] for _, _, counts in chosen for each in counts})
     names = [name for name in SOURCES if any(each["source"] == name for _, _, counts in chosen for each in counts)]
-    groups = [str(last) if last < 4 else f"{last // 2 + 1}-{last}" for last in deepest]
+    groups = [tables.depth_group(last) for last in deepest]
 
     def draw(theme: Theme) -> Figure:
         figure, grid = panels(2 * len(chosen), 3.0, columns=len(chosen))
@@ -208,7 +167,7 @@ def depths(result: Result) -> list[Part]:
                     edgecolor=theme.page, width=0.78,
                 )  # fmt: skip
                 bottoms = [low + height for low, height in zip(bottoms, heights, strict=True)]
-                rates = [_rate(found.get(d)) for d in deepest]
+                rates = [tables.share(found.get(d)) for d in deepest]
                 marker = MARKERS[SOURCE_COLOR[name]]
                 rate.plot(groups, rates, marker + "-", color=color, label=SOURCES[name], clip_on=False)
             accepted.set_title(f"{mode(temperature)}: accepted per step")
@@ -225,23 +184,9 @@ def depths(result: Result) -> list[Part]:
             axes.legend(frameon=False, fontsize=8.5, loc="best", handlelength=1.6)
         return figure
 
-    rows = [
-        [mode(temperature), SOURCES[each["source"]], groups[deepest.index(each["up_to_depth"])],
-         f"{each['drafted'] / num_steps:.2f}", f"{each['accepted'] / num_steps:.3f}",
-         f"{_rate(each):.1f} %" if each["drafted"] >= FEWEST else f"{each['accepted']} of {each['drafted']}"]
-        for temperature, num_steps, counts in chosen
-        for each in sorted(counts, key=lambda each: (names.index(each["source"]), each["up_to_depth"]))
-    ]  # fmt: skip
-    columns = ["mode", "source", "depth", "drafted/step", "accepted/step", "share accepted"]
     found = "; ".join(f"{mode(temperature)}: {_largest(counts)}" for temperature, _, counts in chosen)
     headline = f"Most accepted nodes come from: {found}."
-    title = f"{workload(result.facts)}, window and trie together, {budget} nodes"
-    return [Part("acceptance", title, draw, headline, columns, rows, headline)]
-
-
-def _rate(count: Json | None) -> float:
-    """Accepted of 100 drafted; not a number where too few were drafted to tell."""
-    return 100 * count["accepted"] / count["drafted"] if count and count["drafted"] >= FEWEST else float("nan")
+    return [Part("acceptance", draw, tables.depths(result.facts), headline)]
 
 
 def _largest(counts: list[Json]) -> str:
@@ -254,24 +199,17 @@ def _largest(counts: list[Json]) -> str:
 
 def replay(result: Result) -> list[Part]:
     """Drafting on recorded completions: tokens per step, and how long a draft takes."""
-    runs = sound(result.facts["runs"])
-
-    def setting(run: Json) -> str:
-        if run["num_warm_tokens"] and not run["warm"]:
-            return f"history of {run['num_warm_tokens'] / 1e6:g}M tokens"
-        return "warm" if run["warm"] else "cold"
-
-    def label(run: Json) -> str:
-        return f"{run['traces'].rsplit('.', 1)[0]},\n{setting(run)}"
-
-    steps = [run for run in runs if setting(run) in ("cold", "warm")]
+    known = tables.replay_runs(result.facts)
+    runs = [run for run, _ in known]
+    labels = [f"{run['traces'].rsplit('.', 1)[0]},\n{setting}" for run, setting in known]
+    counts = [setting in ("cold", "warm") for _, setting in known]
 
     def draw(theme: Theme) -> Figure:
         figure, (left, right) = panels(2, 1.0 + 0.38 * len(runs))
         palette = {"cold": theme.colors[0], "warm": theme.colors[1]}
-        values = [run["tokens_per_step"] if run in steps else 0.0 for run in runs]
+        values = [run["tokens_per_step"] * count for run, count in zip(runs, counts, strict=True)]
         texts = [f"{value:.2f}" if value else "only times drafting" for value in values]
-        bars(left, [label(run) for run in runs], values, [palette.get(setting(run), theme.soft) for run in runs], texts)
+        bars(left, labels, values, [palette.get(setting, theme.soft) for _, setting in known], texts)
         left.axvline(1, color=theme.soft, linestyle="--", linewidth=1.2)
         left.set_xlabel("tokens per step (plain decoding: 1)")
         medians = [run["draft_ms_per_step"] for run in runs]
@@ -286,14 +224,10 @@ def replay(result: Result) -> list[Part]:
         legend(right, 2)
         return figure
 
-    rows = [
-        [run["traces"], setting(run), str(run["budget"]), str(run["num_tasks"]),
-         f"{run['tokens_per_step']:.2f}" if run in steps else "", f"{run['drafted_per_step']:.1f}",
-         f"{run['draft_ms_per_step']:.3f}", f"{run['draft_ms_p99']:.3f}"]
-        for run in runs
-    ]  # fmt: skip
-    columns = ["traces", "setting", "nodes", "tasks", "tokens/step", "drafted/step", "draft ms", "draft ms, p99"]
-    found = "; ".join(f"{label(run).replace(chr(10), ' ')}: {run['tokens_per_step']:.1f}" for run in steps)
+    found = "; ".join(
+        f"{label.replace(chr(10), ' ')}: {run['tokens_per_step']:.1f}"
+        for label, run, count in zip(labels, runs, counts, strict=True)
+        if count
+    )
     headline = f"Tokens per step on recorded completions, from the trie alone. {found}."
-    return [Part("replay", f"node budget {', '.join(map(str, distinct(runs, 'budget')))}", draw,
-                 headline, columns, rows, headline)]  # fmt: skip
+    return [Part("replay", draw, tables.replay(result.facts), headline)]

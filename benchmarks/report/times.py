@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.report.parts import Json, Part, Result, distinct, mode, sound, workload
+from benchmarks import result_tables as tables
+from benchmarks.report.parts import Part, Result
 from benchmarks.report.plots import MARKERS, Theme, bars, beside, end_labels, legend, panels, rank_axis, stacked
+from benchmarks.result_tables import Json, Table, over_plain, race_title, sizes_title, sound
 
 DEVICE_PARTS = {"forward": "forward", "choose": "choice of tokens", "candidates": "recycled candidates"}
 HOST_PARTS = {
     "draft": ("draft",),
     "inputs": ("inputs",),
     "exchange": ("exchange",),
-    "accept, commit": ("accept", "commit", "advance"),
+    "accept, commit": ("accept, commit", "accept", "commit", "advance"),
     "text": ("text",),
     "partition, rows": ("partition", "rows", "selection"),
 }
@@ -26,7 +27,8 @@ HOST_PARTS = {
 def breakdown(result: Result) -> list[Part]:
     """Where the time of a step goes: the model's part, and the host's."""
     runs = sound(result.facts["runs"])
-    names = [f"{run['budget']} node{'s' if run['budget'] > 1 else ''}, {mode(run['temperature'])}" for run in runs]
+    table = tables.step_parts(result.facts)
+    names = table.columns[1:]
     median = [run["median_ms"] for run in runs]
 
     def draw(theme: Theme) -> Figure:
@@ -40,10 +42,11 @@ def breakdown(result: Result) -> list[Part]:
             beside(whole, f"{total:.1f}", total, place)
         whole.margins(x=0.08)
         whole.set_xlabel("the whole step, milliseconds of processor time")
-        stacked(host, names, [
-            (label, [sum(each[key] for key in keys) for each in median], theme.colors[number])
+        host_parts = [
+            (label, [sum(each.get(key, 0.0) for key in keys) for each in median], theme.colors[number])
             for number, (label, keys) in enumerate(HOST_PARTS.items())
-        ])  # fmt: skip
+        ]
+        stacked(host, names, [part for part in host_parts if any(part[1])])
         alone = [each["host alone"] for each in median]
         host.plot(alone, range(len(runs)), "D", color=theme.ink, label="host alone", linestyle="none")
         host.set_xlabel("everything else, enlarged, milliseconds of processor time")
@@ -51,18 +54,13 @@ def breakdown(result: Result) -> list[Part]:
         legend(host, 4)
         return figure
 
-    keys = list(median[0])
-    rows = [[key, *(f"{each[key]:.3f}" for each in median)] for key in keys]
     found = "; ".join(
         f"{name}: {each['step']:.1f}, of which {each['outside the forward']:.2f} outside the model"
         for name, each in zip(names, median, strict=True)
         if each is median[0] or each is median[-1]
     )
     headline = f"Milliseconds of a step. {found}."
-    title = (
-        f"{', '.join(distinct(runs, 'device'))}, CPU threads: {', '.join(map(str, distinct(runs, 'threads')))}, medians"
-    )
-    return [Part("step_time", title, draw, headline, ["median ms", *names], rows, headline)]
+    return [Part("step_time", draw, table, headline)]
 
 
 def decode(result: Result) -> list[Part]:
@@ -91,27 +89,15 @@ def decode(result: Result) -> list[Part]:
         axes.set_xlabel("times as fast as transformers' greedy decoding (wall clock, medians over prompts)")
         return figure
 
-    rows = [
-        [each["name"], *(["failed"] * 5 if "failed" in each else [
-            f"{each['median_seconds']:.3f}", f"{each['speedup_over_transformers']:.2f}x",
-            f"{each['speedup_over_autoregressive']:.2f}x",
-            f"{each['tokens_per_step']:.2f}" if each["tokens_per_step"] else "",
-            str(each["prompts_with_other_tokens"]),
-        ])]
-        for each in everyone
-    ]  # fmt: skip
-    columns = ["", "median s", "over transformers", "over lpr plain", "tokens/step", "prompts with other tokens"]
-    device = f"{result.facts['device']}, {result.facts['dtype'].removeprefix('torch.')}"
-    title = f"{workload(result.facts)}, greedy, {device}"
+    table = tables.decode(result.facts)
     times = best["speedup_over_transformers"]
-    headline = f"{title}: {best['name']} is {times:.2f} times as fast as transformers' greedy decoding."
-    return [Part(result.stem, title, draw, headline, columns, rows, headline)]
+    headline = f"{table.title}: {best['name']} is {times:.2f} times as fast as transformers' greedy decoding."
+    return [Part(result.stem, draw, table, headline)]
 
 
 def sizes(result: Result) -> list[Part]:
     """Automatic sizes against the best fixed one on recorded texts, under given step times."""
     runs = sound(result.facts["runs"])
-    title = {id(run): f"{Path(run['traces']).stem}, {'warm' if run['num_warm_tasks'] else 'cold'}" for run in runs}
 
     def draw(theme: Theme) -> Figure:
         figure, grid = panels(len(runs), 1.0 + 0.45 * max(len(run["races"]) for run in runs))
@@ -125,28 +111,20 @@ def sizes(result: Result) -> list[Part]:
             bars(axes, names, values, colors, words)
             axes.axvline(1, color=theme.soft, linestyle="--", linewidth=1.2)
             axes.set_xlabel("times as fast as plain decoding")
-            axes.set_title(title[id(run)])
+            axes.set_title(sizes_title(run))
         return figure
 
-    columns = ["text", "step times", "best fixed size", "over plain", "automatic, over plain", "nodes/step", "ratio"]
-    rows = [
-        [title[id(run)], race["costs"], str(race["best_fixed"]), f"{race['best_fixed_over_plain']:.2f}x",
-         f"{race['auto']['over_plain']:.2f}x", f"{race['auto']['nodes_per_step']:.1f}",
-         f"{race['auto_over_best_fixed']:.2f}"]
-        for run in runs for race in run["races"]
-    ]  # fmt: skip
     ratios = [race["auto_over_best_fixed"] for run in runs for race in run["races"]]
     headline = (
         f"Automatic sizes against the best fixed size, chosen afterwards: {min(ratios):.2f} to {max(ratios):.2f} times "
         "its speed."
     )
-    return [Part("sizes", "on recorded texts", draw, headline, columns, rows, headline)]
+    return [Part("sizes", draw, tables.sizes(result.facts), headline)]
 
 
 def adaptive(result: Result) -> list[Part]:
     """Automatic sizes against a grid of fixed ones, and where drafts must fail."""
     races, traps = sound(result.facts["races"]), sound(result.facts["traps"])
-    title = {id(race): f"{race['data']}, {mode(race['temperature'])}" for race in races}
 
     def race_axes(axes: Axes, race: Json, theme: Theme) -> None:
         found = race["results"]
@@ -167,53 +145,40 @@ def adaptive(result: Result) -> list[Part]:
         figure, grid = panels(len(races), 0.9 + 0.25 * tallest)
         for axes, race in zip(grid, races, strict=True):
             race_axes(axes, race, theme)
-            axes.set_title(title[id(race)])
+            axes.set_title(race_title(race))
         return figure
 
     def draw_traps(theme: Theme) -> Figure:
         figure, (axes,) = panels(1, 0.8 + 0.35 * len(traps))
-        values = [_over_plain(each, "auto") for each in traps]
+        values = [over_plain(each) for each in traps]
         colors = [theme.colors[1]] * len(traps)
         bars(axes, [each["case"] for each in traps], values, colors, [f"{value:.3f}x" for value in values])
         axes.axvline(1, color=theme.soft, linestyle="--", linewidth=1.2)
         axes.set_xlabel("automatic sizes: times as fast as plain decoding (1: no slower)")
         return figure
 
-    columns = ["race", "contestant", "tokens/s", "over plain", "tokens/step", "nodes/step"]
-    rows = [
-        [title[id(race)], each["name"] + (" (best fixed)" if each["name"] == race["best_fixed"] else ""),
-         f"{each['tokens_per_second']:.1f}", f"{each['over_plain']:.2f}x", f"{each['tokens_per_step']:.2f}",
-         f"{each['nodes_per_step']:.1f}"]
-        for race in races for each in race["results"]
-    ]  # fmt: skip
-    found = "; ".join(f"{title[id(race)]}: {race['auto_over_best_fixed']:.2f}x" for race in races)
+    found = "; ".join(f"{race_title(race)}: {race['auto_over_best_fixed']:.2f}x" for race in races)
     headline = f"Speed against the best fixed size, chosen afterwards. {found}."
-    parts = [Part("automatic_sizes", "against fixed sizes", draw_races, headline, columns, rows, headline)]
+    parts = [Part("automatic_sizes", draw_races, tables.races(result.facts), headline)]
     if traps:
-        speeds = [_over_plain(each, "auto") for each in traps]
-        cells = [[each["case"], f"{_over_plain(each, 'auto'):.3f}x"] for each in traps]
+        speeds = [over_plain(each) for each in traps]
         headline = f"Where drafts must fail: {min(speeds):.2f} to {max(speeds):.2f} times the speed of plain decoding."
-        parts.append(Part("automatic_traps", "where drafts must fail", draw_traps, headline, ["", "over plain"], cells,
-                          headline))  # fmt: skip
+        parts.append(Part("automatic_traps", draw_traps, tables.traps(result.facts), headline))
     return parts
-
-
-def _over_plain(case: Json, name: str) -> float:
-    return next(each["over_plain"] for each in case["results"] if each["name"] == name)
 
 
 def step_costs(result: Result) -> list[Part]:
     """t(n): how long a step takes with n nodes, for every table that the result holds."""
-    tables = list(_tables(result.facts))
-    if not tables:
+    found = list(_tables(result.facts))
+    if not found:
         raise KeyError("nodes, rows")
-    nodes = sorted({count for _, points in tables for count, _ in points})
+    nodes = sorted({count for _, points in found for count, _ in points})
 
     def draw(theme: Theme) -> Figure:
         figure, (axes,) = panels(1, 3.8)
         rank_axis(axes, nodes, "n, tokens that a step evaluates", room=1.6)
         labels = []
-        for number, (name, points) in enumerate(tables):
+        for number, (name, points) in enumerate(found):
             color = theme.colors[number % len(theme.colors)]
             axes.plot(*zip(*points, strict=True), MARKERS[number % len(MARKERS)] + "-", color=color)
             labels.append((*points[-1], name, color))
@@ -223,12 +188,12 @@ def step_costs(result: Result) -> list[Part]:
         end_labels(axes, labels)
         return figure
 
-    rows = [[name, *(f"{dict(points)[n]:.2f}" if n in dict(points) else "" for n in nodes)] for name, points in tables]
-    words = "; ".join(f"{name}: {points[0][1]:.2f} to {points[-1][1]:.2f} ms" for name, points in tables)
+    rows = [[name, *(f"{dict(points)[n]:.2f}" if n in dict(points) else "" for n in nodes)] for name, points in found]
+    words = "; ".join(f"{name}: {points[0][1]:.2f} to {points[-1][1]:.2f} ms" for name, points in found)
     device = result.facts.get("gpu") or result.facts.get("cpu", "")
     headline = f"From the fewest to the most nodes. {words}."
     columns = ["milliseconds at", *(f"{n:g}" for n in nodes)]
-    return [Part(f"t_of_n_{result.stem}", str(device), draw, headline, columns, rows, headline)]
+    return [Part(f"t_of_n_{result.stem}", draw, Table(str(device), columns, rows), headline)]
 
 
 def _tables(value: Any, name: str = "") -> Iterator[tuple[str, list[tuple[float, float]]]]:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import os
 import stat
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
-from lpr.config import InputError
+import msgspec
+
+from lpr.config import InputError, SamplingParams
+
+_SAMPLING_FIELDS = [each.name for each in fields(SamplingParams)]
 
 
 @dataclass
@@ -21,6 +25,8 @@ class PromptLine:
     prompt: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
     """The line's other fields, which its output line keeps."""
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """Those of them that are fields of SamplingParams: they override the command's for this line."""
     error: str | None = None
 
 
@@ -50,7 +56,18 @@ def _parse(number: int, raw: bytes) -> PromptLine:
     if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
         return PromptLine(number, error=f'line {number} has no string "prompt"')
     prompt = record.pop("prompt")
-    return PromptLine(number, prompt, record)
+    sampling = {name: record[name] for name in _SAMPLING_FIELDS if name in record}
+    try:
+        checked = msgspec.convert(sampling, SamplingParams)
+    except (msgspec.ValidationError, InputError) as failure:
+        return PromptLine(number, prompt, record, error=f"line {number}: {_named(str(failure))}")
+    return PromptLine(number, prompt, record, {name: getattr(checked, name) for name in sampling})
+
+
+def _named(failure: str) -> str:
+    """msgspec's "Expected `float`, got `str` - at `$.temperature`" with the field first."""
+    reason, at, place = failure.partition(" - at `$.")
+    return f"{place.rstrip('`')}: {reason}" if at else failure
 
 
 class OrderedWriter:
@@ -64,6 +81,7 @@ class OrderedWriter:
     def __init__(self, path: Path, lines: list[PromptLine], resume: bool = False) -> None:
         """Open `path`; raises InputError at once, before any work, if it cannot be written or the disk is full."""
         self.path = path
+        self.lines = lines
         self._order = [line.number for line in lines]
         self._next = 0
         self._waiting: dict[int, str] = {}

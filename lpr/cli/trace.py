@@ -21,8 +21,7 @@ from lpr.core.accept import likely
 from lpr.core.partition import Shard
 from lpr.core.tree import Source
 from lpr.engine.engine import Engine
-from lpr.engine.request import Chunk, Request
-from lpr.engine.step import Outcome
+from lpr.engine.request import Chunk, Outcome, Request
 from lpr.engine.text import TextStream, decoder_of
 from lpr.files import replace_file
 
@@ -60,8 +59,7 @@ class Recorder:
                 self.num_left_out += 1
                 continue
             self.num_steps += 1
-            assert request.running is not None
-            step = step_record(outcome, request.running.state.probabilities)
+            step = step_record(outcome, request.running.probabilities)
             step |= {"emitted": chunk.token_ids, "ms": self._phases, "batch": len(batch)}
             self.steps.setdefault(request, []).append(step)
 
@@ -102,7 +100,7 @@ def trace_data(recorder: Recorder, engine: Engine) -> Json:
         "ranks": engine.comm.size,
         "device": str(engine.model.device),
         "sources": [source.name.lower() for source in Source],
-        "decode": vars(engine.config),
+        "decode": vars(engine.sizes),
         "num_left_out": recorder.num_left_out,
         "tokens": {token: label(token) for token in sorted(tokens)},
         "requests": [request_record(request, steps, engine) for request, steps in recorder.steps.items()],

@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from lpr.config import TreeSizes
-from lpr.core.step_times import KNOTS, SHORTEST_KV, StepTimes
+from lpr.core.step_times import KNOTS, SHORTEST_KV, StepTimes, last_slope, times_at
 from lpr.core.tree import Source, TokenTree
 
 WINDOW_SEGMENT = 16
@@ -308,11 +308,11 @@ class AdaptiveBudget:
         """Milliseconds of the step by its drafted nodes, and the least that further ones cost on average."""
         nodes = np.arange(count * self._limit + 1)
         per_rank = (count * (1 + held) + nodes) / self.num_ranks + pending
-        times = _at(per_rank, row)
+        times = times_at(per_rank, row)
         # t(n) is linear between the knots, so on average nodes are cheapest up to one of these, or far beyond the last.
         ahead = np.array(KNOTS) - per_rank[:, None]
         slopes = np.where(ahead > 1e-9, (row - times[:, None]) / np.maximum(ahead, 1e-9), np.inf)
-        cheapest = np.minimum(slopes.min(1), _last_slope(row)) / self.num_ranks
+        cheapest = np.minimum(slopes.min(1), last_slope(row)) / self.num_ranks
         return times.tolist(), cheapest.tolist()
 
     def _weigh_window(self, tokens: np.ndarray, count: int, pending: int, row: Sequence[float]) -> None:
@@ -332,7 +332,7 @@ class AdaptiveBudget:
 
     def _times(self, sizes: np.ndarray, pending: int, row: Sequence[float]) -> np.ndarray:
         """Milliseconds of steps whose trees have `sizes` nodes together, and `pending` further tokens on each rank."""
-        return _at(np.ceil(sizes / self.num_ranks) + pending, row)
+        return times_at(np.ceil(sizes / self.num_ranks) + pending, row)
 
 
 def _falling(draft: Draft) -> np.ndarray:
@@ -341,12 +341,3 @@ def _falling(draft: Draft) -> np.ndarray:
     Nodes come best first, up to what an estimate changes later; so the nodes above any threshold are the first ones.
     """
     return np.minimum.accumulate(np.array(draft.probabilities[draft.num_window :], dtype=float))
-
-
-def _at(per_rank: np.ndarray, row: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Milliseconds at numbers of tokens per rank, by a row of times at KNOTS."""
-    return np.interp(per_rank, KNOTS, row) + np.maximum(per_rank - KNOTS[-1], 0) * _last_slope(row)
-
-
-def _last_slope(row: Sequence[float] | np.ndarray) -> float:
-    return (row[-1] - row[-2]) / (KNOTS[-1] - KNOTS[-2])

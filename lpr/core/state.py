@@ -39,18 +39,21 @@ class SequenceState:
 
     def __init__(
         self,
-        prompt: Sequence[int],
+        tokens: list[int],
         params: SamplingParams,
         config: TreeSizes,
         num_ranks: int = 1,
         shared: SuffixIndex | None = None,
+        num_computed_tokens: Sequence[int] | None = None,
     ) -> None:
-        """A sequence that starts with `prompt` (at least one token), none of which any rank holds yet."""
+        """A sequence that goes on from `tokens` (at least one), a list that grows with it.
+
+        `num_computed_tokens` says per rank how many of them it holds the K/V of already; default: none.
+        """
         self.params = params
         self.config = config
-        self.tokens = list(prompt)
-        self.num_prompt = len(self.tokens)
-        self.num_computed_tokens = [0] * num_ranks
+        self.tokens = tokens
+        self.num_computed_tokens = list(num_computed_tokens or [0] * num_ranks)
         """Per rank: the number of leading tokens whose K/V it holds."""
         # Of this request only: what a step drafts then follows from the request and the shared trie, so that a job
         # that is restarted from its output file takes the same steps. (Shared by all requests, 10 ClassEval prompts
@@ -67,6 +70,7 @@ class SequenceState:
         self._hash = hashlib.blake2b(array("q", self.tokens).tobytes(), digest_size=8)
         # A rank that samples its nodes by another seed would be followed by all of them, in step and wrong.
         self._hash.update(repr(params).encode())
+        self._hash.update(array("q", self.num_computed_tokens).tobytes())
 
     @property
     def num_pending(self) -> int:

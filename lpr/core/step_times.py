@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from lpr.config import InputError
+
 KNOTS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Numbers of evaluated tokens, per rank, that a row has times for."""
 SHORTEST_KV = 256
@@ -191,12 +193,30 @@ def at_knots(nodes: Sequence[float], milliseconds: Sequence[float]) -> list[floa
 
 def interpolate(row: Sequence[float], count: float, knots: Sequence[float] = KNOTS) -> float:
     """The time of `count` tokens by a row of times at `knots`, linear between them and beyond the last."""
+    if count <= knots[0] or len(knots) == 1:
+        return row[0]
     high = min(max(bisect_left(knots, count), 1), len(knots) - 1)
     low = high - 1
     slope = (row[high] - row[low]) / (knots[high] - knots[low])
-    if count <= knots[0]:
-        return row[0]
     return row[low] + slope * (count - knots[low])
+
+
+def times_at(counts: np.ndarray, row: Sequence[float] | np.ndarray) -> np.ndarray:
+    """The times of many numbers of tokens by a row of times at `KNOTS`, as `interpolate` says."""
+    return np.interp(counts, KNOTS, row) + np.maximum(counts - KNOTS[-1], 0) * last_slope(row)
+
+
+def last_slope(row: Sequence[float] | np.ndarray) -> float:
+    """Milliseconds per token beyond the last of `KNOTS`."""
+    return (row[-1] - row[-2]) / (KNOTS[-1] - KNOTS[-2])
+
+
+def read_step_times(values: Any, name: str) -> StepTimes:
+    """Step times from the JSON that `StepTimes.to_json` makes; raises InputError that begins with `name`."""
+    try:
+        return StepTimes.from_json(values)
+    except ValueError as failure:
+        raise InputError(f"{name}: {failure}") from failure
 
 
 def _rising(row: Sequence[float]) -> list[float]:

@@ -104,6 +104,23 @@ class SuffixIndex:
             if len(history) > limit:
                 limit = self._evict()
 
+    def insert(self, history: np.ndarray) -> None:
+        """Append documents that END separates; the last one is ended, too. Into an empty index, in a third of the time.
+
+        `history` is int32 [num_tokens].
+        """
+        if not len(self):
+            fresh = SuffixIndex.from_history(history, self.capacity_tokens)
+            for name in self.__slots__:
+                setattr(self, name, getattr(fresh, name))
+            self.end_document()
+            return
+        start = 0
+        for end in [*np.flatnonzero(history == END).tolist(), len(history)]:
+            self.extend(history[start:end].tolist())
+            self.end_document()
+            start = end + 1
+
     def end_document(self) -> None:
         """End the current document: matches and continuations never reach across this point."""
         if len(self) and self.tokens[-1] != END:

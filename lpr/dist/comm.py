@@ -1,14 +1,14 @@
-"""The world behind a tiny interface: a single rank, processes, or threads for tests.
+"""The world behind a tiny interface: a single rank, or processes. (Tests have one of threads.)
 
 The world is a mesh of `lp` replicas of `tp` ranks each; tp is the inner axis, so world rank w is tp rank w % tp of
 replica w // tp. A step sees the replicas only. It uses one collective over the whole world, `gather`; `broadcast`
-follows a step only when world rank 0 has announced a message.
+follows only when world rank 0, the *driver*, has announced commands, in a step's header or on the host channel.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Protocol
 
 import numpy as np
@@ -17,16 +17,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lpr.config import InputError
+from lpr.dist.channel import CommError, HostChannel, SoloChannel
 
 _REPORT_BYTES = 512
 
 
-class CommError(RuntimeError):
-    """A rank did not answer, or answered something else: the job cannot go on."""
-
-
 class Comm(Protocol):
-    """The ranks as a step sees them."""
+    """The ranks as a step sees them; the driver is replica 0's first rank."""
 
     rank: int
     """This rank's replica: its place on the `lp` axis."""
@@ -40,6 +37,8 @@ class Comm(Protocol):
     """The ranks that share this replica's weights, for the model layer; None where each rank holds all of them."""
     num_sharing: int
     """Ranks that share this rank's memory, itself included."""
+    channel: HostChannel
+    """Where ranks without work wait."""
 
     def gather(self, payload: torch.Tensor) -> torch.Tensor:
         """Every rank's `payload` (int32 [P], the same P everywhere), as int32 [size * tp_size, P] on the host.
@@ -57,6 +56,10 @@ class Comm(Protocol):
         """World rank 0's `message` of `length` bytes, on every rank. Raises CommError."""
         ...
 
+    def loaded(self) -> None:
+        """The start is over: from now on a wait ends after the time-out of a step, not after that of loading."""
+        ...
+
 
 class SoloComm:
     """A world of one rank."""
@@ -67,6 +70,10 @@ class SoloComm:
     tp_size = 1
     tp_mesh: DeviceMesh | None = None
     num_sharing = 1
+
+    def __init__(self) -> None:
+        """The only rank is the driver."""
+        self.channel: HostChannel = SoloChannel()
 
     def gather(self, payload: torch.Tensor) -> torch.Tensor:
         """The payload itself."""
@@ -80,12 +87,20 @@ class SoloComm:
         """The message itself."""
         return message
 
+    def loaded(self) -> None:
+        """Nobody waits."""
+
 
 class ProcessComm:
     """The processes of a mesh: NCCL between GPUs, gloo between CPUs. Its buffers are made once."""
 
-    def __init__(self, mesh: DeviceMesh, device: torch.device, num_sharing: int = 1) -> None:
-        """The world as `mesh` [lp, tp], with payloads on `device`."""
+    def __init__(
+        self, mesh: DeviceMesh, device: torch.device, channel: HostChannel, timeout: float, num_sharing: int = 1
+    ) -> None:
+        """The world as `mesh` [lp, tp], with payloads on `device`; once loaded, waits end after `timeout` seconds."""
+        self.channel = channel
+        self._timeout = timedelta(seconds=timeout)
+        self._groups = [dist.group.WORLD, mesh.get_group("lp"), mesh.get_group("tp")]
         self._device = device
         self.rank, self.tp_rank = mesh.get_local_rank("lp"), mesh.get_local_rank("tp")
         self.size, self.tp_size = mesh.shape
@@ -129,6 +144,11 @@ class ProcessComm:
             return data.cpu().numpy().tobytes()
         except RuntimeError as failure:
             raise CommError(_reason(failure)) from failure
+
+    def loaded(self) -> None:
+        """As Comm.loaded."""
+        for group in self._groups:
+            dist.distributed_c10d._set_pg_timeout(self._timeout, group)
 
 
 def _reason(failure: RuntimeError) -> str:
@@ -174,71 +194,11 @@ def agree(
         first += len(names)
 
 
-class ThreadWorld:
-    """Ranks that are threads of one process: rank logic in milliseconds, and every wait has a time-out."""
-
-    def __init__(self, size: int, timeout: float = 60.0, tp: int = 1) -> None:
-        """A world of `size` ranks, `tp` to a replica; one that waits longer than `timeout` seconds raises CommError.
-
-        Nothing is sharded here: the ranks of a replica all hold the full model.
-        """
-        self.size = size
-        self.tp = tp
-        self._barrier = threading.Barrier(size, timeout=timeout)
-        self._slots: list[torch.Tensor | bytes | None] = [None] * size
-
-    def comm(self, rank: int) -> ThreadComm:
-        """The world as `rank` sees it."""
-        return ThreadComm(self, rank)
-
-    def exchange(self, rank: int, value: torch.Tensor | bytes) -> list[torch.Tensor | bytes | None]:
-        """Every rank's value, in rank order."""
-        self._slots[rank] = value
-        try:
-            self._barrier.wait()
-            everything = list(self._slots)
-            self._barrier.wait()  # nobody may write the next value before all have read this one
-        except threading.BrokenBarrierError:
-            raise CommError("another rank has ended or hangs") from None
-        return everything
-
-    def abort(self) -> None:
-        """Wake every waiting rank with a CommError: called when one of them fails."""
-        self._barrier.abort()
+def is_driver(comm: Comm) -> bool:
+    """Is this rank world rank 0, which puts the commands in order?"""
+    return comm.rank == comm.tp_rank == 0
 
 
-class ThreadComm:
-    """One rank of a ThreadWorld; counts its collectives and bytes, for tests."""
-
-    tp_mesh: DeviceMesh | None = None
-
-    def __init__(self, world: ThreadWorld, rank: int) -> None:
-        """World rank `rank` of `world`."""
-        self._world = world
-        self._world_rank = rank
-        self.rank, self.tp_rank = divmod(rank, world.tp)
-        self.size, self.tp_size = world.size // world.tp, world.tp
-        self.num_sharing = world.size
-        self.gathered_bytes: list[int] = []
-        self.num_broadcasts = 0
-
-    def gather(self, payload: torch.Tensor) -> torch.Tensor:
-        """As Comm.gather; ranks with unequal payloads are an error here, where NCCL would hang."""
-        self.gathered_bytes.append(payload.numel() * payload.element_size())
-        payloads = self._world.exchange(self._world_rank, payload.detach().cpu().clone())
-        try:
-            return torch.stack(payloads)  # type: ignore[arg-type]
-        except RuntimeError as failure:
-            raise CommError("ranks gathered payloads of different sizes") from failure
-
-    def gather_replica(self, payload: torch.Tensor) -> torch.Tensor:
-        """As Comm.gather_replica; every rank of the world takes part, as there is one barrier only."""
-        first = self.rank * self.tp_size
-        return torch.stack(self._world.exchange(self._world_rank, payload)[first : first + self.tp_size])  # type: ignore[arg-type]
-
-    def broadcast(self, message: bytes, length: int) -> bytes:
-        """As Comm.broadcast."""
-        self.num_broadcasts += 1
-        received = self._world.exchange(self._world_rank, message)[0]
-        assert isinstance(received, bytes)
-        return received
+def is_alone(comm: Comm) -> bool:
+    """Is this a world of one rank?"""
+    return comm.size * comm.tp_size == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from lpr.config import InputError
+from lpr.dist.channel import StoreChannel
 from lpr.dist.comm import Comm, ProcessComm, SoloComm
 
 
@@ -69,57 +71,78 @@ class World:
 
 
 @contextlib.contextmanager
-def join(world: World, device: str | None, timeout: float, tp: int = 1) -> Iterator[Comm]:
+def join(
+    world: World, device: str | None, timeout: float, tp: int = 1, load_timeout: float | None = None
+) -> Iterator[Comm]:
     """The world as a mesh of replicas of `tp` ranks each, for as long as the context lasts.
 
-    Every wait in it ends with an error after `timeout` seconds. NCCL serves GPUs that belong to one rank each, gloo
-    everything else. Raises InputError when the ranks cannot meet.
+    Every wait of the start, loading included, ends with an error after `load_timeout` seconds (default: `timeout`), and
+    every wait of a step after `timeout`. NCCL serves GPUs that belong to one rank each, gloo everything else. Raises
+    InputError when the ranks cannot meet.
     """
     shape = world.mesh_shape(tp)
     if world.size == 1:
         yield SoloComm()
         return
     _die_with_launcher()
-    limit = timedelta(seconds=timeout)
+    limit = timedelta(seconds=max(timeout, load_timeout or timeout))
     on_gpu = device is not None and device.startswith("cuda")
-    num_sharing = -(-world.local_size // max(1, torch.cuda.device_count())) if on_gpu else world.local_size
-    if on_gpu and tp > 1 and num_sharing > 1:
-        raise InputError(
-            f"--tp {tp} needs a GPU per rank, and the {world.local_size} ranks of this machine share "
-            f"{torch.cuda.device_count()}: start fewer ranks, or give --device cpu"
-        )
+    num_sharing = _num_sharing(world, tp, on_gpu)
     nccl = on_gpu and num_sharing == 1 and dist.is_nccl_available()
     if on_gpu:
         torch.cuda.set_device(device)
     try:
         # The ranks of a replica also compare what is on the host, for which a GPU's stream need not be waited for.
         backend = ("cpu:gloo,cuda:nccl" if tp > 1 else "nccl") if nccl else "gloo"
-        dist.init_process_group(
-            backend, store=_store(world, limit), rank=world.rank, world_size=world.size, timeout=limit
-        )
+        is_host = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        store = _connect(world, limit, is_host)
+        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=limit)
     except (RuntimeError, ValueError) as failure:
         first = str(failure).strip().splitlines()[0]
         raise InputError(f"rank {world.rank} of {world.size} cannot join the others: {first}") from failure
+    channel = None
     try:
         mesh = init_device_mesh("cuda" if nccl else "cpu", shape, mesh_dim_names=("lp", "tp"))
         for axis in ("lp", "tp"):  # the time-out of init_process_group does not reach groups made later
             dist.distributed_c10d._set_pg_timeout(limit, mesh.get_group(axis))
-        yield ProcessComm(mesh, torch.device(device if nccl and device is not None else "cpu"), num_sharing)
+        channel = StoreChannel(lambda: _connect(world, limit), world.rank, world.size)
+        where = torch.device(device if nccl and device is not None else "cpu")
+        yield ProcessComm(mesh, where, channel, timeout, num_sharing)
         with contextlib.suppress(RuntimeError):  # a rank that has left with an error does not come
             dist.barrier()
+    except BaseException:
+        if nccl:  # destroying the group is a collective, for which the others do not come
+            with contextlib.suppress(RuntimeError):
+                dist.distributed_c10d._abort_process_group()
+        raise
     finally:
-        dist.destroy_process_group()
+        if channel is not None:
+            channel.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
-def _store(world: World, limit: timedelta) -> dist.Store:
-    """The rendezvous store, with keys of this attempt only.
+def _num_sharing(world: World, tp: int, on_gpu: bool) -> int:
+    """Ranks that share this one's memory; raises InputError where a replica's ranks would share a GPU."""
+    if not on_gpu:
+        return world.local_size
+    num_sharing = -(-world.local_size // max(1, torch.cuda.device_count()))
+    if tp > 1 and num_sharing > 1:
+        raise InputError(
+            f"--tp {tp} needs a GPU per rank, and the {world.local_size} ranks of this machine share "
+            f"{torch.cuda.device_count()}: start fewer ranks, or give --device cpu"
+        )
+    return num_sharing
+
+
+def _connect(world: World, limit: timedelta, is_host: bool = False) -> dist.Store:
+    """A connection to the rendezvous store, with keys of this attempt only.
 
     torch 2.13 shares one store between restarts, so restarted gloo ranks would read the addresses of dead processes.
     """
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    host, port = os.environ.get("MASTER_ADDR", "localhost"), os.environ.get("MASTER_PORT", "29500")
+    host, port = os.environ.get("MASTER_ADDR", "localhost"), int(os.environ.get("MASTER_PORT", "29500"))
     base = dist.TCPStore(
-        host, int(port), world.size, is_master=world.rank == 0 and not agent, timeout=limit, multi_tenant=True
+        host, port, None, is_master=is_host, timeout=limit, wait_for_workers=False, multi_tenant=is_host
     )
     return dist.PrefixStore(f"lpr-attempt-{world.attempt}", base)
 
@@ -137,6 +160,7 @@ def leave(world: World, code: int) -> NoReturn:
     """
     sys.stdout.flush()
     sys.stderr.flush()
+    gc.unfreeze()
     if world.size > 1:
         os._exit(code)
     sys.exit(code)

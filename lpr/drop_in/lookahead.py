@@ -9,6 +9,8 @@ reproducible, and further calls differ. One process decodes; for lookahead paral
 
 from __future__ import annotations
 
+import inspect
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,12 +34,46 @@ from lpr.engine.request import Request
 from lpr.model.loader import wrap
 
 
+class HandOver:
+    """The signature of a Lookahead, for `generate` to ask: handing over what transformers (5.23) would drop.
+
+    `generate` compares the signature of a callable `custom_generate` with that of its own sampling loop, and passes on
+    just those of its remaining keyword arguments that are new there. `streamer`, `tokenizer` and `assistant_model` are
+    taken out before: a streamer would get the prompt and wait for the rest for ever. So while it asks, they are put
+    among the remaining ones, under names that are new. Nothing of transformers is changed for anybody else.
+    """
+
+    def __get__(self, instance: Lookahead | None, owner: type) -> inspect.Signature | None:
+        """The signature of an instance; the class has its own."""
+        if instance is None:
+            return None
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_code is not _EXTRACT:
+            frame = frame.f_back
+        if frame.f_code is _EXTRACT:
+            given, kwargs = frame.f_locals["generation_mode_kwargs"], frame.f_locals["kwargs"]
+            kwargs.update({_HANDED_OVER[name]: value for name, value in given.items() if name in _HANDED_OVER})
+        return inspect.signature(instance.__call__)
+
+
+_EXTRACT = GenerationMixin._extract_generation_mode_kwargs.__code__
+_HANDED_OVER = {
+    "streamer": "lpr_streamer",
+    "assistant_model": "lpr_assistant_model",
+    "synced_gpus": "lpr_synced_gpus",
+    "tokenizer": "tokenizer",
+    "assistant_tokenizer": "assistant_tokenizer",
+}
+
+
 class Lookahead:
     """A `custom_generate` for transformers that decodes with lpr: the same tokens in fewer forwards.
 
     The prepared model (tree attention, K/V cache, tries) is kept on the model from call to call and grows with its
     batches; between calls the model is as it was. One call at a time runs on a model.
     """
+
+    __signature__ = HandOver()
 
     def __init__(self, decode: DecodeConfig | None = None) -> None:
         """`decode` says how to draft; its `max_batch_size` and `max_length` are set to what each call needs."""
@@ -50,21 +86,23 @@ class Lookahead:
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: Any,
-        streamer: Any = None,
+        lpr_streamer: Any = None,
+        lpr_assistant_model: Any = None,
+        lpr_synced_gpus: bool = False,
         tokenizer: Any = None,
-        assistant_model: Any = None,
         assistant_tokenizer: Any = None,
-        synced_gpus: bool = False,
         **model_kwargs: Any,
     ) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """What `generate` calls, with all it has prepared; returns what `generate` is to return.
 
+        The arguments that begin with `lpr_` are those of `generate`, as `HandOver` hands them on.
+
         Raises InputError, which names the option, for what a token tree cannot honour.
         """
-        refuse(model, generation_config, assistant_model, synced_gpus, model_kwargs)
+        refuse(model, generation_config, lpr_assistant_model, lpr_synced_gpus, model_kwargs)
         prompts = prompts_of(input_ids, model_kwargs)
         num_pads = [input_ids.shape[1] - len(prompt) for prompt in prompts]
-        batch = OutputBatch(input_ids, num_pads, generation_config, logits_processor, stopping_criteria, streamer)
+        batch = OutputBatch(input_ids, num_pads, generation_config, logits_processor, stopping_criteria, lpr_streamer)
         sampled = generation_config.do_sample
         seeds = torch.randint(2**63 - 1, (len(prompts),)).tolist() if sampled else [0] * len(prompts)
         kept = EngineCache.of(model)
@@ -92,15 +130,18 @@ lookahead = Lookahead()
 
 def advance(engine: Engine, requests: dict[Request, OutputRow], batch: OutputBatch) -> None:
     """One step of all rows; a row that is padded from its end on leaves the engine there."""
-    for chunk in engine.step():
-        row = requests[chunk.request]
-        for token in chunk.token_ids:
-            batch.push(row, token)
+    for request in engine.step():
+        row = requests.get(request)
+        if row is None:
+            continue  # an aborted one of an earlier call
+        for chunk in request.take():
+            for token in chunk.token_ids:
+                batch.push(row, token)
         if row.finished_at is not None and (batch.pads or batch.is_complete):
-            engine.abort(chunk.request)  # whatever came behind its end never happened, errors included
-        elif chunk.finish_reason == "error":
-            raise row.failure or RuntimeError(f"row {row.index}: {chunk.request.error}")
-        elif chunk.finish_reason == "length" and row.length < batch.ids.shape[1]:
+            engine.abort(request)  # whatever came behind its end never happened, errors included
+        elif request.finish_reason == "error":
+            raise row.failure or RuntimeError(f"row {row.index}: {request.error}")
+        elif request.finish_reason == "length" and row.length < batch.ids.shape[1]:
             raise InputError(
                 f"row {row.index} reached the model's {engine.max_length} positions unfinished; ask for fewer tokens"
             )
@@ -216,9 +257,10 @@ class EngineCache:
     ) -> Engine:
         """The engine, with a slot per prompt and room for its tokens as far as the model has positions.
 
-        The cache grows by powers of two and never shrinks; what outputs of earlier calls taught stays.
+        The cache grows by powers of two and never shrinks; what outputs of earlier calls taught stays. K/V of earlier
+        calls does not: the model may have been trained in between.
         """
-        if self.engine is not None and self.engine.busy:
+        if self.engine is not None and not self.engine.is_idle:
             raise InputError("generate with lpr.lookahead cannot run inside another such call on the same model")
         if self._made_for != (model.device, model.dtype):
             self.engine = None
@@ -229,11 +271,11 @@ class EngineCache:
             length, slots = max(length, self.engine.max_length), max(slots, self.engine.decode.max_batch_size)
         wanted = replace(decode, max_batch_size=slots, max_length=length)
         if self.engine is None:
-            self.engine, self._made_for = Engine.from_model(model, decode=wanted), (model.device, model.dtype)
+            self.engine = Engine.from_model(model, decode=wanted, prefix_reuse=False)
+            self._made_for = model.device, model.dtype
         elif self.engine.decode != wanted:
             shared, is_same = self.engine.shared, self.engine.decode.trie_capacity == wanted.trie_capacity
-            self.engine.max_length = length
-            self.engine.reconfigure(wanted)
+            self.engine.configure(wanted)
             if is_same:
                 self.engine.shared = shared
         return self.engine
@@ -264,18 +306,3 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-_extract = GenerationMixin._extract_generation_mode_kwargs
-
-
-def _extract_all(self: Any, custom_generate: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """What `generate` was given besides model inputs, for a Lookahead too.
-
-    transformers (5.23) drops `streamer`, `tokenizer` and `assistant_model` where `custom_generate` is a callable: a
-    streamer would get the prompt and wait for the rest for ever. This hands them over as to its own decoding methods.
-    """
-    return _extract(self, None if isinstance(custom_generate, Lookahead) else custom_generate, *args, **kwargs)
-
-
-GenerationMixin._extract_generation_mode_kwargs = _extract_all  # type: ignore[method-assign]

@@ -2,7 +2,7 @@
 
 Its size follows from the configuration alone (DESIGN rule R2), so ranks that disagree about anything still meet in the
 same collective, and the header tells them: it carries a digest of the replicated state, which must be equal on
-all ranks, and the length of a message that rank 0 wants to broadcast after the step (rule R3).
+all ranks, and the length of the commands that the driver broadcasts after the step (rule R3).
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ class Exchange:
         trees: Sequence[TokenTree],
         shards: Sequence[Sequence[Shard]],
         digest: int,
-        message_length: int = 0,
+        num_command_bytes: int = 0,
     ) -> tuple[list[TreeResult], int]:
-        """Share this rank's results; return every node's result per tree, and the length of rank 0's message.
+        """Share this rank's results; return every node's result per tree, and the length of the driver's commands.
 
         `local` is int32 [entries, 1 + 2k], the results of this rank's shards one after the other, or None when there
         are no trees; k is the same on all ranks, and at most what the payload has room for. A node's result is its
         owner's on every rank, also on ranks that evaluated it as an ancestor (rule R1), and of the ranks that share a
         replica the first one's (rule R6). Raises DesyncError if the digest of any rank differs.
         """
-        header = np.array([*_words(digest), message_length], np.int32)
+        header = np.array([*_words(digest), num_command_bytes], np.int32)
         copy_over(self._payload[:NUM_HEADER], header)
         if local is not None:
             self._pack(local, [split[self.comm.rank] for split in shards])

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
+
+import torch
 
 from lpr.config import SamplingParams
+from lpr.core.accept import NOT_A_NUMBER
+from lpr.core.partition import Shard
+from lpr.core.state import SequenceState, TreeResult
+from lpr.core.tree import TokenTree
+from lpr.engine.commands import RequestId, Submit
 from lpr.engine.stats import DecodeStats
-from lpr.engine.step import Outcome, PhaseTimer, Running
 from lpr.engine.text import TextStream
-from lpr.model.processors import Processors
+from lpr.model.processors import Processor, Processors
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -27,7 +34,7 @@ class Completion:
     text: str
     """Emitted text; it continues the prompt, and ends before a stop string or an end-of-text token."""
     finish_reason: str
-    """`stop` (end of text or a stop string), `length` (max_new_tokens) or `error`."""
+    """`stop` (end of text or a stop string), `length` (max_new_tokens), `abort` or `error`."""
     stats: DecodeStats
     error: str | None = None
     """What ended the request early, in one line; ids and text are those before it."""
@@ -43,37 +50,142 @@ class Chunk:
     text: str
     """Text that is final now; it may lag behind the ids by an incomplete character or a possible stop string."""
     finish_reason: str | None
+    """As in Completion; None while the request goes on."""
+
+
+@dataclass
+class Outcome:
+    """What one step did for one sequence."""
+
+    tree: TokenTree
+    path: list[int]
+    shards: list[Shard]
+    result: TreeResult
+    emitted: list[int]
+    num_entries: int
+    """Tokens that this rank evaluated: pending chain and shard."""
+    failure: int | None
+    """Why the path ends without a bonus token (see lpr.core.accept)."""
 
 
 @dataclass(eq=False)
 class Request:
     """A submitted prompt on its way."""
 
+    id: RequestId
     prompt: Prompt
-    prompt_ids: list[int]
+    tokens: list[int]
+    """Prompt and output: the only list of them, which `state` extends."""
+    num_prompt: int
     params: SamplingParams
     text_stream: TextStream
-    stats: DecodeStats = field(default_factory=DecodeStats)
-    finish_reason: str | None = None
-    running: Running | None = None
     processors: Processors | None = None
+    priority: int = 0
+    stats: DecodeStats = field(default_factory=DecodeStats)
+    chunks: deque[Chunk] = field(default_factory=deque)
+    """What steps added and nobody has taken yet."""
+    finish_reason: str | None = None
+    """None while the request goes on, then as in Completion."""
     error: str | None = None
+    state: SequenceState | None = None
+    """While it runs, and so holds a slot: what the ranks hold of it and draft from."""
+    slot: int = -1
+    num_cached_tokens: int = 0
+    """Prompt tokens whose K/V was there already when the request began to run."""
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """The prompt's tokens."""
+        return self.tokens[: self.num_prompt]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The output so far."""
+        return self.tokens[self.num_prompt :]
+
+    @property
+    def num_output(self) -> int:
+        """Tokens of the output so far."""
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_pending(self) -> int:
+        """Length of the longest pending chain of any rank, the root included."""
+        return self.running.num_pending
+
+    @property
+    def num_computed_tokens(self) -> list[int]:
+        """Per rank: leading tokens whose K/V it holds."""
+        return self.running.num_computed_tokens
+
+    @property
+    def running(self) -> SequenceState:
+        """The state of a request that holds a slot."""
+        assert self.state is not None, "the request does not run"
+        return self.state
+
+    def take(self) -> list[Chunk]:
+        """What steps added since the last call."""
+        taken = list(self.chunks)
+        self.chunks.clear()
+        return taken
+
+    def emit(self, outcome: Outcome) -> Chunk:
+        """Take in a step's tokens one by one: what follows the end of the request inside a step never existed."""
+        tokens, taken = outcome.emitted, 0
+        while taken < len(tokens) and self.finish_reason is None:
+            self.finish_reason = self.text_stream.push(tokens[taken])
+            taken += 1
+        if taken < len(tokens):
+            del self.tokens[taken - len(tokens) :]
+        self.stats.num_tokens += taken
+        if self.finish_reason is None and outcome.failure is not None:
+            self._fail(outcome)
+        return Chunk(self, list(tokens[:taken]), self.text_stream.take(), self.finish_reason)
+
+    def _fail(self, outcome: Outcome) -> None:
+        """End a request of which the next token cannot be said; every rank does, but only some know a processor's why.
+
+        Logits that are not numbers are asked for once more without a draft, which may have spoilt them.
+        """
+        if outcome.failure == NOT_A_NUMBER:
+            if len(outcome.tree) > 1:
+                return
+            self.error = f"the model's logits for output token {self.num_output + 1} are not numbers (NaN)"
+        else:
+            known = self.processors.failure if self.processors is not None else None
+            self.error = known or "a logits processor failed on another rank, whose Completion says how"
+        self.finish_reason = "error"
+        self.text_stream.close()
 
     def completion(self) -> Completion:
         """The finished request's result."""
         assert self.finish_reason is not None
-        stream = self.text_stream
-        ids, text = stream.token_ids, stream.text
-        return Completion(self.prompt, self.prompt_ids, ids, text, self.finish_reason, self.stats, self.error)
+        return Completion(
+            self.prompt,
+            self.prompt_ids,
+            self.token_ids,
+            self.text_stream.text,
+            self.finish_reason,
+            self.stats,
+            self.error,
+        )
 
 
-class StepRecorder(Protocol):
-    """Takes down what an engine's steps did (lpr.cli.trace)."""
-
-    def begin(self) -> PhaseTimer:
-        """Start the clock of a step; returns what to call at the end of each phase."""
-        ...
-
-    def record(self, batch: Sequence[Request], outcomes: Sequence[Outcome], chunks: Sequence[Chunk]) -> None:
-        """Take down the step that has just been timed, which advanced `batch` together."""
-        ...
+def make_request(
+    command: Submit,
+    prompt: Prompt,
+    tokenizer: Any | None,
+    eos_token_ids: frozenset[int],
+    device: torch.device,
+    processors: Sequence[Processor] = (),
+) -> Request:
+    """The request that a command describes, with what was delivered of its text already; raises InputError."""
+    tokens, params = list(command.token_ids), command.params
+    stream = TextStream(tokenizer, tokens[: command.num_prompt], params, eos_token_ids)
+    own = Processors.of(params, command.num_prompt, stream.stop_ids, device, processors)
+    request = Request(command.id, prompt, tokens, command.num_prompt, params, stream, own, command.priority)
+    for token in tokens[command.num_prompt :]:
+        request.finish_reason = request.finish_reason or stream.push(token)
+    stream.take()
+    return request

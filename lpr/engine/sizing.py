@@ -1,77 +1,179 @@
-"""The pace of an engine: how large trees become, by a table of step times that follows what steps really take."""
+"""Sizing: how large trees become, by a table of step times that is measured at the start and follows what steps take.
+
+The table is rank 0's alone, so that ranks with other clocks decide alike. Rank 0 follows what its steps take, and now
+and then sends its table to all ranks, itself included, as a command.
+"""
 
 from __future__ import annotations
 
-import json
+import statistics
+import time
 from collections.abc import Sequence
 
-from lpr.config import TreeSizes
-from lpr.core.budget import AdaptiveBudget, Budget, FixedBudget
-from lpr.core.step_times import StepTimes, StepTimesTracker
-from lpr.dist.comm import Comm
-from lpr.engine.step import Outcome, Running
+import torch
 
-PREFIX = b"costs "
-"""Begins the message by which rank 0 shares its table."""
+from lpr.config import DecodeConfig, SamplingParams, TreeSizes
+from lpr.core.budget import AdaptiveBudget, Budget, FixedBudget
+from lpr.core.step_times import KNOTS, SHORTEST_KV, Key, StepTimes, StepTimesTracker, at_knots
+from lpr.dist.comm import Comm, is_driver
+from lpr.engine.request import Outcome, Request
+from lpr.model.cache import TreeCache
+from lpr.model.inputs import Row
+from lpr.model.runner import TreeModel
+from lpr.model.sampling import Selection
+
 SHARE_EVERY = 16
-"""Steps between two such messages, at least."""
+"""Steps between two tables that rank 0 sends, at least."""
 SAMPLE_PLAIN = 4
 """Of plain steps, which are all alike, every so many-th is looked at: 0.05 ms is much beside a step of 3 ms."""
 SHARE_PART = 0.05
-"""A time that has changed by this part is worth a message."""
+"""A time that has changed by this part is worth a table."""
+LONGEST_STEP = 4.0
+"""Automatic sizes end where a step takes this many times as long as one that evaluates one token."""
+FEWEST_NODES = 16
+"""But not below this many nodes per rank: a draft that is sure of itself pays almost anywhere."""
+ROUNDS = 4
+"""Times that each number of nodes is timed."""
+LONGEST = 1.0
+"""Seconds of the first round, per cached length, after which no larger tree is tried."""
+STEEPEST = 8.0
+"""No larger tree is tried after one that takes this many times as long as a single token."""
+LARGEST_BATCH = 8
+"""Larger batches are not measured: the line through one sequence and this many goes on, and steps correct it."""
+LENGTHS = (SHORTEST_KV, 4 * SHORTEST_KV)
+"""Cached lengths that are measured: attention makes a node dearer, and one token hardly, the longer the text is."""
+
+
+def resolve_sizes(decode: DecodeConfig, times: StepTimes | None, num_ranks: int) -> TreeSizes:
+    """The sizes of `decode` in numbers; automatic ones end where a step takes several times that of one token."""
+    if times is None:
+        return decode.resolved(num_ranks)
+    longest = max(FEWEST_NODES, times.longest(LONGEST_STEP))
+    return decode.resolved(num_ranks, min(longest, decode.max_nodes))
 
 
 class Sizer:
-    """The budget of an engine's steps and, where it is adaptive, the table that all ranks decide by.
+    """The budget of an engine's steps and, where it is adaptive, the table that all ranks decide by."""
 
-    Rank 0's clock alone counts. It follows what steps take, and now and then sends its table to all ranks, itself
-    included, which decide by it from the same step on.
-    """
-
-    def __init__(self, config: TreeSizes, costs: StepTimes | None, comm: Comm, follow: bool = True) -> None:
-        """Trees of the sizes of `config`: all of them in every step or, with a table of `costs`, what pays.
+    def __init__(self, sizes: TreeSizes, times: StepTimes | None, comm: Comm, follow: bool = True) -> None:
+        """Trees of these sizes: all of them in every step or, with a table of step `times`, what pays.
 
         `follow` False decides by that table for good.
         """
-        self._longest_tree = config.num_nodes
-        self._tracker = (
-            StepTimesTracker(costs) if costs is not None and follow and comm.rank == comm.tp_rank == 0 else None
-        )
+        self._longest_tree = sizes.num_nodes
+        self._tracker = StepTimesTracker(times) if times is not None and follow and is_driver(comm) else None
         self._since_shared = self._plain = 0
-        self.budget: Budget = FixedBudget(config)
-        if costs is not None:
-            self.budget = AdaptiveBudget(config, costs, comm.size)
+        self.budget: Budget = FixedBudget(sizes)
+        if times is not None:
+            self.budget = AdaptiveBudget(sizes, times, comm.size)
 
     @property
-    def costs(self) -> StepTimes | None:
+    def times(self) -> StepTimes | None:
         """The table that all ranks decide by, the same on each of them."""
         return self.budget.cost if isinstance(self.budget, AdaptiveBudget) else None
 
-    def observe(self, outcomes: Sequence[Outcome], runs: Sequence[Running], milliseconds: float) -> None:
-        """Take in what a step of `runs` took; one that evaluated a prompt is another kind of step."""
+    @times.setter
+    def times(self, table: StepTimes) -> None:
+        if isinstance(self.budget, AdaptiveBudget):
+            self.budget.cost = table
+
+    def observe(self, batch: Sequence[Request], outcomes: Sequence[Outcome], milliseconds: float) -> StepTimes | None:
+        """Take in what a step of `batch` took; on rank 0, the table that all ranks should have by now, mostly none.
+
+        A step that evaluated a prompt is another kind of step, and says nothing.
+        """
         count = sum(outcome.num_entries for outcome in outcomes)
-        if self._tracker is None or count > len(runs) * self._longest_tree:
-            return
-        if count == len(runs):
+        if self._tracker is None or self.times is None or count > len(batch) * self._longest_tree:
+            return None
+        if count == len(batch):
             self._plain += 1
             if self._plain % SAMPLE_PLAIN:
-                return
-        longest = max(len(run.state.tokens) for run in runs)
-        self._tracker.observe(count, len(runs), longest, milliseconds)
+                return None
+        longest = max(len(request.tokens) for request in batch)
+        self._tracker.observe(count, len(batch), longest, milliseconds)
         self._since_shared += 1
-
-    def message(self) -> bytes:
-        """On rank 0, what all ranks should be told by now; mostly nothing."""
-        if self._tracker is None or self.costs is None or self._since_shared < SHARE_EVERY:
-            return b""
+        if self._since_shared < SHARE_EVERY:
+            return None
         self._since_shared = 0
         table = self._tracker.table()
-        return PREFIX + json.dumps(table.to_json()).encode() if table.differs(self.costs, SHARE_PART) else b""
+        return table if table.differs(self.times, SHARE_PART) else None
 
-    def receive(self, message: bytes) -> bool:
-        """Decide by the table in `message` from now on; False if it is a message of another kind."""
-        if not message.startswith(PREFIX):
-            return False
-        if isinstance(self.budget, AdaptiveBudget):
-            self.budget.cost = StepTimes.from_json(json.loads(message.removeprefix(PREFIX)))
-        return True
+
+def measure_step_times(
+    model: TreeModel,
+    like: TreeCache,
+    comm: Comm,
+    max_nodes: int,
+    max_length: int,
+    max_batch_size: int = 1,
+    lengths: Sequence[int] = LENGTHS,
+) -> StepTimes:
+    """The step times of trees up to `max_nodes` on each rank, rank 0's on all ranks; the model's cache is replaced.
+
+    The table has a row for one sequence and one for a batch, at each of `lengths` up to `max_length` and at least one.
+    """
+    lengths = [kv for kv in lengths if kv <= max_length] or [max_length]
+    rows: dict[Key, list[float]] = {}
+    for batch in sorted({1, min(max_batch_size, LARGEST_BATCH)}):
+        for kv, row in _measure_rows(model, like, comm, batch, max_nodes, lengths).items():
+            rows[batch, kv] = row
+    return StepTimes(rows)
+
+
+def _measure_rows(
+    model: TreeModel, like: TreeCache, comm: Comm, batch: int, max_nodes: int, lengths: Sequence[int]
+) -> dict[int, list[float]]:
+    """Milliseconds at KNOTS of a batch, by the number of cached tokens of each sequence.
+
+    Each forward is timed right after one without drafts, and the median of their ratios counts: the speed of a shared
+    machine changes from second to second, by more than what is to be measured. Ranks of a tensor-parallel replica
+    compute a forward together, so all ranks run the same ones: after each they learn from rank 0 how long it took, and
+    so whether to go on.
+    """
+    model.allocate(batch, max(lengths), max_nodes, like)
+
+    def milliseconds(count: int, kv: int) -> float:
+        mine = torch.tensor([int(_time_once(model, batch, count, kv) * 1e6)], dtype=torch.int32)
+        return max(1, int(comm.gather(mine)[0, 0])) / 1e3
+
+    counts = [batch * knot for knot in KNOTS if knot <= max(2, max_nodes // batch)]
+    sizes = {kv: list(counts) for kv in lengths}
+    ratios: dict[tuple[int, int], list[float]] = {}
+    without_drafts: list[float] = []
+    spent = 0.0
+    _time_once(model, batch, batch, lengths[0])  # the first forward of all sets libraries up
+    for number in range(ROUNDS):
+        for kv in lengths:
+            round_began = spent
+            for index, count in enumerate(sizes[kv]):
+                if not number and model.graphs is not None:
+                    _time_once(model, batch, count, kv)  # captures a graph
+                before = milliseconds(batch, lengths[0])
+                took = milliseconds(count, kv)
+                without_drafts.append(before)
+                ratios.setdefault((kv, count), []).append(took / before)
+                spent += before + took
+                if not number and index and (spent - round_began > LONGEST * 1e3 or took > STEEPEST * before):
+                    del sizes[kv][index + 1 :]
+                    break
+    level = statistics.median(without_drafts)
+    return {
+        kv: at_knots(counts, [level * statistics.median(ratios[kv, count]) for count in counts])
+        for kv, counts in sizes.items()
+    }
+
+
+def _time_once(model: TreeModel, batch: int, count: int, kv: int) -> float:
+    """Seconds of evaluating a batch of roots and their children, `count` in all, after `kv` - 2 tokens each.
+
+    The result is on the host by then.
+    """
+    rows = []
+    for slot in range(batch):
+        size = count // batch + (slot < count % batch)
+        positions = [kv - 2] + [kv - 1] * (size - 1)  # a flat tree stays within few positions
+        rows.append(Row(slot, kv - 2, [0] * size, [-1] + [0] * (size - 1), positions, size))
+    selection = Selection.build([(SamplingParams(), row.positions) for row in rows])
+    began = time.perf_counter()
+    model.evaluate(rows, selection, min(8, model.vocab_size)).cpu()
+    return time.perf_counter() - began

@@ -10,46 +10,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from lpr.config import TreeSizes
 from lpr.core.accept import accept
 from lpr.core.budget import Budget
 from lpr.core.partition import Shard, partition
-from lpr.core.state import SequenceState, TreeResult, has_nan_result
+from lpr.core.state import SequenceState, has_nan_result
 from lpr.core.tree import TokenTree
 from lpr.engine.exchange import Exchange
+from lpr.engine.request import Outcome, Request
 from lpr.model.inputs import Row
-from lpr.model.processors import ProcessorPath, Processors
+from lpr.model.processors import ProcessorPath
 from lpr.model.runner import TreeModel
 from lpr.model.sampling import Selection
-
-
-@dataclass
-class Running:
-    """A sequence that holds a cache slot."""
-
-    state: SequenceState
-    slot: int
-    max_depth: int = 0
-    """How deep a tree can still pay: tokens that may yet be emitted, minus the bonus token."""
-    processors: Processors | None = None
-
-
-@dataclass
-class Outcome:
-    """What one step did for one sequence."""
-
-    tree: TokenTree
-    path: list[int]
-    shards: list[Shard]
-    result: TreeResult
-    emitted: list[int]
-    num_entries: int
-    """Tokens that this rank evaluated: pending chain and shard."""
-    failure: int | None
-    """Why the path ends without a bonus token (see lpr.core.accept)."""
-
 
 PhaseTimer = Callable[[str], None]
 """Called with the name of a phase when that phase of a step has ended (lpr.cli.trace)."""
@@ -60,69 +33,91 @@ def untimed(phase: str) -> None:
 
 
 def decode_step(
-    batch: Sequence[Running],
-    config: TreeSizes,
+    batch: Sequence[Request],
+    filling: Sequence[tuple[Request, int]],
+    sizes: TreeSizes,
     model: TreeModel,
     exchange: Exchange,
     budget: Budget,
-    message_length: int = 0,
-    fills: Sequence[Row] = (),
+    num_command_bytes: int = 0,
     end_phase: PhaseTimer = untimed,
 ) -> tuple[list[Outcome], int]:
-    """Advance every sequence of `batch` by its accepted path and a bonus token.
+    """Advance every request of `batch` by its accepted path and a bonus token, and fill pieces of pending chains.
 
-    `fills` are pieces of other sequences' pending chains that share the forward; a model whose rows are padded takes
-    none, and a batch of neighbouring slots in order. An empty batch still takes part in the collective. Also returns
-    the length of the message that rank 0 announces.
+    `filling` holds other requests and numbers of tokens; a model whose rows are padded takes either a batch, of
+    neighbouring slots in order, or these. A step without a batch still takes part in the collective, whose header
+    announces the driver's commands. Also returns their length in bytes.
     """
     rank = exchange.comm.rank
-    budget.begin(len(batch), *workload(batch))
-    drafts = [run.state.build(run.max_depth, budget.request(run.state.acceptance)) for run in batch]
-    histories = [run.state.acceptance for run in batch]
+    states = [request.running for request in batch]
+    fills = [fill_row(request, count, rank) for request, count in filling]
+    fills = [row for row in fills if row.tokens]
+    budget.begin(len(batch), *workload(states))
+    drafts = [
+        state.build(left_to_emit(request) - 1, budget.request(state.acceptance))
+        for request, state in zip(batch, states, strict=True)
+    ]
+    histories = [state.acceptance for state in states]
     budget.cut(drafts, histories)
     trees = [draft.tree for draft in drafts]
-    shards = [split(run.state, tree, exchange) for run, tree in zip(batch, trees, strict=True)]
+    shards = [split(state, tree, exchange) for state, tree in zip(states, trees, strict=True)]
     rows = [shard_row(*each, rank) for each in zip(batch, trees, shards, strict=True)]
     end_phase("draft")
-    chosen_by = selection(batch, rows)
     # Where no tree has a draft, nobody asks for the runners-up, and they would cost plain decoding 4 %.
-    num_candidates = config.num_recycled if any(len(tree) > 1 for tree in trees) else 0
-    local = model.evaluate([*rows, *fills], chosen_by, num_candidates) if rows else None
+    num_candidates = sizes.num_recycled if any(len(tree) > 1 for tree in trees) else 0
+    together = [*rows, *fills] if model.packed else without_gaps(rows)
+    local = model.evaluate(together, selection(batch, rows), num_candidates) if rows else None
+    if fills and not rows:
+        model.fill(fills)
     end_phase("forward")
-    digest = combine(run.state.sign_tree(tree) for run, tree in zip(batch, trees, strict=True))
-    results, message_length = exchange.gather(local, trees, shards, digest, message_length)
+    digest = combine(
+        [*(state.sign_tree(tree) for state, tree in zip(states, trees, strict=True)),
+         *(request.running.digest for request, _ in filling)]
+    )  # fmt: skip
+    results, num_command_bytes = exchange.gather(local, trees, shards, digest, num_command_bytes)
     end_phase("gather")
     outcomes = []
-    for run, tree, parts, row, result in zip(batch, trees, shards, rows, results, strict=True):
+    for request, tree, parts, row, result in zip(batch, trees, shards, rows, results, strict=True):
         path = accept(tree, result.next_tokens)
-        commit(model, row, parts[rank], path, has_nan=has_nan_result(parts[rank], result))
-        emitted = run.state.advance(tree, path, result, parts)
+        commit(model, row, parts[rank], path, has_nan_result(parts[rank], result))
+        emitted = request.running.advance(tree, path, result, parts)
         bonus = result.next_tokens[path[-1]]
         failure = bonus if bonus < 0 else None
         outcomes.append(Outcome(tree, path, parts, result, emitted, len(row.tokens), failure))
     budget.observe(trees, [outcome.path for outcome in outcomes], histories)
     end_phase("commit")
-    return outcomes, message_length
+    return outcomes, num_command_bytes
 
 
-def fill_row(run: Running, count: int, rank: int) -> Row:
-    """The first `count` tokens of the pending chain, of which nothing is chosen: each rank computes what it lacks.
+def without_gaps(rows: Sequence[Row]) -> list[Row]:
+    """`rows` of a padded batch, with empty ones for the slots between them: padding makes one block of all."""
+    by_slot = {row.slot: row for row in rows}
+    slots = range(min(by_slot), max(by_slot) + 1) if by_slot else range(0)
+    return [by_slot.get(slot) or Row(slot, 0, [], [], [], num_results=0) for slot in slots]
 
-    From here on they count as held. The row is empty on a rank that holds them already.
+
+def left_to_emit(request: Request) -> int:
+    """Tokens that a request may still emit: no tree pays that is deeper than these without the bonus token."""
+    return request.params.max_new_tokens - request.num_output
+
+
+def fill_row(request: Request, count: int, rank: int) -> Row:
+    """The first `count` tokens of a pending chain, after which nothing is chosen: each rank computes what it lacks.
+
+    From here on they count as computed. The row is empty on a rank that has them already.
     """
-    state = run.state
-    held = state.num_computed_tokens[rank]
+    state = request.running
+    computed = state.num_computed_tokens[rank]
     state.num_computed_tokens = [min(other + count, len(state.tokens) - 1) for other in state.num_computed_tokens]
-    tokens = state.tokens[held : state.num_computed_tokens[rank]]
-    positions = list(range(held, held + len(tokens)))
-    return Row(run.slot, held, tokens, list(range(-1, len(tokens) - 1)), positions, num_results=0)
+    tokens = state.tokens[computed : state.num_computed_tokens[rank]]
+    positions = list(range(computed, computed + len(tokens)))
+    return Row(request.slot, computed, tokens, list(range(-1, len(tokens) - 1)), positions, num_results=0)
 
 
-def workload(batch: Sequence[Running]) -> tuple[int, int]:
+def workload(states: Sequence[SequenceState]) -> tuple[int, int]:
     """What a step costs besides its nodes: the most pending tokens of a rank, and the longest cached length."""
-    if not batch:
+    if not states:
         return 0, 0
-    states = [run.state for run in batch]
     pending = [
         sum(len(state.tokens) - 1 - state.num_computed_tokens[rank] for state in states)
         for rank in range(len(states[0].num_computed_tokens))
@@ -136,36 +131,36 @@ def split(state: SequenceState, tree: TokenTree, exchange: Exchange) -> list[Sha
     return partition(tree, exchange.comm.size, pending, exchange.capacity)
 
 
-def shard_row(run: Running, tree: TokenTree, shards: Sequence[Shard], rank: int) -> Row:
+def shard_row(request: Request, tree: TokenTree, shards: Sequence[Shard], rank: int) -> Row:
     """This rank's part of a step: its pending chain, which ends in the root, and its shard's nodes below it."""
-    state = run.state
-    held = state.num_computed_tokens[rank]
-    chain = state.tokens[held:]
+    state = request.running
+    computed = state.num_computed_tokens[rank]
+    chain = state.tokens[computed:]
     above = len(chain) - 1
     nodes = shards[rank].nodes
     entry = {node: above + i for i, node in enumerate(nodes)}
-    root_position = held + above
+    root_position = computed + above
     return Row(
-        slot=run.slot,
-        num_cached=held,
+        slot=request.slot,
+        num_cached=computed,
         tokens=chain + [tree.tokens[node] for node in nodes[1:]],
         parents=list(range(-1, above)) + [entry[tree.parents[node]] for node in nodes[1:]],
-        positions=list(range(held, root_position)) + [root_position + tree.depths[node] for node in nodes],
+        positions=list(range(computed, root_position)) + [root_position + tree.depths[node] for node in nodes],
         num_results=len(nodes),
     )
 
 
-def selection(batch: Sequence[Running], rows: Sequence[Row]) -> Selection:
+def selection(batch: Sequence[Request], rows: Sequence[Row]) -> Selection:
     """How the next token after each result entry is chosen: by the request's parameters and the token's position."""
     positions = [[at + 1 for at in row.positions[-row.num_results :]] for row in rows]
-    chosen = Selection.build([(run.state.params, each) for run, each in zip(batch, positions, strict=True)])
+    chosen = Selection.build([(request.params, each) for request, each in zip(batch, positions, strict=True)])
     start = 0
-    for run, row in zip(batch, rows, strict=True):
-        if run.processors is not None:
+    for request, row in zip(batch, rows, strict=True):
+        if request.processors is not None:
             above = len(row.tokens) - row.num_results
             parents = [parent - above for parent in row.parents[above:]]
             chosen.processor_paths.append(
-                ProcessorPath(run.processors, run.state.tokens, start, row.tokens[above:], parents)
+                ProcessorPath(request.processors, request.tokens, start, row.tokens[above:], parents)
             )
         start += row.num_results
     return chosen

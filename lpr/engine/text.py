@@ -260,11 +260,9 @@ class TextStream:
         """Begin the output of a request; without a tokenizer its text stays empty."""
         if tokenizer is None and params.stop:
             raise InputError(f"stop={params.stop!r} needs a tokenizer, and this model was loaded without one")
-        self.token_ids: list[int] = []
-        """Every id pushed, the finishing one included: the end-of-text id too, as in `transformers.generate`,
-        although the text never shows it, and the token that completed a stop string."""
-        self.finish_reason: str | None = None
-        """None while the request goes on, then "stop" or "length", or what `close` was told."""
+        self.num_tokens = 0
+        """Ids pushed."""
+        self._is_closed = False
         self._params = params
         self.stop_ids = (frozenset() if params.ignore_eos else eos_token_ids) | set(params.stop_token_ids)
         """Ids that end the output, with "stop"."""
@@ -280,32 +278,36 @@ class TextStream:
     @property
     def text(self) -> str:
         """The complete text so far, also what `take` still holds back; joined when asked for."""
-        pending = self._decoder.pending if self._decoder and not self.finish_reason else ""
+        pending = self._decoder.pending if self._decoder and not self._is_closed else ""
         return "".join([*self._taken, *self._safe, self._suffix, pending])
 
     def push(self, token: int) -> str | None:
-        """Feed the next committed token; returns the finish reason, or None while the request goes on."""
-        if self.finish_reason:
-            raise RuntimeError(f"token {token} pushed after the request finished ({self.finish_reason})")
-        self.token_ids.append(token)
+        """Feed the next committed token; returns "stop" or "length" if it ends the output, else None.
+
+        The ending one belongs to the output: the end-of-text id too, as in `transformers.generate`, although the text
+        never shows it, and the token that completed a stop string.
+        """
+        if self._is_closed:
+            raise RuntimeError(f"token {token} pushed after the output ended")
+        self.num_tokens += 1
         is_eos = token in self.stop_ids
-        is_last = is_eos or len(self.token_ids) == self._params.max_new_tokens
+        is_last = is_eos or self.num_tokens == self._params.max_new_tokens
         found_stop = False
         if self._decoder:
             settled = "" if is_eos else self._decoder.push(token)
             unsettled = self._decoder.pending if is_last else self._decoder.readable
             found_stop = self._append(settled, unsettled, is_last)
+        self._is_closed = is_last or found_stop
         if is_eos or found_stop:
-            self.finish_reason = "stop"
-        elif is_last:
-            self.finish_reason = "length"
-        return self.finish_reason
+            return "stop"
+        return "length" if is_last else None
 
-    def close(self, reason: str) -> None:
+    def close(self) -> None:
         """End the output here, for a reason that is not in it."""
-        self._safe.append(self._suffix + (self._decoder.pending if self._decoder else ""))
-        self._suffix = ""
-        self.finish_reason = reason
+        if not self._is_closed:
+            self._safe.append(self._suffix + (self._decoder.pending if self._decoder else ""))
+            self._suffix = ""
+            self._is_closed = True
 
     def take(self) -> str:
         """The text that became safe to stream since the last call; after the finish all the rest.

@@ -117,6 +117,15 @@ class TreeCache(Cache):
         for pool in self._pools:
             pool[:, slot * rows + num_cached : (slot + 1) * rows] = 0
 
+    def exchange_slots(self, first: int, second: int, num_cached: int) -> None:
+        """Exchange the committed rows of two slots, of which neither has more than `num_cached`."""
+        rows = self.rows_per_slot
+        for pool in self._pools:
+            one, other = (pool[:, slot * rows : slot * rows + num_cached] for slot in (first, second))
+            held = one.clone()
+            one.copy_(other)
+            other.copy_(held)
+
     def move_slot(self, source: int, target: int, num_cached: int) -> None:
         """Copy the committed rows of slot `source` over those of slot `target`."""
         rows = self.rows_per_slot

@@ -153,6 +153,10 @@ class TreeModel:
         if self.graphs is not None:
             self.graphs.limit(max_nodes)
 
+    def release(self) -> None:
+        """Drop captured graphs and the cache: a graph that holds a collective must go before its communicator."""
+        self.graphs = self.cache = None
+
     @property
     def num_captures(self) -> int:
         """Graphs captured for the present cache; a step that captures takes longer."""

@@ -1,13 +1,14 @@
-"""What predictions start from: measured tokens per step, host times, and t(n) of a machine."""
+"""What predictions start from: measured tokens per step, host times, and step times of a machine."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from lpr.config import DecodeConfig, InputError
+from lpr.core.step_times import interpolate
 
 
 @dataclass(frozen=True)
@@ -57,35 +58,13 @@ class Measured:
     def shard_nodes(self, drafted: Drafted, lp: int) -> float:
         """Nodes and pending tokens that the busiest of `lp` ranks evaluates."""
         known = self.extra_nodes[drafted.temperature]
-        extra = interpolate([math.log2(ranks) for ranks, _ in known], [nodes for _, nodes in known], math.log2(lp))
+        extra = interpolate([nodes for _, nodes in known], math.log2(lp), [math.log2(ranks) for ranks, _ in known])
         return drafted.nodes / lp + extra
 
     def host_seconds(self, temperature: float, tree_nodes: float) -> float:
         """Host time of a step, every rank drafting the whole tree."""
         known = self.host_ms[min(self.host_ms, key=lambda each: abs(each - temperature))]
-        return max(0.0, interpolate([n for n, _ in known], [ms for _, ms in known], tree_nodes)) * 1e-3
-
-
-@dataclass(frozen=True)
-class TimeTable:
-    """Measured t(n): milliseconds of a step with n nodes on one rank, in one setting."""
-
-    source: str
-    rows: tuple[tuple[float, float], ...]
-    """(nodes, milliseconds), ascending."""
-
-    def seconds(self, nodes: float) -> float:
-        """Time of a step with `nodes` nodes."""
-        return interpolate([n for n, _ in self.rows], [ms for _, ms in self.rows], nodes) * 1e-3
-
-
-def interpolate(points: Sequence[float], values: Sequence[float], at: float) -> float:
-    """Piecewise linear; outside the points along the nearest piece."""
-    if len(points) == 1:
-        return values[0]
-    right = next((i for i in range(1, len(points)) if at <= points[i]), len(points) - 1)
-    share = (at - points[right - 1]) / (points[right] - points[right - 1])
-    return values[right - 1] + share * (values[right] - values[right - 1])
+        return max(0.0, interpolate([ms for _, ms in known], tree_nodes, [n for n, _ in known])) * 1e-3
 
 
 def read_measured(values: Mapping[str, Any]) -> Measured:
@@ -100,15 +79,3 @@ def read_measured(values: Mapping[str, Any]) -> Measured:
         return Measured(tuple(drafted), extra, host, values["source"])
     except (KeyError, TypeError, ValueError) as failure:
         raise InputError(f"the measurements lack or misname {failure}") from failure
-
-
-def read_table(values: Mapping[str, Any], name: str) -> TimeTable:
-    """A measured t(n) from JSON: `source`, and `rows` of nodes, kv and milliseconds; raises InputError."""
-    try:
-        rows = sorted((float(row["nodes"]), float(row["milliseconds"])) for row in values["rows"])
-        source = str(values["source"])
-    except (KeyError, TypeError, ValueError) as failure:
-        raise InputError(f"{name} is no t(n): it needs source and rows of nodes, milliseconds: {failure}") from failure
-    if not rows or any(ms <= 0 for _, ms in rows) or len({n for n, _ in rows}) < len(rows):
-        raise InputError(f"{name}: t(n) needs rows with different nodes and milliseconds above 0")
-    return TimeTable(source, tuple(rows))

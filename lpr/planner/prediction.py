@@ -14,11 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from lpr.config import NUM_HEADER
+from lpr.core.step_times import StepTimes
 from lpr.planner.facts import ModelFacts
 from lpr.planner.footprint import Mesh, forward_flops, kv_row_bytes, read_bytes
 from lpr.planner.hardware import Gpu
 from lpr.planner.interconnect import Network, all_gather, all_reduce
-from lpr.planner.measured import Drafted, Measured, TimeTable
+from lpr.planner.measured import Drafted, Measured
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,7 @@ class Setting:
     element_size: int
     temperature: float | None
     """None: plain decoding."""
-    table: TimeTable | None = None
+    table: StepTimes | None = None
     batch: int = 1
 
     def ways(self, mesh: Mesh) -> list[Drafted | None]:
@@ -211,7 +212,7 @@ class Setting:
             payload = drafted.payload_bytes(mesh.lp)
         nodes *= self.batch
         if self.table is not None:
-            forward = self.table.seconds(nodes)
+            forward = self.table.time(nodes, self.batch, self.kv) * 1e-3
         else:
             forward = forward_seconds(
                 self.facts, mesh.tp, self.element_size, nodes, self.kv, self.machine, inputs, self.batch

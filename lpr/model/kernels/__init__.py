@@ -1,5 +1,5 @@
-"""Attention over committed tokens and a packed tree mask: one signature, a readable reference, two GPU versions.
+"""Attention over committed tokens and a packed tree mask: one signature, a readable reference, a GPU version.
 
-`reference.tree_attention` is the specification, `triton_kernel.tree_attention` the kernel, `flex.tree_attention` the
-same through FlexAttention. Nothing here is imported before a model asks for it (`TreeModel(attention=...)`).
+`reference.tree_attention` is the specification, `triton_kernel.tree_attention` the kernel. Nothing here is imported
+before a model asks for it (`TreeModel(attention=...)`).
 """

@@ -1,4 +1,4 @@
-"""The GPU versions as attention implementations of transformers: a mask function without a mask.
+"""The GPU version as attention implementations of transformers: a mask function without a mask.
 
 In a step the mask function returns, instead of a tensor, the rule of a layer kind: a window, a chunk, or neither. It
 is read off the model's own mask function, and only where that is made of parts whose code we know; for any other the
@@ -24,9 +24,9 @@ from transformers.masking_utils import (
 
 from lpr.model.attention import Mask, additive, current_step, tree_attention, tree_mask, visible_nodes
 
-KERNELS = {"triton": "lpr_tree_triton", "flex": "lpr_tree_flex"}
+KERNELS = {"triton": "lpr_tree_triton"}
 """Names of the attention implementations, by the choice that `TreeModel` takes."""
-_MODULES = {"triton": "lpr.model.kernels.triton_kernel", "flex": "lpr.model.kernels.flex"}
+_MODULES = {"triton": "lpr.model.kernels.triton_kernel"}
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def load_kernel(choice: str) -> None:
 
 
 def kernel_attention(choice: str) -> Callable[..., tuple[torch.Tensor, None]]:
-    """For AttentionInterface: attention by the `triton` or `flex` version, which `load_kernel` has imported."""
+    """For AttentionInterface: attention by a version of `KERNELS`, which `load_kernel` has imported."""
 
     def attend(
         module: torch.nn.Module,

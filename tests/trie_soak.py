@@ -1,12 +1,12 @@
 """A soak of the shared trie: insert far more than it holds, and query it all the while.
 
-    python -m benchmarks.trie --tokens 5000000 --output benchmarks/results/trie.json
+    PYTHONPATH=. python tests/trie_soak.py --tokens 5000000 --output benchmarks/results/trie.json
 
 The text is synthetic: documents of 200 to 2000 tokens made of phrases, which follow Zipf's law and of which some are
 new at every document, so that pairs of tokens keep coming and going and drafts are found. An insertion is one
 document; a query is a draft of 64 nodes after a few tokens of a recent document. Both are timed by the processor time
 of the thread and, beside it, by the clock. RSS is of the whole process; `max_elements` is the most that the trie's
-containers held together. Then the trie is saved and loaded.
+containers held together.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import gc
 import random
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,12 +23,12 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.common import OneLineParser, run_main, table, whole
+from benchmarks.common import make_parser, run_main, whole
+from benchmarks.replay import learn
 from lpr.config import DecodeConfig, InputError
 from lpr.core.drafting import Drafter
 from lpr.core.suffix_index import SuffixIndex
 from lpr.core.tree import TokenTree
-from lpr.engine.trie_file import read_trie, write_trie
 
 VOCABULARY = 32_000
 NODES = 64
@@ -61,12 +60,6 @@ def elements(trie: SuffixIndex) -> int:
     return arrays + len(trie.singles) + sum(map(len, trie.pairs))
 
 
-def insert(trie: SuffixIndex, document: list[int]) -> None:
-    """One finished output, as an engine inserts it."""
-    trie.extend(document)
-    trie.end_document()
-
-
 def soak(num_tokens: int, capacity: int, queries: int) -> dict[str, Any]:
     """Insert `num_tokens` and draft `queries` times once the trie is full; times in milliseconds."""
     trie = SuffixIndex(capacity)
@@ -79,7 +72,7 @@ def soak(num_tokens: int, capacity: int, queries: int) -> dict[str, Any]:
     nodes: list[int] = []
     rss_start, rss_full = resident_mb(), 0.0
     for document in documents():
-        insertions.append(_timed(lambda: insert(trie, document)))  # noqa: B023 - called at once
+        insertions.append(_timed(lambda: learn(trie, [document])))  # noqa: B023 - called at once
         inserted += len(document) + 1
         num_documents += 1
         most = max(most, elements(trie))
@@ -106,7 +99,6 @@ def soak(num_tokens: int, capacity: int, queries: int) -> dict[str, Any]:
         "insertion_ms": _spread(insertions),
         "query_ms": {**_spread(drafts), "nodes": statistics.mean(nodes), "count": len(drafts)},
         "rss_mb": {"at_start": rss_start, "when_full": rss_full, "at_end": resident_mb()},
-        "file": _round_trip(trie),
     }
 
 
@@ -136,17 +128,6 @@ def _spread(times: list[tuple[float, float]]) -> dict[str, float]:
     }
 
 
-def _round_trip(trie: SuffixIndex) -> dict[str, float]:
-    with tempfile.TemporaryDirectory() as folder:
-        save, _ = _timed(lambda: write_trie(folder, trie, ""))
-        read, _ = _timed(lambda: read_trie(folder))
-        tokens = read_trie(folder)
-        size = sum(file.stat().st_size for file in Path(folder).iterdir())
-    link, _ = _timed(lambda: SuffixIndex.from_history(tokens, trie.capacity_tokens))
-    return {"mb": round(size / 2**20, 2), "save_ms": round(save, 1), "read_ms": round(read, 1),
-            "link_ms": round(link, 1)}  # fmt: skip
-
-
 def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Soak one trie and show what it took."""
     if options.capacity < 1 or options.tokens < options.capacity:
@@ -154,21 +135,15 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     console.print("ceiling: an engine's step at 64 nodes; target: queries below 2 ms at p99, memory that stays bounded")
     gc.collect()
     gc.freeze()  # as the command does
-    result = soak(options.tokens, options.capacity, options.queries)
-    rows = [[name, *(f"{result[name][key]:.3f}" for key in ("p50", "p99", "max", "max_by_the_clock"))]
-            for name in ("insertion_ms", "query_ms")]  # fmt: skip
-    console.print(table(f"{result['num_tokens']} tokens", ["", "p50", "p99", "max", "max by the clock"], rows))
-    return {"benchmark": "trie", **result}
+    return {"benchmark": "trie", **soak(options.tokens, options.capacity, options.queries)}
 
 
 def main() -> int:
     """Run the command line; returns the exit code."""
-    parser = OneLineParser(prog="benchmarks.trie", description="A soak of the shared trie.")
+    parser = make_parser("trie_soak", "A soak of the shared trie.", threads=1)
     parser.add_argument("--tokens", type=whole, default=5_000_000, metavar="N", help="tokens to insert")
     parser.add_argument("--capacity", type=whole, default=1_000_000, metavar="N", help="tokens that the trie holds")
     parser.add_argument("--queries", type=whole, default=2000, metavar="N", help="drafts at capacity")
-    parser.add_argument("--threads", type=whole, default=1, help=argparse.SUPPRESS)
-    parser.add_argument("--output", metavar="FILE", help="write the result as JSON (benchmarks/results/trie.json)")
     return run_main(parser, measure)
 
 

@@ -1,0 +1,95 @@
+"""Prompts of public data sets, from files or, where there is a network, by names such as `hub:classeval`.
+
+A name stands for one file of one commit of its repository on the Hugging Face hub, so that a result's prompts can be
+had again. A file that was fetched once is read from the hub's cache, also without a network.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import hf_hub_download
+from huggingface_hub.utils import logging
+
+from lpr.config import InputError
+
+PREFIX = "hub:"
+PROMPT_FIELDS = ("skeleton", "prompt", "question", "turns")
+"""Field of a record that holds the prompt: ClassEval, HumanEval and traces, GSM8K, MT-Bench."""
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """Where a data set's records are: a dataset repository, a commit of it and a file in it."""
+
+    repository: str
+    commit: str
+    file: str
+
+
+FILES = {
+    "classeval": HubFile("FudanSELab/ClassEval", "66a08db8c1e18de83868bc28dace89f6a0f1a141", "ClassEval_data.json"),
+    "humaneval": HubFile(
+        "openai/openai_humaneval",
+        "7dce6050a7d6d172f3cc5c32aa97f52fa1a2e544",
+        "openai_humaneval/test-00000-of-00001.parquet",
+    ),
+    "gsm8k": HubFile("openai/gsm8k", "740312add88f781978c0658806c59bc2815b9866", "main/test-00000-of-00001.parquet"),
+    "mt_bench": HubFile(
+        "HuggingFaceH4/mt_bench_prompts", "e3a795c5e9a82ee40611c416b8a7786c73198991", "raw/question.jsonl"
+    ),
+}
+"""HumanEval and GSM8K are published as parquet only, which `read_records` needs pyarrow for."""
+
+
+def load_prompts(path: str, count: int) -> list[str]:
+    """The first `count` prompts of a data set, a file or a name such as hub:gsm8k; raises InputError."""
+    prompts = []
+    for record in read_records(fetch(path) if path.startswith(PREFIX) else Path(path))[:count]:
+        found = [record[name] for name in PROMPT_FIELDS if name in record] if isinstance(record, dict) else []
+        if not found:
+            raise InputError(f"{path}: a record has none of the fields {', '.join(PROMPT_FIELDS)}")
+        prompts.append(found[0][0] if isinstance(found[0], list) else found[0])
+    if not prompts:
+        raise InputError(f"{path} holds no prompts")
+    return prompts
+
+
+def read_records(path: Path) -> list[Any]:
+    """The records of a file in JSON lines, as one JSON array, or in parquet (needs pyarrow); raises InputError."""
+    try:
+        if path.suffix == ".parquet":
+            from pyarrow import parquet
+
+            return parquet.read_table(path).to_pylist()
+        text = path.read_text(encoding="utf-8")
+        if text.lstrip().startswith("["):
+            return json.loads(text)
+        return [json.loads(line) for line in text.splitlines() if line.strip()]
+    except ImportError as error:
+        raise InputError(
+            f"{path.name} is parquet, which needs pyarrow: pip install pyarrow, or give JSON lines"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read {path}: {error}") from error
+
+
+def fetch(name: str) -> Path:
+    """The file of the data set `name` ("hub:gsm8k"), fetched unless the cache has it; raises InputError."""
+    wanted = FILES.get(name.removeprefix(PREFIX))
+    if wanted is None:
+        raise InputError(f"no data set {name}; there are {', '.join(PREFIX + known for known in FILES)}")
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()  # it would write a line per retry
+    try:
+        return Path(hf_hub_download(wanted.repository, wanted.file, repo_type="dataset", revision=wanted.commit))
+    except Exception as error:  # its HTTP library, and with it the errors, differs between versions
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InputError(
+            f"cannot fetch {name} ({wanted.repository}, {wanted.file}): {why} Without a network, give --data a file."
+        ) from error
+    finally:
+        logging.set_verbosity(level)

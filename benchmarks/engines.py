@@ -1,0 +1,141 @@
+"""Engines as benchmarks use them: one model for several contestants, sizes by node budget, and counted steps.
+
+Which tokens a step emits does not depend on how its tree is split, so one process evaluates each whole tree and counts
+what every rank would evaluate of it, by the same partition and the same pending chains (tests/test_ranks.py asserts
+that several ranks take these very steps).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
+from lpr.core.partition import partition
+from lpr.core.state import num_computed_after
+from lpr.engine.stats import DecodeStats
+from lpr.model.loader import Loaded, load
+
+
+def load_engine(options: argparse.Namespace, decode: DecodeConfig | None = None) -> Engine:
+    """The engine that `--model`, `--dtype` and `--device` ask for."""
+    return Engine.from_pretrained(options.model or bundled_model(), decode, dtype=options.dtype, device=options.device)
+
+
+def load_model(options: argparse.Namespace) -> Loaded:
+    """The model that `--model`, `--dtype` and `--device` ask for, to be shared by several engines."""
+    return load(options.model or bundled_model(), options.dtype, options.device)
+
+
+def engines_over(loaded: Loaded, decodes: Mapping[str, DecodeConfig]) -> dict[str, Engine]:
+    """An engine for each configuration, over one model."""
+    return {name: Engine(loaded, decode) for name, decode in decodes.items()}
+
+
+def switch(engine: Engine, decode: DecodeConfig) -> None:
+    """Decode under `decode` from now on, with nothing learnt."""
+    engine.configure(decode)
+
+
+def plain() -> DecodeConfig:
+    """Autoregressive decoding of one request."""
+    return DecodeConfig.autoregressive(max_batch_size=1)
+
+
+def split_budget(kind: str, budget: int) -> DecodeConfig:
+    """A configuration whose tree has at most `budget` nodes: `window`, `trie`, or half of each (`both`).
+
+    A window takes W * (N-1) nodes and its pool G * (N-1); W = G as in the paper, N = 5.
+    """
+    if kind == "trie":
+        return DecodeConfig(window_size=0, trie_nodes=budget - 1, max_batch_size=1)
+    columns = max(1, budget // (16 if kind == "both" else 8))
+    trie = 0 if kind == "window" else budget - 8 * columns
+    return DecodeConfig(window_size=columns, guess_set_size=columns, trie_nodes=trie, max_batch_size=1)
+
+
+def params_for(count: int, max_new_tokens: int, temperature: float, ignore_eos: bool = False) -> list[SamplingParams]:
+    """One seed per prompt; without end-of-text tokens all contestants have as much to do."""
+    return [
+        SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, ignore_eos=ignore_eos)
+        for seed in range(count)
+    ]
+
+
+class StepClock:
+    """A step recorder that keeps the milliseconds of each phase of the last step, by a clock in seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """No step yet."""
+        self.phases: dict[str, float] = {}
+        self._clock, self._last = clock, 0.0
+
+    def begin(self) -> Callable[[str], None]:
+        """A step begins."""
+        self.phases, self._last = {}, self._clock()
+        return self._end_phase
+
+    def _end_phase(self, phase: str) -> None:
+        now = self._clock()
+        self.phases[phase], self._last = (now - self._last) * 1e3, now
+
+    def record(self, *step: Any) -> None:
+        """What the step did is of no interest."""
+
+
+class RankCounter:
+    """A step recorder that counts what each of several ranks would evaluate of one request after the other."""
+
+    def __init__(self, num_ranks: int, capacity: int) -> None:
+        """No step counted yet; `capacity` nodes of a tree are a rank's own at most."""
+        self.num_ranks = num_ranks
+        self.capacity = capacity
+        self.num_tokens = 0
+        self.num_computed_tokens = [0] * num_ranks
+        self.num_nodes = self.num_evaluated = self.num_pending = self.largest_shards = 0
+
+    def begin_request(self, num_tokens: int) -> None:
+        """The next step is the first of a sequence of `num_tokens`; it computes them on every rank."""
+        self.num_tokens = num_tokens
+        self.num_computed_tokens = [num_tokens - 1] * self.num_ranks
+
+    def begin(self) -> Callable[[str], None]:
+        """A step begins; its phases are of no interest."""
+        return lambda phase: None
+
+    def record(self, requests: Sequence[Any], outcomes: Sequence[Any], chunks: Sequence[Any]) -> None:
+        """Take in a step of the one request that runs."""
+        [outcome] = outcomes
+        pending = [self.num_tokens - held - 1 for held in self.num_computed_tokens]
+        shards = partition(outcome.tree, self.num_ranks, pending, self.capacity)
+        self.num_computed_tokens = num_computed_after(self.num_tokens, outcome.path, shards)
+        self.num_tokens += len(outcome.emitted)
+        sizes = [len(shard.nodes) + chain for shard, chain in zip(shards, pending, strict=True)]
+        self.num_nodes += len(outcome.tree)
+        self.num_evaluated += sum(sizes)
+        self.num_pending += sum(pending)
+        self.largest_shards += max(sizes)
+
+
+def count_steps(
+    engine: Engine,
+    decode: DecodeConfig,
+    prompts: Sequence[str],
+    params: Sequence[SamplingParams],
+    num_ranks: int,
+    advance: Callable[[], None],
+) -> tuple[DecodeStats, RankCounter]:
+    """Complete `prompts` one by one, as `num_ranks` ranks of these sizes would."""
+    switch(engine, decode.for_one_rank(num_ranks))
+    total, counter = DecodeStats(), RankCounter(num_ranks, decode.resolved(num_ranks).owned_capacity(num_ranks))
+    engine.recorder = counter
+    try:
+        for prompt, each in zip(prompts, params, strict=True):
+            ids = engine.encode(prompt)
+            counter.begin_request(len(ids))
+            total.add(engine.generate([ids], each)[0].stats)
+            advance()
+    finally:
+        engine.recorder = None
+    return total, counter

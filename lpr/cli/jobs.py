@@ -1,0 +1,290 @@
+"""What rank 0 does with an engine: complete the lines of a file, or show one prompt."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from lpr.cli.display import Run, comparison_table, show_stream
+from lpr.cli.jsonl import OrderedWriter, PromptLine
+from lpr.cli.trace import traced
+from lpr.config import DecodeConfig, InputError, SamplingParams
+from lpr.engine.engine import Engine
+from lpr.engine.request import Completion, Request
+from lpr.engine.stats import DecodeStats
+from lpr.engine.trie_file import check_writable, read_trie, trie_path
+
+DEMO_PROMPT = '''\
+class Account:
+    """A bank account with a balance."""
+
+    def __init__(self, owner, balance=0):
+        self.owner = owner
+        self.balance = balance
+
+    def deposit(self, amount):
+        """Add amount to the balance."""
+        if amount <= 0:
+            raise ValueError("amount must be positive")
+        self.balance += amount
+
+    def withdraw(self, amount):
+        """Subtract amount from the balance."""
+'''
+# Sampled, because the small bundled model soon repeats itself when it is greedy.
+DEMO_PARAMS = SamplingParams(max_new_tokens=200, temperature=0.6)
+
+
+Piece = tuple[str, int]
+"""Text that a step made final, and the number of its tokens."""
+
+
+def check_trie(path: Path | None) -> None:
+    """Refuse a trie that cannot be read or kept, before the model is loaded; raises InputError."""
+    if path is not None:
+        if trie_path(path).exists():
+            read_trie(path)
+        check_writable(path)
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """What a job draws on and leaves behind besides its output."""
+
+    trie: Path | None = None
+    """Trie to draft from, and to save at the end."""
+    trace: Path | None = None
+    """Page that shows the steps."""
+    trace_steps: int = 0
+
+    @contextmanager
+    def around(self, engine: Engine) -> Iterator[None]:
+        """Load the trie and record steps; write both at the end, also of an interrupted run.
+
+        The trie is not saved after a lost rank: the restarted job learns again from its output file, and drafts as an
+        undisturbed one.
+        """
+        if self.trie is not None and trie_path(self.trie).exists():
+            engine.load_trie(self.trie)
+        try:
+            with traced(self.trace, self.trace_steps, engine):
+                yield
+        except KeyboardInterrupt:
+            self._save(engine)
+            raise
+        self._save(engine)
+
+    def _save(self, engine: Engine) -> None:
+        if self.trie is not None:
+            engine.save_trie(self.trie)
+
+
+class FileJob:
+    """Complete every line of a prompts file into an output file."""
+
+    def __init__(
+        self, writer: OrderedWriter, sampling: SamplingParams, facts: dict[str, Any], keeping: Keeping, as_json: bool
+    ) -> None:
+        """Complete the lines that `writer` has no record of yet; each record carries `facts` of the job."""
+        self.writer = writer
+        self.lines = writer.lines
+        self.sampling = sampling
+        self.facts = facts
+        self.keeping = keeping
+        self.as_json = as_json
+        self.console = Console(stderr=True)
+        self.total = DecodeStats()
+        self.num_bad = sum("error" in record for record in self.writer.kept)
+
+    def __enter__(self) -> Self:
+        self.writer.__enter__()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.writer.__exit__(*failure)
+
+    def run(self, engine: Engine) -> int:
+        """Complete the lines that are not done yet; 2 if some line could not be, else 0."""
+        with self.keeping.around(engine):
+            self._complete(engine)
+        return 2 if self.num_bad else 0
+
+    def _complete(self, engine: Engine) -> None:
+        # The drafts of a restarted job are those of an undisturbed one.
+        engine.learn(*[record.get("token_ids", []) for record in self.writer.kept])
+        left = deque(line for line in self.lines if line.number not in self.writer.done)
+        kept = len(self.lines) - len(left)
+        submitted: dict[Request, PromptLine] = {}
+        began = time.perf_counter()
+        columns = (
+            TextColumn("completing"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            TextColumn("{task.fields[rate]}"),
+        )  # fmt: skip
+        with Progress(*columns, console=self.console, disable=not self.console.is_terminal) as progress:
+            bar = progress.add_task("", total=len(self.lines), completed=kept, rate="")
+            while left or submitted:
+                # One more than the slots, so that a freed slot never waits for its next prompt.
+                while left and len(submitted) <= engine.decode.max_batch_size:
+                    self._submit(engine, left.popleft(), submitted)
+                for request in engine.step():
+                    if request.finish_reason is not None:
+                        self._finish(request, submitted.pop(request))
+                rate = f"{self.total.tokens_per_step:.2f} tokens/step" if self.total.num_steps else ""
+                progress.update(bar, completed=len(self.writer.done), rate=rate)
+        self._report(engine, kept, time.perf_counter() - began)
+
+    def _submit(self, engine: Engine, line: PromptLine, submitted: dict[Request, PromptLine]) -> None:
+        try:
+            if line.error is not None:
+                raise InputError(line.error)
+            submitted[engine.submit(line.prompt, replace(self.sampling, **line.sampling))] = line
+        except InputError as failure:
+            message = str(failure) if line.error else f"line {line.number}: {failure}"
+            self._complain(message)
+            self.writer.write(line.number, {"line": line.number, "prompt": line.prompt, "error": message})
+
+    def _complain(self, message: str) -> None:
+        self.num_bad += 1
+        self.console.print(f"lpr.generate: {message}", markup=False, highlight=False, soft_wrap=True)
+
+    def _finish(self, request: Request, line: PromptLine) -> None:
+        done = request.completion()
+        self.total.add(done.stats)
+        failed = {}
+        if done.error is not None:
+            failed = {"error": done.error}
+            self._complain(f"line {line.number}: {done.error}")
+        self.writer.write(
+            line.number,
+            {
+                **line.extra,
+                "line": line.number,
+                "prompt": line.prompt,
+                "text": done.text,
+                "token_ids": done.token_ids,
+                "finish_reason": done.finish_reason,
+                "num_steps": done.stats.num_steps,
+                "tokens_per_step": round(done.stats.tokens_per_step, 4),
+                **self.facts,
+                **failed,
+            },
+        )
+
+    def _report(self, engine: Engine, kept: int, seconds: float) -> None:
+        total = self.total
+        record = {
+            "prompts": len(self.lines),
+            "completed": len(self.lines) - self.num_bad,
+            "kept_from_earlier_attempt": kept,
+            "num_tokens": total.num_tokens,
+            "num_steps": total.num_steps,
+            "tokens_per_step": round(total.tokens_per_step, 4),
+            "seconds": round(seconds, 3),
+            **self.facts,
+            "payload_bytes_per_step": engine.payload_bytes,
+            "sources": {name: vars(count) for name, count in total.sources.items()},
+        }
+        if self.as_json:
+            print(json.dumps(record))
+            return
+        failed = f", {self.num_bad} lines could not be completed" if self.num_bad else ""
+        self.console.print(
+            f"{record['completed']} of {len(self.lines)} prompts, {total.num_tokens} tokens in {total.num_steps} steps "
+            f"({total.tokens_per_step:.2f} tokens/step), {seconds:.1f} s{failed}",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+class ShowJob:
+    """Complete one prompt before the reader's eyes, then compare with plain decoding."""
+
+    def __init__(
+        self, prompt: str | None, sampling: SamplingParams, decode: DecodeConfig, keeping: Keeping, as_json: bool
+    ) -> None:
+        """Show this prompt, or the built-in one."""
+        self.prompt = DEMO_PROMPT if prompt is None else prompt
+        self.params = DEMO_PARAMS if prompt is None and sampling == SamplingParams() else sampling
+        self.decode = decode
+        self.keeping = keeping
+        self.as_json = as_json
+        self.console = Console(quiet=as_json)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        pass
+
+    def run(self, engine: Engine) -> int:
+        """Stream with lookahead, decode plainly, print the table."""
+        show = partial(show_stream, self.console, self.prompt)
+        ahead = self._timed("lookahead", engine, self.decode, self.keeping, show)
+        plain = self._timed("autoregressive", engine, DecodeConfig.autoregressive(), Keeping(), _read_out)
+        for _, done in (ahead, plain):
+            if done.error is not None:
+                raise InputError(done.error)
+        ahead[0].equal = ahead[1].token_ids == plain[1].token_ids
+        self._report(engine, [plain[0], ahead[0]], ahead[1])
+        return 0
+
+    def _timed(
+        self,
+        name: str,
+        engine: Engine,
+        decode: DecodeConfig,
+        keeping: Keeping,
+        show: Callable[[Iterable[Piece]], None],
+    ) -> tuple[Run, Completion]:
+        """Complete the prompt once, after a few tokens to warm up; `show` gets the text as it comes."""
+        engine.configure(decode)
+        engine.generate([self.prompt], replace(self.params, max_new_tokens=min(4, self.params.max_new_tokens)))
+        engine.configure(decode)
+        with keeping.around(engine):
+            began = time.perf_counter()
+            request = engine.submit(self.prompt, self.params)
+            show(_pieces(engine, request))
+            done = request.completion()
+        return Run(name, done.stats.num_steps, done.stats.num_tokens, time.perf_counter() - began, None), done
+
+    def _report(self, engine: Engine, runs: Sequence[Run], done: Completion) -> None:
+        params = self.params
+        how = f"temperature {params.temperature}, seed {params.seed}" if params.temperature else "greedy"
+        lp, tp = engine.comm.size, engine.comm.tp_size
+        ranks = f"{lp * tp} ranks" if lp * tp > 1 else "1 process"
+        if tp > 1:
+            ranks += f" (lp {lp} x tp {tp})"
+        self.console.print()
+        self.console.print(comparison_table(f"{how}, {ranks} on {engine.model.device}", runs))
+        if self.as_json:
+            record = {
+                "prompt": self.prompt,
+                "text": done.text,
+                "token_ids": done.token_ids,
+                "finish_reason": done.finish_reason,
+                "runs": [{**vars(run), "tokens_per_step": round(run.tokens_per_step, 4)} for run in reversed(runs)],
+                "sources": {name: vars(count) for name, count in done.stats.sources.items()},
+            }
+            print(json.dumps(record))
+
+
+def _read_out(pieces: Iterable[Piece]) -> None:
+    """Show nothing."""
+    for _ in pieces:
+        pass
+
+
+def _pieces(engine: Engine, request: Request) -> Iterator[Piece]:
+    while request.finish_reason is None:
+        engine.step()
+        yield from ((chunk.text, len(chunk.token_ids)) for chunk in request.take())

@@ -1,0 +1,93 @@
+"""The commands: everything that changes what the ranks do, in one totally ordered log.
+
+The driver (world rank 0) puts commands in order, one codec carries them, and every rank, the driver included, applies
+them by the same `Engine.apply` after the same step. There is no second way in: the command line, `generate`, `stream`,
+a service, learnt outputs, tries and measured step times all become commands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from lpr.config import DecodeConfig, SamplingParams
+from lpr.core.suffix_index import END
+
+RequestId = int | str
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Complete a prompt."""
+
+    id: RequestId
+    token_ids: list[int]
+    """The prompt, and behind it what was delivered already of an output that goes on."""
+    params: SamplingParams
+    num_prompt: int
+    """How many of `token_ids` are the prompt."""
+    priority: int = 0
+    """Requests of a lower number are admitted earlier (see lpr.engine.scheduler)."""
+    has_processors: bool = False
+    """Do logits processors apply, which are code that each rank brings itself?"""
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Drop a request, wherever it is; one that is finished or unknown is left as it is."""
+
+    id: RequestId
+
+
+class Learn(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Draft from documents, as if they had just been decoded."""
+
+    history: bytes
+    """int32 tokens, documents separated by END: there can be millions."""
+    replace: bool = False
+    """Forget everything learnt before."""
+
+
+class Costs(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Decide by a table of step times from now on."""
+
+    table: dict[str, Any]
+    """As StepTimes.to_json makes it."""
+    given: bool = False
+    """Did the user give it? Then the times that steps really take change nothing."""
+
+
+class Configure(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Decode further requests with other settings, forgetting what drafts were learnt."""
+
+    decode: DecodeConfig
+
+
+class Drain(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Take no further requests; those submitted are completed."""
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Abort all requests; the other ranks leave `Engine.work`."""
+
+
+Command = Submit | Abort | Learn | Costs | Configure | Drain | Stop
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(list[Command])
+
+
+def encode(commands: Sequence[Command]) -> bytes:
+    """Commands as bytes (MessagePack)."""
+    return _encoder.encode(commands)
+
+
+def decode(message: bytes) -> list[Command]:
+    """The commands of `encode`; raises msgspec.MsgspecError for anything else."""
+    return _decoder.decode(message)
+
+
+def learn(documents: Sequence[Sequence[int]]) -> Learn:
+    """The command to draft from `documents` too."""
+    return Learn(b"".join([np.array([*document, END], np.int32).tobytes() for document in documents if len(document)]))

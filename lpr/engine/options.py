@@ -1,0 +1,46 @@
+"""How an engine runs its model: one object that travels whole, so that no flag is lost on its way."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from lpr.config import InputError
+from lpr.core.step_times import StepTimes, read_step_times
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """How a model is loaded and its steps evaluated; none of it decides what a tree holds."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """auto: the checkpoint's own on a GPU, float32 on a CPU."""
+    device: str | None = None
+    """cpu, cuda or cuda:N. Default: a GPU if there is one."""
+    attention: Literal["auto", "sdpa", "triton"] = "auto"
+    """sdpa: PyTorch's, with a dense mask. triton: a GPU kernel that reads the tree as bits. auto: what works best."""
+    graphs: bool = True
+    """Replay the steps of a GPU as CUDA graphs."""
+    compile: bool = False
+    """Let torch.compile fuse operators of these steps; starting takes a minute longer."""
+    tp_backend: Literal["transformers", "deepspeed"] = "transformers"
+    """Who splits the model: transformers by its own plan, or deepspeed, also where there is no plan."""
+    costs: Path | StepTimes | None = None
+    """JSON table of step times to size trees by, instead of measured ones: makes the steps of a run repeatable. Rank 0
+    reads it for all."""
+    prefix_reuse: bool = True
+    """Keep the K/V of finished requests for prompts that begin alike, until their slot is needed."""
+
+
+def load_step_times(path: Path) -> StepTimes:
+    """The table of step times in a JSON file; raises InputError."""
+    try:
+        return read_step_times(json.loads(path.read_text(encoding="utf-8")), f"--costs {path}")
+    except InputError:
+        raise
+    except OSError as failure:
+        raise InputError(f"cannot read --costs {path}: {failure.strerror or failure}") from failure
+    except ValueError as failure:
+        raise InputError(f"--costs {path}: {failure}") from failure

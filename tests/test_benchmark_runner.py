@@ -1,0 +1,86 @@
+"""What all benchmarks share: the runner, the race and the counted steps."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from rich.console import Console
+from transformers import PreTrainedModel
+
+from benchmarks.common import attempt, make_parser, run_main
+from benchmarks.engines import count_steps, params_for, split_budget
+from benchmarks.race import Output, run_race
+from lpr import Engine, InputError, SamplingParams
+
+
+def broken() -> dict[str, Any]:
+    raise ValueError("first line\nsecond line")
+
+
+def test_a_failure_is_recorded_and_decides_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+        return {"benchmark": "made", "runs": [{"name": "good", "value": 1}, {"name": "bad", **attempt(broken)}]}
+
+    assert run_main(make_parser("made", "x"), measure, []) == 1
+    out, err = capsys.readouterr()
+    result = json.loads(out.splitlines()[-1])
+    assert result["runs"][1]["failed"] == "ValueError: first line" and {"cpu", "commit", "command"} <= set(result)
+    assert "failed: bad: ValueError: first line" in err and "good" in err
+    assert run_main(make_parser("made", "x"), measure, ["--json"]) == 1
+    assert capsys.readouterr().err == ""
+
+
+def test_bad_input_is_one_line_and_not_a_failed_entry(capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse() -> dict[str, Any]:
+        raise InputError("no such thing")
+
+    assert run_main(make_parser("made", "x"), lambda options, console: attempt(refuse), []) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err == "benchmarks.made: no such thing\n"
+
+
+class Fake:
+    """Takes `turns` turns per prompt and emits `ids`."""
+
+    def __init__(self, name: str, turns: int, ids: list[int], log: list[str]) -> None:
+        self.name, self.turns, self.ids, self.log = name, turns, ids, log
+
+    def start(self, prompt: list[int], params: SamplingParams) -> Callable[[], Output | None]:
+        left = self.turns
+
+        def turn() -> Output | None:
+            nonlocal left
+            left -= 1
+            self.log.append(self.name)
+            return None if left else Output(self.ids, self.turns, 2 * self.turns)
+
+        return turn
+
+
+def test_contestants_take_turns_and_the_first_prompt_does_not_count() -> None:
+    log: list[str] = []
+    race = run_race(
+        {"a": Fake("a", 3, [1, 2], log), "b": Fake("b", 2, [1, 3], log)}, [[7], [8]], [SamplingParams()] * 2
+    )
+    assert log[:5] == ["a", "b", "b", "a", "a"], "the order changes from round to round"
+    assert race.num_tokens == 2 and race.tallies["a"].num_steps == 3 and race.tallies["b"].num_nodes == 4
+    assert (race.tallies["a"].num_different, race.tallies["b"].num_different) == (0, 2)
+    assert len(race.tallies["a"].seconds) == 1
+
+
+def test_counted_steps_are_those_of_the_engine(llama: PreTrainedModel) -> None:
+    engine = Engine.from_model(llama, decode=split_budget("trie", 16))
+    prompts: Any = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 9, 9, 9]]
+    counted: dict[int, Any] = {}
+    for num_ranks in (1, 2):
+        params = params_for(2, 24, 0.0, ignore_eos=True)
+        total, counter = count_steps(engine, split_budget("trie", 16), prompts, params, num_ranks, lambda: None)
+        assert counter.num_nodes == total.num_nodes and total.num_tokens == 48
+        assert counter.num_evaluated >= counter.num_nodes and counter.largest_shards <= counter.num_evaluated
+        counted[num_ranks] = counter
+    assert counted[1].num_pending == 0 == counted[1].num_evaluated - counted[1].num_nodes, "one rank lacks nothing"
+    assert counted[2].num_pending > 0 and engine.recorder is None

@@ -1,0 +1,312 @@
+"""The documentation says what is: it builds, its links lead somewhere, its commands, names and figures are real."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+import warnings
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.run import get_args_parser  # noqa: TID251 - torchrun's flags, no process group
+
+from dev.step_picture import PICTURE, STEP, TRACE, picture, read_trace
+from lpr.cli.generate import parse
+from lpr.cli.jsonl import read_prompts
+from lpr.cli.trace import PLACEHOLDER
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+SITE = ("mkdocs", "material", "mkdocstrings")
+NOT_FLAGS_OF_OURS = {"--gpus-per-node", "--nodes"}
+"""Of sbatch, which is not here to be asked."""
+FOLDERS = ("benchmarks", "configs", "dev", "docs", "launch", "lpr", "tests", ".ci")
+
+named = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def code_of(text: str) -> list[str]:
+    """The lines of code blocks, continued ones joined, and the code spans, of a page."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    rest = re.sub(r"^```\w*\n.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    spans = [span.replace("\n", " ") for span in re.findall(r"`([^`]+)`", rest)]
+    return [line for block in blocks for line in block.replace("\\\n", " ").splitlines()] + spans
+
+
+def blocks_of(name: str, language: str) -> list[str]:
+    """The code blocks of a page that are marked as `language`."""
+    text = (DOCS / name).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def commands_of(text: str) -> list[tuple[str, list[str], list[str]]]:
+    """The commands of a page as (module, flags of torchrun, the module's arguments)."""
+    found = []
+    for line in code_of(text):
+        for part in line.split("&&"):
+            match = re.search(r"(?:^|\s)(python|torchrun)\s(.*?)-m (\S+)(.*)", part)
+            if match:
+                launcher, before, module, after = match.groups()
+                words = shlex.split(after.split(" #")[0])
+                found.append((module, before.split() if launcher == "torchrun" else [], words))
+    return found
+
+
+@cache
+def help_of(module: str) -> str:
+    """What a module of ours, or a launcher, prints for --help."""
+    text: list[str] = []
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch, contextlib.suppress(SystemExit):
+        warnings.simplefilter("ignore")  # runpy warns of modules that are imported already
+        patch.setattr(sys, "argv", [module, "--help"])
+        patch.setattr(sys.stdout, "write", lambda part: text.append(part) or len(part))
+        patch.setenv("COLUMNS", "200")
+        runpy.run_module(module, run_name="__main__")
+    return re.sub(r"\x1b\[[0-9;]*m", "", "".join(text))
+
+
+def flags_in(text: str) -> set[str]:
+    return set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text))
+
+
+@cache
+def quoted_flags(module: str) -> set[str]:
+    """Flags that a benchmark looks for itself, before its parser does."""
+    found = importlib.util.find_spec(module)
+    if found is None or found.origin is None or not module.startswith("benchmarks"):
+        return set()
+    return set(re.findall(r'"(--[a-z][a-z-]*)" in', Path(found.origin).read_text(encoding="utf-8")))
+
+
+@cache
+def torchrun_flags() -> set[str]:
+    names = {name for action in get_args_parser()._actions for name in action.option_strings}
+    return names | {name.replace("-", "_").replace("__", "--", 1) for name in names}
+
+
+def unknown_flags(text: str) -> set[str]:
+    """Flags of a page's commands that the command does not take, and flags in its prose that nobody takes."""
+    unknown: set[str] = set()
+    everywhere = torchrun_flags() | NOT_FLAGS_OF_OURS
+    for module, launched_with, words in commands_of(text):
+        if module.startswith(("lpr", "benchmarks")):
+            known = flags_in(help_of(module)) | quoted_flags(module)
+            everywhere |= known
+            unknown |= {f"{module} {flag}" for flag in flags_in(" ".join(words)) - known}
+        unknown |= {f"torchrun {flag}" for flag in flags_in(" ".join(launched_with)) - torchrun_flags()}
+    for module in ("lpr.generate", "lpr.plan", "lpr.corpus", "benchmarks.replay"):
+        everywhere |= flags_in(help_of(module))
+    commands = re.compile(r"\b(python|torchrun|pip|mkdocs|sbatch)\s")
+    prose = " ".join(code for code in code_of(text) if not commands.search(code) and not code.startswith("launch/"))
+    return unknown | (flags_in(prose) - everywhere)
+
+
+def missing_names(text: str) -> set[str]:
+    """Modules, attributes and files that a page's code names and that are not there."""
+    missing = {module for module, _, _ in commands_of(text) if importlib.util.find_spec(module) is None}
+    for code in code_of(text):
+        for name in re.findall(r"(?<![\w/.-])(?:lpr|benchmarks|dev)(?:\.[A-Za-z]\w*)+", code):
+            if not exists(name):
+                missing.add(name)
+        for name in re.findall(rf"(?<![\w/.-])(?:{'|'.join(map(re.escape, FOLDERS))})/[\w./-]*", code):
+            if not (ROOT / name.rstrip(".")).exists():
+                missing.add(name)
+        if re.fullmatch(r"\w+\.json", code) and not (ROOT / "benchmarks" / "results" / code).exists():
+            missing.add(code)
+    return missing
+
+
+def exists(name: str) -> bool:
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        module = ".".join(parts[:end])
+        with contextlib.suppress(ModuleNotFoundError):
+            if importlib.util.find_spec(module) is None:
+                continue
+            value: Any = importlib.import_module(module)
+            for part in parts[end:]:
+                if not hasattr(value, part):
+                    return False
+                value = getattr(value, part)
+            return True
+    return False
+
+
+def broken_links(page: Path, text: str) -> set[str]:
+    links = re.findall(r"\]\(([^)\s]+)\)|\bsrc=\"([^\"]+)\"", text)
+    targets = {(first or second).split("#")[0] for first, second in links}
+    return {each for each in targets if each and "://" not in each and not (page.parent / each).exists()}
+
+
+@named
+def test_links(page: Path) -> None:
+    assert not broken_links(page, page.read_text(encoding="utf-8"))
+
+
+@named
+def test_flags(page: Path) -> None:
+    assert not unknown_flags(page.read_text(encoding="utf-8"))
+
+
+@named
+def test_names(page: Path) -> None:
+    assert not missing_names(page.read_text(encoding="utf-8"))
+
+
+@named
+def test_commands_parse(page: Path) -> None:
+    """Values too: lpr.generate's own parser takes each of its commands."""
+    for module, _, words in commands_of(page.read_text(encoding="utf-8")):
+        if module == "lpr.generate" and "--help" not in words:
+            parse(words, quiet=True)
+
+
+def test_faults_are_found(tmp_path: Path) -> None:
+    """The checks above see what they are there for."""
+    page = tmp_path / "page.md"
+    wrong = "Use `--no-such` with [this](gone.md).\n"
+    wrong += "```\ntorchrun --nproc=2 -m lpr.generate --tp 2 \\\n    --widow-size 3\n```\n"
+    wrong += "`python -m benchmarks.gone`, `lpr.Engin`, `lpr/core/gone.py`, `gone.json`, `lpr.config.DecodeConfig.gone`"
+    assert broken_links(page, wrong) == {"gone.md"}
+    right = wrong.replace("`python -m benchmarks.gone`, ", "")
+    assert unknown_flags(right) == {"--no-such", "torchrun --nproc", "lpr.generate --widow-size"}
+    expected = {"benchmarks.gone", "lpr.Engin", "lpr/core/gone.py", "gone.json", "lpr.config.DecodeConfig.gone"}
+    assert missing_names(wrong) == expected
+
+
+def test_the_site_builds(tmp_path: Path) -> None:
+    if lacking := [name for name in SITE if importlib.util.find_spec(name) is None]:
+        pytest.skip(f"the documentation needs pip install '.[docs]': no {', '.join(lacking)}")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for page in DOCS.glob("*.md"):
+        assert (tmp_path / f"{page.stem}.html").exists()
+    assert (tmp_path / "trace.html").read_bytes() == TRACE.read_bytes()
+    api = (tmp_path / "api.html").read_text(encoding="utf-8")
+    import lpr
+
+    for name in lpr.__all__:
+        assert f'id="lpr.{name}"' in api, f"docs/api.md leaves out lpr.{name}"
+
+
+@pytest.mark.parametrize("name", ["quickstart.md", "engine.md", "drop_in.md"])
+def test_blocks_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = blocks_of(name, "python")
+    assert len(blocks) >= 2
+    namespace: dict[str, Any] = {}
+    for number, block in enumerate(blocks, 1):
+        exec(compile(block, f"docs/{name}, python block {number}", "exec"), namespace)
+    assert len(capsys.readouterr().out) > 20
+
+
+def test_the_program_for_several_ranks_runs(tmp_path: Path) -> None:
+    (program,) = blocks_of("engine.md", "py")
+    (tmp_path / "program.py").write_text(program, encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "program.py"]
+    threads = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | threads, capture_output=True, text=True, timeout=180
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(done.stdout) > 20
+
+
+def test_lines_of_prompts_are_read(tmp_path: Path) -> None:
+    """With every field that the page's line has."""
+    (line,) = blocks_of("command.md", "json")
+    (tmp_path / "in.jsonl").write_text(line, encoding="utf-8")
+    (read,) = read_prompts(tmp_path / "in.jsonl")
+    assert read.error is None and set(read.sampling) == set(json.loads(line)) - {"prompt"}
+
+
+def test_rules_that_are_cited_stand_there() -> None:
+    rules = set(re.findall(r"^### (R\d):", (DOCS / "rules.md").read_text(encoding="utf-8"), re.MULTILINE))
+    cited = {rule for path in (ROOT / "lpr").rglob("*.py") for rule in re.findall(r"\bR\d\b", path.read_text("utf-8"))}
+    assert cited and cited <= rules
+
+
+def test_rooms_are_shown() -> None:
+    """Every package of lpr is in the picture, in the page that explains it, and in the layout table."""
+    rooms = {path.parent.name for path in (ROOT / "lpr").glob("*/__init__.py")}
+    assert {"core", "engine", "model"} <= rooms
+    for path in (DOCS / "images" / "architecture.svg", DOCS / "internals.md", ROOT / "CONTRIBUTING.md"):
+        text = path.read_text(encoding="utf-8")
+        assert not [room for room in rooms if f"{room}/" not in text], path.name
+
+
+# The trace, the picture of one of its steps, and what the tutorial says about it.
+
+
+def test_the_trace_is_a_page_of_today() -> None:
+    template = (files("lpr") / "assets" / "trace.html").read_text(encoding="utf-8")
+    before, after = template.split(PLACEHOLDER)
+    page = TRACE.read_text(encoding="utf-8")
+    assert page.startswith(before) and page.endswith(after), "make it anew: docs/tutorial.md has the command"
+
+
+def test_the_picture_is_of_the_trace() -> None:
+    assert PICTURE.read_text(encoding="utf-8") == picture(read_trace()), "run python -m dev.step_picture"
+
+
+def test_the_tutorial_tells_of_the_trace() -> None:
+    data = read_trace()
+    step = data["requests"][0]["steps"][STEP - 1]
+    text = " ".join((DOCS / "tutorial.md").read_text(encoding="utf-8").split())
+    counts = {name: step["sources"].count(index) for index, name in enumerate(data["sources"])}
+    owned = step["owners"].count(1)
+    assert len(step["path"]) == len(step["emitted"]) == 6 and len(step["ancestors"][1]) == 3
+    for words in (
+        f"step {STEP} of the demonstration", f"asks about {len(step['tokens'])} positions",
+        f"the steps before: {counts['window']} nodes", f"begin with the root: {counts['pool']} nodes",
+        f"what followed there: {counts['trie']} nodes", f"Rank 0 evaluates {step['evaluated'][0]} nodes",
+        f"Rank 1 evaluates {step['evaluated'][1]}: the {owned} that", "commits six tokens, five accepted and one bonus",
+    ):  # fmt: skip
+        assert words in text
+
+
+# The README's figures are those of the result files.
+
+
+def result(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def test_figures_of_the_readme() -> None:
+    rows = [line for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    for traces in ("codellama-13b", "deepseek-coder-6.7b"):
+        runs = [run for run in result("replay")["runs"] if run["traces"].startswith(traces) and not run["learn"]]
+        cold, warm = (
+            next(run["tokens_per_step"] for run in runs if run["setting"] == each) for each in ("cold", "warm")
+        )
+        assert any(traces in row and f"| {cold:.2f} / {warm:.2f} |" in row for row in rows)
+    speeds = []
+    for name in ("decode", "decode_humaneval"):
+        speeds.append({each["name"]: each["speedup_over_transformers"] for each in result(name)["results"]})
+    lookup, automatic = (
+        "{:.2f}x ({:.2f}x)".format(*(speed[name] for speed in speeds))
+        for name in ("transformers prompt lookup", "lpr auto")
+    )
+    assert any(lookup in row and automatic in row for row in rows)
+    races = [race for race in result("adaptive")["races"] if race["temperature"] == 0.8]
+    over = [next(each["over_plain"] for each in race["results"] if each["name"] == "auto") for race in races]
+    assert len(races) == 4 and any(f"{min(over):.2f}x to {max(over):.2f}x" in row for row in rows)
+    steps = {
+        (run["temperature"], run["num_ranks"]): run["tokens_per_step"] + 1e-9  # three decimals, whose 5 rounds up
+        for run in result("strong_scaling")["runs"]
+        if run["budget_per_rank"] == 32
+    }
+    shown = f"{steps[0.0, 1]:.2f} to {steps[0.0, 8]:.2f} ({steps[0.8, 1]:.2f} to {steps[0.8, 8]:.2f})"
+    assert any(shown in row for row in rows)
