@@ -163,12 +163,12 @@ def test_without_it_bits_differ(half_model: PreTrainedModel) -> None:
 )
 def test_what_cannot_be_exact_is_named(family: str, sizes: dict[str, Any], reason: str) -> None:
     with pytest.raises(InputError, match=f"'{family}' cannot be exact: .*{reason}"):
-        TreeModel(tiny_model(family, **sizes), exact=True)
+        self_check(TreeModel(tiny_model(family, **sizes), exact=True))
 
 
 def test_kernels_and_gpus_are_not_exact_yet() -> None:
     with pytest.raises(InputError, match="use 'sdpa'"):
-        TreeModel(tiny_model(), exact=True, attention="triton")
+        self_check(TreeModel(tiny_model(), exact=True, attention="triton"))
     assert "GPU" in str(exact.refusal(tiny_model(), torch.device("cuda"), False))
 
 

@@ -54,7 +54,7 @@ class TreeModel:
         unless `packed` says so: their blocks are one attention call each. On a GPU, steps are captured as graphs,
         unless `graphs` is False.
 
-        `exact` makes logits the same bits for every shape of a step (lpr.model.exact).
+        `exact` makes logits the same bits for every shape of a step (lpr.model.exact), if `self_check` finds it can.
 
         `attention` is one of ATTENTION. "auto" is "triton" on a GPU, which `self_check` then verifies with this model
         before it is kept, and "sdpa" elsewhere. Raises InputError for a choice that cannot work.
@@ -74,9 +74,6 @@ class TreeModel:
         self.attention_is_open = attention == "auto"
         """May `self_check` fall back to "sdpa"?"""
         self.exact = exact
-        if exact and (reason := self._inexact(attention)) is not None:
-            name = getattr(self.config, "model_type", type(model).__name__)
-            raise InputError(f"model type {name!r} cannot be exact: {reason}")
         self.set_attention(self._choose_attention() if attention == "auto" else attention)
         self.graphs: GraphRunner | None = None
         self.capturer: Capturer | None = None
@@ -86,11 +83,11 @@ class TreeModel:
             self._uncapturable = uncapturable(model, self._accepts_positions)
             self.capturer = CudaCapturer(self.device) if self._uncapturable is None else None
 
-    def _inexact(self, attention: str) -> str | None:
-        own_attention = not self.model._can_set_attn_implementation()
-        if attention in KERNELS:
-            return f"attention={attention!r} adds in the order of cache rows; use 'sdpa'"
-        reason = exact_refusal(self.model, self.device, own_attention)
+    def why_not_exact(self) -> str | None:
+        """Why logits depend on the shape of a step, as far as that is known without a forward; None if not."""
+        if self.attention in KERNELS:
+            return f"attention={self.attention!r} adds in the order of cache rows; use 'sdpa'"
+        reason = exact_refusal(self.model, self.device, not self.model._can_set_attn_implementation())
         if reason is None and (product := changing_heights(self.model)) is not None:
             reason = f"on this machine the matrix product {product} rounds otherwise than with more"
         return reason

@@ -65,6 +65,8 @@ def _check(runner: TreeModel) -> TreeCache:
         raise InputError(f"model type {name!r} cannot run a token tree: {known}")
     tolerance = _TOLERANCE.get(runner.model.dtype, _HALF_TOLERANCE)
     cache = TreeCache(1, prompt_length + 32)
+    if runner.exact and (why := runner.why_not_exact()) is not None:
+        raise InputError(f"model type {name!r} cannot be exact: {why}")
     if runner.exact and (differing := _inexact_step(runner)) is not None:
         raise InputError(f"model type {name!r} cannot be exact: its logits are other bits {differing}")
     try:
