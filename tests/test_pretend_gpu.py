@@ -78,8 +78,11 @@ def check(
 
 
 def test_kernel_and_graphs(gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]]) -> None:
-    check(gpu, model, expected, ("greedy", "mixed"))
+    engine = check(gpu, model, expected, ("greedy", "mixed"))
     assert gpu.num_kernels and gpu.num_replays > 10
+    graphs = engine.model.graphs
+    assert graphs is not None and gpu.num_captures == len(graphs.common_shapes(DECODE.num_candidates)) < 100
+    assert gpu.num_captures == engine.model.num_captures, "nothing was captured after the start"
 
 
 @pytest.mark.parametrize("options", [{"graphs": False}, {"attention": "sdpa"}], ids=str)
@@ -91,8 +94,9 @@ def test_without_graphs_and_without_the_kernel(
 
 def test_processors(gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]]) -> None:
     engine = Engine.from_model(to_gpu(copy.deepcopy(model)), decode=DECODE)
+    replays = gpu.num_replays
     assert ids(engine, PROCESSED) == expected["processed"]
-    assert engine.model.graph_reason is None
+    assert engine.model.graph_reason is None and gpu.num_replays > replays + 10
 
 
 @pytest.mark.parametrize(

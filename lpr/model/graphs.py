@@ -12,7 +12,9 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any, Protocol
 
 import torch
@@ -24,8 +26,11 @@ from transformers import PreTrainedModel
 from lpr.model.inputs import Row, StepInputs
 from lpr.model.sampling import Selection
 from lpr.model.static_inputs import (
+    BATCH_NODE_BUCKETS,
+    FEW_KEYS,
     KV_BUCKETS,
     NODE_BUCKETS,
+    WIDE_KV,
     StaticShape,
     bucket_of,
     power_of_two,
@@ -35,7 +40,7 @@ from lpr.model.transfer import copy_over
 
 logger = logging.getLogger(__name__)
 
-MAX_GRAPHS = 64
+MAX_GRAPHS = 256
 """Graphs kept; the one not used for longest goes first."""
 PENDING = 32
 """Entries beyond the tree's nodes that a graph may hold: committed tokens that another rank has evaluated."""
@@ -169,9 +174,10 @@ class GraphRunner:
         self.is_wrong = False
         """Is a program of this model wrong, captured or not, for what depends on the host?"""
         self.num_captures = 0
+        self._num_candidates = 0
         self.limit(1)
         self._graphs: OrderedDict[StaticShape, Program] = OrderedDict()
-        num_keys = power_of_two(num_slots * NODE_BUCKETS[-1])
+        num_keys = num_slots * NODE_BUCKETS[-1]
         largest = StaticShape(0, num_slots, NODE_BUCKETS[-1], 0, 0, 0, num_keys, True)
         # One place for all shapes: graphs never overlap, and a replay reads it in stream order.
         self._words = torch.zeros(largest.num_words, dtype=torch.int32, device=device)
@@ -198,6 +204,18 @@ class GraphRunner:
         shape = self.shape_of(rows, selection, num_candidates)
         if shape is None:
             return None
+        if not num_candidates and shape.num_entries > 1:
+            shape = replace(shape, num_candidates=self._num_candidates)  # that of trees, which is captured already
+        found = self._replay(shape, rows, selection)
+        return found if found is None or num_candidates == shape.num_candidates else found[:, :1]
+
+    def logits(self, rows: Sequence[Row]) -> torch.Tensor | None:
+        """The logits [sum of num_results, V] of `rows`, valid until the next call; None as for `evaluate`."""
+        nothing = Selection.build([])
+        shape = None if self.is_wrong else self.shape_of(rows, nothing, 0)
+        return None if shape is None else self._replay(replace(shape, only_logits=True), rows, nothing)
+
+    def _replay(self, shape: StaticShape, rows: Sequence[Row], selection: Selection) -> torch.Tensor | None:
         copy_over(self._words[: shape.num_words], shape.place(rows, selection))
         replay = self._graph(shape)
         if replay is None:
@@ -239,7 +257,10 @@ class GraphRunner:
     @torch.no_grad()
     def _run(self, shape: StaticShape) -> torch.Tensor:
         """The step of `shape` whose words are in place, directly: as high as a replay on another rank of a replica."""
-        return self._compute(*shape.read(self._words), shape.num_candidates)
+        inputs, selection = shape.read(self._words)
+        if shape.only_logits:
+            return self._logits(inputs)
+        return self._compute(inputs, selection, shape.num_candidates)
 
     @torch.no_grad()
     def _capture(self, shape: StaticShape, program: Program) -> Program:
@@ -275,15 +296,31 @@ class GraphRunner:
                 self._graph(shape)
 
     def common_shapes(self, num_candidates: int) -> list[StaticShape]:
-        """What greedy decoding of one sequence needs: trees of every size, over the first cached lengths."""
-        sizes = [size for size in NODE_BUCKETS if size <= bucket_of(self._max_nodes, NODE_BUCKETS)]
-        lengths = [size for size in KV_BUCKETS if size <= COMMON_KV] or [KV_BUCKETS[0]]
-        lengths = sorted({min(size, self._rows_per_slot) for size in lengths})
+        """What is captured at the start, the largest first: the smaller ones then find their memory in the pool.
+
+        Where attention reads lengths on the device these are all steps of up to `max_entries` entries, greedy and
+        sampled; only trees with more than FEW_KEYS positions a sequence, sampled, come later. Where it takes a dense
+        mask, whose size is a part of the shape, they are the greedy steps of one sequence over the first lengths.
+        """
+        self._num_candidates = num_candidates
         rows = self._rows_per_slot
-        # The largest first: the smaller ones then find their memory in the pool.
+        sizes = [size for size in NODE_BUCKETS if size <= self.max_entries]
+        shapes = []
+        if self._tree_bits:
+            batches = {min(power_of_two(count), self._num_slots) for count in range(1, self._num_slots + 1)}
+            lengths = {min(size, rows) for size in (*WIDE_KV, rows)}
+            for batch in batches:
+                longest = bucket_of(self.max_entries, BATCH_NODE_BUCKETS)
+                mine = sizes if batch == 1 else [size for size in BATCH_NODE_BUCKETS if size <= longest]
+                for size, length, num_keys in product(mine, lengths, (0, batch * FEW_KEYS)):
+                    shapes.append((batch, size, length, num_keys))
+        else:
+            sizes = [size for size in sizes if size <= bucket_of(self._max_nodes, NODE_BUCKETS)]
+            short = {min(size, rows) for size in KV_BUCKETS if size <= COMMON_KV}
+            shapes = [(1, size, length, 0) for size, length in product(sizes, short) if size <= length]
         return [
-            StaticShape(0, 1, size, length, rows, num_candidates if size > 1 else 0, 0, False, self._tree_bits)
-            for size in reversed(sizes)
-            for length in reversed(lengths)
-            if size <= length
+            StaticShape(
+                0, batch, size, length, rows, num_candidates if size > 1 else 0, num_keys, num_keys > 0, self._tree_bits
+            )
+            for batch, size, length, num_keys in sorted(shapes, reverse=True)
         ]

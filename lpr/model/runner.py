@@ -202,14 +202,16 @@ class TreeModel:
         """
         if self._check_rows is not None:
             self._check_rows(rows)
-        if (
-            self.graphs is not None and not selection.processor_paths
-        ):  # logits processors are code, which no graph holds
+        assert self.cache is not None
+        logits = None
+        if self.graphs is not None and not selection.processor_paths:
             replayed = self.graphs.evaluate(rows, selection, num_candidates)
             if replayed is not None:
                 return replayed
-        assert self.cache is not None
-        logits = self.logits(self._inputs(rows), self.cache)
+        elif self.graphs is not None:  # logits processors are code, which no graph holds
+            logits = self.graphs.logits(rows)
+        if logits is None:
+            logits = self.logits(self._inputs(rows), self.cache)
         return self._results(logits, selection.to(self.device), num_candidates)
 
     def _compute(self, inputs: StepInputs, selection: Selection, num_candidates: int) -> torch.Tensor:
