@@ -230,6 +230,12 @@ class SamplingParams:
     """Divides (if negative: multiplies) the logits of tokens that the prompt or the output holds. 1: none."""
     no_repeat_ngram_size: int = 0
     """No n-gram of this many tokens twice in prompt and output. 0: off."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that the output holds, as in OpenAI's API. 0: none."""
+    frequency_penalty: float = 0.0
+    """Subtracted from them as often as the output holds the token. 0: none."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Pairs of a token id and what is added to its logit."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
@@ -237,10 +243,12 @@ class SamplingParams:
             object.__setattr__(self, "stop", (self.stop,))
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+        numbers = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+        for name in numbers:
             value = getattr(self, name)
             _require(isinstance(value, (int, float)), f"{name}={value!r} must be a number")
             object.__setattr__(self, name, float(value))  # numpy's floats are floats too, but no command carries them
+        object.__setattr__(self, "logit_bias", tuple((token, float(bias)) for token, bias in self.logit_bias))
         _require(
             isinstance(self.max_new_tokens, int) and self.max_new_tokens >= 1,
             f"max_new_tokens={self.max_new_tokens} must be a whole number of at least 1",
@@ -265,6 +273,12 @@ class SamplingParams:
         _require(
             0.0 < self.repetition_penalty < float("inf"),
             f"repetition_penalty={self.repetition_penalty} must be above 0; 1 is off",
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require(abs(getattr(self, name)) < float("inf"), f"{name}={getattr(self, name)} must be finite; 0 is off")
+        _require(
+            all(isinstance(token, int) and token >= 0 and abs(bias) < float("inf") for token, bias in self.logit_bias),
+            f"logit_bias={self.logit_bias!r} must be pairs of a token id and a finite number",
         )
         _require(
             isinstance(self.no_repeat_ngram_size, int) and self.no_repeat_ngram_size >= 0,

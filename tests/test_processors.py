@@ -88,6 +88,19 @@ def penalties() -> list[Processor]:
     return [RepetitionPenaltyLogitsProcessor(1.4), NoRepeatNGramLogitsProcessor(3)]
 
 
+def output_penalties(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """By the definition of OpenAI's API, token by token; each prompt here has another length."""
+    scores = scores.clone()
+    ids = input_ids[0].tolist()
+    num_prompt = next(len(prompt) for prompt in PROMPTS if ids[: len(prompt)] == prompt)
+    output = ids[num_prompt:]
+    for token in set(output):
+        scores[0, token] -= 0.7 * output.count(token) + 0.9
+    for token, bias in ((3, 2.5), (60, -4.0)):
+        scores[0, token] += bias
+    return scores
+
+
 CASES: dict[str, tuple[SamplingParams, SamplingParams, Callable[[], list[Processor]]]] = {
     # What lpr is asked for, what plain decoding is asked for, and the processors that plain decoding has.
     "user": (SamplingParams(), SamplingParams(), lambda: [sticky]),
@@ -95,6 +108,11 @@ CASES: dict[str, tuple[SamplingParams, SamplingParams, Callable[[], list[Process
         SamplingParams(repetition_penalty=1.4, no_repeat_ngram_size=3),
         SamplingParams(),
         penalties,
+    ),
+    "output penalties and bias": (
+        SamplingParams(frequency_penalty=0.7, presence_penalty=0.9, logit_bias=((3, 2.5), (60, -4.0)), temperature=0.5),
+        SamplingParams(temperature=0.5),
+        lambda: [output_penalties],
     ),
     "penalties, then user, then sampling": (
         SamplingParams(repetition_penalty=1.4, no_repeat_ngram_size=3, temperature=0.7, top_k=30, seed=3),

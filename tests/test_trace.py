@@ -59,7 +59,7 @@ def test_the_data_is_what_the_engine_did(llama: PreTrainedModel, monkeypatch: py
         seen.extend(outcomes)
         return outcomes, length
 
-    monkeypatch.setattr("lpr.engine.engine.decode_step", watched)
+    monkeypatch.setattr("lpr.engine.replica.decode_step", watched)
     engine = Engine.from_model(llama, decode=DECODE)
     recorder, done = record(engine, [[3, 4, 5, 6], [7, 8]])
     data = json.loads(json.dumps(trace_data(recorder, engine)))

@@ -75,6 +75,11 @@ class Schedule(Generic[R]):
     filling: list[tuple[R, int]]
     """They compute the K/V of so many tokens of their pending chain."""
 
+    @property
+    def is_empty(self) -> bool:
+        """Is there nothing to do?"""
+        return not self.decoding and not self.filling
+
 
 @dataclass
 class Prefix:

@@ -72,11 +72,43 @@ class Processors:
             functions.append(RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty)))
         if params.no_repeat_ngram_size:
             functions.append(NoRepeatNGramLogitsProcessor(params.no_repeat_ngram_size))
+        if params.presence_penalty or params.frequency_penalty:
+            functions.append(OutputPenalty(num_prompt, params.presence_penalty, params.frequency_penalty))
+        if params.logit_bias:
+            functions.append(LogitBias(params.logit_bias, device))
         if params.min_new_tokens and stop_ids:
             ids = torch.tensor(sorted(stop_ids), device=device)
             functions.append(MinNewTokensLengthLogitsProcessor(num_prompt, params.min_new_tokens, ids, str(device)))
         functions.extend(more)
         return cls(functions) if functions else None
+
+
+class OutputPenalty:
+    """Penalties for what the output holds already, as OpenAI's API defines them (the prompt does not count)."""
+
+    def __init__(self, num_prompt: int, presence: float, frequency: float) -> None:
+        """For a request whose first `num_prompt` tokens are the prompt."""
+        self.num_prompt = num_prompt
+        self.presence = presence
+        self.frequency = frequency
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores [1, V] after the path `input_ids` [1, L]."""
+        counts = torch.bincount(input_ids[0, self.num_prompt :], minlength=scores.shape[1])
+        return scores - self.frequency * counts - self.presence * (counts > 0)
+
+
+class LogitBias:
+    """What is added to the logits of some tokens."""
+
+    def __init__(self, pairs: Sequence[tuple[int, float]], device: torch.device) -> None:
+        """Pairs of a token id and its bias."""
+        self.ids = torch.tensor([token for token, _ in pairs], device=device)
+        self.biases = torch.tensor([bias for _, bias in pairs], device=device)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores [1, V] after any path."""
+        return scores.index_add(1, self.ids, self.biases[None].to(scores.dtype))
 
 
 @dataclass
