@@ -47,7 +47,7 @@ def main() -> None:
         record: dict[str, Any] = {}
         expected: list[list[int]] = []
         for name, decode in {"plain": DecodeConfig.autoregressive(max_batch_size=1), **SHAPES}.items():
-            engine.reconfigure(decode)
+            engine.configure(decode)
             began = time.perf_counter()
             done = engine.generate(prompts, params)
             took = time.perf_counter() - began
