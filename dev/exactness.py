@@ -8,12 +8,10 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from functools import partial
 from typing import Any
 
 import torch
 
-import lpr.engine.engine
 from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
 from lpr.model.runner import TreeModel
 from tests.prompts import PROMPTS
@@ -37,8 +35,10 @@ def main() -> None:
     torch.set_num_threads(1)
     found: dict[str, Any] = {**vars(args), "model": args.model.rsplit("/", 1)[-1]}
     for exact in (True, False):
-        lpr.engine.engine.TreeModel = partial(TreeModel, exact=exact)  # type: ignore[misc, assignment]
+        # The last of its parameters, which no option of the engine sets yet.
+        TreeModel.__init__.__defaults__ = (*(TreeModel.__init__.__defaults__ or ())[:-1], exact)  # type: ignore[attr-defined]
         engine = Engine.from_pretrained(args.model, DecodeConfig.autoregressive(max_batch_size=1), dtype=args.dtype)
+        assert engine.model.exact == exact
         prompts = [engine.encode(each) for each in PROMPTS[: args.prompts]]
         params = [
             SamplingParams(max_new_tokens=args.tokens, temperature=args.temperature, seed=seed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from conftest import tiny_model
 from transformers import PreTrainedModel
 from worlds import generate_on
 
-import lpr.engine.engine
 import lpr.model.inputs
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.model import exact
@@ -126,7 +124,8 @@ def half_model() -> PreTrainedModel:
 
 @pytest.fixture
 def exact_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lpr.engine.engine, "TreeModel", partial(TreeModel, exact=True))
+    """Engines of a test are exact: `exact` is the last of TreeModel's parameters."""
+    monkeypatch.setattr(TreeModel.__init__, "__defaults__", (*(TreeModel.__init__.__defaults__ or ())[:-1], True))
 
 
 def ids(engine: Engine) -> list[list[int]]:
@@ -138,7 +137,9 @@ def ids(engine: Engine) -> list[list[int]]:
 def test_the_same_ids_in_bfloat16(
     decode: str, num_ranks: int, half_model: PreTrainedModel, exact_engines: None
 ) -> None:
-    expected = ids(Engine.from_model(half_model, decode=PLAIN))
+    plain = Engine.from_model(half_model, decode=PLAIN)
+    assert plain.model.exact
+    expected = ids(plain)
     for completions in generate_on(num_ranks, half_model, DECODES[decode], PROMPTS, PARAMS):
         assert [each.token_ids for each in completions] == expected
 
