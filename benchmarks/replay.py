@@ -39,9 +39,7 @@ from rich.console import Console
 
 from benchmarks.common import OneLineParser, make_parser, progress, run_main, whole
 from lpr.config import DecodeConfig, InputError, TreeSizes
-from lpr.core.drafting import Drafter
-from lpr.core.suffix_index import SuffixIndex
-from lpr.core.tree import TokenTree
+from lpr.native import Drafter, SuffixIndex, TokenTree
 
 Encode = Callable[[str], list[int]]
 
@@ -161,14 +159,14 @@ def fill(trie: SuffixIndex, tasks: Sequence[Task], num_tokens: int) -> None:
 
 def follow(tree: TokenTree, tokens: Sequence[int], done: int) -> tuple[list[int], list[int]]:
     """The path of `tree` along the recorded `tokens` after the first `done`, and what a step emits of them."""
-    node: int | None = 0
+    node = 0
     path: list[int] = []
     emitted: list[int] = []
-    while node is not None and done + len(emitted) < len(tokens):
+    while node >= 0 and done + len(emitted) < len(tokens):
         emitted.append(tokens[done + len(emitted)])
         path.append(node)
-        node = tree.children[node].get(emitted[-1])
-    if node is not None:  # the recorded text ended on a drafted node
+        node = tree.find(node, emitted[-1])
+    if node >= 0:  # the recorded text ended on a drafted node
         path.append(node)
     return path, emitted
 

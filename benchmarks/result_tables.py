@@ -257,6 +257,18 @@ def sizes(facts: Json) -> Table:
     return Table("on recorded texts", columns, rows)
 
 
+def host(facts: Json) -> Table:
+    """Host time beside a paced device."""
+    names = ["host_ms", "host_ms_p99", "draft_ms", "inputs_ms", "hidden_ms", "after_ms"]
+    rows = [
+        [f"{row['costs']}, batch {row['batch']}, {row['nodes']} nodes, lp {row['lp']}, {mode(row['temperature'])}"
+         f"{', window' if row['window'] else ''}", f"{row['efficiency']:.3f}", *(f"{row[name]:.3f}" for name in names)]
+        for row in [*facts["rows"], *facts["flat_rows"]]
+    ]  # fmt: skip
+    title = f"host time on the critical path, {facts['core']} core"
+    return Table(title, ["case", "efficiency", *(name.replace("_", " ") for name in names)], rows)
+
+
 def step_parts(facts: Json) -> Table:
     """Where the time of a step goes."""
     runs = sound(facts["runs"])
@@ -405,6 +417,7 @@ TABLES: dict[str, Callable[[Json], list[Table]]] = {
     "decode": lambda facts: [decode(facts)],
     "adaptive": lambda facts: [races(facts), traps(facts)],
     "sizes": lambda facts: [sizes(facts)],
+    "host": lambda facts: [host(facts)],
     "step": lambda facts: [step_costs(facts), collective(facts), step_parts(facts)],
     "fleet": lambda facts: [fleet(facts)],
     "simulate": lambda facts: [check(facts), *(predictions(gpu, facts) for gpu in distinct(facts["models"], "gpu"))],

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from typing import Any
 
 # Tiny matrices gain nothing from a second thread, and ranks that are threads or processes would fight for the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Step times that an engine measures are kept for its next start; tests start without those of earlier runs.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="lpr-tests-")
 # Without a GPU, Triton kernels run in Triton's interpreter. It must be chosen before anything imports triton, so torch
 # cannot be asked whether there is a GPU.
 if not os.path.exists("/dev/nvidiactl"):
@@ -17,6 +21,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+import lpr.engine.step
 from lpr.core.budget import Draft, DraftRequest
 from lpr.core.state import SequenceState
 from lpr.core.tree import TokenTree
@@ -60,6 +65,24 @@ def verified_trees(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(self) <= count
 
     monkeypatch.setattr(TokenTree, "truncate", verified_cut)
+    draft_step = lpr.engine.step.draft_step
+
+    def verified_step(states: Any, depths: list[int], *args: Any) -> Any:
+        trees, shards = draft_step(states, depths, *args)
+        for tree, depth in zip(trees, depths, strict=True):
+            as_specified(tree).verify()
+            assert max(tree.depths) <= max(0, depth)
+        return trees, shards
+
+    monkeypatch.setattr(lpr.engine.step, "draft_step", verified_step)
+
+
+def as_specified(tree: Any) -> TokenTree:
+    """A tree of either core as one of the specification, which can verify it."""
+    copy = TokenTree(tree.tokens[0])
+    for name in TokenTree.__slots__:
+        setattr(copy, name, list(getattr(tree, name)))
+    return copy
 
 
 @pytest.fixture(scope="session")

@@ -90,20 +90,20 @@ def test_a_field_of_json_lines(tmp_path: Path, tokenizer, capsys) -> None:
 def test_a_long_file_is_read_in_pieces_and_stays_one_document(
     tmp_path: Path, tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lpr.corpus, "PIECE", 100)
-    monkeypatch.setattr(lpr.corpus, "BATCH", 250)
+    monkeypatch.setattr(lpr.cli.corpus, "PIECE", 100)
+    monkeypatch.setattr(lpr.cli.corpus, "BATCH", 250)
     text = "".join(f"value_{i} = {i}\n" for i in range(60)) + "x" * 1000 + "\nend = 1\n"
     (tmp_path / "a.py").write_text(text)
     (tmp_path / "b.py").write_text("b = 1")
     longest = []
-    original = lpr.corpus.batches
+    original = lpr.cli.corpus.batches
 
     def watched(pieces):
         for batch in original(pieces):
             longest.append(sum(len(piece.text) for piece in batch))
             yield batch
 
-    monkeypatch.setattr(lpr.corpus, "batches", watched)
+    monkeypatch.setattr(lpr.cli.corpus, "batches", watched)
     assert main([str(tmp_path / "a.py"), str(tmp_path / "b.py"), "--output", str(tmp_path / "t")]) == 0
     assert documents(tmp_path / "t", tokenizer) == [text, "b = 1"]
     assert len(longest) > 3 and max(longest) <= 250 + 300
@@ -146,7 +146,7 @@ def test_an_interrupted_run_leaves_the_old_trie(tmp_path: Path, monkeypatch: pyt
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(lpr.corpus, "feed", interrupt)
+    monkeypatch.setattr(lpr.cli.corpus, "feed", interrupt)
     assert main(arguments) == 130
     assert "interrupted" in capsys.readouterr().err
     assert (tmp_path / "t" / "trie.safetensors").read_bytes() == before

@@ -65,7 +65,7 @@ def wrong_position(patch: pytest.MonkeyPatch) -> None:
     def mutant(*args: object) -> Row:
         row = build(*args)  # type: ignore[arg-type]
         above = len(row.tokens) - row.num_results
-        row.positions = row.positions[: above + 1] + [at + 1 for at in row.positions[above + 1 :]]
+        row.positions[above + 1 :] += 1
         return row
 
     patch.setattr(lpr.engine.step, "shard_row", mutant)
@@ -77,7 +77,7 @@ def depth_counted_from_the_pending_chain(patch: pytest.MonkeyPatch) -> None:
     def mutant(*args: object) -> Row:
         row = build(*args)  # type: ignore[arg-type]
         above = len(row.tokens) - row.num_results
-        row.positions = row.positions[: above + 1] + [at - above for at in row.positions[above + 1 :]]
+        row.positions[above + 1 :] -= above
         return row
 
     patch.setattr(lpr.engine.step, "shard_row", mutant)
@@ -110,13 +110,16 @@ def visible_sibling(patch: pytest.MonkeyPatch) -> None:
 
 
 def wrong_compaction_row(patch: pytest.MonkeyPatch) -> None:
-    commit = TreeCache.commit
+    commit_all = TreeCache.commit_all
 
-    def mutant(self: TreeCache, slot: int, num_cached: int, entries: list[int]) -> None:
-        moved = [entry + 1 if entry != index else entry for index, entry in enumerate(entries)]
-        commit(self, slot, num_cached, moved)
+    def mutant(self: TreeCache, kept: list[tuple[int, int, list[int]]]) -> None:
+        moved = [
+            (slot, num_cached, [entry + 1 if entry != index else entry for index, entry in enumerate(entries)])
+            for slot, num_cached, entries in kept
+        ]
+        commit_all(self, moved)
 
-    patch.setattr(TreeCache, "commit", mutant)
+    patch.setattr(TreeCache, "commit_all", mutant)
 
 
 def no_compaction(patch: pytest.MonkeyPatch) -> None:

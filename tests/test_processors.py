@@ -356,15 +356,16 @@ def often_drafted(model: PreTrainedModel) -> tuple[int, list[list[int]]]:
     """A token that drafts propose often and no output holds, and the outputs."""
     expected = [stock_greedy(model, prompt, 50) for prompt in PROMPTS]
     drafted: Counter[int] = Counter()
-    build = SequenceState.build
+    draft_step = lpr.engine.step.draft_step
     with pytest.MonkeyPatch.context() as patch:
 
-        def counting(self: SequenceState, *args: object) -> object:
-            draft = build(self, *args)
-            drafted.update(draft.tree.tokens)
-            return draft
+        def counting(*args: Any) -> Any:
+            trees, shards = draft_step(*args)
+            for tree in trees:
+                drafted.update(tree.tokens)
+            return trees, shards
 
-        patch.setattr(SequenceState, "build", counting)
+        patch.setattr(lpr.engine.step, "draft_step", counting)
         Engine.from_model(model, decode=TREES).generate(PROMPTS, SamplingParams(max_new_tokens=50))
     used = {token for ids in PROMPTS + expected for token in ids}
     return next(token for token, _ in drafted.most_common() if token not in used), expected
@@ -373,18 +374,18 @@ def often_drafted(model: PreTrainedModel) -> tuple[int, list[list[int]]]:
 def check_rejected_nan(model: PreTrainedModel, often_drafted: tuple[int, list[list[int]]], num_ranks: int) -> None:
     token, expected = often_drafted
     spoilt: list[bool] = []
-    advance = SequenceState.advance
+    conclude = lpr.engine.step.conclude
 
-    def watching(self: SequenceState, *args: Any) -> list[int]:
-        emitted = advance(self, *args)
-        spoilt.append(self.is_suspect)
-        return emitted
+    def watching(state: SequenceState, *args: Any) -> Any:
+        concluded = conclude(state, *args)
+        spoilt.append(state.is_suspect)
+        return concluded
 
     def program(comm: ThreadComm) -> list[Completion]:
         return broken_engine(model, token, comm).generate(PROMPTS, SamplingParams(max_new_tokens=50))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SequenceState, "advance", watching)
+        patch.setattr(lpr.engine.step, "conclude", watching)
         for done in run_ranks(ThreadWorld(num_ranks), program):
             assert [each.error for each in done] == [None] * 3
             assert [each.token_ids for each in done] == expected

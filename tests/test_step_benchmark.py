@@ -50,7 +50,7 @@ def test_step_times_of_several_cached_lengths(llama: PreTrainedModel, monkeypatc
         asked.append((count, kv))
         return 0.001 * count * (2 if kv > 256 else 1) * (10 if count > 16 else 1)
 
-    monkeypatch.setattr("lpr.engine.measure._time_once", time_once)
+    monkeypatch.setattr("lpr.engine.sizing._time_once", time_once)
     rows = step.step_times(engine, [256, 400], 64)
     assert [row["kv"] for row in rows] == [256, 400]
     assert rows[0]["ms"] == {"1": 1.0, "2": 2.0, "4": 4.0, "8": 8.0}, "no further than what was measured"

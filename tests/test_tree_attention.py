@@ -32,7 +32,7 @@ from lpr.core.tree import ancestor_bits
 from lpr.model.inputs import Row, build_inputs
 from lpr.model.kernels import reference
 from lpr.model.kernels.hook import LayerRule, layer_rule
-from lpr.model.kernels.mask import TreeMask, build_mask, packed_ancestors
+from lpr.model.kernels.mask import TreeMask, ancestor_words, build_mask
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
 
@@ -244,10 +244,10 @@ def test_lengths_are_read_where_the_kernel_runs() -> None:
 
 
 @given(st.integers(1, 200), st.integers(0, 2), st.integers(0, 2**32))
-def test_packed_ancestors_are_the_ancestor_bits(count: int, spare_words: int, seed: int) -> None:
+def test_ancestor_words_are_the_ancestor_bits(count: int, spare_words: int, seed: int) -> None:
     parents = random_parents(np.random.default_rng(seed), count)
     for each in (parents, list(range(-1, count - 1)), [-1] * count):
-        words = packed_ancestors(each, -(-count // 64) + spare_words)
+        words = ancestor_words(each, -(-count // 64) + spare_words)
         assert [int.from_bytes(row.astype("<u8").tobytes(), "little") for row in words] == ancestor_bits(each)
 
 
@@ -323,10 +323,10 @@ def test_an_unknown_rule_takes_the_dense_mask(monkeypatch: pytest.MonkeyPatch) -
 
 def reversed_bits(patch: pytest.MonkeyPatch) -> None:
     def mutant(parents: list[int], num_words: int) -> np.ndarray:
-        words = packed_ancestors(parents, num_words)
+        words = ancestor_words(parents, num_words)
         return np.packbits(np.unpackbits(words.view(np.uint8), axis=1), axis=1, bitorder="little").view(np.uint64)
 
-    patch.setattr(lpr.model.kernels.mask, "packed_ancestors", mutant)
+    patch.setattr(lpr.model.kernels.mask, "ancestor_words", mutant)
 
 
 def off_by_one(change: int) -> Callable[[pytest.MonkeyPatch], None]:
@@ -354,7 +354,7 @@ def wider_window(patch: pytest.MonkeyPatch) -> None:
 
 
 def siblings_visible(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(lpr.model.kernels.mask, "packed_ancestors", lambda parents, num_words: packed_ancestors(
+    patch.setattr(lpr.model.kernels.mask, "ancestor_words", lambda parents, num_words: ancestor_words(
         list(range(-1, len(parents) - 1)), num_words))  # fmt: skip
 
 

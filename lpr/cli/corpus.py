@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lpr.config import DecodeConfig, InputError
-from lpr.core.suffix_index import SuffixIndex
 from lpr.engine.trie_file import check_writable, fingerprint_of, num_documents, read_trie, trie_path, write_trie
 from lpr.model.loader import bundled_model, load_tokenizer
+from lpr.native import SuffixIndex
 
 PIECE = 1 << 16
 """Characters tokenised as one string, cut at the end of a line: only tokens across that cut can differ."""

@@ -36,8 +36,7 @@ def accept(tree: TokenTree, next_tokens: Sequence[int]) -> list[int]:
     tokens are those of `path[1:]` and, unless it failed, one bonus token, `next_tokens[path[-1]]`.
     """
     path = [0]
-    node: int | None = 0
-    while (node := tree.children[path[-1]].get(next_tokens[path[-1]])) is not None:
+    while (node := tree.find(path[-1], next_tokens[path[-1]])) >= 0:
         if next_tokens[node] < PROCESSOR_FAILED:
             break
         path.append(node)

@@ -225,7 +225,7 @@ class AdaptiveBudget:
         """Tokens a step that the window, and that its pool, are expected to earn."""
         self.window = False
         if self._window_nodes:
-            earned = sum(self._first_yield)
+            earned = total(self._first_yield)
             self.window = (1 + earned) / self._time(1 + self._window_nodes) > 1 / self._time(1)
         self._segment: list[tuple[float, float]] = []
         self._all = AcceptanceHistory()
@@ -274,7 +274,7 @@ class AdaptiveBudget:
         for draft, history, each in zip(drafts, histories, falling, strict=True):
             kept = int(np.count_nonzero(each >= threshold))
             draft.tree.truncate(draft.num_window + kept)
-            history.offered = sum(draft.probabilities[draft.num_window : draft.num_window + kept])
+            history.offered = total(draft.probabilities[draft.num_window : draft.num_window + kept])
             history.count(len(draft.tree) > 1, is_far=not len(each) or each[0] < near_price)
         if self._window_nodes:
             self._weigh_window(tokens, count, pending, row)
@@ -324,7 +324,7 @@ class AdaptiveBudget:
         best_wide = (wide / self._times(sizes + count * self._window_nodes, pending, row)).max()
         self._segment.append((float(best_wide), float((plain / self._times(sizes, pending, row)).max())))
         if len(self._segment) == WINDOW_SEGMENT:
-            self.window = sum(each for each, _ in self._segment) > sum(each for _, each in self._segment)
+            self.window = total([each for each, _ in self._segment]) > total([each for _, each in self._segment])
             self._segment.clear()
 
     def _time(self, size: int) -> float:
@@ -333,6 +333,14 @@ class AdaptiveBudget:
     def _times(self, sizes: np.ndarray, pending: int, row: Sequence[float]) -> np.ndarray:
         """Milliseconds of steps whose trees have `sizes` nodes together, and `pending` further tokens on each rank."""
         return times_at(np.ceil(sizes / self.num_ranks) + pending, row)
+
+
+def total(values: Sequence[float]) -> float:
+    """The sum from left to right: since Python 3.12 `sum` rounds differently, and ranks must agree to the last bit."""
+    result = 0.0
+    for value in values:
+        result += value
+    return result
 
 
 def _falling(draft: Draft) -> np.ndarray:

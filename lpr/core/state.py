@@ -11,6 +11,8 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from lpr.config import SamplingParams, TreeSizes
 from lpr.core.accept import NOT_A_NUMBER, likely
 from lpr.core.budget import AcceptanceHistory, Draft, DraftRequest
@@ -22,7 +24,7 @@ from lpr.core.tree import TokenTree
 from lpr.core.window import JacobiWindow
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TreeResult:
     """What the target model says of each node of a tree, in node order."""
 
@@ -32,6 +34,18 @@ class TreeResult:
     """Its k most likely next tokens, most likely first."""
     scores: Sequence[Sequence[int]]
     """Their scores (see lpr.core.recycle.SCORE_STEPS)."""
+
+    @classmethod
+    def from_payloads(cls, payloads: np.ndarray, index: int, shards: Sequence[Shard], k: int) -> TreeResult:
+        """The results of tree number `index`, each node's from the rank that owns it (rule R1).
+
+        `payloads` is int32 [ranks, trees, capacity, 1 + 2k or more]: of the nodes that each rank owns, in order, the
+        next token, k candidates and k scores.
+        """
+        table = np.empty((sum(len(shard.owned) for shard in shards), 1 + 2 * k), np.int32)
+        for rank, shard in enumerate(shards):
+            table[np.array(shard.owned, np.intp)] = payloads[rank, index, : len(shard.owned), : 1 + 2 * k]
+        return cls(table[:, 0].tolist(), table[:, 1 : 1 + k].tolist(), table[:, 1 + k :].tolist())
 
 
 class SequenceState:

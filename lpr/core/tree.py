@@ -53,6 +53,10 @@ class TokenTree:
             self.children.append({})
         return node
 
+    def find(self, parent: int, token: int) -> int:
+        """The child of `parent` that holds `token`; -1 if there is none."""
+        return self.children[parent].get(token, -1)
+
     def add_chain(self, parent: int, tokens: Iterable[int], source: int) -> int:
         """Add `tokens` one below the other under `parent`; return the last node."""
         for token in tokens:

@@ -210,6 +210,7 @@ class Engine(Replica):
         if is_driver(self.comm) and not self.is_stopped:
             self._post(Stop())
         self.work()
+        self._keep_times()
         self.model.release()
 
     def configure(self, decode: DecodeConfig) -> None:

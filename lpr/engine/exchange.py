@@ -1,7 +1,8 @@
 """The payload of a step's one all-gather: a header, and the results of the nodes that a rank owns.
 
-Its size follows from the configuration alone (DESIGN rule R2), so ranks that disagree about anything still meet in the
-same collective, and the header tells them: it carries a digest of the replicated state, which must be equal on
+Its size follows from the configuration and the number of trees, in powers of two (DESIGN rule R2, see
+`Exchange.payload_words`), so ranks that disagree about anything still meet in the same collective, and the header tells
+them: it carries a digest of the replicated state, which must be equal on
 all ranks, and the length of the commands that the driver broadcasts after the step (rule R3).
 """
 
@@ -15,12 +16,10 @@ import numpy as np
 import torch
 
 from lpr.config import NUM_HEADER, TreeSizes
-from lpr.core.partition import Shard
-from lpr.core.state import TreeResult
-from lpr.core.tree import TokenTree
 from lpr.dist.comm import Comm
 from lpr.model.inputs import Row
 from lpr.model.transfer import copy_over, to_device
+from lpr.native import Shard, TokenTree, TreeResult
 
 
 class DesyncError(RuntimeError):
@@ -33,16 +32,25 @@ class Exchange:
     def __init__(self, config: TreeSizes, max_batch_size: int, comm: Comm, device: torch.device) -> None:
         """The exchange of `comm`'s ranks for up to `max_batch_size` trees of `config`, with payloads on `device`."""
         self.config = config
-        self._max_batch_size = max_batch_size
         self.comm = comm
         self.capacity = config.owned_capacity(comm.size)
         self.width = 1 + 2 * config.num_recycled
         size = config.payload_words(max_batch_size, comm.size)
         self._payload = torch.zeros(size, dtype=torch.int32, device=device)
 
+    def payload_words(self, num_trees: int) -> int:
+        """Words (int32) that each rank contributes to a step of `num_trees` trees: those of the next power of two.
+
+        How many trees a step has follows from the commands applied and the tokens committed before it, which the
+        digest of the step before has compared: ranks that differ there never come to this step. So this, too, is the
+        same on all ranks (rule R2), and there are few sizes.
+        """
+        rows = 1 << (num_trees - 1).bit_length() if num_trees else 0
+        return min(NUM_HEADER + rows * self.capacity * self.width, self._payload.numel())
+
     @property
     def payload_bytes(self) -> int:
-        """Bytes that each rank contributes to a step."""
+        """Most bytes that each rank contributes to a step: those of a full batch."""
         return self._payload.numel() * self._payload.element_size()
 
     def gather(
@@ -64,7 +72,7 @@ class Exchange:
         copy_over(self._payload[:NUM_HEADER], header)
         if local is not None:
             self._pack(local, [split[self.comm.rank] for split in shards])
-        gathered = self.comm.gather(self._payload).numpy()
+        gathered = self.comm.gather(self._payload[: self.payload_words(len(trees))]).numpy()
         check_digests(gathered[:, :2])
         k = (local.shape[1] - 1) // 2 if local is not None else 0
         return self._unpack(self._authoritative(gathered)[:, NUM_HEADER:], trees, shards, k), int(gathered[0, 2])
@@ -87,18 +95,8 @@ class Exchange:
     def _unpack(
         self, gathered: np.ndarray, trees: Sequence[TokenTree], shards: Sequence[Sequence[Shard]], k: int
     ) -> list[TreeResult]:
-        values = gathered.reshape(self.comm.size, self._max_batch_size, self.capacity, self.width)
-        results = []
-        for index, (tree, split) in enumerate(zip(trees, shards, strict=True)):
-            table = values[0, index, : len(tree)]
-            if len(split) > 1:
-                table = np.empty((len(tree), self.width), np.int32)
-                for rank, shard in enumerate(split):
-                    table[np.array(shard.owned, np.intp)] = values[rank, index, : len(shard.owned)]
-            results.append(
-                TreeResult(table[:, 0].tolist(), table[:, 1 : 1 + k].tolist(), table[:, 1 + k : 1 + 2 * k].tolist())
-            )
-        return results
+        values = gathered.reshape(self.comm.size, -1, self.capacity, self.width)
+        return [TreeResult.from_payloads(values, index, split, k) for index, split in enumerate(shards)]
 
 
 def check_replica(comm: Comm, rows: Sequence[Row]) -> None:
@@ -107,9 +105,11 @@ def check_replica(comm: Comm, rows: Sequence[Row]) -> None:
     Ranks that share weights meet in every layer, long before the step's gather can compare digests. Rows of unequal
     height would abort the process there (gloo) or wait for the time-out (NCCL), and no error would name the rank.
     """
-    description = repr([(row.slot, row.num_cached, row.tokens, row.parents, row.positions) for row in rows])
-    found = hashlib.blake2b(description.encode(), digest_size=8).digest()
-    payload = torch.from_numpy(np.frombuffer(found, np.int32).copy())
+    found = hashlib.blake2b(digest_size=8)
+    for row in rows:
+        found.update(np.array([row.slot, row.num_cached, len(row.tokens), row.num_results], np.int32).tobytes())
+        found.update(row.entries.tobytes())
+    payload = torch.from_numpy(np.frombuffer(found.digest(), np.int32).copy())
     check_digests(comm.gather_replica(payload).numpy(), first_rank=comm.rank * comm.tp_size)
 
 
@@ -119,7 +119,7 @@ def check_digests(digests: np.ndarray, first_rank: int = 0) -> None:
     Row i is that of world rank `first_rank` + i.
     """
     rows = [tuple(row) for row in digests.tolist()]
-    if len(set(rows)) == 1:
+    if rows.count(rows[0]) == len(rows):
         return
     # Of equally frequent digests, Counter keeps the first seen: rank 0's.
     agreed = Counter(rows).most_common(1)[0][0]

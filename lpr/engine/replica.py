@@ -7,7 +7,7 @@ update, and nothing in it asks which rank this is, but for the shard that the ra
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -15,9 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from lpr.config import DecodeConfig, InputError, TreeSizes
-from lpr.core.state import SequenceState
 from lpr.core.step_times import StepTimes
-from lpr.core.suffix_index import SuffixIndex
 from lpr.dist.comm import Comm, agree, is_alone, is_driver
 from lpr.engine.commands import Abort, Command, Configure, Costs, Drain, Learn, RequestId, Stop, Submit
 from lpr.engine.exchange import DesyncError, Exchange, check_replica
@@ -26,10 +24,12 @@ from lpr.engine.request import Chunk, Outcome, Prompt, Request, make_request
 from lpr.engine.scheduler import Schedule, Scheduler, SlotMove
 from lpr.engine.sizing import Sizer, measure_step_times, resolve_sizes
 from lpr.engine.step import PhaseTimer, decode_step, untimed
+from lpr.engine.times_file import TimesFile
 from lpr.model.loader import Loaded, digest, model_digest, tokenizer_digest
 from lpr.model.processors import Processor
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
+from lpr.native import SequenceState, SuffixIndex
 
 
 class StepRecorder(Protocol):
@@ -59,6 +59,8 @@ class Replica:
         self.eos_token_ids = loaded.eos_token_ids
         self.recorder: StepRecorder | None = None
         """Takes down every step while it is set (lpr.cli.trace)."""
+        self.while_busy: Callable[[], None] | None = None
+        """Called in every step as soon as the device has work: what it does takes no time, up to the device's."""
         self.is_draining = False
         """Are further requests refused?"""
         self.is_stopped = False
@@ -73,6 +75,8 @@ class Replica:
         self._times: StepTimes | None = None
         """Step times at the start, as all ranks know them: given or measured."""
         self._follows = True
+        self._times_file: TimesFile | None = None
+        """Where measured step times are kept."""
         self._sizer = Sizer(TreeSizes(), None, comm)
         self._given_times = self._load(decode)
         """Step times that the options give, on the driver."""
@@ -131,6 +135,11 @@ class Replica:
         """Bytes that each rank contributes to a step's all-gather."""
         return self._exchange.payload_bytes
 
+    def _keep_times(self) -> None:
+        """Let the next start decide by the step times found so far."""
+        if self._times_file is not None and self._follows and self._sizer.times is not None:
+            self._times_file.write(self._sizer.times)
+
     # Commands.
 
     def apply(self, command: Command) -> None:
@@ -183,6 +192,7 @@ class Replica:
         request = self._requests.get(id)
         if request is None:
             return
+        request.write()
         request.text_stream.close()
         if request.state is None:
             self.scheduler.withdraw(request)
@@ -219,9 +229,10 @@ class Replica:
         if decode.adaptive and self._times is None:
             smallest = (num_slots, self.max_length, 1, self._like)
             agree(self.comm, self.model.shortage(*smallest, self.comm.num_sharing))  # before anything is measured
-            self._times = measure_step_times(
-                self.model, self._like, self.comm, decode.max_nodes, self.max_length, num_slots
-            )
+            limits = (decode.max_nodes, self.max_length, num_slots)
+            self._times_file = TimesFile(self.model, self.comm, *limits)
+            measure = partial(measure_step_times, self.model, self._like, self.comm, *limits)
+            self._times = self._times_file.read_or(measure)
         times = self._times if decode.adaptive else None
         self.decode, self.sizes = decode, resolve_sizes(decode, times, num_ranks)
         self._sizer = Sizer(self.sizes, times, self.comm, self._follows)
@@ -270,11 +281,20 @@ class Replica:
             self._sizer.budget,
             num_command_bytes,
             self.recorder.begin() if self.recorder is not None else untimed,
+            self._catch_up,
         )
         times = None
         if outcomes and not schedule.filling and captures == self.model.num_captures:
             times = self._sizer.observe(schedule.decoding, outcomes, (time.perf_counter() - began) * 1e3)
         return outcomes, num_command_bytes, times
+
+    def _catch_up(self) -> None:
+        """While the device works, do what the last step left: nothing that decides what comes next."""
+        for request in self.scheduler.running:
+            request.write()
+            request.stats.count_nodes()
+        if self.while_busy is not None:
+            self.while_busy()
 
     def update(self, schedule: Schedule[Request], outcomes: Sequence[Outcome]) -> None:
         """Feed a step's results to its requests; those that are finished give their slots back."""
@@ -285,6 +305,8 @@ class Replica:
             request.stats.count_step(outcome.tree, outcome.path)
             chunks.append(request.emit(outcome))
         if self.recorder is not None and batch:
+            for request in batch:
+                request.write()
             self.recorder.record(batch, outcomes, chunks)
         for request, chunk in zip(batch, chunks, strict=True):
             self._tell(chunk)

@@ -11,13 +11,11 @@ import torch
 
 from lpr.config import SamplingParams
 from lpr.core.accept import NOT_A_NUMBER
-from lpr.core.partition import Shard
-from lpr.core.state import SequenceState, TreeResult
-from lpr.core.tree import TokenTree
 from lpr.engine.commands import RequestId, Submit
 from lpr.engine.stats import DecodeStats
 from lpr.engine.text import TextStream
 from lpr.model.processors import Processor, Processors
+from lpr.native import SequenceState, Shard, TokenTree, TreeResult
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -48,7 +46,9 @@ class Chunk:
     token_ids: list[int]
     """Ids committed by the step."""
     text: str
-    """Text that is final now; it may lag behind the ids by an incomplete character or a possible stop string."""
+    """Text that is final now; it may lag behind the ids by an incomplete character or a possible stop string.
+
+    Complete once the chunk was taken."""
     finish_reason: str | None
     """As in Completion; None while the request goes on."""
 
@@ -83,7 +83,8 @@ class Request:
     priority: int = 0
     stats: DecodeStats = field(default_factory=DecodeStats)
     chunks: deque[Chunk] = field(default_factory=deque)
-    """What steps added and nobody has taken yet."""
+    """What steps added and nobody has taken yet; `take` completes their text."""
+    _unwritten: list[Chunk] = field(default_factory=list, repr=False)
     finish_reason: str | None = None
     """None while the request goes on, then as in Completion."""
     error: str | None = None
@@ -126,22 +127,29 @@ class Request:
 
     def take(self) -> list[Chunk]:
         """What steps added since the last call."""
+        self.write()
         taken = list(self.chunks)
         self.chunks.clear()
         return taken
 
     def emit(self, outcome: Outcome) -> Chunk:
         """Take in a step's tokens one by one: what follows the end of the request inside a step never existed."""
-        tokens, taken = outcome.emitted, 0
-        while taken < len(tokens) and self.finish_reason is None:
-            self.finish_reason = self.text_stream.push(tokens[taken])
-            taken += 1
+        tokens = outcome.emitted
+        taken, self.finish_reason = self.text_stream.extend(tokens)
         if taken < len(tokens):
             del self.tokens[taken - len(tokens) :]
         self.stats.num_tokens += taken
         if self.finish_reason is None and outcome.failure is not None:
             self._fail(outcome)
-        return Chunk(self, list(tokens[:taken]), self.text_stream.take(), self.finish_reason)
+        chunk = Chunk(self, list(tokens[:taken]), "", self.finish_reason)
+        self._unwritten.append(chunk)
+        return chunk
+
+    def write(self) -> None:
+        """Make the text of the chunks since the last call: work that can wait until the device is busy."""
+        for chunk in self._unwritten:
+            chunk.text = self.text_stream.take(len(chunk.token_ids))
+        self._unwritten.clear()
 
     def _fail(self, outcome: Outcome) -> None:
         """End a request of which the next token cannot be said; every rank does, but only some know a processor's why.
@@ -156,11 +164,14 @@ class Request:
             known = self.processors.failure if self.processors is not None else None
             self.error = known or "a logits processor failed on another rank, whose Completion says how"
         self.finish_reason = "error"
+        self.write()
         self.text_stream.close()
 
     def completion(self) -> Completion:
         """The finished request's result."""
         assert self.finish_reason is not None
+        self.write()
+        self.stats.count_nodes()
         return Completion(
             self.prompt,
             self.prompt_ids,

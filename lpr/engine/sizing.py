@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from lpr.config import DecodeConfig, SamplingParams, TreeSizes
-from lpr.core.budget import AdaptiveBudget, Budget, FixedBudget
+from lpr.core.budget import Budget
 from lpr.core.step_times import KNOTS, SHORTEST_KV, Key, StepTimes, StepTimesTracker, at_knots
 from lpr.dist.comm import Comm, is_driver
 from lpr.engine.request import Outcome, Request
@@ -21,6 +21,7 @@ from lpr.model.cache import TreeCache
 from lpr.model.inputs import Row
 from lpr.model.runner import TreeModel
 from lpr.model.sampling import Selection
+from lpr.native import AdaptiveBudget, FixedBudget
 
 SHARE_EVERY = 16
 """Steps between two tables that rank 0 sends, at least."""
@@ -173,7 +174,7 @@ def _time_once(model: TreeModel, batch: int, count: int, kv: int) -> float:
         size = count // batch + (slot < count % batch)
         positions = [kv - 2] + [kv - 1] * (size - 1)  # a flat tree stays within few positions
         rows.append(Row(slot, kv - 2, [0] * size, [-1] + [0] * (size - 1), positions, size))
-    selection = Selection.build([(SamplingParams(), row.positions) for row in rows])
+    selection = Selection.build([(SamplingParams(), row.positions.tolist()) for row in rows])
     began = time.perf_counter()
     model.evaluate(rows, selection, min(8, model.vocab_size)).cpu()
     return time.perf_counter() - began

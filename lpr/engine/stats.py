@@ -31,10 +31,9 @@ class DecodeStats:
     """Tokens emitted."""
     num_nodes: int = 0
     """Tree nodes evaluated, roots included."""
-    drafted: Counter[At] = field(default_factory=Counter)
-    """Nodes evaluated, by source and depth."""
-    accepted: Counter[At] = field(default_factory=Counter)
-    """Those on an accepted path."""
+    _drafted: Counter[At] = field(default_factory=Counter)
+    _accepted: Counter[At] = field(default_factory=Counter)
+    _uncounted: list[tuple[TokenTree, Sequence[int]]] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def tokens_per_step(self) -> float:
@@ -67,8 +66,27 @@ class DecodeStats:
         """Count one evaluated tree and its accepted path."""
         self.num_steps += 1
         self.num_nodes += len(tree)
-        self.drafted.update(zip(tree.sources, tree.depths, strict=True))
-        self.accepted.update([(tree.sources[node], tree.depths[node]) for node in path])
+        self._uncounted.append((tree, path))
+
+    def count_nodes(self) -> None:
+        """Take in the nodes of the steps counted since the last call: work that can wait until the device is busy."""
+        for tree, path in self._uncounted:
+            nodes = list(zip(tree.sources, tree.depths, strict=True))
+            self._drafted.update(nodes)
+            self._accepted.update([nodes[node] for node in path])
+        self._uncounted.clear()
+
+    @property
+    def drafted(self) -> Counter[At]:
+        """Nodes evaluated, by source and depth."""
+        self.count_nodes()
+        return self._drafted
+
+    @property
+    def accepted(self) -> Counter[At]:
+        """Those on an accepted path."""
+        self.count_nodes()
+        return self._accepted
 
     def add(self, other: DecodeStats) -> None:
         """Add the counts of `other`."""
@@ -76,8 +94,8 @@ class DecodeStats:
         self.num_fill_steps += other.num_fill_steps
         self.num_tokens += other.num_tokens
         self.num_nodes += other.num_nodes
-        self.drafted.update(other.drafted)
-        self.accepted.update(other.accepted)
+        self._drafted.update(other.drafted)
+        self._accepted.update(other.accepted)
 
 
 def depth_bucket(depth: int) -> int:

@@ -12,24 +12,27 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 
 from lpr.config import TreeSizes
-from lpr.core.accept import accept
 from lpr.core.budget import Budget
-from lpr.core.partition import Shard, partition
-from lpr.core.state import SequenceState, has_nan_result
-from lpr.core.tree import TokenTree
 from lpr.engine.exchange import Exchange
 from lpr.engine.request import Outcome, Request
 from lpr.model.inputs import Row
 from lpr.model.processors import ProcessorPath
 from lpr.model.runner import TreeModel
 from lpr.model.sampling import Selection
+from lpr.native import Shard, TokenTree, accept, conclude, draft_step, row_entries
 
+GREEDY = Selection.build([])
+"""The selection of a step without sampled requests and without logits processors."""
 PhaseTimer = Callable[[str], None]
 """Called with the name of a phase when that phase of a step has ended (lpr.cli.trace)."""
 
 
 def untimed(phase: str) -> None:
     """Nobody times this step."""
+
+
+def nothing() -> None:
+    """No work waits for the device to be busy."""
 
 
 def decode_step(
@@ -41,26 +44,21 @@ def decode_step(
     budget: Budget,
     num_command_bytes: int = 0,
     end_phase: PhaseTimer = untimed,
+    while_busy: Callable[[], None] = nothing,
 ) -> tuple[list[Outcome], int]:
     """Advance every request of `batch` by its accepted path and a bonus token, and fill pieces of pending chains.
 
     `filling` holds other requests and numbers of tokens; a model whose rows are padded takes either a batch, of
     neighbouring slots in order, or these. A step without a batch still takes part in the collective, whose header
-    announces the driver's commands. Also returns their length in bytes.
+    announces the driver's commands. `while_busy` is called as soon as the device has work. Also returns the length of
+    the commands in bytes.
     """
     rank = exchange.comm.rank
     states = [request.running for request in batch]
     fills = [fill_row(request, count, rank) for request, count in filling]
-    fills = [row for row in fills if row.tokens]
-    budget.begin(len(batch), *workload(states))
-    drafts = [
-        state.build(left_to_emit(request) - 1, budget.request(state.acceptance))
-        for request, state in zip(batch, states, strict=True)
-    ]
-    histories = [state.acceptance for state in states]
-    budget.cut(drafts, histories)
-    trees = [draft.tree for draft in drafts]
-    shards = [split(state, tree, exchange) for state, tree in zip(states, trees, strict=True)]
+    fills = [row for row in fills if len(row.tokens)]
+    depths = [left_to_emit(request) - 1 for request in batch]
+    trees, shards = draft_step(states, depths, budget, exchange.comm.size, exchange.capacity)
     rows = [shard_row(*each, rank) for each in zip(batch, trees, shards, strict=True)]
     end_phase("draft")
     # Where no tree has a draft, nobody asks for the runners-up, and they would cost plain decoding 4 %.
@@ -69,6 +67,7 @@ def decode_step(
     local = model.evaluate(together, selection(batch, rows), num_candidates) if rows else None
     if fills and not rows:
         model.fill(fills)
+    while_busy()
     end_phase("forward")
     digest = combine(
         [*(state.sign_tree(tree) for state, tree in zip(states, trees, strict=True)),
@@ -76,15 +75,14 @@ def decode_step(
     )  # fmt: skip
     results, num_command_bytes = exchange.gather(local, trees, shards, digest, num_command_bytes)
     end_phase("gather")
-    outcomes = []
+    outcomes, kept = [], []
     for request, tree, parts, row, result in zip(batch, trees, shards, rows, results, strict=True):
         path = accept(tree, result.next_tokens)
-        commit(model, row, parts[rank], path, has_nan_result(parts[rank], result))
-        emitted = request.running.advance(tree, path, result, parts)
-        bonus = result.next_tokens[path[-1]]
-        failure = bonus if bonus < 0 else None
+        emitted, entries, failure = conclude(request.running, tree, path, result, parts, rank)
+        kept.append((row, entries))
         outcomes.append(Outcome(tree, path, parts, result, emitted, len(row.tokens), failure))
-    budget.observe(trees, [outcome.path for outcome in outcomes], histories)
+    commit(model, kept)
+    budget.observe(trees, [outcome.path for outcome in outcomes], [state.acceptance for state in states])
     end_phase("commit")
     return outcomes, num_command_bytes
 
@@ -114,72 +112,37 @@ def fill_row(request: Request, count: int, rank: int) -> Row:
     return Row(request.slot, computed, tokens, list(range(-1, len(tokens) - 1)), positions, num_results=0)
 
 
-def workload(states: Sequence[SequenceState]) -> tuple[int, int]:
-    """What a step costs besides its nodes: the most pending tokens of a rank, and the longest cached length."""
-    if not states:
-        return 0, 0
-    pending = [
-        sum(len(state.tokens) - 1 - state.num_computed_tokens[rank] for state in states)
-        for rank in range(len(states[0].num_computed_tokens))
-    ]
-    return max(pending), max(len(state.tokens) for state in states)
-
-
-def split(state: SequenceState, tree: TokenTree, exchange: Exchange) -> list[Shard]:
-    """The shards of `tree`; ranks with a longer pending chain get fewer nodes."""
-    pending = [len(state.tokens) - held - 1 for held in state.num_computed_tokens]
-    return partition(tree, exchange.comm.size, pending, exchange.capacity)
-
-
 def shard_row(request: Request, tree: TokenTree, shards: Sequence[Shard], rank: int) -> Row:
     """This rank's part of a step: its pending chain, which ends in the root, and its shard's nodes below it."""
-    state = request.running
-    computed = state.num_computed_tokens[rank]
-    chain = state.tokens[computed:]
-    above = len(chain) - 1
-    nodes = shards[rank].nodes
-    entry = {node: above + i for i, node in enumerate(nodes)}
-    root_position = computed + above
-    return Row(
-        slot=request.slot,
-        num_cached=computed,
-        tokens=chain + [tree.tokens[node] for node in nodes[1:]],
-        parents=list(range(-1, above)) + [entry[tree.parents[node]] for node in nodes[1:]],
-        positions=list(range(computed, root_position)) + [root_position + tree.depths[node] for node in nodes],
-        num_results=len(nodes),
-    )
+    state, shard = request.running, shards[rank]
+    entries = row_entries(state, tree, shard, rank)
+    return Row.of(request.slot, state.num_computed_tokens[rank], entries, len(shard.nodes))
 
 
 def selection(batch: Sequence[Request], rows: Sequence[Row]) -> Selection:
     """How the next token after each result entry is chosen: by the request's parameters and the token's position."""
-    positions = [[at + 1 for at in row.positions[-row.num_results :]] for row in rows]
+    if all(request.params.temperature == 0 and request.processors is None for request in batch):
+        return GREEDY
+    positions = [(row.positions[-row.num_results :] + 1).tolist() for row in rows]
     chosen = Selection.build([(request.params, each) for request, each in zip(batch, positions, strict=True)])
     start = 0
     for request, row in zip(batch, rows, strict=True):
         if request.processors is not None:
             above = len(row.tokens) - row.num_results
-            parents = [parent - above for parent in row.parents[above:]]
-            chosen.processor_paths.append(
-                ProcessorPath(request.processors, request.tokens, start, row.tokens[above:], parents)
-            )
+            tokens = [int(token) for token in row.tokens[above:]]
+            parents = [int(parent) - above for parent in row.parents[above:]]
+            chosen.processor_paths.append(ProcessorPath(request.processors, request.tokens, start, tokens, parents))
         start += row.num_results
     return chosen
 
 
-def commit(model: TreeModel, row: Row, shard: Shard, path: Sequence[int], has_nan: bool = False) -> None:
-    """Keep the K/V of the pending chain and of the part of the path that this rank evaluated; nothing if NaN."""
+def commit(model: TreeModel, kept: Sequence[tuple[Row, list[int] | None]]) -> None:
+    """Keep the K/V of these entries of each row, its pending chain and what it evaluated of the path; none if NaN."""
     assert model.cache is not None
-    if has_nan:
-        model.cache.clear(row.slot, row.num_cached)
-        return
-    above = len(row.tokens) - len(shard.nodes)
-    entry = {node: above + i for i, node in enumerate(shard.nodes)}
-    entries = list(range(above))
-    for node in path:
-        if node not in entry:
-            break
-        entries.append(entry[node])
-    model.cache.commit(row.slot, row.num_cached, entries)
+    for row, entries in kept:
+        if entries is None:
+            model.cache.clear(row.slot, row.num_cached)
+    model.cache.commit_all([(row.slot, row.num_cached, entries) for row, entries in kept if entries is not None])
 
 
 def combine(digests: Iterable[int]) -> int:

@@ -10,6 +10,7 @@ character that looks complete may still turn into U+FFFD).
 from __future__ import annotations
 
 from codecs import getincrementaldecoder
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -266,7 +267,9 @@ class TextStream:
         self._params = params
         self.stop_ids = (frozenset() if params.ignore_eos else eos_token_ids) | set(params.stop_token_ids)
         """Ids that end the output, with "stop"."""
-        self._decoder = None if tokenizer is None else IncrementalDecoder(tokenizer, prompt_ids)
+        self._decoder: Any = None if tokenizer is None else IncrementalDecoder(tokenizer, prompt_ids)
+        self._unread: deque[tuple[int, bool, bool]] = deque()
+        """Tokens that were pushed and not decoded, whether each is an end of text, and whether it is the last."""
         self._longest_stop = max(map(len, params.stop), default=0)
         self._stop_prefixes = {stop[:size] for stop in params.stop for size in range(1, len(stop))}
         # Settled text in order: chunks that were taken, chunks that may be taken, and the suffix that may
@@ -278,6 +281,7 @@ class TextStream:
     @property
     def text(self) -> str:
         """The complete text so far, also what `take` still holds back; joined when asked for."""
+        self._read()
         pending = self._decoder.pending if self._decoder and not self._is_closed else ""
         return "".join([*self._taken, *self._safe, self._suffix, pending])
 
@@ -292,33 +296,63 @@ class TextStream:
         self.num_tokens += 1
         is_eos = token in self.stop_ids
         is_last = is_eos or self.num_tokens == self._params.max_new_tokens
-        found_stop = False
         if self._decoder:
-            settled = "" if is_eos else self._decoder.push(token)
-            unsettled = self._decoder.pending if is_last else self._decoder.readable
-            found_stop = self._append(settled, unsettled, is_last)
+            self._unread.append((token, is_eos, is_last))
+        found_stop = bool(self._params.stop) and self._read()
         self._is_closed = is_last or found_stop
         if is_eos or found_stop:
             return "stop"
         return "length" if is_last else None
 
+    def extend(self, tokens: Sequence[int]) -> tuple[int, str | None]:
+        """Push a step's tokens up to the one that ends the output; returns how many that were, and as `push`."""
+        simple = not self._params.stop and self.num_tokens + len(tokens) < self._params.max_new_tokens
+        if simple and not self._is_closed and self.stop_ids.isdisjoint(tokens):
+            self.num_tokens += len(tokens)
+            if self._decoder:
+                self._unread.extend([(token, False, False) for token in tokens])
+            return len(tokens), None
+        for taken, token in enumerate(tokens, 1):
+            reason = self.push(token)
+            if reason is not None:
+                return taken, reason
+        return len(tokens), None
+
     def close(self) -> None:
         """End the output here, for a reason that is not in it."""
+        self._read()
         if not self._is_closed:
             self._safe.append(self._suffix + (self._decoder.pending if self._decoder else ""))
             self._suffix = ""
             self._is_closed = True
 
-    def take(self) -> str:
+    def take(self, num_tokens: int | None = None) -> str:
         """The text that became safe to stream since the last call; after the finish all the rest.
 
-        All results together are the final `text`.
+        With `num_tokens`, only so many of the tokens pushed since then are looked at. All results together are the
+        final `text`.
         """
+        self._read(num_tokens)
         chunk = "".join(self._safe)
         self._safe.clear()
         if chunk:
             self._taken.append(chunk)
         return chunk
+
+    def _read(self, num_tokens: int | None = None) -> bool:
+        """Decode tokens that were pushed; returns whether there is a stop string.
+
+        Only stop strings decide anything by the text, so without them it waits until somebody asks for it, or until the
+        device is busy.
+        """
+        assert self._decoder is not None or not self._unread
+        found_stop = False
+        for _ in range(len(self._unread) if num_tokens is None else min(num_tokens, len(self._unread))):
+            token, is_eos, is_last = self._unread.popleft()
+            settled = "" if is_eos else self._decoder.push(token)
+            unsettled = self._decoder.pending if is_last else self._decoder.readable
+            found_stop = self._append(settled, unsettled, is_last) or found_stop
+        return found_stop
 
     def _append(self, settled: str, unsettled: str, is_last: bool) -> bool:
         """Append settled text, search it and the unsettled text that follows it, and hold back what must be.

@@ -107,9 +107,19 @@ class TreeCache(Cache):
 
     def commit(self, slot: int, num_cached: int, entries: Sequence[int]) -> None:
         """Keep the step's `entries` (indices into the slot's row of the step, in order) as the next committed rows."""
-        base = slot * self.rows_per_slot + num_cached
-        moves = [(base + entry, base + index) for index, entry in enumerate(entries) if entry != index]
-        self.move([source for source, _ in moves], [target for _, target in moves])
+        self.commit_all([(slot, num_cached, entries)])
+
+    def commit_all(self, kept: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+        """Keep entries of several slots, each as `commit` takes them, by one copy."""
+        sources: list[int] = []
+        targets: list[int] = []
+        for slot, num_cached, entries in kept:
+            base = slot * self.rows_per_slot + num_cached
+            for index, entry in enumerate(entries):
+                if entry != index:
+                    sources.append(base + entry)
+                    targets.append(base + index)
+        self.move(sources, targets)
 
     def clear(self, slot: int, num_cached: int) -> None:
         """Zero a slot's rows from `num_cached` on: what is masked still spoils a sum if it is NaN."""

@@ -14,26 +14,59 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from lpr.core.tree import ancestor_bits
+from lpr.core.rows import WORD_BITS
 from lpr.model.exact import LEAST_HEIGHT, Tail, find_tail
 from lpr.model.kernels.mask import TreeMask, build_mask
 from lpr.model.transfer import to_device
+from lpr.native import ancestor_words
 
 
-@dataclass
 class Row:
-    """What one sequence has evaluated in a forward: its pending chain and, below it, its nodes of the tree.
+    """What one sequence has evaluated in a forward: its pending chain and, below it, its nodes of the tree."""
 
-    `parents[i] < i` within the row; -1 attaches to the committed tokens whose K/V the cache holds. The last
-    `num_results` entries are the ones whose next token is wanted.
-    """
+    __slots__ = ("entries", "num_cached", "num_results", "slot")
 
-    slot: int
-    num_cached: int
-    tokens: list[int]
-    parents: list[int]
-    positions: list[int]
-    num_results: int
+    def __init__(
+        self,
+        slot: int,
+        num_cached: int,
+        tokens: Sequence[int] | np.ndarray,
+        parents: Sequence[int] | np.ndarray,
+        positions: Sequence[int] | np.ndarray,
+        num_results: int,
+    ) -> None:
+        """A row of `slot`, whose cache holds `num_cached` tokens.
+
+        `parents[i] < i` within the row; -1 attaches to the committed tokens whose K/V the cache holds. The last
+        `num_results` entries are the ones whose next token is wanted.
+        """
+        self.slot = slot
+        self.num_cached = num_cached
+        self.num_results = num_results
+        self.entries = np.array([tokens, parents, positions], np.int32)
+        """Tokens, parents and positions, int32 [3, n]."""
+
+    @classmethod
+    def of(cls, slot: int, num_cached: int, entries: np.ndarray, num_results: int) -> Row:
+        """The row of `entries`, which are kept as they are (see lpr.core.rows.row_entries)."""
+        row = cls.__new__(cls)
+        row.slot, row.num_cached, row.entries, row.num_results = slot, num_cached, entries, num_results
+        return row
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Int32 [n]."""
+        return self.entries[0]
+
+    @property
+    def parents(self) -> np.ndarray:
+        """Int32 [n]."""
+        return self.entries[1]
+
+    @property
+    def positions(self) -> np.ndarray:
+        """Int32 [n]."""
+        return self.entries[2]
 
 
 @dataclass
@@ -142,7 +175,7 @@ def build_inputs(
             parents, cached = [row.parents for row in group], [row.num_cached for row in group]
             block.tree_mask = build_mask(parents, cached, entries[1], device)
         if exact:
-            block.tails = [find_tail(row.parents, row.num_cached) for row in group]
+            block.tails = [find_tail(row.parents.tolist(), row.num_cached) for row in group]
         parts.append(entries)
         blocks.append(block)
         start += num_entries
@@ -210,12 +243,10 @@ def _rectangle(
     return entries, kv_positions, visible
 
 
-def ancestor_matrix(parents: Sequence[int]) -> np.ndarray:
+def ancestor_matrix(parents: Sequence[int] | np.ndarray) -> np.ndarray:
     """Bool [n, n]: is j the node i itself or one of its ancestors?"""
     count = len(parents)
-    if count and parents[0] == -1 and all(parent == node - 1 for node, parent in enumerate(parents)):
+    if np.array_equal(parents, np.arange(-1, count - 1)):
         return np.tri(count, dtype=bool)  # a chain; a long prompt's bit sets would take quadratic time
-    num_bytes = (count + 7) // 8
-    packed = b"".join([bits.to_bytes(num_bytes, "little") for bits in ancestor_bits(parents)])
-    rows = np.frombuffer(packed, np.uint8).reshape(count, num_bytes)
-    return np.unpackbits(rows, axis=1, count=count, bitorder="little").view(bool)
+    words = ancestor_words(parents, -(-count // WORD_BITS))
+    return np.unpackbits(words.view(np.uint8), axis=1, count=count, bitorder="little").view(bool)

@@ -16,10 +16,10 @@ from math import prod
 import numpy as np
 import torch
 
-from lpr.core.tree import ancestor_bits
 from lpr.model.inputs import Block, Row, StepInputs
 from lpr.model.kernels.mask import WORD_BITS, TreeMask
 from lpr.model.sampling import Selection
+from lpr.native import place_rows
 
 NODE_BUCKETS = (1, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """T: entries per row, pending chain included."""
@@ -77,28 +77,18 @@ class StaticShape:
 
     def place(self, rows: Sequence[Row], selection: Selection) -> np.ndarray:
         """The words of a step of `rows`, neighbouring slots from `first_slot` on, on the host."""
-        words = np.zeros(self.num_words, np.int32)
-        parts, start = {}, 0
-        for name, size in self.sizes.items():
-            parts[name] = words[start : start + prod(size)].reshape(size)
-            start += prod(size)
-        num_bytes = parts["bits"].shape[2] * 4
-        for index in range(self.batch):
-            slot = self.first_slot + index
-            parts["write_rows"][index] = (slot + 1) * self.rows_per_slot - 1  # the spare row
-            if index >= len(rows) or not rows[index].tokens:
-                continue
-            row, count = rows[index], len(rows[index].tokens)
-            first = self.num_entries - count
-            ancestors = b"".join([bits.to_bytes(num_bytes, "little") for bits in ancestor_bits(row.parents)])
-            parts["bits"][index, first:] = np.frombuffer(ancestors, np.int32).reshape(count, -1)
-            parts["tokens"][index, first:] = row.tokens
-            parts["positions"][index, first:] = row.positions
-            parts["write_rows"][index, first:] = np.arange(count) + (slot * self.rows_per_slot + row.num_cached)
-            parts["num_cached"][index] = row.num_cached
-            parts["num_real"][index] = count
+        words = np.empty(self.num_words, np.int32)
+        place_rows(
+            words,
+            self.batch,
+            self.num_entries,
+            range(self.first_slot, self.first_slot + self.batch),
+            self.rows_per_slot,
+            [row.num_cached for row in rows],
+            [row.entries for row in rows],
+        )
         if self.num_keys:
-            parts["selection"][:] = self._place_selection(rows, selection)
+            words[-prod(self.sizes["selection"]) :] = self._place_selection(rows, selection)
         return words
 
     def _place_selection(self, rows: Sequence[Row], selection: Selection) -> np.ndarray:

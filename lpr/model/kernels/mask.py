@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from lpr.core.rows import WORD_BITS
 from lpr.model.transfer import to_device
-
-WORD_BITS = 64
+from lpr.native import ancestor_words
 
 
 @dataclass(frozen=True)
@@ -63,33 +63,17 @@ class TreeMask:
         return torch.arange(num_kv, device=self.bits.device) - self.num_cached[:, None]
 
 
-def packed_ancestors(parents: Sequence[int], num_words: int) -> np.ndarray:
-    """`core.tree.ancestor_bits` as little-endian words: uint64 [n, num_words], 64 * num_words >= n.
-
-    Pointer doubling: after round k an entry holds its ancestors up to distance 2^k, so a chain of 512 entries takes
-    nine rounds and a flat tree one or two.
-    """
-    count = len(parents)
-    jump = np.full(count + 1, count, np.int64)  # the last row stands for "no parent"
-    jump[:count] = parents
-    jump[jump < 0] = count
-    words = np.zeros((count + 1, num_words), np.uint64)
-    entry = np.arange(count)
-    words[entry, entry // WORD_BITS] = np.left_shift(np.uint64(1), (entry % WORD_BITS).astype(np.uint64))
-    while jump.min() < count:
-        words |= words[jump]
-        jump = jump[jump]
-    return words[:count]
-
-
 def build_mask(
-    parents: Sequence[Sequence[int]], num_cached: Sequence[int], positions: torch.Tensor, device: torch.device
+    parents: Sequence[Sequence[int] | np.ndarray],
+    num_cached: Sequence[int],
+    positions: torch.Tensor,
+    device: torch.device,
 ) -> TreeMask:
     """The mask of rows with these `parents` (`parents[b][i] < i`, negative: none), for `positions` [B, T]."""
     num_rows, length = positions.shape
     num_words = -(-length // WORD_BITS)
     bits = np.zeros((num_rows, length, num_words), np.uint64)
     for row, each in enumerate(parents):
-        bits[row, length - len(each) :] = packed_ancestors(each, num_words)
+        bits[row, length - len(each) :] = ancestor_words(each, num_words)
     counts = to_device(np.array([list(num_cached), [len(each) for each in parents]], np.int32), device)
     return TreeMask(to_device(bits.view(np.int64), device), counts[0], counts[1], positions)

@@ -1,0 +1,215 @@
+"""How much of a step the device computes: host time on the critical path, beside a device of a given pace.
+
+    python -m benchmarks.host --traces T.jsonl --output benchmarks/results/host.json
+    python -m benchmarks.host --quick --json                # minutes; the last line is JSON
+
+The model's forward is replaced by a paced device (benchmarks.paced): it takes t(n) of a table of step times and answers
+from recorded completions. *Efficiency* is the device's time over wall time while a batch decodes; *host ms* is the
+median of what a step takes beyond the device's time. Steps that evaluate a prompt do not count, those that end a
+request do. The host's work is timed by the processor time of its thread, so that other programs do not show.
+`h100_7b` is an estimate of a 7B model in bf16 on one H100 (7.3 ms for 1 node, 9 ms for 64; beyond that 13.2 GFLOP a
+token at 600 TFLOP/s); the flat tables take 2, 4 and 8 ms whatever a step evaluates.
+
+Nodes are those of a sequence on each rank. With lp above 1 the other ranks are simulated: they cost what this rank
+costs, at the same time, and the collective costs nothing. A sampled request follows the recorded text too, so that only
+its host work differs. Without --traces, text made of the built-in prompts by permuting lines stands in for completions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+import lpr.native
+from benchmarks.common import make_parser, run_main, whole
+from benchmarks.paced import Device, Lap, PacedComm, PacedModel, Recorded
+from benchmarks.replay import read_traces
+from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
+from lpr.config import InputError
+from lpr.engine.options import EngineOptions, load_step_times
+
+TABLES = Path(__file__).parent / "tables"
+FLAT = ("flat_2", "flat_4", "flat_8")
+LONGEST_PROMPT, LONGEST_OUTPUT = 1024, 384
+SPARE = 64
+"""Entries of a step beyond its trees, per sequence, up to which it counts: more means that a prompt was evaluated."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured: one row of the result."""
+
+    batch: int
+    nodes: int
+    lp: int = 1
+    temperature: float = 0.0
+    window: bool = False
+    costs: str = "h100_7b"
+
+    def decode(self) -> DecodeConfig:
+        """Fixed sizes of so many nodes a sequence on each rank; with a window, a half of them for it and its pool."""
+        columns = max(1, self.nodes // 16) if self.window else 0
+        return DecodeConfig(
+            window_size=columns,
+            trie_nodes=self.nodes - 1 - 8 * columns + (1 if columns else 0),
+            max_batch_size=self.batch,
+            max_length=LONGEST_PROMPT + LONGEST_OUTPUT + 1,
+            prefill_chunk=self.batch * LONGEST_PROMPT,
+        )
+
+
+def cases(quick: bool) -> list[Case]:
+    """The cases of a run; the first of equal batch, nodes, lp and temperature has no window."""
+    found = [Case(batch, nodes) for nodes in (16, 64, 128) for batch in (1, 8, 32)]
+    found += [Case(batch, 64, temperature=0.8) for batch in (1, 8, 32)]
+    found += [Case(batch, 64, lp) for lp in (2, 8) for batch in (1, 8)]
+    found += [Case(batch, 64, window=True) for batch in (1, 8)]
+    if not quick:
+        found += [Case(batch, nodes, lp, 0.8) for lp in (2, 8) for batch in (1, 8) for nodes in (16, 64, 128)]
+        found += [Case(batch, nodes, window=True) for batch in (1, 8, 32) for nodes in (16, 128)]
+        found += [Case(batch, 64, lp, costs=name) for name in FLAT for lp in (1, 8) for batch in (1, 8)]
+    return found
+
+
+class Texts:
+    """Recorded requests in tokens, taken in turns."""
+
+    def __init__(self, pairs: Sequence[tuple[str, str]], tokenizer: Any) -> None:
+        """The usable ones of `pairs` of prompt and completion; raises InputError if there is none."""
+        self.requests = []
+        for prompt, completion in pairs:
+            first = tokenizer.encode(prompt, add_special_tokens=False)[-LONGEST_PROMPT:]
+            then = tokenizer.encode(completion, add_special_tokens=False)[:LONGEST_OUTPUT]
+            if len(first) > 1 and len(then) > 32:
+                self.requests.append((first, then))
+        if not self.requests:
+            raise InputError("no trace has a prompt and a completion of more than 32 tokens")
+        self.whole = [[*first, *then] for first, then in self.requests]
+        self.recorded = Recorded(self.whole)
+        self._next = 0
+
+    def take(self) -> tuple[list[int], list[int]]:
+        """The next request."""
+        self._next += 1
+        return self.requests[self._next % len(self.requests)]
+
+
+def measure_case(case: Case, loaded: Any, texts: Texts, num_steps: int) -> dict[str, Any]:
+    """Decode with a full batch for `num_steps` steps that count."""
+    device = Device(load_step_times(TABLES / f"{case.costs}.json"))
+    comm = PacedComm(case.lp)
+    engine = make_engine(loaded, case.decode(), comm)
+    paced = PacedModel(engine, device, texts.recorded, texts.whole, case.lp)
+    comm.paced = paced
+    running: list[Any] = []
+    laps: list[Lap] = []
+    gc.collect()
+    gc.freeze()  # as the command does
+    while len(laps) < num_steps:
+        while len(running) < case.batch:
+            with device.clock.stopped():
+                prompt, output = texts.take()
+                params = SamplingParams(
+                    max_new_tokens=len(output), temperature=case.temperature, seed=len(laps), ignore_eos=True
+                )
+                running.append(engine.submit(prompt, params))
+        device.lap = lap = Lap(began=device.clock.now())
+        engine.step()
+        lap.ended = device.clock.now()
+        running = [request for request in running if request.finish_reason is None]
+        most = case.batch * (engine.sizes.num_nodes + SPARE)
+        if lap.device and lap.num_entries <= most and paced.batch == case.batch:
+            laps.append(lap)
+    gc.unfreeze()
+    for request in running:
+        engine.abort(request)
+    return summary(case, laps[2:])
+
+
+def make_engine(loaded: Any, decode: DecodeConfig, comm: PacedComm) -> Engine:
+    """An engine of the bundled model, whose forward will be replaced."""
+    return Engine(loaded, decode, EngineOptions(prefix_reuse=False), comm=comm)
+
+
+def summary(case: Case, laps: Sequence[Lap]) -> dict[str, Any]:
+    """A row of the result; parts are medians of milliseconds on the critical path."""
+    host = sorted((lap.ended - lap.began - lap.device) * 1e3 for lap in laps)
+    device, wall = sum(lap.device for lap in laps), sum(lap.ended - lap.began for lap in laps)
+
+    def median(part: Any) -> float:
+        return round(statistics.median(part(lap) * 1e3 for lap in laps), 4)
+
+    return {
+        "batch": case.batch,
+        "nodes": case.nodes,
+        "lp": case.lp,
+        "temperature": case.temperature,
+        "window": case.window,
+        "costs": case.costs,
+        "efficiency": round(device / wall, 4),
+        "host_ms": round(statistics.median(host), 4),
+        "host_ms_p99": round(host[min(len(host) - 1, int(0.99 * len(host)))], 4),
+        "step_ms": median(lambda lap: lap.ended - lap.began),
+        "draft_ms": median(lambda lap: lap.asked - lap.began),
+        "inputs_ms": median(lambda lap: lap.launched - lap.asked),
+        "hidden_ms": median(lambda lap: lap.waited - lap.launched),
+        "after_ms": median(lambda lap: lap.ended - lap.ready),
+        "entries": round(statistics.mean(lap.num_entries for lap in laps), 1),
+        "num_steps": len(laps),
+    }
+
+
+def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """All cases, one after the other."""
+    from lpr.model.loader import load
+
+    loaded = load(str(bundled_model()), "auto", "cpu", None)
+    pairs = read_traces(options.traces) if options.traces else stand_in()
+    texts = Texts(pairs, loaded.tokenizer)
+    rows = []
+    for case in cases(options.quick):
+        row = measure_case(case, loaded, texts, options.steps or (60 if options.quick else 200))
+        rows.append(row)
+        console.print(
+            f"{case.costs}: batch {case.batch}, {case.nodes} nodes, lp {case.lp}, T={case.temperature}"
+            f"{', window' if case.window else ''}: efficiency {row['efficiency']:.3f}, host {row['host_ms']:.3f} ms"
+        )
+    main_rows = [row for row in rows if row["costs"] == "h100_7b"]
+    others = [row for row in rows if row["costs"] != "h100_7b"]
+    return {"benchmark": "host", "core": core_name(), "rows": main_rows, "flat_rows": others}
+
+
+def core_name() -> str:
+    """Which drafting core runs."""
+    return "native" if lpr.native.is_native else "python"
+
+
+def stand_in() -> list[tuple[str, str]]:
+    """Requests made of this repository's own source, where no recorded completions are given."""
+    pairs = []
+    for path in sorted((Path(__file__).parent.parent / "lpr").rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if len(text) > 3000:
+            pairs.append((text[: len(text) // 2], text[len(text) // 2 :]))
+    return pairs
+
+
+def main() -> int:
+    """Run the command line; returns the exit code."""
+    parser = make_parser("host", "Efficiency of a step beside a device of a given pace.", threads=1)
+    parser.add_argument("--traces", metavar="FILE", help="JSON lines with prompt and completion (default: own source)")
+    parser.add_argument("--quick", action="store_true", help="fewer cases and steps: some minutes")
+    parser.add_argument("--steps", type=whole, default=0, metavar="N", help="steps per case (default 200, quick 60)")
+    return run_main(parser, measure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,262 @@
+"""A paced device: a model whose forward takes t(n) from a table, without the host's processor, and answers from text.
+
+A step's launch returns at once, as on an accelerator, and the step's one synchronisation, reading the gathered results,
+waits until the device would be done. So host work between the two is hidden and all other host work is not. What the
+device would do (answers, moving K/V, prompts) and what other ranks would do takes no time on the device's clock.
+
+Answers are those of recorded text: below a path that the text follows comes the text's next token, elsewhere the token
+that most often follows in all recorded texts. Candidates are the most frequent followers, the answer first; scores fall
+by a fixed step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from lpr.config import NUM_HEADER, TreeSizes
+from lpr.core.step_times import StepTimes
+from lpr.dist.comm import SoloComm
+from lpr.engine.engine import Engine
+from lpr.model.inputs import Row
+from lpr.model.sampling import Selection
+from lpr.model.static_inputs import NODE_BUCKETS, static_shape
+from lpr.model.transfer import copy_over
+
+SCORE_STEP = 24
+"""Score of each further candidate (see lpr.core.recycle): a fifth of the probability of the one before."""
+
+
+class Clock:
+    """Seconds: the host's work by the processor time of its thread, waiting by what is waited for.
+
+    So other programs on the machine do not show, and neither does what a device or another rank would do.
+    """
+
+    def __init__(self) -> None:
+        self._ahead = 0.0
+
+    def now(self) -> float:
+        """The time."""
+        return time.thread_time() + self._ahead
+
+    def wait_until(self, then: float) -> None:
+        """Sleep, as the thread would; it is `then` afterwards, however late the system wakes it."""
+        left = then - self.now()
+        if left > 0:
+            time.sleep(left)
+            self._ahead += max(0.0, then - self.now())
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Time spent inside does not count."""
+        began = time.thread_time()
+        try:
+            yield
+        finally:
+            self._ahead -= time.thread_time() - began
+
+
+@dataclass
+class Lap:
+    """One step on the clock, in seconds."""
+
+    began: float = 0.0
+    asked: float = 0.0
+    """When the model was asked to evaluate; before that: drafts, cuts, shards."""
+    launched: float = 0.0
+    """When its inputs were made and the device began."""
+    waited: float = 0.0
+    """When the host began to wait; since the launch its work was hidden."""
+    ready: float = 0.0
+    """When the results were there."""
+    ended: float = 0.0
+    device: float = 0.0
+    """What the device took."""
+    num_entries: int = 0
+
+
+class Recorded:
+    """Texts in tokens, and which token most often follows which."""
+
+    def __init__(self, texts: Sequence[Sequence[int]], k: int = 64) -> None:
+        """Count followers in `texts`, prompts included."""
+        counts: defaultdict[int, Counter[int]] = defaultdict(Counter)
+        for text in texts:
+            for left, right in pairwise(text):
+                counts[left][right] += 1
+        self._followers = {token: [t for t, _ in found.most_common(k)] for token, found in counts.items()}
+
+    def answers(
+        self,
+        text: Sequence[int],
+        root: int,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        depths: Sequence[int],
+        k: int,
+    ) -> np.ndarray:
+        """What a model says of the nodes of a tree whose root is `text[root]`: int32 [nodes, 1 + 2k]."""
+        results = np.zeros((len(tokens), 1 + 2 * k), np.int32)
+        follows = [True] * len(tokens)
+        for node, (token, parent, depth) in enumerate(zip(tokens, parents, depths, strict=True)):
+            at = root + depth
+            if node:
+                follows[node] = follows[parent] and at < len(text) and text[at] == token
+            likely = list(self._followers.get(token, ()))[: k + 1] or [token]
+            if follows[node] and at + 1 < len(text):
+                likely = [text[at + 1], *(t for t in likely if t != text[at + 1])]
+            results[node, 0] = likely[0]
+            likely = [*likely, *(t for t in range(k) if t not in likely)][:k]
+            results[node, 1 : 1 + k] = likely
+            results[node, 1 + k :] = [min(255, SCORE_STEP * place) for place in range(1, k + 1)]
+        return results
+
+
+@dataclass
+class Device:
+    """The paced device, its clock, and what runs on it."""
+
+    costs: StepTimes
+    clock: Clock = field(default_factory=Clock)
+    lap: Lap = field(default_factory=Lap)
+    _free: float = 0.0
+
+    def launch(self, num_entries: int, batch: int, kv: int) -> None:
+        """Begin a forward of so many tokens, once earlier ones are done."""
+        self.lap.launched = self.clock.now()
+        with self.clock.stopped():
+            took = self.costs.time(num_entries, batch, kv) / 1e3
+        self._free = max(self.lap.launched, self._free) + took
+        self.lap.device += took
+        self.lap.num_entries += num_entries
+
+    def wait(self) -> None:
+        """Wait for the device without using the processor."""
+        self.lap.waited = self.clock.now()
+        self.clock.wait_until(self._free)
+        self.lap.ready = self.clock.now()
+
+
+class PacedComm(SoloComm):
+    """Rank 0 of `size` ranks; the others are simulated: they cost what this one does, at the same time."""
+
+    def __init__(self, size: int) -> None:
+        """A world of `size` ranks, all of which agree at the start."""
+        super().__init__()
+        self.size = self.num_sharing = size
+        self.paced: PacedModel | None = None
+
+    def gather(self, payload: torch.Tensor) -> torch.Tensor:
+        """The payload of this rank once the device is done, and what the other ranks would have sent."""
+        if self.paced is not None and self.paced.steps:
+            self.paced.device.wait()
+            with self.paced.device.clock.stopped():
+                return self.paced.payloads(payload)
+        return payload.cpu()[None].expand(self.size, -1).contiguous()
+
+
+class PacedModel:
+    """Takes the place of an engine's forward."""
+
+    def __init__(
+        self, engine: Engine, device: Device, recorded: Recorded, texts: Sequence[Sequence[int]], num_ranks: int
+    ) -> None:
+        """Pace `engine`; `texts` are the requests to come, prompts included, told apart by their first tokens."""
+        self.device = device
+        self.batch = 0
+        """Sequences of the last step."""
+        self._num_ranks = num_ranks
+        self.steps: list[tuple[Sequence[int], int]] = []
+        """Per tree of the running step: its text, and the root's place in it."""
+        self._recorded = recorded
+        self._texts = texts
+        self._by_slot: dict[int, Sequence[int]] = {}
+        self._model = model = engine.model
+        self._config: TreeSizes = engine.sizes
+        self._words = torch.zeros(1 << 22, dtype=torch.int32)
+        self._trees: Any = None
+        model.evaluate = self.evaluate  # type: ignore[method-assign]
+        model.fill = self.fill  # type: ignore[method-assign]
+        cache: Any = model.cache
+        self._num_slots, self._rows_per_slot = cache.num_slots, cache.rows_per_slot
+        cache.move = lambda sources, targets: np.array([sources, targets], np.int64) if sources else None
+        cache.clear = lambda slot, num_cached: None
+        cache.move_slot = self.move_slot
+        exchange: Any = engine._exchange
+        self._gather, exchange.gather = exchange.gather, self.gather
+
+    def move_slot(self, source: int, target: int, num_cached: int) -> None:
+        """As TreeCache.move_slot."""
+        self._by_slot[target] = self._by_slot[source]
+
+    def fill(self, rows: Sequence[Row]) -> None:
+        """As TreeModel.fill; prompts are no part of what is measured."""
+        with self.device.clock.stopped():
+            self._learn_slots(rows)
+
+    def _learn_slots(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            if row.num_cached == 0 and len(row.tokens) > 1:
+                begin = [int(token) for token in row.tokens[: len(row.tokens) - max(0, row.num_results - 1)]]
+                self._by_slot[row.slot] = next(text for text in self._texts if text[: len(begin)] == begin)
+
+    def evaluate(self, rows: Sequence[Row], selection: Selection, num_candidates: int) -> torch.Tensor:
+        """As TreeModel.evaluate: makes a graph step's inputs, and launches it."""
+        self.device.lap.asked = self.device.clock.now()
+        with self.device.clock.stopped():
+            self._learn_slots(rows)
+        shape = static_shape(
+            rows, selection, num_candidates, self._num_slots, self._rows_per_slot, NODE_BUCKETS[-1], tree_bits=True
+        )
+        if shape is not None:
+            copy_over(self._words[: shape.num_words], shape.place(rows, selection))
+        longest = max(row.num_cached for row in rows)
+        self.device.launch(sum(len(row.tokens) for row in rows), len(rows), longest)
+        self.batch = len(rows)
+        with self.device.clock.stopped():
+            self.steps, results = [], []
+            for row in rows:
+                if row.num_results:
+                    above = len(row.tokens) - row.num_results
+                    root = int(row.positions[above])
+                    text = self._by_slot[row.slot]
+                    self.steps.append((text, root))
+                    parents = [int(parent) - above for parent in row.parents[above:]]
+                    depths = [int(position) - root for position in row.positions[above:]]
+                    results.append(
+                        self._recorded.answers(
+                            text, root, [int(t) for t in row.tokens[above:]], parents, depths, num_candidates
+                        )
+                    )
+            return torch.from_numpy(np.concatenate(results))
+
+    def gather(self, local: Any, trees: Any, shards: Any, *rest: Any) -> Any:
+        """As Exchange.gather; notes what the other ranks evaluate."""
+        self._trees = trees, shards, 0 if local is None else (local.shape[1] - 1) // 2
+        return self._gather(local, trees, shards, *rest)
+
+    def payloads(self, payload: torch.Tensor) -> torch.Tensor:
+        """This rank's payload and those of the simulated ranks."""
+        size = self._num_ranks
+        everything = payload.cpu()[None].repeat(size, 1)
+        if size > 1:
+            trees, shards, k = self._trees
+            capacity, width = self._config.owned_capacity(size), 1 + 2 * self._config.num_recycled
+            tables = everything[:, NUM_HEADER:].view(size, -1, capacity, width).numpy()
+            for index, (tree, split) in enumerate(zip(trees, shards, strict=True)):
+                text, root = self.steps[index]
+                found = self._recorded.answers(text, root, tree.tokens, tree.parents, tree.depths, k)
+                for rank in range(1, size):
+                    owned = list(split[rank].owned)
+                    tables[rank, index, : len(owned), : 1 + 2 * k] = found[owned]
+        self.steps = []
+        return everything

@@ -1,0 +1,133 @@
+"""A step's two halves on the host: from the states to what goes up to the device, and from its results back to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lpr.core.budget import Budget
+from lpr.core.partition import Shard, partition
+from lpr.core.state import SequenceState, TreeResult, has_nan_result
+from lpr.core.tree import TokenTree
+
+WORD_BITS = 64
+
+
+def draft_step(
+    states: Sequence[SequenceState], depths: Sequence[int], budget: Budget, num_ranks: int, max_owned: int
+) -> tuple[list[TokenTree], list[list[Shard]]]:
+    """Draft a tree per sequence, none deeper than its entry of `depths`, cut all to what pays, and split them."""
+    budget.begin(len(states), *workload(states))
+    drafts = [state.build(depth, budget.request(state.acceptance)) for state, depth in zip(states, depths, strict=True)]
+    budget.cut(drafts, [state.acceptance for state in states])
+    trees = [draft.tree for draft in drafts]
+    return trees, [split(state, tree, num_ranks, max_owned) for state, tree in zip(states, trees, strict=True)]
+
+
+def conclude(
+    state: SequenceState, tree: TokenTree, path: Sequence[int], result: TreeResult, shards: Sequence[Shard], rank: int
+) -> tuple[list[int], list[int] | None, int | None]:
+    """Commit the accepted `path` and its bonus token.
+
+    Returns the emitted tokens, the entries of this rank's row whose K/V stays, and why there is no bonus token (a code
+    of lpr.core.accept), or None. No entries (None) where the rank met logits that are not numbers.
+    """
+    above = len(state.tokens) - state.num_computed_tokens[rank] - 1
+    entry = {node: above + i for i, node in enumerate(shards[rank].nodes)}
+    kept: list[int] | None = None
+    if not has_nan_result(shards[rank], result):
+        kept = list(range(above))
+        for node in path:
+            if node not in entry:
+                break
+            kept.append(entry[node])
+    bonus = result.next_tokens[path[-1]]
+    return state.advance(tree, path, result, shards), kept, bonus if bonus < 0 else None
+
+
+def workload(states: Sequence[SequenceState]) -> tuple[int, int]:
+    """What a step costs besides its nodes: the most pending tokens of a rank, and the longest cached length."""
+    if not states:
+        return 0, 0
+    pending = [
+        sum(len(state.tokens) - 1 - state.num_computed_tokens[rank] for state in states)
+        for rank in range(len(states[0].num_computed_tokens))
+    ]
+    return max(pending), max(len(state.tokens) for state in states)
+
+
+def split(state: SequenceState, tree: TokenTree, num_ranks: int, max_owned: int | None) -> list[Shard]:
+    """The shards of `tree`; ranks with a longer pending chain get fewer nodes."""
+    pending = [len(state.tokens) - held - 1 for held in state.num_computed_tokens]
+    return partition(tree, num_ranks, pending, max_owned)
+
+
+def row_entries(state: SequenceState, tree: TokenTree, shard: Shard, rank: int) -> np.ndarray:
+    """Tokens, parents and positions, int32 [3, entries], of a rank's part of a step.
+
+    It is the rank's pending chain, which ends in the root, and the shard's nodes below it. Parents are entries; -1
+    attaches to the committed tokens that the rank has computed.
+    """
+    computed = state.num_computed_tokens[rank]
+    chain = state.tokens[computed:]
+    above = len(chain) - 1
+    entry = {node: above + i for i, node in enumerate(shard.nodes)}
+    root_position = computed + above
+    tokens = chain + [tree.tokens[node] for node in shard.nodes[1:]]
+    parents = list(range(-1, above)) + [entry[tree.parents[node]] for node in shard.nodes[1:]]
+    positions = list(range(computed, root_position)) + [root_position + tree.depths[node] for node in shard.nodes]
+    return np.array([tokens, parents, positions], np.int32)
+
+
+def place_rows(
+    words: np.ndarray,
+    batch: int,
+    num_entries: int,
+    slots: Sequence[int],
+    rows_per_slot: int,
+    num_cached: Sequence[int],
+    entries: Sequence[np.ndarray],
+) -> None:
+    """Write a step's rows into int32 `words`: B rows of T entries each, those of each row at its end.
+
+    In this order: ancestors in bits [B, T, 2 * ceil(T / 64)], tokens, positions and cache rows [B, T], committed and
+    real entries [B]. `entries` are int32 [3, n] per row (see `row_entries`); rows beyond them are empty. What is not an
+    entry is written to the spare row of its slot.
+    """
+    num_words = -(-num_entries // WORD_BITS)
+    sizes = [(batch, num_entries, 2 * num_words), *[(batch, num_entries)] * 3, (batch,), (batch,)]
+    ends = np.cumsum([int(np.prod(size)) for size in sizes]).tolist()
+    begins = [0, *ends[:-1]]
+    parts = [words[begin:end].reshape(size) for begin, end, size in zip(begins, ends, sizes, strict=True)]
+    words[: ends[-1]] = 0
+    bits, tokens, positions, write_rows, cached, real = parts
+    for index, slot in enumerate(slots):
+        write_rows[index] = (slot + 1) * rows_per_slot - 1  # the spare row
+        if index >= len(entries) or not entries[index].shape[1]:
+            continue
+        count = entries[index].shape[1]
+        first = num_entries - count
+        tokens[index, first:], parents, positions[index, first:] = entries[index]
+        bits[index, first:] = ancestor_words(parents, num_words).view(np.int32)
+        write_rows[index, first:] = np.arange(count) + (slot * rows_per_slot + num_cached[index])
+        cached[index], real[index] = num_cached[index], count
+
+
+def ancestor_words(parents: Sequence[int] | np.ndarray, num_words: int) -> np.ndarray:
+    """`core.tree.ancestor_bits` as little-endian words: uint64 [n, num_words], 64 * num_words >= n.
+
+    Pointer doubling: after round k an entry holds its ancestors up to distance 2^k, so a chain of 512 entries takes
+    nine rounds and a flat tree one or two.
+    """
+    count = len(parents)
+    jump = np.full(count + 1, count, np.int64)  # the last row stands for "no parent"
+    jump[:count] = parents
+    jump[jump < 0] = count
+    words = np.zeros((count + 1, num_words), np.uint64)
+    entry = np.arange(count)
+    words[entry, entry // WORD_BITS] = np.left_shift(np.uint64(1), (entry % WORD_BITS).astype(np.uint64))
+    while jump.min() < count:
+        words |= words[jump]
+        jump = jump[jump]
+    return words[:count]

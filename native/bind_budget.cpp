@@ -1,0 +1,122 @@
+// Budgets and shards, under the names of lpr.core.
+#include "bindings.h"
+
+namespace lpr {
+
+template <typename Class>
+void bind_steps(Class& bound) {
+  bound.def("begin", &Budget::begin, "count"_a, "pending"_a, "kv"_a)
+      .def("request", &Budget::request, "history"_a)
+      .def(
+          "cut",
+          [](Budget& budget, const nb::sequence& drafts, const nb::sequence& histories) {
+            auto these = pointers<Draft>(drafts);
+            auto those = pointers<AcceptanceHistory>(histories);
+            budget.cut(these, those);
+          },
+          "drafts"_a, "histories"_a)
+      .def(
+          "observe",
+          [](Budget& budget, const nb::sequence& trees, const std::vector<Tokens>& paths,
+             const nb::sequence& histories) {
+            std::vector<const TokenTree*> those;
+            for (TokenTree* tree : pointers<TokenTree>(trees)) those.push_back(tree);
+            std::vector<const Tokens*> walked;
+            for (const Tokens& path : paths) walked.push_back(&path);
+            auto these = pointers<AcceptanceHistory>(histories);
+            budget.observe(those, walked, these);
+          },
+          "trees"_a, "paths"_a, "histories"_a);
+}
+
+// An AdaptiveBudget and the Python table that it asks for rows.
+class TableBudget : public AdaptiveBudget {
+ public:
+  TableBudget(const nb::object& config, nb::object cost, int64_t num_ranks)
+      : AdaptiveBudget(size_of(config, "num_nodes") - 1, size_of(config, "num_window_nodes"),
+                       size_of(config, "window_size"), num_ranks, rows_of(cost)),
+        cost_(std::move(cost)) {}
+
+  nb::object cost() const { return cost_; }
+
+  void set_cost(nb::object cost) {
+    row_of = rows_of(cost);
+    cost_ = std::move(cost);
+  }
+
+ private:
+  static std::function<StepRow(int64_t, int64_t)> rows_of(nb::object cost) {
+    return [cost](int64_t batch, int64_t kv) { return nb::cast<StepRow>(cost.attr("row")(batch, kv)); };
+  }
+
+  nb::object cost_;
+};
+
+void bind_budget(nb::module_& m) {
+  nb::class_<AcceptanceHistory>(m, "AcceptanceHistory")
+      .def(nb::init<>())
+      .def_rw("expected", &AcceptanceHistory::expected)
+      .def_rw("accepted", &AcceptanceHistory::accepted)
+      .def_rw("offered", &AcceptanceHistory::offered)
+      .def_rw("quiet", &AcceptanceHistory::quiet)
+      .def_rw("pause", &AcceptanceHistory::pause)
+      .def("trust", &AcceptanceHistory::trust, "first"_a = 1.0)
+      .def("record_step", &AcceptanceHistory::record_step, "offered"_a, "accepted"_a, "memory"_a)
+      .def("count", &AcceptanceHistory::count, "drafted"_a, "is_far"_a);
+  nb::class_<Price>(m, "Price").def_ro("floor", &Price::floor).def("take", &Price::take, "probability"_a);
+  nb::class_<DraftRequest>(m, "DraftRequest")
+      .def(
+          "__init__",
+          [](DraftRequest* self, int64_t nodes, const Price* price, bool window) {
+            new (self) DraftRequest{nodes, price ? std::optional<Price>(*price) : std::nullopt, window};
+          },
+          "nodes"_a, "price"_a.none(), "window"_a)
+      .def_ro("nodes", &DraftRequest::nodes)
+      .def_prop_ro("price", [](DraftRequest& request) { return request.price ? &*request.price : nullptr; },
+                   nb::rv_policy::reference_internal)
+      .def_ro("window", &DraftRequest::window);
+  nb::class_<Draft>(m, "Draft")
+      .def(
+          "__init__",
+          [](Draft* self, std::shared_ptr<TokenTree> tree, std::vector<double> probabilities, int64_t num_window) {
+            new (self) Draft{std::move(tree), std::move(probabilities), num_window};
+          },
+          "tree"_a, "probabilities"_a, "num_window"_a)
+      .def_ro("tree", &Draft::tree)
+      .def_ro("probabilities", &Draft::probabilities)
+      .def_ro("num_window", &Draft::num_window);
+  nb::class_<Budget>(m, "Budget");
+  nb::class_<FixedBudget, Budget> fixed(m, "FixedBudget");
+  fixed.def(
+      "__init__",
+      [](FixedBudget* self, const nb::object& config) {
+        int64_t nodes = size_of(config, "num_guess_nodes") + size_of(config, "trie_nodes");
+        new (self) FixedBudget(nodes, size_of(config, "window_size") > 0);
+      },
+      "config"_a);
+  bind_steps(fixed);
+  nb::class_<TableBudget, Budget> adaptive(m, "AdaptiveBudget");
+  adaptive
+      .def(nb::init<const nb::object&, nb::object, int64_t>(), "config"_a, "cost"_a, "num_ranks"_a = 1)
+      .def_prop_rw("cost", &TableBudget::cost, &TableBudget::set_cost)
+      .def_prop_ro("num_ranks", [](const TableBudget& budget) { return budget.num_ranks; })
+      .def_prop_ro("window", [](const TableBudget& budget) { return budget.window; });
+  bind_steps(adaptive);
+}
+
+void bind_partition(nb::module_& m) {
+  nb::class_<Shard>(m, "Shard")
+      .def(
+          "__init__", [](Shard* self, Tokens nodes, Tokens owned) { new (self) Shard{std::move(nodes), std::move(owned)}; },
+          "nodes"_a, "owned"_a)
+      .def_ro("nodes", &Shard::nodes)
+      .def_ro("owned", &Shard::owned);
+  m.def("partition", &partition, "tree"_a, "num_ranks"_a, "pending"_a, "max_owned"_a = nb::none());
+  m.def("depth_first", &depth_first, "tree"_a);
+  m.def("accept", &accept, "tree"_a, "next_tokens"_a);
+  m.def(
+      "accept", [](const TokenTree& tree, const TreeResult& result) { return accept(tree, result.next_tokens); },
+      "tree"_a, "result"_a);
+}
+
+}  // namespace lpr

@@ -1,0 +1,317 @@
+// How many nodes a step's trees get (lpr/core/budget.py); the arithmetic is numpy's, operation for operation.
+#pragma once
+
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <optional>
+
+#include "constants.h"
+#include "tree.h"
+
+namespace lpr {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+using StepRow = std::vector<double>;  // milliseconds at the knots
+
+inline double last_slope(const StepRow& row) {
+  const auto& knots = constants.knots;
+  size_t last = knots.size() - 1;
+  return (row[last] - row[last - 1]) / static_cast<double>(knots[last] - knots[last - 1]);
+}
+
+// Milliseconds at a number of tokens per rank: numpy.interp, and the last slope beyond the last knot.
+inline double time_at(double per_rank, const StepRow& row) {
+  const auto& knots = constants.knots;
+  size_t last = knots.size() - 1;
+  double beyond = std::max(per_rank - static_cast<double>(knots[last]), 0.0) * last_slope(row);
+  if (per_rank < knots[0]) return row[0] + beyond;
+  if (per_rank >= knots[last]) return row[last] + beyond;
+  size_t low = std::upper_bound(knots.begin(), knots.end(), per_rank) - knots.begin() - 1;
+  double from = static_cast<double>(knots[low]);
+  if (from == per_rank) return row[low] + beyond;
+  double slope = (row[low + 1] - row[low]) / (static_cast<double>(knots[low + 1]) - from);
+  return (slope * (per_rank - from) + row[low]) + beyond;
+}
+
+// Expected tokens and time of a step while its trees are drafted, one after the other.
+class ExpectedTokens {
+ public:
+  ExpectedTokens(int64_t count, int64_t pending, int64_t held, int64_t limit, int64_t num_ranks, const StepRow& row)
+      : tokens_(count), base_(count * (1 + held)), pending_(pending), most_(count * limit), num_ranks_(num_ranks),
+        row_(row) {
+    rate_ = tokens_ / times(0);
+    node_ms_ = cheapest(0);
+  }
+
+  double price() const { return rate_ * node_ms_; }
+
+  void add(double gain) {
+    tokens_ += gain;
+    num_nodes_ = std::min(num_nodes_ + 1, most_);
+    rate_ = std::max(rate_, tokens_ / times(num_nodes_));
+    node_ms_ = cheapest(num_nodes_);
+  }
+
+ private:
+  double per_rank(int64_t nodes) const {
+    return static_cast<double>(base_ + nodes) / static_cast<double>(num_ranks_) + static_cast<double>(pending_);
+  }
+
+  double times(int64_t nodes) const { return time_at(per_rank(nodes), row_); }
+
+  // The least that further nodes after so many cost on average: t(n) is linear between the knots.
+  double cheapest(int64_t nodes) const {
+    double at = per_rank(nodes), now = time_at(at, row_), least = kInfinity;
+    for (size_t knot = 0; knot < row_.size(); knot++) {
+      double ahead = static_cast<double>(constants.knots[knot]) - at;
+      if (ahead > 1e-9) least = std::min(least, (row_[knot] - now) / std::max(ahead, 1e-9));
+    }
+    return std::min(least, last_slope(row_)) / static_cast<double>(num_ranks_);
+  }
+
+  double tokens_, rate_, node_ms_;
+  int64_t base_, pending_, num_nodes_ = 0, most_, num_ranks_;
+  StepRow row_;
+};
+
+// What a node of one sequence must promise to pay.
+class Price {
+ public:
+  double floor;
+
+  Price(std::shared_ptr<ExpectedTokens> expected, double trust)
+      : floor(expected->price() / trust), expected_(std::move(expected)), trust_(trust) {}
+
+  void take(double probability) {
+    least_ = std::min(least_, probability);
+    expected_->add(std::min(1.0, trust_ * least_));
+    floor = expected_->price() / trust_;
+  }
+
+ private:
+  std::shared_ptr<ExpectedTokens> expected_;
+  double trust_, least_ = kInfinity;
+};
+
+struct DraftRequest {
+  int64_t nodes;
+  std::optional<Price> price;
+  bool window;
+};
+
+struct Draft {
+  std::shared_ptr<TokenTree> tree;
+  std::vector<double> probabilities;
+  int64_t num_window;
+};
+
+struct AcceptanceHistory {
+  double expected = 0.0, accepted = 0.0, offered = 0.0;
+  int64_t quiet = 0, pause = 0;
+
+  double trust(double first = 1.0) const {
+    return (first * constants.trusted_nodes + accepted) / (constants.trusted_nodes + expected);
+  }
+
+  void record_step(double promised, int64_t num_accepted, double memory) {
+    double weight = promised != 0.0 ? std::min(1.0, constants.most_promised / promised) : 0.0;
+    if (promised == 0.0) memory = constants.plain_memory;
+    expected = memory * expected + weight * promised;
+    accepted = memory * accepted + weight * static_cast<double>(num_accepted);
+  }
+
+  void count(bool drafted, bool is_far) {
+    if (pause) {
+      pause--;
+    } else if (drafted) {
+      quiet = 0;
+    } else if (++quiet >= constants.quiet_steps) {
+      int64_t longest = is_far ? constants.longest_far_pause : constants.longest_pause;
+      int64_t power = quiet - constants.quiet_steps + 1;
+      pause = power > 30 ? longest : std::min<int64_t>(longest, int64_t{1} << power);
+    }
+  }
+};
+
+class Budget {
+ public:
+  virtual ~Budget() = default;
+  virtual void begin(int64_t count, int64_t pending, int64_t kv) = 0;
+  virtual DraftRequest request(const AcceptanceHistory& history) = 0;
+  virtual void cut(std::vector<Draft*>& drafts, std::vector<AcceptanceHistory*>& histories) = 0;
+  virtual void observe(const std::vector<const TokenTree*>& trees, const std::vector<const Tokens*>& paths,
+                       std::vector<AcceptanceHistory*>& histories) = 0;
+};
+
+class FixedBudget : public Budget {
+ public:
+  FixedBudget(int64_t nodes, bool window) : nodes_(nodes), window_(window) {}
+  void begin(int64_t, int64_t, int64_t) override {}
+  DraftRequest request(const AcceptanceHistory&) override { return {nodes_, std::nullopt, window_}; }
+  void cut(std::vector<Draft*>&, std::vector<AcceptanceHistory*>&) override {}
+  void observe(const std::vector<const TokenTree*>&, const std::vector<const Tokens*>&,
+               std::vector<AcceptanceHistory*>&) override {}
+
+ private:
+  int64_t nodes_;
+  bool window_;
+};
+
+class AdaptiveBudget : public Budget {
+ public:
+  bool window = false;
+  int64_t num_ranks;
+  std::function<StepRow(int64_t batch, int64_t kv)> row_of;  // by the table of step times that all ranks share
+
+  AdaptiveBudget(int64_t limit, int64_t window_nodes, int64_t window_size, int64_t ranks,
+                 std::function<StepRow(int64_t, int64_t)> rows)
+      : num_ranks(ranks), row_of(std::move(rows)), limit_(limit), window_nodes_(window_nodes) {
+    first_yield_[0] = yield_[0] = 0.14;
+    first_yield_[1] = yield_[1] = std::max(0.0, 0.16 * std::log2((1 + window_size) / 3.0));
+    if (window_nodes_) {
+      StepRow row = row_of(1, 1);
+      double earned = first_yield_[0] + first_yield_[1];
+      window = (1 + earned) / times(1 + window_nodes_, 0, row) > 1 / times(1, 0, row);
+    }
+  }
+
+  void begin(int64_t count, int64_t pending, int64_t kv) override {
+    count_ = count;
+    pending_ = pending;
+    kv_ = kv;
+    expected_ = nullptr;
+  }
+
+  DraftRequest request(const AcceptanceHistory& history) override {
+    if (history.pause) return {0, std::nullopt, false};
+    int64_t held = window ? window_nodes_ : 0;
+    if (!expected_)
+      expected_ = std::make_shared<ExpectedTokens>(count_, pending_, held, limit_, num_ranks, row_of(count_, kv_));
+    return {limit_ - held, Price(expected_, history.trust(all_.trust())), window};
+  }
+
+  void cut(std::vector<Draft*>& drafts, std::vector<AcceptanceHistory*>& histories) override {
+    bool any = false;
+    for (Draft* draft : drafts) any |= draft->tree->size() > 1;
+    if (!any) {
+      for (AcceptanceHistory* history : histories) {  // plain decoding stays as cheap as it is without a budget
+        history->offered = 0.0;
+        history->count(false, true);
+      }
+      return;
+    }
+    StepRow row = row_of(count_, kv_);
+    double first = all_.trust();
+    std::vector<std::vector<double>> falling;
+    std::vector<double> gains;
+    int64_t held = 0;
+    for (size_t i = 0; i < drafts.size(); i++) {
+      falling.push_back(promised(*drafts[i], histories[i]->trust(first)));
+      gains.insert(gains.end(), falling.back().begin(), falling.back().end());
+      held += drafts[i]->num_window;
+    }
+    std::sort(gains.begin(), gains.end(), std::greater<>());
+    std::vector<double> tokens = {static_cast<double>(count_)};
+    double sum = 0.0;
+    for (double gain : gains) tokens.push_back(static_cast<double>(count_) + (sum += gain));
+    size_t best = 0;
+    double best_rate = -kInfinity, near_price = 0.0, first_rate = 0.0, first_time = 0.0;
+    for (size_t k = 0; k < tokens.size(); k++) {
+      double time = times(held + static_cast<int64_t>(k), pending_, row);
+      double rate = tokens[k] / time;
+      if (rate > best_rate) {
+        best = k;
+        best_rate = rate;
+      }
+      if (k == 0) {
+        first_rate = rate;
+        first_time = time;
+      } else if (k == 1) {
+        near_price = constants.near_price * (first_rate * (time - first_time));
+      }
+    }
+    double threshold = best ? gains[best - 1] : kInfinity;
+    for (size_t i = 0; i < drafts.size(); i++) keep(*drafts[i], *histories[i], falling[i], threshold, near_price);
+    if (window_nodes_) weigh_window(tokens, row);
+  }
+
+  void observe(const std::vector<const TokenTree*>& trees, const std::vector<const Tokens*>& paths,
+               std::vector<AcceptanceHistory*>& histories) override {
+    int64_t by_window = 0, by_pool = 0;
+    for (size_t i = 0; i < trees.size(); i++) {
+      int64_t accepted = 0;
+      for (size_t step = 1; step < paths[i]->size(); step++) {
+        uint8_t source = trees[i]->sources[(*paths[i])[step]];
+        accepted += source != kWindow;
+        by_window += source == kWindow;
+        by_pool += source == kPool;
+      }
+      histories[i]->record_step(histories[i]->offered, accepted, constants.trust_memory);
+      all_.record_step(histories[i]->offered, accepted, constants.long_memory);
+    }
+    if (trees.empty() || !window_nodes_) return;
+    double news[2] = {first_yield_[0], first_yield_[1]}, weight = constants.window_return;
+    if (window) {
+      news[0] = static_cast<double>(by_window) / static_cast<double>(trees.size());
+      news[1] = static_cast<double>(by_pool) / static_cast<double>(trees.size());
+      weight = constants.window_memory;
+    }
+    for (int i = 0; i < 2; i++) yield_[i] = yield_[i] + weight * (news[i] - yield_[i]);
+  }
+
+ private:
+  // Path probabilities after the window, none higher than one drafted before it, as far as they are trusted.
+  static std::vector<double> promised(const Draft& draft, double trust) {
+    std::vector<double> falling(draft.probabilities.begin() + draft.num_window, draft.probabilities.end());
+    double least = kInfinity;
+    for (double& each : falling) {
+      least = std::min(least, each);
+      each = std::min(1.0, trust * least);
+    }
+    return falling;
+  }
+
+  static void keep(Draft& draft, AcceptanceHistory& history, const std::vector<double>& falling, double threshold,
+                   double near_price) {
+    int64_t kept = 0;
+    for (double each : falling) kept += each >= threshold;
+    draft.tree->truncate(static_cast<int>(draft.num_window + kept));
+    history.offered = 0.0;
+    for (int64_t i = 0; i < kept; i++) history.offered += draft.probabilities[draft.num_window + i];
+    history.count(draft.tree->size() > 1, falling.empty() || falling[0] < near_price);
+  }
+
+  void weigh_window(const std::vector<double>& tokens, const StepRow& row) {
+    double count = static_cast<double>(count_);
+    double more = count * (window ? yield_[0] : yield_[0] + yield_[1]), less = window ? count * yield_[1] : 0.0;
+    double best_wide = -kInfinity, best_plain = -kInfinity;
+    for (size_t k = 0; k < tokens.size(); k++) {
+      int64_t size = static_cast<int64_t>(k) + count_;
+      best_wide = std::max(best_wide, (tokens[k] + more) / times(size + count_ * window_nodes_, pending_, row));
+      best_plain = std::max(best_plain, std::max(tokens[k] - less, count) / times(size, pending_, row));
+    }
+    segment_wide_ += best_wide;
+    segment_plain_ += best_plain;
+    if (++segment_ == constants.window_segment) {
+      window = segment_wide_ > segment_plain_;
+      segment_wide_ = segment_plain_ = 0.0;
+      segment_ = 0;
+    }
+  }
+
+  // Milliseconds of a step whose trees have `size` nodes together, and `pending` further tokens on each rank.
+  double times(int64_t size, int64_t pending, const StepRow& row) const {
+    return time_at(std::ceil(static_cast<double>(size) / static_cast<double>(num_ranks)) + static_cast<double>(pending),
+                   row);
+  }
+
+  int64_t limit_, window_nodes_, count_ = 1, pending_ = 0, kv_ = 1;
+  double first_yield_[2], yield_[2], segment_wide_ = 0.0, segment_plain_ = 0.0;
+  int segment_ = 0;
+  AcceptanceHistory all_;
+  std::shared_ptr<ExpectedTokens> expected_;
+};
+
+}  // namespace lpr

@@ -1,0 +1,60 @@
+// What drafted tokens turned out to be worth (lpr/core/calibration.py).
+#pragma once
+
+#include <cmath>
+
+#include "blake2b.h"
+#include "constants.h"
+#include "tree.h"
+
+namespace lpr {
+
+inline int stage_size() { return constants.num_levels * constants.num_kinds * constants.num_buckets; }
+
+inline int first_cell(int stage, int depth) {
+  int level = depth < static_cast<int>(constants.levels.size()) ? constants.levels[depth] : constants.num_levels - 1;
+  return (stage * constants.num_levels + level) * constants.num_kinds * constants.num_buckets;
+}
+
+inline int cell_within(int kind, double odds) {
+  int octave;
+  std::frexp(odds, &octave);
+  int bucket = std::min(std::max(octave + constants.middle, 0), constants.num_buckets - 1);
+  return kind * constants.num_buckets + bucket;
+}
+
+class Calibration {
+ public:
+  std::vector<double> frequencies = constants.shipped_frequencies, trials = constants.shipped_trials;
+
+  uint64_t digest() const { return hash_.digest(); }
+
+  void observe(const TokenTree& tree, const Tokens& path, const Tokens& cells) {
+    int all = static_cast<int>(frequencies.size());
+    for (size_t i = 0; i < path.size(); i++) {
+      int right = i + 1 < path.size() ? path[i + 1] : -1;
+      // A right child that no source of the search proposed was wrong for all of them.
+      int end = right >= 0 && cells[right] >= 0 ? (cells[right] / stage_size() + 1) * stage_size() : all;
+      for (int child = tree.first_child[path[i]]; child >= 0; child = tree.next_sibling[child]) {
+        if (0 <= cells[child] && cells[child] < end) {
+          double changed = count(cells[child], child == right);
+          hash_.update(&changed, sizeof changed);
+        }
+      }
+    }
+  }
+
+ private:
+  double count(int cell, bool right) {
+    double total = trials[cell] + 1.0;
+    double frequency = frequencies[cell];
+    frequency = std::max(constants.least, frequency + (right - frequency) / total);
+    frequencies[cell] = frequency;
+    trials[cell] = std::min(total, constants.memory);
+    return frequency;
+  }
+
+  Blake2b hash_;
+};
+
+}  // namespace lpr

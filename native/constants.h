@@ -1,0 +1,30 @@
+// The numbers that the Python core defines, handed over once when the module is loaded: each is said in one place.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace lpr {
+
+struct Constants {
+  // lpr.core.drafting
+  std::vector<double> weight, novelty, recycled;
+  std::vector<int64_t> recent_cells;
+  double growth, shared_trust, replaced_trust, most, delay;
+  int pool_match, root_places, node_places, max_match;
+  // lpr.core.calibration
+  std::vector<double> shipped_frequencies, shipped_trials;
+  std::vector<int64_t> levels;
+  int num_levels, num_kinds, num_buckets, middle, recent_stage, several;
+  double memory, least;
+  // lpr.core.budget and step_times
+  std::vector<int64_t> knots;
+  double window_memory, window_return, trusted_nodes, trust_memory, plain_memory, most_promised, long_memory, near_price;
+  int window_segment, quiet_steps, longest_pause, longest_far_pause;
+};
+
+inline Constants constants;
+
+}  // namespace lpr

@@ -1,0 +1,158 @@
+// What goes up to the device and comes back (lpr/core/rows.py), in flat arrays.
+#pragma once
+
+#include <utility>
+
+#include "state.h"
+
+namespace lpr {
+
+// Per rank, the length of its pending chain without the root.
+inline std::vector<int64_t> pending_of(const SequenceState& state) {
+  std::vector<int64_t> pending;
+  for (int64_t computed : state.num_computed_tokens)
+    pending.push_back(static_cast<int64_t>(state.tokens.size()) - computed - 1);
+  return pending;
+}
+
+// The most pending tokens of a rank, all sequences together, and the longest sequence.
+inline std::pair<int64_t, int64_t> workload(const std::vector<const SequenceState*>& states) {
+  if (states.empty()) return {0, 0};
+  std::vector<int64_t> total(states[0]->num_computed_tokens.size(), 0);
+  int64_t longest = 0;
+  for (const SequenceState* state : states) {
+    std::vector<int64_t> pending = pending_of(*state);
+    for (size_t rank = 0; rank < total.size(); rank++) total[rank] += pending[rank];
+    longest = std::max<int64_t>(longest, state->tokens.size());
+  }
+  return {*std::max_element(total.begin(), total.end()), longest};
+}
+
+// Tokens, parents and positions of a rank's row, one after the other: its pending chain and its shard's nodes below it.
+inline Tokens row_entries(const SequenceState& state, const TokenTree& tree, const Shard& shard, size_t rank) {
+  int64_t computed = state.num_computed_tokens[rank], length = state.tokens.size();
+  size_t above = length - computed - 1, count = above + shard.nodes.size();
+  Tokens entries(3 * count), entry(tree.size(), -1);
+  int32_t *tokens = entries.data(), *parents = tokens + count, *positions = parents + count;
+  for (size_t i = 0; i <= above; i++) {
+    tokens[i] = state.tokens[computed + i];
+    parents[i] = static_cast<int32_t>(i) - 1;
+    positions[i] = static_cast<int32_t>(computed + i);
+  }
+  entry[0] = static_cast<int32_t>(above);
+  for (size_t i = 1; i < shard.nodes.size(); i++) {
+    int node = shard.nodes[i];
+    entry[node] = static_cast<int32_t>(above + i);
+    tokens[above + i] = tree.tokens[node];
+    parents[above + i] = entry[tree.parents[node]];
+    positions[above + i] = static_cast<int32_t>(length - 1) + tree.depths[node];
+  }
+  return entries;
+}
+
+// The entries of a rank's row whose K/V stays: its pending chain, and the path as far as the rank evaluated it.
+inline Tokens kept_entries(const SequenceState& state, const Shard& shard, const Tokens& path, size_t rank) {
+  int32_t above = static_cast<int32_t>(state.tokens.size() - state.num_computed_tokens[rank] - 1);
+  Tokens kept(above);
+  std::iota(kept.begin(), kept.end(), 0);
+  for (int node : path) {
+    auto found = std::lower_bound(shard.nodes.begin(), shard.nodes.end(), node);
+    if (found == shard.nodes.end() || *found != node) break;
+    kept.push_back(above + static_cast<int32_t>(found - shard.nodes.begin()));
+  }
+  return kept;
+}
+
+// Draft a tree per sequence, cut the trees to what pays, and split them over the ranks.
+inline std::pair<std::vector<Draft>, std::vector<std::vector<Shard>>> draft_step(
+    const std::vector<SequenceState*>& states, const std::vector<int64_t>& depths, Budget& budget, int64_t num_ranks,
+    int64_t max_owned) {
+  auto [pending, kv] = workload({states.begin(), states.end()});
+  budget.begin(static_cast<int64_t>(states.size()), pending, kv);
+  std::vector<Draft> drafts;
+  for (size_t i = 0; i < states.size(); i++)
+    drafts.push_back(states[i]->build(depths[i], budget.request(states[i]->acceptance)));
+  std::vector<Draft*> these;
+  std::vector<AcceptanceHistory*> histories;
+  for (size_t i = 0; i < states.size(); i++) {
+    these.push_back(&drafts[i]);
+    histories.push_back(&states[i]->acceptance);
+  }
+  budget.cut(these, histories);
+  std::vector<std::vector<Shard>> shards;
+  for (size_t i = 0; i < states.size(); i++)
+    shards.push_back(partition(*drafts[i].tree, num_ranks, pending_of(*states[i]), max_owned));
+  return {std::move(drafts), std::move(shards)};
+}
+
+// Bit j % 64 of word j / 64 of entry i: is entry j this entry or one of its ancestors?
+inline std::vector<uint64_t> ancestor_words(const Tokens& parents, size_t num_words) {
+  std::vector<uint64_t> words(parents.size() * num_words, 0);
+  for (size_t i = 0; i < parents.size(); i++) {
+    uint64_t* mine = words.data() + i * num_words;
+    if (parents[i] >= 0) std::copy_n(words.data() + parents[i] * num_words, num_words, mine);
+    mine[i / 64] |= uint64_t{1} << i % 64;
+  }
+  return words;
+}
+
+// What all ranks say of a tree's nodes: each node's owner counts. `payloads` is [ranks, trees, capacity, 1 + 2k or more].
+inline TreeResult results_of(const int32_t* payloads, const int64_t* strides, size_t index,
+                             const std::vector<const Shard*>& shards, int k) {
+  size_t count = 0;
+  for (const Shard* shard : shards) count += shard->owned.size();
+  TreeResult all{Tokens(count), Tokens(count * k), Tokens(count * k), k};
+  for (size_t rank = 0; rank < shards.size(); rank++) {
+    const int32_t* table = payloads + rank * strides[0] + index * strides[1];
+    for (size_t row = 0; row < shards[rank]->owned.size(); row++) {
+      const int32_t* from = table + row * strides[2];
+      size_t node = shards[rank]->owned[row];
+      all.next_tokens[node] = from[0];
+      std::copy_n(from + 1, k, all.candidates.begin() + node * k);
+      std::copy_n(from + 1 + k, k, all.scores.begin() + node * k);
+    }
+  }
+  return all;
+}
+
+// The words of a graph step's rows (lpr/model/static_inputs.py): bits, tokens, positions and cache rows of B rows with T
+// entries each, padded on the left, and per row the committed and the real entries.
+class RowWords {
+ public:
+  RowWords(int32_t* words, size_t batch, size_t num_entries)
+      : batch_(batch), length_(num_entries), num_words_((num_entries + 63) / 64), words_(words) {
+    bits_ = words;
+    tokens_ = bits_ + batch * length_ * 2 * num_words_;
+    positions_ = tokens_ + batch * length_;
+    write_rows_ = positions_ + batch * length_;
+    num_cached_ = write_rows_ + batch * length_;
+    num_real_ = num_cached_ + batch;
+  }
+
+  size_t size() const { return num_real_ + batch_ - words_; }
+
+  // `entries` is int32 [3, count]: tokens, parents, positions.
+  void place(size_t row, int64_t slot, int64_t rows_per_slot, int64_t num_cached, const int32_t* entries, size_t count) {
+    size_t first = row * length_ + length_ - count, begin = row * length_;
+    std::fill(bits_ + begin * 2 * num_words_, bits_ + (begin + length_) * 2 * num_words_, 0);
+    std::fill(tokens_ + begin, tokens_ + begin + length_, 0);
+    std::fill(positions_ + begin, positions_ + begin + length_, 0);
+    int32_t spare = static_cast<int32_t>((slot + 1) * rows_per_slot - 1);
+    std::fill(write_rows_ + begin, write_rows_ + begin + length_, spare);
+    num_cached_[row] = count ? static_cast<int32_t>(num_cached) : 0;
+    num_real_[row] = static_cast<int32_t>(count);
+    if (!count) return;
+    std::copy_n(entries, count, tokens_ + first);
+    std::copy_n(entries + 2 * count, count, positions_ + first);
+    for (size_t i = 0; i < count; i++)
+      write_rows_[first + i] = static_cast<int32_t>(slot * rows_per_slot + num_cached + static_cast<int64_t>(i));
+    std::vector<uint64_t> ancestors = ancestor_words({entries + count, entries + 2 * count}, num_words_);
+    std::memcpy(bits_ + first * 2 * num_words_, ancestors.data(), ancestors.size() * sizeof(uint64_t));
+  }
+
+ private:
+  size_t batch_, length_, num_words_;
+  int32_t *words_, *bits_, *tokens_, *positions_, *write_rows_, *num_cached_, *num_real_;
+};
+
+}  // namespace lpr

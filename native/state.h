@@ -1,0 +1,135 @@
+// The replicated state of one sequence (lpr/core/state.py).
+#pragma once
+
+#include "accept.h"
+#include "budget.h"
+#include "drafting.h"
+#include "partition.h"
+#include "window.h"
+
+namespace lpr {
+
+// What a state needs of a TreeSizes.
+struct Sizes {
+  int64_t window_size, ngram_size, guess_set_size, trie_nodes, branch_length, trie_capacity, num_recycled;
+};
+
+// What the target model says of each node of a tree: `candidates` and `scores` are [nodes, k], row after row.
+struct TreeResult {
+  Tokens next_tokens, candidates, scores;
+  int k = 0;
+};
+
+class SequenceState {
+ public:
+  Tokens tokens;
+  std::vector<int64_t> num_computed_tokens;  // per rank: leading tokens whose K/V it holds
+  std::shared_ptr<CandidateTable> table;
+  std::shared_ptr<Drafter> drafter;
+  std::optional<JacobiWindow> window;
+  AcceptanceHistory acceptance;
+  bool is_suspect = false;
+  std::vector<double> probabilities;
+
+  SequenceState(Tokens begin, const std::string& params, const Sizes& sizes, std::vector<int64_t> computed,
+                std::shared_ptr<SuffixIndex> shared)
+      : tokens(std::move(begin)), num_computed_tokens(std::move(computed)), sizes_(sizes) {
+    if (tokens.empty()) throw std::invalid_argument("a sequence starts with at least one token");
+    if (sizes.num_recycled) table = std::make_shared<CandidateTable>();
+    drafter = std::make_shared<Drafter>(sizes.trie_nodes, sizes.branch_length, sizes.trie_capacity,
+                                        sizes.window_size ? sizes.guess_set_size : 0, std::move(shared), table, nullptr);
+    drafter->observe(tokens.data(), tokens.size());
+    hash_.update_words(tokens.data(), tokens.size());
+    hash_.update(params.data(), params.size());
+    hash_.update_words(num_computed_tokens.data(), num_computed_tokens.size());
+  }
+
+  SequenceState(const SequenceState&) = delete;
+
+  int64_t num_pending() const {
+    return static_cast<int64_t>(tokens.size()) -
+           *std::min_element(num_computed_tokens.begin(), num_computed_tokens.end());
+  }
+
+  uint64_t digest() const { return hash_.digest(); }
+
+  Draft build(int64_t max_depth, DraftRequest request) {
+    auto tree = std::make_shared<TokenTree>(tokens.back());
+    tree->reserve(std::min<int64_t>(1024, 1 + request.nodes));
+    if (is_suspect) max_depth = 0;
+    if (!request.window)
+      window.reset();
+    else if (!window)
+      start_window();
+    if (window) window->add_to(*tree, static_cast<int>(max_depth));
+    int64_t num_window = tree->size();
+    Price* price = request.price ? &*request.price : nullptr;
+    probabilities = drafter->draft(*tree, request.nodes, max_depth, price);
+    return {std::move(tree), probabilities, num_window};
+  }
+
+  uint64_t sign_tree(const TokenTree& tree) {
+    hash_.update_words(tree.tokens.data(), tree.tokens.size());
+    hash_.update_words(tree.parents.data(), tree.parents.size());
+    uint64_t calibrated = drafter->calibration->digest();
+    hash_.update(&calibrated, sizeof calibrated);
+    return digest();
+  }
+
+  Tokens advance(const TokenTree& tree, const Tokens& path, const TreeResult& result,
+                 const std::vector<const Shard*>& shards) {
+    Tokens emitted;
+    for (size_t i = 1; i < path.size(); i++) emitted.push_back(tree.tokens[path[i]]);
+    int32_t bonus = result.next_tokens[path.back()];
+    if (bonus >= 0) emitted.push_back(bonus);
+    int64_t before = tokens.size();
+    tokens.insert(tokens.end(), emitted.begin(), emitted.end());
+    for (size_t rank = 0; rank < shards.size(); rank++) {
+      if (has_nan(*shards[rank], result)) continue;
+      int64_t held = before + depth_held(*shards[rank], path);
+      num_computed_tokens[rank] = std::min<int64_t>(held, tokens.size() - 1);
+    }
+    hash_.update_words(emitted.data(), emitted.size());
+    if (bonus >= 0) drafter->learn(tree, path);
+    drafter->observe(emitted.data(), emitted.size());
+    is_suspect = bonus == kNotANumber;
+    if (table && result.k) {
+      for (int node = 0; node < tree.size(); node++) {
+        size_t at = static_cast<size_t>(node) * result.k;
+        table->update(tree.tokens[node], &result.candidates[at], &result.scores[at], result.k);
+      }
+    }
+    if (window && bonus >= 0) {
+      Tokens next(result.next_tokens.size());
+      std::transform(result.next_tokens.begin(), result.next_tokens.end(), next.begin(), likely);
+      for (const Tokens& ngram : window->advance(tree, next, emitted.size(), tokens)) drafter->pool->add(ngram);
+    } else if (window) {
+      start_window();
+    }
+    return emitted;
+  }
+
+  // Did a rank that evaluated `shard` meet logits that are not numbers?
+  static bool has_nan(const Shard& shard, const TreeResult& result) {
+    for (int node : shard.owned)
+      if (result.next_tokens[node] == kNotANumber) return true;
+    return false;
+  }
+
+ private:
+  void start_window() {
+    window.emplace(static_cast<int>(sizes_.window_size), static_cast<int>(sizes_.ngram_size), tokens);
+  }
+
+  // Nodes of the path below the root that a rank has evaluated without a gap.
+  static int64_t depth_held(const Shard& shard, const Tokens& path) {
+    size_t depth = 0;
+    while (depth + 1 < path.size() && std::binary_search(shard.nodes.begin(), shard.nodes.end(), path[depth + 1])) depth++;
+    return static_cast<int64_t>(depth);
+  }
+
+  Sizes sizes_;
+  Blake2b hash_;
+};
+
+}  // namespace lpr

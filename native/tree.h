@@ -1,0 +1,106 @@
+// The token tree (lpr/core/tree.py) as flat arrays, with a hash of its edges.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace lpr {
+
+enum Source : uint8_t { kRoot, kWindow, kPool, kTrie, kSharedTrie, kRecycled };
+
+using Tokens = std::vector<int32_t>;
+
+class TokenTree {
+ public:
+  Tokens tokens, parents, depths;
+  std::vector<uint8_t> sources;
+  // Children of a node in the order in which they were added: the first, and of each node the next one beside it.
+  Tokens first_child, next_sibling;
+
+  explicit TokenTree(int32_t root_token) { append(-1, root_token, 0, kRoot); }
+
+  int size() const { return static_cast<int>(tokens.size()); }
+
+  // Make room for so many nodes.
+  void reserve(size_t count) {
+    for (auto* column : {&tokens, &parents, &depths, &first_child, &last_child_, &next_sibling}) column->reserve(count);
+    sources.reserve(count);
+    size_t slots = 32;
+    while (slots < 2 * count) slots *= 2;
+    if (num_edges_ == 0) edges_.assign(slots, -1);
+  }
+
+  // The child of `parent` that holds `token`; -1 if there is none.
+  int find(int parent, int32_t token) const {
+    if (edges_.empty()) return -1;
+    for (size_t at = home(parent, token);; at = (at + 1) & (edges_.size() - 1)) {
+      int node = edges_[at];
+      if (node < 0 || (parents[node] == parent && tokens[node] == token)) return node;
+    }
+  }
+
+  int add(int parent, int32_t token, uint8_t source) {
+    int node = find(parent, token);
+    if (node >= 0) return node;
+    node = size();
+    append(parent, token, depths[parent] + 1, source);
+    link(node);
+    return node;
+  }
+
+  void truncate(int count) {
+    if (count >= size()) return;
+    for (auto* column : {&tokens, &parents, &depths}) column->resize(count);
+    sources.resize(count);
+    first_child.assign(count, -1);
+    last_child_.assign(count, -1);
+    next_sibling.assign(count, -1);
+    edges_.assign(edges_.size(), -1);
+    num_edges_ = 0;
+    for (int node = 1; node < count; node++) link(node);
+  }
+
+  Tokens path_to(int node) const {
+    Tokens path;
+    for (; node >= 0; node = parents[node]) path.push_back(node);
+    return {path.rbegin(), path.rend()};
+  }
+
+ private:
+  void append(int parent, int32_t token, int depth, uint8_t source) {
+    tokens.push_back(token);
+    parents.push_back(parent);
+    depths.push_back(depth);
+    sources.push_back(source);
+    first_child.push_back(-1);
+    last_child_.push_back(-1);
+    next_sibling.push_back(-1);
+  }
+
+  void link(int node) {
+    int parent = parents[node];
+    (last_child_[parent] < 0 ? first_child[parent] : next_sibling[last_child_[parent]]) = node;
+    last_child_[parent] = node;
+    if (2 * ++num_edges_ > edges_.size()) {
+      edges_.assign(edges_.empty() ? 32 : 2 * edges_.size(), -1);
+      for (int each = 1; each < node; each++) insert_edge(each);
+    }
+    insert_edge(node);
+  }
+
+  void insert_edge(int node) {
+    size_t at = home(parents[node], tokens[node]);
+    while (edges_[at] >= 0) at = (at + 1) & (edges_.size() - 1);
+    edges_[at] = node;
+  }
+
+  size_t home(int parent, int32_t token) const {
+    uint64_t key = static_cast<uint64_t>(parent) << 32 | static_cast<uint32_t>(token);
+    return (key * 0x9E3779B97F4A7C15u >> 32) & (edges_.size() - 1);
+  }
+
+  Tokens last_child_, edges_;  // edges_: nodes by (parent, token), -1 where there is none
+  size_t num_edges_ = 0;
+};
+
+}  // namespace lpr

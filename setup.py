@@ -1,0 +1,34 @@
+"""Builds the drafting core in C++ (native/); pyproject.toml has all the rest.
+
+The extension is optional: without a compiler lpr runs the same core in Python, more slowly.
+"""
+
+from pathlib import Path
+
+import nanobind
+from setuptools import Extension, setup
+
+HERE = Path(nanobind.source_dir()).parent
+
+setup(
+    ext_modules=[
+        Extension(
+            "lpr._native",
+            [str(path) for path in sorted(Path("native").glob("*.cpp"))],
+            include_dirs=[nanobind.include_dir(), nanobind.source_dir(), str(HERE / "ext" / "robin_map" / "include")],
+            depends=[str(path) for path in sorted(Path("native").glob("*.h"))],
+            # The same sums as Python, to the last bit: no reordering, and no multiplication fused with an addition.
+            extra_compile_args=[
+                "-std=c++17",
+                "-O3",
+                "-g0",
+                "-ffp-contract=off",
+                "-fvisibility=hidden",
+                "-fno-strict-aliasing",
+            ],
+            define_macros=[("NDEBUG", None), ("NB_COMPACT_ASSERTIONS", None)],
+            language="c++",
+            optional=True,
+        )
+    ]
+)

@@ -1,0 +1,94 @@
+"""Step times on disk: read by rank 0 for all, written back as they became, and never needed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import lpr.engine.replica
+from lpr import DecodeConfig, Engine, SamplingParams
+from lpr.core.step_times import StepTimes
+from lpr.engine.times_file import TimesFile
+from tests.conftest import tiny_model
+from tests.worlds import ThreadWorld, run_ranks
+
+DECODE = DecodeConfig(max_nodes=8, max_length=64, max_batch_size=1)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """An entry per measurement from now on."""
+    measure, calls = lpr.engine.replica.measure_step_times, []
+
+    def count(*args: object) -> StepTimes:
+        calls.append(None)
+        return measure(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(lpr.engine.replica, "measure_step_times", count)
+    return calls
+
+
+def test_an_engine_that_starts_again_reads_what_the_first_one_found(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = counted(monkeypatch)
+    first = Engine.from_model(tiny_model(), decode=DECODE)
+    (file,) = home.rglob("*.json")
+    assert json.loads(file.read_text()) == first.costs.to_json() and len(calls) == 1
+    first.generate([[5, 6, 7]], SamplingParams(max_new_tokens=40))
+    first.close()
+    second = Engine.from_model(tiny_model(seed=1), decode=DECODE)
+    assert len(calls) == 1, "other weights of the same shapes take the same time"
+    assert second.costs.to_json() == json.loads(file.read_text())
+    Engine.from_model(tiny_model(hidden_size=32), decode=DECODE)
+    assert len(calls) == 2, "another shape does not"
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"nodes": [1, 2], "rows": []}', b"\xff"])
+def test_a_damaged_file_is_measured_anew(home: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    calls = counted(monkeypatch)
+    Engine.from_model(tiny_model(), decode=DECODE)
+    (file,) = home.rglob("*.json")
+    file.write_bytes(content)
+    Engine.from_model(tiny_model(), decode=DECODE)
+    assert len(calls) == 2 and StepTimes.from_json(json.loads(file.read_text())).rows
+
+
+def test_a_home_that_takes_no_files_is_no_error(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (home / "lpr").write_text("in the way")
+    assert Engine.from_model(tiny_model(), decode=DECODE).costs is not None
+
+
+def test_all_ranks_decide_by_rank_0s_file(home: Path) -> None:
+    models = [[tiny_model(), tiny_model()] for _ in range(2)]  # here: threads would share the generator
+    known = StepTimes({(1, 256): [float(1 + index) for index in range(16)]})
+
+    def start(comm):  # type: ignore[no-untyped-def]
+        first, second = models[comm.rank]
+        engine = Engine.from_model(first, decode=DECODE, comm=comm)
+        if comm.rank == 0:
+            engine._times_file.write(known)
+        again = Engine.from_model(second, decode=DECODE, comm=comm)
+        return again.costs.to_json()
+
+    found = run_ranks(ThreadWorld(2), start)
+    assert found == [known.to_json()] * 2
+
+
+def test_only_rank_0_writes(home: Path) -> None:
+    engine = Engine.from_model(tiny_model(), decode=DECODE)
+    (file,) = home.rglob("*.json")
+    file.unlink()
+
+    class Other(type(engine.comm)):  # type: ignore[misc]
+        rank, size = 1, 2
+
+    TimesFile(engine.model, Other(), 8, 64, 1).write(engine.costs)
+    assert not list(home.rglob("*.json"))
