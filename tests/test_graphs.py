@@ -114,7 +114,7 @@ def test_static_inputs_say_what_direct_inputs_say() -> None:
     results = [row.positions[-row.num_results :] for row in rows]
     selection = Selection.build(list(zip(params, results, strict=True)))
     shape = static_shape(rows, selection, 2, num_slots=8, rows_per_slot=640, max_entries=128)
-    assert shape is not None and (shape.batch, shape.num_entries, shape.num_kv, shape.num_keys) == (4, 96, 512, 8)
+    assert shape is not None and (shape.batch, shape.num_entries, shape.num_kv, shape.num_keys) == (4, 96, 512, 64)
     inputs, chosen_by = shape.read(torch.from_numpy(shape.place(rows, selection)))
     direct = build_inputs(rows, 640, torch.device("cpu"), node_bucket=96, kv_bucket=512)
     assert torch.equal(inputs.tokens[:3], direct.tokens) and torch.equal(inputs.positions[:3], direct.positions)

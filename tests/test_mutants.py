@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
-import torch
 from conftest import tiny_model
 from test_lossless import stock_greedy
 from test_window import check_on_known_text
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 import lpr.engine.step
 import lpr.model.inputs
-import lpr.model.sampling
+import lpr.model.sampling_cpu
 from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.core.window import JacobiWindow
 from lpr.model.cache import TreeCache
@@ -160,11 +160,10 @@ def test_greedy_equality_notices(
 
 
 def unkeyed_noise(patch: pytest.MonkeyPatch) -> None:
-    def mutant(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        uniform = torch.rand(torch.broadcast_shapes(keys.shape, tokens.shape))
-        return -torch.log(-torch.log(uniform))
+    def mutant(keys: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        return np.random.default_rng().gumbel(size=tokens.shape).astype(np.float32)
 
-    patch.setattr(lpr.model.sampling, "gumbel", mutant)
+    patch.setattr(lpr.model.sampling_cpu, "gumbel_of_pairs", mutant)
 
 
 def noise_keyed_by_the_parents_position(patch: pytest.MonkeyPatch) -> None:

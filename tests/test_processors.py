@@ -36,8 +36,8 @@ from lpr.core.accept import NOT_A_NUMBER, PROCESSOR_FAILED, accept, as_guess, li
 from lpr.core.state import SequenceState
 from lpr.core.tree import TokenTree
 from lpr.model.cache import TreeCache
+from lpr.model.noise import gumbel, noise_key
 from lpr.model.processors import Processor, ProcessorPath
-from lpr.model.sampling import gumbel, noise_key
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [(3 * i) % 89 for i in range(40)], [9, 9, 4, 2] * 6]
 TREES = DecodeConfig(window_size=5, ngram_size=4, guess_set_size=4, trie_nodes=24, max_batch_size=2)

@@ -7,7 +7,10 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 
 from lpr.config import SamplingParams
 from lpr.core.recycle import SCORE_STEPS
-from lpr.model.sampling import Selection, candidates, choose, gumbel, limit, noise_key
+from lpr.model.noise import gumbel, noise_key
+from lpr.model.sampling import candidates, choose
+from lpr.model.sampling_reference import limit
+from lpr.model.selection import Selection
 
 CPU = torch.device("cpu")
 

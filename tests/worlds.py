@@ -157,14 +157,16 @@ def generate_on(
     params: Sequence[SamplingParams],
     prepare: Callable[[Engine], None] = lambda engine: None,
     tp: int = 1,
+    **options: object,
 ) -> list[list[Completion]]:
     """Every rank's completions; `prepare` may change a rank's engine before it starts.
 
-    With `tp`, that many neighbouring ranks are one replica, each of them with the full model.
+    With `tp`, that many neighbouring ranks are one replica, each of them with the full model. `options` are those of
+    EngineOptions.
     """
 
     def program(comm: ThreadComm) -> list[Completion]:
-        engine = Engine.from_model(model, decode=decode, comm=comm)
+        engine = Engine.from_model(model, decode=decode, comm=comm, **options)
         prepare(engine)
         return engine.generate(prompts, params)
 

@@ -86,7 +86,9 @@ class Replica:
         loaded, options = self._loaded, self.options
         # Ranks that share weights must not enter a forward with different rows.
         check = partial(check_replica, self.comm) if self.comm.tp_mesh is not None else None
-        self.model = TreeModel(loaded.model, attention=options.attention, graphs=options.graphs, check_rows=check)
+        self.model = TreeModel(
+            loaded.model, attention=options.attention, graphs=options.graphs, check_rows=check, exact=options.exact
+        )
         failure, costs = None, None
         try:
             if options.compile and self.model.capturer is None:
@@ -103,7 +105,7 @@ class Replica:
             failure = str(error)
         facts, replica_facts = {}, {}
         if not is_alone(self.comm):
-            facts["configuration"] = digest(repr(decode))
+            facts["configuration"] = digest(repr((decode, options.exact)))
             facts["tokenizer"] = tokenizer_digest(loaded.tokenizer)
             facts["form of a batch (packed or padded)"] = int(self.model.packed)
             replica_facts["model"] = model_digest(loaded.model)

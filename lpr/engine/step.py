@@ -94,9 +94,12 @@ def decode_step(
 
 
 def without_gaps(rows: Sequence[Row]) -> list[Row]:
-    """`rows` of a padded batch, with empty ones for the slots between them: padding makes one block of all."""
+    """`rows` of a padded batch, with empty ones for the other slots up to the last: padding makes one block of all.
+
+    It begins with slot 0, as captured graphs do.
+    """
     by_slot = {row.slot: row for row in rows}
-    slots = range(min(by_slot), max(by_slot) + 1) if by_slot else range(0)
+    slots = range(max(by_slot, default=-1) + 1)
     return [by_slot.get(slot) or Row(slot, 0, [], [], [], num_results=0) for slot in slots]
 
 
@@ -125,9 +128,14 @@ def shard_row(request: Request, tree: TokenTree, shards: Sequence[Shard], rank: 
     return Row.of(request.slot, state.num_computed_tokens[rank], entries, len(shard.nodes))
 
 
+def is_plain(request: Request) -> bool:
+    """Is each next token the likeliest one, and nothing else asked for?"""
+    return request.params.temperature == 0 and request.processors is None and request.params.logprobs is None
+
+
 def selection(batch: Sequence[Request], rows: Sequence[Row]) -> Selection:
     """How the next token after each result entry is chosen: by the request's parameters and the token's position."""
-    if all(request.params.temperature == 0 and request.processors is None for request in batch):
+    if all(is_plain(request) for request in batch):
         return GREEDY
     positions = [(row.positions[-row.num_results :] + 1).tolist() for row in rows]
     chosen = Selection.build([(request.params, each) for request, each in zip(batch, positions, strict=True)])

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
+from lpr.model import exact
 from lpr.model.inputs import Block, StepInputs
 
 TREE_ATTENTION = "lpr_tree"
@@ -121,10 +122,12 @@ def tree_attention(
     With packed inputs, `query` is [1, Hq, N, D], `key` and `value` are all rows of the cache, and the masks are a list.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    step = current_step()
+    if step is not None and step.blocks[0].tails is not None:
+        return _exact_attention(step, query, key, value, attention_mask, scale, softcap, s_aux, position_bias), None
     if not isinstance(attention_mask, list):
         out = _attend(query, key, value, attention_mask, scale, softcap, s_aux, position_bias)
         return out.transpose(1, 2).contiguous(), None
-    step = current_step()
     assert step is not None
     if position_bias is not None or not step.cache_storages.issuperset(map(_address, (key, value))):
         # The bias is laid out for one block. Keys that the model computes from the cache's (as MLA does), it would
@@ -135,6 +138,35 @@ def tree_attention(
         out = _attend(block.entries(query), block.cached(key), block.cached(value), mask, scale, softcap, s_aux)
         block.entries(packed.transpose(1, 2)).copy_(out)
     return packed, None
+
+
+def _exact_attention(
+    step: StepInputs,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    masks: Mask,
+    scale: float,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+    position_bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """As `tree_attention`, by lpr.model.exact; returns [B, T, Hq, Dv]."""
+    if position_bias is not None:
+        raise TypeError("exact attention takes no bias on scores")
+    if not isinstance(masks, list):
+        tails = step.blocks[0].tails
+        assert masks is not None and tails is not None
+        return exact.attend(query, key, value, masks, tails, scale, softcap, s_aux).transpose(1, 2).contiguous()
+    if not step.cache_storages.issuperset(map(_address, (key, value))):
+        raise TypeError("this attention needs padded inputs")
+    packed = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
+    for block, mask in zip(step.blocks, masks, strict=True):
+        assert block.tails is not None
+        parts = block.cached(key), block.cached(value)
+        out = exact.attend(block.entries(query), *parts, mask, block.tails, scale, softcap, s_aux)
+        block.entries(packed.transpose(1, 2)).copy_(out)
+    return packed
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -9,8 +9,12 @@ captured (long pending chains, logits processors, a model that cannot be) is eva
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import product
 from typing import Any, Protocol
 
 import torch
@@ -22,8 +26,11 @@ from transformers import PreTrainedModel
 from lpr.model.inputs import Row, StepInputs
 from lpr.model.sampling import Selection
 from lpr.model.static_inputs import (
+    BATCH_NODE_BUCKETS,
+    FEW_KEYS,
     KV_BUCKETS,
     NODE_BUCKETS,
+    WIDE_KV,
     StaticShape,
     bucket_of,
     power_of_two,
@@ -31,7 +38,9 @@ from lpr.model.static_inputs import (
 )
 from lpr.model.transfer import copy_over
 
-MAX_GRAPHS = 64
+logger = logging.getLogger(__name__)
+
+MAX_GRAPHS = 256
 """Graphs kept; the one not used for longest goes first."""
 PENDING = 32
 """Entries beyond the tree's nodes that a graph may hold: committed tokens that another rank has evaluated."""
@@ -77,10 +86,14 @@ class CudaCapturer:
             with torch.cuda.stream(self._stream):
                 program()
             torch.cuda.current_stream().wait_stream(self._stream)
-            graph = torch.cuda.CUDAGraph()
-            # NCCL's watchdog asks for events from a thread of its own meanwhile: only this thread must not wait.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                results = program()
+            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+            try:
+                # NCCL's watchdog asks for events from a thread of its own meanwhile: only this thread must not wait.
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                    results = program()
+            except Exception:
+                torch.cuda.set_stream(stream)  # the failed end of a capture leaves its own stream current
+                raise
 
         def replay() -> torch.Tensor:
             graph.replay()
@@ -118,7 +131,8 @@ def uncapturable(model: PreTrainedModel, accepts_positions: bool) -> str | None:
         name = kind.get("rope_type", kind.get("type"))
         if name in _DYNAMIC_ROPE:
             return f"its rope_type {name!r} looks at the longest position of each step on the host"
-    if getattr(config, "_experts_implementation", None) == "eager" and _has_experts(config):
+    asks = getattr(config, "_experts_implementation", None) == "eager" and model._can_set_experts_implementation()
+    if asks and _has_experts(config):  # families with experts of their own (Llama 4) do not look at the setting
         return "its experts implementation 'eager' asks the device which experts are hit (use 'grouped_mm')"
     if not accepts_positions:
         return "its forward takes no positions, so that the cached length would be a constant of the graph"
@@ -156,11 +170,14 @@ class GraphRunner:
         self._tree_bits = tree_bits
         self.max_graphs = max_graphs
         self.reason: str | None = None
-        """Why no further step is captured or replayed, once something has failed."""
+        """Why no further step is captured, once something has failed."""
+        self.is_wrong = False
+        """Is a program of this model wrong, captured or not, for what depends on the host?"""
         self.num_captures = 0
+        self._num_candidates = 0
         self.limit(1)
         self._graphs: OrderedDict[StaticShape, Program] = OrderedDict()
-        num_keys = power_of_two(num_slots * NODE_BUCKETS[-1])
+        num_keys = num_slots * NODE_BUCKETS[-1]
         largest = StaticShape(0, num_slots, NODE_BUCKETS[-1], 0, 0, 0, num_keys, True)
         # One place for all shapes: graphs never overlap, and a replay reads it in stream order.
         self._words = torch.zeros(largest.num_words, dtype=torch.int32, device=device)
@@ -182,11 +199,23 @@ class GraphRunner:
 
     def evaluate(self, rows: Sequence[Row], selection: Selection, num_candidates: int) -> torch.Tensor | None:
         """As TreeModel.evaluate, valid until the next call; None if the step has to be evaluated directly."""
-        if self.reason is not None:
+        if self.is_wrong:
             return None
         shape = self.shape_of(rows, selection, num_candidates)
         if shape is None:
             return None
+        if not num_candidates and shape.num_entries > 1:
+            shape = replace(shape, num_candidates=self._num_candidates)  # that of trees, which is captured already
+        found = self._replay(shape, rows, selection)
+        return found if found is None or num_candidates == shape.num_candidates else found[:, :1]
+
+    def logits(self, rows: Sequence[Row]) -> torch.Tensor | None:
+        """The logits [sum of num_results, V] of `rows`, valid until the next call; None as for `evaluate`."""
+        nothing = Selection.build([])
+        shape = None if self.is_wrong else self.shape_of(rows, nothing, 0)
+        return None if shape is None else self._replay(replace(shape, only_logits=True), rows, nothing)
+
+    def _replay(self, shape: StaticShape, rows: Sequence[Row], selection: Selection) -> torch.Tensor | None:
         copy_over(self._words[: shape.num_words], shape.place(rows, selection))
         replay = self._graph(shape)
         if replay is None:
@@ -200,21 +229,41 @@ class GraphRunner:
         if replay is None:
             while len(self._graphs) >= self.max_graphs:
                 self._graphs.popitem(last=False)
+            program = partial(self._run, shape)
             try:
-                replay = self._capture(shape)
-            except RuntimeError as failure:  # of any kind: the step can still be evaluated directly
-                self._graphs.clear()
-                self.reason = (str(failure).strip().splitlines() or [type(failure).__name__])[0]
+                replay = program if self.reason is not None else self._capture(shape, program)
+            except WaitsError as failure:
+                self._give_up(failure)
+                self.is_wrong = True
                 return None
+            except Exception as failure:  # of CUDA, of Triton's compiler: of any type
+                self._give_up(failure)
+                replay = program
             self._graphs[shape] = replay
         self._graphs.move_to_end(shape)
         return replay
 
-    @torch.no_grad()
-    def _capture(self, shape: StaticShape) -> Program:
-        def program() -> torch.Tensor:
-            return self._compute(*shape.read(self._words), shape.num_candidates)
+    def _give_up(self, failure: Exception) -> None:
+        """Capture no more, say why once, and keep what is captured.
 
+        The end of a capture that failed inside fails too, and its error hides the one that counts, its context.
+        """
+        first: BaseException = failure
+        while first.__context__ is not None:
+            first = first.__context__
+        self.reason = (str(first).strip().splitlines() or [type(first).__name__])[0]
+        logger.warning("further steps are evaluated without CUDA graphs: %s: %s", type(first).__name__, self.reason)
+
+    @torch.no_grad()
+    def _run(self, shape: StaticShape) -> torch.Tensor:
+        """The step of `shape` whose words are in place, directly: as high as a replay on another rank of a replica."""
+        inputs, selection = shape.read(self._words)
+        if shape.only_logits:
+            return self._logits(inputs)
+        return self._compute(inputs, selection, shape.num_candidates)
+
+    @torch.no_grad()
+    def _capture(self, shape: StaticShape, program: Program) -> Program:
         if not self.num_captures:
             with NoWaiting():
                 self._logits(shape.read(self._words)[0])
@@ -247,15 +296,31 @@ class GraphRunner:
                 self._graph(shape)
 
     def common_shapes(self, num_candidates: int) -> list[StaticShape]:
-        """What greedy decoding of one sequence needs: trees of every size, over the first cached lengths."""
-        sizes = [size for size in NODE_BUCKETS if size <= bucket_of(self._max_nodes, NODE_BUCKETS)]
-        lengths = [size for size in KV_BUCKETS if size <= COMMON_KV] or [KV_BUCKETS[0]]
-        lengths = sorted({min(size, self._rows_per_slot) for size in lengths})
+        """What is captured at the start, the largest first: the smaller ones then find their memory in the pool.
+
+        Where attention reads lengths on the device these are all steps of up to `max_entries` entries, greedy and
+        sampled; only trees with more than FEW_KEYS positions a sequence, sampled, come later. Where it takes a dense
+        mask, whose size is a part of the shape, they are the greedy steps of one sequence over the first lengths.
+        """
+        self._num_candidates = num_candidates
         rows = self._rows_per_slot
-        # The largest first: the smaller ones then find their memory in the pool.
+        sizes = [size for size in NODE_BUCKETS if size <= self.max_entries]
+        shapes = []
+        if self._tree_bits:
+            batches = {min(power_of_two(count), self._num_slots) for count in range(1, self._num_slots + 1)}
+            lengths = {min(size, rows) for size in (*WIDE_KV, rows)}
+            for batch in batches:
+                longest = bucket_of(self.max_entries, BATCH_NODE_BUCKETS)
+                mine = sizes if batch == 1 else [size for size in BATCH_NODE_BUCKETS if size <= longest]
+                for size, length, num_keys in product(mine, lengths, (0, batch * FEW_KEYS)):
+                    shapes.append((batch, size, length, num_keys))
+        else:
+            sizes = [size for size in sizes if size <= bucket_of(self._max_nodes, NODE_BUCKETS)]
+            short = {min(size, rows) for size in KV_BUCKETS if size <= COMMON_KV}
+            shapes = [(1, size, length, 0) for size, length in product(sizes, short) if size <= length]
         return [
-            StaticShape(0, 1, size, length, rows, num_candidates if size > 1 else 0, 0, False, self._tree_bits)
-            for size in reversed(sizes)
-            for length in reversed(lengths)
-            if size <= length
+            StaticShape(
+                0, batch, size, length, rows, num_candidates if size > 1 else 0, num_keys, num_keys > 0, self._tree_bits
+            )
+            for batch, size, length, num_keys in sorted(shapes, reverse=True)
         ]

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from lpr.core.rows import WORD_BITS
+from lpr.model.exact import LEAST_HEIGHT, Tail, find_tail
 from lpr.model.kernels.mask import TreeMask, build_mask
 from lpr.model.transfer import to_device
 from lpr.native import ancestor_words
@@ -86,6 +87,8 @@ class Block:
     """[B, T, KV] bool: may the entry attend to the cache row? None where `tree_mask` says it in bits."""
     tree_mask: TreeMask | None = None
     """What the GPU kernels take for a mask."""
+    tails: list[Tail | None] | None = None
+    """[B]: where entries branch, for exact attention."""
 
     def entries(self, states: torch.Tensor) -> torch.Tensor:
         """The part [1, H, T, D] of packed queries or outputs [1, H, N, D], as a view."""
@@ -150,17 +153,19 @@ def build_inputs(
     kv_bucket: int = 1,
     packed: bool = False,
     tree_bits: bool = False,
+    exact: bool = False,
 ) -> StepInputs:
     """Lay `rows` out as the tensors of one forward: in one block (neighbouring slots, in order), or packed.
 
     T is padded to a multiple of `node_bucket` and KV to one of `kv_bucket`, so that steps repeat a few shapes.
     Entry i of a row is written to cache row `num_cached + i` of its slot. `tree_bits` asks for a `tree_mask` in place
-    of a dense `visible`.
+    of a dense `visible`; `exact` for what lpr.model.exact needs: no product of few rows, and where trees branch.
     """
     groups = [[row] for row in rows] if packed and not _same_shape(rows, node_bucket, kv_bucket) else [list(rows)]
     parts, blocks, start = [], [], 0
     for group in groups:
         num_entries = round_up(max(len(row.tokens) for row in group), node_bucket)
+        num_entries = max(num_entries, LEAST_HEIGHT if exact else 1)
         num_kv = min(round_up(max(row.num_cached + len(row.tokens) for row in group), kv_bucket), rows_per_slot)
         arrays = _rectangle(group, num_entries, num_kv, rows_per_slot, tree_bits)
         entries, kv_positions, visible = (to_device(array, device) for array in arrays)
@@ -169,6 +174,8 @@ def build_inputs(
             block.visible = None
             parents, cached = [row.parents for row in group], [row.num_cached for row in group]
             block.tree_mask = build_mask(parents, cached, entries[1], device)
+        if exact:
+            block.tails = [find_tail(row.parents.tolist(), row.num_cached) for row in group]
         parts.append(entries)
         blocks.append(block)
         start += num_entries
@@ -183,16 +190,19 @@ def build_inputs(
         blocks=blocks,
         length=max(row.num_cached for row in rows),
         num_results=[row.num_results for row in rows],
-        logits_to_keep=_logits_to_keep(rows, blocks, device),
+        logits_to_keep=_logits_to_keep(rows, blocks, device, LEAST_HEIGHT if exact else 1),
     )
 
 
-def _logits_to_keep(rows: Sequence[Row], blocks: Sequence[Block], device: torch.device) -> int | torch.Tensor:
+def _logits_to_keep(
+    rows: Sequence[Row], blocks: Sequence[Block], device: torch.device, fewest: int
+) -> int | torch.Tensor:
+    """The wanted entries, the last ones of each row; before them some that nobody reads, if they are too few."""
     if len(blocks) == 1:
-        return max(1, *(row.num_results for row in rows))
+        return max(fewest, *(row.num_results for row in rows))
     ends = [block.start + block.positions.shape[1] for block in blocks]
     wanted = [entry for row, end in zip(rows, ends, strict=True) for entry in range(end - row.num_results, end)]
-    return to_device(np.array(wanted or [0]), device)  # without any result, one that nobody reads
+    return to_device(np.array([0] * (fewest - len(wanted)) + wanted), device)
 
 
 def _same_shape(rows: Sequence[Row], node_bucket: int, kv_bucket: int) -> bool:

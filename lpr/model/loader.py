@@ -87,7 +87,7 @@ def load(
         read: Any = partial(AutoModelForCausalLM.from_pretrained, source, config=config, output_loading_info=True)
         chosen = choose_dtype(dtype, where)
         model: Any
-        model, info = load_sharded(config, chosen, where, tp, read) if tp is not None else read(dtype=chosen)
+        model, info = load_sharded(config, chosen, where, tp, read) if tp is not None else _read_to(where, read, chosen)
     except InputError:
         raise
     except Exception as failure:  # transformers raises dozens of types here; all mean that this is no usable model
@@ -99,6 +99,13 @@ def load(
         )
     has_tokenizer = not path.is_dir() or any(path.glob("tokenizer*"))
     return wrap(model.to(where), load_tokenizer(source) if has_tokenizer else None)
+
+
+def _read_to(where: torch.device, read: Any, dtype: str | torch.dtype) -> Any:
+    """A whole model, read straight to its device: several replicas on a machine would not fit into its memory."""
+    if where.type == "cpu":
+        return read(dtype=dtype)
+    return read(dtype=dtype, device_map={"": where})
 
 
 def load_tokenizer(source: str) -> Any:

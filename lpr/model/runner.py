@@ -15,10 +15,12 @@ from transformers import PreTrainedModel
 from lpr.config import InputError
 from lpr.model.attention import TREE_ATTENTION, TREE_MASK_ONLY, step_scope
 from lpr.model.cache import TreeCache
+from lpr.model.exact import changing_heights
+from lpr.model.exact import refusal as exact_refusal
 from lpr.model.families import adapt
 from lpr.model.graphs import Capturer, CudaCapturer, GraphRunner, uncapturable
 from lpr.model.inputs import Row, StepInputs, build_inputs, round_up
-from lpr.model.kernels.hook import KERNELS
+from lpr.model.kernels.hook import KERNELS, load_kernel
 from lpr.model.memory import cache_shortage, free_bytes
 from lpr.model.sampling import Selection, candidates, choose, log_probabilities
 
@@ -41,6 +43,7 @@ class TreeModel:
         attention: str = "auto",
         graphs: bool = True,
         check_rows: Callable[[Sequence[Row]], None] | None = None,
+        exact: bool = False,
     ) -> None:
         """Switch `model` (any transformers causal LM) to tree attention; the cache comes with `allocate`.
 
@@ -50,6 +53,8 @@ class TreeModel:
         need; on a CPU every padded node costs its full arithmetic. For the same reason rows are packed on a CPU only,
         unless `packed` says so: their blocks are one attention call each. On a GPU, steps are captured as graphs,
         unless `graphs` is False.
+
+        `exact` makes logits the same bits for every shape of a step (lpr.model.exact), if `self_check` finds it can.
 
         `attention` is one of ATTENTION. "auto" is "triton" on a GPU, which `self_check` then verifies with this model
         before it is kept, and "sdpa" elsewhere. Raises InputError for a choice that cannot work.
@@ -68,6 +73,7 @@ class TreeModel:
         self._check_rows = check_rows
         self.attention_is_open = attention == "auto"
         """May `self_check` fall back to "sdpa"?"""
+        self.exact = exact
         self.set_attention(self._choose_attention() if attention == "auto" else attention)
         self.graphs: GraphRunner | None = None
         self.capturer: Capturer | None = None
@@ -76,6 +82,15 @@ class TreeModel:
         if graphs and self.device.type == "cuda":
             self._uncapturable = uncapturable(model, self._accepts_positions)
             self.capturer = CudaCapturer(self.device) if self._uncapturable is None else None
+
+    def why_not_exact(self) -> str | None:
+        """Why logits depend on the shape of a step, as far as that is known without a forward; None if not."""
+        if self.attention in KERNELS:
+            return f"attention={self.attention!r} adds in the order of cache rows; use 'sdpa'"
+        reason = exact_refusal(self.model, self.device, not self.model._can_set_attn_implementation())
+        if reason is None and (product := changing_heights(self.model)) is not None:
+            reason = f"on this machine the matrix product {product} rounds otherwise than with more"
+        return reason
 
     def _choose_attention(self) -> str:
         reachable = self.model._can_set_attn_implementation()
@@ -94,6 +109,7 @@ class TreeModel:
             raise InputError(
                 "attention='triton' needs the package triton (pip install triton); or use attention='sdpa'"
             )
+        load_kernel(choice)
         self.attention = choice
         use_tree_attention(self.model, KERNELS.get(choice, TREE_ATTENTION))
         adapt(self.model)
@@ -186,22 +202,27 @@ class TreeModel:
         """
         if self._check_rows is not None:
             self._check_rows(rows)
-        # Logits processors are code, which no graph holds, and log-probabilities are asked for seldom.
+        assert self.cache is not None
+        logits = None
         if self.graphs is not None and not selection.processor_paths and selection.num_logprobs is None:
             replayed = self.graphs.evaluate(rows, selection, num_candidates)
             if replayed is not None:
                 return replayed
-        assert self.cache is not None
-        logits = self.logits(self._inputs(rows), self.cache)
+        elif self.graphs is not None:  # logits processors are code, which no graph holds; log-probabilities are rare
+            logits = self.graphs.logits(rows)
+        if logits is None:
+            logits = self.logits(self._inputs(rows), self.cache)
         return self._results(logits, selection.to(self.device), num_candidates)
 
     def _compute(self, inputs: StepInputs, selection: Selection, num_candidates: int) -> torch.Tensor:
         """All of a step that a graph holds."""
         assert self.cache is not None
-        return self._results(self._forward(inputs, self.cache), selection, num_candidates)
+        return self._results(self._forward(inputs, self.cache), selection, num_candidates, fixed_shapes=True)
 
-    def _results(self, logits: torch.Tensor, selection: Selection, num_candidates: int) -> torch.Tensor:
-        columns = [choose(logits, selection)[:, None]]
+    def _results(
+        self, logits: torch.Tensor, selection: Selection, num_candidates: int, fixed_shapes: bool = False
+    ) -> torch.Tensor:
+        columns = [choose(logits, selection, fixed_shapes)[:, None]]
         if num_candidates:
             columns.extend(candidates(logits, num_candidates))
         if selection.num_logprobs is not None:
@@ -222,7 +243,9 @@ class TreeModel:
     ) -> StepInputs:
         """The tensors of one forward over `rows`, with the kind of mask that the chosen attention reads."""
         bits = self.attention in KERNELS
-        return build_inputs(rows, rows_per_slot, self.device, node_bucket, kv_bucket, packed and not bits, bits)
+        return build_inputs(
+            rows, rows_per_slot, self.device, node_bucket, kv_bucket, packed and not bits, bits, self.exact
+        )
 
 
 def use_tree_attention(model: PreTrainedModel, name: str = TREE_ATTENTION) -> None:

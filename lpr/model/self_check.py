@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from lpr.config import InputError
 from lpr.model.cache import TreeCache
+from lpr.model.exact import BLOCK
 from lpr.model.families import refusal
 from lpr.model.inputs import Row
 from lpr.model.kernels.hook import KERNELS
@@ -64,6 +65,10 @@ def _check(runner: TreeModel) -> TreeCache:
         raise InputError(f"model type {name!r} cannot run a token tree: {known}")
     tolerance = _TOLERANCE.get(runner.model.dtype, _HALF_TOLERANCE)
     cache = TreeCache(1, prompt_length + 32)
+    if runner.exact and (why := runner.why_not_exact()) is not None:
+        raise InputError(f"model type {name!r} cannot be exact: {why}")
+    if runner.exact and (differing := _inexact_step(runner)) is not None:
+        raise InputError(f"model type {name!r} cannot be exact: its logits are other bits {differing}")
     try:
         error = _tree_error(runner, cache, prompt_length)
         if error <= tolerance:
@@ -85,6 +90,38 @@ def _check(runner: TreeModel) -> TreeCache:
             f"of their range (at most {tolerance:.0e}); probably {_probable_cause(runner.model)}"
         )
     return cache
+
+
+def _inexact_step(runner: TreeModel) -> str | None:
+    """In which kind of step the logits of a text are other bits than one by one; None if in none of them.
+
+    The text ends behind a block of exact attention, and the tree branches in front of it.
+    """
+    branch, depth = BLOCK - 3, 6
+    generator = torch.Generator().manual_seed(2)
+    text = torch.randint(0, runner.vocab_size, (branch + depth,), generator=generator).tolist()
+
+    def forward(cache: TreeCache, start: int, end: int) -> torch.Tensor:
+        chain = list(range(-1, end - start - 1))
+        row = Row(0, start, text[start:end], chain, list(range(start, end)), min(depth, end - start))
+        return runner.logits(runner.inputs([row], cache.rows_per_slot), cache)
+
+    cache = TreeCache(1, 2 * BLOCK)
+    whole = forward(cache, 0, branch + depth)
+    cache = TreeCache(1, 2 * BLOCK)
+    forward(cache, 0, branch)
+    single = torch.cat([forward(cache, at, at + 1) for at in range(branch, branch + depth)])
+    if not torch.equal(whole, single):
+        return "in a step of many tokens"
+    # A tree of the text's end and, between its nodes, siblings that it does not hold.
+    tokens, parents, positions = [], [], []
+    for at in range(depth):
+        tokens += [(text[branch + at] + 1) % runner.vocab_size, text[branch + at]]
+        parents += [2 * at - 1] * 2
+        positions += [branch + at] * 2
+    row = Row(0, branch, tokens, parents, positions, len(tokens))
+    tree = runner.logits(runner.inputs([row], cache.rows_per_slot), cache)
+    return None if torch.equal(tree[1::2], single) else "in a tree"
 
 
 def _packs(runner: TreeModel, alone: torch.Tensor, tolerance: float) -> bool:

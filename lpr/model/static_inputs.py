@@ -25,8 +25,12 @@ NODE_BUCKETS = (1, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """T: entries per row, pending chain included."""
 KV_BUCKETS = tuple(sorted([1 << octave for octave in range(8, 24)] + [3 << octave for octave in range(8, 23)]))
 """KV: cache rows that attention reads; two per octave, so that a kernel without lengths reads half too many at most."""
-FEWEST_KEYS = 8
-"""Noise keys of the smallest shape that samples."""
+BATCH_NODE_BUCKETS = (1, 16, 48, 96, 192, 384, 1024)
+"""T of a batch: fewer, as there are several batch sizes."""
+WIDE_KV = (1024, 8192)
+"""KV where a kernel reads the lengths: there it only decides into how many parts the keys are split."""
+FEW_KEYS = 16
+"""Noise keys for each sequence of a shape that samples; trees of more positions have a shape with one for each row."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +47,13 @@ class StaticShape:
     rows_per_slot: int
     num_candidates: int
     num_keys: int
-    """Noise keys, a power of two; 0: no row is sampled."""
+    """Noise keys; 0: no row is sampled."""
     filtered: bool
+    """Are limits applied? Always where rows are sampled: without limits they do nothing, and shapes are fewer."""
     tree_bits: bool = False
     """Does attention read the ancestors in bits, in place of a dense mask?"""
+    only_logits: bool = False
+    """Does the graph end at the logits [B * T, V]? What logits processors get is chosen from outside of it."""
 
     @property
     def sizes(self) -> dict[str, tuple[int, ...]]:
@@ -155,15 +162,20 @@ def static_shape(
     if longest > max_entries or any(row.slot != first + index for index, row in enumerate(rows)):
         return None
     num_kv = max(row.num_cached + len(row.tokens) for row in rows)
+    batch = min(power_of_two(len(rows)), num_slots - first)
+    num_entries = bucket_of(longest, NODE_BUCKETS if batch == 1 else BATCH_NODE_BUCKETS)
+    num_keys = batch * FEW_KEYS
+    if len(selection.keys) > num_keys:
+        num_keys = batch * num_entries
     return StaticShape(
         first_slot=first,
-        batch=min(power_of_two(len(rows)), num_slots - first),
-        num_entries=bucket_of(longest, NODE_BUCKETS),
-        num_kv=min(bucket_of(num_kv, KV_BUCKETS), rows_per_slot),
+        batch=batch,
+        num_entries=num_entries,
+        num_kv=min(bucket_of(num_kv, (*WIDE_KV, rows_per_slot) if tree_bits else KV_BUCKETS), rows_per_slot),
         rows_per_slot=rows_per_slot,
         num_candidates=num_candidates,
-        num_keys=power_of_two(max(FEWEST_KEYS, len(selection.keys))) if selection.sampled else 0,
-        filtered=selection.filtered,
+        num_keys=num_keys if selection.sampled else 0,
+        filtered=selection.sampled,
         tree_bits=tree_bits,
     )
 

@@ -93,8 +93,18 @@ def kernel_mask(
     return _dense_mask(*sizes, mask_function=mask_function, **kwargs)
 
 
+_versions: dict[str, Callable[..., torch.Tensor]] = {}
+
+
+def load_kernel(choice: str) -> None:
+    """Import a version, before a forward asks for it: an import would break a compiled forward in every layer."""
+    if choice in _MODULES:
+        module = import_module(_MODULES[choice])
+        _versions[choice] = lambda *args, **kwargs: module.tree_attention(*args, **kwargs)
+
+
 def kernel_attention(choice: str) -> Callable[..., tuple[torch.Tensor, None]]:
-    """For AttentionInterface: attention by a version of `KERNELS`; it is imported at the first call."""
+    """For AttentionInterface: attention by a version of `KERNELS`, which `load_kernel` has imported."""
 
     def attend(
         module: torch.nn.Module,
@@ -123,8 +133,7 @@ def kernel_attention(choice: str) -> Callable[..., tuple[torch.Tensor, None]]:
             return tree_attention(
                 module, query, key, value, dense, scaling, dropout, softcap, s_aux, position_bias, **kwargs
             )
-        version = import_module(_MODULES[choice]).tree_attention
-        out = version(
+        out = _versions[choice](
             query,
             key,
             value,

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from lpr.core.rows import WORD_BITS
+from lpr.model.transfer import to_device
 from lpr.native import ancestor_words
 
 
@@ -74,5 +75,5 @@ def build_mask(
     bits = np.zeros((num_rows, length, num_words), np.uint64)
     for row, each in enumerate(parents):
         bits[row, length - len(each) :] = ancestor_words(each, num_words)
-    counts = torch.tensor([list(num_cached), [len(each) for each in parents]], dtype=torch.int32).to(device)
-    return TreeMask(torch.from_numpy(bits.view(np.int64)).to(device), counts[0], counts[1], positions)
+    counts = to_device(np.array([list(num_cached), [len(each) for each in parents]], np.int32), device)
+    return TreeMask(to_device(bits.view(np.int64), device), counts[0], counts[1], positions)

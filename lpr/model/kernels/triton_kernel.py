@@ -101,6 +101,54 @@ def tree_attention(
     K and V may be strided views of a cache, with neighbouring elements in the last dimension. Raises InputError for
     head dimensions above 256 and for other dtypes than float32, bfloat16 and float16.
     """
+    parts = query, key, value, mask.bits, mask.num_cached, mask.num_entries, mask.positions, sinks
+    if tiles is not None:
+        return _launch(*parts, window, chunk, softcap, scale, tiles).transpose(1, 2)
+    return _operator(*parts, window, chunk, softcap, scale).transpose(1, 2)
+
+
+@torch.library.custom_op("lpr::tree_attention", mutates_args=())
+def _operator(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bits: torch.Tensor,
+    num_cached: torch.Tensor,
+    num_entries: torch.Tensor,
+    positions: torch.Tensor,
+    sinks: torch.Tensor | None,
+    window: int | None,
+    chunk: int | None,
+    softcap: float | None,
+    scale: float | None,
+) -> torch.Tensor:
+    """The kernel as an operator of torch, [B, T, Hq, Dv]: a compiled forward goes on where it is called."""
+    return _launch(
+        query, key, value, bits, num_cached, num_entries, positions, sinks, window, chunk, softcap, scale, None
+    )
+
+
+@_operator.register_fake
+def _shape_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+
+
+def _launch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bits: torch.Tensor,
+    num_cached: torch.Tensor,
+    num_entries: torch.Tensor,
+    positions: torch.Tensor,
+    sinks: torch.Tensor | None,
+    window: int | None,
+    chunk: int | None,
+    softcap: float | None,
+    scale: float | None,
+    tiles: Tiles | None,
+) -> torch.Tensor:
+    """[B, T, Hq, Dv] by one launch, or two where the keys are split."""
     check(query, key, value)
     query, key, value = (each if each.stride(3) == 1 else each.contiguous() for each in (query, key, value))
     batch, num_heads, num_tokens, dim = query.shape
@@ -121,10 +169,10 @@ def tree_attention(
     where: Any = torch.cuda.device(query.device) if query.is_cuda else nullcontext()
     with where:
         attend[(num_q_blocks * splits, num_kv_heads, batch)](
-            query, key, value, mask.bits.contiguous(), mask.num_cached, mask.num_entries, mask.positions.contiguous(),
+            query, key, value, bits.contiguous(), num_cached, num_entries, positions.contiguous(),
             sinks if sinks is not None else out, out, *parts,
             dim**-0.5 if scale is None else scale, softcap or 1.0, window or 0, chunk or 1,
-            num_tokens, mask.bits.shape[2], num_q_blocks,
+            num_tokens, bits.shape[2], num_q_blocks,
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
             NUM_KV_HEADS=num_kv_heads, GROUP=group, D=dim, DV=dim_v, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
             BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK_DV=block_dv, NUM_SPLITS=splits,
@@ -138,7 +186,7 @@ def tree_attention(
                 NUM_KV_HEADS=num_kv_heads, GROUP=group, DV=dim_v, BLOCK_DV=block_dv, NUM_SPLITS=splits,
                 HAS_SINKS=sinks is not None, num_warps=4,
             )  # fmt: skip
-    return out.transpose(1, 2)
+    return out
 
 
 @lru_cache

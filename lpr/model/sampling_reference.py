@@ -1,0 +1,47 @@
+"""The specification of a choice, in operators of fixed shapes: for devices without a kernel, and for the tests."""
+
+from __future__ import annotations
+
+import torch
+
+from lpr.core.accept import NOT_A_NUMBER
+from lpr.model.noise import gumbel
+from lpr.model.selection import Selection
+
+
+def pick(logits: torch.Tensor, selection: Selection) -> torch.Tensor:
+    """The argmax [n] int64 of tempered, limited, noised logits [n, V]; NOT_A_NUMBER where there is no such thing."""
+    scores = logits.float()
+    if not selection.sampled:
+        best = scores.max(-1)  # unlike argmax it also shows a NaN, at the same price
+        return torch.where(best.values.isnan(), NOT_A_NUMBER, best.indices)
+    broken = scores.amax(-1).isnan()
+    warm = selection.temperature[:, None] > 0
+    scaled = scores / torch.where(warm, selection.temperature[:, None], torch.ones_like(scores[:, :1]))
+    if selection.filtered:
+        scaled = limit(scaled, selection)
+    noise = gumbel(selection.keys[:, None], torch.arange(scores.shape[1], device=scores.device)[None])
+    best = torch.where(warm, scaled + noise[selection.key_of], scores).max(-1)
+    broken |= warm[:, 0] & ~best.values.isfinite()
+    return torch.where(broken, NOT_A_NUMBER, best.indices)
+
+
+def limit(scaled: torch.Tensor, selection: Selection) -> torch.Tensor:
+    """Apply top-k, then top-p, then min-p to tempered logits [n, V], in transformers' order; excluded: -inf.
+
+    Tokens with the score of the k-th stay. Among equal scores, top-p counts the lowest ids first. Probabilities are
+    float64: in float32 the sum over a vocabulary of 262k loses a part of 1e-4, which would be the order's doing.
+    """
+    ordered, index = torch.sort(scaled, dim=-1, descending=True, stable=True)
+    rank = torch.arange(scaled.shape[1], device=scaled.device)[None]
+    top_k = torch.where(selection.top_k > 0, selection.top_k, scaled.shape[1])[:, None]
+    kth = ordered.gather(1, (top_k - 1).clamp_max(scaled.shape[1] - 1))
+    keep = ordered >= kth
+    probs = torch.softmax(ordered.double().masked_fill(~keep, float("-inf")), -1)
+    before = probs.cumsum(-1) - probs
+    # Rounding takes the sum a little past 1, which must not cut a row without a limit.
+    keep &= (before < selection.top_p[:, None]) | (selection.top_p[:, None] >= 1) | (rank == 0)
+    probs = torch.softmax(ordered.double().masked_fill(~keep, float("-inf")), -1)
+    keep &= probs >= selection.min_p[:, None] * probs[:, :1]
+    allowed = torch.zeros_like(keep).scatter(1, index, keep)
+    return scaled.masked_fill(~allowed, float("-inf"))

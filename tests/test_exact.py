@@ -1,0 +1,225 @@
+"""Exact mode: the same bits for every shape of a step, in every dtype."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny_model
+from transformers import PreTrainedModel
+from worlds import generate_on
+
+import lpr.model.inputs
+from lpr import DecodeConfig, Engine, InputError, SamplingParams
+from lpr.model import exact
+from lpr.model.cache import TreeCache
+from lpr.model.inputs import Row
+from lpr.model.runner import TreeModel
+from lpr.model.self_check import self_check
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma2": {"sliding_window": 9, "head_dim": 16},
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512},
+    "qwen3": {"head_dim": 16, "num_key_value_heads": 1},
+}
+TEXT = [(7 * i * i + 3 * i) % 97 for i in range(150)]
+
+
+def chain(start: int, tokens: list[int], num_results: int | None = None) -> Row:
+    count = len(tokens)
+    results = count if num_results is None else num_results
+    return Row(0, start, tokens, list(range(-1, count - 1)), list(range(start, start + count)), results)
+
+
+def in_pieces(runner: TreeModel, text: list[int], sizes: list[int], kv_bucket: int = 32) -> torch.Tensor:
+    """The logits [n, V] of a text that is evaluated in pieces."""
+    cache, at, found = TreeCache(1, 512), 0, []
+    for size in sizes:
+        inputs = runner.inputs([chain(at, text[at : at + size])], 512, kv_bucket=kv_bucket)
+        found.append(runner.logits(inputs, cache))
+        at += size
+    return torch.cat(found)
+
+
+def check_trees(runner: TreeModel, num_checked: int = 6) -> None:
+    """Nodes of random trees below texts that end before, at and after the border of a block."""
+    for start in (20, 62, 64, 100, 140):
+        generator = random.Random(start)
+        parents = [-1, 0] + [generator.randrange(0, node) for node in range(2, 40)]
+        tokens = [generator.randrange(97) for _ in parents]
+        depths = [0]
+        for parent in parents[1:]:
+            depths.append(depths[parent] + 1)
+        cache = TreeCache(1, 512)
+        runner.logits(runner.inputs([chain(0, TEXT[:start], 1)], 512), cache)
+        row = Row(0, start, tokens, parents, [start + depth for depth in depths], 40)
+        logits = runner.logits(runner.inputs([row], 512), cache)
+        for node in generator.sample(range(40), num_checked):
+            path, at = [], node
+            while at >= 0:
+                path.insert(0, at)
+                at = parents[at]
+            text = TEXT[:start] + [tokens[each] for each in path]
+            assert torch.equal(in_pieces(runner, text, [start] + [1] * len(path))[-1], logits[node])
+
+
+def check_pieces(runner: TreeModel) -> None:
+    single = in_pieces(runner, TEXT, [1] * 150)
+    for sizes in ([150], [60, 3, 30, 57], [2] * 75, [64, 64, 22]):
+        assert torch.equal(in_pieces(runner, TEXT, sizes), single)
+    assert torch.equal(in_pieces(runner, TEXT, [150], kv_bucket=512), single), "padding adds nothing"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_shape_of_a_step_gives_the_same_bits(family: str, dtype: torch.dtype) -> None:
+    runner = TreeModel(tiny_model(family, **FAMILIES[family]).to(dtype), exact=True)
+    self_check(runner)
+    check_pieces(runner)
+    check_trees(runner, 2)
+
+
+def test_attention_is_the_usual_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("gemma2", **FAMILIES["gemma2"])
+    usual, same = TreeModel(model), TreeModel(model, exact=True)
+    assert torch.allclose(in_pieces(usual, TEXT, [100, 50]), in_pieces(same, TEXT, [100, 50]), atol=1e-4)
+
+
+def test_rows_of_a_batch_do_not_change_each_other() -> None:
+    runner = TreeModel(tiny_model().to(torch.bfloat16), exact=True)
+    alone = in_pieces(runner, TEXT[:40], [30, 10])[30:]
+    for packed in (False, True):
+        cache = TreeCache(3, 512)
+        for slot, count in ((0, 30), (1, 70), (2, 5)):
+            first = chain(0, TEXT[:count], 1)
+            first.slot = slot
+            runner.logits(runner.inputs([first], 512), cache)
+        rows = [chain(30, TEXT[30:40]), chain(70, TEXT[70:73]), Row(2, 5, [1, 2, 3], [-1, 0, 0], [5, 6, 6], 3)]
+        rows[1].slot = 1
+        logits = runner.logits(runner.inputs(rows, 512, packed=packed), cache)
+        assert torch.equal(logits[:10], alone)
+
+
+# The whole engine.
+
+PROMPTS = [[3, 5, 7, 9, 11, 13, 5, 7], [2, 4], [50] * 20 + [3, 4], [7, 8, 9] * 5, [(i * i) % 97 for i in range(90)]]
+PARAMS = [SamplingParams(max_new_tokens=40, temperature=0.9 * (i % 3 > 0), seed=i) for i in range(len(PROMPTS))]
+DECODES = {
+    "window": DecodeConfig(window_size=5, trie_nodes=0, max_batch_size=1),
+    "trie": DecodeConfig(window_size=0, trie_nodes=24, max_batch_size=1),
+    "both in a batch": DecodeConfig(window_size=4, trie_nodes=16, max_batch_size=4, prefill_chunk=32),
+}
+PLAIN = DecodeConfig.autoregressive(max_batch_size=1)
+
+
+@pytest.fixture(scope="module")
+def half_model() -> PreTrainedModel:
+    return tiny_model(spread=0.12).to(torch.bfloat16)
+
+
+def ids(engine: Engine) -> list[list[int]]:
+    return [each.token_ids for each in engine.generate(PROMPTS, PARAMS)]
+
+
+@pytest.mark.parametrize("decode", DECODES)
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_the_same_ids_in_bfloat16(decode: str, num_ranks: int, half_model: PreTrainedModel) -> None:
+    plain = Engine.from_model(half_model, decode=PLAIN, exact=True)
+    assert plain.model.exact
+    expected = ids(plain)
+    for completions in generate_on(num_ranks, half_model, DECODES[decode], PROMPTS, PARAMS, exact=True):
+        assert [each.token_ids for each in completions] == expected
+
+
+def test_without_it_bits_differ(half_model: PreTrainedModel) -> None:
+    """What exact mode is for: if this ever fails, the tests above prove nothing."""
+    runner = TreeModel(half_model, exact=False)
+    for check in (check_pieces, check_trees):
+        with pytest.raises(AssertionError):
+            check(runner)
+
+
+# What cannot be exact, and seeded faults.
+
+
+@pytest.mark.parametrize(
+    "family, sizes, reason",
+    [
+        ("bloom", {"n_head": 4, "n_layer": 2}, "its own code"),
+        ("mixtral", {"num_local_experts": 4}, "experts"),
+    ],
+)
+def test_what_cannot_be_exact_is_named(family: str, sizes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InputError, match=f"'{family}' cannot be exact: .*{reason}"):
+        self_check(TreeModel(tiny_model(family, **sizes), exact=True))
+
+
+def test_kernels_and_gpus_are_not_exact_yet() -> None:
+    with pytest.raises(InputError, match="use 'sdpa'"):
+        self_check(TreeModel(tiny_model(), exact=True, attention="triton"))
+    assert "GPU" in str(exact.refusal(tiny_model(), torch.device("cuda"), False))
+
+
+def test_a_product_that_changes_with_its_height_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact, "_HEIGHTS", (1, 8, 64))
+    model = torch.nn.Sequential(torch.nn.Linear(576, 192, bias=False))
+    found = exact.changing_heights(model)
+    assert found is not None and "with 1 rows" in found and "(192, 576)" in found
+
+
+def test_a_model_whose_layers_depend_on_the_height_is_refused() -> None:
+    model = tiny_model()
+    inner = model.model.layers[1].mlp.forward
+    model.model.layers[1].mlp.forward = lambda hidden: inner(hidden) * (1 + 1e-6 * hidden.shape[1])
+    with pytest.raises(InputError, match="cannot be exact: its logits are other bits in a step of many tokens"):
+        self_check(TreeModel(model, exact=True))
+
+
+def off_by_one(patch: pytest.MonkeyPatch) -> None:
+    def mutant(parents: list[int], num_cached: int) -> exact.Tail | None:
+        tail = find_tail(parents, num_cached)
+        if tail is None:
+            return None
+        rows = torch.cat([torch.full((len(tail.rows), 1), tail.floor - 1), tail.rows[:, :-1]], 1)
+        held = torch.cat([torch.ones(len(rows), 1, dtype=torch.bool), tail.held[:, :-1]], 1)
+        return tail if tail.floor == 0 else exact.Tail(tail.floor - 1, rows, held)
+
+    find_tail = exact.find_tail
+    patch.setattr(lpr.model.inputs, "find_tail", mutant)
+
+
+def order_of_cache_rows(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(lpr.model.inputs, "find_tail", lambda parents, num_cached: None)
+
+
+def heights_that_vary(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(lpr.model.inputs, "LEAST_HEIGHT", 1)
+
+
+def blocks_from_the_last(patch: pytest.MonkeyPatch) -> None:
+    add = exact._sum_in_order
+
+    def mutant(parts: torch.Tensor, dim: int, start: torch.Tensor | None = None) -> torch.Tensor:
+        return add(parts.flip(dim) if start is None else parts, dim, start)
+
+    patch.setattr(exact, "_sum_in_order", mutant)
+
+
+def flat_tails(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(exact, "LEAST_HEIGHT", 1)
+
+
+@pytest.mark.parametrize(
+    "fault", [off_by_one, order_of_cache_rows, heights_that_vary, blocks_from_the_last, flat_tails]
+)
+def test_faults_are_noticed(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = TreeModel(tiny_model("qwen3", **FAMILIES["qwen3"], num_attention_heads=2), exact=True)
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        check_pieces(runner)
+        check_trees(runner)

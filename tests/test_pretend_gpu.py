@@ -1,0 +1,222 @@
+"""The CUDA path on the pretend GPU: the CPU's ids, one wait a step, no pageable copy, and nothing that fell back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny_model
+from pretend_gpu import PretendError, PretendGpu, current_stream_name, gpu, guard, to_gpu
+from transformers import PreTrainedModel
+
+import lpr.model.cache
+import lpr.model.runner
+import lpr.model.sampling_reference
+from lpr import DecodeConfig, Engine, InputError, SamplingParams
+from lpr.model.cache import TreeCache
+from lpr.model.graphs import CudaCapturer
+from lpr.model.kernels.mask import TreeMask
+from lpr.model.selection import Selection
+
+__all__ = ["gpu", "guard"]
+
+PROMPTS = [[3, 5, 7, 9, 11, 13, 5, 7], [2, 4], [7, 8, 9] * 5, [(i * i) % 97 for i in range(90)]]
+DECODE = DecodeConfig(window_size=5, trie_nodes=24, max_batch_size=3)
+GREEDY = [SamplingParams(max_new_tokens=16)] * len(PROMPTS)
+MIXED = [
+    SamplingParams(
+        max_new_tokens=16, temperature=0.8 * (i % 2), top_p=(1.0, 0.9)[i // 2 % 2], top_k=9 * (i % 2), seed=i
+    )
+    for i in range(len(PROMPTS))
+]
+PROCESSED = [SamplingParams(max_new_tokens=12, repetition_penalty=1.2, no_repeat_ngram_size=3)] * len(PROMPTS)
+SETS = {"greedy": GREEDY, "mixed": MIXED, "processed": PROCESSED}
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_model(spread=0.12)
+
+
+@pytest.fixture(scope="module")
+def expected(model: PreTrainedModel) -> dict[str, list[list[int]]]:
+    engine = Engine.from_model(copy.deepcopy(model), decode=DecodeConfig.autoregressive())
+    return {name: ids(engine, params) for name, params in SETS.items()}
+
+
+def ids(engine: Engine, params: list[SamplingParams]) -> list[list[int]]:
+    return [each.token_ids for each in engine.generate(PROMPTS, params)]
+
+
+def check(
+    machine: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]], names: Any, **options: Any
+) -> Engine:
+    """Decode on the pretend GPU and compare with the CPU; count what a step may do."""
+    engine = Engine.from_model(to_gpu(copy.deepcopy(model)), decode=DECODE, **options)
+    assert engine.model.attention == options.get("attention", "triton"), "fell back"
+    assert (engine.model.graphs is not None) == options.get("graphs", True)
+    gathers = []
+    gather = engine.comm.gather
+
+    def counted(payload: torch.Tensor) -> torch.Tensor:
+        gathers.append(1)
+        return gather(payload)
+
+    engine.comm.gather = counted  # type: ignore[method-assign]
+    for name in names:
+        machine.events.clear()
+        gathers.clear()
+        assert ids(engine, SETS[name]) == expected[name]
+        assert machine.count("wait") == 0, machine.events
+        assert machine.count("pageable") == 0, machine.events
+        assert machine.count("read") == len(gathers) > 3, "exactly one wait a step"
+    assert engine.model.graph_reason is None
+    return engine
+
+
+def test_kernel_and_graphs(gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]]) -> None:
+    engine = check(gpu, model, expected, ("greedy", "mixed"))
+    assert gpu.num_kernels and gpu.num_replays > 10
+    graphs = engine.model.graphs
+    assert graphs is not None and gpu.num_captures == len(graphs.common_shapes(DECODE.num_candidates)) < 100
+    assert gpu.num_captures == engine.model.num_captures, "nothing was captured after the start"
+
+
+@pytest.mark.parametrize("options", [{"graphs": False}, {"attention": "sdpa"}], ids=str)
+def test_without_graphs_and_without_the_kernel(
+    options: dict[str, Any], gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]]
+) -> None:
+    check(gpu, model, expected, ("mixed",), **options)
+
+
+def test_processors(gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]]) -> None:
+    engine = Engine.from_model(to_gpu(copy.deepcopy(model)), decode=DECODE)
+    replays = gpu.num_replays
+    assert ids(engine, PROCESSED) == expected["processed"]
+    assert engine.model.graph_reason is None and gpu.num_replays > replays + 10
+
+
+@pytest.mark.parametrize(
+    "family, sizes",
+    [
+        ("gemma2", {"sliding_window": 9, "head_dim": 16}),
+        ("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}),
+    ],
+)
+def test_families_in_half_precision(family: str, sizes: dict[str, Any], gpu: PretendGpu) -> None:
+    model = tiny_model(family, spread=0.12, **sizes).bfloat16()
+    engine = Engine.from_model(to_gpu(model), decode=DECODE)
+    assert engine.model.attention == "triton"
+    assert all(len(each) == 16 for each in ids(engine, GREEDY))
+    assert engine.model.graph_reason is None and gpu.num_replays > 3
+
+
+# What goes wrong in a capture.
+
+
+def test_a_failed_capture_leaves_the_stream_and_names_its_cause(
+    gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]], caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = copy.deepcopy(model)
+    inner = broken.model.layers[1].mlp.forward
+
+    def waiting(hidden: torch.Tensor) -> torch.Tensor:
+        if gpu.capturing is not None:
+            hidden.sum().item()
+        return inner(hidden)
+
+    broken.model.layers[1].mlp.forward = waiting
+    engine = Engine.from_model(to_gpu(broken), decode=DECODE)
+    assert ids(engine, GREEDY) == expected["greedy"], "evaluated without graphs"
+    assert "not permitted when stream is capturing" in str(engine.model.graph_reason)
+    assert current_stream_name() == "default" and gpu.num_captures == 1
+    assert "without CUDA graphs" in caplog.text
+
+
+def test_a_capture_restores_the_stream(gpu: PretendGpu) -> None:
+    with pytest.raises(RuntimeError):
+        CudaCapturer(torch.device("cuda", 0)).capture(lambda: 1 / 0 if gpu.capturing else torch.zeros(1))  # type: ignore[arg-type, return-value]
+    assert current_stream_name() == "default" or gpu.capturing is None
+
+
+# Seeded faults.
+
+
+def selection_on_the_host(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Selection, "to", lambda self, device: self)
+
+
+def move_by_host_indices(patch: pytest.MonkeyPatch) -> None:
+    def mutant(self: TreeCache, sources: list[int], targets: list[int]) -> None:
+        for pool in self._pools if sources else ():
+            pool.index_copy_(1, torch.tensor(targets), pool.index_select(1, torch.tensor(sources)))
+
+    patch.setattr(TreeCache, "move", mutant)
+
+
+def noise_on_the_host(patch: pytest.MonkeyPatch) -> None:
+    inner = lpr.model.sampling_reference.gumbel
+    patch.setattr(
+        lpr.model.sampling_reference, "gumbel", lambda keys, ids: inner(keys, torch.arange(ids.shape[1])[None])
+    )
+
+
+def mask_on_the_host(patch: pytest.MonkeyPatch) -> None:
+    def mutant(self: TreeMask) -> torch.Tensor:
+        length = self.positions.shape[1]
+        return torch.arange(length) >= length - self.num_entries[:, None]
+
+    patch.setattr(TreeMask, "real", mutant)
+
+
+def a_choice_that_waits(patch: pytest.MonkeyPatch) -> None:
+    inner = lpr.model.runner.choose
+
+    def mutant(*args: Any) -> torch.Tensor:
+        chosen = inner(*args)
+        assert bool((chosen > -10).all())
+        return chosen
+
+    patch.setattr(lpr.model.runner, "choose", mutant)
+
+
+def a_constant_of_the_host(patch: pytest.MonkeyPatch) -> None:
+    inner = lpr.model.runner.candidates
+
+    def mutant(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, scores = inner(logits, k)
+        return tokens, scores * torch.tensor([1] * scores.shape[1], device=logits.device)
+
+    patch.setattr(lpr.model.runner, "candidates", mutant)
+
+
+def pageable_copies(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(lpr.model.cache, "to_device", lambda array, device: torch.from_numpy(array).to(device))
+
+
+@pytest.mark.parametrize(
+    "fault, options",
+    [
+        (selection_on_the_host, {"graphs": False}),
+        (move_by_host_indices, {}),
+        (noise_on_the_host, {}),
+        (mask_on_the_host, {"attention": "sdpa"}),
+        (a_choice_that_waits, {}),
+        (a_constant_of_the_host, {}),
+        (pageable_copies, {}),
+    ],
+)
+def test_faults_are_noticed(
+    fault: Callable[[pytest.MonkeyPatch], None],
+    options: dict[str, Any],
+    gpu: PretendGpu,
+    model: PreTrainedModel,
+    expected: dict[str, list[list[int]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fault(monkeypatch)
+    with pytest.raises((AssertionError, PretendError, RuntimeError, InputError)):
+        check(gpu, model, expected, ("mixed",), **options)
