@@ -127,7 +127,10 @@ def shard_row(request: Request, tree: TokenTree, shards: Sequence[Shard], rank: 
 
 def selection(batch: Sequence[Request], rows: Sequence[Row]) -> Selection:
     """How the next token after each result entry is chosen: by the request's parameters and the token's position."""
-    if all(request.params.temperature == 0 and request.processors is None for request in batch):
+    if all(
+        request.params.temperature == 0 and request.processors is None and request.params.logprobs is None
+        for request in batch
+    ):
         return GREEDY
     positions = [(row.positions[-row.num_results :] + 1).tolist() for row in rows]
     chosen = Selection.build([(request.params, each) for request, each in zip(batch, positions, strict=True)])
