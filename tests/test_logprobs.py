@@ -1,5 +1,6 @@
 """Log-probabilities, OpenAI's penalties and grammars, against plain decoding that is written out here."""
 
+import copy
 import json
 import re
 
@@ -10,6 +11,7 @@ from worlds import ThreadWorld, run_ranks
 
 import lpr
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
+from lpr.model.loader import load
 from lpr.model.sampling import gumbel, noise_key
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 9, 4, 2] * 6]
@@ -27,8 +29,6 @@ def generate(request, model):
 
     def run(prompts, params):
         def program(comm):
-            import copy
-
             engine = Engine.from_model(copy.deepcopy(model), decode=TREES, comm=comm)
             if comm.rank:
                 engine.work()
@@ -181,9 +181,11 @@ def test_an_output_keeps_to_its_grammar_and_equals_plain_decoding(bundled, tempe
 
 def test_ranks_keep_to_a_grammar_together(bundled):
     params = SamplingParams(max_new_tokens=40, temperature=0.9, seed=1, grammar=REGEX)
+    loaded = load(lpr.bundled_model(), "float32")
 
     def program(comm):
-        engine = Engine.from_pretrained(lpr.bundled_model(), DecodeConfig(window_size=3), dtype="float32", comm=comm)
+        own = copy.deepcopy(loaded.model)
+        engine = Engine.from_model(own, loaded.tokenizer, DecodeConfig(window_size=3), comm=comm)
         if comm.rank:
             engine.work()
             return None
