@@ -111,7 +111,7 @@ def test_static_inputs_say_what_direct_inputs_say() -> None:
         tokens = torch.randint(0, 97, (count,), generator=generator).tolist()
         rows.append(Row(slot, cached, tokens, parents, [cached + depth for depth in depths], min(count, 4)))
     params = [SamplingParams(temperature=0.7, top_k=4, top_p=0.8, seed=2**40 + 1), SamplingParams(), SamplingParams()]
-    results = [row.positions[-row.num_results :] for row in rows]
+    results = [row.positions[-row.num_results :].tolist() for row in rows]
     selection = Selection.build(list(zip(params, results, strict=True)))
     shape = static_shape(rows, selection, 2, num_slots=8, rows_per_slot=640, max_entries=128)
     assert shape is not None and (shape.batch, shape.num_entries, shape.num_kv, shape.num_keys) == (4, 96, 512, 64)
