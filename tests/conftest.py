@@ -45,6 +45,23 @@ def tiny_model(model_type: str = "llama", seed: int = 0, spread: float = 0.15, *
     return model
 
 
+MAY_SKIP = ("torchao", "bitsandbytes", "GPU", "LPR_LLAMA_VIM", "transformers 5", "the table is of transformers")
+"""Parts of the reasons for which CI may skip a test: what no registry here has, or what this machine is not."""
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """With LPR_NO_SKIPS=1 (CI), a test that was skipped for want of a program or a package is a failure."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if os.environ.get("LPR_NO_SKIPS") != "1" or reporter is None or hasattr(session.config, "workerinput"):
+        return
+    reasons = {str(report.longrepr[2]) for report in reporter.stats.get("skipped", []) if report.longrepr}
+    missing = sorted(reason for reason in reasons if not any(part in reason for part in MAY_SKIP))
+    for reason in missing:
+        print(f"\nskipped in CI, where nothing may be: {reason}")
+    if missing:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 @pytest.fixture(autouse=True)
 def verified_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tree that any test drafts holds the specification of a token tree."""
