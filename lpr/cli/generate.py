@@ -18,13 +18,14 @@ from lpr.cli.jobs import FileJob, Keeping, ShowJob, check_trie
 from lpr.cli.jsonl import OrderedWriter, read_prompts
 from lpr.cli.trace import check_trace
 from lpr.config import DecodeConfig, InputError, SamplingParams
+from lpr.core.digest import digest_of
 from lpr.dist.channel import CommError
 from lpr.dist.comm import Comm, agree
 from lpr.dist.runtime import World, join
 from lpr.engine.engine import Engine
 from lpr.engine.exchange import DesyncError
 from lpr.engine.options import EngineOptions, load_step_times
-from lpr.model.loader import bundled_model, digest
+from lpr.model.loader import bundled_model
 
 _RANK_0_SPEAKS = 10.0
 """Seconds that the other ranks stay after bad input; the launcher ends them as soon as rank 0 has left."""
@@ -190,7 +191,7 @@ def prepare(args: Args, world: World, comm: Comm) -> tuple[Engine, FileJob | Sho
     except InputError as error:
         failure = str(error)
     alike = replace(args, options=replace(args.options, costs=None, device=None))
-    agree(comm, failure, {"set of arguments": digest(repr(alike))})
+    agree(comm, failure, {"set of arguments": digest_of(repr(alike))})
     engine = Engine.from_pretrained(args.model or bundled_model(), args.decode, args.options, comm=comm)
     if world.rank == 0 and engine.model.graph_reason is not None:
         reason = engine.model.graph_reason

@@ -47,7 +47,7 @@ class Exchange:
         same on all ranks (rule R2), and there are few sizes.
         """
         rows = 1 << (num_trees - 1).bit_length() if num_trees else 0
-        return min(NUM_HEADER + rows * self.capacity * self.width, self._payload.numel())
+        return min(self.config.payload_words(rows, self.comm.size), self._payload.numel())
 
     @property
     def payload_bytes(self) -> int:

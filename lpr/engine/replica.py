@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from lpr.config import DecodeConfig, InputError, TreeSizes
+from lpr.core.digest import digest_of
 from lpr.core.step_times import StepTimes
 from lpr.dist.comm import Comm, agree, is_alone, is_driver
 from lpr.engine.commands import Abort, Command, Configure, Costs, Drain, Learn, RequestId, Stop, Submit
@@ -25,7 +26,7 @@ from lpr.engine.scheduler import Schedule, Scheduler, SlotMove
 from lpr.engine.sizing import Sizer, measure_step_times, resolve_sizes
 from lpr.engine.step import PhaseTimer, decode_step, untimed
 from lpr.engine.times_file import TimesFile
-from lpr.model.loader import Loaded, digest, model_digest, tokenizer_digest
+from lpr.model.loader import Loaded, model_digest, tokenizer_digest
 from lpr.model.processors import Processor
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
@@ -105,7 +106,7 @@ class Replica:
             failure = str(error)
         facts, replica_facts = {}, {}
         if not is_alone(self.comm):
-            facts["configuration"] = digest(repr((decode, options.exact)))
+            facts["configuration"] = digest_of(repr((decode, options.exact)))
             facts["tokenizer"] = tokenizer_digest(loaded.tokenizer)
             facts["form of a batch (packed or padded)"] = int(self.model.packed)
             replica_facts["model"] = model_digest(loaded.model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging as transformers_logging
 
 from lpr.config import InputError
+from lpr.core.digest import digest_of
 from lpr.model.families import position_limit
 from lpr.model.parallel import TensorParallel, load_sharded, local
 
@@ -146,11 +146,6 @@ def _first_line(failure: Exception) -> str:
     return f"{type(failure).__name__}: {lines[0] if lines else 'no message'}"[:300]
 
 
-def digest(text: str) -> int:
-    """64-bit digest of a string, the same in every process."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-
-
 def plain_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """This rank's parts of `named`, quantised tensors (wrapper subclasses such as torchao's) as values, scales, ..."""
     for name, whole in named:
@@ -176,7 +171,7 @@ def model_digest(model: PreTrainedModel) -> int:
             total += int(piece.sum(dtype=torch.int64))
             places = places * 31 + int((piece * place).sum())
         parts.append(f"{name} {tuple(tensor.shape)} {total} {places}")
-    return digest("\n".join(parts))
+    return digest_of("\n".join(parts))
 
 
 def tokenizer_digest(tokenizer: Any | None) -> int:
@@ -185,6 +180,6 @@ def tokenizer_digest(tokenizer: Any | None) -> int:
         return 0
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        return digest(repr(sorted(tokenizer.get_vocab().items())))
+        return digest_of(repr(sorted(tokenizer.get_vocab().items())))
     # Each call sets these two anew, so they say how it was used last.
-    return digest(json.dumps({**json.loads(backend.to_str()), "truncation": None, "padding": None}))
+    return digest_of(json.dumps({**json.loads(backend.to_str()), "truncation": None, "padding": None}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -152,7 +153,11 @@ class TreeModel:
 
     def release(self) -> None:
         """Drop captured graphs and the cache: a graph that holds a collective must go before its communicator."""
+        had_graphs = self.graphs is not None
         self.graphs = self.cache = None
+        if had_graphs:
+            gc.unfreeze()  # what a command froze may hold them in a cycle
+            gc.collect()
 
     @property
     def num_captures(self) -> int:
