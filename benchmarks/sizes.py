@@ -35,11 +35,8 @@ from benchmarks.replay import (
     tasks_of,
 )
 from lpr.config import DecodeConfig
-from lpr.core.budget import AcceptanceHistory, AdaptiveBudget, Draft
-from lpr.core.drafting import Drafter
 from lpr.core.step_times import KNOTS, SHORTEST_KV, StepTimes, read_step_times
-from lpr.core.suffix_index import SuffixIndex
-from lpr.core.tree import TokenTree
+from lpr.native import AcceptanceHistory, AdaptiveBudget, Draft, Drafter, SuffixIndex, TokenTree
 
 Learnt = Callable[[], SuffixIndex]
 """Makes the shared trie that every contestant starts with."""

@@ -12,7 +12,7 @@ from worlds import ThreadWorld, run_ranks
 import lpr
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.model.loader import load
-from lpr.model.sampling import gumbel, noise_key
+from lpr.model.noise import gumbel, noise_key
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 9, 4, 2] * 6]
 TREES = DecodeConfig(window_size=5, ngram_size=4, guess_set_size=4, trie_nodes=24, max_batch_size=2)

@@ -11,9 +11,8 @@ import pytest
 
 from benchmarks import sizes
 from benchmarks.replay import Task
-from lpr.core.budget import AcceptanceHistory
 from lpr.core.step_times import StepTimes
-from lpr.core.suffix_index import SuffixIndex
+from lpr.native import AcceptanceHistory, SuffixIndex
 
 
 def copying_text(rng: random.Random, length: int) -> list[int]:
