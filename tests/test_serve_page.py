@@ -45,9 +45,16 @@ def page(browser):
 def open_page(browser, service):
     browser.set_window_size(1280, 800)
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+    leave(browser)
     browser.get(service.url + "/")
-    wait(browser, lambda: browser.execute_script("return document.body.dataset.ready") == "yes")
+    wait(browser, lambda: browser.execute_script("return document.body?.dataset.ready") == "yes")
     return browser
+
+
+def leave(browser):
+    """Leave the page of the test before, whose service is gone, and forget what it logged."""
+    browser.get("about:blank")
+    browser.get_log("browser")
 
 
 def wait(browser, condition):
@@ -144,6 +151,7 @@ def test_a_model_without_the_tokens_says_so(browser):
 
 def test_a_key_is_asked_for(browser):
     with served(api_key="secret") as service:
+        leave(browser)
         browser.get(service.url + "/")
         wait(browser, lambda: "key" in element(browser, "facts").text)
         element(browser, "key").send_keys("secret\t")
