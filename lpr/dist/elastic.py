@@ -112,6 +112,11 @@ class ElasticComm:
     # As the engine sees it.
 
     @property
+    def epoch(self) -> int:
+        """Number of the mesh among all that the job has had: a later driver has a higher one."""
+        return self._epoch
+
+    @property
     def newcomers(self) -> tuple[int, ...]:
         """As Membership.newcomers."""
         if not self._heart.newcomers:

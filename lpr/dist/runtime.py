@@ -24,7 +24,7 @@ from lpr.dist.elastic import FIRST_EPOCH, ElasticComm
 from lpr.dist.group import Group, IsBroken
 from lpr.dist.group import connect as join_group
 from lpr.dist.heart import Heart
-from lpr.dist.places import JOINS, REPLICA
+from lpr.dist.places import SUPERVISED
 from lpr.dist.register import Member, Register
 
 
@@ -41,11 +41,9 @@ class World:
     """Did torchrun (or another launcher with its environment) start this process?"""
     local_size: int = 1
     """Processes on this machine."""
-    replica: int | None = None
-    """Number of this rank's replica among all that were ever started, where lost ones are replaced (see
-    lpr.dist.supervisor); None where a lost rank ends the job."""
-    joins: bool = False
-    """Does this process replace one that was lost? Then it is never the first driver, whatever its rank."""
+    supervised: bool = False
+    """Are lost ranks replaced while the others go on (lpr.dist.supervisor)? Then `rank` counts all that were ever
+    started, and one from `size` on replaces another."""
 
     @classmethod
     def from_environment(cls) -> World:
@@ -59,16 +57,10 @@ class World:
                 local_rank=int(os.environ.get("LOCAL_RANK", "0")),
                 attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
                 launched="RANK" in os.environ and "MASTER_ADDR" in os.environ,
-                replica=int(os.environ[REPLICA]) if REPLICA in os.environ else None,
-                joins=JOINS in os.environ,
+                supervised=SUPERVISED in os.environ,
             )
         except ValueError as failure:
             raise InputError(f"RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers: {failure}") from failure
-
-    @property
-    def leads(self) -> bool:
-        """Is this the rank that speaks for all while they start?"""
-        return self.rank == 0 and not self.joins
 
     def mesh_shape(self, tp: int, lp: int | None = None) -> tuple[int, int]:
         """The mesh (lp, tp) of this world for replicas of `tp` ranks; raises InputError if it has no such mesh."""
@@ -99,11 +91,11 @@ def join(
     InputError when the ranks cannot meet.
     """
     shape = world.mesh_shape(tp)
-    if world.size == 1 and world.replica is None:
+    if world.size == 1 and not world.supervised:
         yield SoloComm()
         return
     _die_with_launcher()
-    if world.replica is not None:
+    if world.supervised:
         with _join_elastic(world, device, timeout, tp, load_timeout) as elastic:
             yield elastic
         return
@@ -149,7 +141,6 @@ def _join_elastic(
     world: World, device: str | None, timeout: float, tp: int, load_timeout: float | None
 ) -> Iterator[ElasticComm]:
     """As `join`, where lost replicas are replaced while the others go on."""
-    assert world.replica is not None
     limit = max(timeout, load_timeout or timeout)
     on_gpu = device is not None and device.startswith("cuda")
     num_sharing = _num_sharing(world, tp, on_gpu)
@@ -157,7 +148,7 @@ def _join_elastic(
     if on_gpu:
         torch.cuda.set_device(device)
     where = torch.device(device if nccl and device is not None else "cpu")
-    member = Member(world.replica, world.rank % tp)
+    member = Member(*divmod(world.rank, tp))
 
     def store() -> dist.Store:
         return _connect(world, timedelta(seconds=limit))
@@ -186,7 +177,7 @@ def _join_elastic(
             )  # fmt: skip
         comm = ElasticComm(
             mine, Heart(register), connect, world.size // tp,
-            joins=world.joins, tp_group=tp_group, timeout=timeout,
+            joins=world.rank >= world.size, tp_group=tp_group, timeout=timeout,
         )  # fmt: skip
         comm.tp_mesh, comm.num_sharing = mesh, num_sharing
     except (CommError, RuntimeError, ValueError) as failure:
@@ -238,6 +229,6 @@ def leave(world: World, code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     gc.unfreeze()
-    if world.size > 1 or world.replica is not None:
+    if world.size > 1 or world.supervised:
         os._exit(code)
     sys.exit(code)
