@@ -11,6 +11,8 @@ from asyncio.subprocess import Process
 from collections.abc import Sequence
 from pathlib import Path
 
+from lpr.serve.options import parse
+
 SOCKET = "LPR_SERVE_SOCKET"
 """Environment variable that tells rank 0 where the front listens."""
 _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR",
@@ -31,16 +33,16 @@ def environment(socket: Path, num_ranks: int) -> dict[str, str]:
 
 
 def command(argv: Sequence[str], num_ranks: int) -> list[str]:
-    """How to start the ranks: one process, or torch's launcher."""
-    module = ["-m", "lpr.serve.rank", *argv]
+    """How to start the ranks: one process, or the supervisor of all, which replaces those that are lost."""
     if num_ranks == 1:
-        return [sys.executable, *module]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    return [sys.executable, *launcher, *module]
+        return [sys.executable, "-m", "lpr.serve.rank", *argv]
+    tp = parse(argv, quiet=True).tp
+    mesh = [str(num_ranks // tp), str(tp)]
+    return [sys.executable, "-m", "lpr.dist.supervisor", *mesh, "lpr.serve.rank", *argv]
 
 
 class Ranks:
-    """The ranks as one child process: the only one, or the launcher of all."""
+    """The ranks as one child process: the only one, or the supervisor of all."""
 
     def __init__(self, argv: Sequence[str], num_ranks: int, socket: Path) -> None:
         """Prepare to start `num_ranks` ranks with the flags `argv`."""
