@@ -398,7 +398,7 @@ def attention(sizes: Sizes, bytes_per_s: float | None) -> dict[str, Any]:
 
 def attention_row(heads: tuple[int, int], count: int, length: int, sizes: Sizes) -> dict[str, Any]:
     """Microseconds and error of each version for one size; a version that fails is recorded with its reason."""
-    from lpr.model.kernels import reference, attention_kernel
+    from lpr.model.kernels import attention_kernel, reference
 
     [row], _ = tree_step(length - count, count, 8)
     mask = build_mask([row.parents], [row.num_cached], torch.tensor([row.positions], device=sizes.device), sizes.device)

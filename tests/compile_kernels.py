@@ -14,10 +14,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from lpr.model.kernels.sampling_code import choose_rows
-from lpr.model.kernels.sampling_kernel import BLOCK, NUM_WARPS
 from lpr.model.kernels.attention_code import attend, combine
 from lpr.model.kernels.attention_kernel import choose_tiles
+from lpr.model.kernels.sampling_code import choose_rows
+from lpr.model.kernels.sampling_kernel import BLOCK, NUM_WARPS
 
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16"}
 EVERYTHING = ("HAS_SOFTCAP", "HAS_WINDOW", "HAS_CHUNK", "HAS_SINKS")
