@@ -21,14 +21,11 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import random
-import re
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -38,6 +35,7 @@ from rich.console import Console
 
 from benchmarks.common import attempt, model_parser, progress, run_main, whole
 from benchmarks.data import load_prompts
+from benchmarks.services import running
 from lpr.config import InputError
 
 SETTINGS = {
@@ -47,7 +45,6 @@ SETTINGS = {
     "lookahead, no reuse": ("--no-prefix-reuse",),
 }
 KINDS = ("closed", "poisson", "burst", "typing")
-START_SECONDS = 300.0
 KEY_SECONDS = 0.2
 """Mean time between two keystrokes."""
 
@@ -219,33 +216,20 @@ def quantiles(values: Sequence[float]) -> dict[str, float] | None:
     return {name: round(1e3 * value, 2) for name, value in at.items()}
 
 
-@contextlib.contextmanager
-def service(flags: Sequence[str], options: argparse.Namespace) -> Iterator[str]:
-    """A service of one's own on a free port; yields its address once it is ready. Raises InputError."""
-    command = [sys.executable, "-m", "lpr.serve", "--port", "0", "--no-access-log", "--lp", str(options.lp), *flags]
-    command += ["--dtype", options.dtype, "--max-batch-size", str(options.batch)]
+def flags_of(setting: str, options: argparse.Namespace) -> list[str]:
+    """The flags of a service of one setting."""
+    flags = [
+        "--no-access-log",
+        "--lp",
+        str(options.lp),
+        "--dtype",
+        options.dtype,
+        "--max-batch-size",
+        str(options.batch),
+    ]
     for name in ("model", "device"):
-        command += [f"--{name}", getattr(options, name)] if getattr(options, name) else []
-    threads = {"OMP_NUM_THREADS": str(options.threads)} if options.threads else {}
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=sys.stderr, text=True, env={**os.environ, **threads}
-    )
-    try:
-        assert process.stdout is not None
-        found = re.search(r"http://\S+", process.stdout.readline())
-        if not found:
-            raise InputError(f"the service did not start: {' '.join(command)}")
-        end = time.monotonic() + START_SECONDS
-        while httpx.get(found[0] + "/readyz").status_code != 200:
-            if process.poll() is not None or time.monotonic() > end:
-                raise InputError(f"the service did not become ready: {' '.join(command)}")
-            time.sleep(0.2)
-        yield found[0]
-    finally:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(30)
-        process.kill()
+        flags += [f"--{name}", getattr(options, name)] if getattr(options, name) else []
+    return [*flags, *SETTINGS[setting]]
 
 
 def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
@@ -259,7 +243,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         urls = {"given": options.url} if options.url else {}
         for name in () if options.url else options.settings:
-            urls[name] = stack.enter_context(service(SETTINGS[name], options))
+            urls[name] = stack.enter_context(running(flags_of(name, options), options.threads)).url
         advance = stack.enter_context(progress(console, options.rounds * len(loads) * len(urls), "asking"))
         for url in urls.values():  # the first requests of a process are slower
             warm = argparse.Namespace(**{**vars(options), "requests": 2, "first": 0})
