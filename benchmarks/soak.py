@@ -84,7 +84,7 @@ def make_cases(model: str, seed: int) -> list[Case]:
     dice = random.Random(seed)
     bodies: list[dict[str, Any]] = []
     for index in range(32):
-        body = {"prompt": dice.choice(PROMPTS), "max_tokens": dice.choice((4, 16, 48)), "seed": index,
+        body: dict[str, Any] = {"prompt": dice.choice(PROMPTS), "max_tokens": dice.choice((4, 16, 48)), "seed": index,
                 "temperature": dice.choice((0.0, 0.0, 0.8, 1.2))}  # fmt: skip
         if dice.random() < 0.3:
             body |= {"top_p": 0.9, "top_k": 20}

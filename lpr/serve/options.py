@@ -43,8 +43,9 @@ class ServeArgs:
     """TOML file with values for any of these flags; flags given here win."""
     trie: Path | None = None
     """Folder or .safetensors file: draft from what earlier runs wrote, and keep what this one writes."""
-    share_drafts: Literal["none", "all"] = "all"
-    """Whose outputs drafts may come from. Acceptance speed tells one client what another wrote: none keeps apart."""
+    share_drafts: Literal["none", "key", "all"] = "key"
+    """Whose earlier outputs a request is drafted from: nobody's, those of its API key, or all. Speed tells what drafts
+    were made of; so with key and none, prompts of different keys share no cached prefix either."""
     fim: str = "auto"
     """Family whose fill-in-the-middle prompts the model wants (see /fim); auto: found by its tokens; none: no."""
     chat_template: Path | None = None
