@@ -95,6 +95,7 @@ class Driver:
             logprobs,
             sources,
             usage_of(request) if ended else None,
+            request.text_stream.stop_reason if ended else None,
         )
 
     def _sources(self, request: Request, count: int) -> list[str]:
