@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
+from lpr.cli.config_file import defaults
 from lpr.cli.flags import flag_types
 from lpr.config import DecodeConfig, InputError
 from lpr.engine.options import EngineOptions
@@ -91,45 +91,16 @@ class ServeArgs:
 
 
 _GROUPS = {"engine": EngineOptions, "decode": DecodeConfig}
-_PATHS = ("trie", "chat_template", "api_key_file", "tls_cert", "tls_key", "costs")
+"""Fields of ServeArgs whose own fields are flags."""
 
 
 def parse(argv: Sequence[str], quiet: bool = False) -> ServeArgs:
     """Arguments from `argv` over those of its `--config` file; raises InputError or SystemExit."""
-    default = ServeArgs()
-    for index, word in enumerate(argv):
-        if word == "--config" and index + 1 < len(argv):
-            default = read_config(Path(argv[index + 1]))
-        elif word.startswith("--config="):
-            default = read_config(Path(word.removeprefix("--config=")))
+    default = defaults(argv, ServeArgs, _GROUPS)
     with flag_types:
         args = tyro.cli(ServeArgs, prog="lpr.serve", args=list(argv), default=default, console_outputs=not quiet)
     check(args)
     return replace(args, api_key=args.api_key or os.environ.get("LPR_API_KEY") or None)
-
-
-def read_config(path: Path) -> ServeArgs:
-    """The arguments that a TOML file sets; its keys are the flags' names with underscores. Raises InputError."""
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as failure:
-        raise InputError(f"cannot read --config {path}: {failure.strerror or failure}") from failure
-    except ValueError as failure:
-        raise InputError(f"--config {path} is not TOML: {failure}") from failure
-    mesh = values.pop("mesh", {})
-    if not isinstance(mesh, dict) or not set(mesh) <= {"lp", "tp"}:
-        raise InputError(f"--config {path}: mesh must be like {{ lp = 4, tp = 2 }}, not {mesh!r}")
-    parts: dict[str, dict[str, Any]] = {"": {}, "engine": {}, "decode": {}}
-    homes = {field.name: "" for field in fields(ServeArgs) if field.name not in (*_GROUPS, "config")}
-    homes |= {field.name: group for group, kind in _GROUPS.items() for field in fields(kind)}
-    for name, value in {**mesh, **values}.items():
-        if name not in homes:
-            raise InputError(f"--config {path}: unknown key {name!r}; keys are flags with underscores")
-        parts[homes[name]][name] = Path(value) if name in _PATHS else tuple(value) if isinstance(value, list) else value
-    try:
-        return ServeArgs(**parts[""], engine=EngineOptions(**parts["engine"]), decode=DecodeConfig(**parts["decode"]))
-    except (InputError, TypeError) as failure:
-        raise InputError(f"--config {path}: {failure}") from failure
 
 
 def check(args: ServeArgs) -> None:
