@@ -20,21 +20,26 @@ from lpr.engine.options import EngineOptions
 class ServeArgs:
     """Serve a model: OpenAI's completions and chats, llama.cpp's /infill, and a page to try them.
 
-    Without arguments, serves the small code model that comes with lpr on one rank.
+    Without arguments, serves the small code model that comes with lpr on one rank: open http://127.0.0.1:8000 in a
+    browser, or give an OpenAI client http://127.0.0.1:8000/v1 as its base URL. For a model of your own on 4 GPUs:
+
+        python -m lpr.serve --model Qwen/Qwen2.5-Coder-7B --lp 4 --api-key SECRET
+
+    lp splits one request's guesses over replicas, tp splits the model's weights; lp x tp ranks are started.
     """
 
     model: str | None = None
     """Model folder or hub id. Default: the small code model that comes with lpr."""
     served_model_name: tuple[str, ...] = ()
-    """Names that clients may ask for; the first is answered with. Default: the model as given."""
+    """Names that clients may ask for the model by; answers carry the first. Default: the model as given."""
     host: str = "127.0.0.1"
-    """Address to listen at; 0.0.0.0 is every one."""
+    """Address to listen at; 0.0.0.0 listens at all of this machine's, also for others."""
     port: int = 8000
     """Port to listen at; 0 takes a free one."""
     lp: int | None = None
-    """Replicas (lookahead parallel). Default: 1, or under torchrun as many as the ranks make."""
+    """Replicas that work on each request together. Default: 1, or under torchrun as many as the ranks make."""
     tp: int = 1
-    """Ranks that share one replica of the model (tensor parallel)."""
+    """Ranks that share one replica of the model, each with a part of its weights."""
     timeout: float = 300.0
     """Seconds that a rank waits for the others in a step before it gives up."""
     load_timeout: float = 3600.0
@@ -44,8 +49,7 @@ class ServeArgs:
     trie: Path | None = None
     """Folder or .safetensors file: draft from what earlier runs wrote, and keep what this one writes."""
     share_drafts: Literal["none", "key", "all"] = "key"
-    """Whose earlier outputs a request is drafted from: nobody's, those of its API key, or all. Speed tells what drafts
-    were made of; so with key and none, prompts of different keys share no cached prefix either."""
+    """Whose earlier outputs a request is drafted from: nobody's, those of its own API key, or everybody's."""
     fim: str = "auto"
     """Family whose fill-in-the-middle prompts the model wants (see /fim); auto: found by its tokens; none: no."""
     chat_template: Path | None = None
