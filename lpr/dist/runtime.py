@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,7 +22,7 @@ from lpr.dist.elastic import FIRST_EPOCH, ElasticComm
 from lpr.dist.group import Group, IsBroken
 from lpr.dist.group import connect as join_group
 from lpr.dist.heart import Heart
-from lpr.dist.places import SUPERVISED
+from lpr.dist.places import SUPERVISED, die_with_parent
 from lpr.dist.register import Member, Register
 
 
@@ -185,9 +183,11 @@ def _join_elastic(
         raise InputError(f"rank {world.rank} of {world.size} cannot join the others: {first}") from failure
     try:
         yield comm
-        comm.finish()
-    finally:
-        comm.close()
+    except BaseException as failure:
+        comm.close(f"rank {world.rank} failed: {type(failure).__name__}")
+        raise
+    comm.finish()
+    comm.close()
 
 
 def _num_sharing(world: World, tp: int, on_gpu: bool) -> int:
@@ -216,9 +216,11 @@ def _connect(world: World, limit: timedelta, is_host: bool = False) -> dist.Stor
 
 
 def _die_with_launcher() -> None:
-    """Ask Linux to end this process when its launcher dies: an orphan would wait for its peers until the time-out."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 = PR_SET_PDEATHSIG
+    """See that this process ends when its launcher dies: an orphan would wait for its peers until the time-out."""
+    die_with_parent()
+    launcher = os.environ.get(SUPERVISED)
+    if launcher is not None and os.getppid() != int(launcher):
+        raise InputError("the supervisor of this rank has ended")
 
 
 def leave(world: World, code: int) -> NoReturn:
