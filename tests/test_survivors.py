@@ -161,11 +161,20 @@ def test_a_second_rank_dies_while_the_first_is_mourned(
 
 def test_idle_ranks_lose_their_driver(llama: PreTrainedModel, expected: list[list[int]], span: tuple[int, int]) -> None:
     """Commands without steps: idle ranks are handed what they missed, and many of them in a row are confirmed."""
-    for index, late in ((span[0] + 3, False), (span[0] + 3, True), (span[0] + 20, True)):
+    first = span[0]
+    some = frozenset({2})
+    for fault in (
+        Fault(0, first + 3, 0),
+        Fault(0, first + 3, 0, True, some),
+        Fault(0, first + 20, 0, True, some),
+        Fault(0, first + 4, 1, True),  # the driver lives, and says it again
+        Fault(0, first + 4, 1, True, some),
+        Fault(0, first + 16, 1),  # about where they confirm
+    ):
         job = Job(llama, num_learns=40)
-        world = run(job, Fault(0, index, 0, late, frozenset({2}) if late else frozenset()))
-        assert texts(job) == expected
-        assert world.died == {0} and job.drivers == [0, 1]
+        world = run(job, fault)
+        assert texts(job) == expected, fault
+        assert world.died == {fault.victim} and job.drivers == ([0] if fault.victim else [0, 1]), fault
 
 
 class JoinedJob(Job):
