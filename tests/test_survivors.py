@@ -221,6 +221,36 @@ def test_replicas_that_were_all_lost_begin_anew(llama: PreTrainedModel, expected
     assert texts(job) == expected and job.drivers == [0, 1, 2]
 
 
+class FailingJob(Job):
+    """Replica 1 runs out of memory in the middle."""
+
+    def __call__(self, comm: ElasticComm) -> None:
+        if comm._replica != 1:
+            super().__call__(comm)
+            return
+        engine = Engine.from_model(self.model, decode=self.decode, comm=comm)
+        evaluate, calls = engine.model.evaluate, itertools.count()
+
+        def out_of_memory(*arguments: object) -> object:
+            if next(calls) == 6:
+                raise MemoryError("no memory left on this rank")
+            return evaluate(*arguments)  # type: ignore[arg-type]
+
+        engine.model.evaluate = out_of_memory  # type: ignore[method-assign,assignment]
+        engine.work()
+
+
+def test_an_exception_in_one_rank_is_that_ranks_loss(llama: PreTrainedModel, expected: list[list[int]]) -> None:
+    job = FailingJob(llama)
+    world = ElasticWorld(3)
+    for replica in range(3):
+        world.start(replica, job)
+    with pytest.raises(MemoryError, match="on this rank"):
+        world.join()
+    assert list(world.failures) == [1]
+    assert texts(job) == expected and set(job.widths) == {2, 3}
+
+
 # Seeded faults: each must be caught by the tests above.
 
 
