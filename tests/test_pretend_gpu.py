@@ -124,8 +124,9 @@ def test_the_drop_in_waits_once_a_step_and_not_for_each_token(gpu: PretendGpu, m
         gpu.events.clear()
         found = there.generate(OnGpu(prompt), max_new_tokens=count, custom_generate=Lookahead(DECODE), **wanted)
         assert held(found).tolist() == expected.tolist()
-        waits.append(gpu.count("wait"))
-    assert waits[1] == waits[2], "what is asked of a GPU after each token holds it up"
+        waits.append(gpu.count("wait") + gpu.count("read"))
+    tokens, steps = 2 * (30 - 10), waits[2] - waits[1]
+    assert 0 < steps <= tokens / 2, "a step waits once, and two rows share it"
 
 
 # What goes wrong in a capture.
