@@ -196,8 +196,12 @@ class Engine(Replica):
         return advanced
 
     def work(self) -> None:
-        """What every rank but the driver does: take part in each step until the driver calls `close`."""
-        while not self.is_stopped:
+        """What every rank but the driver does: take part in each step until the driver calls `close`.
+
+        Also returns when the driver was lost and this rank has taken its place (`is_driver(engine.comm)`); `requests`
+        then holds what has to go on.
+        """
+        while not self.is_stopped and not is_driver(self.comm):
             self.step()
 
     def drain(self) -> None:
@@ -209,7 +213,8 @@ class Engine(Replica):
         """End the job on all ranks, aborting what runs; frees captured graphs, which communicators must outlive."""
         if is_driver(self.comm) and not self.is_stopped:
             self._post(Stop())
-        self.work()
+        while not self.is_stopped:
+            self.step()
         self._keep_times()
         self.model.release()
 

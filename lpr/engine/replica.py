@@ -7,9 +7,10 @@ update, and nothing in it asks which rank this is, but for the shard that the ra
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -127,6 +128,11 @@ class Replica:
         if outside:
             raise InputError(f"token id {outside[0]} is not in the model's vocabulary of {self.model.vocab_size}")
         return ids
+
+    @property
+    def requests(self) -> Mapping[RequestId, Request]:
+        """Submitted and not finished requests by their ids, on every rank alike: ids, text, what nobody has taken."""
+        return MappingProxyType(self._requests)
 
     @property
     def costs(self) -> StepTimes | None:
