@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from lpr.serve.link import Link
-from lpr.serve.messages import Hello, Stop, ToFront
+from lpr.serve.messages import Hello, ToFront
 from lpr.serve.service import STALE_PULSE, Service
 
 LOOK_EVERY = 0.5
@@ -51,7 +51,7 @@ class Patience:
     """How long the ranks are waited for, and how often they are started."""
 
     load_seconds: float = 3600.0
-    """Until they are ready."""
+    """Without a word before they are ready."""
     silent_seconds: float = 2 * STALE_PULSE
     """Without a pulse of a driver that is ready; above what ranks need that look after each other."""
     most_failures: int = 5
@@ -103,8 +103,7 @@ class Keeper:
         raise AssertionError("there is always a next start")
 
     async def close(self) -> None:
-        """End the ranks: what is loading at once, a driver when it has heard of it."""
-        self._link.send(Stop())
+        """Wait for the end of ranks whose driver has been told to stop; others are stopped at once."""
         if self._ranks is not None:
             await self._ranks.stop(STOP_SECONDS if self._service.up else LOOK_EVERY)
 
@@ -146,9 +145,9 @@ class Keeper:
         service, patience = self._service, self._patience
         if service.up:
             limit, what = patience.silent_seconds, "the driver has said nothing"
-        elif self._link.connected or not service.outage.startswith("the driver"):
+        elif self._link.connected or not service.awaits_takeover:
             # Loading can hold up the thread of the pulses for long: on slow storage that is no sign of death.
-            limit, what = patience.load_seconds, "loading has not ended"
+            limit, what = patience.load_seconds, "nothing was said while they load"
             if silent > STALE_PULSE and self._pid is not None and _is_stopped(self._pid):
                 return f"process {self._pid}, the driver, is stopped"
         else:

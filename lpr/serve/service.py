@@ -287,6 +287,11 @@ class Service:
             self._fail(job, reason)
 
     @property
+    def awaits_takeover(self) -> bool:
+        """Was the driver lost, and not yet all ranks?"""
+        return self.facts is not None and not self.up and not self._restarted
+
+    @property
     def progress(self) -> str:
         """What start-up is doing, in words."""
         if self.loading is None:

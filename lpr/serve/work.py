@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +17,10 @@ from lpr.engine.exchange import DesyncError
 from lpr.engine.trie_file import check_writable, read_trie, trie_path
 from lpr.model.loader import bundled_model
 from lpr.serve.driver import Driver
-from lpr.serve.line import Line
+from lpr.serve.line import FrontGoneError, Line
 from lpr.serve.messages import Loading
 from lpr.serve.options import ServeArgs
+from lpr.serve.ranks import SOCKET
 
 
 def run(args: ServeArgs, line: Line | None) -> None:
@@ -33,12 +35,24 @@ def run(args: ServeArgs, line: Line | None) -> None:
         engine = Engine.from_pretrained(model, _decode(args), replace(args.engine, device=device), comm=comm)
         # What is loaded stays: without this, each full collection walks a million objects, in the middle of some step.
         gc.freeze()
-        if line is None:
-            engine.work()
+        if line is not None:
+            _drive(engine, line, model, args.trie)
+            return
+        engine.work()
+        if engine.is_stopped:
             engine.close()
             return
-        with _stopped(engine), _kept_trie(args.trie, engine):
-            Driver(engine, line, model).run()
+        # The driver was lost, and this rank has taken its place; the front tells what it has got of each request.
+        if SOCKET not in os.environ:
+            raise FrontGoneError("the driver was lost, and the front with it")
+        line = Line(Path(os.environ[SOCKET]), epoch=getattr(engine.comm, "epoch", 1), loaded=True)
+        with contextlib.closing(line):
+            _drive(engine, line, model, args.trie)
+
+
+def _drive(engine: Engine, line: Line, model: str, trie: Path | None) -> None:
+    with _stopped(engine), _kept_trie(trie, engine):
+        Driver(engine, line, model).run()
 
 
 def _decode(args: ServeArgs) -> DecodeConfig:
@@ -63,7 +77,7 @@ def _stopped(engine: Engine) -> Iterator[None]:
 def _kept_trie(path: Path | None, engine: Engine) -> Iterator[None]:
     """Draft from the trie at `path`, and save it at the end."""
     if path is not None:
-        if trie_path(path).exists():
+        if trie_path(path).exists() and not engine.requests:  # a rank that takes over knows it already
             read_trie(path)
             engine.load_trie(path)
         check_writable(path)
