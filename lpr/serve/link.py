@@ -18,6 +18,9 @@ from lpr.serve.messages import (
     read_to_front,
 )
 
+_FAREWELL = 1.0
+"""Seconds for what was sent last to leave."""
+
 
 class Link:
     """Messages to and from the driver."""
@@ -28,6 +31,7 @@ class Link:
         self._lost = lost
         self._server: asyncio.Server | None = None
         self._writer: asyncio.StreamWriter | None = None
+        self._serving: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._epoch = -1
         self._path: Path | None = None
 
@@ -59,15 +63,24 @@ class Link:
             self._lost()
 
     async def close(self) -> None:
-        """Hang up and stop listening."""
-        self.hang_up()
+        """Stop listening, and hang up when what was sent has left."""
         if self._server is not None:
             self._server.close()
             self._server = None
+        self.hang_up()
+        for writer in self._serving.values():
+            writer.close()
+        if self._serving:
+            await asyncio.wait(self._serving, timeout=_FAREWELL)
+        for writer in self._serving.values():  # a process that stands still reads nothing
+            writer.transport.abort()
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving[task] = writer
         frames = FrameReader()
         greeted = False
         try:
@@ -87,6 +100,7 @@ class Link:
             writer.close()
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
+            self._serving.pop(task, None)
 
     def _greet(self, message: ToFront, writer: asyncio.StreamWriter) -> None:
         """Let a driver take the place of the one before; raises ProtocolError for who may not."""

@@ -386,7 +386,6 @@ class Service:
 
     def _next(self) -> Job | None:
         """The request that the driver gets next; None if it has enough."""
-        self._again = [job for job in self._again if job.id in self._jobs]
         suspect = most_suspect([*self._given.values(), *self._again])
         if suspect is not None:
             # Nothing else is begun until it has shown a token: if the ranks die again, it is known which one did it.
@@ -433,6 +432,8 @@ class Service:
         job.ended = time.monotonic()
         self._jobs.pop(job.id, None)
         self._given.pop(job.id, None)
+        if job in self._again:
+            self._again.remove(job)
         if chunk.finish_reason in ("stop", "length"):
             self._durations.append(job.ended - (job.given or job.arrived))
         for tell in self.on_end:
