@@ -28,7 +28,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -220,15 +220,24 @@ def quantiles(values: Sequence[float]) -> dict[str, float] | None:
 
 
 @contextlib.contextmanager
-def service(flags: Sequence[str], options: argparse.Namespace) -> Iterator[str]:
-    """A service of one's own on a free port; yields its address once it is ready. Raises InputError."""
+def started(
+    flags: Sequence[str], options: argparse.Namespace, environment: Mapping[str, str] | None = None
+) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A service of one's own on a free port; yields its address and its process once it is ready. Raises InputError.
+
+    `environment` adds to this process's own.
+    """
     command = [sys.executable, "-m", "lpr.serve", "--port", "0", "--no-access-log", "--lp", str(options.lp), *flags]
     command += ["--dtype", options.dtype, "--max-batch-size", str(options.batch)]
     for name in ("model", "device"):
         command += [f"--{name}", getattr(options, name)] if getattr(options, name) else []
     threads = {"OMP_NUM_THREADS": str(options.threads)} if options.threads else {}
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=sys.stderr, text=True, env={**os.environ, **threads}
+        command,
+        stdout=subprocess.PIPE,
+        stderr=sys.stderr,
+        text=True,
+        env={**os.environ, **threads, **(environment or {})},
     )
     try:
         assert process.stdout is not None
@@ -240,12 +249,13 @@ def service(flags: Sequence[str], options: argparse.Namespace) -> Iterator[str]:
             if process.poll() is not None or time.monotonic() > end:
                 raise InputError(f"the service did not become ready: {' '.join(command)}")
             time.sleep(0.2)
-        yield found[0]
+        yield found[0], process
     finally:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(30)
         process.kill()
+        process.wait()
 
 
 def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
@@ -259,7 +269,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         urls = {"given": options.url} if options.url else {}
         for name in () if options.url else options.settings:
-            urls[name] = stack.enter_context(service(SETTINGS[name], options))
+            urls[name], _ = stack.enter_context(started(SETTINGS[name], options))
         advance = stack.enter_context(progress(console, options.rounds * len(loads) * len(urls), "asking"))
         for url in urls.values():  # the first requests of a process are slower
             warm = argparse.Namespace(**{**vars(options), "requests": 2, "first": 0})
