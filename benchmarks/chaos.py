@@ -179,7 +179,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Start a service, disturb it, stop it, and look for what is left; raises InputError."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="chaos-", dir=options.folder) as folder:
-        flags = ["--request-timeout", "900", "--shutdown-timeout", "60", *options.flags]
+        flags = ["--request-timeout", "900", "--shutdown-timeout", "60"]
         with started(flags, options, {"TMPDIR": folder}) as (url, process):
             traces = Traces(psutil.Process(process.pid), Path(folder))
             traces.look()
@@ -193,6 +193,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
                 result["problems"].append(f"the service did not end: {type(failure).__name__}")
         time.sleep(1.0)
         left = traces.left()
+        result["problems"] += [f"left behind: {each.name}" for each in traces.folder.rglob("*")]
         port = int(url.rpartition(":")[2])
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
             left["ports"] += 1
@@ -237,7 +238,6 @@ def make_chaos_parser() -> OneLineParser:
     parser.add_argument("--device", metavar="D", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     parser.add_argument("--dtype", default="float32", help="float32 (default): others round by a product's height")
     parser.add_argument("--folder", metavar="DIR", help="where the run keeps temporary files (default: the system's)")
-    parser.add_argument("--flags", nargs="*", default=[], metavar="F", help="further flags of lpr.serve, without --")
     return parser
 
 
@@ -245,7 +245,6 @@ def main() -> int:
     """Run from the command line: 0, 1 if something went wrong, 2 for bad input."""
     parser = make_chaos_parser()
     options = parser.parse_args()
-    options.flags = [f"--{flag}" if index % 2 == 0 else flag for index, flag in enumerate(options.flags)]
     if options.quick:
         options.minutes = 0.5
     if options.minutes <= 0 or options.every <= 0 or options.lp < 1 or options.clients < 1:

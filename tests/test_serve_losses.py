@@ -288,9 +288,8 @@ def test_ranks_that_do_not_start_again_end_the_service_with_a_line(quick, script
         stream.join(20)
         assert stream.error["type"] == "service_unavailable" and stream.done
         assert service.ended() == 1
-    assert (
-        "3 starts of the ranks in a row have failed; in the last one they ended with code 1" in capsys.readouterr().err
-    )
+    said = capsys.readouterr().err
+    assert "3 starts of the ranks in a row have failed, the last one because they ended with code 1" in said
     assert len(service.starts) == 4
 
 

@@ -139,15 +139,20 @@ class Front:
     def _patience(self) -> Patience:
         """How long ranks are waited for; several look after each other, so the front looks on for longer."""
         args = self.args
-        silent = Patience.silent_seconds * (1 if args.num_ranks == 1 else 3)
-        return Patience(load_seconds=args.load_timeout, silent_seconds=silent, most_failures=args.max_failed_starts)
+        alone = args.num_ranks == 1
+        return Patience(
+            load_seconds=args.load_timeout,
+            silent_seconds=Patience.silent_seconds * (1 if alone else 3),
+            alone=alone,
+            most_failures=args.max_failed_starts,
+        )
 
     def _receive(self, message: ToFront) -> None:
         if self._keeper is not None:
             self._keeper.hear(message)
         self.service.receive(message)
-        if self.service.refused is not None:
-            self._fail(2, self.service.refused)
+        if self.service.is_hopeless:
+            self._fail(2, self.service.refused or "")
         elif self.service.facts is not None and self.context.served is None:
             try:
                 self.context.served = Served(self.service.facts, self.args.names, self.args.fim, self._template)

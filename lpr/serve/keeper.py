@@ -53,7 +53,9 @@ class Patience:
     load_seconds: float = 3600.0
     """Without a word before they are ready."""
     silent_seconds: float = 2 * STALE_PULSE
-    """Without a pulse of a driver that is ready; above what ranks need that look after each other."""
+    """Without a pulse of a driver that is ready; with several ranks above what these need to notice it themselves."""
+    alone: bool = True
+    """Is there one rank, that nobody else looks after?"""
     most_failures: int = 5
     """Starts in a row that may fail."""
 
@@ -87,18 +89,21 @@ class Keeper:
             how = await self._once(self._folder / f"driver-{number}.sock")
             # A death at work is the work's: a request that repeats it is found and failed.
             explained = service.died(how)
-            if service.refused is not None:
-                return 2, service.refused
+            if service.is_hopeless:
+                return 2, service.refused or how
             if service.facts is None:
                 return 1, f"the ranks {how}; see what they wrote above"
             welcomed = service.welcomed is not None and service.welcomed > began
             steady = welcomed and (explained or time.monotonic() - began > STEADY_SECONDS)
             failures = 0 if steady else failures + 1
             if failures >= self._patience.most_failures:
-                return 1, f"{failures} starts of the ranks in a row have failed; in the last one they {how}"
+                why = f"they {how}" if service.refused is None else service.refused
+                code = 1 if service.refused is None else 2
+                return code, f"{failures} starts of the ranks in a row have failed, the last one because {why}"
             wait = min(LONGEST_BACKOFF, 2.0 ** (failures - 1)) if failures else 0.0
             when = f" in {wait:.0f} s" if wait else ""
-            print(f"lpr.serve: the ranks {how}; they are started again{when}", file=sys.stderr, flush=True)
+            why = f" ({service.refused})" if service.refused is not None else ""
+            print(f"lpr.serve: the ranks {how}{why}; they are started again{when}", file=sys.stderr, flush=True)
             await asyncio.sleep(wait)
         raise AssertionError("there is always a next start")
 
@@ -143,13 +148,13 @@ class Keeper:
     def _why_hung(self, silent: float) -> str | None:
         """Why ranks that have said nothing for `silent` seconds are not waited for any longer, or None."""
         service, patience = self._service, self._patience
+        if patience.alone and silent > STALE_PULSE and self._pid is not None and _is_stopped(self._pid):
+            return f"process {self._pid} does not run"
         if service.up:
             limit, what = patience.silent_seconds, "the driver has said nothing"
         elif self._link.connected or not service.awaits_takeover:
             # Loading can hold up the thread of the pulses for long: on slow storage that is no sign of death.
             limit, what = patience.load_seconds, "nothing was said while they load"
-            if silent > STALE_PULSE and self._pid is not None and _is_stopped(self._pid):
-                return f"process {self._pid}, the driver, is stopped"
         else:
             limit, what = TAKEOVER_SECONDS, "no rank has taken over"
         return f"{what} for {silent:.0f} s" if silent > limit else None

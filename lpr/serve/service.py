@@ -101,6 +101,9 @@ class Service:
         """Why there is none, after there was one."""
         self.loading: Loading | None = None
         self.refused: str | None = None
+        """Why the ranks could not start the last time."""
+        self.is_other = False
+        """Have the ranks come back with something else than they were asked to go on with?"""
         self.load = Load()
         self.num_wanted = 0
         """Ranks of the whole mesh; 0 until they were ready once."""
@@ -245,8 +248,10 @@ class Service:
             self._welcome(message)
         elif isinstance(message, Refused):
             self.refused = message.reason
-        elif isinstance(message, Hello) and not message.loaded:
-            self.died("the ranks that were there before have ended")
+        elif isinstance(message, Hello):
+            self.refused = None
+            if not message.loaded:
+                self.died("the ranks that were there before have ended")
 
     def lost(self) -> None:
         """The driver is gone: what it had waits for the next one."""
@@ -312,6 +317,11 @@ class Service:
             return f"no step has ended for {self.load.last_step:.0f} s"
         return None
 
+    @property
+    def is_hopeless(self) -> bool:
+        """Can the ranks not serve what they should? After they did once, a refusal may pass, as a full disk does."""
+        return self.refused is not None and (self.facts is None or self.is_other)
+
     def ready_reason(self) -> str | None:
         """Why no request is worked on now, or None if they are."""
         if self.draining:
@@ -327,6 +337,7 @@ class Service:
         if self.facts is not None:
             if _identity(facts) != _identity(self.facts):
                 self.refused = "the ranks came back with another model, tokenizer or limits, so no output can go on"
+                self.is_other = True
                 return
             self._tell("restart" if self._restarted else "takeover")
         self.facts = facts
