@@ -212,7 +212,7 @@ class FakeRanks:
 
     async def stop(self, patience: float) -> None:
         """As RankProcesses.stop."""
-        if self.code is None and patience:
+        if self.code is None and patience and self._tasks:
             await asyncio.wait(self._tasks, timeout=patience)
         self.end(0 if all(driver.stopped for driver in self.drivers) else -9)
 

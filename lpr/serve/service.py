@@ -259,7 +259,7 @@ class Service:
             self._interrupted = self._in_slots()
             if self._interrupted and self._paused is None:
                 self._paused = self._active
-            self.outage = "the driver was lost, and another rank takes over"
+            self.outage = "the driver was lost; another rank takes over, or all begin again"
         self.up = False
         self.loading = None
         self.ready.clear()
