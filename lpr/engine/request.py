@@ -102,6 +102,14 @@ class Request:
     """Per token of the output, if they were asked for."""
     num_cached_tokens: int = 0
     """Prompt tokens whose K/V was there already when the request began to run."""
+    is_portable: bool = True
+    """Can a rank go on with it that did not submit it? Not where its own program brought processors, which are code."""
+
+    @property
+    def submit(self) -> Submit:
+        """The command that submits this request, as far as it has come by now."""
+        is_code = not self.is_portable
+        return Submit(self.id, list(self.tokens), self.params, self.num_prompt, self.priority, is_code)
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -211,6 +219,7 @@ def make_request(
     stream = TextStream(tokenizer, tokens[: command.num_prompt], params, eos_token_ids)
     own = Processors.of(params, command.num_prompt, stream.stop_ids, device, processors, tokenizer)
     request = Request(command.id, prompt, tokens, command.num_prompt, params, stream, own, command.priority)
+    request.is_portable = not processors
     for token in tokens[command.num_prompt :]:
         request.finish_reason = request.finish_reason or stream.push(token)
     stream.take()
