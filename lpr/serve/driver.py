@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lpr.config import InputError
+from lpr.dist.comm import Comm
 from lpr.engine.engine import Engine
 from lpr.serve.delivery import Delivery
 from lpr.serve.line import PULSE_EVERY, Line
@@ -105,7 +106,13 @@ class Driver:
             kv_usage=held / (engine.max_length * engine.decode.max_batch_size),
             num_steps=self._num_steps,
             num_ranks=engine.comm.size * engine.comm.tp_size,
+            epoch=epoch_of(engine.comm),
         )
+
+
+def epoch_of(comm: Comm) -> int:
+    """How often the ranks of `comm` have re-formed; 0 where a lost rank ends the job."""
+    return comm.membership.epoch if comm.membership is not None else 0
 
 
 def facts_of(engine: Engine, model: str) -> Facts:

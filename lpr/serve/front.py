@@ -48,7 +48,7 @@ class Front:
         """
         self.args = args
         self._attached = attached
-        self._make_ranks = make_ranks or (lambda path: Ranks(argv, args.num_ranks, path))
+        self._make_ranks = make_ranks or (lambda path: Ranks(argv, args.lp or 1, args.tp, path))
         self._keys = Keys.read(args.api_key, args.api_key_file)
         self._template = _read(args.chat_template, "--chat-template")
         for path, flag in ((args.tls_cert, "--tls-cert"), (args.tls_key, "--tls-key")):

@@ -18,8 +18,8 @@ from lpr.serve.service import STALE_PULSE, Service
 
 LOOK_EVERY = 0.5
 """Seconds between two looks at the ranks."""
-TAKEOVER_SECONDS = 60.0
-"""Time for another rank to take over from a lost driver; it says so as soon as the ranks have re-formed."""
+LEAVE_SECONDS = 30.0
+"""Time for a single rank to end that has hung up."""
 STEADY_SECONDS = 30.0
 """Ranks that stay up so long have started well, whatever comes then."""
 LONGEST_BACKOFF = 30.0
@@ -152,11 +152,12 @@ class Keeper:
             return f"process {self._pid} does not run"
         if service.up:
             limit, what = patience.silent_seconds, "the driver has said nothing"
-        elif self._link.connected or not service.awaits_takeover:
-            # Loading can hold up the thread of the pulses for long: on slow storage that is no sign of death.
-            limit, what = patience.load_seconds, "nothing was said while they load"
+        elif patience.alone and service.awaits_takeover:
+            limit, what = LEAVE_SECONDS, "the driver has hung up and not ended"
         else:
-            limit, what = TAKEOVER_SECONDS, "no rank has taken over"
+            # Loading can hold up the thread of the pulses for long: on slow storage that is no sign of death. Several
+            # ranks take over from each other at once, or load again.
+            limit, what = patience.load_seconds, "nothing was said while they load"
         return f"{what} for {silent:.0f} s" if silent > limit else None
 
 

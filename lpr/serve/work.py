@@ -11,12 +11,13 @@ from pathlib import Path
 
 from lpr.config import DecodeConfig
 from lpr.dist.channel import CommError
+from lpr.dist.comm import is_driver
 from lpr.dist.runtime import World, join
 from lpr.engine.engine import Engine
 from lpr.engine.exchange import DesyncError
 from lpr.engine.trie_file import check_writable, read_trie, trie_path
 from lpr.model.loader import bundled_model
-from lpr.serve.driver import Driver
+from lpr.serve.driver import Driver, epoch_of
 from lpr.serve.line import FrontGoneError, Line
 from lpr.serve.messages import Loading
 from lpr.serve.options import ServeArgs
@@ -38,6 +39,7 @@ def run(args: ServeArgs, line: Line | None) -> None:
         if line is not None:
             _drive(engine, line, model, args.trie)
             return
+        is_first = is_driver(engine.comm)  # of a new mesh, as all others were lost
         engine.work()
         if engine.is_stopped:
             engine.close()
@@ -45,7 +47,7 @@ def run(args: ServeArgs, line: Line | None) -> None:
         # The driver was lost, and this rank has taken its place; the front tells what it has got of each request.
         if SOCKET not in os.environ:
             raise FrontGoneError("the driver was lost, and the front with it")
-        line = Line(Path(os.environ[SOCKET]), epoch=getattr(engine.comm, "epoch", 1), loaded=True)
+        line = Line(Path(os.environ[SOCKET]), epoch=epoch_of(engine.comm), loaded=not is_first)
         with contextlib.closing(line):
             _drive(engine, line, model, args.trie)
 
