@@ -53,6 +53,8 @@ class Losses:
     """What was done to the ranks, and when (time.monotonic)."""
 
     times: list[float] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
+    """Of each: the signal, and how many ranks got it of how many."""
     num_kills: int = 0
     """Processes that got SIGKILL."""
     num_stops: int = 0
@@ -66,21 +68,19 @@ class Losses:
 async def disturb(
     traces: Traces, http: httpx.AsyncClient, dice: random.Random, every: float, end: float, losses: Losses
 ) -> None:
-    """Kill or stop ranks until `end`, `every` seconds apart in the mean, whenever the service is ready."""
-    while True:
-        wait = min(4 * every, dice.expovariate(1 / every))
-        await asyncio.sleep(max(0.2, min(wait, end - time.monotonic())))
+    """Kill or stop ranks until `end`, each time about `every` seconds after the service was ready."""
+    while time.monotonic() < end:
         if not await ready(http):
             losses.problem = f"the service was not ready again within {READY_SECONDS:.0f} s"
             return
-        if time.monotonic() > end:
-            return
+        await asyncio.sleep(max(0.2, min(4 * every, dice.expovariate(1 / every), end - time.monotonic())))
         ranks = [each for each in traces.family() if is_rank(each)]
         if not ranks:
             continue
         hit = ranks if dice.random() < 0.1 else [dice.choice(ranks)]
         kind = signal.SIGKILL if dice.random() < 0.7 else signal.SIGSTOP
         losses.times.append(time.monotonic())
+        losses.kinds.append(f"{kind.name} {len(hit)} of {len(ranks)}")
         losses.num_all += len(hit) == len(ranks)
         for process in hit:
             with contextlib.suppress(psutil.Error):
@@ -147,7 +147,8 @@ async def run(url: str, traces: Traces, options: argparse.Namespace, console: Co
             for task in (disturbing, *working):
                 task.cancel()
             await clients.close()
-    silences = sorted(pauses(clients.events, losses.times, ended))
+    found = list(pauses(clients.events, losses.times, ended))
+    silences = sorted(found)
     failed = [*clients.failed, *(["a stream did not end"] * len(late)), *([losses.problem] if losses.problem else [])]
     return {
         "kills": losses.num_kills,
@@ -160,6 +161,10 @@ async def run(url: str, traces: Traces, options: argparse.Namespace, console: Co
         "pause_p99_s": quantile(silences, 0.99),
         "logprob_difference": clients.largest_difference,
         "events": counts,
+        "losses": [
+            [round(at - began, 1), kind, round(pause, 3)]
+            for at, kind, pause in zip(losses.times, losses.kinds, found, strict=True)
+        ],
         "problems": [each[:600] for each in (*failed, *clients.different)][:10],
     }
 
@@ -179,9 +184,13 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Start a service, disturb it, stop it, and look for what is left; raises InputError."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="chaos-", dir=options.folder) as folder:
+        keeps = Path(folder) / "files"
+        keeps.mkdir()
+        # torch makes itself a cache among the temporary files of whoever imports it, and leaves it there.
+        environment = {"TMPDIR": str(keeps), "TORCHINDUCTOR_CACHE_DIR": str(Path(folder) / "torch")}
         flags = ["--request-timeout", "900", "--shutdown-timeout", "60"]
-        with started(flags, options, {"TMPDIR": folder}) as (url, process):
-            traces = Traces(psutil.Process(process.pid), Path(folder))
+        with started(flags, options, environment) as (url, process):
+            traces = Traces(psutil.Process(process.pid), keeps)
             traces.look()
             result = asyncio.run(run(url, traces, options, console))
             traces.look()
@@ -229,7 +238,7 @@ def make_chaos_parser() -> OneLineParser:
     parser = make_parser("chaos", "Ranks of a service are killed at random, and streams compared.", threads=1)
     parser.add_argument("--minutes", type=float, default=10.0, metavar="M", help="how long ranks are killed (10)")
     parser.add_argument("--ranks", dest="lp", type=whole, default=3, metavar="N", help="replicas (3)")
-    parser.add_argument("--every", type=float, default=4.0, metavar="S", help="seconds between losses, in the mean (4)")
+    parser.add_argument("--every", type=float, default=4.0, metavar="S", help="seconds from ready to the next loss (4)")
     parser.add_argument("--clients", type=whole, default=4, metavar="N", help="streams at a time (4)")
     parser.add_argument("--batch", type=whole, default=4, metavar="N", help="slots of the service (4)")
     parser.add_argument("--seed", type=whole, default=0, metavar="N", help="of requests and losses (0)")

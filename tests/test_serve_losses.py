@@ -11,9 +11,9 @@ import pytest
 from fake_driver import FakeDriver, facts, served
 from serving import serving
 
-from lpr.serve import keeper, link, messages
+from lpr.serve import keeper, messages
 from lpr.serve.messages import Chunk, Load, Pulse, frame
-from lpr.serve.suspects import SUSPECT_DEATHS, blame, most_suspect
+from lpr.serve.suspects import acquit, blame, most_suspect
 
 TEXT = "return x + 1\n    if y: return [z for z in range(10)]\n"
 PROMPT = "def f(x):\n    "
@@ -265,7 +265,7 @@ def test_the_request_that_kills_the_ranks_fails_alone(quick, script):
             in service.client.get("/metrics").text
         )
         answer = service.client.post("/v1/completions", json={"prompt": "poison"})
-        assert answer.status_code == 500 and "on it alone" in answer.json()["error"]["message"]
+        assert answer.status_code == 500 and "2 times on it alone" in answer.json()["error"]["message"]
         assert service.client.get("/readyz").status_code in (200, 503) and service.front._failure is None
 
 
@@ -425,8 +425,8 @@ def test_the_only_rank_is_killed_in_mid_stream_and_every_byte_comes():
 
 
 class Request:
-    def __init__(self, name, deaths=0):
-        self.name, self.deaths = name, deaths
+    def __init__(self, name):
+        self.name, self.deaths, self.lone_deaths = name, 0, 0
 
 
 @pytest.mark.parametrize("num_good", [0, 1, 5])
@@ -440,7 +440,7 @@ def test_suspects_are_tried_alone_until_the_poison_is_found(num_good, num_poison
         suspect = most_suspect(left)
         running = [suspect] if suspect is not None else list(left)
         if not any(request in poisons for request in running):
-            running[0].deaths = 0  # it showed a token
+            acquit(running[0])  # it showed a token
             continue
         deaths += 1
         assert deaths <= 4 * len(everything) * num_poisons
@@ -456,5 +456,13 @@ def test_one_death_makes_nobody_a_suspect():
     request = Request("unlucky")
     for _ in range(10):
         assert blame([request], [request]) is None and most_suspect([request]) is None
-        request.deaths = 0  # it goes on
-    assert SUSPECT_DEATHS == 2 and link.Link is not None
+        acquit(request)  # it goes on
+    assert blame([request], [request]) is None and blame([request], [request]) is request
+
+
+def test_who_dies_in_company_is_never_convicted():
+    both = [Request("one"), Request("other")]
+    for _ in range(10):
+        assert blame(both, both) is None
+    assert most_suspect(both) is both[0] and blame(both[:1], both) is None and blame(both, both) is None
+    assert blame(both[:1], both) is None, "not twice in a row alone"

@@ -35,7 +35,7 @@ from lpr.serve.messages import (
     ToFront,
     beyond,
 )
-from lpr.serve.suspects import blame, most_suspect
+from lpr.serve.suspects import acquit, blame, most_suspect
 
 SECONDS_PER_PRIORITY = 10.0
 """A request of priority p waits as one that came 10 p seconds later: an order that no request starves in."""
@@ -66,6 +66,8 @@ class Job:
     """Of text delivered so far."""
     deaths: int = 0
     """How often in a row all ranks died while they worked on this, without a token in between."""
+    lone_deaths: int = 0
+    """How often in a row they worked on nothing else then."""
     finish_reason: str | None = None
     chunks: asyncio.Queue[Chunk] = field(default_factory=asyncio.Queue)
 
@@ -251,7 +253,7 @@ class Service:
         elif isinstance(message, Hello):
             self.refused = None
             if not message.loaded:
-                self.died("the ranks that were there before have ended")
+                self.died("were replaced by others")
 
     def lost(self) -> None:
         """The driver is gone: what it had waits for the next one."""
@@ -267,7 +269,7 @@ class Service:
         self._given.clear()
 
     def died(self, how: str) -> bool:
-        """All ranks are gone; `how` says in words how they ended. Was there a request that they worked on?
+        """All ranks are gone; `how` says what they did ("ended with code 1"). Was there a request that they worked on?
 
         A request that they have died on repeatedly, and now alone, fails (see lpr.serve.suspects).
         """
@@ -282,7 +284,7 @@ class Service:
         if poison is not None:
             self._tell("poison")
             times = f"all ranks died {poison.deaths} times in a row as they worked on this request"
-            self._fail(poison, f"{times}, the last time on it alone: {how}")
+            self._fail(poison, f"{times}, {poison.lone_deaths} times on it alone; in the end they {how}")
         return bool(running)
 
     def give_up(self, reason: str) -> None:
@@ -421,7 +423,7 @@ class Service:
         chunk = beyond(chunk, len(job.token_ids), job.num_characters)
         now = time.monotonic()
         if chunk.token_ids:
-            job.deaths = 0
+            acquit(job)
             job.token_ids += chunk.token_ids
             for tell in self.on_chunk:
                 tell(job, chunk)
