@@ -9,7 +9,6 @@ ready. When no replica is left, the first one that has loaded is the beginning o
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import queue
 import signal
@@ -37,6 +36,10 @@ STOP_SECONDS = 10.0
 """Time for ranks to end after a signal, before they are killed."""
 LEAVE_SECONDS = 30.0
 """Time for the other ranks to end after one that has finished the job."""
+STOPPED_SECONDS = 2.0
+"""Time that a rank may be stopped (SIGSTOP, a debugger) before it counts as lost."""
+FINISHED = (0, 2, 130)
+"""Codes of a rank that has come to the end of its job: well, with bad input in it, or interrupted."""
 BAD_INPUT = 2
 """The exit code of a rank that refuses what it was asked for: starting it again would not help."""
 _FOREIGN = ("GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE")
@@ -87,6 +90,8 @@ class Supervisor:
         """Per place: replicas in a row that ended before they had loaded."""
         self._due: dict[int, float] = {}
         """When places are to be filled again."""
+        self._stopped_since: dict[int, float] = {}
+        """Per process id of a rank that was found stopped."""
         self._code: int | None = None
         """What the job ends with, once that is known."""
         self._signalled: int | None = None
@@ -140,7 +145,7 @@ class Supervisor:
             subprocess.Popen(
                 self.command,
                 env=self._environment(number, place, tp_rank),
-                preexec_fn=_die_with_supervisor,
+                process_group=0,  # a Ctrl-C in the terminal is for this process, which passes it on
             )
             for tp_rank in range(self.tp)
         ]
@@ -192,7 +197,6 @@ class Supervisor:
             self._fill_places()
             self._found_or_offer()
         elif self._until is not None and time.monotonic() > self._until:
-            self._until = None
             for replica in self._replicas.values():
                 replica.signal(signal.SIGKILL)
 
@@ -200,8 +204,8 @@ class Supervisor:
         replica = self._replicas[number]
         replica.codes[pid] = code
         self._register.mark_dead(number, f"a rank has ended with code {code}")
-        if code == 0:
-            self._end(0, LEAVE_SECONDS)
+        if code in FINISHED and replica.is_ready:
+            self._end(code, LEAVE_SECONDS)
         elif self._code is None:
             replica.signal(signal.SIGKILL)  # the rest of a replica is no use
         if not replica.is_over:
@@ -242,12 +246,27 @@ class Supervisor:
 
     def _end_the_dead(self) -> None:
         """Kill what hangs: sockets close, so nobody waits for it. Loading takes as long as it takes."""
+        for number, replica in self._replicas.items():
+            if self._is_stopped(replica):
+                self._register.mark_dead(number, "it was stopped")
+                replica.signal(signal.SIGKILL)
         ready = [number for number, replica in self._replicas.items() if replica.is_ready]
         for number in self._watch.silent(ready):
             self._register.mark_dead(number, "no heartbeat")
         for number in ready:
             if not self._replicas[number].codes and self._register.dead_reason(number):
                 self._replicas[number].signal(signal.SIGKILL)
+
+    def _is_stopped(self, replica: Replica) -> bool:
+        """Has a rank been stopped by a signal for longer than a pulse may be missed? Linux says so, also of a loader."""
+        now = time.monotonic()
+        found = False
+        for process in replica.processes:
+            if process.pid in replica.codes or process_state(process.pid) not in ("T", "t"):
+                self._stopped_since.pop(process.pid, None)
+            else:
+                found |= now - self._stopped_since.setdefault(process.pid, now) > STOPPED_SECONDS
+        return found
 
     def _found_or_offer(self) -> None:
         """Name the replicas that wait to join; if no mesh is left, let the first of them begin one."""
@@ -277,12 +296,15 @@ class Supervisor:
 
     def _end(self, code: int, patience: float, number: int | None = None) -> None:
         """End the job with `code`: replace nobody, and kill what is left after `patience` seconds."""
-        if self._code is None:
+        if not self._code:
             self._code = code
-        self._until = time.monotonic() + patience
-        if number is not None:
-            for replica in self._replicas.values():
+        if self._until is None:
+            self._until = time.monotonic() + patience
+        for replica in self._replicas.values():
+            if number is not None:
                 replica.signal(number)
+            elif self._is_newcomer(replica.number) and not replica.is_ready:
+                replica.signal(signal.SIGKILL)  # it loads for a job that is over
 
 
 def rank_environment(variables: Mapping[str, str], num_ranks: int) -> dict[str, str]:
@@ -297,10 +319,12 @@ def rank_environment(variables: Mapping[str, str], num_ranks: int) -> dict[str, 
     return {"OMP_NUM_THREADS": str(share), **kept}
 
 
-def _die_with_supervisor() -> None:
-    """In a rank before it begins: Linux ends it when the supervisor dies, whichever way."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 = PR_SET_PDEATHSIG
+def process_state(pid: int) -> str:
+    """One letter, as `ps` shows it; empty where there is no such process, or no /proc."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
 
 
 def main(argv: Sequence[str]) -> int:
