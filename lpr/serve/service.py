@@ -365,7 +365,9 @@ class Service:
 
     def _measure_pause(self, load: Load) -> None:
         now = time.monotonic()
-        since = self._active if load.epoch > self.load.epoch else self._paused
+        since = self._paused
+        if since is None and load.epoch > self.load.epoch:
+            since = self._active
         if since is not None:
             for tell in self.on_pause:
                 tell(now - since)
