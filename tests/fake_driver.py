@@ -179,7 +179,7 @@ class FakeDriver:
             self.running[id] = (request, done)
         text = self._said(done)[len(before) :]
         named = ["trie"] * (len(taken) - 1) + ["model"] if request.details else None
-        return Chunk(id, taken, text, finish, None, logprobs, named, usage, start, len(before))
+        return Chunk(id, taken, text, finish, None, logprobs, named, usage, start=start, start_character=len(before))
 
     def _said(self, count: int) -> str:
         """The text of the first `count` ids."""

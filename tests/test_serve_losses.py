@@ -369,7 +369,7 @@ def test_doubled_tokens_are_cut_and_missing_ones_are_asked_for_again(quick, scri
         def chunk(start, end, at=0):
             logprobs = [messages.TokenLogprobs(-0.5, [(token, -0.5)]) for token in ids[start:end]]
             before, text = driver._said(start), driver._said(end)[len(driver._said(start)) :]
-            return Chunk(id, ids[start:end], text, None, None, logprobs, None, None, start, len(before))
+            return Chunk(id, ids[start:end], text, logprobs=logprobs, start=start, start_character=len(before))
 
         for first, last in ((0, 3), (0, 3), (1, 5), (2, 4), (5, 6)):
             service.call(lambda first=first, last=last: driver.say(chunk(first, last)))

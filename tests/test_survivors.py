@@ -59,7 +59,7 @@ class Job:
             self.step(engine, comm)
         for number, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
             if number not in self.delivered and number not in engine.requests:
-                engine.submit(prompt, params, id=number)
+                engine.submit(prompt, params, id=number, tenant="ab"[number % 2])
                 self.step(engine, comm)
         while not engine.is_idle:
             self.step(engine, comm)

@@ -35,6 +35,8 @@ class Carried(msgspec.Struct, frozen=True, array_like=True):
     params: SamplingParams
     num_prompt: int
     priority: int
+    tenant: str
+    learns: bool
     num_cached_tokens: int
     logprobs: list[TokenLogprobs]
     num_steps: int
@@ -50,7 +52,8 @@ class Carried(msgspec.Struct, frozen=True, array_like=True):
     @property
     def submit(self) -> Submit:
         """The command that would submit the request as it is by now."""
-        return Submit(self.id, self.token_ids, self.params, self.num_prompt, self.priority)
+        place = (self.num_prompt, self.priority, False, self.tenant, self.learns)
+        return Submit(self.id, self.token_ids, self.params, *place)
 
     def restore(self, request: Request) -> Request:
         """Complete a request that was made from `submit`."""
@@ -81,6 +84,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     next_id: int
     history: bytes
     """int32 tokens of the shared trie."""
+    tenants: list[tuple[str, bytes]]
+    """The same of each tenant's own trie, the least recently used one first."""
     running: list[Carried]
     """In the order of their slots."""
     waiting: list[Carried]
@@ -99,6 +104,8 @@ def carried(request: Request, place: int = 0, arrival: int = 0) -> Carried:
         params=request.params,
         num_prompt=request.num_prompt,
         priority=request.priority,
+        tenant=request.tenant,
+        learns=request.learns,
         num_cached_tokens=request.num_cached_tokens,
         logprobs=request.logprobs,
         num_steps=stats.num_steps,

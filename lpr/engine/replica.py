@@ -27,6 +27,7 @@ from lpr.engine.request import Chunk, Outcome, Prompt, Request, make_request
 from lpr.engine.scheduler import Schedule, Scheduler, SlotMove, regrouped
 from lpr.engine.sizing import Sizer, measure_step_times, resolve_sizes
 from lpr.engine.step import PhaseTimer, decode_step, untimed
+from lpr.engine.tenants import TenantTries
 from lpr.engine.times_file import TimesFile
 from lpr.model.loader import Loaded, model_digest, tokenizer_digest
 from lpr.model.processors import Processor
@@ -267,6 +268,7 @@ class Replica:
         self.max_length = self._longest(decode)
         self.decode, self.sizes = decode, sizes
         self.shared = SuffixIndex(sizes.trie_capacity)
+        self._tenants = TenantTries(sizes.trie_capacity)
         self.scheduler: Scheduler[Request] = Scheduler(
             num_slots,
             num_ranks,
@@ -305,7 +307,8 @@ class Replica:
         self._meet_ranks(self._sizer.times)
 
     def _new_state(self, request: Request, computed: Sequence[int]) -> SequenceState:
-        return SequenceState(request.tokens, request.params, self.sizes, self.comm.size, self.shared, computed)
+        learnt = self._learnt(request)
+        return SequenceState(request.tokens, request.params, self.sizes, self.comm.size, learnt, computed)
 
     def _take_in(self, newcomers: Sequence[int]) -> None:
         """Go on together with further replicas, which the driver tells what all know."""
@@ -326,7 +329,8 @@ class Replica:
             follows=self._follows,
             is_draining=self.is_draining,
             next_id=self._next_id,
-            history=np.array(self.shared.history(), np.int32).tobytes(),
+            history=history_of(self.shared),
+            tenants=[(tenant, history_of(trie)) for tenant, trie in self._tenants.tries.items()],
             running=[handover.carried(request) for request in self.scheduler.running],
             waiting=[handover.carried(request, *at) for *at, request in self.scheduler.waiting],
             num_arrivals=self.scheduler.num_arrivals,
@@ -340,6 +344,8 @@ class Replica:
         self._times = StepTimes.from_json(state.times) if state.times is not None else None
         self._set_up(state.decode, state.sizes, self._times, _refuse)
         self.shared.insert(np.frombuffer(state.history, np.int32))
+        for tenant, history in state.tenants:
+            self._tenants.of(tenant).insert(np.frombuffer(history, np.int32))
         running, waiting = ([self._restored(each) for each in part] for part in (state.running, state.waiting))
         places = [(each.place, each.arrival) for each in state.waiting]
         queue = [(*at, request) for at, request in zip(places, waiting, strict=True)]
@@ -420,20 +426,32 @@ class Replica:
     def _release(self, request: Request) -> None:
         """Learn from a request's output, and take its slot."""
         assert self.model.cache is not None
-        if self.sizes.trie_nodes and request.num_output:
-            self.shared.extend(request.token_ids)
-            self.shared.end_document()
+        learnt = self._learnt(request)
+        if learnt is not None and self.sizes.trie_nodes and request.num_output:
+            learnt.extend(request.token_ids)
+            learnt.end_document()
         sound = request.error is None and request.num_output > 0
         if not sound:  # its K/V may be NaN, which would spoil the slot's next request
             self.model.cache.clear(request.slot, 0)
         self._move(self.scheduler.finish(request, keep=sound))
         request.state = None
 
+    def _learnt(self, request: Request) -> SuffixIndex | None:
+        """The outputs that a request drafts from and leaves its own to; None: no others."""
+        if not request.learns:
+            return None
+        return self._tenants.of(request.tenant) if request.tenant else self.shared
+
     def _move(self, moves: Sequence[SlotMove]) -> None:
         assert self.model.cache is not None
         for move in moves:
             copy = self.model.cache.exchange_slots if move.exchange else self.model.cache.move_slot
             copy(move.source, move.target, move.num_rows[self.comm.rank])
+
+
+def history_of(trie: SuffixIndex) -> bytes:
+    """The tokens that a trie holds, as int32."""
+    return np.array(trie.history(), np.int32).tobytes()
 
 
 def _refuse(reason: str | None) -> None:

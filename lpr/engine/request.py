@@ -88,6 +88,10 @@ class Request:
     text_stream: TextStream
     processors: Processors | None = None
     priority: int = 0
+    tenant: str = ""
+    """It shares drafts and K/V with requests of the same tenant only."""
+    learns: bool = True
+    """Do requests of the tenant share drafts?"""
     stats: DecodeStats = field(default_factory=DecodeStats)
     chunks: deque[Chunk] = field(default_factory=deque)
     """What steps added and nobody has taken yet; `take` completes their text."""
@@ -109,7 +113,8 @@ class Request:
     def submit(self) -> Submit:
         """The command that submits this request, as far as it has come by now."""
         is_code = not self.is_portable
-        return Submit(self.id, list(self.tokens), self.params, self.num_prompt, self.priority, is_code)
+        place = (self.num_prompt, self.priority, is_code, self.tenant, self.learns)
+        return Submit(self.id, list(self.tokens), self.params, *place)
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -218,7 +223,18 @@ def make_request(
     tokens, params = list(command.token_ids), command.params
     stream = TextStream(tokenizer, tokens[: command.num_prompt], params, eos_token_ids)
     own = Processors.of(params, command.num_prompt, stream.stop_ids, device, processors, tokenizer)
-    request = Request(command.id, prompt, tokens, command.num_prompt, params, stream, own, command.priority)
+    request = Request(
+        command.id,
+        prompt,
+        tokens,
+        command.num_prompt,
+        params,
+        stream,
+        own,
+        command.priority,
+        command.tenant,
+        command.learns,
+    )
     request.is_portable = not processors
     for token in tokens[command.num_prompt :]:
         request.finish_reason = request.finish_reason or stream.push(token)

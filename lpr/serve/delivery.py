@@ -45,7 +45,9 @@ class Delivery:
             logprobs = _sent(request.logprobs[len(request.logprobs) - len(ids) :])
         sources = [UNKNOWN_SOURCE] * len(ids) if self._details else None
         self._has_tokens, self._has_characters = start + len(ids), character + len(text)
-        return Chunk(int(request.id), ids, text, None, None, logprobs, sources, None, start, character)
+        return Chunk(
+            int(request.id), ids, text, logprobs=logprobs, sources=sources, start=start, start_character=character
+        )
 
     def new(self, chunk: EngineChunk) -> Chunk | None:
         """What of a step's chunk the front has not got; None if that is nothing. Chunks come in their order."""
@@ -59,17 +61,19 @@ class Delivery:
         if not ids and not text and chunk.finish_reason is None:
             return None
         self._has_tokens, self._has_characters = start + len(ids), character + len(text)
+        ended = chunk.finish_reason is not None
         return Chunk(
             int(request.id),
             ids,
             text,
             chunk.finish_reason,
             request.error,
-            None if chunk.logprobs is None else _sent(chunk.logprobs[cut:]),
-            sources,
-            usage_of(request) if chunk.finish_reason is not None else None,
-            start,
-            character,
+            logprobs=None if chunk.logprobs is None else _sent(chunk.logprobs[cut:]),
+            sources=sources,
+            usage=usage_of(request) if ended else None,
+            stop_reason=request.text_stream.stop_reason if ended else None,
+            start=start,
+            start_character=character,
         )
 
     def _sources(self, count: int) -> list[str]:

@@ -18,13 +18,15 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cl
 class Driver:
     """Rank 0's loop: commands from the front, a step, chunks to the front."""
 
-    def __init__(self, engine: Engine, line: Line, model: str) -> None:
+    def __init__(self, engine: Engine, line: Line, model: str, learns: bool = True) -> None:
         """Drive `engine`; raises InputError for a model that cannot be served.
 
         The engine may hold requests already, where its rank takes over from a driver that was lost: the front says
-        which of them go on, and what it has got of them.
+        which of them go on, and what it has got of them. `learns` says whether requests may draft from outputs of
+        others of their tenant.
         """
         self.engine = engine
+        self._learns = learns
         self._line = line
         self._open: dict[int, Delivery] = {}
         self._num_steps = 0
@@ -61,8 +63,14 @@ class Driver:
         request = self.engine.requests.get(message.id)
         try:
             if request is None:
-                prompt = message.prompt_ids[:num_prompt]
-                request = self.engine.submit(prompt, message.params, id=message.id, delivered=delivered)
+                request = self.engine.submit(
+                    message.prompt_ids[:num_prompt],
+                    message.params,
+                    id=message.id,
+                    delivered=delivered,
+                    tenant=message.tenant,
+                    learns=self._learns,
+                )
             else:
                 request.take()  # `missed` says it
         except InputError as failure:

@@ -132,6 +132,8 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[TokenLogprobs] | None = None
     sources: list[str] | None = None
     usage: Usage | None = None
+    stop_reason: int | str | None = None
+    """The stop string, or the id of `stop_token_ids`, that ended it; None for any other end."""
     start: int = 0
     """Tokens of the output before these."""
     start_character: int = 0

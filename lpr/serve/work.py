@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from lpr.config import DecodeConfig
 from lpr.dist.channel import CommError
 from lpr.dist.comm import is_driver
 from lpr.dist.runtime import World, join
@@ -33,11 +32,11 @@ def run(args: ServeArgs, line: Line | None) -> None:
     with join(world, device, args.timeout, args.tp, args.load_timeout) as comm:
         _tell(line, "loading the model", 2)
         model = args.model or bundled_model()
-        engine = Engine.from_pretrained(model, _decode(args), replace(args.engine, device=device), comm=comm)
+        engine = Engine.from_pretrained(model, args.decode, replace(args.engine, device=device), comm=comm)
         # What is loaded stays: without this, each full collection walks a million objects, in the middle of some step.
         gc.freeze()
         if line is not None:
-            _drive(engine, line, model, args.trie)
+            _drive(engine, line, model, args)
             return
         is_first = is_driver(engine.comm)  # of a new mesh, as all others were lost
         engine.work()
@@ -49,17 +48,12 @@ def run(args: ServeArgs, line: Line | None) -> None:
             raise FrontGoneError("the driver was lost, and the front with it")
         line = Line(Path(os.environ[SOCKET]), epoch=epoch_of(engine.comm), loaded=not is_first)
         with contextlib.closing(line):
-            _drive(engine, line, model, args.trie)
+            _drive(engine, line, model, args)
 
 
-def _drive(engine: Engine, line: Line, model: str, trie: Path | None) -> None:
-    with _stopped(engine), _kept_trie(trie, engine):
-        Driver(engine, line, model).run()
-
-
-def _decode(args: ServeArgs) -> DecodeConfig:
-    """The decode settings; with --share-drafts none nothing is learnt from one request for another."""
-    return replace(args.decode, trie_capacity=1) if args.share_drafts == "none" else args.decode
+def _drive(engine: Engine, line: Line, model: str, args: ServeArgs) -> None:
+    with _stopped(engine), _kept_trie(args.trie, engine):
+        Driver(engine, line, model, learns=args.share_drafts != "none").run()
 
 
 @contextlib.contextmanager
