@@ -106,6 +106,15 @@ class Request:
     """Per token of the output, if they were asked for."""
     num_cached_tokens: int = 0
     """Prompt tokens whose K/V was there already when the request began to run."""
+    is_portable: bool = True
+    """Can a rank go on with it that did not submit it? Not where its own program brought processors, which are code."""
+
+    @property
+    def submit(self) -> Submit:
+        """The command that submits this request, as far as it has come by now."""
+        is_code = not self.is_portable
+        place = (self.num_prompt, self.priority, is_code, self.tenant, self.learns)
+        return Submit(self.id, list(self.tokens), self.params, *place)
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -226,6 +235,7 @@ def make_request(
         command.tenant,
         command.learns,
     )
+    request.is_portable = not processors
     for token in tokens[command.num_prompt :]:
         request.finish_reason = request.finish_reason or stream.push(token)
     stream.take()
