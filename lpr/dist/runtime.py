@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import os
-import signal
 import socket
 import sys
 from collections import Counter
@@ -27,7 +25,7 @@ from lpr.dist.elastic import FIRST_EPOCH, ElasticComm
 from lpr.dist.group import Group, IsBroken
 from lpr.dist.group import connect as join_group
 from lpr.dist.heart import Heart
-from lpr.dist.places import SUPERVISED
+from lpr.dist.places import SUPERVISED, die_with_parent
 from lpr.dist.register import Member, Register
 
 
@@ -192,9 +190,11 @@ def _join_elastic(
         raise InputError(f"rank {world.rank} of {world.size} cannot join the others: {first}") from failure
     try:
         yield comm
-        comm.finish()
-    finally:
-        comm.close()
+    except BaseException as failure:
+        comm.close(f"rank {world.rank} failed: {type(failure).__name__}")
+        raise
+    comm.finish()
+    comm.close()
 
 
 def memory_of(device: str | None) -> str:
@@ -243,9 +243,11 @@ def _connect(world: World, limit: timedelta, is_host: bool = False) -> dist.Stor
 
 
 def _die_with_launcher() -> None:
-    """Ask Linux to end this process when its launcher dies: an orphan would wait for its peers until the time-out."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 = PR_SET_PDEATHSIG
+    """See that this process ends when its launcher dies: an orphan would wait for its peers until the time-out."""
+    die_with_parent()
+    launcher = os.environ.get(SUPERVISED)
+    if launcher is not None and os.getppid() != int(launcher):
+        raise InputError("the supervisor of this rank has ended")
 
 
 def leave(world: World, code: int) -> NoReturn:
