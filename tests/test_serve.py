@@ -237,6 +237,13 @@ def logprobs_penalties_and_bias_are_the_engines(service, engine):
     assert [value for step in steps for value in step["token_logprobs"]] == pytest.approx(
         found["token_logprobs"], abs=1e-4
     )
+    ids = engine.encode(body["prompt"])
+    scoring = lpr.SamplingParams(max_new_tokens=len(ids) - 1, forced_ids=ids[1:], logprobs=2)
+    scored = [each.logprob for each in engine.generate([ids[:1]], scoring)[0].logprobs]
+    whole = service.client.post("/v1/completions", json={**body, "echo": True}).json()["choices"][0]
+    assert whole["text"] == body["prompt"] + one.text
+    assert whole["logprobs"]["token_logprobs"][1 : len(ids)] == pytest.approx(scored, abs=1e-4)
+    assert whole["logprobs"]["token_logprobs"][len(ids) :] == pytest.approx(found["token_logprobs"], abs=1e-4)
     best = service.client.post("/v1/completions", json={**body, "n": 1, "best_of": 3, "logprobs": None}).json()
     assert len(best["choices"]) == 1 and best["usage"]["completion_tokens"] == 36
 
