@@ -96,30 +96,19 @@ class TreeCache(Cache):
 
     # What the runtime calls.
 
-    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy flat rows `sources` to flat rows `targets` in every layer; overlaps are safe (gather, then scatter)."""
-        if not sources:
+    def move(self, rows: np.ndarray) -> None:
+        """Copy the flat rows `rows[0]` to `rows[1]` (int64 [2, n]) in every layer; overlaps are safe."""
+        if not rows.shape[1]:
             return
-        device = self._pools[0].device
-        source, target = to_device(np.array([sources, targets], np.int64), device)
+        source, target = to_device(rows, self._pools[0].device)
         for pool in self._pools:
             pool.index_copy_(1, target, pool.index_select(1, source))
 
     def commit(self, slot: int, num_cached: int, entries: Sequence[int]) -> None:
         """Keep the step's `entries` (indices into the slot's row of the step, in order) as the next committed rows."""
-        self.commit_all([(slot, num_cached, entries)])
-
-    def commit_all(self, kept: Sequence[tuple[int, int, Sequence[int]]]) -> None:
-        """Keep entries of several slots, each as `commit` takes them, by one copy."""
-        sources: list[int] = []
-        targets: list[int] = []
-        for slot, num_cached, entries in kept:
-            base = slot * self.rows_per_slot + num_cached
-            for index, entry in enumerate(entries):
-                if entry != index:
-                    sources.append(base + entry)
-                    targets.append(base + index)
-        self.move(sources, targets)
+        base = slot * self.rows_per_slot + num_cached
+        moved = [(base + entry, base + index) for index, entry in enumerate(entries) if entry != index]
+        self.move(np.array(moved, np.int64).reshape(-1, 2).T)
 
     def clear(self, slot: int, num_cached: int) -> None:
         """Zero a slot's rows from `num_cached` on: what is masked still spoils a sum if it is NaN."""

@@ -24,7 +24,7 @@ from lpr.native import ancestor_words
 class Row:
     """What one sequence has evaluated in a forward: its pending chain and, below it, its nodes of the tree."""
 
-    __slots__ = ("entries", "num_cached", "num_results", "slot")
+    __slots__ = ("entries", "num_cached", "num_entries", "num_results", "slot")
 
     def __init__(
         self,
@@ -45,12 +45,15 @@ class Row:
         self.num_results = num_results
         self.entries = np.array([tokens, parents, positions], np.int32)
         """Tokens, parents and positions, int32 [3, n]."""
+        self.num_entries = self.entries.shape[1]
+        """n."""
 
     @classmethod
     def of(cls, slot: int, num_cached: int, entries: np.ndarray, num_results: int) -> Row:
         """The row of `entries`, which are kept as they are (see lpr.core.rows.row_entries)."""
         row = cls.__new__(cls)
         row.slot, row.num_cached, row.entries, row.num_results = slot, num_cached, entries, num_results
+        row.num_entries = entries.shape[1]
         return row
 
     @property
@@ -164,9 +167,9 @@ def build_inputs(
     groups = [[row] for row in rows] if packed and not _same_shape(rows, node_bucket, kv_bucket) else [list(rows)]
     parts, blocks, start = [], [], 0
     for group in groups:
-        num_entries = round_up(max(len(row.tokens) for row in group), node_bucket)
+        num_entries = round_up(max(row.num_entries for row in group), node_bucket)
         num_entries = max(num_entries, LEAST_HEIGHT if exact else 1)
-        num_kv = min(round_up(max(row.num_cached + len(row.tokens) for row in group), kv_bucket), rows_per_slot)
+        num_kv = min(round_up(max(row.num_cached + row.num_entries for row in group), kv_bucket), rows_per_slot)
         arrays = _rectangle(group, num_entries, num_kv, rows_per_slot, tree_bits)
         entries, kv_positions, visible = (to_device(array, device) for array in arrays)
         block = Block(start, group[0].slot, rows_per_slot, num_kv, entries[1], kv_positions, visible)
@@ -209,7 +212,7 @@ def _same_shape(rows: Sequence[Row], node_bucket: int, kv_bucket: int) -> bool:
     """Are `rows` in neighbouring slots, in order, with equal numbers of entries and of cache rows?"""
     shapes = set()
     for index, row in enumerate(rows):
-        count = len(row.tokens)
+        count = row.num_entries
         shapes.add((row.slot - index, round_up(count, node_bucket), round_up(row.num_cached + count, kv_bucket)))
     return len(shapes) == 1
 
@@ -225,7 +228,7 @@ def _rectangle(
     kv_positions[:] = np.arange(num_kv)
     visible = np.zeros((len(rows), num_entries, 0 if tree_bits else num_kv), bool)
     for index, row in enumerate(rows):
-        count, cached = len(row.tokens), row.num_cached
+        count, cached = row.num_entries, row.num_cached
         start = num_entries - count
         write_rows[index, :start] = (row.slot + 1) * rows_per_slot - 1  # the spare row
         write_rows[index, start:] = np.arange(count) + (row.slot * rows_per_slot + cached)
