@@ -405,7 +405,7 @@ def attention(sizes: Sizes, bytes_per_s: float | None) -> dict[str, Any]:
 
 def attention_row(heads: tuple[int, int], count: int, length: int, sizes: Sizes) -> dict[str, Any]:
     """Microseconds and error of each version for one size; a version that fails is recorded with its reason."""
-    from lpr.model.kernels import reference, triton_kernel
+    from lpr.model.kernels import attention_kernel, reference
 
     [row], _ = tree_step(length - count, count, 8)
     mask = build_mask([row.parents], [row.num_cached], torch.tensor([row.positions], device=sizes.device), sizes.device)
@@ -424,7 +424,7 @@ def attention_row(heads: tuple[int, int], count: int, length: int, sizes: Sizes)
         return out.reshape(query.shape)
 
     def triton(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return triton_kernel.tree_attention(query, key, value, mask)
+        return attention_kernel.tree_attention(query, key, value, mask)
 
     def timed(version: Callable[..., torch.Tensor]) -> dict[str, Any]:
         error = (version(query, caches[0, 0], caches[0, 1])[:, :group].float() - expected).abs().max().item()

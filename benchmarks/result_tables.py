@@ -324,6 +324,45 @@ def fleet(facts: Json) -> Table:
     return Table(f"{facts['max_new_tokens']} tokens", [*columns, "of ceiling", "tokens"], rows)
 
 
+# The service.
+
+
+def loads(facts: Json) -> Table:
+    """How long clients of the service wait, by load and setting."""
+
+    def times(run: Json, key: str) -> str:
+        return " / ".join(f"{run[key][name]:.0f}" for name in ("p50", "p90", "p99")) if run[key] else ""
+
+    rows = [
+        [run["case"], run["name"], times(run, "ttft_ms"), times(run, "between_tokens_ms"), times(run, "end_to_end_ms"),
+         f"{run['tokens_per_step']:.2f}" if run["tokens_per_step"] else "", f"{run['tokens_per_second']:.0f}",
+         f"{run['goodput_per_second']:.2f}", f"{run['cancelled_before_a_token']} of {run['requests']}"]
+        for run in sorted(sound(facts["runs"]), key=lambda run: distinct(facts["runs"], "case").index(run["case"]))
+    ]  # fmt: skip
+    title = f"{workload(facts)}, lp {facts['lp']}, {facts['batch']} slots; milliseconds as p50 / p90 / p99; goodput: "
+    title += f"requests/s with the first token within {facts['ttft_ms']:g} ms and {facts['token_ms']:g} ms per token"
+    columns = ["load", "setting", "first token", "between tokens", "end to end", "tokens/step", "tokens/s", "goodput"]
+    columns.append("cancelled unseen")
+    return Table(title, columns, rows)
+
+
+def soak(facts: Json) -> list[Table]:
+    """What became of a soak's requests, and what its processes hold."""
+    verdict = [[name, str(facts[name])] for name in ("minutes", "requests", "wrong", "status_5xx", "exit_code")]
+    verdict += [[f"leak: {name}", f"{value:g}"] for name, value in facts["leaks"].items()]
+    hostile = [[name, str(count)] for name, count in facts["hostile"].items()]
+    first, last = facts["memory_mb"]["first"], facts["memory_mb"]["last"]
+    held = [
+        [str(pid), f"{first[pid]:.0f}", f"{last[pid]:.0f}", f"{grown:g}", str(facts["files"]["last"].get(pid, ""))]
+        for pid, grown in facts["memory_mb"]["growth"].items() if pid in first and pid in last
+    ]  # fmt: skip
+    return [
+        Table("soak", ["", ""], verdict),
+        Table("hostile clients", ["what", "times"], hostile),
+        Table("processes", ["id", "MB at first", "MB at last", "growth", "open files at last"], held),
+    ]
+
+
 # Predictions.
 
 
@@ -419,6 +458,8 @@ TABLES: dict[str, Callable[[Json], list[Table]]] = {
     "sizes": lambda facts: [sizes(facts)],
     "host": lambda facts: [host(facts)],
     "step": lambda facts: [step_costs(facts), collective(facts), step_parts(facts)],
+    "serve": lambda facts: [loads(facts)],
+    "soak": soak,
     "fleet": lambda facts: [fleet(facts)],
     "simulate": lambda facts: [check(facts), *(predictions(gpu, facts) for gpu in distinct(facts["models"], "gpu"))],
 }

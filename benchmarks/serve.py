@@ -11,8 +11,13 @@ against each of them in turn, so that what else the machine does meets all alike
     typing:S    S people who type on in a file: a prompt per keystroke, and the request before it cancelled
 
 Of every request: TTFT (arrival to first token), time between tokens (a step's tokens share the time since the step
-before), end to end, tokens per step. Goodput counts the requests a second that kept --ttft-ms and --token-ms. A
-request that fails is recorded as failed, never averaged. `--url` measures a service that runs already.
+before), end to end, tokens per step. Goodput counts the requests a second that kept --ttft-ms and --token-ms. The
+percentiles are of the requests of all rounds together. A request that fails is recorded as failed, never averaged.
+
+The services learn nothing from one request for another (`--share-drafts none`): a load asks the same prompts of every
+setting and, once all prompts are used up, again, so lookahead would otherwise draft from its own earlier answers.
+Settings without prefix reuse meet the typing loads only, as the other loads' prompts have no prefix in common.
+`--url` measures a service that runs already.
 """
 
 from __future__ import annotations
@@ -21,16 +26,14 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import random
-import re
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -38,6 +41,7 @@ from rich.console import Console
 
 from benchmarks.common import attempt, model_parser, progress, run_main, whole
 from benchmarks.data import load_prompts
+from benchmarks.services import running
 from lpr.config import InputError
 
 SETTINGS = {
@@ -46,8 +50,10 @@ SETTINGS = {
     "lookahead": (),
     "lookahead, no reuse": ("--no-prefix-reuse",),
 }
+NO_REUSE = ", no reuse"
+QUICK = {"loads": ["closed:1", "closed:4", "typing:1"], "requests": 6, "max_new_tokens": 32, "rounds": 1}
+"""What --quick changes: a look at whether all works, no measurement."""
 KINDS = ("closed", "poisson", "burst", "typing")
-START_SECONDS = 300.0
 KEY_SECONDS = 0.2
 """Mean time between two keystrokes."""
 
@@ -178,8 +184,18 @@ async def typing(client: Client, text: str, person: int, options: Any) -> list[A
     return answers
 
 
-def summary(answers: Sequence[Answer], seconds: float, options: argparse.Namespace) -> dict[str, Any]:
-    """What a load's answers come to; times in milliseconds."""
+@dataclass(frozen=True)
+class Round:
+    """The answers of one load, and how long it took, in seconds."""
+
+    answers: Sequence[Answer]
+    seconds: float
+
+
+def summary(rounds: Sequence[Round], options: argparse.Namespace) -> dict[str, Any]:
+    """What a load's rounds come to together; times in milliseconds. Raises RuntimeError if no request was answered."""
+    answers = [answer for each in rounds for answer in each.answers]
+    seconds = sum(each.seconds for each in rounds)
     told = [answer for answer in answers if answer.ttft is not None and answer.failed is None]
     done = [answer for answer in told if not answer.cancelled]
     if not told:
@@ -219,103 +235,74 @@ def quantiles(values: Sequence[float]) -> dict[str, float] | None:
     return {name: round(1e3 * value, 2) for name, value in at.items()}
 
 
-@contextlib.contextmanager
-def service(flags: Sequence[str], options: argparse.Namespace) -> Iterator[str]:
-    """A service of one's own on a free port; yields its address once it is ready. Raises InputError."""
-    command = [sys.executable, "-m", "lpr.serve", "--port", "0", "--no-access-log", "--lp", str(options.lp), *flags]
-    command += ["--dtype", options.dtype, "--max-batch-size", str(options.batch)]
+def flags_of(setting: str, options: argparse.Namespace) -> list[str]:
+    """The flags of a service of one setting."""
+    flags = [
+        "--no-access-log",
+        "--lp",
+        str(options.lp),
+        "--dtype",
+        options.dtype,
+        "--max-batch-size",
+        str(options.batch),
+    ]
     for name in ("model", "device"):
-        command += [f"--{name}", getattr(options, name)] if getattr(options, name) else []
-    threads = {"OMP_NUM_THREADS": str(options.threads)} if options.threads else {}
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=sys.stderr, text=True, env={**os.environ, **threads}
-    )
-    try:
-        assert process.stdout is not None
-        found = re.search(r"http://\S+", process.stdout.readline())
-        if not found:
-            raise InputError(f"the service did not start: {' '.join(command)}")
-        end = time.monotonic() + START_SECONDS
-        while httpx.get(found[0] + "/readyz").status_code != 200:
-            if process.poll() is not None or time.monotonic() > end:
-                raise InputError(f"the service did not become ready: {' '.join(command)}")
-            time.sleep(0.2)
-        yield found[0]
-    finally:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(30)
-        process.kill()
+        flags += [f"--{name}", getattr(options, name)] if getattr(options, name) else []
+    return [*flags, *SETTINGS[setting]]
 
 
 def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Every load against every setting, in rounds."""
+    if options.quick:
+        options = argparse.Namespace(**{**vars(options), **QUICK})
     prompts = load_prompts(options.data, options.prompts)
     loads = [parse_load(each) for each in options.loads]
     unknown = [name for name in options.settings if name not in SETTINGS]
     if unknown:
         raise InputError(f"--settings {unknown[0]!r} is none of {', '.join(map(repr, SETTINGS))}")
-    runs: list[dict[str, Any]] = []
+    rounds: dict[tuple[str, str], list[Round]] = {}
     with contextlib.ExitStack() as stack:
         urls = {"given": options.url} if options.url else {}
         for name in () if options.url else options.settings:
-            urls[name] = stack.enter_context(service(SETTINGS[name], options))
-        advance = stack.enter_context(progress(console, options.rounds * len(loads) * len(urls), "asking"))
+            urls[name] = stack.enter_context(running(flags_of(name, options), options.threads)).url
+        pairs = [(kind, size, name) for kind, size in loads for name in urls if fits(kind, name)]
+        advance = stack.enter_context(progress(console, options.rounds * len(pairs), "asking"))
         for url in urls.values():  # the first requests of a process are slower
             warm = argparse.Namespace(**{**vars(options), "requests": 2, "first": 0})
-            asyncio.run(one_load("closed", 1, url, prompts, warm))
+            asyncio.run(one_round("closed", 1, url, prompts, warm))
         first = 2
-        for number in range(options.rounds):
+        for _ in range(options.rounds):
             for kind, size in loads:
                 now = argparse.Namespace(**vars(options), first=first)
                 first += int(size) if kind == "typing" else options.requests
-                for name, url in urls.items():
-                    entry = {"name": name, "case": f"{kind}:{size:g}", "round": number}
-                    call = partial(one_load, kind, size, url, prompts, now)
-                    runs.append({**entry, **attempt(lambda load=call: asyncio.run(load()))})  # type: ignore[misc]
+                for name in (name for name in urls if fits(kind, name)):
+                    found = asyncio.run(one_round(kind, size, urls[name], prompts, now))
+                    rounds.setdefault((name, f"{kind}:{size:g}"), []).append(found)
                     advance(1, f"{name}, {kind}:{size:g}")
-    return {"benchmark": "serve", "lp": options.lp, "ttft_ms": options.ttft_ms, "token_ms": options.token_ms,
-            "rounds": options.rounds, "runs": medians(runs), "num_failed": failed(runs)}  # fmt: skip
+    runs = [
+        {"name": name, "case": case, **attempt(partial(summary, found, options))}
+        for (name, case), found in rounds.items()
+    ]
+    names = ("lp", "batch", "requests", "rounds", "max_new_tokens", "temperature", "ttft_ms", "token_ms")
+    asked = {name: getattr(options, name) for name in names}
+    return {"benchmark": "serve", "data": Path(options.data).name, "num_prompts": len(prompts), **asked, "runs": runs,
+            "num_failed": sum(run.get("num_failed", 1) for run in runs)}  # fmt: skip
 
 
-async def one_load(kind: str, size: float, url: str, prompts: Sequence[str], options: Any) -> dict[str, Any]:
-    """One load against one service."""
+def fits(kind: str, setting: str) -> bool:
+    """Is a load of this kind asked of this setting?"""
+    return kind == "typing" or not setting.endswith(NO_REUSE)
+
+
+async def one_round(kind: str, size: float, url: str, prompts: Sequence[str], options: Any) -> Round:
+    """One load against one service, once."""
     client = Client(url, options)
     began = time.monotonic()
     try:
         answers = await run_load(kind, size, client, prompts, options)
     finally:
         await client.http.aclose()
-    return summary(answers, time.monotonic() - began, options)
-
-
-def failed(runs: Sequence[dict[str, Any]]) -> int:
-    """Requests that failed."""
-    return sum(run.get("num_failed", 0) for run in runs)
-
-
-def medians(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Per setting and load the median round, number by number; a failed round stays as it is."""
-    found = []
-    for key in dict.fromkeys((run["name"], run["case"]) for run in runs):
-        mine = [run for run in runs if (run["name"], run["case"]) == key]
-        found += [run for run in mine if "failed" in run]
-        if sound := [run for run in mine if "failed" not in run]:
-            found.append({"name": key[0], "case": key[1], **_median([_without(run) for run in sound])})
-    return found
-
-
-def _without(run: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in run.items() if name not in ("name", "case", "round")}
-
-
-def _median(values: Sequence[Any]) -> Any:
-    known = [value for value in values if value is not None]
-    if not known:
-        return None
-    if isinstance(known[0], dict):
-        return {name: _median([value[name] for value in known]) for name in known[0]}
-    return statistics.median(known)
+    return Round(answers, time.monotonic() - began)
 
 
 def parse_load(text: str) -> tuple[str, float]:
@@ -330,9 +317,11 @@ def parse_load(text: str) -> tuple[str, float]:
 def main() -> int:
     """Run the benchmark from the command line."""
     parser = model_parser("serve", "The service under load.")
+    parser.set_defaults(prompts=100, max_new_tokens=64)
+    parser.add_argument("--quick", action="store_true", help="see in two minutes whether all works")
     parser.add_argument("--url", help="measure the service that runs there, instead of starting some")
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), metavar="S", help=", ".join(SETTINGS))
-    loads = ["closed:1", "closed:4", "closed:16", "poisson:1", "burst:8", "typing:1"]
+    loads = [*(f"closed:{count}" for count in (1, 2, 4, 8, 16)), "poisson:1", "burst:8", "typing:1", "typing:4"]
     parser.add_argument("--loads", nargs="+", default=loads, metavar="L", help="see above")
     parser.add_argument("--requests", type=whole, default=16, metavar="N", help="requests or keystrokes per load")
     parser.add_argument("--rounds", type=whole, default=3, metavar="N", help="repetitions, interleaved (3)")

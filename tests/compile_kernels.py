@@ -1,4 +1,4 @@
-"""Compile the tree attention kernels for GPUs that need not be there; prints one JSON line about what came out."""
+"""Compile the Triton kernels for GPUs that need not be there; prints one JSON line about what came out."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from lpr.model.kernels.triton_code import attend, combine
-from lpr.model.kernels.triton_kernel import choose_tiles
+from lpr.model.kernels.attention_code import attend, combine
+from lpr.model.kernels.attention_kernel import choose_tiles
+from lpr.model.kernels.sampling_code import choose_rows
+from lpr.model.kernels.sampling_kernel import BLOCK, NUM_WARPS
 
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16"}
 EVERYTHING = ("HAS_SOFTCAP", "HAS_WINDOW", "HAS_CHUNK", "HAS_SINKS")
@@ -31,7 +33,9 @@ def signature(kernel: Any, dtype: torch.dtype, constants: dict[str, Any]) -> tup
     """Argument types, and that pointers and strides are multiples of 16."""
     types = {
         "bits_at": "*i64", "positions_at": "*i64", "cached_at": "*i32", "entries_at": "*i32",
-        "part_acc_at": "*fp32", "part_top_at": "*fp32", "part_total_at": "*fp32", "scale": "fp32", "softcap": "fp32",
+        "keys_at": "*i64", "key_of_at": "*i64", "temperature_at": "*fp32", "top_k_at": "*i64", "top_p_at": "*fp32",
+        "min_p_at": "*fp32", "chosen_at": "*i64", "part_acc_at": "*fp32",
+        "part_top_at": "*fp32", "part_total_at": "*fp32", "scale": "fp32", "softcap": "fp32",
     }  # fmt: skip
     signature, aligned = {}, {}
     for index, name in enumerate(kernel.arg_names):
@@ -65,6 +69,11 @@ def main() -> None:
         compiled.append({"kernel": "attend", **about, **build(attend, arch, dtype, constants, **options)})
         if tiles.num_splits > 1:
             compiled.append({"kernel": "combine", **about, **build(combine, arch, dtype, constants, num_warps=4)})
+    for dtype in (torch.float32, torch.bfloat16):
+        for limited in (False, True):
+            constants = {"NOT_A_NUMBER": -1, "LIMITED": limited, "BLOCK": BLOCK}
+            about = {"kernel": "choose_rows", "dtype": str(dtype), "limited": limited}
+            compiled.append({**about, **build(choose_rows, 90, dtype, constants, num_warps=NUM_WARPS)})
     print(json.dumps(compiled))
 
 

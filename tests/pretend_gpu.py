@@ -20,7 +20,7 @@ import subprocess
 import threading
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lpr.model import sampling_reference
 from lpr.model.kernels import reference
 from lpr.model.kernels.mask import TreeMask
+from lpr.model.sampling import gpu_pick
+from lpr.model.selection import Selection
 
 CUDA = torch.device("cuda", 0)
 GUARD = """
@@ -301,6 +304,23 @@ def kernel(query: Any, key: Any, value: Any, mask: TreeMask, *, tiles: Any = Non
     return out.transpose(1, 2)
 
 
+def sampling_kernel(logits: Any, selection: Selection) -> torch.Tensor:
+    """Stands for the sampling kernel, likewise."""
+    names = ("keys", "key_of", "temperature", "top_k", "top_p", "min_p")
+    tensors = {name: getattr(selection, name) for name in names}
+    for name, each in {"logits": logits, **tensors}.items():
+        if not isinstance(each, OnGpu):
+            raise PretendError(f"the sampling kernel was given {name} on the CPU")
+    out = logits.new_empty(len(logits), dtype=torch.int64)
+
+    def run() -> None:
+        there = replace(selection, **{name: held(each) for name, each in tensors.items()})
+        out.held.copy_(sampling_reference.pick(held(logits), there))
+
+    current_gpu().launch(run)
+    return out
+
+
 @pytest.fixture(scope="session")
 def guard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Lets this torch make tensors of a device that it was not built for."""
@@ -343,10 +363,13 @@ def gpu(guard: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
         return made
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
-    triton_kernel = pytest.importorskip("lpr.model.kernels.triton_kernel")
-    monkeypatch.setattr(triton_kernel, "tree_attention", kernel)
+    attention_kernel = pytest.importorskip("lpr.model.kernels.attention_kernel")
+    monkeypatch.setattr(attention_kernel, "tree_attention", kernel)
+    monkeypatch.setattr("lpr.model.kernels.sampling_kernel.pick", sampling_kernel)
+    gpu_pick.cache_clear()
     with PretendGpu() as machine:
         yield machine
+    gpu_pick.cache_clear()
 
 
 def current_stream_name() -> str:

@@ -132,6 +132,11 @@ def test_config_files(tmp_path: Path) -> None:
     for text, message in {
         "window = 7": "unknown key 'window'",
         "window_size = -7": "window_size=-7 must not be negative",
+        'window_size = "7"': "window_size = '7': Invalid",
+        "stop = [1]": "stop = .1.: Expected `str`",
+        "costs = 1": "costs = 1: Expected `str`",
+        "mesh = { lp = 2 }": "mesh must be like",
+        "tp = 2\nmesh = { lp = 2, tp = 1 }": "tp is given twice",
         "= 3": "is not TOML",
     }.items():
         path.write_text(text)

@@ -24,6 +24,7 @@ class Fake:
 
     tokens: list[int]
     priority: int = 0
+    tenant: str = ""
     slot: int = -1
     num_computed_tokens: list[int] = field(default_factory=lambda: [0] * NUM_RANKS)
 

@@ -48,7 +48,8 @@ def error_of(response, status, param=None):
 def test_a_completion_has_openais_shape_and_counts(service):
     answer = service.client.post("/v1/completions", json={"prompt": PROMPT}).json()
     assert answer["object"] == "text_completion" and answer["model"] == "fake" and answer["id"].startswith("cmpl-")
-    assert answer["choices"] == [{"index": 0, "text": TEXT, "logprobs": None, "finish_reason": "stop"}]
+    choice = {"index": 0, "text": TEXT, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+    assert answer["choices"] == [choice]
     usage = answer["usage"]
     assert usage["completion_tokens"] == 6 and usage["total_tokens"] == usage["prompt_tokens"] + 6
     assert usage["prompt_tokens_details"] == {"cached_tokens": 3}
@@ -244,9 +245,13 @@ def test_a_final_message_is_continued(service):
     assert tokens.decode(service.driver.submitted[-1].prompt_ids) == "<user>u</user><assistant>I say"
 
 
-def test_tools_are_refused_by_name(service):
-    body = {"messages": [{"role": "user", "content": "u"}], "tools": [{"type": "function"}]}
-    error_of(service.client.post("/v1/chat/completions", json=body), 400, "tools")
+@pytest.mark.parametrize("name, value", [("tools", [{"type": "function"}]), ("tool_choice", "auto")])
+def test_tools_are_refused_by_name(service, name, value):
+    body = {"messages": [{"role": "user", "content": "u"}], name: value}
+    error = error_of(service.client.post("/v1/chat/completions", json=body), 400, name)
+    assert "not supported" in error["message"]
+    body[name] = [] if name == "tools" else "none"
+    service.client.post("/v1/chat/completions", json=body).raise_for_status()
 
 
 def test_what_llama_vim_sends_to_a_chat_is_understood(service):
@@ -452,7 +457,7 @@ def test_a_request_that_takes_too_long_is_ended():
 
 
 def test_silence_is_filled_with_comments(monkeypatch):
-    monkeypatch.setattr("lpr.serve.completions.KEEP_ALIVE", 0.05)
+    monkeypatch.setattr("lpr.serve.answers.KEEP_ALIVE", 0.05)
     with served() as service:
         service.driver.hold = True
         with service.client.stream("POST", "/v1/completions", json={"prompt": PROMPT, "stream": True}) as response:

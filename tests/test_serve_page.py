@@ -1,5 +1,6 @@
 """The page at / in a real browser, over a driver without a model; screenshots go to $LPR_SCREENSHOTS, if it is set."""
 
+import asyncio
 import os
 import shutil
 from pathlib import Path
@@ -76,6 +77,7 @@ def put(browser, before, after=""):
 
 
 def complete(browser):
+    wait(browser, lambda: element(browser, "go").is_enabled())
     before = browser.execute_script("return Number(document.body.dataset.done || 0)")
     element(browser, "go").click()
     wait(browser, lambda: browser.execute_script("return Number(document.body.dataset.done || 0)") > before)
@@ -160,6 +162,23 @@ def test_a_key_is_asked_for(browser):
         complete(browser)
         assert len(service.driver.submitted) == 1
         browser.get_log("browser")  # the 401 is in there, as it should
+
+
+def test_while_the_model_loads_the_page_says_so_and_goes_on_by_itself(browser):
+    with served(connect=False) as service:
+        leave(browser)
+        browser.get(service.url + "/")
+        wait(browser, lambda: "not loaded yet" in element(browser, "facts").text)
+        assert "starting" in element(browser, "state").text and not element(browser, "go").is_enabled()
+        shot(browser, "loading")
+        service.call(lambda: asyncio.ensure_future(service.driver.run()))
+        wait(browser, lambda: "lp 1" in element(browser, "facts").text)
+        put(browser, "a")
+        complete(browser)
+        service.call(service.front.stop)
+        wait(browser, lambda: "not answer" in element(browser, "state").text)
+        assert not element(browser, "go").is_enabled()
+        browser.get_log("browser")  # the 503s are in there, as they should
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -517,3 +517,25 @@ def test_a_seeded_fault_is_noticed(target, attribute, value, monkeypatch):
     with pytest.raises(AssertionError):
         for case in scripted_cases():
             check(*case)
+
+
+@pytest.mark.parametrize(
+    "more, tokens, why",
+    [
+        ({"stop": ("zz", "ab")}, "xxabyy", "ab"),
+        ({"stop": ("b", "ab")}, "xxab", "ab"),
+        ({"stop": ("ab",), "max_new_tokens": 2}, "xxab", None),
+        ({"stop_token_ids": (0,)}, "xx", 0),
+        ({"stop_token_ids": (1,)}, "xx", None),
+        ({"stop_token_ids": (1,), "ignore_eos": True}, "xx", 1),
+    ],
+)
+def test_what_stopped_an_output_is_told(more, tokens, why):
+    """The stop string or the id that was asked for, never the model's own end of text."""
+    tokenizer = byte_level()
+    params = SamplingParams(**{"max_new_tokens": 50, **more})
+    stream = TextStream(tokenizer, [5], params, frozenset({1}))
+    ids = text_tokens(tokenizer, tokens) + [id for id in more.get("stop_token_ids", ())]
+    stream.extend(ids)
+    stream.take()
+    assert stream.stop_reason == why

@@ -43,8 +43,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HAS_TRITON = find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs the package triton")
 if HAS_TRITON:
-    from lpr.model.kernels import triton_kernel
-    from lpr.model.kernels.triton_kernel import Tiles
+    from lpr.model.kernels import attention_kernel
+    from lpr.model.kernels.attention_kernel import Tiles
 
 
 @dataclass
@@ -178,7 +178,7 @@ def test_the_reference_is_attention_along_every_path(drawn: tuple[Case, dict[str
 def test_the_kernel_equals_the_reference(drawn: tuple[Case, dict[str, Any]], blocks: tuple[int, int, int]) -> None:
     case, rules = drawn
     tiles = None if blocks is None else Tiles(*blocks, num_warps=4, num_stages=1)
-    check_against_reference(triton_kernel.tree_attention, case, tiles=tiles, **rules)
+    check_against_reference(attention_kernel.tree_attention, case, tiles=tiles, **rules)
 
 
 RULES: dict[str, dict[str, Any]] = {
@@ -206,14 +206,14 @@ def test_trees_of_several_words_in_a_ragged_batch(dtype: torch.dtype, rules: str
     parents = [random_parents(random, 100), list(range(-1, 69)), []]
     case = make_case(parents, [130, 0, 40], heads=(2, 1), dims=(32, 16), dtype=dtype, padding=2)
     tiles = Tiles(128, 64, num_splits, num_warps=4, num_stages=1)
-    check_against_reference(triton_kernel.tree_attention, case, tiles=tiles, **RULES[rules])
+    check_against_reference(attention_kernel.tree_attention, case, tiles=tiles, **RULES[rules])
 
 
 @needs_triton
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
 def test_head_dimensions(dim: int) -> None:
     case = make_case([[-1, 0, 0, 1, 1, 4]], [70], heads=(2, 1), dims=(dim, dim))
-    check_against_reference(triton_kernel.tree_attention, case)
+    check_against_reference(attention_kernel.tree_attention, case)
 
 
 @needs_triton
@@ -229,7 +229,7 @@ def test_head_dimensions(dim: int) -> None:
 def test_a_context_of_32k_tokens(dtype: torch.dtype, rules: dict[str, Any]) -> None:
     parents = random_parents(np.random.default_rng(1), 40)
     case = make_case([parents], [32768], heads=(2, 1), dims=(16, 16), dtype=dtype)
-    check_against_reference(triton_kernel.tree_attention, case, **rules)
+    check_against_reference(attention_kernel.tree_attention, case, **rules)
 
 
 @needs_triton
@@ -240,7 +240,7 @@ def test_lengths_are_read_where_the_kernel_runs() -> None:
     other = make_case([[-1, -1]], [81], padding=2)
     for name in ("bits", "num_cached", "num_entries", "positions"):
         getattr(case.mask, name).copy_(getattr(other.mask, name))
-    check_against_reference(triton_kernel.tree_attention, case, window=50)
+    check_against_reference(attention_kernel.tree_attention, case, window=50)
 
 
 @given(st.integers(1, 200), st.integers(0, 2), st.integers(0, 2**32))

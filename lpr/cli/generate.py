@@ -5,14 +5,14 @@ from __future__ import annotations
 import gc
 import sys
 import time
-import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
+from lpr.cli.config_file import defaults
 from lpr.cli.flags import flag_types
 from lpr.cli.jobs import FileJob, Keeping, ShowJob, check_trie
 from lpr.cli.jsonl import OrderedWriter, read_prompts
@@ -27,6 +27,8 @@ from lpr.engine.exchange import DesyncError
 from lpr.engine.options import EngineOptions, load_step_times
 from lpr.model.loader import bundled_model
 
+_GROUPS = {"options": EngineOptions, "sampling": SamplingParams, "decode": DecodeConfig}
+"""Fields of Args whose own fields are flags."""
 _RANK_0_SPEAKS = 10.0
 """Seconds that the other ranks stay after bad input; the launcher ends them as soon as rank 0 has left."""
 
@@ -95,14 +97,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str], quiet: bool = False) -> Args:
     """Arguments from `argv` over those of its `--config` file; raises InputError or SystemExit."""
-    default = Args()
-    for index, word in enumerate(argv):
-        if word == "--config" and index + 1 < len(argv):
-            default = read_config(Path(argv[index + 1]))
-        elif word.startswith("--config="):
-            default = read_config(Path(word.removeprefix("--config=")))
     with flag_types:
-        args = tyro.cli(Args, prog="lpr.generate", args=list(argv), default=default, console_outputs=not quiet)
+        args = tyro.cli(
+            Args, prog="lpr.generate", args=list(argv), default=defaults(argv, Args, _GROUPS), console_outputs=not quiet
+        )
     if args.prompts is not None and args.output is None:
         raise InputError("--prompts needs --output FILE.jsonl for the completions")
     if args.output is not None and args.prompts is None:
@@ -118,42 +116,6 @@ def parse(argv: Sequence[str], quiet: bool = False) -> Args:
     if args.trace_steps < 1:
         raise InputError(f"--trace-steps {args.trace_steps} must be at least 1")
     return args
-
-
-def read_config(path: Path) -> Args:
-    """The arguments that a TOML file sets; its keys are the flags' names with underscores."""
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as failure:
-        raise InputError(f"cannot read --config {path}: {failure.strerror or failure}") from failure
-    except ValueError as failure:
-        raise InputError(f"--config {path} is not TOML: {failure}") from failure
-    parts: dict[str, Any] = {"options": EngineOptions, "sampling": SamplingParams, "decode": DecodeConfig}
-    groups: dict[str, dict[str, Any]] = {"": {}, **{part: {} for part in parts}}
-    homes = {field.name: "" for field in fields(Args) if field.name not in (*parts, "config")}
-    for part, kind in parts.items():
-        homes |= {field.name: part for field in fields(kind)}
-    if "mesh" in values:
-        values = _mesh_sizes(path, values)
-    for name, value in values.items():
-        if name not in homes:
-            raise InputError(f"--config {path}: unknown key {name!r}; keys are flags with underscores")
-        groups[homes[name]][name] = Path(value) if name in ("prompts", "output", "trie", "trace", "costs") else value
-    try:
-        return Args(**groups[""], **{part: kind(**groups[part]) for part, kind in parts.items()})
-    except (InputError, TypeError) as failure:
-        raise InputError(f"--config {path}: {failure}") from failure
-
-
-def _mesh_sizes(path: Path, values: dict[str, Any]) -> dict[str, Any]:
-    """The values of a TOML file with `mesh = { lp = 4, tp = 2 }` in place of the two flags."""
-    others = {name: value for name, value in values.items() if name != "mesh"}
-    mesh = values["mesh"]
-    if not isinstance(mesh, dict) or set(mesh) != {"lp", "tp"} or not all(type(n) is int for n in mesh.values()):
-        raise InputError(f"--config {path}: mesh must be like {{ lp = 4, tp = 2 }}, not {mesh!r}")
-    if twice := sorted(set(mesh) & set(others)):
-        raise InputError(f"--config {path}: {twice[0]} is given twice, in mesh and by itself")
-    return {**others, **mesh}
 
 
 def run(args: Args, world: World) -> int:

@@ -32,6 +32,10 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Requests of a lower number are admitted earlier (see lpr.engine.scheduler)."""
     has_processors: bool = False
     """Do logits processors apply, which are code that each rank brings itself?"""
+    tenant: str = ""
+    """Whose request this is: it shares drafts and K/V with requests of the same tenant only."""
+    learns: bool = True
+    """May it draft from outputs of the tenant's other requests, and they from its own?"""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):

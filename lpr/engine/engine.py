@@ -162,16 +162,20 @@ class Engine(Replica):
         id: RequestId | None = None,
         priority: int = 0,
         delivered: Sequence[int] = (),
+        tenant: str = "",
+        learns: bool = True,
     ) -> Request:
         """Queue a request; `step` advances it. Raises InputError for a prompt that cannot be completed.
 
         `logits_processors` are applied in their order, after those that `params` ask for and before temperature, top-k,
         top-p and min-p; see lpr.model.processors for what they get and when. They are code, so with several ranks every
         rank must submit the request. `id` must be new; default: the next number. `delivered` are ids that an earlier
-        run has emitted, after which the output goes on as if it had never stopped.
+        run has emitted, after which the output goes on as if it had never stopped. Requests share drafts and K/V with
+        those of the same `tenant`, and with `learns` False no drafts at all; neither changes what they emit.
         """
         params = params if params is not None else SamplingParams()
-        return self._enter(*self._prepare(prompt, params, logits_processors, id, priority, delivered))
+        command, request = self._prepare(prompt, params, logits_processors, id, priority, delivered, tenant, learns)
+        return self._enter(command, request)
 
     def abort(self, request: Request) -> None:
         """Drop an unfinished request after the running step, on all ranks; a finished one is left as it is."""
@@ -284,6 +288,8 @@ class Engine(Replica):
         id: RequestId | None = None,
         priority: int = 0,
         delivered: Sequence[int] = (),
+        tenant: str = "",
+        learns: bool = True,
     ) -> tuple[Submit, Request]:
         """The command that submits a request, and the request itself; raises InputError."""
         ids = self.encode(prompt)
@@ -297,7 +303,7 @@ class Engine(Replica):
         id = self._next_id if id is None else id
         if id in self._requests or id in self._named:
             raise InputError(f"request id {id!r} is in use")
-        command = Submit(id, [*ids, *delivered], params, len(ids), priority, has_processors=bool(processors))
+        command = Submit(id, [*ids, *delivered], params, len(ids), priority, bool(processors), tenant, learns)
         request = self._make(command, prompt, processors)
         self._count_id(id)
         return command, request

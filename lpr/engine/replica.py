@@ -25,6 +25,7 @@ from lpr.engine.request import Chunk, Outcome, Prompt, Request, make_request
 from lpr.engine.scheduler import Schedule, Scheduler, SlotMove
 from lpr.engine.sizing import Sizer, measure_step_times, resolve_sizes
 from lpr.engine.step import PhaseTimer, decode_step, untimed
+from lpr.engine.tenants import TenantTries
 from lpr.engine.times_file import TimesFile
 from lpr.model.loader import Loaded, model_digest, tokenizer_digest
 from lpr.model.processors import Processor
@@ -240,6 +241,7 @@ class Replica:
         self.decode, self.sizes = decode, resolve_sizes(decode, times, num_ranks)
         self._sizer, self._timed = Sizer(self.sizes, times, self.comm, self._follows), None
         self.shared = SuffixIndex(self.sizes.trie_capacity)
+        self._tenants = TenantTries(self.sizes.trie_capacity)
         self.scheduler: Scheduler[Request] = Scheduler(
             num_slots,
             num_ranks,
@@ -264,7 +266,7 @@ class Replica:
             request, computed = admission.request, admission.num_computed_tokens
             request.num_cached_tokens = min(computed)
             request.state = SequenceState(
-                *(request.tokens, request.params, self.sizes, self.comm.size, self.shared, computed),
+                *(request.tokens, request.params, self.sizes, self.comm.size, self._learnt(request), computed),
                 *(request.longest, request.text_stream.stop_ids),
             )
         return self.scheduler.schedule()
@@ -321,14 +323,21 @@ class Replica:
     def _release(self, request: Request) -> None:
         """Learn from a request's output, and take its slot."""
         assert self.model.cache is not None
-        if self.sizes.trie_nodes and request.num_output:
-            self.shared.extend(request.token_ids)
-            self.shared.end_document()
+        learnt = self._learnt(request)
+        if learnt is not None and self.sizes.trie_nodes and request.num_output:
+            learnt.extend(request.token_ids)
+            learnt.end_document()
         sound = request.error is None and request.num_output > 0
         if not sound:  # its K/V may be NaN, which would spoil the slot's next request
             self.model.cache.clear(request.slot, 0)
         self._move(self.scheduler.finish(request, keep=sound))
         request.state = None
+
+    def _learnt(self, request: Request) -> SuffixIndex | None:
+        """The outputs that a request drafts from and leaves its own to; None: no others."""
+        if not request.learns:
+            return None
+        return self._tenants.of(request.tenant) if request.tenant else self.shared
 
     def _move(self, moves: Sequence[SlotMove]) -> None:
         assert self.model.cache is not None

@@ -83,6 +83,10 @@ class Request:
     text_stream: TextStream
     processors: Processors | None = None
     priority: int = 0
+    tenant: str = ""
+    """It shares drafts and K/V with requests of the same tenant only."""
+    learns: bool = True
+    """Do requests of the tenant share drafts?"""
     _stats: DecodeStats = field(default_factory=DecodeStats)
     _outcomes: list[Outcome] = field(default_factory=list, repr=False)
     """Of steps that `settle` has not looked at."""
@@ -249,7 +253,18 @@ def make_request(
     tokens, params = list(command.token_ids), command.params
     stream = TextStream(tokenizer, tokens[: command.num_prompt], params, eos_token_ids)
     own = Processors.of(params, command.num_prompt, stream.stop_ids, device, processors, tokenizer)
-    request = Request(command.id, prompt, tokens, command.num_prompt, params, stream, own, command.priority)
+    request = Request(
+        command.id,
+        prompt,
+        tokens,
+        command.num_prompt,
+        params,
+        stream,
+        own,
+        command.priority,
+        command.tenant,
+        command.learns,
+    )
     for token in tokens[command.num_prompt :]:
         request.finish_reason = request.finish_reason or stream.push(token)
     stream.take()

@@ -28,6 +28,8 @@ class Schedulable(Protocol):
     tokens: list[int]
     """Prompt and output so far."""
     priority: int
+    tenant: str
+    """K/V is shared among requests of one tenant only."""
     slot: int
     """Written by the scheduler; meaningless while the request waits."""
 
@@ -88,6 +90,7 @@ class Prefix:
     tokens: list[int]
     num_computed_tokens: tuple[int, ...]
     last_used: int
+    tenant: str
 
 
 @dataclass
@@ -193,7 +196,7 @@ class Scheduler(Generic[R]):
             last.slot = slot
             self.running[slot] = last
         if keep:
-            self._retained[free] = Prefix(list(request.tokens), kept, self._tick())
+            self._retained[free] = Prefix(list(request.tokens), kept, self._tick(), request.tenant)
         return moves
 
     def forget(self) -> None:
@@ -205,7 +208,7 @@ class Scheduler(Generic[R]):
     def _admit(self, request: R) -> Admission[R]:
         """Find the longest prefix that some slot shares with a request, and bring it to the next free slot."""
         slot = len(self.running)
-        source, length = self._longest_prefix(request.tokens[:-1])  # the root is evaluated in any case
+        source, length = self._longest_prefix(request.tokens[:-1], request.tenant)  # the root is evaluated in any case
         computed = (0,) * self.num_ranks
         if source is not None:
             computed = tuple(min(length, count) for count in self._computed_at(source))
@@ -246,13 +249,15 @@ class Scheduler(Generic[R]):
                 self._retained[source].last_used = self._tick()
         return moves
 
-    def _longest_prefix(self, tokens: Sequence[int]) -> tuple[int | None, int]:
-        """The slot that shares most leading tokens whose K/V all ranks hold, and their number; None for nothing."""
+    def _longest_prefix(self, tokens: Sequence[int], tenant: str) -> tuple[int | None, int]:
+        """The tenant's slot that shares most leading tokens whose K/V all ranks hold, and their number; or None, 0."""
         best, longest = None, 0
         slots = [*self._retained, *range(len(self.running))] if self.retains else []
         for slot in slots:
-            known = self._retained[slot].tokens if slot in self._retained else self.running[slot].tokens
-            length = min(num_shared(known, tokens), *self._computed_at(slot))
+            holder = self._retained[slot] if slot in self._retained else self.running[slot]
+            if holder.tenant != tenant:  # what is reused shows in the time to the first token
+                continue
+            length = min(num_shared(holder.tokens, tokens), *self._computed_at(slot))
             if length > longest:
                 best, longest = slot, length
         return best, longest

@@ -267,6 +267,9 @@ class TextStream:
         self._params = params
         self.stop_ids = (frozenset() if params.ignore_eos else eos_token_ids) | set(params.stop_token_ids)
         """Ids that end the output, with "stop"."""
+        self.stop_reason: int | str | None = None
+        """What ended the output, if a stop string or an id of `stop_token_ids` that is no end of text did."""
+        self._eos_ids = frozenset() if params.ignore_eos else eos_token_ids
         self._decoder: Any = None if tokenizer is None else IncrementalDecoder(tokenizer, prompt_ids)
         self._unread: deque[tuple[int, bool, bool]] = deque()
         """Tokens that were pushed and not decoded, whether each is an end of text, and whether it is the last."""
@@ -301,6 +304,8 @@ class TextStream:
         found_stop = bool(self._params.stop) and self._read()
         self._is_closed = is_last or found_stop
         if is_eos or found_stop:
+            if is_eos:
+                self.stop_reason = None if token in self._eos_ids else token
             return "stop"
         return "length" if is_last else None
 
@@ -361,7 +366,8 @@ class TextStream:
         """
         self._suffix += settled
         visible = self._suffix + unsettled
-        cut = self._find_stop(visible)
+        cut, stop = self._find_stop(visible)
+        self.stop_reason = stop if stop is not None else self.stop_reason
         if cut is not None or is_last:
             self._safe.append(visible if cut is None else visible[:cut])
             self._suffix = ""
@@ -372,9 +378,10 @@ class TextStream:
             self._suffix = self._suffix[num_safe:]
         return False
 
-    def _find_stop(self, visible: str) -> int | None:
-        """Where the first stop string begins, if there is one."""
-        return min((cut for stop in self._params.stop if (cut := visible.find(stop)) >= 0), default=None)
+    def _find_stop(self, visible: str) -> tuple[int, str] | tuple[None, None]:
+        """Where the first stop string begins, and which it is, if there is one."""
+        found = [(cut, stop) for stop in self._params.stop if (cut := visible.find(stop)) >= 0]
+        return min(found, key=lambda each: each[0], default=(None, None))
 
     def _num_held_back(self) -> int:
         """Length of the longest suffix that is the beginning of a stop string."""

@@ -6,20 +6,29 @@ softmax(processed_logits / temperature), and no random state exists that a diffe
 another rank could leave in a different place. So sampled text depends on the prompt, the parameters and the seed only,
 however it was drafted (DESIGN rule R4).
 
-`sampling_reference.pick` says what is chosen; `sampling_cpu.draw` finds the same with far less work.
+`sampling_reference.pick` says what is chosen; `sampling_cpu.draw` and, on a GPU, `kernels.sampling_kernel.pick` find
+the same with far less work.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from functools import lru_cache
+from importlib import import_module
+
 import torch
 
+from lpr.config import SamplingParams
 from lpr.core.accept import NOT_A_NUMBER
 from lpr.core.recycle import MAX_SCORE, SCORE_STEPS
 from lpr.model import sampling_reference
 from lpr.model.sampling_cpu import best_tokens, draw
 from lpr.model.selection import Selection
 
-__all__ = ["Selection", "candidates", "choose", "four_to_a_word", "log_probabilities", "pick"]
+__all__ = ["Selection", "candidates", "choose", "four_to_a_word", "gpu_pick", "log_probabilities", "pick"]
+
+logger = logging.getLogger(__name__)
 
 
 def choose(logits: torch.Tensor, selection: Selection, fixed_shapes: bool = False) -> torch.Tensor:
@@ -43,7 +52,33 @@ def pick(logits: torch.Tensor, selection: Selection, fixed_shapes: bool = False)
         return torch.where(best.values.isnan(), NOT_A_NUMBER, best.indices)
     if on_cpu:
         return draw(logits, selection)
+    if logits.is_cuda:
+        return gpu_pick(logits.device)(logits, selection)
     return sampling_reference.pick(logits, selection)
+
+
+@lru_cache
+def gpu_pick(device: torch.device) -> Callable[[torch.Tensor, Selection], torch.Tensor]:
+    """What samples on a GPU: the kernel, if it is there and works, else the specification, with a warning in the log.
+
+    The first call compiles and tries it, so it must not be made while a graph is captured: the self-check makes it.
+    """
+    try:
+        kernel: Callable[[torch.Tensor, Selection], torch.Tensor] = import_module(_KERNEL).pick
+        logits = torch.randn(64, 1000, generator=torch.Generator().manual_seed(3)).mul(4).to(device)
+        for params in _TRIED:
+            selection = Selection.build([(params, range(64))], device)
+            if not torch.equal(kernel(logits, selection), sampling_reference.pick(logits, selection)):
+                raise RuntimeError(f"it chose other tokens with {params}")
+        return kernel
+    except Exception as failure:  # whatever a compiler or driver raises
+        lines = str(failure).strip().splitlines() or [""]
+        logger.warning("the sampling kernel does not work here, sampling is slower: %s", lines[0])
+        return sampling_reference.pick
+
+
+_KERNEL = "lpr.model.kernels.sampling_kernel"
+_TRIED = (SamplingParams(temperature=0.8), SamplingParams(temperature=1.0, top_k=40, top_p=0.9, min_p=0.01))
 
 
 def log_probabilities(logits: torch.Tensor, chosen: torch.Tensor, count: int) -> torch.Tensor:

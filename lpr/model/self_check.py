@@ -24,6 +24,7 @@ from lpr.model.families import refusal
 from lpr.model.inputs import Row
 from lpr.model.kernels.hook import KERNELS
 from lpr.model.runner import TreeModel
+from lpr.model.sampling import gpu_pick
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,8 @@ def self_check(runner: TreeModel) -> TreeCache:
     The error is the largest difference of a logit over the range of the logits; in fp32 sound models stay below 1e-6
     and the silent failures known so far begin at 3e-3. Half precision rounds differently at every GEMM height.
     """
+    if runner.device.type == "cuda":
+        gpu_pick(runner.device)  # now, and not while a step is captured
     if runner.attention_is_open and runner.attention in KERNELS:
         try:
             return _check(runner)

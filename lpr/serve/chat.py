@@ -3,50 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
 
+from lpr.serve.answers import answer
 from lpr.serve.context import Context, context_of
-from lpr.serve.errors import ApiError
-from lpr.serve.generation import (
-    KEEP_ALIVE,
-    Choice,
-    DisconnectedError,
-    Event,
-    Generation,
-    Wanted,
-    decoding_of,
-    failure_of,
-    usage_of,
-)
+from lpr.serve.generation import Choice, Event, Generation, Wanted, decoding_of, usage_of
 from lpr.serve.grammar import grammar_of
 from lpr.serve.logprobs import for_chat
 from lpr.serve.protocol import ChatBody, Sampling, StreamOptions
 from lpr.serve.served import Served, spread
-from lpr.serve.sse import COMMENT, DONE, EventStream, error_event, event
 
 router = APIRouter()
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """How an answer is to look."""
-
-    served: Served
-    head: dict[str, Any]
-    num_prompt: int
-    num_top: int | None
-    """Alternatives per token; None: no log-probabilities."""
-    token_ids: bool
-    sources: bool
-    options: StreamOptions | None
-    silent: bool = False
-    """Was only the cache to be filled?"""
-    fields: tuple[str, ...] | None = None
 
 
 @router.post("/v1/chat/completions", summary="Answer a conversation")
@@ -73,7 +44,7 @@ async def answer_as_chat(
     context: Context, request: Request, served: Served, body: Sampling, wanted: list[Wanted], kind: str
 ) -> Response:
     """Generate what is wanted and answer in the shape of a chat."""
-    shape = _shape(served, body, len(wanted[0].prompt_ids), context.name(request, kind, body.request_id))
+    form = _form(served, body, len(wanted[0].prompt_ids), context.name(request, kind, body.request_id))
     generation = Generation(
         context.service,
         wanted,
@@ -83,18 +54,91 @@ async def answer_as_chat(
         tenant=context.tenant(request),
         details=bool(body.return_sources),
     )
-    if body.stream:
-        events = _events(shape, context, generation, request)
-        return EventStream(events, context.request_timeout, generation.cancel)
-    async with context.running(request, shape.head["id"], generation):
-        try:
-            await generation.finish()
-        except DisconnectedError:
-            return Response(status_code=499)
-    return JSONResponse(_whole(shape, generation.choices))
+    return await answer(context, request, form.head["id"], generation, form, body.stream)
 
 
-def _shape(served: Served, body: Sampling, num_prompt: int, request_id: str) -> _Shape:
+@dataclass(frozen=True)
+class _ChatForm:
+    """How an answer is to look."""
+
+    served: Served
+    head: dict[str, Any]
+    num_prompt: int
+    num_top: int | None
+    """Alternatives per token; None: no log-probabilities."""
+    token_ids: bool
+    sources: bool
+    options: StreamOptions
+    silent: bool = False
+    """Was only the cache to be filled?"""
+    fields: tuple[str, ...] | None = None
+    ends_with_done: bool = True
+
+    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        shown = []
+        for choice in choices:
+            one: dict[str, Any] = {
+                "index": choice.index,
+                "message": {"role": "assistant", "content": self._content(choice.text), "refusal": None},
+                "logprobs": self._logprobs(choice.token_ids, choice),
+                "finish_reason": choice.finish_reason,
+                "stop_reason": choice.stop_reason,
+            }
+            if self.token_ids:
+                one["token_ids"] = choice.token_ids
+            if self.sources:
+                one["sources"] = choice.sources
+            shown.append(one)
+        answer = {**self.head, "choices": shown, "usage": usage_of(choices, self.num_prompt)}
+        if self.token_ids:
+            answer["prompt_token_ids"] = choices[0].job.prompt_ids
+        if self.sources:
+            answer["lpr"] = decoding_of(choices)
+        if self.fields is not None:
+            answer = {name: answer[name] for name in self.fields if name in answer}
+        return answer
+
+    def begin(self, choices: Sequence[Choice]) -> Iterator[dict[str, Any]]:
+        """Say who speaks."""
+        for choice in choices:
+            yield self._delta(choice.index, {"role": "assistant", "content": ""})
+
+    def step(self, each: Event, choices: Sequence[Choice]) -> dict[str, Any]:
+        choice, chunk = each.choice, each.chunk
+        data = self._delta(choice.index, {"content": self._content(each.text)})
+        one = data["choices"][0]
+        one["logprobs"] = self._logprobs(chunk.token_ids, chunk)
+        one["finish_reason"] = choice.finish_reason
+        one["stop_reason"] = choice.stop_reason
+        if self.token_ids:
+            one["token_ids"] = chunk.token_ids
+        if self.sources:
+            one["sources"] = chunk.sources or []
+        if self.options.include_usage and self.options.continuous_usage_stats:
+            data["usage"] = usage_of(choices, self.num_prompt)
+        return data
+
+    def end(self, choices: Sequence[Choice]) -> Iterator[dict[str, Any]]:
+        if self.options.include_usage:
+            last = {**self.head, "choices": [], "usage": usage_of(choices, self.num_prompt)}
+            if self.sources:
+                last["lpr"] = decoding_of(choices)
+            yield last
+
+    def _content(self, text: str) -> str:
+        return "" if self.silent else text
+
+    def _logprobs(self, ids: Sequence[int], found: Any) -> dict[str, Any] | None:
+        return None if self.num_top is None else for_chat(self.served.tokens, ids, found.logprobs or [], self.num_top)
+
+    def _delta(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
+        data = {**self.head, "choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]}
+        if self.options.include_usage:
+            data["usage"] = None
+        return data
+
+
+def _form(served: Served, body: Sampling, num_prompt: int, request_id: str) -> _ChatForm:
     head = {
         "id": request_id,
         "object": "chat.completion.chunk" if body.stream else "chat.completion",
@@ -107,92 +151,7 @@ def _shape(served: Served, body: Sampling, num_prompt: int, request_id: str) -> 
         num_top = (body.top_logprobs or 0) if body.logprobs else None
         silent = body.n_predict == 0
         fields = tuple(body.response_fields) if body.response_fields is not None else None
-    return _Shape(
+    return _ChatForm(
         served, head, num_prompt, num_top, bool(body.return_token_ids), bool(body.return_sources),
-        body.stream_options, silent, fields,
+        body.stream_options or StreamOptions(), silent, fields,
     )  # fmt: skip
-
-
-def _whole(shape: _Shape, choices: Sequence[Choice]) -> dict[str, Any]:
-    shown = []
-    for choice in choices:
-        content = "" if shape.silent else choice.text
-        one: dict[str, Any] = {
-            "index": choice.index,
-            "message": {"role": "assistant", "content": content, "refusal": None},
-            "logprobs": _logprobs(shape, choice.token_ids, choice),
-            "finish_reason": choice.finish_reason,
-        }
-        if shape.token_ids:
-            one["token_ids"] = choice.token_ids
-        if shape.sources:
-            one["sources"] = choice.sources
-        shown.append(one)
-    answer = {**shape.head, "choices": shown, "usage": usage_of(choices, shape.num_prompt)}
-    if shape.token_ids:
-        answer["prompt_token_ids"] = choices[0].job.prompt_ids
-    if shape.sources:
-        answer["lpr"] = decoding_of(choices)
-    if shape.fields is not None:
-        answer = {name: answer[name] for name in shape.fields if name in answer}
-    return answer
-
-
-def _logprobs(shape: _Shape, ids: Sequence[int], choice: Any) -> dict[str, Any] | None:
-    if shape.num_top is None:
-        return None
-    return for_chat(shape.served.tokens, ids, choice.logprobs or [], shape.num_top)
-
-
-async def _events(
-    shape: _Shape, context: Context, generation: Generation, request: Request
-) -> AsyncGenerator[bytes, None]:
-    """The stream of an answer: who speaks, then one event per step and choice."""
-    options = shape.options
-    usage = options is not None and options.include_usage
-    try:
-        async with context.running(request, shape.head["id"], generation):
-            for choice in generation.choices:
-                yield event(_delta(shape, choice.index, {"role": "assistant", "content": ""}, usage))
-            async for each in generation.events(KEEP_ALIVE):
-                if each is None:
-                    yield COMMENT
-                    continue
-                if each.choice.error is not None:
-                    raise failure_of(each.choice.error)
-                data = _step(shape, each, usage)
-                if usage and options is not None and options.continuous_usage_stats:
-                    data["usage"] = usage_of(generation.choices, shape.num_prompt)
-                yield event(data)
-            if usage:
-                last = {**shape.head, "choices": [], "usage": usage_of(generation.choices, shape.num_prompt)}
-                if shape.sources:
-                    last["lpr"] = decoding_of(generation.choices)
-                yield event(last)
-    except ApiError as failure:
-        yield error_event(failure)
-    except DisconnectedError:
-        return
-    yield DONE
-
-
-def _step(shape: _Shape, each: Event, usage: bool) -> dict[str, Any]:
-    choice, chunk = each.choice, each.chunk
-    content = "" if shape.silent else each.text
-    data = _delta(shape, choice.index, {"content": content}, usage)
-    one = data["choices"][0]
-    one["logprobs"] = _logprobs(shape, chunk.token_ids, chunk)
-    one["finish_reason"] = choice.finish_reason
-    if shape.token_ids:
-        one["token_ids"] = chunk.token_ids
-    if shape.sources:
-        one["sources"] = chunk.sources or []
-    return data
-
-
-def _delta(shape: _Shape, index: int, delta: dict[str, Any], usage: bool) -> dict[str, Any]:
-    one = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-    data = {**shape.head, "choices": [one]}
-    if usage:
-        data["usage"] = None
-    return data

@@ -3,73 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
 
+from lpr.serve.answers import answer
 from lpr.serve.chat import answer_as_chat
-from lpr.serve.context import Context, context_of
-from lpr.serve.errors import ApiError, bad
-from lpr.serve.generation import (
-    KEEP_ALIVE,
-    Choice,
-    DisconnectedError,
-    Event,
-    Generation,
-    Wanted,
-    decoding_of,
-    failure_of,
-    usage_of,
-)
+from lpr.serve.context import context_of
+from lpr.serve.errors import bad
+from lpr.serve.generation import Choice, Event, Generation, Wanted, decoding_of, usage_of
 from lpr.serve.grammar import grammar_of
 from lpr.serve.logprobs import for_completion
-from lpr.serve.protocol import CompletionBody, FimBody, Prompt
+from lpr.serve.protocol import CompletionBody, FimBody, Prompt, StreamOptions
 from lpr.serve.served import Served, spread
-from lpr.serve.sse import COMMENT, DONE, EventStream, error_event, event
 
 router = APIRouter()
-
-
-@dataclass
-class _Plan:
-    """A checked request: what to generate, and what its answer is made of."""
-
-    served: Served
-    body: CompletionBody
-    id: str
-    model: str
-    created: int
-    prompts: list[list[int]]
-    echoes: list[str]
-    """What `echo` puts before the texts of each prompt."""
-    wanted: list[Wanted]
-    per_prompt: int
-    """Texts that are generated per prompt (best_of)."""
-
-    @property
-    def num_prompt(self) -> int:
-        return sum(map(len, self.prompts))
-
-    def head(self) -> dict[str, Any]:
-        """The fields that every event and answer begins with."""
-        return {
-            "id": self.id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.served.fingerprint,
-        }
-
-    def echo(self, choice: Choice) -> str:
-        """What comes before a choice's text."""
-        return self.echoes[choice.index // self.per_prompt]
-
-    def prompt_of(self, choice: Choice) -> list[int]:
-        """The prompt of a choice."""
-        return self.prompts[choice.index // self.per_prompt]
 
 
 @router.post("/v1/completions", summary="Continue a prompt, or fill in the middle")
@@ -79,7 +29,17 @@ async def complete(body: CompletionBody, request: Request) -> Response:
     """Continue `prompt`; with `suffix`, write what belongs between the two."""
     context = context_of(request)
     served = context.ready()
-    return await _answer(_plan(served, body, context.name(request, "cmpl", body.request_id)), context, request)
+    plan = _plan(served, body, context.name(request, "cmpl", body.request_id))
+    generation = Generation(
+        context.service,
+        plan.wanted,
+        request.receive,
+        timeout=context.request_timeout,
+        priority=body.priority,
+        tenant=context.tenant(request),
+        details=bool(body.return_sources),
+    )
+    return await answer(context, request, plan.id, generation, plan, body.stream)
 
 
 @router.post("/v1/fim/completions", summary="Fill in the middle, as Mistral's API")
@@ -158,122 +118,122 @@ def _listed(prompt: Prompt) -> list[Any]:
     return [prompt] if isinstance(prompt[0], int) else list(prompt)
 
 
-async def _answer(plan: _Plan, context: Context, request: Request) -> Response:
-    body = plan.body
-    generation = Generation(
-        context.service,
-        plan.wanted,
-        request.receive,
-        timeout=context.request_timeout,
-        priority=body.priority,
-        tenant=context.tenant(request),
-        details=bool(body.return_sources),
-    )
-    if body.stream:
-        return EventStream(_events(plan, context, generation, request), context.request_timeout, generation.cancel)
-    async with context.running(request, plan.id, generation):
-        try:
-            await generation.finish()
-        except DisconnectedError:
-            return Response(status_code=499)
-    return JSONResponse(_whole(plan, generation.choices))
+@dataclass
+class _Plan:
+    """A checked request: what to generate, and what its answer is made of."""
 
+    served: Served
+    body: CompletionBody
+    id: str
+    model: str
+    created: int
+    prompts: list[list[int]]
+    echoes: list[str]
+    """What `echo` puts before the texts of each prompt."""
+    wanted: list[Wanted]
+    per_prompt: int
+    """Texts that are generated per prompt (best_of)."""
+    ends_with_done: bool = True
+    _offsets: dict[int, int] = field(default_factory=dict)
+    """Per choice, the characters that a stream has shown log-probabilities of."""
 
-def _whole(plan: _Plan, choices: Sequence[Choice]) -> dict[str, Any]:
-    body = plan.body
-    shown: list[dict[str, Any]] = []
-    for first in range(0, len(choices), plan.per_prompt):
-        best = list(choices[first : first + plan.per_prompt])
-        if plan.per_prompt > (body.n or 1):
-            best = sorted(best, key=_mean_logprob, reverse=True)[: body.n or 1]
-        shown += [_choice(plan, choice, len(shown) + at) for at, choice in enumerate(best)]
-    if not choices:  # echo alone
-        shown = [
-            {"index": at, "text": text, "logprobs": None, "finish_reason": "length"}
-            for at, text in enumerate(plan.echoes)
+    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        body = self.body
+        shown: list[dict[str, Any]] = []
+        for first in range(0, len(choices), self.per_prompt):
+            best = list(choices[first : first + self.per_prompt])
+            if self.per_prompt > (body.n or 1):
+                best = sorted(best, key=_mean_logprob, reverse=True)[: body.n or 1]
+            shown += [self._choice(choice, len(shown) + at) for at, choice in enumerate(best)]
+        answer = {**self._head(), "choices": shown or self._echoed(), "usage": self._usage(choices)}
+        if body.return_sources:
+            answer["lpr"] = decoding_of(choices)
+        return answer
+
+    def begin(self, choices: Sequence[Choice]) -> Iterator[dict[str, Any]]:
+        if not choices:
+            for shown in self._echoed():
+                yield {**self._head(), "choices": [shown]}
+
+    def step(self, each: Event, choices: Sequence[Choice]) -> dict[str, Any]:
+        data = {**self._head(), "choices": [self._delta(each)]}
+        if self._options.include_usage:
+            data["usage"] = self._usage(choices) if self._options.continuous_usage_stats else None
+        return data
+
+    def end(self, choices: Sequence[Choice]) -> Iterator[dict[str, Any]]:
+        if self._options.include_usage:
+            last = {**self._head(), "choices": [], "usage": self._usage(choices)}
+            if self.body.return_sources:
+                last["lpr"] = decoding_of(choices)
+            yield last
+
+    @property
+    def _options(self) -> StreamOptions:
+        return self.body.stream_options or StreamOptions()
+
+    def _head(self) -> dict[str, Any]:
+        """The fields that every event and answer begins with."""
+        return {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.served.fingerprint,
+        }
+
+    def _usage(self, choices: Sequence[Choice]) -> dict[str, object]:
+        return usage_of(choices, sum(map(len, self.prompts)))
+
+    def _echoed(self) -> list[dict[str, Any]]:
+        """The choices where nothing is generated: the prompts, if they are to be echoed."""
+        return [
+            {"index": at, "text": text, "logprobs": None, "finish_reason": "length", "stop_reason": None}
+            for at, text in enumerate(self.echoes)
         ]
-    answer = {**plan.head(), "choices": shown, "usage": usage_of(choices, plan.num_prompt)}
-    if body.return_sources:
-        answer["lpr"] = decoding_of(choices)
-    return answer
+
+    def _choice(self, choice: Choice, index: int) -> dict[str, Any]:
+        echo = self.echoes[choice.index // self.per_prompt]
+        logprobs = None
+        if self.body.logprobs is not None:
+            logprobs = for_completion(self.served.tokens, choice.token_ids, choice.logprobs, len(echo))
+        shown: dict[str, Any] = {
+            "index": index,
+            "text": echo + choice.text,
+            "logprobs": logprobs,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+        if self.body.return_token_ids:
+            shown |= {"token_ids": choice.token_ids, "prompt_token_ids": choice.job.prompt_ids}
+        if self.body.return_sources:
+            shown["sources"] = choice.sources
+        return shown
+
+    def _delta(self, each: Event) -> dict[str, Any]:
+        choice, chunk = each.choice, each.chunk
+        begins = choice.num_steps <= 1 and len(choice.token_ids) == len(chunk.token_ids)
+        echo = self.echoes[choice.index // self.per_prompt]
+        logprobs = None
+        if self.body.logprobs is not None:
+            offset = self._offsets.get(choice.index, len(echo))
+            logprobs = for_completion(self.served.tokens, chunk.token_ids, chunk.logprobs or [], offset)
+            self._offsets[choice.index] = offset + sum(map(len, logprobs["tokens"]))
+        shown: dict[str, Any] = {
+            "index": choice.index,
+            "text": (echo if begins else "") + each.text,
+            "logprobs": logprobs,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+        if self.body.return_token_ids:
+            shown["token_ids"] = chunk.token_ids
+            if begins:
+                shown["prompt_token_ids"] = choice.job.prompt_ids
+        if self.body.return_sources:
+            shown["sources"] = chunk.sources or []
+        return shown
 
 
 def _mean_logprob(choice: Choice) -> float:
     return sum(each.logprob for each in choice.logprobs) / max(1, len(choice.logprobs))
-
-
-def _choice(plan: _Plan, choice: Choice, index: int) -> dict[str, Any]:
-    body, echo = plan.body, plan.echo(choice)
-    logprobs = None
-    if body.logprobs is not None:
-        logprobs = for_completion(plan.served.tokens, choice.token_ids, choice.logprobs, len(echo))
-    shown: dict[str, Any] = {
-        "index": index,
-        "text": echo + choice.text,
-        "logprobs": logprobs,
-        "finish_reason": choice.finish_reason,
-    }
-    if body.return_token_ids:
-        shown |= {"token_ids": choice.token_ids, "prompt_token_ids": plan.prompt_of(choice)}
-    if body.return_sources:
-        shown["sources"] = choice.sources
-    return shown
-
-
-async def _events(
-    plan: _Plan, context: Context, generation: Generation, request: Request
-) -> AsyncGenerator[bytes, None]:
-    """The stream of an answer: one event per step and choice."""
-    options = plan.body.stream_options
-    try:
-        async with context.running(request, plan.id, generation):
-            offsets = [len(plan.echo(choice)) for choice in generation.choices]
-            if not generation.choices:
-                for at, text in enumerate(plan.echoes):
-                    shown = {"index": at, "text": text, "logprobs": None, "finish_reason": "length"}
-                    yield event({**plan.head(), "choices": [shown]})
-            async for each in generation.events(KEEP_ALIVE):
-                if each is None:
-                    yield COMMENT
-                    continue
-                if each.choice.error is not None:
-                    raise failure_of(each.choice.error)
-                data = {**plan.head(), "choices": [_delta(plan, each, offsets)]}
-                if options is not None and options.include_usage:
-                    continuous = options.continuous_usage_stats
-                    data["usage"] = usage_of(generation.choices, plan.num_prompt) if continuous else None
-                yield event(data)
-            if options is not None and options.include_usage:
-                usage = usage_of(generation.choices, plan.num_prompt)
-                last = {**plan.head(), "choices": [], "usage": usage}
-                if plan.body.return_sources:
-                    last["lpr"] = decoding_of(generation.choices)
-                yield event(last)
-    except ApiError as failure:
-        yield error_event(failure)
-    except DisconnectedError:
-        return
-    yield DONE
-
-
-def _delta(plan: _Plan, each: Event, offsets: list[int]) -> dict[str, Any]:
-    choice, chunk = each.choice, each.chunk
-    begins = choice.num_steps <= 1 and len(choice.token_ids) == len(chunk.token_ids)
-    text = (plan.echo(choice) if begins else "") + each.text
-    logprobs = None
-    if plan.body.logprobs is not None:
-        logprobs = for_completion(plan.served.tokens, chunk.token_ids, chunk.logprobs or [], offsets[choice.index])
-        offsets[choice.index] += sum(map(len, logprobs["tokens"]))
-    shown: dict[str, Any] = {
-        "index": choice.index,
-        "text": text,
-        "logprobs": logprobs,
-        "finish_reason": choice.finish_reason,
-    }
-    if plan.body.return_token_ids:
-        shown["token_ids"] = chunk.token_ids
-        if begins:
-            shown["prompt_token_ids"] = plan.prompt_of(choice)
-    if plan.body.return_sources:
-        shown["sources"] = chunk.sources or []
-    return shown

@@ -34,7 +34,7 @@ class Context:
     metrics: Metrics
     request_timeout: float
     """Seconds that a request may take."""
-    share_drafts: str = "all"
+    share_drafts: str = "key"
     """Whose outputs drafts may come from: "none", "key" or "all"."""
     served: Served | None = None
     """None until the model is loaded."""
@@ -91,12 +91,8 @@ class Context:
         return False
 
     def tenant(self, request: Request) -> str:
-        """Whose drafts a request shares."""
-        if self.share_drafts == "key":
-            return key_name(request) or "anonymous"
-        if self.share_drafts == "none":
-            return f"request {uuid.uuid4().hex}"
-        return ""
+        """With whose requests this one shares drafts and K/V; "" where no key is asked for, or for all."""
+        return "" if self.share_drafts == "all" else key_name(request)
 
 
 def key_name(request: Request) -> str:

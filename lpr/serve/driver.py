@@ -19,9 +19,13 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cl
 class Driver:
     """Rank 0's loop: commands from the front, a step, chunks to the front."""
 
-    def __init__(self, engine: Engine, line: Line, model: str) -> None:
-        """Drive `engine`; raises InputError for a model that cannot be served."""
+    def __init__(self, engine: Engine, line: Line, model: str, learns: bool = True) -> None:
+        """Drive `engine`; raises InputError for a model that cannot be served.
+
+        `learns` says whether requests may draft from outputs of others of their tenant.
+        """
         self.engine = engine
+        self._learns = learns
         self._line = line
         self._requests: dict[int, Request] = {}
         self._details: set[int] = set()
@@ -55,6 +59,8 @@ class Driver:
                 message.params,
                 id=message.id,
                 delivered=message.prompt_ids[num_prompt:],
+                tenant=message.tenant,
+                learns=self._learns,
             )
         except InputError as failure:
             chunk = Chunk(message.id, [], "", "error", str(failure))
@@ -89,6 +95,7 @@ class Driver:
             logprobs,
             sources,
             usage_of(request) if ended else None,
+            request.text_stream.stop_reason if ended else None,
         )
 
     def _sources(self, request: Request, count: int) -> list[str]:

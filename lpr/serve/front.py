@@ -45,6 +45,8 @@ class Front:
         self._argv = argv
         self._attached = attached
         self._keys = Keys.read(args.api_key, args.api_key_file)
+        if self._keys and args.trie is not None and args.share_drafts != "all":
+            raise InputError("--trie keeps what all keys wrote for all of them: say so by --share-drafts all")
         self._template = _read(args.chat_template, "--chat-template")
         for path, flag in ((args.tls_cert, "--tls-cert"), (args.tls_key, "--tls-key")):
             _read(path, flag)

@@ -16,9 +16,6 @@ from lpr.serve.errors import ApiError
 from lpr.serve.messages import Chunk, TokenLogprobs, Usage
 from lpr.serve.service import Job, Service
 
-KEEP_ALIVE = 10.0
-"""Seconds without an event after which a stream says that it lives."""
-
 
 class DisconnectedError(Exception):
     """The client has gone; nobody reads an answer."""
@@ -52,6 +49,8 @@ class Choice:
     sources: list[str] = field(default_factory=list)
     num_steps: int = 0
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    """The stop string, or the id of `stop_token_ids`, that ended it."""
     error: str | None = None
     usage: Usage | None = None
     first: float | None = None
@@ -182,6 +181,7 @@ class Generation:
         choice.logprobs += chunk.logprobs or []
         choice.sources += chunk.sources or []
         choice.finish_reason, choice.error = finish, chunk.error
+        choice.stop_reason = chunk.stop_reason
         choice.usage = chunk.usage or choice.usage
         return Event(choice, text, chunk)
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
 
 from lpr.config import SamplingParams
-from lpr.serve.context import Context, context_of
-from lpr.serve.errors import ApiError, bad
+from lpr.serve.answers import answer
+from lpr.serve.context import context_of
+from lpr.serve.errors import bad
 from lpr.serve.fim import Extra
-from lpr.serve.generation import KEEP_ALIVE, Choice, DisconnectedError, Generation, failure_of
+from lpr.serve.generation import Choice, Event, Generation
 from lpr.serve.protocol import InfillBody
 from lpr.serve.served import Served, fresh_seed, sampling, spread
-from lpr.serve.sse import COMMENT, EventStream, error_event, event
 
 router = APIRouter()
 
@@ -88,16 +88,7 @@ async def infill(body: InfillBody, request: Request) -> Response:
         limits=lambda: LineLimit(body.n_indent, body.t_max_predict_ms),
     )
     facts = {"model": model, "truncated": truncated, "id_slot": body.id_slot}
-    if body.stream:
-        events = _events(body, context, generation, request, name, facts)
-        return EventStream(events, context.request_timeout, generation.cancel)
-    async with context.running(request, name, generation):
-        try:
-            await generation.finish()
-        except DisconnectedError:
-            return Response(status_code=499)
-    answers = [_selected(_whole(body, choice, facts), body.response_fields) for choice in generation.choices]
-    return JSONResponse(answers[0] if len(answers) == 1 else answers)
+    return await answer(context, request, name, generation, _InfillForm(body, facts), body.stream)
 
 
 def _prompt(served: Served, body: InfillBody, count: int) -> tuple[list[int], bool]:
@@ -140,37 +131,62 @@ def _params(served: Served, body: InfillBody, count: int) -> SamplingParams:
     return sampling(values)
 
 
-def _whole(body: InfillBody, choice: Choice, facts: dict[str, Any]) -> dict[str, Any]:
-    job, usage = choice.job, choice.usage
-    num_prompt, num_output = len(job.prompt_ids), len(choice.token_ids)
-    begun = job.given or job.arrived
-    prompt_ms = 1e3 * ((choice.first or begun) - begun)
-    predict_ms = 1e3 * ((choice.latest or 0.0) - (choice.first or 0.0))
-    num_cached = usage.num_cached if usage is not None else 0
-    silent = body.n_predict == 0
-    return {
-        **facts,
-        "index": choice.index,
-        "content": "" if silent else choice.text,
-        "tokens": choice.token_ids if body.return_tokens and not silent else [],
-        "stop": True,
-        "stop_type": "limit" if choice.finish_reason == "length" else "eos",
-        "tokens_predicted": 0 if silent else num_output,
-        "tokens_evaluated": num_prompt,
-        "tokens_cached": num_prompt + num_output,
-        "timings": {
-            "cache_n": num_cached,
-            "prompt_n": num_prompt - num_cached,
-            "prompt_ms": round(prompt_ms, 3),
-            "prompt_per_token_ms": round(prompt_ms / max(1, num_prompt - num_cached), 4),
-            "prompt_per_second": _rate(num_prompt - num_cached, prompt_ms),
-            "predicted_n": 0 if silent else num_output,
-            "predicted_ms": round(predict_ms, 3),
-            "predicted_per_token_ms": round(predict_ms / max(1, num_output), 4),
-            "predicted_per_second": _rate(num_output, predict_ms),
-        },
-        "steps": choice.num_steps,
-    }
+@dataclass(frozen=True)
+class _InfillForm:
+    """llama.cpp's answers; a stream has `content` per step, and all the rest with the last one."""
+
+    body: InfillBody
+    facts: dict[str, Any]
+    ends_with_done: bool = False
+
+    def whole(self, choices: Sequence[Choice]) -> Any:
+        answers = [_selected(self._finished(choice), self.body.response_fields) for choice in choices]
+        return answers[0] if len(answers) == 1 else answers
+
+    def begin(self, choices: Sequence[Choice]) -> Iterator[Any]:
+        return iter(())
+
+    def step(self, each: Event, choices: Sequence[Choice]) -> dict[str, Any]:
+        choice = each.choice
+        content = "" if self.body.n_predict == 0 else each.text
+        if choice.finish_reason is None:
+            return {"index": choice.index, "content": content, "stop": False}
+        return _selected({**self._finished(choice), "content": content}, self.body.response_fields)
+
+    def end(self, choices: Sequence[Choice]) -> Iterator[Any]:
+        return iter(())
+
+    def _finished(self, choice: Choice) -> dict[str, Any]:
+        job, usage = choice.job, choice.usage
+        num_prompt, num_output = len(job.prompt_ids), len(choice.token_ids)
+        begun = job.given or job.arrived
+        prompt_ms = 1e3 * ((choice.first or begun) - begun)
+        predict_ms = 1e3 * ((choice.latest or 0.0) - (choice.first or 0.0))
+        num_cached = usage.num_cached if usage is not None else 0
+        silent = self.body.n_predict == 0
+        return {
+            **self.facts,
+            "index": choice.index,
+            "content": "" if silent else choice.text,
+            "tokens": choice.token_ids if self.body.return_tokens and not silent else [],
+            "stop": True,
+            "stop_type": "limit" if choice.finish_reason == "length" else "eos",
+            "tokens_predicted": 0 if silent else num_output,
+            "tokens_evaluated": num_prompt,
+            "tokens_cached": num_prompt + num_output,
+            "timings": {
+                "cache_n": num_cached,
+                "prompt_n": num_prompt - num_cached,
+                "prompt_ms": round(prompt_ms, 3),
+                "prompt_per_token_ms": round(prompt_ms / max(1, num_prompt - num_cached), 4),
+                "prompt_per_second": _rate(num_prompt - num_cached, prompt_ms),
+                "predicted_n": 0 if silent else num_output,
+                "predicted_ms": round(predict_ms, 3),
+                "predicted_per_token_ms": round(predict_ms / max(1, num_output), 4),
+                "predicted_per_second": _rate(num_output, predict_ms),
+            },
+            "steps": choice.num_steps,
+        }
 
 
 def _rate(count: int, milliseconds: float) -> float:
@@ -189,28 +205,3 @@ def _selected(answer: dict[str, Any], fields: list[str] | None) -> dict[str, Any
         if value is not None:
             found[name] = value
     return found
-
-
-async def _events(
-    body: InfillBody, context: Context, generation: Generation, request: Request, name: str, facts: dict[str, Any]
-) -> AsyncGenerator[bytes, None]:
-    """llama.cpp's stream: `content` per step, and all the rest with the last one; it has no `[DONE]`."""
-    try:
-        async with context.running(request, name, generation):
-            async for each in generation.events(KEEP_ALIVE):
-                if each is None:
-                    yield COMMENT
-                    continue
-                choice = each.choice
-                if choice.error is not None:
-                    raise failure_of(choice.error)
-                content = "" if body.n_predict == 0 else each.text
-                if choice.finish_reason is None:
-                    yield event({"index": choice.index, "content": content, "stop": False})
-                else:
-                    whole = {**_whole(body, choice, facts), "content": content}
-                    yield event(_selected(whole, body.response_fields))
-    except ApiError as failure:
-        yield error_event(failure)
-    except DisconnectedError:
-        return

@@ -115,6 +115,8 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[TokenLogprobs] | None = None
     sources: list[str] | None = None
     usage: Usage | None = None
+    stop_reason: int | str | None = None
+    """The stop string, or the id of `stop_token_ids`, that ended it; None for any other end."""
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):

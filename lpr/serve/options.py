@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
+from lpr.cli.config_file import defaults
 from lpr.cli.flags import flag_types
 from lpr.config import DecodeConfig, InputError
 from lpr.engine.options import EngineOptions
@@ -20,21 +20,26 @@ from lpr.engine.options import EngineOptions
 class ServeArgs:
     """Serve a model: OpenAI's completions and chats, llama.cpp's /infill, and a page to try them.
 
-    Without arguments, serves the small code model that comes with lpr on one rank.
+    Without arguments, serves the small code model that comes with lpr on one rank: open http://127.0.0.1:8000 in a
+    browser, or give an OpenAI client http://127.0.0.1:8000/v1 as its base URL. For a model of your own on 4 GPUs:
+
+        python -m lpr.serve --model Qwen/Qwen2.5-Coder-7B --lp 4 --api-key SECRET
+
+    lp splits one request's guesses over replicas, tp splits the model's weights; lp x tp ranks are started.
     """
 
     model: str | None = None
     """Model folder or hub id. Default: the small code model that comes with lpr."""
     served_model_name: tuple[str, ...] = ()
-    """Names that clients may ask for; the first is answered with. Default: the model as given."""
+    """Names that clients may ask for the model by; answers carry the first. Default: the model as given."""
     host: str = "127.0.0.1"
-    """Address to listen at; 0.0.0.0 is every one."""
+    """Address to listen at; 0.0.0.0 listens at all of this machine's, also for others."""
     port: int = 8000
     """Port to listen at; 0 takes a free one."""
     lp: int | None = None
-    """Replicas (lookahead parallel). Default: 1, or under torchrun as many as the ranks make."""
+    """Replicas that work on each request together. Default: 1, or under torchrun as many as the ranks make."""
     tp: int = 1
-    """Ranks that share one replica of the model (tensor parallel)."""
+    """Ranks that share one replica of the model, each with a part of its weights."""
     timeout: float = 300.0
     """Seconds that a rank waits for the others in a step before it gives up."""
     load_timeout: float = 3600.0
@@ -43,8 +48,8 @@ class ServeArgs:
     """TOML file with values for any of these flags; flags given here win."""
     trie: Path | None = None
     """Folder or .safetensors file: draft from what earlier runs wrote, and keep what this one writes."""
-    share_drafts: Literal["none", "all"] = "all"
-    """Whose outputs drafts may come from. Acceptance speed tells one client what another wrote: none keeps apart."""
+    share_drafts: Literal["none", "key", "all"] = "key"
+    """Whose earlier outputs a request is drafted from: nobody's, those of its own API key, or everybody's."""
     fim: str = "auto"
     """Family whose fill-in-the-middle prompts the model wants (see /fim); auto: found by its tokens; none: no."""
     chat_template: Path | None = None
@@ -90,45 +95,16 @@ class ServeArgs:
 
 
 _GROUPS = {"engine": EngineOptions, "decode": DecodeConfig}
-_PATHS = ("trie", "chat_template", "api_key_file", "tls_cert", "tls_key", "costs")
+"""Fields of ServeArgs whose own fields are flags."""
 
 
 def parse(argv: Sequence[str], quiet: bool = False) -> ServeArgs:
     """Arguments from `argv` over those of its `--config` file; raises InputError or SystemExit."""
-    default = ServeArgs()
-    for index, word in enumerate(argv):
-        if word == "--config" and index + 1 < len(argv):
-            default = read_config(Path(argv[index + 1]))
-        elif word.startswith("--config="):
-            default = read_config(Path(word.removeprefix("--config=")))
+    default = defaults(argv, ServeArgs, _GROUPS)
     with flag_types:
         args = tyro.cli(ServeArgs, prog="lpr.serve", args=list(argv), default=default, console_outputs=not quiet)
     check(args)
     return replace(args, api_key=args.api_key or os.environ.get("LPR_API_KEY") or None)
-
-
-def read_config(path: Path) -> ServeArgs:
-    """The arguments that a TOML file sets; its keys are the flags' names with underscores. Raises InputError."""
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as failure:
-        raise InputError(f"cannot read --config {path}: {failure.strerror or failure}") from failure
-    except ValueError as failure:
-        raise InputError(f"--config {path} is not TOML: {failure}") from failure
-    mesh = values.pop("mesh", {})
-    if not isinstance(mesh, dict) or not set(mesh) <= {"lp", "tp"}:
-        raise InputError(f"--config {path}: mesh must be like {{ lp = 4, tp = 2 }}, not {mesh!r}")
-    parts: dict[str, dict[str, Any]] = {"": {}, "engine": {}, "decode": {}}
-    homes = {field.name: "" for field in fields(ServeArgs) if field.name not in (*_GROUPS, "config")}
-    homes |= {field.name: group for group, kind in _GROUPS.items() for field in fields(kind)}
-    for name, value in {**mesh, **values}.items():
-        if name not in homes:
-            raise InputError(f"--config {path}: unknown key {name!r}; keys are flags with underscores")
-        parts[homes[name]][name] = Path(value) if name in _PATHS else tuple(value) if isinstance(value, list) else value
-    try:
-        return ServeArgs(**parts[""], engine=EngineOptions(**parts["engine"]), decode=DecodeConfig(**parts["decode"]))
-    except (InputError, TypeError) as failure:
-        raise InputError(f"--config {path}: {failure}") from failure
 
 
 def check(args: ServeArgs) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -158,8 +158,8 @@ class ChatBody(Sampling):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_choice: Literal["none"] | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     """Without tools there is nothing that it could change."""
     modalities: list[Literal["text"]] | None = None
@@ -174,6 +174,15 @@ class ChatBody(Sampling):
     """Slots are found by their longest common prefix, so none needs naming."""
     samplers: list[str] | None = None
     response_fields: list[str] | None = None
+
+    @field_validator("tools", "tool_choice")
+    @classmethod
+    def _no_tools(cls, value: Any) -> Any:
+        # Templates show tools to a model, but each family writes its calls in a form of its own, and a call that is
+        # handed out as text is worse than none.
+        if value not in (None, [], "none"):
+            raise ValueError("calls of tools are not supported; response_format with a JSON schema may do instead")
+        return value
 
     @model_validator(mode="after")
     def _agree(self) -> ChatBody:

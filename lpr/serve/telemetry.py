@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from starlette.requests import Request
 
-from lpr.config import InputError
-from lpr.serve.generation import Generation
+from lpr.config import InputError, SamplingParams
+from lpr.serve.generation import Choice, Generation, failure_of
 
 _OPERATIONS = {"/v1/chat/completions": "chat", "/chat/completions": "chat"}
 
@@ -54,21 +54,44 @@ def tracer(endpoint: str, model: str, exporter: Any = None) -> Callable[[Request
                 "gen_ai.request.model": model,
                 "gen_ai.response.model": model,
                 "gen_ai.response.id": request.state.request_id,
-                "gen_ai.request.max_tokens": first.params.max_new_tokens,
-                "gen_ai.request.temperature": first.params.temperature,
-                "gen_ai.request.top_p": first.params.top_p,
+                **_of_params(first.params),
                 "gen_ai.request.choice.count": len(choices),
-                "gen_ai.usage.input_tokens": sum(len(choice.job.prompt_ids) for choice in choices),
-                "gen_ai.usage.output_tokens": sum(len(choice.token_ids) for choice in choices),
-                "gen_ai.response.finish_reasons": [choice.finish_reason or "abort" for choice in choices],
-                "lpr.steps": sum(choice.num_steps for choice in choices),
+                **_of_results(choices),
             },
         )
         if first.first is not None:
-            span.set_attribute("gen_ai.server.time_to_first_token", first.first - first.arrived)
-        if any(choice.finish_reason == "error" for choice in choices):
-            span.set_status(Status(StatusCode.ERROR))
+            span.set_attribute("gen_ai.response.time_to_first_chunk", first.first - first.arrived)
+        failed = next((choice.error for choice in choices if choice.error is not None), None)
+        if failed is not None:
+            span.set_attribute("error.type", failure_of(failed).code or "error")
+            span.set_status(Status(StatusCode.ERROR, failed))
         span.end()
 
     trace.flush = provider.force_flush  # type: ignore[attr-defined]
     return trace
+
+
+def _of_params(params: SamplingParams) -> dict[str, Any]:
+    """What was asked for."""
+    return {
+        "gen_ai.request.max_tokens": params.max_new_tokens,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.request.top_k": params.top_k,
+        "gen_ai.request.seed": params.seed,
+        "gen_ai.request.stop_sequences": list(params.stop),
+        "gen_ai.request.presence_penalty": params.presence_penalty,
+        "gen_ai.request.frequency_penalty": params.frequency_penalty,
+    }
+
+
+def _of_results(choices: Sequence[Choice]) -> dict[str, Any]:
+    """What it came to; a prompt of several choices counts once, as in OpenAI's usage."""
+    prompts = {id(choice.job.prompt_ids): choice for choice in choices}.values()
+    return {
+        "gen_ai.usage.input_tokens": sum(len(choice.job.prompt_ids) for choice in prompts),
+        "gen_ai.usage.output_tokens": sum(len(choice.token_ids) for choice in choices),
+        "gen_ai.usage.cache_read.input_tokens": sum(choice.usage.num_cached for choice in prompts if choice.usage),
+        "gen_ai.response.finish_reasons": [choice.finish_reason or "abort" for choice in choices],
+        "lpr.steps": sum(choice.num_steps for choice in choices),
+    }

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from lpr.config import DecodeConfig
 from lpr.dist.channel import CommError
 from lpr.dist.runtime import World, join
 from lpr.engine.engine import Engine
@@ -30,7 +29,7 @@ def run(args: ServeArgs, line: Line | None) -> None:
     with join(world, device, args.timeout, args.tp, args.load_timeout) as comm:
         _tell(line, "loading the model", 2)
         model = args.model or bundled_model()
-        engine = Engine.from_pretrained(model, _decode(args), replace(args.engine, device=device), comm=comm)
+        engine = Engine.from_pretrained(model, args.decode, replace(args.engine, device=device), comm=comm)
         # What is loaded stays: without this, each full collection walks a million objects, in the middle of some step.
         gc.freeze()
         if line is None:
@@ -38,12 +37,7 @@ def run(args: ServeArgs, line: Line | None) -> None:
             engine.close()
             return
         with _stopped(engine), _kept_trie(args.trie, engine):
-            Driver(engine, line, model).run()
-
-
-def _decode(args: ServeArgs) -> DecodeConfig:
-    """The decode settings; with --share-drafts none nothing is learnt from one request for another."""
-    return replace(args.decode, trie_capacity=1) if args.share_drafts == "none" else args.decode
+            Driver(engine, line, model, learns=args.share_drafts != "none").run()
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
-"""Attention over committed tokens and a packed tree mask: one signature, a readable reference, a GPU version.
+"""What PyTorch has no operator for: attention over a packed tree mask, and the choice of next tokens in one launch.
 
-`reference.tree_attention` is the specification, `triton_kernel.tree_attention` the kernel. Nothing here is imported
-before a model asks for it (`TreeModel(attention=...)`).
+`reference.tree_attention` and `sampling_reference.pick` are the specifications, `attention_kernel` and
+`sampling_kernel` launch the GPU versions, whose device code is in `attention_code` and `sampling_code`. Nothing here is
+imported before a model asks for it.
 """

@@ -26,7 +26,7 @@ from lpr.model.attention import Mask, additive, current_step, tree_attention, tr
 
 KERNELS = {"triton": "lpr_tree_triton"}
 """Names of the attention implementations, by the choice that `TreeModel` takes."""
-_MODULES = {"triton": "lpr.model.kernels.triton_kernel"}
+_MODULES = {"triton": "lpr.model.kernels.attention_kernel"}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The device code of `triton_kernel`: one block of query rows and a share of the keys per program, and the combination.
+"""The device code of `attention_kernel`: a block of query rows and a share of the keys per program; the combination.
 
 Written for Triton 3.x. All lengths are read here, on the device. The interpreter accepts what the compiler refuses
 (a loop variable that changes its shape), so the tests compile this file for GPUs as well as interpret it. UPCAST is for

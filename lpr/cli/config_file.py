@@ -1,0 +1,84 @@
+"""`--config FILE.toml`: values for a command's flags, by the flags' names with underscores; imports no torch."""
+
+from __future__ import annotations
+
+import tomllib
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from lpr.config import InputError
+
+T = TypeVar("T")
+
+
+def defaults(argv: Sequence[str], kind: type[T], groups: Mapping[str, type]) -> T:
+    """The flags' defaults: those of `kind`, a dataclass, or those of the `--config` file in `argv`.
+
+    `groups` are the fields of `kind` that are dataclasses, whose fields are flags too. Raises InputError.
+    """
+    found = kind()
+    for index, word in enumerate(argv):
+        if word == "--config" and index + 1 < len(argv):
+            found = read_config(Path(argv[index + 1]), kind, groups)
+        elif word.startswith("--config="):
+            found = read_config(Path(word.removeprefix("--config=")), kind, groups)
+    return found
+
+
+def read_config(path: Path, kind: type[T], groups: Mapping[str, type]) -> T:
+    """What a TOML file sets, over the defaults of `kind`; raises InputError."""
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as failure:
+        raise InputError(f"cannot read --config {path}: {failure.strerror or failure}") from failure
+    except ValueError as failure:
+        raise InputError(f"--config {path} is not TOML: {failure}") from failure
+    homes = {name: "" for name in _names(kind) if name not in (*groups, "config")}
+    hints = dict(get_type_hints(kind))
+    for group, each in groups.items():
+        homes |= dict.fromkeys(_names(each), group)
+        hints |= get_type_hints(each)
+    parts: dict[str, dict[str, Any]] = {"": {}, **{group: {} for group in groups}}
+    for name, value in _with_mesh(path, values).items():
+        if name not in homes:
+            raise InputError(f"--config {path}: unknown key {name!r}; keys are flags with underscores")
+        try:
+            parts[homes[name]][name] = _read(value, hints[name])
+        except msgspec.ValidationError as failure:
+            raise InputError(f"--config {path}: {name} = {value!r}: {failure}") from failure
+    try:
+        return kind(**parts[""], **{group: each(**parts[group]) for group, each in groups.items()})
+    except InputError as failure:
+        raise InputError(f"--config {path}: {failure}") from failure
+
+
+def _names(kind: Any) -> list[str]:
+    return [field.name for field in fields(kind)]
+
+
+def _read(value: Any, hint: Any) -> Any:
+    """A TOML value as a field's type; raises msgspec.ValidationError."""
+    if get_origin(hint) is Annotated:
+        hint = get_args(hint)[0]
+    members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    if Path in members:
+        return Path(msgspec.convert(value, str))
+    return msgspec.convert(value, hint)
+
+
+def _with_mesh(path: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """The values of a TOML file with `mesh = { lp = 4, tp = 2 }` in place of the two flags."""
+    if "mesh" not in values:
+        return values
+    others = {name: value for name, value in values.items() if name != "mesh"}
+    mesh = values["mesh"]
+    if not isinstance(mesh, dict) or set(mesh) != {"lp", "tp"} or not all(type(n) is int for n in mesh.values()):
+        raise InputError(f"--config {path}: mesh must be like {{ lp = 4, tp = 2 }}, not {mesh!r}")
+    if twice := sorted(set(mesh) & set(others)):
+        raise InputError(f"--config {path}: {twice[0]} is given twice, in mesh and by itself")
+    return {**others, **mesh}

@@ -1,0 +1,32 @@
+"""Outputs learnt from tenants that must not learn of each other.
+
+How fast a request is decoded tells what its drafts were made of, so a trie that all share lets one client guess what
+another wrote. Each tenant has a trie of its own instead. Every rank asks for the same tenants in the same order, so the
+ranks forget the same ones.
+"""
+
+from __future__ import annotations
+
+from lpr.native import SuffixIndex
+
+MOST_TENANTS = 64
+"""Tenants remembered at a time; of more, the least recently used one is forgotten."""
+SHARE = 16
+"""A tenant's trie holds this part of `trie_capacity`: all together hold 4 times as much as one that is shared."""
+
+
+class TenantTries:
+    """A trie per tenant."""
+
+    def __init__(self, capacity_tokens: int) -> None:
+        """No tenants yet; `capacity_tokens` are those of a trie that is shared by all."""
+        self._capacity = max(1, capacity_tokens // SHARE)
+        self._tries: dict[str, SuffixIndex] = {}  # the least recently used one first
+
+    def of(self, tenant: str) -> SuffixIndex:
+        """A tenant's trie, which now counts as used; an empty one for a new or forgotten tenant."""
+        trie = self._tries.pop(tenant, None) or SuffixIndex(self._capacity)
+        self._tries[tenant] = trie
+        if len(self._tries) > MOST_TENANTS:
+            del self._tries[next(iter(self._tries))]
+        return trie

@@ -1,0 +1,170 @@
+"""The device code of `sampling_kernel`: one program chooses the next token of one row of logits.
+
+Written for Triton 3.x. What a row allows is a prefix of its tokens in the order (score descending, id ascending),
+whatever its limits are: top-k, top-p and min-p each cut that order somewhere. So no sort is needed. The best total of
+score and noise is looked for among all tokens; whether the limits allow its token follows from the number and the
+probability of those before it, which one pass over the row adds up; and if they do not allow it, they allow nothing
+behind it either, so the search goes on among the tokens before it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LEAST = tl.constexpr(-2147483648)  # below every score, as `_ordered` has them
+LAST_TOKEN = tl.constexpr(2147483647)
+
+
+@triton.jit
+def _mix32(x):
+    """`lpr.model.noise._mix32`, on uint32 words."""
+    x ^= x >> 17
+    x *= tl.full(x.shape, 0xED5AD4BB, tl.uint32)
+    x ^= x >> 11
+    x *= tl.full(x.shape, 0xAC4C1B51, tl.uint32)
+    x ^= x >> 15
+    x *= tl.full(x.shape, 0x31848BAB, tl.uint32)
+    return x ^ (x >> 14)
+
+
+@triton.jit
+def _minus_log1p(x):
+    """-log(1 - x) of x in (0, 1), to a few units in the last place: x / (w - 1) takes back what rounding w = 1 - x did.
+
+    (HP-15C Advanced Functions Handbook, 1982; libdevice's log1p is not available in the interpreter.)
+    """
+    rest = 1.0 - x
+    return tl.where(rest == 1.0, x, tl.log(rest) * tl.math.div_rn(x, tl.where(rest == 1.0, 1.0, rest - 1.0)))
+
+
+@triton.jit
+def _gumbel(key, tokens):
+    """`lpr.model.noise.gumbel` of one key (uint32) and a block of token ids."""
+    bits = _mix32(tokens.to(tl.uint32) ^ key)
+    bits = _mix32(bits ^ (key * tl.full(bits.shape, 0x85EBCA6B, tl.uint32)))
+    uniform = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2^-32
+    uniform = tl.minimum(uniform, 0.999999940395355224609375)  # 1 - 2^-24
+    return -tl.log(_minus_log1p(uniform))
+
+
+@triton.jit
+def _scores(row_at, tokens, held, temperature):
+    return tl.math.div_rn(tl.load(row_at + tokens, mask=held, other=float("-inf")).to(tl.float32), temperature)
+
+
+@triton.jit
+def _ordered(scores):
+    """Integers (int64) in the order of the scores, none of them a NaN; -0 and 0 are one."""
+    bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+
+
+@triton.jit
+def _kth(row_at, temperature, k, vocabulary, BLOCK: tl.constexpr):
+    """The k-th largest score of a row as `_ordered` has it: one bit more of it with each pass over the row."""
+    low = tl.full([], LEAST, tl.int64)  # at least k scores are as large
+    high = tl.full([], 2147483648, tl.int64)  # fewer are
+    while high - low > 1:
+        middle = (low + high) >> 1
+        count = 0
+        for start in range(0, vocabulary, BLOCK):
+            tokens = start + tl.arange(0, BLOCK)
+            held = tokens < vocabulary
+            scores = _scores(row_at, tokens, held, temperature)
+            count += tl.sum((held & (_ordered(scores) >= middle)).to(tl.int32), 0)
+        low = tl.where(count >= k, middle, low)
+        high = tl.where(count >= k, high, middle)
+    return low
+
+
+@triton.jit
+def _largest(row_at, vocabulary, BLOCK: tl.constexpr):
+    """The largest of a row as it is, its first token, and whether there is a NaN."""
+    top = tl.full([], float("-inf"), tl.float32)
+    first = tl.full([], 0, tl.int32)
+    broken = tl.full([], 0, tl.int32)
+    for start in range(0, vocabulary, BLOCK):
+        tokens = start + tl.arange(0, BLOCK)
+        held = tokens < vocabulary
+        scores = tl.load(row_at + tokens, mask=held, other=float("-inf")).to(tl.float32)
+        broken += tl.sum((scores != scores).to(tl.int32), 0)
+        scores = tl.where(scores == scores, scores, float("-inf"))
+        best = tl.max(scores, 0)
+        place = tl.min(tl.where((scores == best) & held, tokens, LAST_TOKEN), 0)
+        first = tl.where(best > top, place, first)
+        top = tl.maximum(best, top)
+    return top, first, broken
+
+
+@triton.jit
+def choose_rows(
+    logits_at, keys_at, key_of_at, temperature_at, top_k_at, top_p_at, min_p_at, chosen_at,
+    vocabulary, row_stride, NOT_A_NUMBER: tl.constexpr, LIMITED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The choice of row `program_id(0)`; rows without a temperature take their first largest logit."""
+    row = tl.program_id(0).to(tl.int64)
+    row_at = logits_at + row * row_stride
+    temperature = tl.load(temperature_at + row)
+    top, chosen, broken = _largest(row_at, vocabulary, BLOCK)
+    if temperature > 0:
+        top = tl.math.div_rn(top, temperature)
+        finite = (top < float("inf")) & (top > float("-inf"))
+        broken = tl.where(finite, broken, 1)
+        key = tl.load(keys_at + tl.load(key_of_at + row)).to(tl.uint32)
+        top_k = tl.full([], 0, tl.int64)
+        top_p = tl.full([], 1.0, tl.float32)
+        min_p = tl.full([], 0.0, tl.float32)
+        kept = tl.full([], LEAST, tl.int64)  # the least score that top-k keeps
+        if LIMITED:
+            top_k = tl.load(top_k_at + row)
+            top_p = tl.load(top_p_at + row)
+            min_p = tl.load(min_p_at + row)
+            if (top_k > 0) & (top_k < vocabulary) & (broken == 0):
+                kept = _kth(row_at, temperature, top_k, vocabulary, BLOCK)
+        # The end of the tokens that are left: they have a larger score, or this one and a lower id.
+        end = tl.full([], LEAST, tl.int64) - 1
+        end_token = tl.full([], 0, tl.int32)
+        searching = broken == 0
+        while searching:
+            best = tl.full([], float("-inf"), tl.float32)
+            chosen = tl.full([], 0, tl.int32)
+            score = tl.full([], float("-inf"), tl.float32)
+            for start in range(0, vocabulary, BLOCK):
+                tokens = start + tl.arange(0, BLOCK)
+                held = tokens < vocabulary
+                scores = _scores(row_at, tokens, held, temperature)
+                order = _ordered(scores)
+                left = held & (order >= kept) & ((order > end) | ((order == end) & (tokens < end_token)))
+                totals = tl.where(left, scores + _gumbel(key, tokens), float("-inf"))
+                here = tl.max(totals, 0)
+                place = tl.min(tl.where((totals == here) & left, tokens, LAST_TOKEN), 0)
+                its_score = tl.max(tl.where(tokens == place, scores, float("-inf")), 0)
+                better = here > best
+                chosen = tl.where(better, place, chosen)
+                score = tl.where(better, its_score, score)
+                best = tl.maximum(here, best)
+            searching = False
+            if LIMITED:
+                end = _ordered(score)
+                end_token = chosen
+                if (top_p < 1.0) | (min_p > 0.0):
+                    before = tl.full([], 0.0, tl.float64)
+                    whole = tl.full([], 0.0, tl.float64)
+                    is_first = 1
+                    for start in range(0, vocabulary, BLOCK):
+                        tokens = start + tl.arange(0, BLOCK)
+                        held = tokens < vocabulary
+                        scores = _scores(row_at, tokens, held, temperature)
+                        order = _ordered(scores)
+                        counted = held & (order >= kept)
+                        weights = tl.where(counted, tl.exp(scores.to(tl.float64) - top.to(tl.float64)), 0.0)
+                        earlier = counted & ((order > end) | ((order == end) & (tokens < end_token)))
+                        whole += tl.sum(weights, 0)
+                        before += tl.sum(tl.where(earlier, weights, 0.0), 0)
+                        is_first = tl.where(tl.max(earlier.to(tl.int32), 0) > 0, 0, is_first)
+                    weight = tl.exp(score.to(tl.float64) - top.to(tl.float64))
+                    allowed = (before < top_p.to(tl.float64) * whole) | (top_p >= 1.0) | (is_first == 1)
+                    allowed = allowed & (weight >= min_p.to(tl.float64))
+                    searching = allowed == 0
+    tl.store(chosen_at + row, tl.where(broken > 0, NOT_A_NUMBER, chosen).to(tl.int64))

@@ -1,0 +1,83 @@
+"""How an answer is sent, whole or as a stream; what it looks like is up to the endpoint's form."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from typing import Any, Protocol
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+
+from lpr.serve.context import Context
+from lpr.serve.errors import ApiError
+from lpr.serve.generation import Choice, DisconnectedError, Event, Generation, failure_of
+from lpr.serve.sse import COMMENT, DONE, EventStream, error_event, event
+
+KEEP_ALIVE = 10.0
+"""Seconds without an event after which a stream says that it lives."""
+
+
+class Form(Protocol):
+    """The shapes of an endpoint's answers, as JSON values."""
+
+    @property
+    def ends_with_done(self) -> bool:
+        """Does a stream end with OpenAI's `[DONE]`?"""
+        ...
+
+    def whole(self, choices: Sequence[Choice]) -> Any:
+        """The answer of finished choices."""
+        ...
+
+    def begin(self, choices: Sequence[Choice]) -> Iterable[Any]:
+        """Events before the first step."""
+        ...
+
+    def step(self, each: Event, choices: Sequence[Choice]) -> Any:
+        """The event of one step of one choice."""
+        ...
+
+    def end(self, choices: Sequence[Choice]) -> Iterable[Any]:
+        """Events after the last step."""
+        ...
+
+
+async def answer(
+    context: Context, request: Request, name: str, generation: Generation, form: Form, stream: bool | None
+) -> Response:
+    """Wait for a generation, or stream it; `name` is the id by which others may end it. Raises ApiError."""
+    if stream:
+        events = _events(context, request, name, generation, form)
+        return EventStream(events, context.request_timeout, generation.cancel)
+    async with context.running(request, name, generation):
+        try:
+            await generation.finish()
+        except DisconnectedError:
+            return Response(status_code=499)
+    return JSONResponse(form.whole(generation.choices))
+
+
+async def _events(
+    context: Context, request: Request, name: str, generation: Generation, form: Form
+) -> AsyncGenerator[bytes, None]:
+    """One event per step and choice; an error takes the place of what should have come next."""
+    choices = generation.choices
+    try:
+        async with context.running(request, name, generation):
+            for data in form.begin(choices):
+                yield event(data)
+            async for each in generation.events(KEEP_ALIVE):
+                if each is None:
+                    yield COMMENT
+                    continue
+                if each.choice.error is not None:
+                    raise failure_of(each.choice.error)
+                yield event(form.step(each, choices))
+            for data in form.end(choices):
+                yield event(data)
+    except ApiError as failure:
+        yield error_event(failure)
+    except DisconnectedError:
+        return
+    if form.ends_with_done:
+        yield DONE
