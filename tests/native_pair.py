@@ -215,7 +215,17 @@ def see_index(index: Any, text: list[int], some: list[int], random_: random.Rand
     found = [[tuple(each) for each in index.match(suffix, limit)] for suffix in suffixes for limit in (1, 8, 64)]
     ends = [list(index.match_last(token, limit)) for token in [*some, *text[-2:]] for limit in (1, 16)]
     on = [list(index.continuation(at, 9)) for each in found[2::3] for at, _ in each[:2]]
-    return [found, ends, on, list(index.history()), list(index.tokens), index.base, index.start, len(index)]
+    return [
+        found,
+        ends,
+        on,
+        list(index.history()),
+        list(index.tokens),
+        index.base,
+        index.start,
+        len(index),
+        index.num_entries,
+    ]
 
 
 def fused(core: Any, plan: Plan) -> list[Any]:

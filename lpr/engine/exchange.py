@@ -38,6 +38,7 @@ class Exchange:
         self.width = result_words(config.num_recycled)
         size = config.payload_words(max_batch_size, comm.size)
         self._payload = torch.zeros(size, dtype=torch.int32, device=device)
+        self._on_host = self._payload.numpy() if device.type == "cpu" else None
 
     def payload_words(self, num_trees: int) -> int:
         """Words (int32) that each rank contributes to a step of `num_trees` trees: those of the next power of two.
@@ -65,8 +66,7 @@ class Exchange:
         it as an ancestor (rule R1); of the ranks that share a replica there is the first one's (rule R6). Raises
         DesyncError if the digest of any rank differs.
         """
-        header = np.array([*_words(digest), num_command_bytes], np.int32)
-        copy_over(self._payload[:NUM_HEADER], header)
+        self._write_header([*_words(digest), num_command_bytes])
         if local is not None:
             self._pack(local, draft)
         gathered = self.comm.gather(self._payload[: self.payload_words(len(draft))]).numpy()
@@ -98,6 +98,13 @@ class Exchange:
                 ]
             )
         return found
+
+    def _write_header(self, words: Sequence[int]) -> None:
+        header = np.array(words, np.int32)
+        if self._on_host is not None:
+            self._on_host[:NUM_HEADER] = header
+        else:
+            copy_over(self._payload[:NUM_HEADER], header)
 
     def _pack(self, local: torch.Tensor, draft: StepDraft) -> None:
         self._place(local, draft, self._payload[NUM_HEADER:].view(-1, self.width))

@@ -229,6 +229,8 @@ class TreeModel:
         self, logits: torch.Tensor, selection: Selection, num_candidates: int, fixed_shapes: bool = False
     ) -> torch.Tensor:
         columns = [choose(logits, selection, fixed_shapes)[:, None]]
+        if not num_candidates and selection.num_logprobs is None:
+            return columns[0].to(torch.int32)
         if num_candidates:
             tokens, scores = candidates(logits, num_candidates)
             columns += [tokens, four_to_a_word(scores)]

@@ -31,6 +31,10 @@ class Driver:
         self._details: set[int] = set()
         self._told: dict[int, DecodeStats] = {}
         self._num_steps = 0
+        self._advanced: list[Request] = []
+        self._overlaps = engine.model.device.type == "cuda"
+        """Does a device work while the host goes on? Then what a step added is sent while the next one runs."""
+        engine.while_busy = self._send if self._overlaps else None
         line.send(facts_of(engine, model))
 
     def run(self) -> None:
@@ -44,12 +48,18 @@ class Driver:
                 elif (request := self._forget(message)) is not None:
                     self.engine.abort(request)
             # Without work this only looks whether the other ranks still live.
-            advanced = self.engine.step()
+            self._advanced += self.engine.step()
             self._num_steps += not self.engine.is_idle
-            chunks = [self._chunk(chunk) for request in advanced for chunk in request.take()]
-            self._line.load = self._load()
-            if known := [chunk for chunk in chunks if chunk is not None]:
-                self._line.send(Stepped(known, self._line.load))
+            if self.engine.is_idle or not self._overlaps:
+                self._send()
+
+    def _send(self) -> None:
+        """Tell the front what steps added since the last call."""
+        chunks = [self._chunk(chunk) for request in self._advanced for chunk in request.take()]
+        self._advanced.clear()
+        self._line.load = self._load()
+        if known := [chunk for chunk in chunks if chunk is not None]:
+            self._line.send(Stepped(known, self._line.load))
 
     def _submit(self, message: Submit) -> None:
         num_prompt = message.num_prompt if message.num_prompt is not None else len(message.prompt_ids)
