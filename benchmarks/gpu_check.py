@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from benchmarks import gpu_kernels as kernels
 from benchmarks import gpu_parts as parts
 from benchmarks.common import RESULTS, OneLineParser, circumstances, reason, write_json
 from benchmarks.launch import LAUNCHER, execute
@@ -101,11 +102,13 @@ def environment() -> dict[str, Any]:
     return found
 
 
-def ranks(num_ranks: int, sizes: parts.Sizes, expected: dict[str, Any] | None, seconds: float) -> dict[str, Any]:
-    """Ids of several ranks that share the device, through gloo, against those of plain decoding."""
+def ranks(
+    num_ranks: int, sizes: parts.Sizes, expected: dict[str, Any] | None, seconds: float, tp: int = 1
+) -> dict[str, Any]:
+    """Ids of several ranks against those of plain decoding: by NCCL with a GPU each, by gloo where they share one."""
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "ids.json"
-        worker = ["-m", "benchmarks.gpu_check", "--worker", str(target), "--device", sizes.device.type]
+        worker = ["-m", "benchmarks.gpu_check", "--worker", str(target), "--device", sizes.device.type, "--tp", str(tp)]
         began = time.perf_counter()
         tiny = ["--tiny"] if "tiny" in sizes.models else []
         execute([*LAUNCHER, f"--nproc_per_node={num_ranks}", *worker, *tiny], seconds)
@@ -120,11 +123,11 @@ def ranks(num_ranks: int, sizes: parts.Sizes, expected: dict[str, Any] | None, s
     return record
 
 
-def work_as_rank(target: Path, sizes: parts.Sizes) -> int:
+def work_as_rank(target: Path, sizes: parts.Sizes, tp: int) -> int:
     """What each process of `ranks` does: complete all prompts with the bundled model; rank 0 writes the ids."""
     world = World.from_environment()
     device = world.device(sizes.device.type)
-    with join(world, device, 120.0) as comm:
+    with join(world, device, 120.0, tp) as comm:
         decode = DecodeConfig(window_size=5, trie_nodes=32, max_batch_size=4)
         engine = Engine.from_pretrained(bundled_model(), decode, comm=comm, dtype="float32", device=device)
         tokens = sizes.max_new_tokens
@@ -140,7 +143,9 @@ def work_as_rank(target: Path, sizes: parts.Sizes) -> int:
             record["seconds"] = round(time.perf_counter() - began, 2)
             record["graph_reason"] = engine.model.graph_reason
             record["captured"] = engine.model.num_captures
+            record["mesh"] = f"lp {comm.size} x tp {comm.tp_size}"
             target.write_text(json.dumps(record))
+        engine.close()
     return 0
 
 
@@ -177,29 +182,37 @@ def large_model(report: Report, name: str, sizes: parts.Sizes, bytes_per_s: floa
         return
     report.run(f"t(n):{name}", times, needs=20 if sizes.device.type == "cuda" else 0)
     if name == next(iter(sizes.models)):
+        report.run(f"end_to_end:{name}", lambda: parts.large_end_to_end(held["model"], sizes))
         report.run(f"profile:{name}", lambda: parts.profile_step(held["model"], sizes))
         report.run(f"transformers:{name}", lambda: parts.stock_rates(held["model"], sizes, compiled=False))
 
 
 def check(report: Report, sizes: parts.Sizes) -> None:
-    """All sections, the most telling first."""
+    """All sections, the most telling first: what compiles and agrees, then a 7B model's steps, then the rest."""
     prompts = PROMPTS[: sizes.num_prompts]
     on_gpu = sizes.device.type == "cuda"
     report.run("environment", environment)
+    report.run("kernels", lambda: kernels.warm_up(sizes))
     copied = report.run("bandwidth", lambda: parts.bandwidth(sizes))
     bytes_per_s = copied["bytes_per_s"] if copied else None
-    correct = report.run("correctness", lambda: parts.correctness(sizes, prompts))
-    expected = correct["ids"] if correct else None
-    report.run("end_to_end", lambda: parts.end_to_end(sizes, prompts))
-    report.run("host_share", lambda: parts.host_share(sizes, prompts[-1]))
     names = list(sizes.models)
     large_model(report, names[0], sizes, bytes_per_s)
+    correct = report.run("correctness", lambda: parts.correctness(sizes, prompts))
+    expected = correct["ids"] if correct else None
+    report.run("sampling", lambda: kernels.choices(sizes))
+    report.run("exact", lambda: parts.exact_mode(sizes, prompts))
+    report.run("end_to_end", lambda: parts.end_to_end(sizes, prompts))
+    report.run("host_share", lambda: parts.host_share(sizes, prompts[-1]))
+    num_gpus = torch.cuda.device_count() if on_gpu else 0
     for count in (2, 4) if on_gpu else (2,):
-        report.run(f"ranks:{count}", lambda count=count: ranks(count, sizes, expected, 100.0), needs=20 * on_gpu)  # type: ignore[misc]
+        report.run(f"ranks:{count}", partial(ranks, count, sizes, expected, 100.0), needs=20 * on_gpu)
+    for tp in (2, 4, 8):
+        if tp <= num_gpus:
+            report.run(f"ranks:tp {tp}", partial(ranks, tp, sizes, expected, 100.0, tp), needs=30)
     for name in names[1:][::-1]:  # the largest first: it says most about what drafts cost
         large_model(report, name, sizes, bytes_per_s)
     if on_gpu:
-        report.run("attention", lambda: parts.attention(sizes, bytes_per_s), needs=45)
+        report.run("attention", lambda: kernels.attention(sizes, bytes_per_s), needs=45)
         report.run("compiled", lambda: compiled(sizes, parts.compiled_step), needs=100)
         report.run(
             "compiled:transformers", lambda: compiled(sizes, partial(parts.stock_rates, compiled=True)), needs=75
@@ -220,6 +233,7 @@ def main() -> int:
     parser.add_argument("--sections", nargs="+", default=[], metavar="NAME", help="only these, such as t(n)")
     parser.add_argument("--output", metavar="FILE", default=str(RESULTS / "gpu_check.json"))
     parser.add_argument("--worker", metavar="FILE", help="be one rank of the section that tests several")
+    parser.add_argument("--tp", type=int, default=1, help="of that rank's mesh")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA device is available; `--device cpu --tiny` tests the program itself")
@@ -228,7 +242,7 @@ def main() -> int:
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
     sizes = parts.Sizes.tiny(device) if options.tiny else parts.Sizes.real(device)
     if options.worker:
-        return work_as_rank(Path(options.worker), sizes)
+        return work_as_rank(Path(options.worker), sizes, options.tp)
     report = Report(Path(options.output), options.minutes, options.sections)
     check(report, sizes)
     record = report.write()

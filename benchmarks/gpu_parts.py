@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.common import attempt
 from benchmarks.engines import StepClock, switch
 from benchmarks.race import stock_generate
 from lpr import DecodeConfig, Engine, InputError, SamplingParams, bundled_model
 from lpr.config import AUTOMATIC
 from lpr.core.step_times import KNOTS
-from lpr.model.attention import additive
 from lpr.model.cache import TreeCache
 from lpr.model.graphs import CudaCapturer
 from lpr.model.inputs import Row, build_inputs
-from lpr.model.kernels.mask import build_mask
 from lpr.model.runner import TreeModel
 from lpr.model.sampling import Selection
 from lpr.model.self_check import self_check
@@ -346,6 +341,63 @@ def stock_rates(model: PreTrainedModel, sizes: Sizes, compiled: bool) -> dict[st
     return _rate(lambda ids: generate(model, ids, tokens, **more), [prompt, prompt], sizes.device)
 
 
+def large_end_to_end(model: PreTrainedModel, sizes: Sizes) -> dict[str, Any]:
+    """Tokens per second of a large model, plain and with drafts, greedy and sampled, one request at a time.
+
+    Its weights are random, so how many drafts are accepted says nothing of a real text: the time of a step does, with
+    everything that a step does. The texts of plain decoding and lookahead are compared, too: in half precision they
+    may part where two logits are close.
+    """
+    prompt, tokens = list(range(3, 67)), 64 if sizes.device.type == "cuda" else sizes.max_new_tokens
+    lookahead = DecodeConfig(window_size=8, trie_nodes=32, max_batch_size=1)
+    engine = Engine.from_model(model, decode=lookahead, graphs=True)
+    result: dict[str, Any] = {"attention": engine.model.attention, "tokens": tokens}
+    texts: dict[str, list[list[int]]] = {}
+    for name, decode in (("plain", DecodeConfig.autoregressive(max_batch_size=1)), ("lookahead", lookahead)):
+        switch(engine, decode)
+        for kind, temperature in (("greedy", 0.0), ("sampled", 0.8)):
+            params = SamplingParams(
+                max_new_tokens=tokens, temperature=temperature, top_p=0.95 if temperature else 1.0, ignore_eos=True
+            )
+            engine.generate([prompt], params)  # warms up
+            wait(sizes.device)
+            began = time.perf_counter()
+            done = engine.generate([prompt], params)[0]
+            seconds = time.perf_counter() - began
+            texts.setdefault(kind, []).append(done.token_ids)
+            result[f"{name}, {kind}"] = {
+                "tokens_per_s": round(tokens / seconds, 1),
+                "tokens_per_step": round(done.stats.num_tokens / done.stats.num_steps, 3),
+                "ms_per_step": round(1e3 * seconds / done.stats.num_steps, 3),
+            }
+    result["same_text"] = {kind: one == other for kind, (one, other) in texts.items()}
+    result["captured"], result["graph_reason"] = engine.model.num_captures, engine.model.graph_reason
+    engine.close()
+    return result
+
+
+def exact_mode(sizes: Sizes, prompts: Sequence[str]) -> dict[str, Any]:
+    """Ids of the bundled model in half precision, plain against lookahead, without and with `exact`, or why not."""
+    half = torch.bfloat16 if sizes.device.type == "cuda" else sizes.dtype
+    result: dict[str, Any] = {"dtype": str(half), "prompts": len(prompts)}
+    for exact in (False, True):
+        found = []
+        for decode in (
+            DecodeConfig.autoregressive(max_batch_size=1), DecodeConfig(window_size=5, trie_nodes=32, max_batch_size=4)
+        ):  # fmt: skip
+            try:
+                engine = Engine.from_pretrained(
+                    bundled_model(), decode, dtype=half, device=str(sizes.device), exact=exact
+                )
+            except InputError as refused:
+                result["refused"] = str(refused)
+                return result
+            found.append(_ids(engine, prompts, SamplingParams(max_new_tokens=sizes.max_new_tokens)))
+            engine.close()
+        result["equal with exact" if exact else "equal without"] = _same(*found)
+    return result
+
+
 def run_static(runner: TreeModel, shape: StaticShape, words: torch.Tensor) -> torch.Tensor:
     """What a graph of `shape` does, without a graph."""
     inputs, selection = shape.read(words)
@@ -380,58 +432,3 @@ def compiled_step(model: PreTrainedModel, sizes: Sizes) -> dict[str, Any]:
                 times[f"{name}_ms"] = round(median_ms(run, sizes.device), 4)
         fused[f"{shape.num_entries} entries"] = times
     return fused
-
-
-# The attention of one layer.
-
-HEADS = {"7B": (32, 32), "34B, 70B": (64, 8), "70B, tp 8": (8, 1)}
-"""Query and K/V heads; 70B is one of eight tensor-parallel shards, too."""
-HEAD_DIM = 128
-COLD_BYTES = 128 << 20
-"""Bytes of K and V that a captured graph goes through, several times any L2 cache, as a model's layers do."""
-
-
-def attention(sizes: Sizes, bytes_per_s: float | None) -> dict[str, Any]:
-    """One layer's tree attention, kernel and SDPA with a dense mask, beside the time to read K and V once."""
-    rows = []
-    for (name, heads), count, length in product(HEADS.items(), (1, 64, 512), (512, 2048, 8192, 32768)):
-        rows.append({"heads": name, "nodes": count, "kv": length, **attention_row(heads, count, length, sizes)})
-        if bytes_per_s:
-            row_bytes = 2 * heads[1] * HEAD_DIM * sizes.dtype.itemsize
-            rows[-1]["floor_us"] = round(1e6 * length * row_bytes / bytes_per_s, 2)
-    wins = sum(row["triton"].get("us", math.inf) < row["sdpa"].get("us", math.inf) for row in rows)
-    return {"triton_wins": wins, "rows": rows}
-
-
-def attention_row(heads: tuple[int, int], count: int, length: int, sizes: Sizes) -> dict[str, Any]:
-    """Microseconds and error of each version for one size; a version that fails is recorded with its reason."""
-    from lpr.model.kernels import attention_kernel, reference
-
-    [row], _ = tree_step(length - count, count, 8)
-    mask = build_mask([row.parents], [row.num_cached], torch.tensor([row.positions], device=sizes.device), sizes.device)
-    num_heads, num_kv_heads = heads
-    copies = max(2, -(-COLD_BYTES // (length * 2 * num_kv_heads * HEAD_DIM * sizes.dtype.itemsize)))
-    like: dict[str, Any] = {"device": sizes.device, "dtype": sizes.dtype}
-    caches = torch.randn(copies, 2, 1, length, num_kv_heads, HEAD_DIM, **like).transpose(3, 4)
-    query = torch.randn(1, count, num_heads, HEAD_DIM, **like).transpose(1, 2)
-    group = num_heads // num_kv_heads  # the reference's scores for more than one K/V head may not fit
-    expected = reference.tree_attention(query[:, :group], caches[0, 0][:, :1], caches[0, 1][:, :1], mask).float()
-    dense = additive(mask.visible(length)[:, None], sizes.dtype).repeat(1, 1, group, 1)  # made once per step
-
-    def sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        folded = query.reshape(1, num_kv_heads, -1, HEAD_DIM)
-        out = torch.nn.functional.scaled_dot_product_attention(folded, key, value, attn_mask=dense)
-        return out.reshape(query.shape)
-
-    def triton(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return attention_kernel.tree_attention(query, key, value, mask)
-
-    def timed(version: Callable[..., torch.Tensor]) -> dict[str, Any]:
-        error = (version(query, caches[0, 0], caches[0, 1])[:, :group].float() - expected).abs().max().item()
-        if not error <= (1e-4 if sizes.dtype == torch.float32 else 2e-2):
-            raise RuntimeError(f"differs from the reference by {error:.1e}")
-        through_all = lambda: [version(query, *cache) for cache in caches][-1]  # noqa: E731
-        run = CudaCapturer(sizes.device).capture(through_all) if sizes.device.type == "cuda" else through_all
-        return {"us": round(1e3 * median_ms(run, sizes.device) / copies, 2), "error": error}
-
-    return {version.__name__: attempt(partial(timed, version)) for version in (triton, sdpa)}

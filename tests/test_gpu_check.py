@@ -17,8 +17,8 @@ from lpr.core.step_times import StepTimes
 
 ROOT = Path(__file__).parent.parent
 SECTIONS = [
-    "environment", "bandwidth", "correctness", "end_to_end", "host_share", "build:tiny", "t(n):tiny", "profile:tiny",
-    "transformers:tiny", "ranks:2",
+    "environment", "kernels", "bandwidth", "build:tiny", "t(n):tiny", "end_to_end:tiny", "profile:tiny",
+    "transformers:tiny", "correctness", "sampling", "exact", "end_to_end", "host_share", "ranks:2",
 ]  # fmt: skip
 
 
@@ -37,6 +37,9 @@ def test_every_section_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert correct["eager"]["equal_to_cpu"] == correct["graphs_equal_to_eager"] == {"greedy": 2, "seeded": 2}
     assert record["sections"]["ranks:2"]["equal_to_cpu"] == {"greedy": 2, "seeded": 2}
     assert record["sections"]["build:tiny"]["self_check"] == "passed"
+    assert record["sections"]["end_to_end:tiny"]["same_text"] == {"greedy": True, "sampled": True}
+    assert record["sections"]["sampling"]["different"] == 0
+    assert record["sections"]["exact"]["equal with exact"] == 2
     rows = record["sections"]["t(n):tiny"]["rows"]
     assert [row["kv"] for row in rows] == [32, 64] and all(min(row["ms"]) > row["floor_ms"] > 0 for row in rows)
     table = json.loads((tmp_path / "tn_cpu_tiny.json").read_text())

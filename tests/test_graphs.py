@@ -347,7 +347,7 @@ class BlindComm:
 
     rank = tp_rank = 0
     tp_size = num_sharing = 1
-    tp_mesh = None
+    tp_mesh = membership = None
 
     def __init__(self, size: int) -> None:
         self.size = size

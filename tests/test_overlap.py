@@ -25,6 +25,9 @@ class ScriptedLine:
             Submit(id=id, prompt_ids=engine.encode(prompt), params=params) for id, prompt in enumerate(PROMPTS)
         ]
 
+    def moved(self, load: Any) -> None:
+        self.load = load
+
     def send(self, message: Any) -> None:
         self.sent.append(message)
 

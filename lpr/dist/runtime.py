@@ -18,8 +18,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from lpr.config import InputError
-from lpr.dist.channel import StoreChannel
+from lpr.dist.channel import CommError, StoreChannel
 from lpr.dist.comm import Comm, ProcessComm, SoloComm
+from lpr.dist.elastic import FIRST_EPOCH, ElasticComm
+from lpr.dist.group import Group, IsBroken
+from lpr.dist.group import connect as join_group
+from lpr.dist.heart import Heart
+from lpr.dist.places import SUPERVISED
+from lpr.dist.register import Member, Register
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,9 @@ class World:
     """Did torchrun (or another launcher with its environment) start this process?"""
     local_size: int = 1
     """Processes on this machine."""
+    supervised: bool = False
+    """Are lost ranks replaced while the others go on (lpr.dist.supervisor)? Then `rank` counts all that were ever
+    started, and one from `size` on replaces another."""
 
     @classmethod
     def from_environment(cls) -> World:
@@ -48,6 +57,7 @@ class World:
                 local_rank=int(os.environ.get("LOCAL_RANK", "0")),
                 attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
                 launched="RANK" in os.environ and "MASTER_ADDR" in os.environ,
+                supervised=SUPERVISED in os.environ,
             )
         except ValueError as failure:
             raise InputError(f"RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers: {failure}") from failure
@@ -81,10 +91,14 @@ def join(
     InputError when the ranks cannot meet.
     """
     shape = world.mesh_shape(tp)
-    if world.size == 1:
+    if world.size == 1 and not world.supervised:
         yield SoloComm()
         return
     _die_with_launcher()
+    if world.supervised:
+        with _join_elastic(world, device, timeout, tp, load_timeout) as elastic:
+            yield elastic
+        return
     limit = timedelta(seconds=max(timeout, load_timeout or timeout))
     on_gpu = device is not None and device.startswith("cuda")
     num_sharing = _num_sharing(world, tp, on_gpu)
@@ -120,6 +134,60 @@ def join(
             channel.close()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _join_elastic(
+    world: World, device: str | None, timeout: float, tp: int, load_timeout: float | None
+) -> Iterator[ElasticComm]:
+    """As `join`, where lost replicas are replaced while the others go on."""
+    limit = max(timeout, load_timeout or timeout)
+    on_gpu = device is not None and device.startswith("cuda")
+    num_sharing = _num_sharing(world, tp, on_gpu)
+    nccl = on_gpu and num_sharing == 1 and dist.is_nccl_available()
+    if on_gpu:
+        torch.cuda.set_device(device)
+    where = torch.device(device if nccl and device is not None else "cpu")
+    member = Member(*divmod(world.rank, tp))
+
+    def store() -> dist.Store:
+        return _connect(world, timedelta(seconds=limit))
+
+    def register() -> Register:
+        return Register(store(), member, tp)
+
+    def connect(name: str, rank: int, size: int, is_broken: IsBroken) -> Group:
+        meeting = dist.PrefixStore(f"group/{name}", store())
+        return join_group(meeting, rank, size, where, limit if name == FIRST_EPOCH else timeout, is_broken)
+
+    comm = None
+    try:
+        mesh = tp_group = None
+        mine = register()
+        if tp > 1:
+            shared = dist.PrefixStore(f"replica/{member.replica}", store())
+            backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
+            dist.init_process_group(
+                backend, store=shared, rank=member.tp_rank, world_size=tp, timeout=timedelta(seconds=limit)
+            )
+            mesh = init_device_mesh("cuda" if nccl else "cpu", (tp,), mesh_dim_names=("tp",))
+            tp_group = join_group(
+                dist.PrefixStore("host", shared), member.tp_rank, tp, torch.device("cpu"), limit,
+                lambda: mine.dead_reason(member.replica) is not None,
+            )  # fmt: skip
+        comm = ElasticComm(
+            mine, Heart(register), connect, world.size // tp,
+            joins=world.rank >= world.size, tp_group=tp_group, timeout=timeout,
+        )  # fmt: skip
+        comm.tp_mesh, comm.num_sharing = mesh, num_sharing
+    except (CommError, RuntimeError, ValueError) as failure:
+        first = str(failure).strip().splitlines()[0]
+        raise InputError(f"rank {world.rank} of {world.size} cannot join the others: {first}") from failure
+    try:
+        yield comm
+        comm.finish()
+    finally:
+        comm.close()
 
 
 def _num_sharing(world: World, tp: int, on_gpu: bool) -> int:
@@ -161,6 +229,6 @@ def leave(world: World, code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     gc.unfreeze()
-    if world.size > 1:
+    if world.size > 1 or world.supervised:
         os._exit(code)
     sys.exit(code)

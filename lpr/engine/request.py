@@ -101,6 +101,15 @@ class Request:
     _logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_cached_tokens: int = 0
     """Prompt tokens whose K/V was there already when the request began to run."""
+    is_portable: bool = True
+    """Can a rank go on with it that did not submit it? Not where its own program brought processors, which are code."""
+
+    @property
+    def submit(self) -> Submit:
+        """The command that submits this request, as far as it has come by now."""
+        is_code = not self.is_portable
+        place = (self.num_prompt, self.priority, is_code, self.tenant, self.learns)
+        return Submit(self.id, list(self.tokens), self.params, *place)
 
     def __post_init__(self) -> None:
         """Say once what every step asks for."""
@@ -146,6 +155,16 @@ class Request:
         """What decoding it has taken so far."""
         self.settle()
         return self._stats
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        """Per token of the output, if they were asked for."""
+        self.settle()
+        return self._logprobs
+
+    def resume(self, stats: DecodeStats, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Go on from what another rank has counted."""
+        self._stats, self._logprobs = stats, list(logprobs)
 
     @property
     def chunks(self) -> deque[Chunk]:
@@ -265,6 +284,7 @@ def make_request(
         command.tenant,
         command.learns,
     )
+    request.is_portable = not processors
     for token in tokens[command.num_prompt :]:
         request.finish_reason = request.finish_reason or stream.push(token)
     stream.take()

@@ -77,6 +77,9 @@ def decode_step(
     if local is not None and own is not None and own is not local:
         logprobs = exchange.gather_logprobs(local[:, own.shape[1] :], draft)
     end_phase("gather")
+    # Only now: had a rank been lost before, the step would be dropped, and nothing of it may have happened.
+    for request, count in filling:
+        count_filled(request, count)
     concluded = draft.conclude(values, num_candidates, budget)
     commit(model, rows, concluded)
     end_phase("commit")
@@ -99,14 +102,19 @@ def without_gaps(rows: Sequence[Row]) -> list[Row]:
 def fill_row(request: Request, count: int, rank: int) -> Row:
     """The first `count` tokens of a pending chain, after which nothing is chosen: each rank computes what it lacks.
 
-    From here on they count as computed. The row is empty on a rank that has them already.
+    The row is empty on a rank that has them already.
     """
     state = request.running
     computed = state.num_computed_tokens[rank]
-    state.num_computed_tokens = [min(other + count, len(state.tokens) - 1) for other in state.num_computed_tokens]
-    tokens = state.tokens[computed : state.num_computed_tokens[rank]]
+    tokens = state.tokens[computed : min(computed + count, len(state.tokens) - 1)]
     positions = list(range(computed, computed + len(tokens)))
     return Row(request.slot, computed, tokens, list(range(-1, len(tokens) - 1)), positions, num_results=0)
+
+
+def count_filled(request: Request, count: int) -> None:
+    """Count the tokens of `fill_row` as computed, on every rank."""
+    state = request.running
+    state.num_computed_tokens = [min(other + count, len(state.tokens) - 1) for other in state.num_computed_tokens]
 
 
 def shard_rows(batch: Sequence[Request], draft: StepDraft) -> list[Row]:
