@@ -98,7 +98,7 @@ def test_lengths_and_noise_keys_make_few_shapes() -> None:
         for num_keys in (0, 1, 9, 16):
             selection = Selection.build([])
             if num_keys:
-                selection.sampled, selection.keys = True, torch.zeros(num_keys, dtype=torch.int64)
+                selection.sampled, selection.num_keys = True, num_keys
             row = Row(0, cached, [1] * 30, list(range(-1, 29)), list(range(cached, cached + 30)), 1)
             found = static_shape([row], selection, 8, 4, 4096, 96, tree_bits=True)
             assert isinstance(found, StaticShape) and found.num_kv >= cached + 30
