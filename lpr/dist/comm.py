@@ -33,6 +33,11 @@ class Membership(Protocol):
     """Replicas that the job was started with, and has again once all that were lost are replaced."""
 
     @property
+    def epoch(self) -> int:
+        """Number of the mesh among all that the job has had: a later driver has a higher one."""
+        ...
+
+    @property
     def newcomers(self) -> tuple[int, ...]:
         """Replicas that have loaded and wait to be taken in."""
         ...
