@@ -59,7 +59,7 @@ def await_fact(folder: Path, found: Callable[[dict[str, Any]], bool], after: flo
 def test_a_killed_driver_and_a_stopped_rank_change_nothing(tmp_path: Path) -> None:
     """Three ranks. SIGKILL to the driver in the middle, SIGSTOP to another; replacements join, outputs are equal."""
     (tmp_path / "hold").touch()
-    with supervised(tmp_path, "3", "1", "tests.supervised_worker", str(tmp_path), "120") as job:
+    with supervised(tmp_path, "3", "1", "tests.supervised_worker", str(tmp_path), "80") as job:
         first = await_fact(tmp_path, lambda fact: fact.get("tokens", 0) > 20)
         os.kill(first["pid"], signal.SIGKILL)
         killed = time.time()
@@ -78,7 +78,7 @@ def test_a_killed_driver_and_a_stopped_rank_change_nothing(tmp_path: Path) -> No
         lpr.bundled_model(), lpr.DecodeConfig(window_size=0, trie_nodes=8, max_batch_size=2), device="cpu"
     )
     params = [
-        lpr.SamplingParams(max_new_tokens=120, temperature=0.8 if n % 2 else 0.0, seed=n, ignore_eos=True)
+        lpr.SamplingParams(max_new_tokens=80, temperature=0.8 if n % 2 else 0.0, seed=n, ignore_eos=True)
         for n in range(len(PROMPTS))
     ]
     expected = [each.token_ids for each in engine.generate(PROMPTS, params)]
