@@ -58,16 +58,16 @@ class Carried(msgspec.Struct, frozen=True, array_like=True):
     def restore(self, request: Request) -> Request:
         """Complete a request that was made from `submit`."""
         request.num_cached_tokens = self.num_cached_tokens
-        request.logprobs = list(self.logprobs)
-        request.stats = DecodeStats(
+        stats = DecodeStats(
             num_steps=self.num_steps,
             num_fill_steps=self.num_fill_steps,
             num_tokens=request.num_output,
             num_nodes=self.num_nodes,
         )
         for count in self.counts:
-            request.stats.drafted[count.source, count.depth] = count.drafted
-            request.stats.accepted[count.source, count.depth] = count.accepted
+            stats.drafted[count.source, count.depth] = count.drafted
+            stats.accepted[count.source, count.depth] = count.accepted
+        request.resume(stats, self.logprobs)
         return request
 
 

@@ -82,6 +82,9 @@ class Replica:
         self._times_file: TimesFile | None = None
         """Where measured step times are kept."""
         self._sizer = Sizer(TreeSizes(), None, comm)
+        self._timed: tuple[Sequence[Request], Sequence[Outcome], float] | None = None
+        """The last step and its milliseconds, until the sizer has seen it."""
+        self._new_times: StepTimes | None = None
         self._given_times = self._load(decode)
         """Step times that the options give, on the driver."""
 
@@ -205,21 +208,18 @@ class Replica:
         request = self._requests.get(id)
         if request is None:
             return
-        request.write()
-        request.text_stream.close()
         if request.state is None:
             self.scheduler.withdraw(request)
-            self._end(request, "abort")
         else:
-            request.finish_reason = "abort"
+            request.settle()
             self._release(request)
-            self._end(request, "abort")
+        self._end(request, "abort")
 
     def _end(self, request: Request, reason: str) -> None:
         """End a request between two steps."""
-        request.finish_reason = reason
+        request.end(reason)
         self._requests.pop(request.id, None)
-        self._tell(Chunk(request, [], request.text_stream.take(), reason))
+        self._advanced.append(request)
 
     def _take_times(self, times: StepTimes, given: bool) -> None:
         if given:
@@ -288,7 +288,7 @@ class Replica:
 
     def _meet_ranks(self, times: StepTimes | None) -> None:
         """Make what depends on how many ranks there are, deciding by `times`."""
-        self._sizer = Sizer(self.sizes, times, self.comm, self._follows)
+        self._sizer, self._timed = Sizer(self.sizes, times, self.comm, self._follows), None
         self._exchange = Exchange(self.sizes, self.decode.max_batch_size, self.comm, self.model.device)
 
     # Ranks that are lost, and ranks that join.
@@ -307,8 +307,10 @@ class Replica:
         self._meet_ranks(self._sizer.times)
 
     def _new_state(self, request: Request, computed: Sequence[int]) -> SequenceState:
-        learnt = self._learnt(request)
-        return SequenceState(request.tokens, request.params, self.sizes, self.comm.size, learnt, computed)
+        return SequenceState(
+            *(request.tokens, request.params, self.sizes, self.comm.size, self._learnt(request), computed),
+            *(request.longest, request.text_stream.stop_ids),
+        )
 
     def _take_in(self, newcomers: Sequence[int]) -> None:
         """Go on together with further replicas, which the driver tells what all know."""
@@ -374,9 +376,10 @@ class Replica:
         """Take the step that `schedule` says, whose header announces `num_command_bytes` on the driver.
 
         Returns what it did to each decoding request, the bytes of commands that the driver announced, and on the
-        driver, now and then, the step times that all ranks should decide by.
+        driver, now and then, the step times that all ranks should decide by, as far as the step before tells.
         """
         began, captures = time.perf_counter(), self.model.num_captures
+        self._new_times = None
         outcomes, num_command_bytes = decode_step(
             schedule.decoding,
             schedule.filling,
@@ -388,13 +391,14 @@ class Replica:
             self.recorder.begin() if self.recorder is not None else untimed,
             self._catch_up,
         )
-        times = None
         if outcomes and not schedule.filling and captures == self.model.num_captures:
-            times = self._sizer.observe(schedule.decoding, outcomes, (time.perf_counter() - began) * 1e3)
-        return outcomes, num_command_bytes, times
+            self._timed = schedule.decoding, outcomes, (time.perf_counter() - began) * 1e3
+        return outcomes, num_command_bytes, self._new_times
 
     def _catch_up(self) -> None:
         """While the device works, do what the last step left: nothing that decides what comes next."""
+        if self._timed is not None:
+            self._new_times, self._timed = self._sizer.observe(*self._timed), None
         for request in self.scheduler.running:
             request.write()
             request.stats.count_nodes()
@@ -405,23 +409,17 @@ class Replica:
         """Feed a step's results to its requests; those that are finished give their slots back."""
         for request, _ in schedule.filling:
             request.stats.num_fill_steps += 1
-        batch, chunks = schedule.decoding, []
+        batch = schedule.decoding
         for request, outcome in zip(batch, outcomes, strict=True):
-            request.stats.count_step(outcome.tree, outcome.path)
-            chunks.append(request.emit(outcome))
+            request.advance(outcome)
+        self._advanced += batch
         if self.recorder is not None and batch:
             for request in batch:
                 request.write()
-            self.recorder.record(batch, outcomes, chunks)
-        for request, chunk in zip(batch, chunks, strict=True):
-            self._tell(chunk)
-            if request.finish_reason is not None:
-                self._release(request)
-                del self._requests[request.id]
-
-    def _tell(self, chunk: Chunk) -> None:
-        chunk.request.chunks.append(chunk)
-        self._advanced.append(chunk.request)
+            self.recorder.record(batch, outcomes, [request.chunks[-1] for request in batch])
+        for request in [request for request in batch if request.finish_reason is not None]:
+            self._release(request)
+            del self._requests[request.id]
 
     def _release(self, request: Request) -> None:
         """Learn from a request's output, and take its slot."""
@@ -438,6 +436,10 @@ class Replica:
 
     def _learnt(self, request: Request) -> SuffixIndex | None:
         """The outputs that a request drafts from and leaves its own to; None: no others."""
+        if request.params.forced_ids:  # of what is known to come, drafts are made, and nothing is learnt
+            known = SuffixIndex(self.sizes.trie_capacity)
+            known.extend([*request.prompt_ids, *request.params.forced_ids])
+            return known
         if not request.learns:
             return None
         return self._tenants.of(request.tenant) if request.tenant else self.shared

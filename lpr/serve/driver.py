@@ -8,6 +8,7 @@ from typing import Any
 from lpr.config import InputError
 from lpr.dist.comm import Comm
 from lpr.engine.engine import Engine
+from lpr.engine.request import Request
 from lpr.serve.delivery import Delivery
 from lpr.serve.line import PULSE_EVERY, Line
 from lpr.serve.messages import Abort, Chunk, Facts, Load, Resume, Stepped, Stop, Submit
@@ -30,31 +31,42 @@ class Driver:
         self._line = line
         self._open: dict[int, Delivery] = {}
         self._num_steps = 0
+        self._said: list[Chunk] = []
+        self._advanced: list[Request] = []
+        self._overlaps = engine.model.device.type == "cuda"
+        """Does a device work while the host goes on? Then what a step added is sent while the next one runs."""
+        engine.while_busy = self._send if self._overlaps else None
         line.moved(self._load())
         line.send(facts_of(engine, model))
 
     def run(self) -> None:
         """Work until the front says Stop; raises FrontGoneError if it hangs up."""
         while True:
-            chunks: list[Chunk] = []
             for message in self._line.take(PULSE_EVERY if self.engine.is_idle else 0.0):
                 if isinstance(message, Stop):
                     return
                 if isinstance(message, Submit):
-                    chunks += self._submit(message)
+                    self._said += self._submit(message)
                 elif isinstance(message, Abort):
                     self._abort(message)
                 else:
                     self._drop_all_but(message)
             # Without work this only looks whether the other ranks still live.
-            advanced = self.engine.step()
+            self._advanced += self.engine.step()
             self._num_steps += not self.engine.is_idle
-            for request in advanced:
-                if isinstance(request.id, int) and request.id in self._open:
-                    chunks += self._chunks(request.id)
-            self._line.moved(self._load())
-            if chunks:
-                self._line.send(Stepped(chunks, self._line.load))
+            if self.engine.is_idle or not self._overlaps:
+                self._send()
+
+    def _send(self) -> None:
+        """Tell the front what there is to say of requests, and what steps added since the last call."""
+        chunks, self._said = self._said, []
+        for request in self._advanced:
+            if isinstance(request.id, int) and request.id in self._open:
+                chunks += self._chunks(request.id)
+        self._advanced.clear()
+        self._line.moved(self._load())
+        if chunks:
+            self._line.send(Stepped(chunks, self._line.load))
 
     def _submit(self, message: Submit) -> Iterator[Chunk]:
         """Begin a request, or go on with one that the ranks hold; yields what of it can be said at once."""
