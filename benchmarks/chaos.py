@@ -8,9 +8,9 @@ few seconds SIGKILL or SIGSTOP hits a rank at random, the driver's included, or 
 offsets and usage of every stream must be equal, log-probabilities within 1e-3. At the end nothing may be left: no
 process, listening port, temporary file or shared memory.
 
-A *pause* is the longest silence of all clients together between one loss and the next; those in which no rank was left
-and the model was loaded again are in `pause_p50_s` and `pause_p99_s` only, not in `pause_with_survivors_...`. The exit code is 1 if a stream
-failed or was different, or something is left. The last line of stdout is JSON.
+A *pause* is the longest silence of all clients together between one loss and the next. Where no rank was left and the
+model had to be loaded again, it is not counted in `pause_with_survivors_...`. The exit code is 1 if a stream failed or
+was different, or something is left. The last line of stdout is JSON.
 """
 
 from __future__ import annotations

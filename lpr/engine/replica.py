@@ -322,8 +322,6 @@ class Replica:
 
     def _state(self) -> handover.State:
         times = self._sizer.times
-        for request in self.scheduler.requests:
-            request.write()
         return handover.State(
             decode=self.decode,
             sizes=self.sizes,
