@@ -106,13 +106,13 @@ class RankCounter:
 
     def record(self, requests: Sequence[Any], outcomes: Sequence[Any], chunks: Sequence[Any]) -> None:
         """Take in a step of the one request that runs."""
-        [outcome] = outcomes
+        concluded = outcomes[0].concluded
         pending = [self.num_tokens - held - 1 for held in self.num_computed_tokens]
-        shards = partition(outcome.tree, self.num_ranks, pending, self.capacity)
-        self.num_computed_tokens = num_computed_after(self.num_tokens, outcome.path, shards)
-        self.num_tokens += len(outcome.emitted)
+        shards = partition(concluded.tree, self.num_ranks, pending, self.capacity)
+        self.num_computed_tokens = num_computed_after(self.num_tokens, concluded.path, shards)
+        self.num_tokens += len(concluded.emitted)
         sizes = [len(shard.nodes) + chain for shard, chain in zip(shards, pending, strict=True)]
-        self.num_nodes += len(outcome.tree)
+        self.num_nodes += len(concluded.tree)
         self.num_evaluated += sum(sizes)
         self.num_pending += sum(pending)
         self.largest_shards += max(sizes)

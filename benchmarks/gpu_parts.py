@@ -264,6 +264,13 @@ def step_times(name: str, model: PreTrainedModel, sizes: Sizes, bytes_per_s: flo
     return result
 
 
+def words_of(shape: StaticShape, rows: Sequence[Row], selection: Selection) -> torch.Tensor:
+    """A step's words on the host."""
+    words = torch.empty(shape.num_words, dtype=torch.int32)
+    shape.place(words.numpy(), rows, selection)
+    return words
+
+
 def replay_equals_program(runner: TreeModel, sizes: Sizes) -> dict[str, bool]:
     """Is a replayed graph's result that of its own uncaptured program, bit for bit, for a step it was not made from?"""
     found, graphs = {}, runner.graphs
@@ -276,7 +283,7 @@ def replay_equals_program(runner: TreeModel, sizes: Sizes) -> dict[str, bool]:
             continue
         replayed = replayed.clone()
         with torch.no_grad():
-            words = torch.from_numpy(shape.place(rows, selection)).to(sizes.device)
+            words = words_of(shape, rows, selection).to(sizes.device)
             results = run_static(runner, shape, words)
         found[str(count)] = bool(torch.equal(replayed, results[-rows[0].num_results :]))
     return found
@@ -408,7 +415,7 @@ def compiled_step(model: PreTrainedModel, sizes: Sizes) -> dict[str, Any]:
         step = tree_step(sizes.lengths[0], count, plain.vocab_size)
         shape = static_shape(*step, 8, 1, plain.cache.rows_per_slot, NODE_BUCKETS[-1])
         assert shape is not None
-        words = torch.from_numpy(shape.place(*step)).to(sizes.device)
+        words = words_of(shape, *step).to(sizes.device)
         times = {}
         for compiled in (False, True):
             torch._dynamo.reset()

@@ -22,14 +22,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from lpr.config import NUM_HEADER, TreeSizes
+from lpr.config import NUM_HEADER, TreeSizes, result_words
 from lpr.core.step_times import StepTimes
 from lpr.dist.comm import SoloComm
 from lpr.engine.engine import Engine
 from lpr.model.inputs import Row
 from lpr.model.sampling import Selection
 from lpr.model.static_inputs import NODE_BUCKETS, static_shape
-from lpr.model.transfer import copy_over
 
 SCORE_STEP = 24
 """Score of each further candidate (see lpr.core.recycle): a fifth of the probability of the one before."""
@@ -104,8 +103,9 @@ class Recorded:
         depths: Sequence[int],
         k: int,
     ) -> np.ndarray:
-        """What a model says of the nodes of a tree whose root is `text[root]`: int32 [nodes, 1 + 2k]."""
-        results = np.zeros((len(tokens), 1 + 2 * k), np.int32)
+        """What a model says of the nodes of a tree whose root is `text[root]`: int32 [nodes, result_words(k)]."""
+        results = np.zeros((len(tokens), result_words(k)), np.int32)
+        scores = results[:, 1 + k :].view(np.uint8)
         follows = [True] * len(tokens)
         for node, (token, parent, depth) in enumerate(zip(tokens, parents, depths, strict=True)):
             at = root + depth
@@ -117,7 +117,7 @@ class Recorded:
             results[node, 0] = likely[0]
             likely = [*likely, *(t for t in range(k) if t not in likely)][:k]
             results[node, 1 : 1 + k] = likely
-            results[node, 1 + k :] = [min(255, SCORE_STEP * place) for place in range(1, k + 1)]
+            scores[node, :k] = [min(255, SCORE_STEP * place) for place in range(1, k + 1)]
         return results
 
 
@@ -183,12 +183,15 @@ class PacedModel:
         self._model = model = engine.model
         self._config: TreeSizes = engine.sizes
         self._words = torch.zeros(1 << 22, dtype=torch.int32)
-        self._trees: Any = None
+        self._there = torch.zeros_like(self._words)
+        self._draft: Any = None
+        self._k = 0
+        self._others: list[np.ndarray] = []
         model.evaluate = self.evaluate  # type: ignore[method-assign]
         model.fill = self.fill  # type: ignore[method-assign]
         cache: Any = model.cache
         self._num_slots, self._rows_per_slot = cache.num_slots, cache.rows_per_slot
-        cache.move = lambda sources, targets: np.array([sources, targets], np.int64) if sources else None
+        cache.move = lambda rows: None
         cache.clear = lambda slot, num_cached: None
         cache.move_slot = self.move_slot
         exchange: Any = engine._exchange
@@ -205,7 +208,7 @@ class PacedModel:
 
     def _learn_slots(self, rows: Sequence[Row]) -> None:
         for row in rows:
-            if row.num_cached == 0 and len(row.tokens) > 1:
+            if row.num_cached == 0 and row.num_entries > 1:
                 begin = [int(token) for token in row.tokens[: len(row.tokens) - max(0, row.num_results - 1)]]
                 self._by_slot[row.slot] = next(text for text in self._texts if text[: len(begin)] == begin)
 
@@ -218,12 +221,13 @@ class PacedModel:
             rows, selection, num_candidates, self._num_slots, self._rows_per_slot, NODE_BUCKETS[-1], tree_bits=True
         )
         if shape is not None:
-            copy_over(self._words[: shape.num_words], shape.place(rows, selection))
+            shape.place(self._words.numpy()[: shape.num_words], rows, selection)
+            self._there[: shape.num_words].copy_(self._words[: shape.num_words])
         longest = max(row.num_cached for row in rows)
-        self.device.launch(sum(len(row.tokens) for row in rows), len(rows), longest)
+        self.device.launch(sum(row.num_entries for row in rows), len(rows), longest)
         self.batch = len(rows)
         with self.device.clock.stopped():
-            self.steps, results = [], []
+            self._k, self.steps, results = num_candidates, [], []
             for row in rows:
                 if row.num_results:
                     above = len(row.tokens) - row.num_results
@@ -239,24 +243,26 @@ class PacedModel:
                     )
             return torch.from_numpy(np.concatenate(results))
 
-    def gather(self, local: Any, trees: Any, shards: Any, *rest: Any) -> Any:
-        """As Exchange.gather; notes what the other ranks evaluate."""
-        self._trees = trees, shards, 0 if local is None else (local.shape[1] - 1) // 2
-        return self._gather(local, trees, shards, *rest)
+    def gather(self, local: Any, draft: Any, *rest: Any) -> Any:
+        """As Exchange.gather; makes up what the other ranks say, while the device works."""
+        with self.device.clock.stopped():
+            self._draft, self._others = draft, []
+            if self._num_ranks > 1:
+                for (text, root), tree in zip(self.steps, draft.trees, strict=True):
+                    columns = (tree.tokens, tree.parents, tree.depths)
+                    self._others.append(self._recorded.answers(text, root, *columns, self._k))
+        return self._gather(local, draft, *rest)
 
     def payloads(self, payload: torch.Tensor) -> torch.Tensor:
         """This rank's payload and those of the simulated ranks."""
         size = self._num_ranks
         everything = payload.cpu()[None].repeat(size, 1)
         if size > 1:
-            trees, shards, k = self._trees
-            capacity, width = self._config.owned_capacity(size), 1 + 2 * self._config.num_recycled
+            capacity, width = self._config.owned_capacity(size), result_words(self._config.num_recycled)
             tables = everything[:, NUM_HEADER:].view(size, -1, capacity, width).numpy()
-            for index, (tree, split) in enumerate(zip(trees, shards, strict=True)):
-                text, root = self.steps[index]
-                found = self._recorded.answers(text, root, tree.tokens, tree.parents, tree.depths, k)
+            for index, (split, found) in enumerate(zip(self._draft.shards, self._others, strict=True)):
                 for rank in range(1, size):
                     owned = list(split[rank].owned)
-                    tables[rank, index, : len(owned), : 1 + 2 * k] = found[owned]
+                    tables[rank, index, : len(owned), : found.shape[1]] = found[owned]
         self.steps = []
         return everything

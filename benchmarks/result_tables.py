@@ -46,7 +46,7 @@ def failures(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
     if isinstance(value, dict):
         name = " ".join(str(value[key]) for key in ("name", "case", "heads", "kind", "num_ranks") if key in value)
         where = f"{where} {name}".strip()
-        if "failed" in value:
+        if value.get("failed"):  # a reason; or a count, which may be 0
             yield where, str(value["failed"])
         for key, each in value.items():
             # Words that only say that a list follows are left out.

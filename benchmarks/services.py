@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,13 +41,16 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(flags: Sequence[str], threads: int = 0, log: Path | None = None) -> Iterator[Running]:
+def running(
+    flags: Sequence[str], threads: int = 0, log: Path | None = None, more: Mapping[str, str] | None = None
+) -> Iterator[Running]:
     """A service with these flags, ready; what it writes to stderr goes to `log`, or to this process's own.
 
-    `threads` are those of each rank, 0 leaves them to the service. Raises InputError if it does not become ready.
+    `threads` are those of each rank, 0 leaves them to the service; `more` is added to its environment. Raises
+    InputError if it does not become ready.
     """
     command = [sys.executable, "-m", "lpr.serve", "--port", "0", *flags]
-    environment = {**os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
+    environment = {**os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {}), **(more or {})}
     with contextlib.ExitStack() as stack:
         errors = stack.enter_context(log.open("w")) if log is not None else sys.stderr
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)

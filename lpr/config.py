@@ -198,10 +198,15 @@ class TreeSizes:
     def payload_words(self, num_sequences: int, num_ranks: int) -> int:
         """Words (int32) that each of `num_ranks` ranks contributes to the gather of up to `num_sequences` sequences.
 
-        A header, and of every node that the rank owns the next token, its k candidates and their scores. The size
-        follows from the configuration alone (rule R2).
+        A header, and the result of every node that the rank owns (see `result_words`). The size follows from the
+        configuration alone (rule R2).
         """
-        return NUM_HEADER + num_sequences * self.owned_capacity(num_ranks) * (1 + 2 * self.num_recycled)
+        return NUM_HEADER + num_sequences * self.owned_capacity(num_ranks) * result_words(self.num_recycled)
+
+
+def result_words(k: int) -> int:
+    """Words (int32) of a node's result: its next token, k candidates and, four bytes to a word, their scores."""
+    return 1 + k + -(-k // 4)
 
 
 @dataclass(frozen=True, kw_only=True)

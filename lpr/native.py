@@ -74,10 +74,21 @@ if TYPE_CHECKING or _extension is None:
     from lpr.core.budget import AcceptanceHistory, AdaptiveBudget, Draft, DraftRequest, FixedBudget
     from lpr.core.calibration import Calibration
     from lpr.core.drafting import Drafter
+    from lpr.core.noise_keys import selection_words
     from lpr.core.partition import Shard, partition
     from lpr.core.pool import NGramPool
     from lpr.core.recycle import CandidateTable
-    from lpr.core.rows import ancestor_words, conclude, draft_step, place_rows, row_entries, split, workload
+    from lpr.core.rows import (
+        Conclusion,
+        StepDraft,
+        ancestor_words,
+        cache_moves,
+        draft_step,
+        place_rows,
+        row_entries,
+        split,
+        workload,
+    )
     from lpr.core.state import SequenceState, TreeResult, has_nan_result
     from lpr.core.suffix_index import SuffixIndex
     from lpr.core.tree import TokenTree
@@ -87,6 +98,7 @@ __all__ = [
     "AdaptiveBudget",
     "Calibration",
     "CandidateTable",
+    "Conclusion",
     "Draft",
     "DraftRequest",
     "Drafter",
@@ -95,12 +107,13 @@ __all__ = [
     "NGramPool",
     "SequenceState",
     "Shard",
+    "StepDraft",
     "SuffixIndex",
     "TokenTree",
     "TreeResult",
     "accept",
     "ancestor_words",
-    "conclude",
+    "cache_moves",
     "draft_step",
     "has_nan_result",
     "is_native",
@@ -108,6 +121,7 @@ __all__ = [
     "partition",
     "place_rows",
     "row_entries",
+    "selection_words",
     "split",
     "workload",
 ]

@@ -126,7 +126,7 @@ void bind_evidence(nb::module_& m) {
       .def(
           "update",
           [](CandidateTable& table, const Tokens& tokens, const std::vector<Tokens>& candidates,
-             const std::vector<Tokens>& scores) {
+             const std::vector<std::vector<uint8_t>>& scores) {
             if (tokens.size() != candidates.size() || tokens.size() != scores.size())
               throw std::invalid_argument("tokens, candidates and scores of unequal length");
             for (size_t i = 0; i < tokens.size(); i++)

@@ -3,42 +3,21 @@
 
 namespace lpr {
 
-using Matrix = nb::ndarray<nb::numpy, int32_t, nb::ndim<2>>;
-using Words = nb::ndarray<nb::numpy, uint64_t, nb::ndim<2>>;
-using Payloads = nb::ndarray<const int32_t, nb::ndim<4>, nb::device::cpu>;
-
-template <typename T, typename Result>
-Result owned_array(std::vector<T>&& values, size_t rows, size_t columns) {
-  auto* kept = new std::vector<T>(std::move(values));
-  nb::capsule owner(kept, [](void* data) noexcept { delete static_cast<std::vector<T>*>(data); });
-  return Result(kept->data(), {rows, columns}, owner);
+std::vector<Shard> copies(const nb::sequence& shards) {
+  std::vector<Shard> found;
+  for (Shard* shard : pointers<Shard>(shards)) found.push_back(*shard);
+  return found;
 }
 
-// A state, and the Python objects that it was made of.
-struct BoundState : SequenceState {
-  nb::object params, config;
-  nb::list listed;  // the request's own list of tokens, which grows with the state
-
-  BoundState(nb::list tokens_, nb::object params_, nb::object config_, int64_t num_ranks,
-             std::shared_ptr<SuffixIndex> shared, const nb::object& computed)
-      : SequenceState(nb::cast<Tokens>(tokens_), nb::cast<std::string>(nb::repr(params_)), sizes_of(config_),
-                      counts(computed, num_ranks), std::move(shared)),
-        params(std::move(params_)), config(std::move(config_)), listed(std::move(tokens_)) {}
-
- private:
-  static std::vector<int64_t> counts(const nb::object& computed, int64_t num_ranks) {
-    if (!computed.is_none() && nb::len(computed)) return nb::cast<std::vector<int64_t>>(computed);
-    return std::vector<int64_t>(num_ranks, 0);
-  }
-};
-
-Tokens flat(const std::vector<Tokens>& rows) {
-  Tokens all;
-  for (const Tokens& row : rows) all.insert(all.end(), row.begin(), row.end());
+template <typename T>
+std::vector<T> flat(const std::vector<std::vector<T>>& rows) {
+  std::vector<T> all;
+  for (const std::vector<T>& row : rows) all.insert(all.end(), row.begin(), row.end());
   return all;
 }
 
-std::vector<Tokens> rows_of(const Tokens& flat, const TreeResult& all) {
+template <typename T>
+std::vector<Tokens> rows_of(const std::vector<T>& flat, const TreeResult& all) {
   std::vector<Tokens> rows;
   for (size_t node = 0; node < all.next_tokens.size(); node++)
     rows.emplace_back(flat.begin() + node * all.k, flat.begin() + (node + 1) * all.k);
@@ -48,11 +27,9 @@ std::vector<Tokens> rows_of(const Tokens& flat, const TreeResult& all) {
 void bind_results(nb::class_<TreeResult>& bound) {
   bound.def_static(
       "from_payloads",
-      [](Payloads payloads, size_t index, const nb::sequence& shards, int k) {
-        std::vector<const Shard*> parts;
-        for (Shard* shard : pointers<Shard>(shards)) parts.push_back(shard);
+      [](Values payloads, size_t index, const nb::sequence& shards, int k) {
         int64_t strides[3] = {payloads.stride(0), payloads.stride(1), payloads.stride(2)};
-        return results_of(payloads.data(), strides, index, parts, k);
+        return results_of(payloads.data(), strides, index, copies(shards), k);
       },
       "payloads"_a, "index"_a, "shards"_a, "k"_a);
 }
@@ -63,20 +40,20 @@ void bind_rows(nb::module_& m) {
       [](const BoundState& state, const TokenTree& tree, const Shard& shard, size_t rank) {
         Tokens entries = row_entries(state, tree, shard, rank);
         size_t columns = entries.size() / 3;
-        return owned_array<int32_t, Matrix>(std::move(entries), 3, columns);
+        return owned_array<Matrix>(std::move(entries), {3, columns});
       },
       "state"_a, "tree"_a, "shard"_a, "rank"_a);
   m.def(
       "ancestor_words",
       [](Array parents, size_t num_words) {
         Tokens those(parents.data(), parents.data() + parents.size());
-        return owned_array<uint64_t, Words>(ancestor_words(those, num_words), those.size(), num_words);
+        return owned_array<Words>(ancestor_words(those, num_words), {those.size(), num_words});
       },
       "parents"_a, "num_words"_a);
   m.def(
       "ancestor_words",
       [](const Tokens& parents, size_t num_words) {
-        return owned_array<uint64_t, Words>(ancestor_words(parents, num_words), parents.size(), num_words);
+        return owned_array<Words>(ancestor_words(parents, num_words), {parents.size(), num_words});
       },
       "parents"_a, "num_words"_a);
   m.def(
@@ -88,23 +65,6 @@ void bind_rows(nb::module_& m) {
         return nb::make_tuple(pending, kv);
       },
       "states"_a);
-  m.def(
-      "draft_step",
-      [](const nb::sequence& states, const std::vector<int64_t>& depths, Budget& budget, int64_t num_ranks,
-         int64_t max_owned) {
-        std::vector<SequenceState*> those;
-        for (BoundState* state : pointers<BoundState>(states)) those.push_back(state);
-        auto [drafts, shards] = draft_step(those, depths, budget, num_ranks, max_owned);
-        nb::list trees, parts;
-        for (size_t i = 0; i < drafts.size(); i++) {
-          trees.append(nb::cast(drafts[i].tree));
-          nb::list mine;
-          for (Shard& shard : shards[i]) mine.append(nb::cast(std::move(shard)));
-          parts.append(mine);
-        }
-        return nb::make_tuple(trees, parts);
-      },
-      "states"_a, "depths"_a, "budget"_a, "num_ranks"_a, "max_owned"_a);
   m.def(
       "place_rows",
       [](nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> words, size_t batch, size_t num_entries,
@@ -135,7 +95,7 @@ void bind_state(nb::module_& m) {
       .def(
           "__init__",
           [](TreeResult* self, Tokens next_tokens, const std::vector<Tokens>& candidates,
-             const std::vector<Tokens>& scores) {
+             const std::vector<std::vector<uint8_t>>& scores) {
             int k = candidates.empty() ? 0 : static_cast<int>(candidates[0].size());
             new (self) TreeResult{std::move(next_tokens), flat(candidates), flat(scores), k};
           },
@@ -144,9 +104,10 @@ void bind_state(nb::module_& m) {
       .def_prop_ro("candidates", [](const TreeResult& all) { return rows_of(all.candidates, all); })
       .def_prop_ro("scores", [](const TreeResult& all) { return rows_of(all.scores, all); });
   nb::class_<BoundState>(m, "SequenceState")
-      .def(nb::init<nb::list, nb::object, nb::object, int64_t, std::shared_ptr<SuffixIndex>, const nb::object&>(),
+      .def(nb::init<nb::list, nb::object, nb::object, int64_t, std::shared_ptr<SuffixIndex>, const nb::object&,
+                    std::optional<int64_t>, const nb::object&>(),
            "tokens"_a, "params"_a, "config"_a, "num_ranks"_a = 1, "shared"_a.none() = nb::none(),
-           "num_computed_tokens"_a.none() = nb::none())
+           "num_computed_tokens"_a.none() = nb::none(), "longest"_a.none() = nb::none(), "stop_ids"_a = nb::tuple())
       .def_ro("params", &BoundState::params)
       .def_ro("config", &BoundState::config)
       .def_ro("tokens", &BoundState::listed)
@@ -161,32 +122,17 @@ void bind_state(nb::module_& m) {
       .def_prop_ro("num_pending", &BoundState::num_pending)
       .def_prop_ro("digest", &BoundState::digest)
       .def("build", &BoundState::build, "max_depth"_a, "request"_a)
+      .def("may_end", &BoundState::may_end, "emitted"_a)
       .def("sign_tree", &BoundState::sign_tree, "tree"_a)
       .def(
           "advance",
           [](BoundState& state, const TokenTree& tree, const Tokens& path, const TreeResult& result,
              const nb::sequence& shards) {
-            std::vector<const Shard*> parts;
-            for (Shard* shard : pointers<Shard>(shards)) parts.push_back(shard);
-            Tokens emitted = state.advance(tree, path, result, parts);
-            for (int32_t token : emitted) state.listed.append(token);
+            Tokens emitted = state.advance(tree, path, result, copies(shards));
+            state.append(emitted);
             return emitted;
           },
           "tree"_a, "path"_a, "result"_a, "shards"_a);
-  m.def(
-      "conclude",
-      [](BoundState& state, const TokenTree& tree, const Tokens& path, const TreeResult& result,
-         const nb::sequence& shards, size_t rank) {
-        std::vector<const Shard*> parts;
-        for (Shard* shard : pointers<Shard>(shards)) parts.push_back(shard);
-        nb::object kept = nb::none();
-        if (!SequenceState::has_nan(*parts[rank], result)) kept = nb::cast(kept_entries(state, *parts[rank], path, rank));
-        int32_t bonus = result.next_tokens[path.back()];
-        Tokens emitted = state.advance(tree, path, result, parts);
-        for (int32_t token : emitted) state.listed.append(token);
-        return nb::make_tuple(emitted, kept, bonus < 0 ? nb::cast(bonus) : nb::none());
-      },
-      "state"_a, "tree"_a, "path"_a, "result"_a, "shards"_a, "rank"_a);
   m.def("has_nan_result", &SequenceState::has_nan, "shard"_a, "result"_a);
 }
 

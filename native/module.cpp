@@ -62,6 +62,7 @@ NB_MODULE(_native, m) {
   bind_partition(m);
   bind_state(m);
   bind_rows(m);
+  bind_step(m);
 }
 
 }  // namespace lpr

@@ -1,58 +1,78 @@
 // Recycled candidates (lpr/core/recycle.py): token -> the candidates of the last node that held it.
 #pragma once
 
-#include "flat_map.h"
+#include <cstring>
+
 #include "tree.h"
 
 namespace lpr {
 
+// A hash table whose slots hold the candidates themselves: finding a token's row touches one or two cache lines.
 class CandidateTable {
  public:
   struct Row {
-    const int32_t *tokens, *scores;
+    const int32_t* tokens;
+    const uint8_t* scores;
     int size;
   };
 
-  size_t size() const { return sizes_.size(); }
+  size_t size() const { return size_; }
 
   // The `count` candidates of a node that holds `token`, most likely first.
-  void update(int32_t token, const int32_t* candidates, const int32_t* scores, int count) {
-    if (count > stride_) widen(count);
-    int64_t row = rows_.get(token);
-    if (row < 0) {
-      row = sizes_.size();
-      rows_.replace(token, row);
-      sizes_.push_back(0);
-      data_.resize(data_.size() + 2 * stride_);
-    }
-    sizes_[row] = count;
-    std::copy(candidates, candidates + count, data_.begin() + row * 2 * stride_);
-    std::copy(scores, scores + count, data_.begin() + row * 2 * stride_ + stride_);
+  void update(int32_t token, const int32_t* candidates, const uint8_t* scores, int count) {
+    if (count > most_ || 2 * (size_ + 1) > num_slots()) rebuild(std::max(count, most_));
+    int32_t* slot = find(token);
+    size_ += slot[kKey] == kFree;
+    slot[kKey] = token;
+    slot[kSize] = count;
+    std::copy(candidates, candidates + count, slot + kFirst);
+    std::memcpy(slot + kFirst + most_, scores, count);
   }
 
   Row get(int32_t token) const {
-    int64_t row = rows_.get(token);
-    if (row < 0) return {nullptr, nullptr, 0};
-    const int32_t* begin = data_.data() + row * 2 * stride_;
-    return {begin, begin + stride_, sizes_[row]};
+    if (words_.empty()) return {nullptr, nullptr, 0};
+    const int32_t* slot = const_cast<CandidateTable*>(this)->find(token);
+    if (slot[kKey] == kFree) return {nullptr, nullptr, 0};
+    return {slot + kFirst, reinterpret_cast<const uint8_t*>(slot + kFirst + most_), slot[kSize]};
+  }
+
+  // Begin to load a token's row: many rows are then waited for together.
+  void prefetch(int32_t token) const {
+    if (!words_.empty()) __builtin_prefetch(words_.data() + home(token) * stride_);
   }
 
  private:
-  void widen(int stride) {
-    Tokens wider(sizes_.size() * 2 * stride);
-    for (size_t row = 0; row < sizes_.size(); row++) {
-      for (int side = 0; side < 2; side++) {
-        auto from = data_.begin() + (2 * row + side) * stride_;
-        std::copy(from, from + stride_, wider.begin() + (2 * row + side) * stride);
-      }
+  static constexpr int32_t kFree = -1;
+  enum { kKey, kSize, kFirst };  // words of a slot: its token, a number, so many candidates, and their scores in bytes
+
+  size_t num_slots() const { return words_.empty() ? 0 : mask_ + 1; }
+  size_t home(int32_t token) const { return (static_cast<uint32_t>(token) * 0x9E3779B9u >> 7) & mask_; }
+
+  int32_t* find(int32_t token) {
+    for (size_t at = home(token);; at = (at + 1) & mask_) {
+      int32_t* slot = words_.data() + at * stride_;
+      if (slot[kKey] == token || slot[kKey] == kFree) return slot;
     }
-    data_ = std::move(wider);
-    stride_ = stride;
   }
 
-  FlatMap rows_;
-  Tokens data_, sizes_;  // data_: per row its candidates and then their scores, `stride_` places for each
-  int stride_ = 0;
+  void rebuild(int most) {
+    CandidateTable wider;
+    wider.most_ = most;
+    wider.stride_ = kFirst + most + (most + 3) / 4;
+    wider.mask_ = std::max<size_t>(64, 4 * (size_ + 1)) - 1;
+    while (wider.mask_ & (wider.mask_ + 1)) wider.mask_ |= wider.mask_ >> 1;  // a power of two less one
+    wider.words_.assign((wider.mask_ + 1) * wider.stride_, kFree);
+    for (size_t at = 0; at < num_slots(); at++) {
+      const int32_t* slot = words_.data() + at * stride_;
+      if (slot[kKey] == kFree) continue;
+      wider.update(slot[kKey], slot + kFirst, reinterpret_cast<const uint8_t*>(slot + kFirst + most_), slot[kSize]);
+    }
+    *this = std::move(wider);
+  }
+
+  Tokens words_;
+  size_t mask_ = 0, size_ = 0, stride_ = 0;
+  int most_ = 0;  // candidates that a slot has room for
 };
 
 }  // namespace lpr

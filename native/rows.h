@@ -1,8 +1,6 @@
 // What goes up to the device and comes back (lpr/core/rows.py), in flat arrays.
 #pragma once
 
-#include <utility>
-
 #include "state.h"
 
 namespace lpr {
@@ -63,28 +61,6 @@ inline Tokens kept_entries(const SequenceState& state, const Shard& shard, const
   return kept;
 }
 
-// Draft a tree per sequence, cut the trees to what pays, and split them over the ranks.
-inline std::pair<std::vector<Draft>, std::vector<std::vector<Shard>>> draft_step(
-    const std::vector<SequenceState*>& states, const std::vector<int64_t>& depths, Budget& budget, int64_t num_ranks,
-    int64_t max_owned) {
-  auto [pending, kv] = workload({states.begin(), states.end()});
-  budget.begin(static_cast<int64_t>(states.size()), pending, kv);
-  std::vector<Draft> drafts;
-  for (size_t i = 0; i < states.size(); i++)
-    drafts.push_back(states[i]->build(depths[i], budget.request(states[i]->acceptance)));
-  std::vector<Draft*> these;
-  std::vector<AcceptanceHistory*> histories;
-  for (size_t i = 0; i < states.size(); i++) {
-    these.push_back(&drafts[i]);
-    histories.push_back(&states[i]->acceptance);
-  }
-  budget.cut(these, histories);
-  std::vector<std::vector<Shard>> shards;
-  for (size_t i = 0; i < states.size(); i++)
-    shards.push_back(partition(*drafts[i].tree, num_ranks, pending_of(*states[i]), max_owned));
-  return {std::move(drafts), std::move(shards)};
-}
-
 // Bit j % 64 of word j / 64 of entry i: is entry j this entry or one of its ancestors?
 inline std::vector<uint64_t> ancestor_words(const Tokens& parents, size_t num_words) {
   std::vector<uint64_t> words(parents.size() * num_words, 0);
@@ -94,25 +70,6 @@ inline std::vector<uint64_t> ancestor_words(const Tokens& parents, size_t num_wo
     mine[i / 64] |= uint64_t{1} << i % 64;
   }
   return words;
-}
-
-// What all ranks say of a tree's nodes: each node's owner counts. `payloads` is [ranks, trees, capacity, 1 + 2k or more].
-inline TreeResult results_of(const int32_t* payloads, const int64_t* strides, size_t index,
-                             const std::vector<const Shard*>& shards, int k) {
-  size_t count = 0;
-  for (const Shard* shard : shards) count += shard->owned.size();
-  TreeResult all{Tokens(count), Tokens(count * k), Tokens(count * k), k};
-  for (size_t rank = 0; rank < shards.size(); rank++) {
-    const int32_t* table = payloads + rank * strides[0] + index * strides[1];
-    for (size_t row = 0; row < shards[rank]->owned.size(); row++) {
-      const int32_t* from = table + row * strides[2];
-      size_t node = shards[rank]->owned[row];
-      all.next_tokens[node] = from[0];
-      std::copy_n(from + 1, k, all.candidates.begin() + node * k);
-      std::copy_n(from + 1 + k, k, all.scores.begin() + node * k);
-    }
-  }
-  return all;
 }
 
 // The words of a graph step's rows (lpr/model/static_inputs.py): bits, tokens, positions and cache rows of B rows with T

@@ -16,7 +16,8 @@ struct Sizes {
 
 // What the target model says of each node of a tree: `candidates` and `scores` are [nodes, k], row after row.
 struct TreeResult {
-  Tokens next_tokens, candidates, scores;
+  Tokens next_tokens, candidates;
+  std::vector<uint8_t> scores;
   int k = 0;
 };
 
@@ -32,8 +33,9 @@ class SequenceState {
   std::vector<double> probabilities;
 
   SequenceState(Tokens begin, const std::string& params, const Sizes& sizes, std::vector<int64_t> computed,
-                std::shared_ptr<SuffixIndex> shared)
-      : tokens(std::move(begin)), num_computed_tokens(std::move(computed)), sizes_(sizes) {
+                std::shared_ptr<SuffixIndex> shared, int64_t longest, Tokens stop_ids)
+      : tokens(std::move(begin)), num_computed_tokens(std::move(computed)), sizes_(sizes), longest_(longest),
+        stop_ids_(std::move(stop_ids)) {
     if (tokens.empty()) throw std::invalid_argument("a sequence starts with at least one token");
     if (sizes.num_recycled) table = std::make_shared<CandidateTable>();
     drafter = std::make_shared<Drafter>(sizes.trie_nodes, sizes.branch_length, sizes.trie_capacity,
@@ -52,6 +54,11 @@ class SequenceState {
   }
 
   uint64_t digest() const { return hash_.digest(); }
+
+  bool may_end(const Tokens& emitted) const {
+    auto ends = [this](int32_t token) { return std::find(stop_ids_.begin(), stop_ids_.end(), token) != stop_ids_.end(); };
+    return static_cast<int64_t>(tokens.size()) >= longest_ || std::any_of(emitted.begin(), emitted.end(), ends);
+  }
 
   Draft build(int64_t max_depth, DraftRequest request) {
     auto tree = std::make_shared<TokenTree>(tokens.back());
@@ -77,7 +84,7 @@ class SequenceState {
   }
 
   Tokens advance(const TokenTree& tree, const Tokens& path, const TreeResult& result,
-                 const std::vector<const Shard*>& shards) {
+                 const std::vector<Shard>& shards) {
     Tokens emitted;
     for (size_t i = 1; i < path.size(); i++) emitted.push_back(tree.tokens[path[i]]);
     int32_t bonus = result.next_tokens[path.back()];
@@ -85,8 +92,8 @@ class SequenceState {
     int64_t before = tokens.size();
     tokens.insert(tokens.end(), emitted.begin(), emitted.end());
     for (size_t rank = 0; rank < shards.size(); rank++) {
-      if (has_nan(*shards[rank], result)) continue;
-      int64_t held = before + depth_held(*shards[rank], path);
+      if (has_nan(shards[rank], result)) continue;
+      int64_t held = before + depth_held(shards[rank], path);
       num_computed_tokens[rank] = std::min<int64_t>(held, tokens.size() - 1);
     }
     hash_.update_words(emitted.data(), emitted.size());
@@ -94,6 +101,7 @@ class SequenceState {
     drafter->observe(emitted.data(), emitted.size());
     is_suspect = bonus == kNotANumber;
     if (table && result.k) {
+      for (int32_t token : tree.tokens) table->prefetch(token);
       for (int node = 0; node < tree.size(); node++) {
         size_t at = static_cast<size_t>(node) * result.k;
         table->update(tree.tokens[node], &result.candidates[at], &result.scores[at], result.k);
@@ -129,6 +137,8 @@ class SequenceState {
   }
 
   Sizes sizes_;
+  int64_t longest_;
+  Tokens stop_ids_;
   Blake2b hash_;
 };
 

@@ -94,11 +94,11 @@ def verified_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     draft_step = lpr.engine.step.draft_step
 
     def verified_step(states: Any, depths: list[int], *args: Any) -> Any:
-        trees, shards = draft_step(states, depths, *args)
-        for tree, depth in zip(trees, depths, strict=True):
+        draft = draft_step(states, depths, *args)
+        for tree, depth in zip(draft.trees, depths, strict=True):
             as_specified(tree).verify()
             assert max(tree.depths) <= max(0, depth)
-        return trees, shards
+        return draft
 
     monkeypatch.setattr(lpr.engine.step, "draft_step", verified_step)
 

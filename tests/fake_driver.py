@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +24,7 @@ from lpr.serve.messages import (
     Hello,
     Load,
     Pulse,
+    Resume,
     Stepped,
     Stop,
     Submit,
@@ -72,20 +73,30 @@ def facts(**changes: Any) -> Facts:
 class FakeDriver:
     """Answers each request with the ids of `text`, `per_step` at a time, one step every `pause` seconds."""
 
-    def __init__(self, path: Path, said: Facts, text: str = "return x + 1\n", per_step: int = 2) -> None:
+    def __init__(
+        self, path: Path, said: Facts, epoch: int = 0, held: dict[int, tuple[Submit, int]] | None = None
+    ) -> None:
+        """`held`: the requests of the driver whose place this one takes, and how many ids of each the ranks have."""
         self.facts = said
-        self.text = text
-        self.per_step = per_step
+        self.text = "return x + 1\n"
+        self.per_step = 2
         self.pause = 0.0
         self.pulses = True
         self.hold = False
         """Take requests and answer none."""
+        self.end_apart = False
+        """Say that a request has ended in a chunk of its own."""
+        self.before_step: Callable[[list[Submit]], None] = lambda running: None
+        """Called with what is in slots before each step."""
+        self.resumed: list[int] | None = None
         self.submitted: list[Submit] = []
         self.aborted: list[int] = []
         self.stopped = False
+        self.running: dict[int, tuple[Submit, int]] = {}
+        self._held = held
+        self._epoch = epoch
         self._path = path
         self._tokenizer = Tokenizer.from_str(said.tokenizer)
-        self._running: dict[int, tuple[Submit, int]] = {}
         self._writer: asyncio.StreamWriter | None = None
 
     async def run(self) -> None:
@@ -93,22 +104,31 @@ class FakeDriver:
         while not self._path.exists():
             await asyncio.sleep(0.005)
         reader, self._writer = await asyncio.open_unix_connection(str(self._path))
-        self._writer.write(frame(Hello(PROTOCOL, 1)) + frame(self.facts))
+        self._writer.write(frame(Hello(PROTOCOL, 1, self._epoch, self._held is not None)) + frame(self.facts))
         stepping = asyncio.create_task(self._steps())
         frames = FrameReader()
-        while not self.stopped and (data := await reader.read(1 << 16)):
-            for body in frames.feed(data):
-                message = read_to_driver(body)
-                if isinstance(message, Submit):
-                    self.submitted.append(message)
-                    self._running[message.id] = (message, 0)
-                elif isinstance(message, Abort):
-                    self.aborted.append(message.id)
-                    self._running.pop(message.id, None)
-                elif isinstance(message, Stop):
-                    self.stopped = True
+        with contextlib.suppress(ConnectionError):
+            while not self.stopped and (data := await reader.read(1 << 16)):
+                for body in frames.feed(data):
+                    self._obey(read_to_driver(body))
         stepping.cancel()
         self._writer.close()
+
+    def _obey(self, message: Any) -> None:
+        if isinstance(message, Submit):
+            self.submitted.append(message)
+            delivered = len(message.prompt_ids) - (message.num_prompt or 0)
+            self.running[message.id] = (message, delivered)
+            held = (self._held or {}).get(message.id)
+            if held is not None and held[1] > delivered:
+                self._write([self._chunk(message.id, held[1] - delivered)])
+        elif isinstance(message, Abort):
+            self.aborted.append(message.id)
+            self.running.pop(message.id, None)
+        elif isinstance(message, Resume):
+            self.resumed = message.ids
+        elif isinstance(message, Stop):
+            self.stopped = True
 
     def vanish(self) -> None:
         """Hang up in the middle."""
@@ -117,8 +137,11 @@ class FakeDriver:
 
     def say(self, chunk: Chunk) -> None:
         """Send a chunk of the test's own."""
+        self._write([chunk])
+
+    def _write(self, chunks: list[Chunk]) -> None:
         assert self._writer is not None
-        self._writer.write(frame(Stepped([chunk], Load())))
+        self._writer.write(frame(Stepped(chunks, Load(len(self.running), 0, 0.5, 1))))
 
     async def _steps(self) -> None:
         assert self._writer is not None
@@ -127,36 +150,109 @@ class FakeDriver:
             await asyncio.sleep(self.pause or 0.001)
             if self.pulses and time.monotonic() - beat > 0.2:
                 beat = time.monotonic()
-                self._writer.write(frame(Pulse(Load(num_running=len(self._running)))))
-            if self.hold or not self._running:
+                self._writer.write(frame(Pulse(Load(num_running=len(self.running)))))
+            if self.hold or not self.running:
                 continue
-            chunks = [self._chunk(id) for id in list(self._running)[: self.facts.max_batch_size]]
-            self._writer.write(frame(Stepped(chunks, Load(len(self._running), 0, 0.5, 1))))
+            in_slots = list(self.running)[: self.facts.max_batch_size]
+            self.before_step([self.running[id][0] for id in in_slots])
+            self._write([self._chunk(id, self.per_step) for id in in_slots])
 
-    def _chunk(self, id: int) -> Chunk:
-        request, done = self._running[id]
+    def _chunk(self, id: int, count: int) -> Chunk:
+        request, done = self.running[id]
+        start, before = done, self._said(done)
         ids = self._tokenizer.encode(self.text).ids
         most = request.params.max_new_tokens
-        taken = ids[done : done + self.per_step][: most - done]
+        taken = ids[done : done + count][: most - done]
         done += len(taken)
         finish = "stop" if done == len(ids) else "length" if done == most else None
+        if taken and self.end_apart:
+            finish = None
         logprobs = None
         if getattr(request.params, "logprobs", None) is not None:
             logprobs = [TokenLogprobs(-0.5, [(token, -0.5), (5, -1.5)]) for token in taken]
         usage = None
         if finish is not None:
-            del self._running[id]
-            usage = Usage(done // self.per_step or 1, 0, 3, 10, 5, [3, 2], {"trie": (8, 4), "window": (2, 1)})
+            del self.running[id]
+            sources = {"trie": (8, 4), "window": (2, 1)}
+            usage = Usage(done // self.per_step or 1, 0, 3, 10, 5, [3, 2], sources, done)
         else:
-            self._running[id] = (request, done)
-        text = self._tokenizer.decode(taken)
-        sources = ["trie"] * (len(taken) - 1) + ["model"] if request.details else None
-        return Chunk(id, taken, text, finish, None, logprobs, sources, usage)
+            self.running[id] = (request, done)
+        text = self._said(done)[len(before) :]
+        named = ["trie"] * (len(taken) - 1) + ["model"] if request.details else None
+        return Chunk(id, taken, text, finish, None, logprobs, named, usage, start=start, start_character=len(before))
+
+    def _said(self, count: int) -> str:
+        """The text of the first `count` ids."""
+        return str(self._tokenizer.decode(self._tokenizer.encode(self.text).ids[:count]))
+
+
+class FakeRanks:
+    """One start of ranks, as the front's keeper knows them: their driver is a FakeDriver."""
+
+    def __init__(self, path: Path, said: Facts, prepare: Callable[[FakeDriver], None]) -> None:
+        """Drivers connect to `path` and say `said`; each is given to `prepare` before it does."""
+        self.drivers: list[FakeDriver] = []
+        self.code: int | None = None
+        """How the ranks have ended, once they have."""
+        self._path = path
+        self._said = said
+        self._prepare = prepare
+        self._ended = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """As RankProcesses.start."""
+        self._add(FakeDriver(self._path, self._said))
+
+    async def wait(self) -> int:
+        """As RankProcesses.wait."""
+        await self._ended.wait()
+        assert self.code is not None
+        return self.code
+
+    async def stop(self, patience: float) -> None:
+        """As RankProcesses.stop."""
+        if self.code is None and patience and self._tasks:
+            await asyncio.wait(self._tasks, timeout=patience)
+        self.end(0 if all(driver.stopped for driver in self.drivers) else -9)
+
+    def end(self, code: int) -> None:
+        """All ranks end now."""
+        if self.code is None:
+            self.code = code
+            self._ended.set()
+            for task in self._tasks:
+                task.cancel()
+            for driver in self.drivers:
+                with contextlib.suppress(AssertionError):
+                    driver.vanish()
+
+    def take_over(self, ahead: int = 0, keep: bool = False) -> None:
+        """Another rank becomes the driver; the ranks have `ahead` ids more (or fewer) of each request than was said.
+
+        With `keep` the driver before lives on, as one that was only slow.
+        """
+        old = self.drivers[-1]
+        held = {id: (submit, max(0, done + ahead)) for id, (submit, done) in old.running.items()}
+        if not keep:
+            old.vanish()
+        self._add(FakeDriver(self._path, self._said, len(self.drivers), held))
+
+    def _add(self, driver: FakeDriver) -> None:
+        self._prepare(driver)
+        self.drivers.append(driver)
+        self._tasks.append(asyncio.create_task(driver.run()))
 
 
 @contextlib.contextmanager
-def served(said: Facts | None = None, **flags: Any) -> Iterator[SimpleNamespace]:
-    """A front on a free port with a fake driver behind it: `client`, `driver`, `front`, `url`, `code()`."""
+def served(
+    said: Facts | None = None, prepare: Callable[[FakeDriver], None] | None = None, **flags: Any
+) -> Iterator[SimpleNamespace]:
+    """A front on a free port with a fake driver behind it: `client`, `driver`, `front`, `url`, `ended()`.
+
+    With `prepare` the front starts the ranks itself, again and again: `starts` are its FakeRanks, and every driver is
+    given to `prepare` before it connects.
+    """
     from tempfile import TemporaryDirectory
 
     said = said if said is not None else facts()
@@ -165,14 +261,23 @@ def served(said: Facts | None = None, **flags: Any) -> Iterator[SimpleNamespace]
     with TemporaryDirectory() as folder:
         path = Path(folder) / "driver.sock"
         result: dict[str, Any] = {}
+        starts: list[FakeRanks] = []
         started = threading.Event()
 
         def serve() -> None:
             async def main() -> int:
-                front = Front(ServeArgs(**flags), [], attached=path)
+                if prepare is not None:
+
+                    def make(path: Path) -> FakeRanks:
+                        starts.append(FakeRanks(path, said, prepare))
+                        return starts[-1]
+
+                    front = Front(ServeArgs(**flags), [], make_ranks=make)
+                else:
+                    front = Front(ServeArgs(**flags), [], attached=path)
                 driver = FakeDriver(path, said)
                 result.update(front=front, driver=driver, loop=asyncio.get_running_loop())
-                tasks = [asyncio.create_task(driver.run())] if connect else []
+                tasks = [asyncio.create_task(driver.run())] if connect and prepare is None else []
                 started.set()
                 code = await front.run()
                 for task in tasks:
@@ -213,7 +318,7 @@ def served(said: Facts | None = None, **flags: Any) -> Iterator[SimpleNamespace]
                     time.sleep(0.005)
             try:
                 yield SimpleNamespace(
-                    client=client, driver=result["driver"], front=front, url=url, ended=ended, call=call
+                    client=client, driver=result["driver"], front=front, url=url, ended=ended, call=call, starts=starts
                 )
             finally:
                 if thread.is_alive():

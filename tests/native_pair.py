@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 
 import lpr.native
-from lpr.config import SamplingParams, TreeSizes
+from lpr.config import SamplingParams, TreeSizes, result_words
 from lpr.core import (
     accept,
     budget,
     calibration,
     drafting,
+    noise_keys,
     partition,
     pool,
     recycle,
@@ -27,7 +28,21 @@ from lpr.core import (
 )
 from lpr.core.step_times import KNOTS, StepTimes
 
-HOMES = (accept, budget, calibration, drafting, partition, pool, recycle, rows, state, suffix_index, tree, window)
+HOMES = (
+    accept,
+    budget,
+    calibration,
+    drafting,
+    noise_keys,
+    partition,
+    pool,
+    recycle,
+    rows,
+    state,
+    suffix_index,
+    tree,
+    window,
+)
 NAMES = [name for name in lpr.native.__all__ if name not in ("is_native", "missing")]
 PURE = SimpleNamespace(**{name: getattr(home, name) for name in NAMES for home in HOMES if hasattr(home, name)})
 
@@ -108,7 +123,8 @@ def new_state(core: Any, plan: Plan, random_: random.Random, shared: Any) -> Any
     tokens = [random_.randrange(plan.vocabulary) for _ in range(random_.randint(1, 40))]
     params = SamplingParams(seed=random_.randrange(1000))
     computed = [random_.randrange(len(tokens)) for _ in range(plan.num_ranks)] if random_.random() < 0.5 else None
-    return core.SequenceState(tokens, params, plan.sizes, plan.num_ranks, shared, computed)
+    stop_ids = frozenset(random_.randrange(plan.vocabulary) for _ in range(random_.randrange(3)))
+    return core.SequenceState(tokens, params, plan.sizes, plan.num_ranks, shared, computed, len(tokens) + 40, stop_ids)
 
 
 def take_step(
@@ -199,7 +215,17 @@ def see_index(index: Any, text: list[int], some: list[int], random_: random.Rand
     found = [[tuple(each) for each in index.match(suffix, limit)] for suffix in suffixes for limit in (1, 8, 64)]
     ends = [list(index.match_last(token, limit)) for token in [*some, *text[-2:]] for limit in (1, 16)]
     on = [list(index.continuation(at, 9)) for each in found[2::3] for at, _ in each[:2]]
-    return [found, ends, on, list(index.history()), list(index.tokens), index.base, index.start, len(index)]
+    return [
+        found,
+        ends,
+        on,
+        list(index.history()),
+        list(index.tokens),
+        index.base,
+        index.start,
+        len(index),
+        index.num_entries,
+    ]
 
 
 def fused(core: Any, plan: Plan) -> list[Any]:
@@ -214,22 +240,32 @@ def fused(core: Any, plan: Plan) -> list[Any]:
     for _ in range(plan.num_steps):
         record.append(list(core.workload(states)))
         depths = [random_.choice([0, 3, 100]) for _ in states]
-        trees, shards = core.draft_step(states, depths, budget_, plan.num_ranks, capacity)
         rank = random_.randrange(plan.num_ranks)
-        rows = [core.row_entries(*each[:2], each[2][rank], rank) for each in zip(states, trees, shards, strict=True)]
+        draft = core.draft_step(states, depths, budget_, plan.num_ranks, capacity, rank)
+        assert list(draft.states) == states and (draft.rank, len(draft)) == (rank, len(states))
+        trees, shards, k = draft.trees, draft.shards, plan.sizes.num_recycled
+        rows = [entries for _, _, entries in draft.rows()]
         record.append([see_tree(tree, [], 0) for tree in trees] + [row.tolist() for row in rows])
+        record.append([[each[:2] for each in draft.rows()], draft.placement(capacity).tolist(), draft.has_nodes])
+        each = [core.row_entries(*each[:2], each[2][rank], rank) for each in zip(states, trees, shards, strict=True)]
+        assert all(np.array_equal(*pair) for pair in zip(each, rows, strict=True)), "one by one and together"
         record.append(placed(core, rows, [each.num_computed_tokens[rank] for each in states]))
-        paths = []
+        record.append(list(draft.sign()))
         results = [answers(core, plan, random_, *each) for each in zip(states, trees, strict=True)]
-        payloads = payloads_of(results, shards, capacity, plan.sizes.num_recycled)
-        for index, (state_, tree_) in enumerate(zip(states, trees, strict=True)):
-            result = core.TreeResult.from_payloads(payloads, index, shards[index], plan.sizes.num_recycled)
+        payloads = payloads_of(results, shards, capacity, k)
+        for index, split in enumerate(shards):
+            result = core.TreeResult.from_payloads(payloads, index, split, k)
             record.append([list(result.next_tokens), [*map(list, result.candidates)], [*map(list, result.scores)]])
-            path = core.accept(tree_, result.next_tokens)
-            emitted, kept, failure = core.conclude(state_, tree_, path, result, shards[index], rank)
-            record.append([list(path), list(emitted), kept and list(kept), failure, state_.digest])
-            paths.append(path)
-        budget_.observe(trees, paths, [each.acceptance for each in states])
+        done = draft.conclude(payloads, k, budget_)
+        for state_, tree_, each in zip(states, trees, done, strict=True):
+            assert each.tree is tree_ and list(each.path) == list(core.accept(tree_, each.next_tokens))
+            record.append(
+                [list(each.path), list(each.emitted), each.kept and list(each.kept), each.failure, each.may_end]
+            )
+            record.append(
+                [state_.digest, list(state_.tokens[-9:]), list(each.next_tokens), len(each.shards), each.is_spoilt]
+            )
+        record.append(core.cache_moves(done, [100 * index for index in range(len(done))]).tolist())
     return record
 
 
@@ -243,12 +279,15 @@ def placed(core: Any, rows: list[np.ndarray], num_cached: list[int]) -> list[int
 
 
 def payloads_of(results: list[Any], shards: list[Any], capacity: int, k: int) -> np.ndarray:
-    """What the ranks would have gathered: int32 [ranks, trees, capacity, 1 + 2k + 2], with room to spare."""
-    payloads = np.full((len(shards[0]), len(results), capacity, 3 + 2 * k), -9, np.int32)
+    """What the ranks would have gathered: int32 [ranks, trees, capacity, words of a result + 2], with room to spare."""
+    width = result_words(k)
+    payloads = np.full((len(shards[0]), len(results), capacity, width + 2), -9, np.int32)
     for index, (result, split) in enumerate(zip(results, shards, strict=True)):
         for rank, shard in enumerate(split):
             for place, node in enumerate(shard.owned):
                 payloads[rank, index, place, 0] = result.next_tokens[node]
                 payloads[rank, index, place, 1 : 1 + k] = result.candidates[node]
-                payloads[rank, index, place, 1 + k : 1 + 2 * k] = result.scores[node]
+                scores = np.zeros(4 * (width - 1 - k), np.uint8)
+                scores[:k] = result.scores[node]
+                payloads[rank, index, place, 1 + k : width] = scores.view(np.int32)
     return payloads

@@ -115,7 +115,9 @@ def test_static_inputs_say_what_direct_inputs_say() -> None:
     selection = Selection.build(list(zip(params, results, strict=True)))
     shape = static_shape(rows, selection, 2, num_slots=8, rows_per_slot=640, max_entries=128)
     assert shape is not None and (shape.batch, shape.num_entries, shape.num_kv, shape.num_keys) == (4, 96, 512, 64)
-    inputs, chosen_by = shape.read(torch.from_numpy(shape.place(rows, selection)))
+    words = torch.empty(shape.num_words, dtype=torch.int32)
+    shape.place(words.numpy(), rows, selection)
+    inputs, chosen_by = shape.read(words)
     direct = build_inputs(rows, 640, torch.device("cpu"), node_bucket=96, kv_bucket=512)
     assert torch.equal(inputs.tokens[:3], direct.tokens) and torch.equal(inputs.positions[:3], direct.positions)
     assert torch.equal(inputs.write_rows.view(4, 96)[:3], direct.write_rows.view(3, 96))
@@ -345,7 +347,7 @@ class BlindComm:
 
     rank = tp_rank = 0
     tp_size = num_sharing = 1
-    tp_mesh = None
+    tp_mesh = membership = None
 
     def __init__(self, size: int) -> None:
         self.size = size

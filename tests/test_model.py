@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from lpr.config import InputError, SamplingParams
+from lpr.config import InputError, SamplingParams, result_words
 from lpr.model.cache import TreeCache
 from lpr.model.inputs import Row, build_inputs
 from lpr.model.runner import TreeModel
@@ -123,11 +123,13 @@ def test_evaluate_returns_choices_and_candidates(llama: PreTrainedModel) -> None
     rows = [Row(0, 0, [1, 2, 3], [-1, 0, 1], [0, 1, 2], 2), Row(1, 0, [9], [-1], [0], 1)]
     requests = [(SamplingParams(), [2, 3]), (SamplingParams(), [1])]
     results = runner.evaluate(rows, Selection.build(requests, runner.device), 4)
-    assert results.shape == (3, 9) and results.dtype == torch.int32
+    assert results.shape == (3, result_words(4)) and results.dtype == torch.int32
     expected = [sequential(llama, [1, 2])[-1], sequential(llama, [1, 2, 3])[-1], sequential(llama, [9])[-1]]
     for result, logits in zip(results, expected, strict=True):
         assert result[0] == logits.argmax()
         assert torch.equal(result[1:5].long(), logits.topk(4).indices)
+        scores = result[5:].view(torch.uint8).tolist()
+        assert len(scores) == 4 and scores == sorted(scores)
 
 
 def test_stock_generate_still_works_after_the_switch() -> None:

@@ -16,6 +16,7 @@ import lpr.model.inputs
 import lpr.model.sampling_cpu
 from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.core.window import JacobiWindow
+from lpr.engine.exchange import Exchange
 from lpr.model.cache import TreeCache
 from lpr.model.inputs import Row
 
@@ -60,27 +61,28 @@ def test_without_a_fault(engine: Engine, greedy: list[list[int]]) -> None:
 
 
 def wrong_position(patch: pytest.MonkeyPatch) -> None:
-    build = lpr.engine.step.shard_row
+    build = lpr.engine.step.shard_rows
 
-    def mutant(*args: object) -> Row:
-        row = build(*args)  # type: ignore[arg-type]
-        above = len(row.tokens) - row.num_results
-        row.positions[above + 1 :] += 1
-        return row
+    def mutant(*args: object) -> list[Row]:
+        rows = build(*args)  # type: ignore[arg-type]
+        for row in rows:
+            row.positions[row.num_entries - row.num_results + 1 :] += 1
+        return rows
 
-    patch.setattr(lpr.engine.step, "shard_row", mutant)
+    patch.setattr(lpr.engine.step, "shard_rows", mutant)
 
 
 def depth_counted_from_the_pending_chain(patch: pytest.MonkeyPatch) -> None:
-    build = lpr.engine.step.shard_row
+    build = lpr.engine.step.shard_rows
 
-    def mutant(*args: object) -> Row:
-        row = build(*args)  # type: ignore[arg-type]
-        above = len(row.tokens) - row.num_results
-        row.positions[above + 1 :] -= above
-        return row
+    def mutant(*args: object) -> list[Row]:
+        rows = build(*args)  # type: ignore[arg-type]
+        for row in rows:
+            above = row.num_entries - row.num_results
+            row.positions[above + 1 :] -= above
+        return rows
 
-    patch.setattr(lpr.engine.step, "shard_row", mutant)
+    patch.setattr(lpr.engine.step, "shard_rows", mutant)
 
 
 def dropped_ancestor(patch: pytest.MonkeyPatch) -> None:
@@ -110,30 +112,38 @@ def visible_sibling(patch: pytest.MonkeyPatch) -> None:
 
 
 def wrong_compaction_row(patch: pytest.MonkeyPatch) -> None:
-    commit_all = TreeCache.commit_all
-
-    def mutant(self: TreeCache, kept: list[tuple[int, int, list[int]]]) -> None:
-        moved = [
-            (slot, num_cached, [entry + 1 if entry != index else entry for index, entry in enumerate(entries)])
-            for slot, num_cached, entries in kept
-        ]
-        commit_all(self, moved)
-
-    patch.setattr(TreeCache, "commit_all", mutant)
+    move = TreeCache.move
+    patch.setattr(TreeCache, "move", lambda self, rows: move(self, rows + np.array([[1], [0]])))
 
 
 def no_compaction(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TreeCache, "move", lambda self, sources, targets: None)
+    patch.setattr(TreeCache, "move", lambda self, rows: None)
 
 
 def accepts_an_unchosen_child(patch: pytest.MonkeyPatch) -> None:
-    accept = lpr.engine.step.accept
+    results = Exchange._results
 
-    def mutant(tree, tokens):  # type: ignore[no-untyped-def]
-        path = accept(tree, tokens)
-        return path + list(tree.children[path[-1]].values())[:1]
+    def mutant(self, gathered):  # type: ignore[no-untyped-def]
+        """The model is said to have chosen the root's first child, whatever it chose."""
+        values = results(self, gathered).copy()
+        for index, tree in enumerate(self.draft.trees):
+            if len(tree) > 1 and tree.find(0, int(values[0, index, 0, 0])) < 0:
+                values[0, index, 0, 0] = tree.tokens[1]
+        return values
 
-    patch.setattr(lpr.engine.step, "accept", mutant)
+    watch_drafts(patch)
+    patch.setattr(Exchange, "_results", mutant)
+
+
+def watch_drafts(patch: pytest.MonkeyPatch) -> None:
+    """An exchange keeps the draft of the running step in `draft`."""
+    gather = Exchange.gather
+
+    def watched(self, local, draft, *rest):  # type: ignore[no-untyped-def]
+        self.draft = draft
+        return gather(self, local, draft, *rest)
+
+    patch.setattr(Exchange, "gather", watched)
 
 
 @pytest.mark.parametrize(

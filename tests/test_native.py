@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
+import socket
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -174,6 +177,47 @@ def test_the_environment_chooses_the_specification() -> None:
             [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True
         )
         assert done.stdout.strip() == said
+
+
+PROGRAM = """
+import json
+import lpr.native
+from lpr import DecodeConfig, Engine, SamplingParams
+from lpr.dist.runtime import World, join
+from tests.conftest import tiny_model
+
+with join(World.from_environment(), "cpu", 120.0) as comm:
+    decode = DecodeConfig(window_size=4, trie_nodes=24, max_batch_size=2, max_length=256)
+    engine = Engine.from_model(tiny_model(spread=0.12), decode=decode, comm=comm)
+    params = [SamplingParams(max_new_tokens=40, temperature=t, seed=3) for t in (0.0, 0.8, 0.0)]
+    done = engine.generate([[5, 6, 7] * 4, [9, 9, 4, 2] * 3, list(range(30))], params)
+    engine.close()
+print(json.dumps([lpr.native.is_native, [[each.token_ids, each.stats.num_steps] for each in done]]))
+"""
+
+
+@needs_native
+def test_ranks_with_and_without_the_extension_work_together() -> None:
+    """Their digests are compared in every step, so they take the same steps or stop with an error."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    root = str(Path(__file__).parent.parent)
+    ranks = []
+    for rank in range(2):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        more = {"LPR_PURE_PYTHON": rank, "OMP_NUM_THREADS": 1, "PYTHONPATH": root, **place}
+        environment = {**os.environ, **{name: str(value) for name, value in more.items()}}
+        command = [sys.executable, "-c", PROGRAM]
+        ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, cwd=root))
+    try:
+        said = [json.loads(process.communicate(timeout=300)[0].splitlines()[-1]) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait(timeout=30)
+    assert [is_native for is_native, _ in said] == [True, False]
+    assert said[0][1] == said[1][1] and all(num_steps < 40 for _, num_steps in said[0][1])
 
 
 @needs_native

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import tiny_model
@@ -33,10 +34,11 @@ import lpr.model.processors
 from lpr import Completion, DecodeConfig, Engine, InputError, SamplingParams
 from lpr.cli.generate import main
 from lpr.core.accept import NOT_A_NUMBER, PROCESSOR_FAILED, accept, as_guess, likely
-from lpr.core.state import SequenceState
+from lpr.core.noise_keys import noise_key
 from lpr.core.tree import TokenTree
+from lpr.engine.exchange import Exchange
 from lpr.model.cache import TreeCache
-from lpr.model.noise import gumbel, noise_key
+from lpr.model.noise import gumbel
 from lpr.model.processors import Processor, ProcessorPath
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [(3 * i) % 89 for i in range(40)], [9, 9, 4, 2] * 6]
@@ -212,7 +214,14 @@ def roots_ids_for_all_nodes(patch: pytest.MonkeyPatch) -> None:
 
 def guesses_taken_for_choices(patch: pytest.MonkeyPatch) -> None:
     """Nodes that no processor was asked about count as chosen by the raw logits, and so does the path."""
-    patch.setattr(lpr.engine.step, "accept", lambda tree, codes: accept(tree, likely(codes)))
+    results = Exchange._results
+
+    def mutant(self: Exchange, gathered: np.ndarray) -> np.ndarray:
+        values = results(self, gathered).copy()
+        values[..., 0] = np.reshape(likely(values[..., 0].flatten().tolist()), values.shape[:3])
+        return values
+
+    patch.setattr(Exchange, "_results", mutant)
     patch.setattr(ProcessorPath, "follow", lambda self, logits, chosen, pick: None)
 
 
@@ -360,10 +369,10 @@ def often_drafted(model: PreTrainedModel) -> tuple[int, list[list[int]]]:
     with pytest.MonkeyPatch.context() as patch:
 
         def counting(*args: Any) -> Any:
-            trees, shards = draft_step(*args)
-            for tree in trees:
+            draft = draft_step(*args)
+            for tree in draft.trees:
                 drafted.update(tree.tokens)
-            return trees, shards
+            return draft
 
         patch.setattr(lpr.engine.step, "draft_step", counting)
         Engine.from_model(model, decode=TREES).generate(PROMPTS, SamplingParams(max_new_tokens=50))
@@ -374,18 +383,17 @@ def often_drafted(model: PreTrainedModel) -> tuple[int, list[list[int]]]:
 def check_rejected_nan(model: PreTrainedModel, often_drafted: tuple[int, list[list[int]]], num_ranks: int) -> None:
     token, expected = often_drafted
     spoilt: list[bool] = []
-    conclude = lpr.engine.step.conclude
+    commit = lpr.engine.step.commit
 
-    def watching(state: SequenceState, *args: Any) -> Any:
-        concluded = conclude(state, *args)
-        spoilt.append(state.is_suspect)
-        return concluded
+    def watching(model: Any, rows: Any, concluded: Any) -> None:
+        spoilt.extend(each.failure == NOT_A_NUMBER for each in concluded)
+        commit(model, rows, concluded)
 
     def program(comm: ThreadComm) -> list[Completion]:
         return broken_engine(model, token, comm).generate(PROMPTS, SamplingParams(max_new_tokens=50))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lpr.engine.step, "conclude", watching)
+        patch.setattr(lpr.engine.step, "commit", watching)
         for done in run_ranks(ThreadWorld(num_ranks), program):
             assert [each.error for each in done] == [None] * 3
             assert [each.token_ids for each in done] == expected

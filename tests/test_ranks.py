@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from conftest import tiny_model
@@ -10,12 +13,10 @@ from worlds import ThreadComm, ThreadWorld, generate_on, run_ranks
 
 from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.config import InputError
-from lpr.core.partition import Shard
 from lpr.dist.comm import CommError, agree
 from lpr.engine.exchange import DesyncError, Exchange, check_replica
 from lpr.model.inputs import Row
 from lpr.model.loader import model_digest
-from lpr.native import TreeResult
 
 PROMPTS = [[3, 5, 7, 9, 11, 13, 5, 7], [2, 4], [50] * 20 + [3, 4], [7, 8, 9] * 5, [(i * i) % 97 for i in range(90)]]
 PARAMS = [
@@ -136,16 +137,17 @@ def perturb_what_is_not_owned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks compute ancestors that they do not own a little differently, as GEMMs of other heights do."""
     pack = Exchange._pack
 
-    def noisy(self: Exchange, local: torch.Tensor, mine: list[Shard]) -> None:
+    def noisy(self: Exchange, local: torch.Tensor, draft: Any) -> None:
         local = local.clone()
         start = 0
-        for shard in mine:
+        for split in draft.shards:
+            shard = split[draft.rank]
             for i, node in enumerate(shard.nodes):
                 if node not in shard.owned:
                     local[start + i, 0] = (local[start + i, 0] + 1) % 97
             start += len(shard.nodes)
-        self.local, self.mine = local, mine  # type: ignore[attr-defined]
-        pack(self, local, mine)
+        self.local, self.draft = local, draft  # type: ignore[attr-defined]
+        pack(self, local, draft)
 
     monkeypatch.setattr(Exchange, "_pack", noisy)
 
@@ -160,19 +162,20 @@ def test_a_node_has_its_owners_value(
 
 def test_mutant_own_value_for_an_ancestor(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     perturb_what_is_not_owned(monkeypatch)
-    unpack = Exchange._unpack
+    results = Exchange._results
 
-    def own_values(self: Exchange, gathered, trees, shards, k):  # type: ignore[no-untyped-def]
-        results = unpack(self, gathered, trees, shards, k)
-        start, chosen = 0, []
-        for result, shard in zip(results, self.mine, strict=True):  # type: ignore[attr-defined]
-            chosen.append(list(result.next_tokens))
-            for i, node in enumerate(shard.nodes):
-                chosen[-1][node] = int(self.local[start + i, 0])  # type: ignore[attr-defined]
-            start += len(shard.nodes)
-        return [TreeResult(mine, each.candidates, each.scores) for mine, each in zip(chosen, results, strict=True)]
+    def own_values(self: Exchange, gathered: np.ndarray) -> np.ndarray:
+        values, start = results(self, gathered).copy(), 0
+        for index, split in enumerate(self.draft.shards):  # type: ignore[attr-defined]
+            mine = split[self.comm.rank].nodes
+            for rank, shard in enumerate(split):
+                for place, node in enumerate(shard.owned):
+                    if node in mine:
+                        values[rank, index, place, 0] = self.local[start + mine.index(node), 0]  # type: ignore[attr-defined]
+            start += len(mine)
+        return values
 
-    monkeypatch.setattr(Exchange, "_unpack", own_values)
+    monkeypatch.setattr(Exchange, "_results", own_values)
     with pytest.raises(DesyncError, match=r"the replicated state of rank \d"):
         generate_on(3, model, CONFIGS["both"], PROMPTS, PARAMS)
 
@@ -188,14 +191,14 @@ def test_mutant_another_trie_on_one_rank(model: PreTrainedModel) -> None:
 
 def test_mutant_reordered_gather(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Headers in place, results of ranks 0 and 1 exchanged on one rank."""
-    unpack = Exchange._unpack
+    results = Exchange._results
 
-    def swapped(self: Exchange, gathered, trees, shards, k):  # type: ignore[no-untyped-def]
+    def swapped(self: Exchange, gathered: np.ndarray) -> np.ndarray:
         if self.comm.rank == 1:
             gathered = gathered[[1, 0, *range(2, self.comm.size)]]
-        return unpack(self, gathered, trees, shards, k)
+        return results(self, gathered)
 
-    monkeypatch.setattr(Exchange, "_unpack", swapped)
+    monkeypatch.setattr(Exchange, "_results", swapped)
     with pytest.raises(DesyncError):
         generate_on(3, model, CONFIGS["both"], PROMPTS, PARAMS)
 

@@ -6,8 +6,9 @@ import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from lpr.config import SamplingParams
+from lpr.core.noise_keys import noise_key
 from lpr.core.recycle import SCORE_STEPS
-from lpr.model.noise import gumbel, noise_key
+from lpr.model.noise import gumbel
 from lpr.model.sampling import candidates, choose
 from lpr.model.sampling_reference import limit
 from lpr.model.selection import Selection
@@ -123,7 +124,7 @@ def test_candidates() -> None:
     probs = torch.softmax(logits, -1)
     best = probs.sort(-1, descending=True)
     assert torch.equal(tokens, best.indices[:, :5])
-    recovered = torch.exp(scores / -SCORE_STEPS)
+    recovered = torch.exp(scores.float() / -SCORE_STEPS)
     expected = best.values[:, :5].clamp_min(float(np.exp(-255 / SCORE_STEPS)))
     assert torch.allclose(recovered, expected, rtol=0.04)
     assert candidates(logits, 64)[0].shape == (4, 30)

@@ -64,4 +64,4 @@ def test_schemathesis_finds_no_5xx(tmp_path):
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=tmp_path)
         assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-        assert service.client.get("/readyz").json() == {"status": "ok", "running": 0, "waiting": 0}
+        assert {"status": "ok", "running": 0, "waiting": 0}.items() <= service.client.get("/readyz").json().items()

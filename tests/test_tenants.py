@@ -86,7 +86,7 @@ def test_the_least_recently_used_tenant_is_forgotten_and_its_share_is_bounded():
     tries.of("one more")
     assert tries.of("tenant 0").history().tolist() == [0], "it was used lately"
     assert tries.of("tenant 1").history().tolist() == [], "it was not"
-    assert len(tries._tries) == MOST_TENANTS
+    assert len(tries.tries) == MOST_TENANTS
     trie = tries.of("busy")
     trie.extend(range(1000))
     assert len(trie.history()) <= 16

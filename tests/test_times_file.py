@@ -51,6 +51,22 @@ def test_an_engine_that_starts_again_reads_what_the_first_one_found(
     assert len(calls) == 2, "another shape does not"
 
 
+def test_a_table_from_disk_that_is_wrong_is_corrected_by_steps(home: Path) -> None:
+    """It was measured on another day: what steps take is followed from the first one on, and kept at the end."""
+    Engine.from_model(tiny_model(), decode=DECODE)
+    (file,) = home.rglob("*.json")
+    table = json.loads(file.read_text())
+    slow = StepTimes({key: [100 * ms for ms in row] for key, row in StepTimes.from_json(table).rows.items()})
+    file.write_text(json.dumps(slow.to_json()))
+    engine = Engine.from_model(tiny_model(), decode=DECODE)
+    assert engine.costs.to_json() == slow.to_json()
+    for _ in range(4):
+        engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=56))
+    engine.close()
+    before, after = slow.time(1, 1, 1), StepTimes.from_json(json.loads(file.read_text())).time(1, 1, 1)
+    assert after < before / 2 and after == engine.costs.time(1, 1, 1)
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"nodes": [1, 2], "rows": []}', b"\xff"])
 def test_a_damaged_file_is_measured_anew(home: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
     calls = counted(monkeypatch)

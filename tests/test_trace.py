@@ -56,7 +56,7 @@ def test_the_data_is_what_the_engine_did(llama: PreTrainedModel, monkeypatch: py
 
     def watched(*args):
         outcomes, length = original(*args)
-        seen.extend(outcomes)
+        seen.extend(outcome.concluded for outcome in outcomes)
         return outcomes, length
 
     monkeypatch.setattr("lpr.engine.replica.decode_step", watched)
@@ -66,14 +66,14 @@ def test_the_data_is_what_the_engine_did(llama: PreTrainedModel, monkeypatch: py
     assert [request["steps"].__len__() for request in data["requests"]] == [each.stats.num_steps for each in done]
     steps = [step for request in data["requests"] for step in request["steps"]]
     assert sum(step["batch"] for step in steps[: done[0].stats.num_steps]) > done[0].stats.num_steps, "a shared batch"
-    for outcome in seen:
-        expected = (outcome.tree.tokens, outcome.tree.parents, outcome.tree.sources, outcome.path)
+    for concluded in seen:
+        expected = (concluded.tree.tokens, concluded.tree.parents, concluded.tree.sources, concluded.path)
         step = next(s for s in steps if (s["tokens"], s["parents"], s["sources"], s["path"]) == expected)
-        assert step["next"] == outcome.result.next_tokens
-        assert step["emitted"] == outcome.emitted[: len(step["emitted"])]
-        assert step["owners"] == [0] * len(outcome.tree) and step["ancestors"] == [[]]
+        assert step["next"] == concluded.next_tokens
+        assert step["emitted"] == concluded.emitted[: len(step["emitted"])]
+        assert step["owners"] == [0] * len(concluded.tree) and step["ancestors"] == [[]]
         assert list(step["ms"]) == ["draft", "forward", "gather", "commit"] and min(step["ms"].values()) >= 0
-        assert len(step["probabilities"]) == len(outcome.tree) and step["probabilities"][0] == 1
+        assert len(step["probabilities"]) == len(concluded.tree) and step["probabilities"][0] == 1
         for parent, node in zip(step["path"], step["path"][1:], strict=False):
             assert step["next"][parent] == step["tokens"][node], "accepted is what the model says"
     assert len(seen) == len(steps)

@@ -1,8 +1,8 @@
-"""The trie under long use: memory is bounded, queries stay fast, and no insertion stalls. A short `trie_soak`."""
+"""The trie under long use: memory is bounded, queries stay fast, and no insertion stalls. A short `benchmarks.trie`."""
 
 from __future__ import annotations
 
-from trie_soak import elements, soak
+from benchmarks.trie import soak
 
 CAPACITY = 50_000
 
@@ -30,5 +30,5 @@ def test_no_insertion_does_much_work_at_once() -> None:
         forgotten.append(before + 1 - len(trie))
         assert len(trie.tokens) <= 64_000 * 17 // 16 + 64
     assert 0 < max(forgotten) <= 64
-    assert elements(trie) <= 4.4 * 64_000 + 5_000
+    assert trie.num_entries <= 4.4 * 64_000 + 5_000
     assert max(map(len, trie.pairs)) < 64_000 / 16, "the index of pairs is split, so that none of its parts grows long"

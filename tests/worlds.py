@@ -88,6 +88,7 @@ class ThreadComm:
     """One rank of a ThreadWorld; counts its collectives and bytes, for tests."""
 
     tp_mesh: DeviceMesh | None = None
+    membership = None
 
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         """World rank `rank` of `world`."""

@@ -22,6 +22,7 @@ from lpr.core.digest import digest_of
 from lpr.dist.channel import CommError
 from lpr.dist.comm import Comm, agree
 from lpr.dist.runtime import World, join
+from lpr.dist.supervisor import Supervisor
 from lpr.engine.engine import Engine
 from lpr.engine.exchange import DesyncError
 from lpr.engine.options import EngineOptions, load_step_times
@@ -62,6 +63,8 @@ class Args:
     """Ranks that share one replica of the model (tensor parallel); neighbours, so that they share a machine."""
     lp: int | None = None
     """Replicas (lookahead parallel). Default: as many as the ranks make; lp times tp must be their number."""
+    survive: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Start --lp times --tp ranks on this machine, without torchrun, and go on when some are lost; for --prompts."""
     timeout: float = 300.0
     """Seconds that a rank waits for the others in a step before it gives up."""
     load_timeout: float = 3600.0
@@ -76,7 +79,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     world = World(0, 1, 0, 0, False)
     try:
         world = World.from_environment()
-        args = parse(sys.argv[1:] if argv is None else argv, quiet=world.rank != 0)
+        argv = sys.argv[1:] if argv is None else argv
+        args = parse(argv, quiet=world.rank != 0)
+        if args.survive and not world.supervised:
+            return supervise(args, argv, world)
         return run(args, world)
     except InputError as failure:
         if world.rank == 0:
@@ -118,6 +124,17 @@ def parse(argv: Sequence[str], quiet: bool = False) -> Args:
     return args
 
 
+def supervise(args: Args, argv: Sequence[str], world: World) -> int:
+    """Run the command as ranks that are replaced when they are lost; returns its exit code. Raises InputError."""
+    if world.launched:
+        raise InputError("--survive starts ranks of its own, and torchrun ends all when one is lost: run it without")
+    if args.prompts is None:
+        raise InputError("--survive is for jobs: give --prompts FILE.jsonl and --output FILE.jsonl")
+    if (args.lp or 1) < 1 or args.tp < 1:
+        raise InputError(f"a mesh of lp {args.lp} x tp {args.tp}: both must be at least 1")
+    return Supervisor([sys.executable, "-m", "lpr.generate", *argv], args.lp or 1, args.tp).run()
+
+
 def run(args: Args, world: World) -> int:
     """Join the world, load the same engine on every rank, and let rank 0 do its job."""
     world.mesh_shape(args.tp, args.lp)
@@ -125,14 +142,18 @@ def run(args: Args, world: World) -> int:
     args = replace(args, options=replace(args.options, device=device))
     with join(world, device, args.timeout, args.tp, args.load_timeout) as comm:
         engine, job = prepare(args, world, comm)
+        code = 0
         if job is None:
             engine.work()
-            code = 0
-        else:
+            if not engine.is_stopped:  # the driver was lost, and this rank has taken its place
+                job = file_job(args, world, goes_on=True)
+        if job is not None:
             try:
                 with job:
                     code = job.run(engine)
-            except InputError:
+            except InputError as failure:
+                if world.rank:  # rank 0 is lost, and cannot say it
+                    print(f"lpr.generate: error: {failure}", file=sys.stderr)
                 engine.close()  # the other ranks have nothing to complain of
                 raise
         engine.close()
@@ -163,12 +184,12 @@ def prepare(args: Args, world: World, comm: Comm) -> tuple[Engine, FileJob | Sho
     return engine, job
 
 
-def file_job(args: Args, world: World) -> FileJob:
-    """What completes the lines of --prompts; raises InputError."""
+def file_job(args: Args, world: World, goes_on: bool = False) -> FileJob:
+    """What completes the lines of --prompts; raises InputError. `goes_on`: another rank has begun it."""
     assert args.prompts is not None and args.output is not None
     mesh = dict(zip(("lp", "tp"), world.mesh_shape(args.tp), strict=True))
     facts = {"world_size": world.size, "mesh": mesh}
-    writer = OrderedWriter(args.output, read_prompts(args.prompts), resume=world.attempt > 0)
+    writer = OrderedWriter(args.output, read_prompts(args.prompts), resume=goes_on or world.attempt > 0)
     return FileJob(writer, args.sampling, facts, keeping(args), args.json)
 
 

@@ -72,9 +72,9 @@ class Keeping:
         """Load the trie and record steps; write both at the end, also of an interrupted run.
 
         The trie is not saved after a lost rank: the restarted job learns again from its output file, and drafts as an
-        undisturbed one.
+        undisturbed one. An engine whose driver was lost has loaded it already.
         """
-        if self.trie is not None and trie_path(self.trie).exists():
+        if self.trie is not None and trie_path(self.trie).exists() and is_fresh(engine):
             engine.load_trie(self.trie)
         try:
             with traced(self.trace, self.trace_steps, engine):
@@ -120,11 +120,17 @@ class FileJob:
         return 2 if self.num_bad else 0
 
     def _complete(self, engine: Engine) -> None:
-        # The drafts of a restarted job are those of an undisturbed one.
-        engine.learn(*[record.get("token_ids", []) for record in self.writer.kept])
-        left = deque(line for line in self.lines if line.number not in self.writer.done)
-        kept = len(self.lines) - len(left)
-        submitted: dict[Request, PromptLine] = {}
+        if self.writer.kept and is_fresh(engine):
+            # The drafts of a restarted job are those of an undisturbed one.
+            engine.learn(*[record.get("token_ids", []) for record in self.writer.kept])
+        # Requests have the numbers of their lines: a rank that takes the lost driver's place finds them by these.
+        submitted = {
+            engine.requests[line.number]: line
+            for line in self.lines
+            if line.number in engine.requests and line.number not in self.writer.done
+        }
+        kept = len(self.writer.done)
+        left = deque(line for line in self.lines if line.number not in {*self.writer.done, *engine.requests})
         began = time.perf_counter()
         columns = (
             TextColumn("completing"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
@@ -147,7 +153,8 @@ class FileJob:
         try:
             if line.error is not None:
                 raise InputError(line.error)
-            submitted[engine.submit(line.prompt, replace(self.sampling, **line.sampling))] = line
+            params = replace(self.sampling, **line.sampling)
+            submitted[engine.submit(line.prompt, params, id=line.number)] = line
         except InputError as failure:
             message = str(failure) if line.error else f"line {line.number}: {failure}"
             self._complain(message)
@@ -276,6 +283,11 @@ class ShowJob:
                 "sources": {name: vars(count) for name, count in done.stats.sources.items()},
             }
             print(json.dumps(record))
+
+
+def is_fresh(engine: Engine) -> bool:
+    """Has an engine neither requests nor anything learnt, because it has just been made?"""
+    return not engine.requests and not len(engine.shared)
 
 
 def _read_out(pieces: Iterable[Piece]) -> None:

@@ -24,6 +24,7 @@ from lpr.engine.engine import Engine
 from lpr.engine.request import Chunk, Outcome, Request
 from lpr.engine.text import TextStream, decoder_of
 from lpr.files import replace_file
+from lpr.native import Conclusion
 
 Json = dict[str, Any]
 PLACEHOLDER = "{{ trace }}"
@@ -59,19 +60,19 @@ class Recorder:
                 self.num_left_out += 1
                 continue
             self.num_steps += 1
-            step = step_record(outcome, request.running.probabilities)
+            step = step_record(outcome.concluded, request.running.probabilities)
             step |= {"emitted": chunk.token_ids, "ms": self._phases, "batch": len(batch)}
             self.steps.setdefault(request, []).append(step)
 
 
-def step_record(outcome: Outcome, probabilities: Sequence[float]) -> Json:
+def step_record(concluded: Conclusion, probabilities: Sequence[float]) -> Json:
     """One tree: per node its token, parent, source, owner, next token and path probability; and who did what.
 
     `evaluated[r]` is the number of nodes that rank r evaluated and `ancestors[r]` those of them that another rank owns.
     """
-    tree = outcome.tree
+    tree = concluded.tree
     owners = [0] * len(tree)
-    for rank, shard in enumerate(outcome.shards):
+    for rank, shard in enumerate(concluded.shards):
         for node in shard.owned:
             owners[node] = rank
     return {
@@ -79,11 +80,11 @@ def step_record(outcome: Outcome, probabilities: Sequence[float]) -> Json:
         "parents": tree.parents,
         "sources": [int(source) for source in tree.sources],
         "owners": owners,
-        "next": likely(outcome.result.next_tokens),
+        "next": likely(concluded.next_tokens),
         "probabilities": [round(each, 5) for each in probabilities[: len(tree)]],
-        "path": outcome.path,
-        "evaluated": [len(shard.nodes) for shard in outcome.shards],
-        "ancestors": [_not_owned(shard) for shard in outcome.shards],
+        "path": concluded.path,
+        "evaluated": [len(shard.nodes) for shard in concluded.shards],
+        "ancestors": [_not_owned(shard) for shard in concluded.shards],
     }
 
 

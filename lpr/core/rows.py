@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from lpr.core.accept import accept
 from lpr.core.budget import Budget
 from lpr.core.partition import Shard, partition
 from lpr.core.state import SequenceState, TreeResult, has_nan_result
@@ -14,36 +17,133 @@ from lpr.core.tree import TokenTree
 WORD_BITS = 64
 
 
+@dataclass(frozen=True)
+class StepDraft:
+    """What a step evaluates of its decoding sequences: a tree of each, split over the ranks."""
+
+    states: Sequence[SequenceState]
+    trees: list[TokenTree]
+    shards: list[list[Shard]]
+    """Per tree, each rank's part of it."""
+    rank: int
+    """This rank."""
+
+    def __len__(self) -> int:
+        """Number of trees."""
+        return len(self.trees)
+
+    @property
+    def has_nodes(self) -> bool:
+        """Is there a tree with more than its root?"""
+        return any(len(tree) > 1 for tree in self.trees)
+
+    def rows(self) -> list[tuple[int, int, np.ndarray]]:
+        """This rank's part of each tree: tokens computed before, nodes to evaluate, and `row_entries`."""
+        mine = [split[self.rank] for split in self.shards]
+        return [
+            (state.num_computed_tokens[self.rank], len(shard.nodes), row_entries(state, tree, shard, self.rank))
+            for state, tree, shard in zip(self.states, self.trees, mine, strict=True)
+        ]
+
+    def placement(self, capacity: int) -> np.ndarray:
+        """Where this rank's results belong, int64 [2, n]: of every node that it owns two places.
+
+        The first is that among the nodes of all rows, the second that in a table of `capacity` places for each tree.
+        """
+        sources: list[int] = []
+        targets: list[int] = []
+        start = 0
+        for index, split in enumerate(self.shards):
+            shard = split[self.rank]
+            sources += [start + int(place) for place in np.searchsorted(shard.nodes, shard.owned)]
+            targets += range(index * capacity, index * capacity + len(shard.owned))
+            start += len(shard.nodes)
+        return np.array([sources, targets], np.int64)
+
+    def sign(self) -> list[int]:
+        """The digests of the states with the trees that are about to be evaluated."""
+        return [state.sign_tree(tree) for state, tree in zip(self.states, self.trees, strict=True)]
+
+    def conclude(self, values: np.ndarray, k: int, budget: Budget) -> list[Conclusion]:
+        """Accept a path of each tree by what the ranks say of its nodes, and advance the states and `budget`.
+
+        `values` is int32 [ranks, trees, capacity, 1 + k + ceil(k / 4) or more] (see TreeResult.from_payloads).
+        """
+        concluded = []
+        for index, (state, tree, split) in enumerate(zip(self.states, self.trees, self.shards, strict=True)):
+            result = TreeResult.from_payloads(values, index, split, k)
+            path = accept(tree, result.next_tokens)
+            kept = kept_entries(state, path, result, split[self.rank], self.rank)
+            bonus = result.next_tokens[path[-1]]
+            emitted = state.advance(tree, path, result, split)
+            failure = bonus if bonus < 0 else None
+            may_end = failure is not None or state.may_end(emitted)
+            concluded.append(Conclusion(tree, split, result.next_tokens, path, emitted, kept, failure, may_end))
+        budget.observe(self.trees, [each.path for each in concluded], [state.acceptance for state in self.states])
+        return concluded
+
+
+@dataclass(frozen=True)
+class Conclusion:
+    """What a step did to one sequence."""
+
+    tree: TokenTree
+    shards: list[Shard]
+    next_tokens: Sequence[int]
+    """Per node (see TreeResult)."""
+    path: list[int]
+    """Accepted nodes from the root downwards."""
+    emitted: list[int]
+    """The tokens of the path below the root, and the bonus token."""
+    kept: list[int] | None
+    """Entries of this rank's row whose K/V stays; None where the rank met logits that are not numbers."""
+    failure: int | None
+    """Why there is no bonus token (a code of lpr.core.accept)."""
+    may_end: bool
+    """Is there a failure, or may the sequence end here (see SequenceState.may_end)?"""
+
+    @property
+    def is_spoilt(self) -> bool:
+        """Did this rank meet logits that are not numbers?"""
+        return self.kept is None
+
+
 def draft_step(
-    states: Sequence[SequenceState], depths: Sequence[int], budget: Budget, num_ranks: int, max_owned: int
-) -> tuple[list[TokenTree], list[list[Shard]]]:
+    states: Sequence[SequenceState], depths: Sequence[int], budget: Budget, num_ranks: int, max_owned: int, rank: int
+) -> StepDraft:
     """Draft a tree per sequence, none deeper than its entry of `depths`, cut all to what pays, and split them."""
     budget.begin(len(states), *workload(states))
     drafts = [state.build(depth, budget.request(state.acceptance)) for state, depth in zip(states, depths, strict=True)]
     budget.cut(drafts, [state.acceptance for state in states])
     trees = [draft.tree for draft in drafts]
-    return trees, [split(state, tree, num_ranks, max_owned) for state, tree in zip(states, trees, strict=True)]
+    shards = [split(state, tree, num_ranks, max_owned) for state, tree in zip(states, trees, strict=True)]
+    return StepDraft(states, trees, shards, rank)
 
 
-def conclude(
-    state: SequenceState, tree: TokenTree, path: Sequence[int], result: TreeResult, shards: Sequence[Shard], rank: int
-) -> tuple[list[int], list[int] | None, int | None]:
-    """Commit the accepted `path` and its bonus token.
-
-    Returns the emitted tokens, the entries of this rank's row whose K/V stays, and why there is no bonus token (a code
-    of lpr.core.accept), or None. No entries (None) where the rank met logits that are not numbers.
-    """
+def kept_entries(
+    state: SequenceState, path: Sequence[int], result: TreeResult, shard: Shard, rank: int
+) -> list[int] | None:
+    """The entries of a rank's row whose K/V stays: its pending chain, and the path as far as it evaluated it."""
+    if has_nan_result(shard, result):
+        return None
     above = len(state.tokens) - state.num_computed_tokens[rank] - 1
-    entry = {node: above + i for i, node in enumerate(shards[rank].nodes)}
-    kept: list[int] | None = None
-    if not has_nan_result(shards[rank], result):
-        kept = list(range(above))
-        for node in path:
-            if node not in entry:
-                break
-            kept.append(entry[node])
-    bonus = result.next_tokens[path[-1]]
-    return state.advance(tree, path, result, shards), kept, bonus if bonus < 0 else None
+    entry = {node: above + i for i, node in enumerate(shard.nodes)}
+    on_path = itertools.takewhile(entry.__contains__, path)
+    return [*range(above), *(entry[node] for node in on_path)]
+
+
+def cache_moves(concluded: Sequence[Conclusion], first_rows: Sequence[int]) -> np.ndarray:
+    """The cache rows that a step's accepted entries lie in, and those where they belong: int64 [2, n].
+
+    `first_rows` are the cache rows of each row's first entry. What lies where it belongs is left out.
+    """
+    moves = [
+        (first + entry, first + index)
+        for each, first in zip(concluded, first_rows, strict=True)
+        for index, entry in enumerate(each.kept or ())
+        if entry != index
+    ]
+    return np.array(moves, np.int64).reshape(-1, 2).T
 
 
 def workload(states: Sequence[SequenceState]) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,13 +49,15 @@ class TreeResult:
     def from_payloads(cls, payloads: np.ndarray, index: int, shards: Sequence[Shard], k: int) -> TreeResult:
         """The results of tree number `index`, each node's from the rank that owns it (rule R1).
 
-        `payloads` is int32 [ranks, trees, capacity, 1 + 2k or more]: of the nodes that each rank owns, in order, the
-        next token, k candidates and k scores.
+        `payloads` is int32 [ranks, trees, capacity, 1 + k + ceil(k / 4) or more]: of the nodes that each rank owns, in
+        order, the next token, k candidates and, four bytes to a word, k scores.
         """
-        table = np.empty((sum(len(shard.owned) for shard in shards), 1 + 2 * k), np.int32)
+        width = 1 + k + -(-k // 4)
+        table = np.empty((sum(len(shard.owned) for shard in shards), width), np.int32)
         for rank, shard in enumerate(shards):
-            table[np.array(shard.owned, np.intp)] = payloads[rank, index, : len(shard.owned), : 1 + 2 * k]
-        return cls(table[:, 0].tolist(), table[:, 1 : 1 + k].tolist(), table[:, 1 + k :].tolist())
+            table[np.array(shard.owned, np.intp)] = payloads[rank, index, : len(shard.owned), :width]
+        scores = np.ascontiguousarray(table[:, 1 + k :]).astype("<i4").view(np.uint8)[:, :k]
+        return cls(table[:, 0].tolist(), table[:, 1 : 1 + k].tolist(), scores.tolist())
 
 
 class SequenceState:
@@ -69,11 +71,15 @@ class SequenceState:
         num_ranks: int = 1,
         shared: SuffixIndex | None = None,
         num_computed_tokens: Sequence[int] | None = None,
+        longest: int | None = None,
+        stop_ids: Collection[int] = (),
     ) -> None:
         """A sequence that goes on from `tokens` (at least one), a list that grows with it.
 
-        `num_computed_tokens` says per rank how many of them it holds the K/V of already; default: none.
+        `num_computed_tokens` says per rank how many of them it holds the K/V of already; default: none. It ends with
+        `longest` tokens, or with one of `stop_ids`.
         """
+        self._longest, self._stop_ids = longest, frozenset(stop_ids)
         self.params = params
         self.config = config
         self.tokens = tokens
@@ -120,6 +126,11 @@ class SequenceState:
         num_window = len(tree)
         self.probabilities = self.drafter.draft(tree, request.nodes, max_depth, request.price)
         return Draft(tree, self.probabilities, num_window)
+
+    def may_end(self, emitted: Sequence[int]) -> bool:
+        """Has the sequence come to its greatest length, or is there a token that ends it among these, its last ones?"""
+        is_full = self._longest is not None and len(self.tokens) >= self._longest
+        return is_full or not self._stop_ids.isdisjoint(emitted)
 
     def sign_tree(self, tree: TokenTree) -> int:
         """The digest with the tree that is about to be evaluated."""

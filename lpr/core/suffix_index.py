@@ -50,6 +50,12 @@ class SuffixIndex:
         self.pairs: list[dict[int, int]] = [{} for _ in range(_SHARDS)]
         """Latest position of each pair of tokens: the pair (a, b) is in `pairs[(7a + b) % 61]`, as a << 32 | b."""
 
+    @property
+    def num_entries(self) -> int:
+        """What all containers hold together: tokens, two links for each, and the latest places."""
+        links = len(self.previous_token) + len(self.previous_pair)
+        return len(self.tokens) + links + len(self.singles) + sum(map(len, self.pairs))
+
     @classmethod
     def from_history(cls, tokens: Sequence[int] | np.ndarray, capacity_tokens: int) -> SuffixIndex:
         """The trie that holds the newest `capacity_tokens` of `tokens`, whose documents are separated by END.

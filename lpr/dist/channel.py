@@ -68,7 +68,7 @@ class StoreChannel:
             if self._num_announced >= _KEPT_ANNOUNCEMENTS:
                 self._store.delete_key(_announcement_key(self._num_announced - _KEPT_ANNOUNCEMENTS))
         except RuntimeError as failure:
-            raise CommError(_gone(failure)) from failure
+            raise CommError(gone(failure)) from failure
         self._num_announced += 1
 
     def wait(self) -> int:
@@ -82,7 +82,7 @@ class StoreChannel:
             except dist.DistStoreError:
                 continue  # nothing yet
             except RuntimeError as failure:
-                raise CommError(_gone(failure)) from failure
+                raise CommError(gone(failure)) from failure
             self._num_announced += 1
             return num_bytes
 
@@ -121,7 +121,7 @@ class StoreChannel:
             store.set(_beat_key(self._rank), _LEFT.decode())
         except RuntimeError as failure:
             if not self._closed.is_set():
-                self._failure = _gone(failure)
+                self._failure = gone(failure)
 
 
 class SoloChannel:
@@ -146,6 +146,7 @@ def _announcement_key(number: int) -> str:
     return f"announcement/{number}"
 
 
-def _gone(failure: RuntimeError) -> str:
+def gone(failure: RuntimeError) -> str:
+    """What an error of the store means, in one line."""
     lines = str(failure).strip().splitlines() or [type(failure).__name__]
     return f"the rendezvous store does not answer, so the job that holds it has ended: {lines[0][:200]}"

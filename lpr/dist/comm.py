@@ -7,7 +7,7 @@ follows only when world rank 0, the *driver*, has announced commands, in a step'
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -20,6 +20,53 @@ from lpr.config import InputError
 from lpr.dist.channel import CommError, HostChannel, SoloChannel
 
 _REPORT_BYTES = 512
+
+
+class MeshChangedError(CommError):
+    """A gather of a mesh that is no more, whose result nobody has: the step is to be dropped."""
+
+
+class Membership(Protocol):
+    """How a mesh changes, as the engine sees it (lpr.dist.elastic)."""
+
+    num_replicas: int
+    """Replicas that the job was started with, and has again once all that were lost are replaced."""
+
+    @property
+    def epoch(self) -> int:
+        """Number of the mesh among all that the job has had: a later driver has a higher one."""
+        ...
+
+    @property
+    def newcomers(self) -> tuple[int, ...]:
+        """Replicas that have loaded and wait to be taken in."""
+        ...
+
+    @property
+    def has_changed(self) -> bool:
+        """Is it time to `adopt` another mesh? It turns true at the same place of the program on all survivors."""
+        ...
+
+    @property
+    def is_newcomer(self) -> bool:
+        """Does this rank load for a mesh that may run already? Then `await_welcome` comes before the first step."""
+        ...
+
+    def adopt(self) -> list[int | None]:
+        """Take on the mesh as it is now: for each replica its place before, None for a newcomer."""
+        ...
+
+    def take_in(self, newcomers: Sequence[int]) -> None:
+        """Plan a mesh with `newcomers` behind the others, on all ranks after the same command; `adopt` is next."""
+        ...
+
+    def meet(self, state: bytes) -> None:
+        """Form the group of the planned mesh; the driver hands `state` to the newcomers."""
+        ...
+
+    def await_welcome(self) -> bytes | None:
+        """On a newcomer that has loaded: the state of the mesh that it is part of from now on; None if it is alone."""
+        ...
 
 
 class Comm(Protocol):
@@ -39,6 +86,8 @@ class Comm(Protocol):
     """Ranks that share this rank's memory, itself included."""
     channel: HostChannel
     """Where ranks without work wait."""
+    membership: Membership | None
+    """How the mesh changes when ranks are lost or replaced; None where a lost rank is the loss of the job."""
 
     def gather(self, payload: torch.Tensor) -> torch.Tensor:
         """Every rank's `payload` (int32 [P], the same P everywhere), as int32 [size * tp_size, P] on the host.
@@ -70,6 +119,7 @@ class SoloComm:
     tp_size = 1
     tp_mesh: DeviceMesh | None = None
     num_sharing = 1
+    membership: Membership | None = None
 
     def __init__(self) -> None:
         """The only rank is the driver."""
@@ -93,6 +143,8 @@ class SoloComm:
 
 class ProcessComm:
     """The processes of a mesh: NCCL between GPUs, gloo between CPUs. Its buffers are made once."""
+
+    membership: Membership | None = None
 
     def __init__(
         self, mesh: DeviceMesh, device: torch.device, channel: HostChannel, timeout: float, num_sharing: int = 1

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import os
-import signal
+import socket
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -18,8 +19,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from lpr.config import InputError
-from lpr.dist.channel import StoreChannel
+from lpr.dist.channel import CommError, StoreChannel
 from lpr.dist.comm import Comm, ProcessComm, SoloComm
+from lpr.dist.elastic import FIRST_EPOCH, ElasticComm
+from lpr.dist.group import Group, IsBroken
+from lpr.dist.group import connect as join_group
+from lpr.dist.heart import Heart
+from lpr.dist.places import SUPERVISED, die_with_parent
+from lpr.dist.register import Member, Register
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,9 @@ class World:
     """Did torchrun (or another launcher with its environment) start this process?"""
     local_size: int = 1
     """Processes on this machine."""
+    supervised: bool = False
+    """Are lost ranks replaced while the others go on (lpr.dist.supervisor)? Then `rank` counts all that were ever
+    started, and one from `size` on replaces another."""
 
     @classmethod
     def from_environment(cls) -> World:
@@ -48,6 +58,7 @@ class World:
                 local_rank=int(os.environ.get("LOCAL_RANK", "0")),
                 attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
                 launched="RANK" in os.environ and "MASTER_ADDR" in os.environ,
+                supervised=SUPERVISED in os.environ,
             )
         except ValueError as failure:
             raise InputError(f"RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers: {failure}") from failure
@@ -81,22 +92,30 @@ def join(
     InputError when the ranks cannot meet.
     """
     shape = world.mesh_shape(tp)
-    if world.size == 1:
+    if world.size == 1 and not world.supervised:
         yield SoloComm()
         return
     _die_with_launcher()
+    if world.supervised:
+        with _join_elastic(world, device, timeout, tp, load_timeout) as elastic:
+            yield elastic
+        return
     limit = timedelta(seconds=max(timeout, load_timeout or timeout))
     on_gpu = device is not None and device.startswith("cuda")
-    num_sharing = _num_sharing(world, tp, on_gpu)
-    nccl = on_gpu and num_sharing == 1 and dist.is_nccl_available()
     if on_gpu:
         torch.cuda.set_device(device)
     try:
-        # The ranks of a replica also compare what is on the host, for which a GPU's stream need not be waited for.
-        backend = ("cpu:gloo,cuda:nccl" if tp > 1 else "nccl") if nccl else "gloo"
         is_host = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         store = _connect(world, limit, is_host)
+        num_sharing, most_sharing = sharing(store, world, memory_of(device if on_gpu else None))
+        if on_gpu and tp > 1 and most_sharing > 1:
+            raise _shared_gpu(tp, most_sharing)
+        nccl = on_gpu and most_sharing == 1 and dist.is_nccl_available()
+        # The ranks of a replica also compare what is on the host, for which a GPU's stream need not be waited for.
+        backend = ("cpu:gloo,cuda:nccl" if tp > 1 else "nccl") if nccl else "gloo"
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=limit)
+    except InputError:
+        raise
     except (RuntimeError, ValueError) as failure:
         first = str(failure).strip().splitlines()[0]
         raise InputError(f"rank {world.rank} of {world.size} cannot join the others: {first}") from failure
@@ -122,17 +141,93 @@ def join(
             dist.destroy_process_group()
 
 
+@contextlib.contextmanager
+def _join_elastic(
+    world: World, device: str | None, timeout: float, tp: int, load_timeout: float | None
+) -> Iterator[ElasticComm]:
+    """As `join`, where lost replicas are replaced while the others go on."""
+    limit = max(timeout, load_timeout or timeout)
+    on_gpu = device is not None and device.startswith("cuda")
+    num_sharing = _num_sharing(world, tp, on_gpu)
+    nccl = on_gpu and num_sharing == 1 and dist.is_nccl_available()
+    if on_gpu:
+        torch.cuda.set_device(device)
+    where = torch.device(device if nccl and device is not None else "cpu")
+    member = Member(*divmod(world.rank, tp))
+
+    def store() -> dist.Store:
+        return _connect(world, timedelta(seconds=limit))
+
+    def register() -> Register:
+        return Register(store(), member, tp)
+
+    def connect(name: str, rank: int, size: int, is_broken: IsBroken) -> Group:
+        meeting = dist.PrefixStore(f"group/{name}", store())
+        return join_group(meeting, rank, size, where, limit if name == FIRST_EPOCH else timeout, is_broken)
+
+    comm = None
+    try:
+        mesh = tp_group = None
+        mine = register()
+        if tp > 1:
+            shared = dist.PrefixStore(f"replica/{member.replica}", store())
+            backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
+            dist.init_process_group(
+                backend, store=shared, rank=member.tp_rank, world_size=tp, timeout=timedelta(seconds=limit)
+            )
+            mesh = init_device_mesh("cuda" if nccl else "cpu", (tp,), mesh_dim_names=("tp",))
+            tp_group = join_group(
+                dist.PrefixStore("host", shared), member.tp_rank, tp, torch.device("cpu"), limit,
+                lambda: mine.dead_reason(member.replica) is not None,
+            )  # fmt: skip
+        comm = ElasticComm(
+            mine, Heart(register), connect, world.size // tp,
+            joins=world.rank >= world.size, tp_group=tp_group, timeout=timeout,
+        )  # fmt: skip
+        comm.tp_mesh, comm.num_sharing = mesh, num_sharing
+    except (CommError, RuntimeError, ValueError) as failure:
+        first = str(failure).strip().splitlines()[0]
+        raise InputError(f"rank {world.rank} of {world.size} cannot join the others: {first}") from failure
+    try:
+        yield comm
+    except BaseException as failure:
+        comm.close(f"rank {world.rank} failed: {type(failure).__name__}")
+        raise
+    comm.finish()
+    comm.close()
+
+
+def memory_of(device: str | None) -> str:
+    """Name of the memory that a rank's model is in: its machine, and the GPU if it has one.
+
+    Numbers of devices do not tell, as a launcher may show each rank one GPU only, which is "cuda:0" to all of them.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of a machine, unlike its name
+    machine = boot.read_text().strip() if boot.exists() else socket.gethostname()
+    return machine if device is None else f"{machine}/{torch.cuda.get_device_properties(device).uuid}"
+
+
+def sharing(store: dist.Store, world: World, memory: str) -> tuple[int, int]:
+    """How many ranks share this one's `memory`, itself included, and how many share the busiest; asked of all ranks."""
+    store.set(f"memory/{world.rank}", memory)
+    counts = Counter(store.get(f"memory/{rank}") for rank in range(world.size))
+    return counts[memory.encode()], max(counts.values())
+
+
 def _num_sharing(world: World, tp: int, on_gpu: bool) -> int:
-    """Ranks that share this one's memory; raises InputError where a replica's ranks would share a GPU."""
+    """Ranks of a supervised job that share this one's memory; its supervisor shows all of them the same GPUs."""
     if not on_gpu:
         return world.local_size
     num_sharing = -(-world.local_size // max(1, torch.cuda.device_count()))
     if tp > 1 and num_sharing > 1:
-        raise InputError(
-            f"--tp {tp} needs a GPU per rank, and the {world.local_size} ranks of this machine share "
-            f"{torch.cuda.device_count()}: start fewer ranks, or give --device cpu"
-        )
+        raise _shared_gpu(tp, num_sharing)
     return num_sharing
+
+
+def _shared_gpu(tp: int, num_sharing: int) -> InputError:
+    return InputError(
+        f"--tp {tp} needs a GPU per rank, and {num_sharing} ranks share one: start fewer ranks, or give --device cpu"
+    )
 
 
 def _connect(world: World, limit: timedelta, is_host: bool = False) -> dist.Store:
@@ -148,9 +243,11 @@ def _connect(world: World, limit: timedelta, is_host: bool = False) -> dist.Stor
 
 
 def _die_with_launcher() -> None:
-    """Ask Linux to end this process when its launcher dies: an orphan would wait for its peers until the time-out."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 = PR_SET_PDEATHSIG
+    """See that this process ends when its launcher dies: an orphan would wait for its peers until the time-out."""
+    die_with_parent()
+    launcher = os.environ.get(SUPERVISED)
+    if launcher is not None and os.getppid() != int(launcher):
+        raise InputError("the supervisor of this rank has ended")
 
 
 def leave(world: World, code: int) -> NoReturn:
@@ -161,6 +258,6 @@ def leave(world: World, code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     gc.unfreeze()
-    if world.size > 1:
+    if world.size > 1 or world.supervised:
         os._exit(code)
     sys.exit(code)

@@ -9,9 +9,13 @@ from typing import Any
 import torch
 import transformers
 from transformers import (
+    EosTokenCriteria,
     LogitsProcessorList,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
     MinPLogitsWarper,
     StoppingCriteriaList,
+    StopStringCriteria,
     SynthIDTextWatermarkLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -37,6 +41,9 @@ _ROWS_ALIKE = {
         "TopKLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper", "WatermarkLogitsProcessor",
     )
 }  # fmt: skip
+
+_ON_HOST = {EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria}
+"""Criteria that look at ids alone, wherever these are: on the host they keep no GPU waiting after every token."""
 
 
 def sampling_of(config: Any, processors: Sequence[Any]) -> tuple[SamplingParams, list[Any], list[Any]]:
@@ -92,7 +99,7 @@ class OutputRow:
         self.logits: list[torch.Tensor] = []
         self.failure: Exception | None = None
         """What a processor raised."""
-        self._pads = batch.ids[index : index + 1, :num_pads]
+        self._pads = batch.prompt_ids[index : index + 1, :num_pads]
         self._functions = batch.processors
         if batch.num_rows > 1:  # this one keeps a state per row
             stateful = SynthIDTextWatermarkLogitsProcessor
@@ -152,9 +159,11 @@ class OutputBatch:
             if any(isinstance(each, UnbatchedClassifierFreeGuidanceLogitsProcessor) for each in processors):
                 raise InputError(f"lpr.lookahead decodes with guidance_scale one row at a time, not {self.num_rows}")
         fill = int(pad) if pad is not None else 0
-        self.ids = input_ids.new_full((self.num_rows, config.max_length), fill)
-        """[B, max_length]: prompts with their padding, outputs, and padding behind finished rows."""
-        self.ids[:, : self.num_prompt] = input_ids
+        self.device = input_ids.device
+        self.prompt_ids = input_ids
+        self.ids = torch.full((self.num_rows, config.max_length), fill, dtype=input_ids.dtype)
+        """[B, max_length] on the host: prompts with their padding, outputs, and padding behind finished rows."""
+        self.ids[:, : self.num_prompt] = input_ids.cpu()
         self.rows = [OutputRow(index, count, self) for index, count in enumerate(num_pads)]
         self._num_streamed = self.num_prompt
 
@@ -176,14 +185,19 @@ class OutputBatch:
             return
         self.ids[row.index, row.length] = token
         row.length += 1
-        if row.finished_at is None:
-            input_ids = self.ids[row.index : row.index + 1, : row.length]
-            scores = tuple(row.scores[: row.length - self.num_prompt]) if self.keeps_scores else None
-            verdicts = [for_row(each, row.index, self.num_rows, input_ids, scores) for each in self.criteria]
-            if any(bool(each) for each in verdicts):
-                row.finished_at = row.length
+        # All criteria are asked: some count their calls.
+        if row.finished_at is None and any([self._is_met(each, row) for each in self.criteria]):
+            row.finished_at = row.length
         if self.streamer is not None:
             self._stream()
+
+    def _is_met(self, criterion: Callable[..., Any], row: OutputRow) -> bool:
+        """Does a row end here? Only criteria of other people's are given tensors on a GPU, and waited for."""
+        input_ids = self.ids[row.index : row.index + 1, : row.length]
+        if type(criterion) not in _ON_HOST:
+            input_ids = input_ids.to(self.device)
+        scores = tuple(row.scores[: row.length - self.num_prompt]) if self.keeps_scores else None
+        return bool(for_row(criterion, row.index, self.num_rows, input_ids, scores))
 
     def _stream(self) -> None:
         """Hand on the tokens [B] of every place at which all rows have one, as transformers does after each step."""
@@ -191,7 +205,7 @@ class OutputBatch:
         ends = [row.length for row in self.rows if row.finished_at is None or not self.pads]
         ready = min(ends) if ends else self.ids.shape[1]
         for place in range(self._num_streamed, ready if length is None else min(ready, length)):
-            self.streamer.put(self.ids[:, place].cpu())
+            self.streamer.put(self.ids[:, place])
             self._num_streamed = place + 1
 
     def result(self) -> torch.Tensor | GenerateDecoderOnlyOutput:
@@ -200,7 +214,7 @@ class OutputBatch:
         assert length is not None
         if self.streamer is not None:
             self.streamer.end()
-        sequences = self.ids[:, :length].clone()
+        sequences = self.ids[:, :length].to(self.device, copy=True)
         if not self.config.return_dict_in_generate:
             return sequences
         count = length - self.num_prompt

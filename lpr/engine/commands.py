@@ -68,6 +68,13 @@ class Configure(msgspec.Struct, frozen=True, tag=True, array_like=True):
     decode: DecodeConfig
 
 
+class TakeIn(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Go on together with replicas that have loaded, after all other commands that came with this one."""
+
+    replicas: list[int]
+    """Their numbers (see lpr.dist.register)."""
+
+
 class Drain(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Take no further requests; those submitted are completed."""
 
@@ -76,7 +83,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Abort all requests; the other ranks leave `Engine.work`."""
 
 
-Command = Submit | Abort | Learn | Costs | Configure | Drain | Stop
+Command = Submit | Abort | Learn | Costs | Configure | TakeIn | Drain | Stop
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[Command])

@@ -12,13 +12,14 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from lpr.config import DecodeConfig, InputError, SamplingParams
-from lpr.dist.comm import Comm, SoloComm, agree, is_alone, is_driver
-from lpr.engine import commands
-from lpr.engine.commands import Abort, Command, Configure, Costs, Drain, Learn, RequestId, Stop, Submit
+from lpr.dist.comm import Comm, MeshChangedError, SoloComm, agree, is_alone, is_driver
+from lpr.engine import commands, handover
+from lpr.engine.commands import Abort, Command, Configure, Costs, Drain, Learn, RequestId, Stop, Submit, TakeIn
 from lpr.engine.log import CommandLog
 from lpr.engine.options import EngineOptions
 from lpr.engine.replica import Replica
 from lpr.engine.request import Chunk, Completion, Prompt, Request
+from lpr.engine.scheduler import Schedule
 from lpr.engine.trie_file import fingerprint_of, read_trie, write_trie
 from lpr.model.loader import Loaded, load, wrap
 from lpr.model.parallel import TensorParallel
@@ -54,6 +55,13 @@ class Engine(Replica):
         comm = comm if comm is not None else SoloComm()
         super().__init__(loaded, decode, options if options is not None else EngineOptions(), comm)
         self._log = CommandLog(comm)
+        self._invited: set[int] = set()
+        """Replicas that this rank, as the driver, has asked all to take in."""
+        if comm.membership is not None and comm.membership.is_newcomer:
+            state = comm.membership.await_welcome()
+            if state is not None:
+                self._resume(handover.decode(state))
+                return
         if self._given_times is not None:
             self._post(Costs(self._given_times.to_json(), given=True))
         self._settle(Configure(decode))
@@ -188,20 +196,37 @@ class Engine(Replica):
         Without work, ranks other than the driver wait here for its next command.
         """
         if self.scheduler.is_idle:
-            self._apply(self._log.receive_idle())
+            received = self._log.receive_idle()
+            self._follow_mesh()
+            self._apply(received)
         schedule = self.schedule()
         if not schedule.is_empty:
-            outcomes, num_command_bytes, times = self.run(schedule, self._log.announce())
-            self.update(schedule, outcomes)
-            if times is not None:
-                self._post(Costs(times.to_json()))
-            self._apply(self._log.receive(num_command_bytes))
+            self._advance(schedule)
+        self._invite()
         advanced, self._advanced = self._advanced, []
         return advanced
 
+    def _advance(self, schedule: Schedule[Request]) -> None:
+        """Take a step and apply the commands behind it; if a rank was lost in it, take on the mesh that is left."""
+        try:
+            outcomes, num_command_bytes, times = self.run(schedule, self._log.announce())
+        except MeshChangedError:
+            self._follow_mesh()
+            return
+        self.update(schedule, outcomes)
+        if times is not None:
+            self._post(Costs(times.to_json()))
+        received = self._log.receive(num_command_bytes)
+        self._follow_mesh()
+        self._apply(received)
+
     def work(self) -> None:
-        """What every rank but the driver does: take part in each step until the driver calls `close`."""
-        while not self.is_stopped:
+        """What every rank but the driver does: take part in each step until the driver calls `close`.
+
+        Also returns when the driver was lost and this rank has taken its place (`is_driver(engine.comm)`); `requests`
+        then holds what has to go on.
+        """
+        while not self.is_stopped and not is_driver(self.comm):
             self.step()
 
     def drain(self) -> None:
@@ -213,7 +238,8 @@ class Engine(Replica):
         """End the job on all ranks, aborting what runs; frees captured graphs, which communicators must outlive."""
         if is_driver(self.comm) and not self.is_stopped:
             self._post(Stop())
-        self.work()
+        while not self.is_stopped:
+            self.step()
         self._keep_times()
         self.model.release()
 
@@ -260,9 +286,35 @@ class Engine(Replica):
     # Commands.
 
     def _apply(self, received: Sequence[Command]) -> Sequence[Command]:
+        newcomers = []
         for command in received:
-            self.apply(command)
+            if isinstance(command, TakeIn):
+                newcomers += command.replicas
+            else:
+                self.apply(command)
+        if newcomers:  # last, as they do not know the commands that came with theirs
+            self.apply(TakeIn(newcomers))
         return received
+
+    def _follow_mesh(self) -> None:
+        """Go on with the ranks that there are now, if ranks were lost; as the driver, if this is the first of them."""
+        if self.comm.membership is None or not self.comm.membership.has_changed:
+            return
+        was_driver = is_driver(self.comm)
+        self._take_mesh()
+        if is_driver(self.comm) and not was_driver:
+            for request in self._named.values():  # the lost driver has said nothing of them
+                self._post(request.submit)
+
+    def _invite(self) -> None:
+        """On the driver: let replicas that have loaded join after this step."""
+        membership = self.comm.membership
+        if membership is None or self.is_stopped or not is_driver(self.comm):
+            return
+        newcomers = [each for each in membership.newcomers if each not in self._invited]
+        if newcomers and all(request.is_portable for request in self._requests.values()):
+            self._invited.update(newcomers)
+            self._post(TakeIn(newcomers))
 
     def _post(self, command: Command) -> None:
         """Put a command at the end of the log; a world of one has nobody to wait for."""

@@ -15,12 +15,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from lpr.config import NUM_HEADER, TreeSizes
+from lpr.config import NUM_HEADER, TreeSizes, result_words
 from lpr.core.state import TokenLogprobs
 from lpr.dist.comm import Comm
 from lpr.model.inputs import Row
 from lpr.model.transfer import copy_over, to_device
-from lpr.native import Shard, TokenTree, TreeResult
+from lpr.native import Shard, StepDraft
 
 
 class DesyncError(RuntimeError):
@@ -35,9 +35,10 @@ class Exchange:
         self.config = config
         self.comm = comm
         self.capacity = config.owned_capacity(comm.size)
-        self.width = 1 + 2 * config.num_recycled
+        self.width = result_words(config.num_recycled)
         size = config.payload_words(max_batch_size, comm.size)
         self._payload = torch.zeros(size, dtype=torch.int32, device=device)
+        self._on_host = self._payload.numpy() if device.type == "cpu" else None
 
     def payload_words(self, num_trees: int) -> int:
         """Words (int32) that each rank contributes to a step of `num_trees` trees: those of the next power of two.
@@ -55,43 +56,36 @@ class Exchange:
         return self._payload.numel() * self._payload.element_size()
 
     def gather(
-        self,
-        local: torch.Tensor | None,
-        trees: Sequence[TokenTree],
-        shards: Sequence[Sequence[Shard]],
-        digest: int,
-        num_command_bytes: int = 0,
-    ) -> tuple[list[TreeResult], int]:
-        """Share this rank's results; return every node's result per tree, and the length of the driver's commands.
+        self, local: torch.Tensor | None, draft: StepDraft, digest: int, num_command_bytes: int = 0
+    ) -> tuple[np.ndarray, int]:
+        """Share this rank's results; return those of all ranks, and the length of the driver's commands.
 
-        `local` is int32 [entries, 1 + 2k], the results of this rank's shards one after the other, or None when there
-        are no trees; k is the same on all ranks, and at most what the payload has room for. A node's result is its
-        owner's on every rank, also on ranks that evaluated it as an ancestor (rule R1), and of the ranks that share a
-        replica the first one's (rule R6). Raises DesyncError if the digest of any rank differs.
+        `local` is int32 [nodes, result_words(k)], the results of this rank's part of `draft`, or None when there are no
+        trees; k is the same on all ranks, and at most what the payload has room for. Returns int32 [ranks, trees,
+        capacity, words], of which `StepDraft.conclude` takes each node's from its owner, also on ranks that evaluated
+        it as an ancestor (rule R1); of the ranks that share a replica there is the first one's (rule R6). Raises
+        DesyncError if the digest of any rank differs.
         """
-        header = np.array([*_words(digest), num_command_bytes], np.int32)
-        copy_over(self._payload[:NUM_HEADER], header)
+        self._write_header([*_words(digest), num_command_bytes])
         if local is not None:
-            self._pack(local, [split[self.comm.rank] for split in shards])
-        gathered = self.comm.gather(self._payload[: self.payload_words(len(trees))]).numpy()
-        check_digests(gathered[:, :2])
-        k = (local.shape[1] - 1) // 2 if local is not None else 0
-        return self._unpack(self._authoritative(gathered)[:, NUM_HEADER:], trees, shards, k), int(gathered[0, 2])
+            self._pack(local, draft)
+        gathered = self.comm.gather(self._payload[: self.payload_words(len(draft))]).numpy()
+        headers = gathered[:, :NUM_HEADER].tolist()
+        check_digests([words[:2] for words in headers])
+        return self._results(gathered), headers[0][2]
 
-    def gather_logprobs(
-        self, local: torch.Tensor, trees: Sequence[TokenTree], shards: Sequence[Sequence[Shard]]
-    ) -> list[list[TokenLogprobs]]:
-        """Every node's log-probabilities per tree, from `local` [entries, 1 + 2n] (`log_probabilities`) of every rank.
+    def gather_logprobs(self, local: torch.Tensor, draft: StepDraft) -> list[list[TokenLogprobs]]:
+        """Every node's log-probabilities per tree, from `local` [nodes, 1 + 2n] (`log_probabilities`) of every rank.
 
         A collective of its own, for steps in which some request asks for them: n is the same on all ranks.
         """
         width, n = local.shape[1], local.shape[1] // 2
-        table = torch.zeros((len(trees), self.capacity, width), dtype=torch.int32, device=local.device)
-        self._place(local, [split[self.comm.rank] for split in shards], table)
+        table = torch.zeros((len(draft) * self.capacity, width), dtype=torch.int32, device=local.device)
+        self._place(local, draft, table)
         gathered = self._authoritative(self.comm.gather(table.flatten()).numpy())
-        values = gathered.reshape(self.comm.size, len(trees), self.capacity, width)
+        values = gathered.reshape(self.comm.size, len(draft), self.capacity, width)
         found = []
-        for index, (tree, split) in enumerate(zip(trees, shards, strict=True)):
+        for index, (tree, split) in enumerate(zip(draft.trees, draft.shards, strict=True)):
             rows = _owned(values[:, index], len(tree), split)
             floats = rows.view(np.float32)
             found.append(
@@ -105,29 +99,33 @@ class Exchange:
             )
         return found
 
-    def _pack(self, local: torch.Tensor, mine: Sequence[Shard]) -> None:
-        self._place(local, mine, self._payload[NUM_HEADER:].view(-1, self.capacity, self.width))
+    def _write_header(self, words: Sequence[int]) -> None:
+        header = np.array(words, np.int32)
+        if self._on_host is not None:
+            self._on_host[:NUM_HEADER] = header
+        else:
+            copy_over(self._payload[:NUM_HEADER], header)
 
-    def _place(self, local: torch.Tensor, mine: Sequence[Shard], table: torch.Tensor) -> None:
-        """Copy the results of the nodes that this rank owns into `table` [trees, capacity, columns]."""
-        start = 0
-        for index, shard in enumerate(mine):
-            results = local[start : start + len(shard.nodes)]
-            start += len(shard.nodes)
-            if len(shard.owned) < len(shard.nodes):
-                entries = np.searchsorted(shard.nodes, shard.owned).astype(np.int64)
-                results = results.index_select(0, to_device(entries, local.device))
-            table[index, : len(shard.owned), : results.shape[1]] = results
+    def _pack(self, local: torch.Tensor, draft: StepDraft) -> None:
+        self._place(local, draft, self._payload[NUM_HEADER:].view(-1, self.width))
+
+    def _place(self, local: torch.Tensor, draft: StepDraft, table: torch.Tensor) -> None:
+        """Copy the results of the nodes that this rank owns into `table` [trees * capacity, columns or more]."""
+        columns = table[:, : local.shape[1]]
+        if self.comm.size == 1 and len(draft) == 1:
+            columns[: len(local)] = local
+            return
+        source, target = to_device(draft.placement(self.capacity), local.device)
+        columns.index_copy_(0, target, local if self.comm.size == 1 else local.index_select(0, source))
 
     def _authoritative(self, gathered: np.ndarray) -> np.ndarray:
         """Of every replica's rows the first: the last bits of what its ranks compute may differ."""
         return gathered[:: self.comm.tp_size]
 
-    def _unpack(
-        self, gathered: np.ndarray, trees: Sequence[TokenTree], shards: Sequence[Sequence[Shard]], k: int
-    ) -> list[TreeResult]:
-        values = gathered.reshape(self.comm.size, -1, self.capacity, self.width)
-        return [TreeResult.from_payloads(values, index, split, k) for index, split in enumerate(shards)]
+    def _results(self, gathered: np.ndarray) -> np.ndarray:
+        """What is behind the headers, int32 [ranks, trees, capacity, words]."""
+        results = self._authoritative(gathered)[:, NUM_HEADER:]
+        return results.reshape(self.comm.size, -1, self.capacity, self.width)
 
 
 def _owned(values: np.ndarray, num_nodes: int, split: Sequence[Shard]) -> np.ndarray:
@@ -151,17 +149,17 @@ def check_replica(comm: Comm, rows: Sequence[Row]) -> None:
         found.update(np.array([row.slot, row.num_cached, len(row.tokens), row.num_results], np.int32).tobytes())
         found.update(row.entries.tobytes())
     payload = torch.from_numpy(np.frombuffer(found.digest(), np.int32).copy())
-    check_digests(comm.gather_replica(payload).numpy(), first_rank=comm.rank * comm.tp_size)
+    check_digests(comm.gather_replica(payload).tolist(), first_rank=comm.rank * comm.tp_size)
 
 
-def check_digests(digests: np.ndarray, first_rank: int = 0) -> None:
-    """Raise DesyncError if the rows of `digests` [ranks, 2] are not all equal; the majority counts as right.
+def check_digests(digests: Sequence[Sequence[int]], first_rank: int = 0) -> None:
+    """Raise DesyncError if the rows of `digests` are not all equal; the majority counts as right.
 
     Row i is that of world rank `first_rank` + i.
     """
-    rows = [tuple(row) for row in digests.tolist()]
-    if rows.count(rows[0]) == len(rows):
+    if digests.count(digests[0]) == len(digests):
         return
+    rows = [tuple(row) for row in digests]
     # Of equally frequent digests, Counter keeps the first seen: rank 0's.
     agreed = Counter(rows).most_common(1)[0][0]
     others = [rank for rank, row in enumerate(rows, first_rank) if row != agreed]

@@ -42,7 +42,8 @@ class CommandLog:
         if not num_bytes:
             return []
         message, self._message = self._message, b""
-        return decode(self._comm.broadcast(message, num_bytes))
+        received = self._comm.broadcast(message, num_bytes)
+        return decode(received) if received else []  # lost with the driver that had announced them
 
     def receive_idle(self) -> list[Command]:
         """On every rank without work, the next commands: the driver's by now, the others wait for them."""

@@ -7,9 +7,10 @@ update, and nothing in it asks which rank this is, but for the shard that the ra
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -17,12 +18,13 @@ import numpy as np
 from lpr.config import DecodeConfig, InputError, TreeSizes
 from lpr.core.digest import digest_of
 from lpr.core.step_times import StepTimes
-from lpr.dist.comm import Comm, agree, is_alone, is_driver
-from lpr.engine.commands import Abort, Command, Configure, Costs, Drain, Learn, RequestId, Stop, Submit
+from lpr.dist.comm import Comm, MeshChangedError, agree, is_alone, is_driver
+from lpr.engine import handover
+from lpr.engine.commands import Abort, Command, Configure, Costs, Drain, Learn, RequestId, Stop, Submit, TakeIn
 from lpr.engine.exchange import DesyncError, Exchange, check_replica
 from lpr.engine.options import EngineOptions, load_step_times
 from lpr.engine.request import Chunk, Outcome, Prompt, Request, make_request
-from lpr.engine.scheduler import Schedule, Scheduler, SlotMove
+from lpr.engine.scheduler import Schedule, Scheduler, SlotMove, regrouped
 from lpr.engine.sizing import Sizer, measure_step_times, resolve_sizes
 from lpr.engine.step import PhaseTimer, decode_step, untimed
 from lpr.engine.tenants import TenantTries
@@ -80,6 +82,9 @@ class Replica:
         self._times_file: TimesFile | None = None
         """Where measured step times are kept."""
         self._sizer = Sizer(TreeSizes(), None, comm)
+        self._timed: tuple[Sequence[Request], Sequence[Outcome], float] | None = None
+        """The last step and its milliseconds, until the sizer has seen it."""
+        self._new_times: StepTimes | None = None
         self._given_times = self._load(decode)
         """Step times that the options give, on the driver."""
 
@@ -130,6 +135,11 @@ class Replica:
         return ids
 
     @property
+    def requests(self) -> Mapping[RequestId, Request]:
+        """Submitted and not finished requests by their ids, on every rank alike: ids, text, what nobody has taken."""
+        return MappingProxyType(self._requests)
+
+    @property
     def costs(self) -> StepTimes | None:
         """Step times as all ranks know them by now; None where sizes are fixed."""
         return self._sizer.times
@@ -161,6 +171,8 @@ class Replica:
                 self._take_times(StepTimes.from_json(command.table), command.given)
             case Configure():
                 self._configure(command.decode)
+            case TakeIn():
+                self._take_in(command.replicas)
             case Drain():
                 self.is_draining = True
             case Stop():
@@ -196,21 +208,18 @@ class Replica:
         request = self._requests.get(id)
         if request is None:
             return
-        request.write()
-        request.text_stream.close()
         if request.state is None:
             self.scheduler.withdraw(request)
-            self._end(request, "abort")
         else:
-            request.finish_reason = "abort"
+            request.settle()
             self._release(request)
-            self._end(request, "abort")
+        self._end(request, "abort")
 
     def _end(self, request: Request, reason: str) -> None:
         """End a request between two steps."""
-        request.finish_reason = reason
+        request.end(reason)
         self._requests.pop(request.id, None)
-        self._tell(Chunk(request, [], request.text_stream.take(), reason))
+        self._advanced.append(request)
 
     def _take_times(self, times: StepTimes, given: bool) -> None:
         if given:
@@ -227,35 +236,130 @@ class Replica:
         return decode.max_length or min(most or 4096, 4096)
 
     def _configure(self, decode: DecodeConfig) -> None:
-        num_slots, num_ranks = decode.max_batch_size, self.comm.size
-        self.max_length = self._longest(decode)
+        while True:
+            try:
+                times = self._find_times(decode)
+                # Sizes are those of the full mesh: lost ranks come back, and meanwhile the budget cuts trees anyway.
+                membership = self.comm.membership
+                num_ranks = membership.num_replicas if membership is not None else self.comm.size
+                self._set_up(decode, resolve_sizes(decode, times, num_ranks), times, partial(agree, self.comm))
+                return
+            except MeshChangedError:  # on all survivors alike, which begin again
+                self._take_mesh()
+
+    def _find_times(self, decode: DecodeConfig) -> StepTimes | None:
+        """The step times to decide by under `decode`, the same on all ranks; None where sizes are fixed."""
+        num_slots, longest = decode.max_batch_size, self._longest(decode)
         self._times = self._sizer.times or self._times
         if decode.adaptive and self._times is None:
-            smallest = (num_slots, self.max_length, 1, self._like)
+            smallest = (num_slots, longest, 1, self._like)
             agree(self.comm, self.model.shortage(*smallest, self.comm.num_sharing))  # before anything is measured
-            limits = (decode.max_nodes, self.max_length, num_slots)
+            limits = (decode.max_nodes, longest, num_slots)
             self._times_file = TimesFile(self.model, self.comm, *limits)
             measure = partial(measure_step_times, self.model, self._like, self.comm, *limits)
             self._times = self._times_file.read_or(measure)
-        times = self._times if decode.adaptive else None
-        self.decode, self.sizes = decode, resolve_sizes(decode, times, num_ranks)
-        self._sizer = Sizer(self.sizes, times, self.comm, self._follows)
-        self.shared = SuffixIndex(self.sizes.trie_capacity)
-        self._tenants = TenantTries(self.sizes.trie_capacity)
+        return self._times if decode.adaptive else None
+
+    def _set_up(
+        self, decode: DecodeConfig, sizes: TreeSizes, times: StepTimes | None, check: Callable[[str | None], None]
+    ) -> None:
+        """Make everything whose size `decode` decides; `check` raises InputError for a reason why there is no room."""
+        num_slots, num_ranks = decode.max_batch_size, self.comm.size
+        self.max_length = self._longest(decode)
+        self.decode, self.sizes = decode, sizes
+        self.shared = SuffixIndex(sizes.trie_capacity)
+        self._tenants = TenantTries(sizes.trie_capacity)
         self.scheduler: Scheduler[Request] = Scheduler(
             num_slots,
             num_ranks,
             decode.prefill_chunk,
-            self.sizes.num_nodes,
+            sizes.num_nodes,
             self.model.packed,
             self.options.prefix_reuse,
         )
-        cache = (num_slots, self.max_length, self.sizes.evaluated_capacity(num_ranks), self._like)
-        agree(self.comm, self.model.shortage(*cache, self.comm.num_sharing))
+        # A mesh that can shrink may leave whole trees to one rank, and must not move its K/V then.
+        fewest = num_ranks if self.comm.membership is None else 1
+        cache = (num_slots, self.max_length, sizes.evaluated_capacity(fewest), self._like)
+        check(self.model.shortage(*cache, self.comm.num_sharing))
         self.model.allocate(*cache)
-        self._exchange = Exchange(self.sizes, num_slots, self.comm, self.model.device)
+        self._meet_ranks(times)
         if self.model.graphs is not None:
-            self.model.graphs.prepare(self.sizes.num_recycled, show=is_driver(self.comm))
+            self.model.graphs.prepare(sizes.num_recycled, show=is_driver(self.comm))
+
+    def _meet_ranks(self, times: StepTimes | None) -> None:
+        """Make what depends on how many ranks there are, deciding by `times`."""
+        self._sizer, self._timed = Sizer(self.sizes, times, self.comm, self._follows), None
+        self._exchange = Exchange(self.sizes, self.decode.max_batch_size, self.comm, self.model.device)
+
+    # Ranks that are lost, and ranks that join.
+
+    def _take_mesh(self) -> None:
+        """Go on with the ranks that there are now. Weights and K/V stay; drafts begin to learn anew.
+
+        What is left is the same on all ranks, also on those that had begun a step which others had not.
+        """
+        assert self.comm.membership is not None
+        kept = self.comm.membership.adopt()
+        self.scheduler.regroup(kept)
+        for request in self.scheduler.running:
+            computed = regrouped(request.num_computed_tokens, kept)
+            request.state = self._new_state(request, computed)
+        self._meet_ranks(self._sizer.times)
+
+    def _new_state(self, request: Request, computed: Sequence[int]) -> SequenceState:
+        return SequenceState(
+            *(request.tokens, request.params, self.sizes, self.comm.size, self._learnt(request), computed),
+            *(request.longest, request.text_stream.stop_ids),
+        )
+
+    def _take_in(self, newcomers: Sequence[int]) -> None:
+        """Go on together with further replicas, which the driver tells what all know."""
+        membership = self.comm.membership
+        assert membership is not None
+        membership.take_in(newcomers)
+        self._take_mesh()
+        membership.meet(handover.encode(self._state()) if is_driver(self.comm) else b"")
+
+    def _state(self) -> handover.State:
+        times = self._sizer.times
+        for request in self.scheduler.requests:
+            request.write()
+        return handover.State(
+            decode=self.decode,
+            sizes=self.sizes,
+            times=times.to_json() if times is not None else None,
+            follows=self._follows,
+            is_draining=self.is_draining,
+            next_id=self._next_id,
+            history=history_of(self.shared),
+            tenants=[(tenant, history_of(trie)) for tenant, trie in self._tenants.tries.items()],
+            running=[handover.carried(request) for request in self.scheduler.running],
+            waiting=[handover.carried(request, *at) for *at, request in self.scheduler.waiting],
+            num_arrivals=self.scheduler.num_arrivals,
+            num_queries=self.scheduler.num_queries,
+            num_hits=self.scheduler.num_hits,
+        )
+
+    def _resume(self, state: handover.State) -> None:
+        """On a newcomer: hold what the others hold; raises InputError if there is no room for it."""
+        self._follows, self.is_draining, self._next_id = state.follows, state.is_draining, state.next_id
+        self._times = StepTimes.from_json(state.times) if state.times is not None else None
+        self._set_up(state.decode, state.sizes, self._times, _refuse)
+        self.shared.insert(np.frombuffer(state.history, np.int32))
+        for tenant, history in state.tenants:
+            self._tenants.of(tenant).insert(np.frombuffer(history, np.int32))
+        running, waiting = ([self._restored(each) for each in part] for part in (state.running, state.waiting))
+        places = [(each.place, each.arrival) for each in state.waiting]
+        queue = [(*at, request) for at, request in zip(places, waiting, strict=True)]
+        self.scheduler.resume(running, queue, state.num_arrivals)
+        self.scheduler.num_queries, self.scheduler.num_hits = state.num_queries, state.num_hits
+        for request, each in zip(running, state.running, strict=True):
+            request.state = self._new_state(request, each.num_computed_tokens)
+
+    def _restored(self, carried: handover.Carried) -> Request:
+        request = carried.restore(self._make(carried.submit, carried.token_ids[: carried.num_prompt]))
+        self._requests[request.id] = request
+        return request
 
     # One step: schedule, run, update.
 
@@ -265,17 +369,17 @@ class Replica:
             self._move(admission.moves)
             request, computed = admission.request, admission.num_computed_tokens
             request.num_cached_tokens = min(computed)
-            learnt = self._learnt(request)
-            request.state = SequenceState(request.tokens, request.params, self.sizes, self.comm.size, learnt, computed)
+            request.state = self._new_state(request, computed)
         return self.scheduler.schedule()
 
     def run(self, schedule: Schedule[Request], num_command_bytes: int) -> tuple[list[Outcome], int, StepTimes | None]:
         """Take the step that `schedule` says, whose header announces `num_command_bytes` on the driver.
 
         Returns what it did to each decoding request, the bytes of commands that the driver announced, and on the
-        driver, now and then, the step times that all ranks should decide by.
+        driver, now and then, the step times that all ranks should decide by, as far as the step before tells.
         """
         began, captures = time.perf_counter(), self.model.num_captures
+        self._new_times = None
         outcomes, num_command_bytes = decode_step(
             schedule.decoding,
             schedule.filling,
@@ -287,13 +391,14 @@ class Replica:
             self.recorder.begin() if self.recorder is not None else untimed,
             self._catch_up,
         )
-        times = None
         if outcomes and not schedule.filling and captures == self.model.num_captures:
-            times = self._sizer.observe(schedule.decoding, outcomes, (time.perf_counter() - began) * 1e3)
-        return outcomes, num_command_bytes, times
+            self._timed = schedule.decoding, outcomes, (time.perf_counter() - began) * 1e3
+        return outcomes, num_command_bytes, self._new_times
 
     def _catch_up(self) -> None:
         """While the device works, do what the last step left: nothing that decides what comes next."""
+        if self._timed is not None:
+            self._new_times, self._timed = self._sizer.observe(*self._timed), None
         for request in self.scheduler.running:
             request.write()
             request.stats.count_nodes()
@@ -304,23 +409,17 @@ class Replica:
         """Feed a step's results to its requests; those that are finished give their slots back."""
         for request, _ in schedule.filling:
             request.stats.num_fill_steps += 1
-        batch, chunks = schedule.decoding, []
+        batch = schedule.decoding
         for request, outcome in zip(batch, outcomes, strict=True):
-            request.stats.count_step(outcome.tree, outcome.path)
-            chunks.append(request.emit(outcome))
+            request.advance(outcome)
+        self._advanced += batch
         if self.recorder is not None and batch:
             for request in batch:
                 request.write()
-            self.recorder.record(batch, outcomes, chunks)
-        for request, chunk in zip(batch, chunks, strict=True):
-            self._tell(chunk)
-            if request.finish_reason is not None:
-                self._release(request)
-                del self._requests[request.id]
-
-    def _tell(self, chunk: Chunk) -> None:
-        chunk.request.chunks.append(chunk)
-        self._advanced.append(chunk.request)
+            self.recorder.record(batch, outcomes, [request.chunks[-1] for request in batch])
+        for request in [request for request in batch if request.finish_reason is not None]:
+            self._release(request)
+            del self._requests[request.id]
 
     def _release(self, request: Request) -> None:
         """Learn from a request's output, and take its slot."""
@@ -350,3 +449,14 @@ class Replica:
         for move in moves:
             copy = self.model.cache.exchange_slots if move.exchange else self.model.cache.move_slot
             copy(move.source, move.target, move.num_rows[self.comm.rank])
+
+
+def history_of(trie: SuffixIndex) -> bytes:
+    """The tokens that a trie holds, as int32."""
+    return np.array(trie.history(), np.int32).tobytes()
+
+
+def _refuse(reason: str | None) -> None:
+    """Raise InputError if there is a reason."""
+    if reason:
+        raise InputError(reason)

@@ -16,7 +16,7 @@ from lpr.engine.commands import RequestId, Submit
 from lpr.engine.stats import DecodeStats
 from lpr.engine.text import TextStream
 from lpr.model.processors import Processor, Processors
-from lpr.native import SequenceState, Shard, TokenTree, TreeResult
+from lpr.native import Conclusion, SequenceState
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -41,7 +41,7 @@ class Completion:
     """Per token id, if SamplingParams asked for them."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Chunk:
     """What one step added to a request."""
 
@@ -58,19 +58,14 @@ class Chunk:
     """Per id of `token_ids`, if the request asks for them."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Outcome:
     """What one step did for one sequence."""
 
-    tree: TokenTree
-    path: list[int]
-    shards: list[Shard]
-    result: TreeResult
-    emitted: list[int]
+    concluded: Conclusion
+    """Tree, accepted path and emitted tokens."""
     num_entries: int
     """Tokens that this rank evaluated: pending chain and shard."""
-    failure: int | None
-    """Why the path ends without a bonus token (see lpr.core.accept)."""
     logprobs: list[TokenLogprobs] | None = None
     """Per node of the tree, in steps in which some request asks for them."""
 
@@ -92,20 +87,37 @@ class Request:
     """It shares drafts and K/V with requests of the same tenant only."""
     learns: bool = True
     """Do requests of the tenant share drafts?"""
-    stats: DecodeStats = field(default_factory=DecodeStats)
-    chunks: deque[Chunk] = field(default_factory=deque)
-    """What steps added and nobody has taken yet; `take` completes their text."""
+    _stats: DecodeStats = field(default_factory=DecodeStats)
+    _outcomes: list[Outcome] = field(default_factory=list, repr=False)
+    """Of steps that `settle` has not looked at."""
     _unwritten: list[Chunk] = field(default_factory=list, repr=False)
+    _chunks: deque[Chunk] = field(default_factory=deque)
     finish_reason: str | None = None
     """None while the request goes on, then as in Completion."""
     error: str | None = None
     state: SequenceState | None = None
     """While it runs, and so holds a slot: what the ranks hold of it and draft from."""
     slot: int = -1
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Per token of the output, if they were asked for."""
+    _logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_cached_tokens: int = 0
     """Prompt tokens whose K/V was there already when the request began to run."""
+    is_portable: bool = True
+    """Can a rank go on with it that did not submit it? Not where its own program brought processors, which are code."""
+
+    @property
+    def submit(self) -> Submit:
+        """The command that submits this request, as far as it has come by now."""
+        is_code = not self.is_portable
+        place = (self.num_prompt, self.priority, is_code, self.tenant, self.learns)
+        return Submit(self.id, list(self.tokens), self.params, *place)
+
+    def __post_init__(self) -> None:
+        """Say once what every step asks for."""
+        params = self.params
+        self.longest = self.num_prompt + params.max_new_tokens
+        """Tokens that prompt and output may come to."""
+        self.is_plain = params.temperature == 0 and self.processors is None and params.logprobs is None
+        """Is each next token the likeliest one, and nothing else asked for?"""
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -138,58 +150,104 @@ class Request:
         assert self.state is not None, "the request does not run"
         return self.state
 
+    @property
+    def stats(self) -> DecodeStats:
+        """What decoding it has taken so far."""
+        self.settle()
+        return self._stats
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        """Per token of the output, if they were asked for."""
+        self.settle()
+        return self._logprobs
+
+    def resume(self, stats: DecodeStats, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Go on from what another rank has counted."""
+        self._stats, self._logprobs = stats, list(logprobs)
+
+    @property
+    def chunks(self) -> deque[Chunk]:
+        """What steps added and nobody has taken yet; `take` completes their text."""
+        self.settle()
+        return self._chunks
+
     def take(self) -> list[Chunk]:
         """What steps added since the last call."""
         self.write()
-        taken = list(self.chunks)
-        self.chunks.clear()
+        taken = list(self._chunks)
+        self._chunks.clear()
         return taken
 
-    def emit(self, outcome: Outcome) -> Chunk:
+    def advance(self, outcome: Outcome) -> None:
+        """Take in a step: at once if the request may end with it, else when somebody asks or the device is busy."""
+        self._outcomes.append(outcome)
+        if outcome.concluded.may_end or self.params.stop:
+            self.settle()
+
+    def settle(self) -> None:
+        """Count what steps since the last call did, and make their chunks, but for the text."""
+        for outcome in self._outcomes:
+            self._stats.count_step(outcome.concluded.tree, outcome.concluded.path)
+            self._emit(outcome)
+        self._outcomes.clear()
+
+    def _emit(self, outcome: Outcome) -> None:
         """Take in a step's tokens one by one: what follows the end of the request inside a step never existed."""
-        tokens = outcome.emitted
+        tokens = outcome.concluded.emitted
         taken, self.finish_reason = self.text_stream.extend(tokens)
         if taken < len(tokens):
             del self.tokens[taken - len(tokens) :]
-        self.stats.num_tokens += taken
-        if self.finish_reason is None and outcome.failure is not None:
-            self._fail(outcome)
+        self._stats.num_tokens += taken
+        if self.finish_reason is None and outcome.concluded.failure is not None:
+            self._fail(outcome.concluded)
         logprobs = None
         if self.params.logprobs is not None and outcome.logprobs is not None:
-            found = [outcome.logprobs[node] for node in outcome.path[:taken]]
+            found = [outcome.logprobs[node] for node in outcome.concluded.path[:taken]]
             logprobs = [replace(each, top=each.top[: self.params.logprobs]) for each in found]
-            self.logprobs += logprobs
-        chunk = Chunk(self, list(tokens[:taken]), "", self.finish_reason, logprobs)
+            self._logprobs += logprobs
+        chunk = Chunk(self, tokens[:taken], "", self.finish_reason, logprobs)
         self._unwritten.append(chunk)
-        return chunk
+        self._chunks.append(chunk)
+
+    def end(self, reason: str) -> None:
+        """End the request between two steps."""
+        self.write()
+        self.text_stream.close()
+        self.finish_reason = reason
+        self._chunks.append(Chunk(self, [], self.text_stream.take(), reason))
 
     def write(self) -> None:
         """Make the text of the chunks since the last call: work that can wait until the device is busy."""
+        self.settle()
+        self._write_texts()
+
+    def _write_texts(self) -> None:
         for chunk in self._unwritten:
             chunk.text = self.text_stream.take(len(chunk.token_ids))
         self._unwritten.clear()
 
-    def _fail(self, outcome: Outcome) -> None:
+    def _fail(self, concluded: Conclusion) -> None:
         """End a request of which the next token cannot be said; every rank does, but only some know a processor's why.
 
         Logits that are not numbers are asked for once more without a draft, which may have spoilt them.
         """
-        if outcome.failure == NOT_A_NUMBER:
-            if len(outcome.tree) > 1:
+        if concluded.failure == NOT_A_NUMBER:
+            if len(concluded.tree) > 1:
                 return
             self.error = f"the model's logits for output token {self.num_output + 1} are not numbers (NaN)"
         else:
             known = self.processors.failure if self.processors is not None else None
             self.error = known or "a logits processor failed on another rank, whose Completion says how"
         self.finish_reason = "error"
-        self.write()
+        self._write_texts()
         self.text_stream.close()
 
     def completion(self) -> Completion:
         """The finished request's result."""
         assert self.finish_reason is not None
         self.write()
-        self.stats.count_nodes()
+        self._stats.count_nodes()
         return Completion(
             self.prompt,
             self.prompt_ids,
@@ -198,7 +256,7 @@ class Request:
             self.finish_reason,
             self.stats,
             self.error,
-            self.logprobs if self.params.logprobs is not None else None,
+            self._logprobs if self.params.logprobs is not None else None,
         )
 
 
@@ -226,6 +284,7 @@ def make_request(
         command.tenant,
         command.learns,
     )
+    request.is_portable = not processors
     for token in tokens[command.num_prompt :]:
         request.finish_reason = request.finish_reason or stream.push(token)
     stream.take()

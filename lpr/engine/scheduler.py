@@ -132,7 +132,23 @@ class Scheduler(Generic[R]):
     @property
     def requests(self) -> list[R]:
         """All requests, the running ones first."""
-        return [*self.running, *(request for _, _, request in sorted(self._waiting, key=lambda entry: entry[:2]))]
+        return [*self.running, *(request for _, _, request in self.waiting)]
+
+    @property
+    def waiting(self) -> list[tuple[int, int, R]]:
+        """The requests without a slot in their order, each with its place in it and the number of its arrival."""
+        return sorted(self._waiting, key=lambda entry: entry[:2])
+
+    def resume(self, running: Sequence[R], waiting: Sequence[tuple[int, int, R]], num_arrivals: int) -> None:
+        """Take over the requests of another rank's scheduler, in the order of its slots and of its queue."""
+        self.running, self._waiting, self._arrivals = list(running), list(waiting), num_arrivals
+        for slot, request in enumerate(self.running):
+            request.slot = slot
+
+    @property
+    def num_arrivals(self) -> int:
+        """Requests that were ever added."""
+        return self._arrivals
 
     def add(self, request: R) -> None:
         """Let a request wait for a slot."""
@@ -198,6 +214,18 @@ class Scheduler(Generic[R]):
         if keep:
             self._retained[free] = Prefix(list(request.tokens), kept, self._tick(), request.tenant)
         return moves
+
+    def regroup(self, kept: Sequence[int | None]) -> None:
+        """Go on with other ranks: `kept` says of each which one it was before, None for one without any K/V.
+
+        What is left follows from the requests alone, however often a rank has scheduled a step that was then dropped.
+        """
+        self.num_ranks = len(kept)
+        self._filled_last = False
+        for prefix in self._retained.values():
+            prefix.num_computed_tokens = tuple(regrouped(prefix.num_computed_tokens, kept))
+        # A prefix that some rank lacks is no use to a new request.
+        self._retained = {slot: prefix for slot, prefix in self._retained.items() if min(prefix.num_computed_tokens)}
 
     def forget(self) -> None:
         """Retain nothing any more."""
@@ -279,6 +307,11 @@ class Scheduler(Generic[R]):
     def _tick(self) -> int:
         self._clock += 1
         return self._clock
+
+
+def regrouped(counts: Sequence[int], kept: Sequence[int | None]) -> list[int]:
+    """Counts per rank after a change of ranks, see `Scheduler.regroup`."""
+    return [0 if before is None else counts[before] for before in kept]
 
 
 def num_shared(first: Sequence[int], second: Sequence[int]) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 
-from lpr.config import TreeSizes
+from lpr.config import TreeSizes, result_words
 from lpr.core.budget import Budget
 from lpr.core.state import TokenLogprobs
 from lpr.engine.exchange import Exchange
@@ -20,7 +20,7 @@ from lpr.model.inputs import Row
 from lpr.model.processors import ProcessorPath
 from lpr.model.runner import TreeModel
 from lpr.model.sampling import Selection
-from lpr.native import Shard, TokenTree, accept, conclude, draft_step, row_entries
+from lpr.native import Conclusion, StepDraft, cache_moves, draft_step
 
 GREEDY = Selection.build([])
 """The selection of a step without sampled requests and without logits processors."""
@@ -54,16 +54,15 @@ def decode_step(
     announces the driver's commands. `while_busy` is called as soon as the device has work. Also returns the length of
     the commands in bytes.
     """
-    rank = exchange.comm.rank
-    states = [request.running for request in batch]
-    fills = [fill_row(request, count, rank) for request, count in filling]
-    fills = [row for row in fills if len(row.tokens)]
-    depths = [left_to_emit(request) - 1 for request in batch]
-    trees, shards = draft_step(states, depths, budget, exchange.comm.size, exchange.capacity)
-    rows = [shard_row(*each, rank) for each in zip(batch, trees, shards, strict=True)]
+    comm = exchange.comm
+    fills = [fill_row(request, count, comm.rank) for request, count in filling]
+    fills = [row for row in fills if row.num_entries]
+    depths = [request.longest - len(request.tokens) - 1 for request in batch]
+    draft = draft_step([request.running for request in batch], depths, budget, comm.size, exchange.capacity, comm.rank)
+    rows = shard_rows(batch, draft)
     end_phase("draft")
     # Where no tree has a draft, nobody asks for the runners-up, and they would cost plain decoding 4 %.
-    num_candidates = sizes.num_recycled if any(len(tree) > 1 for tree in trees) else 0
+    num_candidates = min(sizes.num_recycled, model.vocab_size) if draft.has_nodes else 0
     together = [*rows, *fills] if model.packed else without_gaps(rows)
     chosen = selection(batch, rows)
     local = model.evaluate(together, chosen, num_candidates) if rows else None
@@ -71,26 +70,21 @@ def decode_step(
         model.fill(fills)
     while_busy()
     end_phase("forward")
-    digest = combine(
-        [*(state.sign_tree(tree) for state, tree in zip(states, trees, strict=True)),
-         *(request.running.digest for request, _ in filling)]
-    )  # fmt: skip
-    own = local if chosen.num_logprobs is None or local is None else local[:, : -(1 + 2 * chosen.num_logprobs)]
-    results, num_command_bytes = exchange.gather(own, trees, shards, digest, num_command_bytes)
-    logprobs: Sequence[list[TokenLogprobs] | None] = [None] * len(trees)
+    digest = combine([*draft.sign(), *(request.running.digest for request, _ in filling)])
+    own = local if chosen.num_logprobs is None or local is None else local[:, : result_words(num_candidates)]
+    values, num_command_bytes = exchange.gather(own, draft, digest, num_command_bytes)
+    logprobs: Sequence[list[TokenLogprobs] | None] = [None] * len(rows)
     if local is not None and own is not None and own is not local:
-        logprobs = exchange.gather_logprobs(local[:, own.shape[1] :], trees, shards)
+        logprobs = exchange.gather_logprobs(local[:, own.shape[1] :], draft)
     end_phase("gather")
-    outcomes, kept = [], []
-    for request, tree, parts, row, result, found in zip(batch, trees, shards, rows, results, logprobs, strict=True):
-        path = accept(tree, result.next_tokens)
-        emitted, entries, failure = conclude(request.running, tree, path, result, parts, rank)
-        kept.append((row, entries))
-        outcomes.append(Outcome(tree, path, parts, result, emitted, len(row.tokens), failure, found))
-    commit(model, kept)
-    budget.observe(trees, [outcome.path for outcome in outcomes], [state.acceptance for state in states])
+    # Only now: had a rank been lost before, the step would be dropped, and nothing of it may have happened.
+    for request, count in filling:
+        count_filled(request, count)
+    concluded = draft.conclude(values, num_candidates, budget)
+    commit(model, rows, concluded)
     end_phase("commit")
-    return outcomes, num_command_bytes
+    sizes_of_rows = [row.num_entries for row in rows]
+    return [Outcome(*each) for each in zip(concluded, sizes_of_rows, logprobs, strict=True)], num_command_bytes
 
 
 def without_gaps(rows: Sequence[Row]) -> list[Row]:
@@ -98,46 +92,44 @@ def without_gaps(rows: Sequence[Row]) -> list[Row]:
 
     It begins with slot 0, as captured graphs do.
     """
+    if all([row.slot == slot for slot, row in enumerate(rows)]):
+        return list(rows)
     by_slot = {row.slot: row for row in rows}
     slots = range(max(by_slot, default=-1) + 1)
     return [by_slot.get(slot) or Row(slot, 0, [], [], [], num_results=0) for slot in slots]
 
 
-def left_to_emit(request: Request) -> int:
-    """Tokens that a request may still emit: no tree pays that is deeper than these without the bonus token."""
-    return request.params.max_new_tokens - request.num_output
-
-
 def fill_row(request: Request, count: int, rank: int) -> Row:
     """The first `count` tokens of a pending chain, after which nothing is chosen: each rank computes what it lacks.
 
-    From here on they count as computed. The row is empty on a rank that has them already.
+    The row is empty on a rank that has them already.
     """
     state = request.running
     computed = state.num_computed_tokens[rank]
-    state.num_computed_tokens = [min(other + count, len(state.tokens) - 1) for other in state.num_computed_tokens]
-    tokens = state.tokens[computed : state.num_computed_tokens[rank]]
+    tokens = state.tokens[computed : min(computed + count, len(state.tokens) - 1)]
     positions = list(range(computed, computed + len(tokens)))
     return Row(request.slot, computed, tokens, list(range(-1, len(tokens) - 1)), positions, num_results=0)
 
 
-def shard_row(request: Request, tree: TokenTree, shards: Sequence[Shard], rank: int) -> Row:
-    """This rank's part of a step: its pending chain, which ends in the root, and its shard's nodes below it."""
-    state, shard = request.running, shards[rank]
-    entries = row_entries(state, tree, shard, rank)
-    return Row.of(request.slot, state.num_computed_tokens[rank], entries, len(shard.nodes))
+def count_filled(request: Request, count: int) -> None:
+    """Count the tokens of `fill_row` as computed, on every rank."""
+    state = request.running
+    state.num_computed_tokens = [min(other + count, len(state.tokens) - 1) for other in state.num_computed_tokens]
 
 
-def is_plain(request: Request) -> bool:
-    """Is each next token the likeliest one, and nothing else asked for?"""
-    return request.params.temperature == 0 and request.processors is None and request.params.logprobs is None
+def shard_rows(batch: Sequence[Request], draft: StepDraft) -> list[Row]:
+    """This rank's part of a step: of each request its pending chain, which ends in the root, and its shard's nodes."""
+    return [
+        Row.of(request.slot, num_cached, entries, num_results)
+        for request, (num_cached, num_results, entries) in zip(batch, draft.rows(), strict=True)
+    ]
 
 
 def selection(batch: Sequence[Request], rows: Sequence[Row]) -> Selection:
     """How the next token after each result entry is chosen: by the request's parameters and the token's position."""
-    if all(is_plain(request) for request in batch):
+    if all([request.is_plain for request in batch]):
         return GREEDY
-    positions = [(row.positions[-row.num_results :] + 1).tolist() for row in rows]
+    positions = [row.positions[row.num_entries - row.num_results :] + 1 for row in rows]
     chosen = Selection.build([(request.params, each) for request, each in zip(batch, positions, strict=True)])
     asked = [request.params.logprobs for request in batch if request.params.logprobs is not None]
     chosen.num_logprobs = max(asked) if asked else None
@@ -152,13 +144,14 @@ def selection(batch: Sequence[Request], rows: Sequence[Row]) -> Selection:
     return chosen
 
 
-def commit(model: TreeModel, kept: Sequence[tuple[Row, list[int] | None]]) -> None:
-    """Keep the K/V of these entries of each row, its pending chain and what it evaluated of the path; none if NaN."""
-    assert model.cache is not None
-    for row, entries in kept:
-        if entries is None:
-            model.cache.clear(row.slot, row.num_cached)
-    model.cache.commit_all([(row.slot, row.num_cached, entries) for row, entries in kept if entries is not None])
+def commit(model: TreeModel, rows: Sequence[Row], concluded: Sequence[Conclusion]) -> None:
+    """Keep the K/V of each row's pending chain and of what it evaluated of the accepted path; none if there is NaN."""
+    cache = model.cache
+    assert cache is not None
+    for row, each in zip(rows, concluded, strict=True):
+        if each.is_spoilt:
+            cache.clear(row.slot, row.num_cached)
+    cache.move(cache_moves(concluded, [row.slot * cache.rows_per_slot + row.num_cached for row in rows]))
 
 
 def combine(digests: Iterable[int]) -> int:

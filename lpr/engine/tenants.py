@@ -21,12 +21,13 @@ class TenantTries:
     def __init__(self, capacity_tokens: int) -> None:
         """No tenants yet; `capacity_tokens` are those of a trie that is shared by all."""
         self._capacity = max(1, capacity_tokens // SHARE)
-        self._tries: dict[str, SuffixIndex] = {}  # the least recently used one first
+        self.tries: dict[str, SuffixIndex] = {}
+        """By tenant, the least recently used one first."""
 
     def of(self, tenant: str) -> SuffixIndex:
         """A tenant's trie, which now counts as used; an empty one for a new or forgotten tenant."""
-        trie = self._tries.pop(tenant, None) or SuffixIndex(self._capacity)
-        self._tries[tenant] = trie
-        if len(self._tries) > MOST_TENANTS:
-            del self._tries[next(iter(self._tries))]
+        trie = self.tries.pop(tenant, None) or SuffixIndex(self._capacity)
+        self.tries[tenant] = trie
+        if len(self.tries) > MOST_TENANTS:
+            del self.tries[next(iter(self.tries))]
         return trie

@@ -288,6 +288,11 @@ class TextStream:
         pending = self._decoder.pending if self._decoder and not self._is_closed else ""
         return "".join([*self._taken, *self._safe, self._suffix, pending])
 
+    @property
+    def taken(self) -> str:
+        """The text that `take` has given so far; joined when asked for."""
+        return "".join(self._taken)
+
     def push(self, token: int) -> str | None:
         """Feed the next committed token; returns "stop" or "length" if it ends the output, else None.
 

@@ -44,8 +44,9 @@ class TimesFile:
         """The table in rank 0's file, on all ranks alike; where there is none, what `measure` says, which is kept."""
         known = self._read() if is_driver(self._comm) else b""
         length = int(self._comm.gather(torch.tensor([len(known)], dtype=torch.int32))[0, 0])
-        if length:
-            return StepTimes.from_json(json.loads(self._comm.broadcast(known, length)))
+        found = self._comm.broadcast(known, length) if length else b""
+        if found:  # nothing where rank 0 was lost meanwhile
+            return StepTimes.from_json(json.loads(found))
         measured = measure()
         self.write(measured)
         return measured

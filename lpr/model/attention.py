@@ -54,9 +54,11 @@ def visible_nodes(block: Block, mask_function: Callable[..., Any]) -> torch.Tens
     """Bool mask [B, 1, T, KV]: the model's rule on positions, and the tree's visibility."""
     if block.visible is not None:
         visible = block.visible[:, None]
-    else:
-        assert block.tree_mask is not None
+    elif block.tree_mask is not None:
         visible = block.tree_mask.visible(block.num_kv)[:, None]
+    else:
+        visible = torch.ones((*block.positions.shape, block.num_kv), dtype=torch.bool, device=block.positions.device)
+        visible = visible[:, None]
     if mask_function is causal_mask_function:
         return visible  # ancestors and committed tokens never come later: the tree rule implies causality
     batch = torch.arange(visible.shape[0], device=visible.device)[:, None, None, None]
@@ -75,16 +77,17 @@ def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), floor)
 
 
-Mask = torch.Tensor | list[torch.Tensor] | None
+Mask = torch.Tensor | list[torch.Tensor | None] | None
 
 
-def tree_mask(stock: Callable[..., torch.Tensor | None]) -> Callable[..., Mask]:
+def tree_mask(stock: Callable[..., torch.Tensor | None], may_be_none: bool) -> Callable[..., Mask]:
     """A mask function for AttentionMaskInterface, that makes transformers' `stock` masks outside a step.
 
     In a step it returns the mask of one layer kind, [B, 1, T, KV] in `dtype`: additive, because models with their own
     attention code add it, and because SDPA on a CPU would convert a bool mask again in every layer. Packed inputs have
-    a list of them, one per block. Models that dispatch through AttentionInterface hand it on as it is; one that
-    touches it fails on a list, and is found out by the self-check.
+    a list of them, one per block. With `may_be_none` there is none where nothing is hidden. Models that dispatch
+    through AttentionInterface hand it on as it is; one that touches it fails on a list, and is found out by the
+    self-check.
     """
 
     def make(
@@ -98,7 +101,11 @@ def tree_mask(stock: Callable[..., torch.Tensor | None]) -> Callable[..., Mask]:
             # No shortcut without a mask: our attention function would not know that None means causal.
             kwargs["allow_is_causal_skip"] = False
             return stock(*sizes, mask_function=mask_function, dtype=dtype, **kwargs)
-        masks = [additive(visible_nodes(block, mask_function), dtype) for block in step.blocks]
+        skips = may_be_none and mask_function is causal_mask_function
+        masks = [
+            None if skips and block.is_open else additive(visible_nodes(block, mask_function), dtype)
+            for block in step.blocks
+        ]
         return masks if step.packed else masks[0]
 
     return make
@@ -162,7 +169,7 @@ def _exact_attention(
         raise TypeError("this attention needs padded inputs")
     packed = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
     for block, mask in zip(step.blocks, masks, strict=True):
-        assert block.tails is not None
+        assert block.tails is not None and mask is not None
         parts = block.cached(key), block.cached(value)
         out = exact.attend(block.entries(query), *parts, mask, block.tails, scale, softcap, s_aux)
         block.entries(packed.transpose(1, 2)).copy_(out)
@@ -246,7 +253,7 @@ def _attend_with_extras(
 
 
 AttentionInterface.register(TREE_ATTENTION, tree_attention)
-AttentionMaskInterface.register(TREE_ATTENTION, tree_mask(sdpa_mask))
+AttentionMaskInterface.register(TREE_ATTENTION, tree_mask(sdpa_mask, may_be_none=True))
 # Never called: models with their own attention code only need the name to be valid.
 AttentionInterface.register(TREE_MASK_ONLY, tree_attention)
-AttentionMaskInterface.register(TREE_MASK_ONLY, tree_mask(eager_mask))
+AttentionMaskInterface.register(TREE_MASK_ONLY, tree_mask(eager_mask, may_be_none=False))

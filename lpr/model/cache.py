@@ -10,6 +10,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from lpr.model.attention import current_step
+from lpr.model.inputs import StepInputs
 from lpr.model.transfer import to_device
 
 
@@ -31,6 +32,8 @@ class TreeCache(Cache):
         self.rows_per_slot = rows_per_slot
         self._pools: list[torch.Tensor] = []
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._by_slot: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """The same tensors as [slots, heads, rows, dim], as attention reads them."""
 
     def allocate(self, like: TreeCache) -> None:
         """Make the tensors at once, with the layer shapes of another cache of the same model."""
@@ -44,7 +47,8 @@ class TreeCache(Cache):
             pool = torch.zeros(size, dtype=dtype, device=device)
             self._pools.append(pool)
             sides.update(zip(members, pool, strict=True))
-        self._layers = {layer: (sides[layer, 0], sides[layer, 1]) for layer in like._layers}
+        for layer in like._layers:
+            self._keep(layer, sides[layer, 0], sides[layer, 1])
 
     @property
     def bytes_per_row(self) -> int:
@@ -65,20 +69,41 @@ class TreeCache(Cache):
         assert step is not None, "a TreeCache works only inside step_scope"
         if layer_idx not in self._layers:
             self._add_layer(layer_idx, key_states, value_states)
+        if step.packed:
+            return self._update_flat(step, layer_idx, (key_states, value_states))
+        block, views = step.blocks[0], []
+        for side, all_slots, new in zip(
+            self._layers[layer_idx], self._by_slot[layer_idx], (key_states, value_states), strict=True
+        ):
+            mine = all_slots.narrow(0, block.first_slot, len(block.positions))
+            if block.run is not None:  # the entries lie side by side
+                mine.narrow(2, block.run[1], new.shape[2]).copy_(new)
+            else:
+                side.index_copy_(0, step.write_rows, new.transpose(1, 2).flatten(0, 1))
+            views.append(mine.narrow(2, 0, block.num_kv))
+        return views[0], views[1]
+
+    def _update_flat(
+        self, step: StepInputs, layer: int, states: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `update`, for packed inputs."""
         views = []
-        for side, new in zip(self._layers[layer_idx], (key_states, value_states), strict=True):
+        for side, new in zip(self._layers[layer], states, strict=True):
             side.index_copy_(0, step.write_rows, new.transpose(1, 2).flatten(0, 1))
-            flat = side.transpose(0, 1)[None]
-            if step.packed:
-                step.cache_storages.add(side.untyped_storage().data_ptr())
-            views.append(flat if step.packed else step.blocks[0].cached(flat))
+            step.cache_storages.add(side.untyped_storage().data_ptr())
+            views.append(side.transpose(0, 1)[None])
         return views[0], views[1]
 
     def _add_layer(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         rows = self.num_slots * self.rows_per_slot
         pair = tuple(new.new_zeros(rows, new.shape[1], new.shape[3]) for new in (keys, values))
-        self._layers[layer] = (pair[0], pair[1])
+        self._keep(layer, pair[0], pair[1])
         self._pools.extend(side[None] for side in pair)
+
+    def _keep(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self._layers[layer] = (keys, values)
+        first, second = (side.unflatten(0, (self.num_slots, -1)).transpose(1, 2) for side in (keys, values))
+        self._by_slot[layer] = (first, second)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Committed length, for model code that asks; positions are always passed explicitly."""
@@ -96,30 +121,19 @@ class TreeCache(Cache):
 
     # What the runtime calls.
 
-    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy flat rows `sources` to flat rows `targets` in every layer; overlaps are safe (gather, then scatter)."""
-        if not sources:
+    def move(self, rows: np.ndarray) -> None:
+        """Copy the flat rows `rows[0]` to `rows[1]` (int64 [2, n]) in every layer; overlaps are safe."""
+        if not rows.shape[1]:
             return
-        device = self._pools[0].device
-        source, target = to_device(np.array([sources, targets], np.int64), device)
+        source, target = to_device(rows, self._pools[0].device)
         for pool in self._pools:
             pool.index_copy_(1, target, pool.index_select(1, source))
 
     def commit(self, slot: int, num_cached: int, entries: Sequence[int]) -> None:
         """Keep the step's `entries` (indices into the slot's row of the step, in order) as the next committed rows."""
-        self.commit_all([(slot, num_cached, entries)])
-
-    def commit_all(self, kept: Sequence[tuple[int, int, Sequence[int]]]) -> None:
-        """Keep entries of several slots, each as `commit` takes them, by one copy."""
-        sources: list[int] = []
-        targets: list[int] = []
-        for slot, num_cached, entries in kept:
-            base = slot * self.rows_per_slot + num_cached
-            for index, entry in enumerate(entries):
-                if entry != index:
-                    sources.append(base + entry)
-                    targets.append(base + index)
-        self.move(sources, targets)
+        base = slot * self.rows_per_slot + num_cached
+        moved = [(base + entry, base + index) for index, entry in enumerate(entries) if entry != index]
+        self.move(np.array(moved, np.int64).reshape(-1, 2).T)
 
     def clear(self, slot: int, num_cached: int) -> None:
         """Zero a slot's rows from `num_cached` on: what is masked still spoils a sum if it is NaN."""

@@ -36,7 +36,7 @@ from lpr.model.static_inputs import (
     power_of_two,
     static_shape,
 )
-from lpr.model.transfer import copy_over
+from lpr.model.transfer import Upload
 
 logger = logging.getLogger(__name__)
 
@@ -181,6 +181,7 @@ class GraphRunner:
         largest = StaticShape(0, num_slots, NODE_BUCKETS[-1], 0, 0, 0, num_keys, True)
         # One place for all shapes: graphs never overlap, and a replay reads it in stream order.
         self._words = torch.zeros(largest.num_words, dtype=torch.int32, device=device)
+        self._upload = Upload(self._words)
 
     def limit(self, max_nodes: int) -> None:
         """Capture steps of up to `max_nodes` nodes a row; longer pending chains, such as prompts, are rare shapes."""
@@ -216,13 +217,17 @@ class GraphRunner:
         return None if shape is None else self._replay(replace(shape, only_logits=True), rows, nothing)
 
     def _replay(self, shape: StaticShape, rows: Sequence[Row], selection: Selection) -> torch.Tensor | None:
-        copy_over(self._words[: shape.num_words], shape.place(rows, selection))
+        self._place(shape, rows, selection)
         replay = self._graph(shape)
         if replay is None:
             return None
         results = replay().view(shape.batch, shape.num_entries, -1)
         parts = [each[shape.num_entries - row.num_results :] for each, row in zip(results, rows, strict=False)]
         return parts[0] if len(rows) == 1 else torch.cat(parts)
+
+    def _place(self, shape: StaticShape, rows: Sequence[Row], selection: Selection) -> None:
+        shape.place(self._upload.words(shape.num_words), rows, selection)
+        self._upload.send(shape.num_words)
 
     def _graph(self, shape: StaticShape) -> Program | None:
         replay = self._graphs.get(shape)
@@ -292,7 +297,7 @@ class GraphRunner:
                 tokens = [entry % 7 for entry in range(shape.num_entries)]
                 positions = list(range(shape.num_entries))
                 row = Row(shape.first_slot, 0, tokens, list(range(-1, shape.num_entries - 1)), positions, 0)
-                copy_over(self._words[: shape.num_words], shape.place([row], Selection.build([])))
+                self._place(shape, [row], Selection.build([]))
                 self._graph(shape)
 
     def common_shapes(self, num_candidates: int) -> list[StaticShape]:

@@ -24,7 +24,7 @@ from lpr.native import ancestor_words
 class Row:
     """What one sequence has evaluated in a forward: its pending chain and, below it, its nodes of the tree."""
 
-    __slots__ = ("entries", "num_cached", "num_results", "slot")
+    __slots__ = ("entries", "num_cached", "num_entries", "num_results", "slot")
 
     def __init__(
         self,
@@ -45,12 +45,15 @@ class Row:
         self.num_results = num_results
         self.entries = np.array([tokens, parents, positions], np.int32)
         """Tokens, parents and positions, int32 [3, n]."""
+        self.num_entries = self.entries.shape[1]
+        """n."""
 
     @classmethod
     def of(cls, slot: int, num_cached: int, entries: np.ndarray, num_results: int) -> Row:
         """The row of `entries`, which are kept as they are (see lpr.core.rows.row_entries)."""
         row = cls.__new__(cls)
         row.slot, row.num_cached, row.entries, row.num_results = slot, num_cached, entries, num_results
+        row.num_entries = entries.shape[1]
         return row
 
     @property
@@ -84,11 +87,18 @@ class Block:
     kv_positions: torch.Tensor
     """[B, KV] int64: position of what each cache row holds (of no meaning where it is not visible)."""
     visible: torch.Tensor | None
-    """[B, T, KV] bool: may the entry attend to the cache row? None where `tree_mask` says it in bits."""
+    """[B, T, KV] bool: may the entry attend to the cache row? None where `tree_mask` says it in bits, or all may."""
     tree_mask: TreeMask | None = None
     """What the GPU kernels take for a mask."""
+    run: tuple[int, int] | None = None
+    """Slot and first row of the cache that the entries of a single row are written to, if there is no padding."""
     tails: list[Tail | None] | None = None
     """[B]: where entries branch, for exact attention."""
+
+    @property
+    def is_open(self) -> bool:
+        """May every entry attend to all KV cache rows?"""
+        return self.visible is None and self.tree_mask is None
 
     def entries(self, states: torch.Tensor) -> torch.Tensor:
         """The part [1, H, T, D] of packed queries or outputs [1, H, N, D], as a view."""
@@ -164,14 +174,25 @@ def build_inputs(
     groups = [[row] for row in rows] if packed and not _same_shape(rows, node_bucket, kv_bucket) else [list(rows)]
     parts, blocks, start = [], [], 0
     for group in groups:
-        num_entries = round_up(max(len(row.tokens) for row in group), node_bucket)
+        num_entries = round_up(max(row.num_entries for row in group), node_bucket)
         num_entries = max(num_entries, LEAST_HEIGHT if exact else 1)
-        num_kv = min(round_up(max(row.num_cached + len(row.tokens) for row in group), kv_bucket), rows_per_slot)
-        arrays = _rectangle(group, num_entries, num_kv, rows_per_slot, tree_bits)
+        num_kv = min(round_up(max(row.num_cached + row.num_entries for row in group), kv_bucket), rows_per_slot)
+        is_run = len(group) == 1 and num_entries == group[0].num_entries and not exact
+        is_open = is_run and num_entries == 1 and not tree_bits
+        if is_open:  # a plain step: nothing is hidden, and attention without a mask is a tenth of it faster
+            num_kv = group[0].num_cached + 1
+        arrays = (
+            _one_entry(group[0], rows_per_slot)
+            if is_open
+            else _rectangle(group, num_entries, num_kv, rows_per_slot, tree_bits)
+        )
         entries, kv_positions, visible = (to_device(array, device) for array in arrays)
         block = Block(start, group[0].slot, rows_per_slot, num_kv, entries[1], kv_positions, visible)
-        if tree_bits:
+        if is_run:
+            block.run = group[0].slot, group[0].num_cached
+        if tree_bits or is_open:
             block.visible = None
+        if tree_bits:
             parents, cached = [row.parents for row in group], [row.num_cached for row in group]
             block.tree_mask = build_mask(parents, cached, entries[1], device)
         if exact:
@@ -209,7 +230,7 @@ def _same_shape(rows: Sequence[Row], node_bucket: int, kv_bucket: int) -> bool:
     """Are `rows` in neighbouring slots, in order, with equal numbers of entries and of cache rows?"""
     shapes = set()
     for index, row in enumerate(rows):
-        count = len(row.tokens)
+        count = row.num_entries
         shapes.add((row.slot - index, round_up(count, node_bucket), round_up(row.num_cached + count, kv_bucket)))
     return len(shapes) == 1
 
@@ -225,7 +246,7 @@ def _rectangle(
     kv_positions[:] = np.arange(num_kv)
     visible = np.zeros((len(rows), num_entries, 0 if tree_bits else num_kv), bool)
     for index, row in enumerate(rows):
-        count, cached = len(row.tokens), row.num_cached
+        count, cached = row.num_entries, row.num_cached
         start = num_entries - count
         write_rows[index, :start] = (row.slot + 1) * rows_per_slot - 1  # the spare row
         write_rows[index, start:] = np.arange(count) + (row.slot * rows_per_slot + cached)
@@ -241,6 +262,13 @@ def _rectangle(
         visible[index, start:, cached : cached + count] = ancestor_matrix(row.parents)
         visible[index, :start, 0] = True  # a padding entry needs one visible key to stay finite
     return entries, kv_positions, visible
+
+
+def _one_entry(row: Row, rows_per_slot: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The arrays of a block of one row with one entry, as `_rectangle` without a mask makes them."""
+    token, _, position = row.entries[:, 0].tolist()
+    entries = np.array([token, position, row.slot * rows_per_slot + row.num_cached], np.int64)
+    return entries.reshape(3, 1, 1), np.arange(row.num_cached + 1)[None], np.empty((1, 1, 0), bool)
 
 
 def ancestor_matrix(parents: Sequence[int] | np.ndarray) -> np.ndarray:

@@ -5,31 +5,18 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-MASK32 = 0xFFFFFFFF
-# Multipliers of the 32-bit mixer "triple32" (C. Wellons, "Prospecting for hash functions", 2018): the lowest known
-# bias of a three-round integer hash. Below 2^32 times 2^32 an int64 product wraps, and its low 32 bits stay right.
-_ROUNDS = ((17, 0xED5AD4BB), (11, 0xAC4C1B51), (15, 0x31848BAB))
+from lpr.core.noise_keys import MASK32, ROUNDS
 
 
 def _mix32(x: torch.Tensor) -> torch.Tensor:
-    """Hash 32-bit values held in int64, elementwise; the same integers on every device."""
-    for shift, multiplier in _ROUNDS:
+    """`mix32` of 32-bit values held in int64, elementwise; the same integers on every device.
+
+    Below 2^32 times 2^32 an int64 product wraps, and its low 32 bits stay right.
+    """
+    for shift, multiplier in ROUNDS:
         x = x ^ (x >> shift)
         x = (x * multiplier) & MASK32
     return x ^ (x >> 14)
-
-
-def _mix32_number(x: int) -> int:
-    for shift, multiplier in _ROUNDS:
-        x ^= x >> shift
-        x = (x * multiplier) & MASK32
-    return x ^ (x >> 14)
-
-
-def noise_key(seed: int, position: int) -> int:
-    """32-bit key of the noise at `position` (index of the token to be chosen) of a request with `seed`."""
-    low, high = seed & MASK32, (seed >> 32) & MASK32
-    return _mix32_number(_mix32_number(_mix32_number(low ^ 0x9E3779B9) ^ high) ^ (position & MASK32))
 
 
 def gumbel(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -73,7 +60,7 @@ def gumbel_of_pairs(keys: np.ndarray, tokens: np.ndarray) -> np.ndarray:
 
 
 def _mix32_in_place(words: np.ndarray, spare: np.ndarray) -> None:
-    for shift, multiplier in _ROUNDS:
+    for shift, multiplier in ROUNDS:
         words ^= np.right_shift(words, np.uint32(shift), out=spare)
         words *= np.uint32(multiplier)
     words ^= np.right_shift(words, np.uint32(14), out=spare)

@@ -23,7 +23,7 @@ from lpr.model.graphs import Capturer, CudaCapturer, GraphRunner, uncapturable
 from lpr.model.inputs import Row, StepInputs, build_inputs, round_up
 from lpr.model.kernels.hook import KERNELS, load_kernel
 from lpr.model.memory import cache_shortage, free_bytes
-from lpr.model.sampling import Selection, candidates, choose, log_probabilities
+from lpr.model.sampling import Selection, candidates, choose, four_to_a_word, log_probabilities
 
 ATTENTION = ("auto", "sdpa", *KERNELS)
 """What `attention` may be: PyTorch's attention with a dense mask, a GPU kernel that reads bits, or lpr's choice."""
@@ -202,8 +202,9 @@ class TreeModel:
     def evaluate(self, rows: Sequence[Row], selection: Selection, num_candidates: int) -> torch.Tensor:
         """The results of the rows' last `num_results` entries, on the device, without a synchronisation.
 
-        Returns int32 [sum of num_results, 1 + 2k]: next token, its k candidates, their k scores; behind them what
-        `log_probabilities` returns, if the selection asks for it. They are overwritten by the next call.
+        Returns int32 [sum of num_results, result_words(k)]: the next token, its k candidates and their k scores, of
+        which four share a word; behind them what `log_probabilities` returns, if the selection asks for it. They are
+        overwritten by the next call.
         """
         if self._check_rows is not None:
             self._check_rows(rows)
@@ -228,8 +229,11 @@ class TreeModel:
         self, logits: torch.Tensor, selection: Selection, num_candidates: int, fixed_shapes: bool = False
     ) -> torch.Tensor:
         columns = [choose(logits, selection, fixed_shapes)[:, None]]
+        if not num_candidates and selection.num_logprobs is None:
+            return columns[0].to(torch.int32)
         if num_candidates:
-            columns.extend(candidates(logits, num_candidates))
+            tokens, scores = candidates(logits, num_candidates)
+            columns += [tokens, four_to_a_word(scores)]
         if selection.num_logprobs is not None:
             columns.append(log_probabilities(logits, columns[0][:, 0], selection.num_logprobs))
         return torch.cat(columns, 1).to(torch.int32)

@@ -26,7 +26,7 @@ from lpr.model import sampling_reference
 from lpr.model.sampling_cpu import best_tokens, draw
 from lpr.model.selection import Selection
 
-__all__ = ["Selection", "candidates", "choose", "gpu_pick", "log_probabilities", "pick"]
+__all__ = ["Selection", "candidates", "choose", "four_to_a_word", "gpu_pick", "log_probabilities", "pick"]
 
 logger = logging.getLogger(__name__)
 
@@ -95,9 +95,14 @@ def log_probabilities(logits: torch.Tensor, chosen: torch.Tensor, count: int) ->
 
 
 def candidates(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k most likely next tokens [n, k] of every row and their scores [n, k] (see SCORE_STEPS)."""
+    """The k most likely next tokens [n, k] int64 of every row and their scores [n, k] uint8 (see SCORE_STEPS)."""
     scores = logits.float()
     top, tokens = scores.topk(min(k, scores.shape[1]), dim=-1)
     log_probs = top - scores.logsumexp(-1, keepdim=True)
     steps = (log_probs * -SCORE_STEPS).round().nan_to_num(nan=MAX_SCORE)
-    return tokens, steps.clamp(0, MAX_SCORE).to(torch.int64)
+    return tokens, steps.clamp(0, MAX_SCORE).to(torch.uint8)
+
+
+def four_to_a_word(scores: torch.Tensor) -> torch.Tensor:
+    """Bytes [n, k] as int32 [n, ceil(k / 4)], as they travel."""
+    return torch.nn.functional.pad(scores, (0, -scores.shape[1] % 4)).view(torch.int32)

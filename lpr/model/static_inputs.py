@@ -11,7 +11,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,7 +57,7 @@ class StaticShape:
     only_logits: bool = False
     """Does the graph end at the logits [B * T, V]? What logits processors get is chosen from outside of it."""
 
-    @property
+    @cached_property
     def sizes(self) -> dict[str, tuple[int, ...]]:
         """The shape in int32 words of each part, in the order in which they lie; 64-bit ones first."""
         batch, num_entries = self.batch, self.num_entries
@@ -70,14 +72,13 @@ class StaticShape:
             "selection": (5 * num_rows + self.num_keys,),
         }
 
-    @property
+    @cached_property
     def num_words(self) -> int:
         """Words of all parts."""
         return sum(map(prod, self.sizes.values()))
 
-    def place(self, rows: Sequence[Row], selection: Selection) -> np.ndarray:
-        """The words of a step of `rows`, neighbouring slots from `first_slot` on, on the host."""
-        words = np.empty(self.num_words, np.int32)
+    def place(self, words: np.ndarray, rows: Sequence[Row], selection: Selection) -> None:
+        """Write the words [num_words] of a step of `rows`, neighbouring slots from `first_slot` on, on the host."""
         place_rows(
             words,
             self.batch,
@@ -89,12 +90,11 @@ class StaticShape:
         )
         if self.num_keys:
             words[-prod(self.sizes["selection"]) :] = self._place_selection(rows, selection)
-        return words
 
     def _place_selection(self, rows: Sequence[Row], selection: Selection) -> np.ndarray:
         """Each row's parameters among the last of its T entries; the other entries are greedy."""
         given = selection.words()
-        num_given, num_keys = len(selection.key_of), len(selection.keys)
+        num_given, num_keys = selection.num_rows, selection.num_keys
         placed = np.zeros((5, self.batch, self.num_entries), np.int32)
         start = 0
         for index, row in enumerate(rows):
@@ -134,9 +134,7 @@ class StaticShape:
             logits_to_keep=self.num_entries,
         )
         num_rows = self.batch * self.num_entries if self.num_keys else 0
-        return inputs, Selection.from_words(
-            parts["selection"], self.num_keys, num_rows, self.num_keys > 0, self.filtered
-        )
+        return inputs, Selection(parts["selection"], self.num_keys, num_rows, self.num_keys > 0, self.filtered)
 
     def _visible(self, mask: TreeMask) -> torch.Tensor:
         """[B, T, KV] bool; padding sees the first cache row, to stay finite."""
@@ -158,26 +156,25 @@ def static_shape(
     A shape is one block: rows that are not neighbouring slots in order have none.
     """
     first = rows[0].slot
-    longest = max(len(row.tokens) for row in rows)
-    if longest > max_entries or any(row.slot != first + index for index, row in enumerate(rows)):
+    longest = max([row.num_entries for row in rows])
+    if longest > max_entries or any([row.slot != first + index for index, row in enumerate(rows)]):
         return None
-    num_kv = max(row.num_cached + len(row.tokens) for row in rows)
+    num_kv = max([row.num_cached + row.num_entries for row in rows])
     batch = min(power_of_two(len(rows)), num_slots - first)
     num_entries = bucket_of(longest, NODE_BUCKETS if batch == 1 else BATCH_NODE_BUCKETS)
     num_keys = batch * FEW_KEYS
-    if len(selection.keys) > num_keys:
+    if selection.num_keys > num_keys:
         num_keys = batch * num_entries
-    return StaticShape(
-        first_slot=first,
-        batch=batch,
-        num_entries=num_entries,
-        num_kv=min(bucket_of(num_kv, (*WIDE_KV, rows_per_slot) if tree_bits else KV_BUCKETS), rows_per_slot),
-        rows_per_slot=rows_per_slot,
-        num_candidates=num_candidates,
-        num_keys=num_keys if selection.sampled else 0,
-        filtered=selection.sampled,
-        tree_bits=tree_bits,
-    )
+    kv_bucket = min(bucket_of(num_kv, (*WIDE_KV, rows_per_slot) if tree_bits else KV_BUCKETS), rows_per_slot)
+    num_keys = num_keys if selection.sampled else 0
+    sizes = (first, batch, num_entries, kv_bucket, rows_per_slot, num_candidates)
+    return _known_shape(*sizes, num_keys, selection.sampled, tree_bits)
+
+
+@lru_cache(maxsize=1024)
+def _known_shape(*fields: Any) -> StaticShape:
+    """One object for each shape: what follows from its fields is computed once, not in every step."""
+    return StaticShape(*fields)
 
 
 def bucket_of(count: int, buckets: Sequence[int]) -> int:

@@ -20,6 +20,30 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return host.to(device, non_blocking=True)
 
 
+class Upload:
+    """Words for a tensor on the device that the host writes anew in every step, in one pinned place made once."""
+
+    def __init__(self, target: torch.Tensor) -> None:
+        """Words for `target`, int32 [n] on any device; on a CPU they are written to its own memory."""
+        self._target = target
+        on_gpu = target.device.type == "cuda"
+        self._pinned = torch.empty(target.shape, dtype=target.dtype).pin_memory() if on_gpu else target
+        self._words = self._pinned.numpy()
+        self._left = torch.cuda.Event() if on_gpu else None
+
+    def words(self, count: int) -> np.ndarray:
+        """Where to write the first `count` words; waits, if it must, until the device has read the last ones."""
+        if self._left is not None:
+            self._left.synchronize()
+        return self._words[:count]
+
+    def send(self, count: int) -> None:
+        """Copy the first `count` words over, for which nobody waits."""
+        if self._left is not None:
+            self._target[:count].copy_(self._pinned[:count], non_blocking=True)
+            self._left.record()
+
+
 def copy_over(target: torch.Tensor, array: np.ndarray) -> None:
     """Write `array` to `target`, a tensor of its shape and type on any device, as `to_device` would."""
     host = torch.from_numpy(array)

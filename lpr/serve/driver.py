@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from lpr.config import InputError
-from lpr.core.tree import Source
+from lpr.dist.comm import Comm
 from lpr.engine.engine import Engine
-from lpr.engine.request import Chunk as EngineChunk
 from lpr.engine.request import Request
-from lpr.engine.stats import DecodeStats
+from lpr.serve.delivery import Delivery
 from lpr.serve.line import PULSE_EVERY, Line
-from lpr.serve.messages import Abort, Chunk, Facts, Load, Stepped, Stop, Submit, TokenLogprobs, Usage
+from lpr.serve.messages import Abort, Chunk, Facts, Load, Resume, Stepped, Stop, Submit
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -22,15 +22,21 @@ class Driver:
     def __init__(self, engine: Engine, line: Line, model: str, learns: bool = True) -> None:
         """Drive `engine`; raises InputError for a model that cannot be served.
 
-        `learns` says whether requests may draft from outputs of others of their tenant.
+        The engine may hold requests already, where its rank takes over from a driver that was lost: the front says
+        which of them go on, and what it has got of them. `learns` says whether requests may draft from outputs of
+        others of their tenant.
         """
         self.engine = engine
         self._learns = learns
         self._line = line
-        self._requests: dict[int, Request] = {}
-        self._details: set[int] = set()
-        self._told: dict[int, DecodeStats] = {}
+        self._open: dict[int, Delivery] = {}
         self._num_steps = 0
+        self._said: list[Chunk] = []
+        self._advanced: list[Request] = []
+        self._overlaps = engine.model.device.type == "cuda"
+        """Does a device work while the host goes on? Then what a step added is sent while the next one runs."""
+        engine.while_busy = self._send if self._overlaps else None
+        line.moved(self._load())
         line.send(facts_of(engine, model))
 
     def run(self) -> None:
@@ -40,107 +46,93 @@ class Driver:
                 if isinstance(message, Stop):
                     return
                 if isinstance(message, Submit):
-                    self._submit(message)
-                elif (request := self._forget(message)) is not None:
-                    self.engine.abort(request)
+                    self._said += self._submit(message)
+                elif isinstance(message, Abort):
+                    self._abort(message)
+                else:
+                    self._drop_all_but(message)
             # Without work this only looks whether the other ranks still live.
-            advanced = self.engine.step()
+            self._advanced += self.engine.step()
             self._num_steps += not self.engine.is_idle
-            chunks = [self._chunk(chunk) for request in advanced for chunk in request.take()]
-            self._line.load = self._load()
-            if known := [chunk for chunk in chunks if chunk is not None]:
-                self._line.send(Stepped(known, self._line.load))
+            if self.engine.is_idle or not self._overlaps:
+                self._send()
 
-    def _submit(self, message: Submit) -> None:
+    def _send(self) -> None:
+        """Tell the front what there is to say of requests, and what steps added since the last call."""
+        chunks, self._said = self._said, []
+        for request in self._advanced:
+            if isinstance(request.id, int) and request.id in self._open:
+                chunks += self._chunks(request.id)
+        self._advanced.clear()
+        self._line.moved(self._load())
+        if chunks:
+            self._line.send(Stepped(chunks, self._line.load))
+
+    def _submit(self, message: Submit) -> Iterator[Chunk]:
+        """Begin a request, or go on with one that the ranks hold; yields what of it can be said at once."""
         num_prompt = message.num_prompt if message.num_prompt is not None else len(message.prompt_ids)
+        delivered = message.prompt_ids[num_prompt:]
+        request = self.engine.requests.get(message.id)
         try:
-            request = self.engine.submit(
-                message.prompt_ids[:num_prompt],
-                message.params,
-                id=message.id,
-                delivered=message.prompt_ids[num_prompt:],
-                tenant=message.tenant,
-                learns=self._learns,
-            )
+            if request is None:
+                request = self.engine.submit(
+                    message.prompt_ids[:num_prompt],
+                    message.params,
+                    id=message.id,
+                    delivered=delivered,
+                    tenant=message.tenant,
+                    learns=self._learns,
+                )
+            else:
+                request.take()  # `missed` says it
         except InputError as failure:
-            chunk = Chunk(message.id, [], "", "error", str(failure))
-            self._line.send(Stepped([chunk], self._line.load))
+            yield Chunk(message.id, [], "", "error", str(failure))
             return
-        self._requests[message.id] = request
-        if message.details:
-            self._details.add(message.id)
+        delivery = Delivery(request, len(delivered), message.num_characters, message.details)
+        self._open[message.id] = delivery
+        if (missed := delivery.missed()) is not None:
+            yield missed
 
-    def _forget(self, message: Abort) -> Request | None:
-        self._details.discard(message.id)
-        self._told.pop(message.id, None)
-        return self._requests.pop(message.id, None)
+    def _abort(self, message: Abort) -> None:
+        delivery = self._open.pop(message.id, None)
+        request = delivery.request if delivery is not None else self.engine.requests.get(message.id)
+        if request is not None:
+            self.engine.abort(request)
 
-    def _chunk(self, chunk: EngineChunk) -> Chunk | None:
-        """A chunk as the front knows it; None of a request that it has aborted."""
-        request = chunk.request
-        if request.id not in self._requests or not isinstance(request.id, int):
-            return None
-        ended = chunk.finish_reason is not None
-        sources = self._sources(request, len(chunk.token_ids)) if request.id in self._details else None
-        found = getattr(chunk, "logprobs", None)
-        logprobs = None if found is None else [TokenLogprobs(each.logprob, list(each.top)) for each in found]
-        if ended:
-            self._forget(Abort(request.id))
-        return Chunk(
-            request.id,
-            chunk.token_ids,
-            chunk.text,
-            chunk.finish_reason,
-            request.error,
-            logprobs,
-            sources,
-            usage_of(request) if ended else None,
-            request.text_stream.stop_reason if ended else None,
-        )
+    def _drop_all_but(self, message: Resume) -> None:
+        """Abort what the front does not want any more: it has said so to a driver that was lost."""
+        wanted = set(message.ids)
+        for request in list(self.engine.requests.values()):
+            if request.id not in wanted:
+                self.engine.abort(request)
 
-    def _sources(self, request: Request, count: int) -> list[str]:
-        """Which draft source named each of a step's tokens; the last one is the model's own."""
-        before = self._told.get(int(request.id))
-        told = before.accepted if before is not None else {}
-        by_depth = {
-            depth: Source(source).name.lower()
-            for (source, depth), number in request.stats.accepted.items()
-            if depth and number > told.get((source, depth), 0)
-        }
-        after = DecodeStats()
-        after.accepted.update(request.stats.accepted)
-        self._told[int(request.id)] = after
-        return [by_depth.get(depth, "model") for depth in range(1, count + 1)]
+    def _chunks(self, id: int) -> Iterator[Chunk]:
+        """What the last step added to a request, as far as the front has not got it."""
+        delivery = self._open[id]
+        for each in delivery.request.take():
+            chunk = delivery.new(each)
+            if chunk is not None:
+                yield chunk
+            if each.finish_reason is not None:
+                self._open.pop(id, None)
 
     def _load(self) -> Load:
-        scheduler, engine = self.engine.scheduler, self.engine
-        running = scheduler.running
+        engine = self.engine
+        running = engine.scheduler.running
         held = sum(len(request.tokens) for request in running)
         return Load(
             num_running=len(running),
-            num_waiting=len(self._requests) - len(running),
+            num_waiting=max(0, len(self._open) - len(running)),
             kv_usage=held / (engine.max_length * engine.decode.max_batch_size),
             num_steps=self._num_steps,
+            num_ranks=engine.comm.size * engine.comm.tp_size,
+            epoch=epoch_of(engine.comm),
         )
 
 
-def usage_of(request: Request) -> Usage:
-    """What a finished request took."""
-    stats = request.stats
-    depths: dict[int, int] = {}
-    for (source, depth), count in stats.accepted.items():
-        if source != Source.ROOT:
-            depths[depth] = depths.get(depth, 0) + count
-    sources = stats.sources
-    return Usage(
-        num_steps=stats.num_steps,
-        num_fill_steps=stats.num_fill_steps,
-        num_cached=request.num_cached_tokens,
-        drafted=sum(each.drafted for each in sources.values()),
-        accepted=sum(each.accepted for each in sources.values()),
-        accepted_per_depth=[depths.get(depth, 0) for depth in range(1, max(depths, default=0) + 1)],
-        by_source={name: (each.drafted, each.accepted) for name, each in sources.items()},
-    )
+def epoch_of(comm: Comm) -> int:
+    """How often the ranks of `comm` have re-formed; 0 where a lost rank ends the job."""
+    return comm.membership.epoch if comm.membership is not None else 0
 
 
 def facts_of(engine: Engine, model: str) -> Facts:

@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import uvicorn
@@ -20,6 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from lpr.config import InputError
 from lpr.serve.app import Surface, build
 from lpr.serve.context import Context
+from lpr.serve.keeper import Keeper, Patience, RankProcesses
 from lpr.serve.link import Link
 from lpr.serve.messages import Loading, Stop, ToFront
 from lpr.serve.metrics import Metrics
@@ -29,21 +30,25 @@ from lpr.serve.ranks import Ranks
 from lpr.serve.served import Served
 from lpr.serve.service import Limits, Service
 
-_STOP_SECONDS = 10.0
-"""Time for the ranks to end by themselves."""
-
 
 class Front:
     """One running service."""
 
-    def __init__(self, args: ServeArgs, argv: Sequence[str], attached: Path | None = None) -> None:
+    def __init__(
+        self,
+        args: ServeArgs,
+        argv: Sequence[str],
+        attached: Path | None = None,
+        make_ranks: Callable[[Path], RankProcesses] | None = None,
+    ) -> None:
         """Prepare; raises InputError for what cannot be read or listened at.
 
-        `attached` is the socket that ranks which someone else started will connect to; None starts them.
+        `attached` is the socket that ranks which someone else started will connect to; None starts them here, by
+        default as processes with the flags `argv`.
         """
         self.args = args
-        self._argv = argv
         self._attached = attached
+        self._make_ranks = make_ranks or (lambda path: Ranks(argv, args.lp or 1, args.tp, path))
         self._keys = Keys.read(args.api_key, args.api_key_file)
         if self._keys and args.trie is not None and args.share_drafts != "all":
             raise InputError("--trie keeps what all keys wrote for all of them: say so by --share-drafts all")
@@ -53,41 +58,43 @@ class Front:
         self._sockets = [_listen(args.host, args.port)]
         self.port: int = self._sockets[0].getsockname()[1]
         self._console = Console(stderr=True)
+        self._keeper: Keeper | None = None
         self._stopping = asyncio.Event()
         self._failure: tuple[int, str] | None = None
 
     async def run(self) -> int:
-        """Serve until a signal, or until the ranks are lost; returns the exit code."""
-        self.service = Service(Limits(max_queue=self.args.max_queue, max_queued_tokens=self.args.max_queued_tokens),
-                               lambda message: link.send(message))  # fmt: skip
+        """Serve until a signal, or until there can be no ranks any more; returns the exit code."""
+        args = self.args
+        limits = Limits(
+            max_queue=args.max_queue, max_queued_tokens=args.max_queued_tokens, step_seconds=max(args.timeout, 60.0)
+        )
+        self.service = Service(limits, lambda message: link.send(message))
         link = Link(self._receive, self._lost)
         self.context = Context(
             service=self.service,
-            metrics=Metrics(self.service, self.args.names[0]),
-            request_timeout=self.args.request_timeout,
-            share_drafts=self.args.share_drafts,
+            metrics=Metrics(self.service, args.names[0]),
+            request_timeout=args.request_timeout,
+            share_drafts=args.share_drafts,
         )
-        if self.args.otlp is not None:
+        if args.otlp is not None:
             from lpr.serve.telemetry import tracer
 
-            self.context.trace = tracer(self.args.otlp, self.args.names[0])
+            self.context.trace = tracer(args.otlp, args.names[0])
         server = uvicorn.Server(self._uvicorn_config())
         server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]
         with tempfile.TemporaryDirectory(prefix="lpr-serve-") as folder:
-            path = self._attached or Path(folder) / "driver.sock"
-            await link.listen(path)
-            ranks = None if self._attached else Ranks(self._argv, self.args.num_ranks, path)
+            if self._attached is not None:
+                await link.listen(self._attached)
+            else:
+                self._keeper = Keeper(self.service, link, Path(folder), self._make_ranks, self._patience())
             serving = asyncio.create_task(server.serve(self._sockets))
             self._catch_signals()
-            showing = asyncio.create_task(self._show_progress())
-            watching = asyncio.create_task(self._watch(ranks))
+            tasks = [asyncio.create_task(self._show_progress()), asyncio.create_task(self._keep())]
             try:
                 await self._stopping.wait()
                 await self._drain()
             finally:
-                link.send(Stop())
-                await self._end(server, serving, (watching, showing), ranks)
-                await link.close()
+                await self._end(server, serving, tasks, link)
         if self._failure is not None:
             print(f"lpr.serve: error: {self._failure[1]}", file=sys.stderr)
             return self._failure[0]
@@ -131,10 +138,23 @@ class Front:
             with contextlib.suppress(ValueError, RuntimeError):  # only the main thread of a process can
                 loop.add_signal_handler(number, self.stop)
 
+    def _patience(self) -> Patience:
+        """How long ranks are waited for; several look after each other, so the front looks on for longer."""
+        args = self.args
+        alone = args.num_ranks == 1
+        return Patience(
+            load_seconds=args.load_timeout,
+            silent_seconds=Patience.silent_seconds * (1 if alone else 3),
+            alone=alone,
+            most_failures=args.max_failed_starts,
+        )
+
     def _receive(self, message: ToFront) -> None:
+        if self._keeper is not None:
+            self._keeper.hear(message)
         self.service.receive(message)
-        if self.service.refused is not None:
-            self._fail(2, self.service.refused)
+        if self.service.is_hopeless:
+            self._fail(2, self.service.refused or "")
         elif self.service.facts is not None and self.context.served is None:
             try:
                 self.context.served = Served(self.service.facts, self.args.names, self.args.fim, self._template)
@@ -142,25 +162,19 @@ class Front:
                 self._fail(2, str(failure))
 
     def _lost(self) -> None:
-        if not self._stopping.is_set():
-            self.service.lost()
+        self.service.lost()
+        if self._keeper is None:  # who has started the ranks starts them again, and a front with them
             self._fail(1, "the ranks were lost; see what they wrote above")
-        else:
-            self.service.lost()
 
     def _fail(self, code: int, reason: str) -> None:
+        self.service.give_up("the ranks were lost")
         if self._failure is None and not self._stopping.is_set():
             self._failure = (code, reason)
             self.stop()
 
-    async def _watch(self, ranks: Ranks | None) -> None:
-        if ranks is None:
-            return
-        await ranks.start()
-        code = await ranks.wait()
-        # What the driver said last may still be on its way through the socket.
-        await asyncio.sleep(0.2)
-        self._fail(2 if code == 2 else 1, f"the ranks ended with code {code}; see what they wrote above")
+    async def _keep(self) -> None:
+        if self._keeper is not None:
+            self._fail(*await self._keeper.run())
 
     async def _drain(self) -> None:
         with contextlib.suppress(TimeoutError):
@@ -169,21 +183,19 @@ class Front:
         await asyncio.sleep(0.05)  # for what was handed back to be written
 
     async def _end(
-        self,
-        server: uvicorn.Server,
-        serving: asyncio.Task[None],
-        tasks: Sequence[asyncio.Task[None]],
-        ranks: Ranks | None,
+        self, server: uvicorn.Server, serving: asyncio.Task[None], tasks: Sequence[asyncio.Task[None]], link: Link
     ) -> None:
-        server.should_exit = True
-        with contextlib.suppress(asyncio.CancelledError, TimeoutError):
-            await asyncio.wait_for(serving, 10)
-        if ranks is not None:
-            await ranks.stop(_STOP_SECONDS)
-        for task in tasks:
+        for task in tasks:  # before the ranks end: nobody starts them again
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
+        link.send(Stop())
+        server.should_exit = True
+        with contextlib.suppress(asyncio.CancelledError, TimeoutError):
+            await asyncio.wait_for(serving, 10)
+        if self._keeper is not None:
+            await self._keeper.close()
+        await link.close()
 
     async def _show_progress(self) -> None:
         scheme = "https" if self.args.tls_cert else "http"

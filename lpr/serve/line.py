@@ -14,6 +14,8 @@ import threading
 import time
 from pathlib import Path
 
+import msgspec
+
 from lpr.serve.messages import (
     PROTOCOL,
     FrameReader,
@@ -38,8 +40,11 @@ class FrontGoneError(RuntimeError):
 class Line:
     """The connection to the front."""
 
-    def __init__(self, path: Path, timeout: float = 30.0) -> None:
-        """Connect, and greet; raises FrontGoneError if nobody listens within `timeout` seconds."""
+    def __init__(self, path: Path, timeout: float = 30.0, epoch: int = 0, loaded: bool = False) -> None:
+        """Connect, and greet as Hello's `epoch` and `loaded` say; raises FrontGoneError where nobody listens.
+
+        `timeout` is in seconds.
+        """
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.settimeout(timeout)
         try:
@@ -49,12 +54,21 @@ class Line:
         self._socket.settimeout(None)
         self._incoming: queue.SimpleQueue[ToDriver | None] = queue.SimpleQueue()
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self.load = Load()
-        """What pulses say; None of it while there is no engine yet."""
+        self._load = Load()
+        self._moved = time.monotonic()
         self._threads = [threading.Thread(target=each, daemon=True) for each in (self._read, self._write)]
         for thread in self._threads:
             thread.start()
-        self.send(Hello(PROTOCOL, os.getpid()))
+        self.send(Hello(PROTOCOL, os.getpid(), epoch, loaded))
+
+    @property
+    def load(self) -> Load:
+        """What pulses say of the engine, and how long ago it last moved."""
+        return msgspec.structs.replace(self._load, last_step=time.monotonic() - self._moved)
+
+    def moved(self, load: Load) -> None:
+        """Note that the step loop has come round, and what the engine looks like now."""
+        self._load, self._moved = load, time.monotonic()
 
     def send(self, message: ToFront) -> None:
         """Queue a message to the front."""

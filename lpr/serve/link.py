@@ -1,4 +1,4 @@
-"""The front's end of the socket: it listens, one driver at a time connects."""
+"""The front's end of the socket: it listens, one driver at a time connects, and the latest driver counts."""
 
 from __future__ import annotations
 
@@ -18,16 +18,21 @@ from lpr.serve.messages import (
     read_to_front,
 )
 
+_FAREWELL = 1.0
+"""Seconds for what was sent last to leave."""
+
 
 class Link:
     """Messages to and from the driver."""
 
     def __init__(self, receive: Callable[[ToFront], None], lost: Callable[[], None]) -> None:
-        """`receive` gets every message after the greeting, `lost` is called when a driver's connection ends."""
+        """`receive` gets every message, the greeting included; `lost` is called when a driver's connection ends."""
         self._receive = receive
         self._lost = lost
         self._server: asyncio.Server | None = None
         self._writer: asyncio.StreamWriter | None = None
+        self._serving: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+        self._epoch = -1
         self._path: Path | None = None
 
     @property
@@ -36,8 +41,12 @@ class Link:
         return self._writer is not None
 
     async def listen(self, path: Path) -> None:
-        """Wait for drivers at a Unix socket; only its owner may connect."""
-        self._path = path
+        """Wait for the drivers of one start of the ranks at a Unix socket; only its owner may connect.
+
+        Each start has a socket of its own, so that nothing which is left of an earlier one can reach the front.
+        """
+        await self.close()
+        self._path, self._epoch = path, -1
         self._server = await asyncio.start_unix_server(self._serve, path)
         path.chmod(0o600)
 
@@ -46,37 +55,59 @@ class Link:
         if self._writer is not None:
             self._writer.write(frame(message))
 
-    async def close(self) -> None:
-        """Hang up and stop listening."""
+    def hang_up(self) -> None:
+        """Drop the driver: nothing that it still says counts."""
         if self._writer is not None:
             self._writer.close()
+            self._writer = None
+            self._lost()
+
+    async def close(self) -> None:
+        """Stop listening, and hang up when what was sent has left."""
         if self._server is not None:
             self._server.close()
+            self._server = None
+        self.hang_up()
+        for writer in self._serving.values():
+            writer.close()
+        if self._serving:
+            await asyncio.wait(self._serving, timeout=_FAREWELL)
+        for writer in self._serving.values():  # a process that stands still reads nothing
+            writer.transport.abort()
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._writer is not None:  # a driver that was given up on, or a stranger
-            writer.close()
-            return
-        self._writer = writer
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving[task] = writer
         frames = FrameReader()
         greeted = False
         try:
             while data := await reader.read(1 << 16):
                 for body in frames.feed(data):
                     message = read_to_front(body)
-                    if isinstance(message, Hello):
-                        greeted = message.protocol == PROTOCOL
-                    elif greeted:
-                        self._receive(message)
                     if not greeted:
-                        raise ProtocolError("a driver of another version of lpr")
+                        self._greet(message, writer)
+                        greeted = True
+                    elif self._writer is writer:
+                        self._receive(message)
         except (ProtocolError, ConnectionError):
             pass  # as if it had hung up; what it means is up to `lost`
         finally:
-            self._writer = None
+            if self._writer is writer:
+                self.hang_up()
             writer.close()
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
-            self._lost()
+            self._serving.pop(task, None)
+
+    def _greet(self, message: ToFront, writer: asyncio.StreamWriter) -> None:
+        """Let a driver take the place of the one before; raises ProtocolError for who may not."""
+        if not isinstance(message, Hello) or message.protocol != PROTOCOL:
+            raise ProtocolError("a driver of another version of lpr")
+        if message.epoch < self._epoch or (message.epoch == self._epoch and self._writer is not None):
+            raise ProtocolError("a driver of an earlier epoch, or a stranger")
+        self.hang_up()
+        self._writer, self._epoch = writer, message.epoch
+        self._receive(message)

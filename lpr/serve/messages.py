@@ -1,7 +1,9 @@
 """What the front and the driver say to each other, over a local socket.
 
-The front listens, the driver (rank 0) connects: so a front outlives its ranks, and ranks that are started again find
-it where it was. Each message is a tagged struct in msgpack behind its length (4 bytes, big-endian).
+The front listens, the driver (rank 0) connects: so a front outlives its ranks, and the next driver finds it where it
+was. What the front has got of each output is told by positions, in tokens and in characters: so a driver that takes
+over sends what is beyond, and what comes twice is cut. Each message is a tagged struct in msgpack behind its length (4
+bytes, big-endian).
 """
 
 from __future__ import annotations
@@ -14,21 +16,23 @@ import msgspec
 
 from lpr.config import SamplingParams
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of these messages; a driver of another one is turned away."""
 MAX_MESSAGE = 1 << 30
 """Longest message, in bytes: a length above this is noise, not a message."""
 
 
 class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True):
-    """Front to driver: complete a prompt."""
+    """Front to driver: complete a prompt, or go on with one of a driver that was lost."""
 
     id: int
     prompt_ids: list[int]
-    """The prompt, and after a restart of the ranks the tokens that were delivered already."""
+    """The prompt, and behind it the tokens that were delivered already."""
     params: SamplingParams
     num_prompt: int | None = None
     """How many of `prompt_ids` are the prompt; None: all of them."""
+    num_characters: int = 0
+    """Characters of text that were delivered already: less than the delivered tokens show, if some were held back."""
     tenant: str = ""
     """Whose outputs this request may draft from and add to; "" is everybody's."""
     details: bool = False
@@ -41,6 +45,13 @@ class Abort(msgspec.Struct, tag="abort", frozen=True):
     id: int
 
 
+class Resume(msgspec.Struct, tag="resume", frozen=True):
+    """Front to driver: the first message to each; requests of an earlier driver go on, and are submitted next."""
+
+    ids: list[int]
+    """All that go on; what the ranks hold besides is not wanted any more."""
+
+
 class Stop(msgspec.Struct, tag="stop", frozen=True):
     """Front to driver: end all ranks."""
 
@@ -50,6 +61,10 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
 
     protocol: int
     pid: int
+    epoch: int = 0
+    """How often the ranks have re-formed since they were started; the driver of the latest epoch is the driver."""
+    loaded: bool = False
+    """Does it take over from a driver that was lost? Else the ranks start, and hold no request."""
 
 
 class Loading(msgspec.Struct, tag="loading", frozen=True):
@@ -102,6 +117,8 @@ class Usage(msgspec.Struct, frozen=True, array_like=True):
     """Accepted drafted tokens by depth in the tree; the first is depth 1."""
     by_source: dict[str, tuple[int, int]] = {}
     """Drafted and accepted nodes by draft source."""
+    num_tokens: int = 0
+    """Tokens that these steps emitted: after a restart of the ranks only those that came since."""
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
@@ -117,6 +134,10 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     usage: Usage | None = None
     stop_reason: int | str | None = None
     """The stop string, or the id of `stop_token_ids`, that ended it; None for any other end."""
+    start: int = 0
+    """Tokens of the output before these."""
+    start_character: int = 0
+    """Characters of the output before this text."""
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
@@ -130,6 +151,10 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     """Steps since the ranks started."""
     last_step: float = 0.0
     """Seconds since the last step ended; meaningful while requests run."""
+    num_ranks: int = 0
+    """Ranks at the last gather; 0 while there was none."""
+    epoch: int = 0
+    """How often the ranks have re-formed since they were started."""
 
 
 class Stepped(msgspec.Struct, tag="step", frozen=True):
@@ -151,7 +176,7 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     reason: str
 
 
-ToDriver = Submit | Abort | Stop
+ToDriver = Resume | Submit | Abort | Stop
 ToFront = Hello | Loading | Facts | Stepped | Pulse | Refused
 
 _encoder = msgspec.msgpack.Encoder()
@@ -161,6 +186,27 @@ _to_front = msgspec.msgpack.Decoder(ToFront)
 
 class ProtocolError(RuntimeError):
     """The other end of the socket said something that is no message."""
+
+
+def beyond(chunk: Chunk, num_tokens: int, num_characters: int) -> Chunk:
+    """What of a chunk is behind the tokens and characters that were delivered already.
+
+    Raises ProtocolError if something between them is missing.
+    """
+    cut, cut_text = num_tokens - chunk.start, num_characters - chunk.start_character
+    if (chunk.token_ids and cut < 0) or (chunk.text and cut_text < 0):
+        raise ProtocolError(f"request {chunk.id} goes on at token {chunk.start}, and {num_tokens} were delivered")
+    if cut <= 0 and cut_text <= 0:
+        return chunk
+    return msgspec.structs.replace(
+        chunk,
+        token_ids=chunk.token_ids[max(0, cut) :],
+        text=chunk.text[max(0, cut_text) :],
+        logprobs=None if chunk.logprobs is None else chunk.logprobs[max(0, cut) :],
+        sources=None if chunk.sources is None else chunk.sources[max(0, cut) :],
+        start=num_tokens,
+        start_character=num_characters,
+    )
 
 
 def frame(message: Any) -> bytes:

@@ -13,6 +13,7 @@ _SHORT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0,
 _INTER = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 _LONG = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+_PAUSE = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0)
 _PER_STEP = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 
 
@@ -74,10 +75,22 @@ class Metrics:
         self.refused = Counter(
             "lpr:http_requests", "Answered HTTP requests.", [*labels, "path", "status"], registry=self.registry
         )
+        self.pause = histogram("lpr:pause_seconds", "How long running requests stood still for a lost rank.", _PAUSE)
+        self.events = Counter(
+            "lpr:rank_events",
+            "What befell the ranks: lost ones, meshes formed again without them, drivers replaced by another rank, "
+            "starts after the loss of all, requests that all died on.",
+            [*labels, "event"],
+            registry=self.registry,
+        )
+        for event in ("rank_lost", "reform", "takeover", "restart", "poison"):
+            self.events.labels(**self._names, event=event)
         self._gauges(labels)
         service.on_open.append(self._opened)
         service.on_chunk.append(self._chunk)
         service.on_end.append(self._ended)
+        service.on_event.append(lambda event, count: self.events.labels(**self._names, event=event).inc(count))
+        service.on_pause.append(self.pause.observe)
 
     def _gauges(self, labels: list[str]) -> None:
         service = self._service
@@ -91,6 +104,12 @@ class Metrics:
             ("lpr:ready", "1 while requests are taken.", lambda: float(service.ready_reason() is None)),
         ):
             Gauge(name, text, labels, registry=self.registry).labels(**self._names).set_function(value)
+        ranks = Gauge("lpr:ranks", "Ranks at the last gather, and missing ones.", [*labels, "state"],
+                      registry=self.registry)  # fmt: skip
+        ranks.labels(**self._names, state="present").set_function(lambda: service.num_ranks)
+        ranks.labels(**self._names, state="missing").set_function(
+            lambda: max(0, service.num_wanted - service.num_ranks)
+        )
 
     def answered(self, path: str, status: int) -> None:
         """Count an HTTP answer; `path` is one of the service's own."""
@@ -137,7 +156,7 @@ class Metrics:
         self.steps.inc(usage.num_steps)
         self.fill_steps.inc(usage.num_fill_steps)
         if usage.num_steps:
-            self.tokens_per_step.observe(len(job.token_ids) / usage.num_steps)
+            self.tokens_per_step.observe(usage.num_tokens / usage.num_steps)
         if usage.drafted:
             self.drafts.inc(usage.num_steps)
         self.draft_tokens.inc(usage.drafted)

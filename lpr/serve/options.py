@@ -44,6 +44,8 @@ class ServeArgs:
     """Seconds that a rank waits for the others in a step before it gives up."""
     load_timeout: float = 3600.0
     """The same while the model is loaded, which takes long from slow storage."""
+    max_failed_starts: int = 5
+    """Starts of the ranks in a row that may fail after they have been lost, before the service ends with code 1."""
     config: Path | None = None
     """TOML file with values for any of these flags; flags given here win."""
     trie: Path | None = None
@@ -113,7 +115,7 @@ def check(args: ServeArgs) -> None:
         raise InputError(f"--port {args.port} must be from 0 (a free one) to 65535")
     if args.tp < 1 or (args.lp is not None and args.lp < 1):
         raise InputError(f"a mesh of lp {args.lp} x tp {args.tp}: both must be at least 1")
-    for name, least in (("max_queue", 0), ("max_queued_tokens", 1), ("max_body", 1)):
+    for name, least in (("max_queue", 0), ("max_queued_tokens", 1), ("max_body", 1), ("max_failed_starts", 1)):
         if getattr(args, name) < least:
             raise InputError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least {least}")
     for name in ("request_timeout", "shutdown_timeout", "timeout", "load_timeout"):

@@ -18,42 +18,33 @@ _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK
 _SECRETS = ("LPR_API_KEY",)
 
 
-def environment(socket: Path, num_ranks: int) -> dict[str, str]:
+def environment(socket: Path) -> dict[str, str]:
     """What the ranks see: where the front is, and neither its keys nor another launcher's variables."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in (*_LAUNCHER, *_SECRETS) and not name.startswith("TORCHELASTIC_")
-    }
-    # Ranks of one machine share its cores; torchrun would give each of them a single thread, with a warning.
-    share = max(1, (os.cpu_count() or 1) // num_ranks)
-    return {"OMP_NUM_THREADS": str(share), **kept, SOCKET: str(socket)}
+    kept = {name: value for name, value in os.environ.items() if name not in (*_LAUNCHER, *_SECRETS)}
+    return {**kept, SOCKET: str(socket)}
 
 
-def command(argv: Sequence[str], num_ranks: int) -> list[str]:
-    """How to start the ranks: one process, or torch's launcher."""
-    module = ["-m", "lpr.serve.rank", *argv]
-    if num_ranks == 1:
-        return [sys.executable, *module]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    return [sys.executable, *launcher, *module]
+def command(argv: Sequence[str], lp: int, tp: int) -> list[str]:
+    """How to start the ranks: one process, or a supervisor of several."""
+    if lp * tp == 1:
+        return [sys.executable, "-m", "lpr.serve.rank", *argv]
+    return [sys.executable, "-m", "lpr.dist.supervisor", str(lp), str(tp), "lpr.serve.rank", *argv]
 
 
 class Ranks:
-    """The ranks as one child process: the only one, or the launcher of all."""
+    """The ranks as one child process: the only one, or the supervisor of all."""
 
-    def __init__(self, argv: Sequence[str], num_ranks: int, socket: Path) -> None:
-        """Prepare to start `num_ranks` ranks with the flags `argv`."""
-        self._argv = list(argv)
-        self._num_ranks = num_ranks
+    def __init__(self, argv: Sequence[str], lp: int, tp: int, socket: Path) -> None:
+        """Prepare to start `lp` replicas of `tp` ranks with the flags `argv`."""
+        self._command = command(argv, lp, tp)
         self._socket = socket
         self._process: Process | None = None
 
     async def start(self) -> None:
         """Start them, in a session of their own: a Ctrl-C in the terminal is for the front, which lets them finish."""
         self._process = await asyncio.create_subprocess_exec(
-            *command(self._argv, self._num_ranks),
-            env=environment(self._socket, self._num_ranks),
+            *self._command,
+            env=environment(self._socket),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=sys.stderr.fileno(),
             start_new_session=True,
@@ -75,9 +66,3 @@ class Ranks:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), patience)
                 return
-
-
-async def never() -> int:
-    """Ranks that someone else started: their end shows at the socket."""
-    await asyncio.Event().wait()
-    return 0

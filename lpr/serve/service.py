@@ -15,9 +15,27 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from lpr.config import SamplingParams
 from lpr.serve.errors import ApiError
-from lpr.serve.messages import Abort, Chunk, Facts, Load, Loading, Pulse, Refused, Stepped, Submit, ToDriver, ToFront
+from lpr.serve.messages import (
+    Abort,
+    Chunk,
+    Facts,
+    Hello,
+    Load,
+    Loading,
+    Pulse,
+    Refused,
+    Resume,
+    Stepped,
+    Submit,
+    ToDriver,
+    ToFront,
+    beyond,
+)
+from lpr.serve.suspects import acquit, blame, most_suspect
 
 SECONDS_PER_PRIORITY = 10.0
 """A request of priority p waits as one that came 10 p seconds later: an order that no request starves in."""
@@ -44,6 +62,12 @@ class Job:
     ended: float | None = None
     token_ids: list[int] = field(default_factory=list)
     """Delivered so far; with the prompt, all that a restarted engine needs to go on."""
+    num_characters: int = 0
+    """Of text delivered so far."""
+    deaths: int = 0
+    """How often in a row all ranks died while they worked on this, without a token in between."""
+    lone_deaths: int = 0
+    """How often in a row they worked on nothing else then."""
     finish_reason: str | None = None
     chunks: asyncio.Queue[Chunk] = field(default_factory=asyncio.Queue)
 
@@ -61,6 +85,8 @@ class Limits:
     """Requests that wait for a slot."""
     max_queued_tokens: int = 1_000_000
     """Prompt tokens of requests that wait for a slot."""
+    step_seconds: float = 300.0
+    """A step that takes longer hangs."""
 
 
 class Service:
@@ -70,21 +96,49 @@ class Service:
         """Begin without a driver; `send` reaches it once it is there."""
         self.limits = limits
         self.facts: Facts | None = None
+        """What is served, also while the ranks are away; None until they were ready once."""
+        self.up = False
+        """Is there a driver that takes requests?"""
+        self.outage = ""
+        """Why there is none, after there was one."""
         self.loading: Loading | None = None
         self.refused: str | None = None
+        """Why the ranks could not start the last time."""
+        self.is_other = False
+        """Have the ranks come back with something else than they were asked to go on with?"""
         self.load = Load()
+        self.num_wanted = 0
+        """Ranks of the whole mesh; 0 until they were ready once."""
         self.draining = False
         self.heard = time.monotonic()
         """When the driver last said anything."""
+        self.welcomed: float | None = None
+        """When a driver last began to take requests."""
         self.ready = asyncio.Event()
         self.on_open: list[Callable[[Job], None]] = []
         self.on_chunk: list[Callable[[Job, Chunk], None]] = []
         self.on_end: list[Callable[[Job, Chunk], None]] = []
+        self.on_event: list[Callable[[str, int], None]] = []
+        """Told what befell the ranks, and how often: "rank_lost", "reform", "takeover", "restart", "poison"."""
+        self.on_pause: list[Callable[[float], None]] = []
+        """Told for how many seconds the running requests stood still."""
         self._send = send
         self._ids = itertools.count(1)
         self._jobs: dict[int, Job] = {}
         self._waiting: list[tuple[float, int, Job]] = []
-        self._given: set[int] = set()
+        self._given: dict[int, Job] = {}
+        """What the driver has, in the order in which it got it."""
+        self._again: list[Job] = []
+        """What a lost driver had, in the same order."""
+        self._interrupted: list[Job] = []
+        """What was in slots when the driver was lost, until it is known whether all ranks died."""
+        self._active = time.monotonic()
+        """When the driver last got a request or brought a token."""
+        self._paused: float | None = None
+        """Since when requests have stood still that were in slots when the driver was lost."""
+        self._present = 0
+        self._restarted = False
+        """Has the next driver been started anew? Else it takes over from the one before."""
         self._durations: deque[float] = deque(maxlen=64)
         self._idle = asyncio.Event()
         self._idle.set()
@@ -104,11 +158,11 @@ class Service:
 
     @property
     def num_queued_tokens(self) -> int:
-        """Prompt tokens of the requests that the driver has not got yet."""
+        """Prompt tokens of the requests that the driver has not got."""
         return sum(len(job.prompt_ids) for job in self._jobs.values() if job.id not in self._given)
 
     def check_ready(self) -> Facts:
-        """What is served; raises ApiError (503) while nothing is."""
+        """What is served; raises ApiError (503) before the model was loaded once, and while the server shuts down."""
         if self.draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
         if self.facts is None:
@@ -116,17 +170,21 @@ class Service:
         return self.facts
 
     def check_room(self, num_requests: int, num_tokens: int) -> None:
-        """Raise ApiError (429) if that many further requests with prompts of so many tokens cannot wait."""
+        """Raise ApiError if that many further requests with prompts of so many tokens cannot wait.
+
+        Its status is 429, or 503 while the ranks are away.
+        """
         facts = self.check_ready()
+        status = 429 if self.up else 503
         room = facts.max_batch_size + 1 + self.limits.max_queue
         if len(self._jobs) + num_requests > room:
             message = f"{len(self._jobs)} requests are open and {num_requests} more would not fit: --max-queue"
-            raise ApiError(429, f"{message} is {self.limits.max_queue}", code="queue_full", retry_after=self._wait())
+            raise ApiError(status, f"{message} is {self.limits.max_queue}", code="queue_full", retry_after=self._wait())
         waiting = self.num_queued_tokens
         if waiting and waiting + num_tokens > self.limits.max_queued_tokens:
             message = f"{waiting} prompt tokens wait already and {num_tokens} more would not fit"
             limit = f"--max-queued-tokens is {self.limits.max_queued_tokens}"
-            raise ApiError(429, f"{message}: {limit}", code="queue_full", retry_after=self._wait())
+            raise ApiError(status, f"{message}: {limit}", code="queue_full", retry_after=self._wait())
 
     def open(
         self,
@@ -155,7 +213,7 @@ class Service:
         """Forget a job that is not finished, here and on all ranks."""
         if job.id not in self._jobs:
             return
-        if job.id in self._given:
+        if job.given is not None:  # also where a lost driver had it: the ranks that go on hold it
             self._send(Abort(job.id))
         self._end(job, Chunk(job.id, [], "", reason))
         self._pump()
@@ -175,31 +233,70 @@ class Service:
     # What the driver says.
 
     def receive(self, message: ToFront) -> None:
-        """Take a message of the driver."""
+        """Take a message of the driver; raises ProtocolError for one that does not fit what came before."""
         self.heard = time.monotonic()
         if isinstance(message, Stepped):
-            self.load = message.load
+            if message.chunks:
+                self._measure_pause(message.load)
+            self._take_load(message.load)
             for chunk in message.chunks:
                 self._deliver(chunk)
             self._pump()
         elif isinstance(message, Pulse):
-            self.load = message.load
+            self._take_load(message.load)
         elif isinstance(message, Loading):
             self.loading = message
         elif isinstance(message, Facts):
-            self.facts = message
-            self.ready.set()
-            self._pump()
+            self._welcome(message)
         elif isinstance(message, Refused):
             self.refused = message.reason
+        elif isinstance(message, Hello):
+            self.refused = None
+            if not message.loaded:
+                self.died("were replaced by others")
 
     def lost(self) -> None:
-        """The driver is gone: what it had cannot be finished."""
-        self.facts = None
+        """The driver is gone: what it had waits for the next one."""
+        if self.up:
+            self._interrupted = self._in_slots()
+            if self._interrupted and self._paused is None:
+                self._paused = self._active
+            self.outage = "the driver was lost; another rank takes over, or all begin again"
+        self.up = False
+        self.loading = None
         self.ready.clear()
+        self._again = [*self._given.values(), *self._again]
+        self._given.clear()
+
+    def died(self, how: str) -> bool:
+        """All ranks are gone; `how` says what they did ("ended with code 1"). Was there a request that they worked on?
+
+        A request that they have died on repeatedly, and now alone, fails (see lpr.serve.suspects).
+        """
+        if self.up:
+            self.lost()
+        if self.facts is not None:
+            self.outage = "all ranks were lost and are started again"
+        self._restarted = True
+        self._note_ranks(0)
+        running, self._interrupted = [job for job in self._interrupted if job.id in self._jobs], []
+        poison = blame(running, self._jobs.values())
+        if poison is not None:
+            self._tell("poison")
+            times = f"all ranks died {poison.deaths} times in a row as they worked on this request"
+            self._fail(poison, f"{times}, {poison.lone_deaths} times on it alone; in the end they {how}")
+        return bool(running)
+
+    def give_up(self, reason: str) -> None:
+        """End all open requests: there will be no ranks any more."""
+        self.lost()
         for job in list(self._jobs.values()):
-            job.chunks.put_nowait(Chunk(job.id, [], "", "error", "the ranks were lost"))
-            self._end(job, Chunk(job.id, [], "", "error"))
+            self._fail(job, reason)
+
+    @property
+    def awaits_takeover(self) -> bool:
+        """Was the driver lost, and not yet all ranks?"""
+        return self.facts is not None and not self.up and not self._restarted
 
     @property
     def progress(self) -> str:
@@ -208,62 +305,150 @@ class Service:
             return "the ranks are starting"
         return f"{self.loading.stage} ({self.loading.done} of {self.loading.total})"
 
+    @property
+    def num_ranks(self) -> int:
+        """Ranks at the last gather; 0 while there is no driver."""
+        return self._present if self.up else 0
+
     def live_reason(self) -> str | None:
-        """Why the ranks count as stopped, or None if they live."""
+        """Why the ranks count as stopped, or None if they live, start or are started again."""
         silent = time.monotonic() - self.heard
-        if self.facts is not None and silent > STALE_PULSE:
+        if self.up and silent > STALE_PULSE:
             return f"the driver has said nothing for {silent:.0f} s"
+        if self.up and self.load.num_running and self.load.last_step > self.limits.step_seconds:
+            return f"no step has ended for {self.load.last_step:.0f} s"
         return None
 
+    @property
+    def is_hopeless(self) -> bool:
+        """Can the ranks not serve what they should? After they did once, a refusal may pass, as a full disk does."""
+        return self.refused is not None and (self.facts is None or self.is_other)
+
     def ready_reason(self) -> str | None:
-        """Why no request is taken now, or None if they are."""
+        """Why no request is worked on now, or None if they are."""
         if self.draining:
             return "shutting down"
-        if self.facts is None:
-            return self.progress
+        if not self.up:
+            return f"{self.outage}: {self.progress}" if self.outage else self.progress
         return self.live_reason()
 
     # Within.
 
+    def _welcome(self, facts: Facts) -> None:
+        """A driver takes requests: first those that another one had."""
+        if self.facts is not None:
+            if _identity(facts) != _identity(self.facts):
+                self.refused = "the ranks came back with another model, tokenizer or limits, so no output can go on"
+                self.is_other = True
+                return
+            self._tell("restart" if self._restarted else "takeover")
+        self.facts = facts
+        self.num_wanted = self.num_wanted or facts.lp * facts.tp
+        self._interrupted, self._restarted, self.outage, self.up = [], False, "", True
+        self.welcomed = time.monotonic()
+        self._note_ranks(facts.lp * facts.tp)
+        self._send(Resume([job.id for job in self._again]))
+        self.ready.set()
+        self._pump()
+
+    def _take_load(self, load: Load) -> None:
+        if load.epoch > self.load.epoch:
+            self._tell("reform", load.epoch - self.load.epoch)
+        self.load = load
+        if load.num_ranks and self.up:
+            self._note_ranks(load.num_ranks)
+
+    def _note_ranks(self, present: int) -> None:
+        if present < self._present:
+            self._tell("rank_lost", self._present - present)
+        self._present = present
+
+    def _measure_pause(self, load: Load) -> None:
+        now = time.monotonic()
+        since = self._paused
+        if since is None and load.epoch > self.load.epoch:
+            since = self._active
+        if since is not None:
+            for tell in self.on_pause:
+                tell(now - since)
+        self._paused, self._active = None, now
+
+    def _tell(self, event: str, count: int = 1) -> None:
+        for tell in self.on_event:
+            tell(event, count)
+
+    def _in_slots(self) -> list[Job]:
+        """What the driver works on: it takes requests in the order in which it gets them."""
+        slots = self.facts.max_batch_size if self.facts is not None else 0
+        return list(itertools.islice(self._given.values(), slots))
+
     def _pump(self) -> None:
-        if self.facts is None:
-            return
-        while self._waiting and len(self._given) <= self.facts.max_batch_size:
-            _, _, job = heapq.heappop(self._waiting)
-            if job.id not in self._jobs:
-                continue
-            self._given.add(job.id)
-            job.given = time.monotonic()
+        while self.up and (job := self._next()) is not None:
+            self._given[job.id] = job
+            self._active = time.monotonic()
+            job.given = job.given if job.given is not None else self._active
             self._send(
                 Submit(
                     id=job.id,
-                    prompt_ids=job.prompt_ids,
+                    prompt_ids=[*job.prompt_ids, *job.token_ids],
                     params=job.params,
+                    num_prompt=len(job.prompt_ids),
+                    num_characters=job.num_characters,
                     tenant=job.tenant,
                     details=job.details,
                 )
             )
 
+    def _next(self) -> Job | None:
+        """The request that the driver gets next; None if it has enough."""
+        suspect = most_suspect([*self._given.values(), *self._again])
+        if suspect is not None:
+            # Nothing else is begun until it has shown a token: if the ranks die again, it is known which one did it.
+            if suspect not in self._again:
+                return None
+            self._again.remove(suspect)
+            return suspect
+        if self.facts is None or len(self._given) > self.facts.max_batch_size:
+            return None
+        if self._again:
+            return self._again.pop(0)
+        while self._waiting:
+            job = heapq.heappop(self._waiting)[2]
+            if job.id in self._jobs:
+                return job
+        return None
+
     def _deliver(self, chunk: Chunk) -> None:
         job = self._jobs.get(chunk.id)
         if job is None:  # cancelled while the chunk was on its way
             return
+        chunk = beyond(chunk, len(job.token_ids), job.num_characters)
         now = time.monotonic()
         if chunk.token_ids:
+            acquit(job)
             job.token_ids += chunk.token_ids
             for tell in self.on_chunk:
                 tell(job, chunk)
             job.first = job.first if job.first is not None else now
             job.latest = now
-        job.chunks.put_nowait(chunk)
+        job.num_characters += len(chunk.text)
+        if chunk.token_ids or chunk.text or chunk.finish_reason is not None:
+            job.chunks.put_nowait(chunk)
         if chunk.finish_reason is not None:
             self._end(job, chunk)
+
+    def _fail(self, job: Job, reason: str) -> None:
+        chunk = Chunk(job.id, [], "", "error", reason)
+        job.chunks.put_nowait(chunk)
+        self._end(job, chunk)
 
     def _end(self, job: Job, chunk: Chunk) -> None:
         job.finish_reason = chunk.finish_reason
         job.ended = time.monotonic()
         self._jobs.pop(job.id, None)
-        self._given.discard(job.id)
+        self._given.pop(job.id, None)
+        if job in self._again:
+            self._again.remove(job)
         if chunk.finish_reason in ("stop", "length"):
             self._durations.append(job.ended - (job.given or job.arrived))
         for tell in self.on_end:
@@ -276,3 +461,8 @@ class Service:
         slots = self.facts.max_batch_size if self.facts is not None else 1
         mean = sum(self._durations) / len(self._durations) if self._durations else 1.0
         return max(1, min(60, math.ceil(mean * len(self._jobs) / max(1, slots) / 4)))
+
+
+def _identity(facts: Facts) -> Facts:
+    """What must not change if outputs are to go on: all but the width of the mesh."""
+    return msgspec.structs.replace(facts, lp=0, tp=0, device="")

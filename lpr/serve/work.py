@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from lpr.dist.channel import CommError
+from lpr.dist.comm import is_driver
 from lpr.dist.runtime import World, join
 from lpr.engine.engine import Engine
 from lpr.engine.exchange import DesyncError
 from lpr.engine.trie_file import check_writable, read_trie, trie_path
 from lpr.model.loader import bundled_model
-from lpr.serve.driver import Driver
-from lpr.serve.line import Line
+from lpr.serve.driver import Driver, epoch_of
+from lpr.serve.line import FrontGoneError, Line
 from lpr.serve.messages import Loading
 from lpr.serve.options import ServeArgs
+from lpr.serve.ranks import SOCKET
 
 
 def run(args: ServeArgs, line: Line | None) -> None:
@@ -32,12 +35,25 @@ def run(args: ServeArgs, line: Line | None) -> None:
         engine = Engine.from_pretrained(model, args.decode, replace(args.engine, device=device), comm=comm)
         # What is loaded stays: without this, each full collection walks a million objects, in the middle of some step.
         gc.freeze()
-        if line is None:
-            engine.work()
+        if line is not None:
+            _drive(engine, line, model, args)
+            return
+        is_first = is_driver(engine.comm)  # of a new mesh, as all others were lost
+        engine.work()
+        if engine.is_stopped:
             engine.close()
             return
-        with _stopped(engine), _kept_trie(args.trie, engine):
-            Driver(engine, line, model, learns=args.share_drafts != "none").run()
+        # The driver was lost, and this rank has taken its place; the front tells what it has got of each request.
+        if SOCKET not in os.environ:
+            raise FrontGoneError("the driver was lost, and the front with it")
+        line = Line(Path(os.environ[SOCKET]), epoch=epoch_of(engine.comm), loaded=not is_first)
+        with contextlib.closing(line):
+            _drive(engine, line, model, args)
+
+
+def _drive(engine: Engine, line: Line, model: str, args: ServeArgs) -> None:
+    with _stopped(engine), _kept_trie(args.trie, engine):
+        Driver(engine, line, model, learns=args.share_drafts != "none").run()
 
 
 @contextlib.contextmanager
@@ -57,7 +73,7 @@ def _stopped(engine: Engine) -> Iterator[None]:
 def _kept_trie(path: Path | None, engine: Engine) -> Iterator[None]:
     """Draft from the trie at `path`, and save it at the end."""
     if path is not None:
-        if trie_path(path).exists():
+        if trie_path(path).exists() and not engine.requests:  # a rank that takes over knows it already
             read_trie(path)
             engine.load_trie(path)
         check_writable(path)

@@ -78,7 +78,7 @@ def _captured(closure: Any) -> dict[str, Any]:
     return dict(zip(closure.__code__.co_freevars, cells, strict=True))
 
 
-_dense_mask = tree_mask(sdpa_mask)
+_dense_mask = tree_mask(sdpa_mask, may_be_none=False)
 
 
 def kernel_mask(

@@ -1,0 +1,50 @@
+"""Keys of the sampling noise: which of a step's choices are made with which noise, in the words that a device reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+MASK32 = 0xFFFFFFFF
+ROUNDS = ((17, 0xED5AD4BB), (11, 0xAC4C1B51), (15, 0x31848BAB))
+"""Multipliers of the 32-bit mixer "triple32" (C. Wellons, "Prospecting for hash functions", 2018): the lowest known
+bias of a three-round integer hash."""
+Choice = tuple[int, float, int, float, float]
+"""How a request chooses: seed (64 bits), temperature, top_k, top_p, min_p."""
+
+
+def mix32(x: int) -> int:
+    """Hash a 32-bit value."""
+    for shift, multiplier in ROUNDS:
+        x ^= x >> shift
+        x = (x * multiplier) & MASK32
+    return x ^ (x >> 14)
+
+
+def noise_key(seed: int, position: int) -> int:
+    """32-bit key of the noise at `position` (index of the token to be chosen) of a request with `seed`."""
+    low, high = seed & MASK32, (seed >> 32) & MASK32
+    return mix32(mix32(mix32(low ^ 0x9E3779B9) ^ high) ^ (position & MASK32))
+
+
+def selection_words(choices: Sequence[Choice], positions: Sequence[np.ndarray]) -> np.ndarray:
+    """How every token of a step is chosen: int32 [5n + u] for n tokens with u noise keys.
+
+    `positions` are those of the tokens of each sequence, int32. In this order: for every token which of the keys is its
+    own, top_k, and the bits of temperature, top_p and min_p in float32; then the keys, each once, since tokens of one
+    request at one position (siblings in the tree) share their noise.
+    """
+    counts = [len(each) for each in positions]
+    known: dict[tuple[int, int], int] = {}
+    key_of = [
+        known.setdefault((choice[0], at), len(known))
+        for choice, mine in zip(choices, positions, strict=True)
+        for at in mine.tolist()
+    ]
+    keys = [noise_key(seed, position) for seed, position in known]
+    parts = [np.array(key_of, np.int32)]
+    for place, dtype in ((2, np.int32), (1, np.float32), (3, np.float32), (4, np.float32)):
+        values = np.array([choice[place] for choice in choices], dtype)
+        parts.append(np.repeat(values, counts).view(np.int32))
+    return np.concatenate([*parts, np.array(keys, np.uint32).view(np.int32)])

@@ -1,0 +1,442 @@
+"""A mesh that goes on when replicas are lost, and takes new ones in.
+
+Every collective of the control path has a number. When a group breaks, survivors have not all come equally far: a
+gather ends somewhere only when all have begun it, so nobody is further behind than the last gather that anybody has
+the result of; broadcasts behind it may have ended on some ranks too. Each rank therefore keeps the results since its
+last gather, and in the next epoch those ahead hand them to those behind, who finish their step as if nothing had
+happened, with the shards of the old mesh. At the first collective that *nobody* has a result of, all survivors are at
+the same point with the same state, whoever was ahead:
+
+* A gather of the old mesh can never end any more: it raises MeshChangedError, the engine drops the step, takes on the
+  mesh of the survivors (`adopt`), and schedules again.
+* A broadcast is done by the new group if the driver lives, and else brings nothing.
+
+The view that the engine has of the mesh (`rank`, `size`) changes in `adopt` only, never in the middle of a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from lpr.dist.channel import CommError, HostChannel
+from lpr.dist.comm import Membership, MeshChangedError
+from lpr.dist.group import Group
+from lpr.dist.heart import Heart
+from lpr.dist.register import Arrival, Decision, Member, Register
+
+log = logging.getLogger(__name__)
+
+FIRST_EPOCH = "epoch/0"
+"""Name of the group that loads together; those of later epochs are named likewise."""
+MOST_RESULTS = 16
+"""Results that a rank keeps: idle ranks broadcast without gathers, and after so many they gather once."""
+MOST_RECOVERIES = 20
+"""Meshes in a row in which no collective ends, after which a rank gives up."""
+MOST_LEFT = 4
+"""Longer messages of a rank that stay in the register: those of the last epochs."""
+WELCOME_POLL = 0.05
+"""Seconds between two looks of a newcomer at whether it is welcome."""
+
+Connect = Callable[[str, int, int, Callable[[], bool]], Group]
+"""Makes a group: its name (the same on all its ranks and on no others), rank, size, and whether one is lost."""
+
+
+class ElasticComm:
+    """The ranks of a mesh that may change; it is its own host channel."""
+
+    tp_mesh: DeviceMesh | None = None
+    num_sharing = 1
+
+    def __init__(
+        self,
+        register: Register,
+        heart: Heart,
+        connect: Connect,
+        num_replicas: int,
+        *,
+        joins: bool = False,
+        tp_group: Group | None = None,
+        timeout: float = 300.0,
+    ) -> None:
+        """The rank of `register`'s member, among the first `num_replicas` or, if it `joins`, behind those that run.
+
+        `tp_group` is the group of this replica's ranks where these are several; waits end after `timeout` seconds.
+        Raises CommError if the ranks do not find each other.
+        """
+        self.num_replicas = num_replicas
+        self._register = register
+        self._heart = heart
+        self._connect = connect
+        self._tp_group = tp_group
+        self._timeout = timeout
+        self._replica, self.tp_rank = register.member.replica, register.member.tp_rank
+        self.tp_size = register.tp_size
+        self.is_newcomer = joins
+        self._is_loaded = False
+        self._epoch = -1 if joins else 0
+        self._replicas = [self._replica] if joins else list(range(num_replicas))
+        self._view = list(self._replicas)
+        """The replicas that the engine knows of: what `rank` and `size` speak of."""
+        self.rank, self.size = self._view.index(self._replica), len(self._view)
+        self._is_due = False
+        """Has this rank come to where the engine takes on another mesh, the same place on all survivors?"""
+        self.channel: HostChannel = self
+        self.membership: Membership | None = self
+        self._completed = 0
+        """Number of the last collective."""
+        self._results: dict[int, torch.Tensor | bytes] = {}
+        """By number, since the last gather: what this rank has received, or was handed."""
+        self._num_broadcasts = 0
+        """Since the last gather."""
+        self._num_recoveries = 0
+        """Since the last collective that ended."""
+        self._num_announced = 0
+        self._repeats = 0
+        """Bytes of a broadcast that the driver is about to repeat, for ranks that have not seen it announced."""
+        self._unsettled: list[int] = []
+        """Newcomers that may not have come yet: nobody waits for them when the mesh breaks."""
+        self._left: list[str] = []
+        """Keys of what this rank has left in the register for others."""
+        self._group: Group | None = None
+        self._old_group: Group | None = None
+        self._join_group(f"load/{self._replica}" if joins else FIRST_EPOCH)
+
+    # As the engine sees it.
+
+    @property
+    def epoch(self) -> int:
+        """Number of the mesh among all that the job has had: a later driver has a higher one."""
+        return self._epoch
+
+    @property
+    def newcomers(self) -> tuple[int, ...]:
+        """As Membership.newcomers."""
+        if not self._heart.newcomers:
+            return ()
+        return tuple(each for each in self._heart.newcomers if each not in self._replicas)
+
+    @property
+    def has_changed(self) -> bool:
+        """As Membership.has_changed."""
+        return self._is_due
+
+    # Collectives.
+
+    def gather(self, payload: torch.Tensor) -> torch.Tensor:
+        """As Comm.gather; raises MeshChangedError where the mesh is no more and nobody has the result."""
+        number = self._completed + 1
+        while number not in self._results:
+            if self._is_stale:
+                self._is_due = True
+                raise MeshChangedError(f"the mesh of replicas {self._view} is now one of {self._replicas}")
+            try:
+                rows = self._live_group().gather(payload)
+            except CommError as failure:
+                self._recover(failure)
+                continue
+            self._results[number] = rows
+            self._unsettled = []
+        found = self._done(number)
+        assert isinstance(found, torch.Tensor)
+        # All have begun this one, so nobody needs what was before.
+        self._results = {later: result for later, result in self._results.items() if later >= number}
+        self._num_broadcasts = 0
+        return found
+
+    def gather_replica(self, payload: torch.Tensor) -> torch.Tensor:
+        """As Comm.gather_replica; a lost rank of this replica is the loss of this replica."""
+        return payload[None] if self._tp_group is None else self._tp_group.gather(payload)
+
+    def broadcast(self, message: bytes, length: int) -> bytes:
+        """As Comm.broadcast; b"" if the driver of the mesh was lost and nobody has the message."""
+        number = self._completed + 1
+        while number not in self._results:
+            self._is_due = self._is_stale
+            if self._view[0] != self._replicas[0]:
+                return b""
+            try:
+                self._results[number] = self._live_group().broadcast(message, length)
+            except CommError as failure:
+                self._recover(failure, length)
+        found = self._done(number)
+        assert isinstance(found, bytes)
+        self._num_broadcasts += 1
+        if self._num_broadcasts >= MOST_RESULTS:
+            with contextlib.suppress(MeshChangedError):  # all are alike then, which is what the gather is for
+                self.gather(torch.zeros(1, dtype=torch.int32))
+        return found
+
+    # The host channel.
+
+    def announce(self, num_bytes: int) -> None:
+        """As HostChannel.announce."""
+        self.check()
+        if self.size * self.tp_size > 1:
+            self._register.announce(self._epoch, self._num_announced, num_bytes)
+            if self._num_announced >= MOST_RESULTS:  # a gather came between, so all have read this one
+                self._register.drop_announcement(self._epoch, self._num_announced - MOST_RESULTS)
+            self._num_announced += 1
+
+    def wait(self) -> int:
+        """As HostChannel.wait; 0 when the mesh has changed."""
+        while True:
+            found = self._results.get(self._completed + 1)
+            if isinstance(found, bytes):
+                return len(found)
+            if self._repeats:
+                num_bytes, self._repeats = self._repeats, 0
+                return num_bytes
+            if self._is_stale:
+                self._is_due = True
+                return 0
+            try:
+                self._live_group()
+                self._check_alive()
+                announced = self._register.await_announcement(self._epoch, self._num_announced)
+            except _BrokenError as failure:
+                self._recover(failure)
+                continue
+            if announced is not None:
+                self._num_announced += 1
+                return announced
+
+    def check(self) -> None:
+        """Look whether all are there, and form a new mesh if not."""
+        if self._heart.failure is not None:
+            raise CommError(self._heart.failure)
+        if self._heart.is_broken and not self._is_stale:
+            self._recover(CommError("another rank was lost"))
+            self._is_due = self._is_stale
+
+    def loaded(self) -> None:
+        """From now on a lost rank does not end the others."""
+        if self._is_loaded:
+            return
+        self._is_loaded = True
+        self._live_group().limit(self._timeout)
+        self._register.decide(self._epoch, Decision(self._replicas))
+        self._heart.watch(self._epoch, self._replicas)
+        if not self.is_newcomer:
+            self._register.mark_ready()
+            self._heart.start()
+
+    def close(self, reason: str | None = None) -> None:
+        """Leave the mesh; with a `reason`, as a lost rank: the others go on at once, without waiting for its end."""
+        if reason is not None:
+            with contextlib.suppress(CommError):
+                self._register.mark_dead(self._replica, reason)
+        self._leave_group()
+        if self._tp_group is not None:
+            self._tp_group.close()
+        self._heart.close()
+
+    def finish(self) -> None:
+        """After the last command: wait until all have it, as the others would go on without those that leave."""
+        if self.size * self.tp_size > 1 and self._is_loaded:
+            try:
+                self.gather(torch.zeros(1, dtype=torch.int32))
+            except CommError:
+                return
+
+    # Membership.
+
+    def adopt(self) -> list[int | None]:
+        """As Membership.adopt."""
+        before, self._view = self._view, list(self._replicas)
+        self.rank, self.size = self._view.index(self._replica), len(self._view)
+        self._repeats = 0
+        self._is_due = False
+        return [before.index(each) if each in before else None for each in self._view]
+
+    def take_in(self, newcomers: Sequence[int]) -> None:
+        """As Membership.take_in."""
+        epoch = self._epoch + 1
+        # Ranks that lost their group before they had the command find here that it is decided, and what they missed.
+        self._leave_results(epoch)
+        planned = [*self._replicas, *(each for each in newcomers if each not in self._replicas)]
+        decision = self._register.decide(epoch, Decision(planned, planned=True))
+        if self._replica not in decision.replicas:
+            raise CommError(f"the others have gone on without replica {self._replica}")
+        self._unsettled = [each for each in decision.replicas if each not in self._replicas]
+        self._old_group, self._group = self._group, None
+        self._results.clear()  # who takes part has them all
+        self._num_broadcasts = 0
+        self._enter(epoch, decision.replicas)
+
+    def meet(self, state: bytes) -> None:
+        """As Membership.meet."""
+        if state:
+            self._leave(f"epoch/{self._epoch}/state", msgspec.msgpack.encode((self._completed, state)))
+            for replica in self._unsettled:
+                self._register.welcome(self._epoch, replica)
+        try:
+            self._join_group(f"epoch/{self._epoch}")
+            self._unsettled = []
+        except CommError as failure:
+            log.info("a newcomer did not come: %s", failure)
+        # Only now: others may still wait for the command that brought this rank here.
+        if self._old_group is not None:
+            self._old_group.close()
+            self._old_group = None
+
+    def await_welcome(self) -> bytes | None:
+        """As Membership.await_welcome; waits as long as the job lives."""
+        self._register.mark_ready()
+        self._heart.start()
+        while (epoch := self._register.welcomed()) is None:
+            if self._heart.failure is not None:
+                raise CommError(self._heart.failure)
+            time.sleep(WELCOME_POLL)
+        decision = self._register.decision(epoch)
+        assert decision is not None
+        self._leave_group()
+        self._enter(epoch, decision.replicas)
+        self.adopt()
+        self.is_newcomer = False
+        self._is_loaded = True
+        state = None
+        if decision.replicas != [self._replica]:
+            found = self._register.get(f"epoch/{epoch}/state", self._timeout, self._is_broken)
+            self._completed, state = msgspec.msgpack.decode(found, type=tuple[int, bytes])
+        self._join_group(f"epoch/{epoch}")
+        return state
+
+    # Within.
+
+    @property
+    def _is_stale(self) -> bool:
+        return self._view != self._replicas
+
+    def _live_group(self) -> Group:
+        if self._group is None:
+            raise _BrokenError("this rank has no group any more")
+        return self._group
+
+    def _is_broken(self) -> bool:
+        return self._register.is_broken(self._epoch, self._replicas)
+
+    def _check_alive(self) -> None:
+        if self._heart.failure is not None:
+            raise CommError(self._heart.failure)
+        if self._is_broken():
+            raise _BrokenError("another rank was lost")
+
+    def _join_group(self, name: str) -> None:
+        place = self._replicas.index(self._replica) * self.tp_size + self.tp_rank
+        self._group = self._connect(name, place, len(self._replicas) * self.tp_size, self._is_broken)
+
+    def _leave_group(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    def _enter(self, epoch: int, replicas: Sequence[int]) -> None:
+        self._epoch, self._replicas = epoch, list(replicas)
+        self._num_announced = 0
+        self._heart.watch(epoch, self._replicas)
+
+    def _known(self) -> int:
+        """Number of the last collective whose result this rank has."""
+        return max([self._completed, *self._results])
+
+    def _done(self, number: int) -> torch.Tensor | bytes:
+        """Take the result of the next collective."""
+        self._completed = number
+        self._num_recoveries = 0
+        return self._results[number]
+
+    def _recover(self, failure: CommError, num_bytes: int = 0) -> None:
+        """Go on with the survivors: agree on who they are, and on the last collective.
+
+        `num_bytes` is the length of the next collective if that is a broadcast that this rank has begun. Raises
+        CommError where this rank cannot go on.
+        """
+        self._num_recoveries += 1
+        if not self._is_loaded or self._num_recoveries > MOST_RECOVERIES:
+            raise failure
+        if self._heart.failure is not None:
+            raise CommError(self._heart.failure)
+        began = time.monotonic()
+        log.info("replica %d leaves epoch %d: %s", self._replica, self._epoch, failure)
+        self._leave_group()
+        self._register.leave(self._epoch)
+        before = [each for each in self._replicas if each not in self._unsettled]
+        epoch = self._epoch + 1
+        decision = self._register.meet(epoch, before, Arrival(self._known(), num_bytes), self._timeout)
+        if decision.planned:
+            # Others have the command by which all go to this epoch; this rank gets it as a result that it missed.
+            members = self._register.members(decision.replicas)
+            self._take_results(epoch, [member for member in members if self._register.has_left(_results(epoch, member))])
+            return
+        if self._replica not in decision.replicas:
+            raise CommError(f"the others have gone on without replica {self._replica}")
+        self._enter(epoch, decision.replicas)
+        try:
+            self._level(epoch)
+        except CommError as again:
+            self._recover(again, num_bytes)
+            return
+        with contextlib.suppress(CommError):  # then the next collective tries again, one epoch on
+            self._join_group(f"epoch/{epoch}")
+        log.info("replica %d goes on with %s after %.3f s", self._replica, self._replicas, time.monotonic() - began)
+
+    def _level(self, epoch: int) -> None:
+        """See that all survivors have the results of the collectives that any of them has; raises CommError."""
+        arrivals = self._register.arrivals(epoch, self._replicas)
+        known = [arrival.known for arrival in arrivals.values()]
+        ahead = [member for member, arrival in arrivals.items() if arrival.known == max(known)]
+        if min(known) < max(known) and ahead[0] == self._register.member:
+            self._leave_results(epoch)
+        if self._known() < max(known):
+            self._take_results(epoch, ahead[:1])
+        driver = arrivals.get(self._register.members(self._replicas)[0])
+        self._repeats = 0
+        if driver is not None and self._view[0] == self._replicas[0] and driver.known == max(known):
+            self._repeats = driver.broadcast
+
+    def _leave(self, key: str, data: bytes) -> None:
+        """Leave something in the register, and free what is too old to be asked for."""
+        self._register.put(key, data)
+        self._left.append(key)
+        if len(self._left) > MOST_LEFT:
+            self._register.forget(self._left.pop(0))
+
+    def _leave_results(self, epoch: int) -> None:
+        rows = {number: _pack(result) for number, result in self._results.items()}
+        self._leave(_results(epoch, self._register.member), msgspec.msgpack.encode(rows))
+
+    def _take_results(self, epoch: int, members: Sequence[Member]) -> None:
+        """Take over what one of `members` has left; raises CommError."""
+        if not members:
+            raise CommError("nobody has left the results that this rank missed")
+        found = self._register.get(_results(epoch, members[0]), self._timeout, self._is_broken)
+        for number, packed in msgspec.msgpack.decode(found, type=dict[int, tuple[int, bytes]]).items():
+            if number > self._known():
+                self._results[number] = _unpack(*packed)
+
+
+def _results(epoch: int, member: Member) -> str:
+    return f"epoch/{epoch}/results/{member.key}"
+
+
+def _pack(result: torch.Tensor | bytes) -> tuple[int, bytes]:
+    """A result as its number of rows, 0 for a broadcast's, and bytes."""
+    return (0, result) if isinstance(result, bytes) else (len(result), result.numpy().tobytes())
+
+
+def _unpack(num_rows: int, data: bytes) -> torch.Tensor | bytes:
+    if not num_rows:
+        return data
+    return torch.from_numpy(np.frombuffer(data, np.int32).copy()).view(num_rows, -1)
+
+
+class _BrokenError(CommError):
+    """A lost rank, rather than a lost job."""

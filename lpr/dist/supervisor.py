@@ -1,0 +1,353 @@
+"""The supervisor: the process that starts the ranks of one machine, outlives each of them, and replaces the lost ones.
+
+torchrun ends all ranks when one fails. This process holds the rendezvous store, so that it survives any rank; says in
+the register which rank has ended, at once; ends a rank that is stopped or hangs, so that its sockets close and nobody
+waits for it; and starts a new replica in the place of a lost one, which loads by itself and joins the others when it is
+ready. When no replica is left, the first one that has loaded is the beginning of a new mesh.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lpr.dist.places import SUPERVISED, die_with_parent
+
+if TYPE_CHECKING:
+    from lpr.dist.heart import Watch
+    from lpr.dist.register import Register
+
+TICK = 0.25
+"""Seconds between two looks at hearts and at who waits to join; the end of a process is noticed at once."""
+BACKOFF = (0.0, 1.0, 5.0)
+"""Seconds before a place is filled again, by how often in a row its replicas have ended before they had loaded."""
+STOP_SECONDS = 10.0
+"""Time for ranks to end after a signal, before they are killed."""
+LEAVE_SECONDS = 30.0
+"""Time for the other ranks to end after one that has finished the job."""
+STOPPED_SECONDS = 2.0
+"""Time that a rank may be stopped (SIGSTOP, a debugger) before it counts as lost."""
+DYING_SECONDS = 2.0
+"""Time that a rank has to end by itself, and to say why, once it takes part no more."""
+FINISHED = (0, 2, 130)
+"""Codes of a rank that has come to the end of its job: well, with bad input in it, or interrupted."""
+BAD_INPUT = 2
+"""The exit code of a rank that refuses what it was asked for: starting it again would not help."""
+_FOREIGN = ("GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE")
+
+
+@dataclass
+class Replica:
+    """A started replica: the processes of its ranks."""
+
+    number: int
+    """Among all replicas that were ever started."""
+    place: int
+    """Among those of the full mesh."""
+    processes: list[subprocess.Popen[bytes]]
+    is_ready: bool = False
+    """Has it loaded?"""
+    codes: dict[int, int] = field(default_factory=dict)
+    """Exit codes by process id, of the ranks that have ended."""
+
+    @property
+    def is_over(self) -> bool:
+        """Have all its ranks ended?"""
+        return len(self.codes) == len(self.processes)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the ranks that live."""
+        for process in self.processes:
+            if process.pid not in self.codes:
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(number)
+
+
+class Supervisor:
+    """The ranks of a job on this machine."""
+
+    def __init__(self, command: Sequence[str], num_replicas: int, tp: int = 1) -> None:
+        """To run `command` as `num_replicas` replicas of `tp` ranks each."""
+        self.command = list(command)
+        self.num_replicas = num_replicas
+        self.tp = tp
+        self._replicas: dict[int, Replica] = {}
+        """Those that have not ended, by number."""
+        self._ended: queue.SimpleQueue[tuple[int, int, int] | None] = queue.SimpleQueue()
+        """Replica, process id and exit code of ranks that have ended; None when a signal came."""
+        self._num_started = 0
+        self._epoch = -1
+        self._members: list[int] = []
+        """The latest mesh: its epoch, and its replicas."""
+        self._failures = [0] * num_replicas
+        """Per place: replicas in a row that ended before they had loaded."""
+        self._due: dict[int, float] = {}
+        """When places are to be filled again."""
+        self._dead_since: dict[int, float] = {}
+        """Per replica that takes part no more, and has processes still."""
+        self._stopped_since: dict[int, float] = {}
+        """Per process id of a rank that was found stopped."""
+        self._code: int | None = None
+        """What the job ends with, once that is known."""
+        self._signalled: int | None = None
+        self._until: float | None = None
+        """When the ranks that are left are killed."""
+        self._socket = socket.socket()
+        self._socket.bind(("127.0.0.1", 0))
+        self._socket.listen(1024)
+        self._port = self._socket.getsockname()[1]
+
+    def run(self) -> int:
+        """Start the ranks and stay until all have ended; returns the exit code of the job.
+
+        0 when a rank has finished the job, 2 for bad input, 1 when replicas end again and again before they have
+        loaded, or 128 and a signal's number.
+        """
+        with self._signals():
+            for place in range(self.num_replicas):
+                self._start(place)
+            # While they import their libraries: a store needs torch, which takes seconds to load.
+            self._register, self._watch = self._open_register()
+            try:
+                while self._replicas or (self._due and self._code is None):
+                    self._tick()
+            finally:
+                for replica in self._replicas.values():
+                    replica.signal(signal.SIGKILL)
+        return 1 if self._code is None else self._code
+
+    def _open_register(self) -> tuple[Register, Watch]:
+        from datetime import timedelta
+
+        import torch.distributed as dist
+
+        from lpr.dist.heart import Watch
+        from lpr.dist.register import Member, Register
+
+        store = dist.TCPStore(
+            "127.0.0.1", self._port, None, is_master=True, timeout=timedelta(seconds=30), wait_for_workers=False,
+            master_listen_fd=self._socket.detach(),
+        )  # fmt: skip
+        register = Register(dist.PrefixStore("lpr-attempt-0", store), Member(-1), self.tp)
+        return register, Watch(register)
+
+    # Processes.
+
+    def _start(self, place: int) -> None:
+        number = self._num_started
+        self._num_started += 1
+        processes = [
+            subprocess.Popen(
+                self.command,
+                env=self._environment(number, place, tp_rank),
+                process_group=0,  # a Ctrl-C in the terminal is for this process, which passes it on
+            )
+            for tp_rank in range(self.tp)
+        ]
+        self._replicas[number] = Replica(number, place, processes)
+        for process in processes:
+            threading.Thread(target=self._await, args=(number, process), daemon=True).start()
+
+    def _await(self, number: int, process: subprocess.Popen[bytes]) -> None:
+        self._ended.put((number, process.pid, process.wait()))
+
+    def _environment(self, number: int, place: int, tp_rank: int) -> dict[str, str]:
+        size = self.num_replicas * self.tp
+        return {
+            **rank_environment(os.environ, size),
+            "RANK": str(number * self.tp + tp_rank), "LOCAL_RANK": str(place * self.tp + tp_rank),
+            "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True", SUPERVISED: str(os.getpid()),
+        }  # fmt: skip
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Pass SIGTERM and SIGINT on to the ranks: they know how to end."""
+
+        def take(number: int, _: object) -> None:
+            self._signalled = number
+            self._ended.put(None)
+
+        before = {number: signal.signal(number, take) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    # One look.
+
+    def _tick(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            found = self._ended.get(timeout=TICK)
+            if found is not None:
+                self._note_end(*found)
+        if self._signalled is not None:
+            number, self._signalled = self._signalled, None
+            self._end(128 + number, STOP_SECONDS, number)
+        self._note_ready()
+        self._end_the_dead()
+        if self._code is None:
+            self._fill_places()
+            self._found_or_offer()
+        elif self._until is not None and time.monotonic() > self._until:
+            for replica in self._replicas.values():
+                replica.signal(signal.SIGKILL)
+
+    def _note_end(self, number: int, pid: int, code: int) -> None:
+        replica = self._replicas[number]
+        replica.codes[pid] = code
+        self._register.mark_dead(number, f"a rank has ended with code {code}")
+        if code in FINISHED and replica.is_ready:
+            self._end(code, LEAVE_SECONDS)
+        elif self._code is None:
+            replica.signal(signal.SIGKILL)  # the rest of a replica is no use
+        if not replica.is_over:
+            return
+        del self._replicas[number]
+        self._dead_since.pop(number, None)
+        if self._code is None:
+            self._replace(replica)
+
+    def _replace(self, replica: Replica) -> None:
+        """Plan to fill the place of a replica that was lost, unless that is hopeless."""
+        codes = replica.codes.values()
+        print(f"lpr: replica {replica.number} was lost (codes {sorted(codes)})", file=sys.stderr, flush=True)
+        if replica.is_ready:
+            self._failures[replica.place] = 0
+        elif BAD_INPUT in codes:
+            self._failures[replica.place] = len(BACKOFF)
+        else:
+            self._failures[replica.place] += 1
+        failures = self._failures[replica.place]
+        if failures < len(BACKOFF):
+            self._due[replica.place] = time.monotonic() + BACKOFF[failures]
+        elif not self._due and not self._replicas:
+            self._code = BAD_INPUT if BAD_INPUT in codes else 1
+        if BAD_INPUT in codes and self._epoch < 0:  # the start itself was refused, on all ranks
+            self._end(BAD_INPUT, STOP_SECONDS, signal.SIGTERM)
+
+    def _fill_places(self) -> None:
+        now = time.monotonic()
+        for place in [place for place, due in self._due.items() if due <= now]:
+            del self._due[place]
+            self._start(place)
+
+    def _note_ready(self) -> None:
+        for replica in self._replicas.values():
+            if not replica.is_ready:
+                members = self._register.members([replica.number])
+                replica.is_ready = all(self._register.is_ready(member) for member in members)
+
+    def _end_the_dead(self) -> None:
+        """Kill what hangs or was given up, so that its place can be filled. Loading takes as long as it takes."""
+        for number, replica in self._replicas.items():
+            if self._is_stopped(replica):
+                self._register.mark_dead(number, "it was stopped")
+                replica.signal(signal.SIGKILL)
+        ready = [number for number, replica in self._replicas.items() if replica.is_ready]
+        for number in self._watch.silent(ready):
+            self._register.mark_dead(number, "no heartbeat")
+        now = time.monotonic()
+        for number in ready:
+            if self._register.dead_reason(number):
+                since = self._dead_since.setdefault(number, now)
+                if now - since > DYING_SECONDS:
+                    self._replicas[number].signal(signal.SIGKILL)
+
+    def _is_stopped(self, replica: Replica) -> bool:
+        """Has a rank been stopped by a signal for longer than a pulse may be missed? Linux says so, also of a loader."""
+        now = time.monotonic()
+        found = False
+        for process in replica.processes:
+            if process.pid in replica.codes or process_state(process.pid) not in ("T", "t"):
+                self._stopped_since.pop(process.pid, None)
+            else:
+                found |= now - self._stopped_since.setdefault(process.pid, now) > STOPPED_SECONDS
+        return found
+
+    def _found_or_offer(self) -> None:
+        """Name the replicas that wait to join; if no mesh is left, let the first of them begin one."""
+        while (decision := self._register.decision(self._epoch + 1)) is not None:
+            self._epoch += 1
+            self._members = decision.replicas
+        waiting = [number for number, replica in self._replicas.items() if replica.is_ready]
+        if self._epoch >= 0:
+            waiting = [number for number in waiting if number not in self._members]
+        elif any(not self._is_newcomer(number) for number in self._replicas):
+            return  # the first start goes on
+        is_left = self._epoch >= 0 and any(self._is_alive(number) for number in self._members)
+        if waiting and not is_left:
+            from lpr.dist.register import Decision
+
+            if self._epoch < 0:  # the ranks of the start, which never met, have left their traces there
+                self._register.decide(0, Decision([]))
+            epoch = max(0, self._epoch) + 1
+            if self._register.decide(epoch, Decision(waiting[:1])).replicas == waiting[:1]:
+                self._register.welcome(epoch, waiting[0])
+        elif self._epoch >= 0:
+            self._register.offer(waiting)
+
+    def _is_alive(self, number: int) -> bool:
+        return number in self._replicas and self._register.dead_reason(number) is None
+
+    def _is_newcomer(self, number: int) -> bool:
+        return number >= self.num_replicas
+
+    def _end(self, code: int, patience: float, number: int | None = None) -> None:
+        """End the job with `code`: replace nobody, and kill what is left after `patience` seconds."""
+        if not self._code:
+            self._code = code
+        if self._until is None:
+            self._until = time.monotonic() + patience
+        for replica in self._replicas.values():
+            if number is not None:
+                replica.signal(number)
+            elif self._is_newcomer(replica.number) and not replica.is_ready:
+                replica.signal(signal.SIGKILL)  # it loads for a job that is over
+
+
+def rank_environment(variables: Mapping[str, str], num_ranks: int) -> dict[str, str]:
+    """What the ranks see of `variables`: not what another launcher meant for its own."""
+    kept = {
+        name: value
+        for name, value in variables.items()
+        if name not in _FOREIGN and not name.startswith("TORCHELASTIC_")
+    }
+    # Ranks of one machine share its cores; torchrun would give each of them a single thread, with a warning.
+    share = max(1, (os.cpu_count() or 1) // num_ranks)
+    return {"OMP_NUM_THREADS": str(share), **kept}
+
+
+def process_state(pid: int) -> str:
+    """One letter, as `ps` shows it; empty where there is no such process, or no /proc."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def main(argv: Sequence[str]) -> int:
+    """`python -m lpr.dist.supervisor LP TP MODULE [ARGUMENT...]`: run a module as the ranks of a mesh."""
+    if len(argv) < 3 or not all(word.isdecimal() and int(word) > 0 for word in argv[:2]):
+        print(f"{Path(__file__).stem}: error: give LP TP MODULE [ARGUMENT...], not {argv}", file=sys.stderr)
+        return BAD_INPUT
+    die_with_parent()
+    lp, tp, module, *arguments = argv
+    return Supervisor([sys.executable, "-m", module, *arguments], int(lp), int(tp)).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

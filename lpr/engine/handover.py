@@ -1,0 +1,128 @@
+"""What a replica that joins a running mesh is told: all that the others hold alike, except K/V and drafting state.
+
+Its K/V is computed from the tokens, piece by piece like any pending chain. What drafts were learnt from one request
+(calibration, window, n-gram pool, recycled candidates) begins anew on *all* ranks when the mesh changes, so it needs no
+format of its own; it is soon learnt again, and decides no token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from lpr.config import DecodeConfig, SamplingParams, TreeSizes
+from lpr.core.state import TokenLogprobs
+from lpr.engine.commands import RequestId, Submit
+from lpr.engine.request import Request
+from lpr.engine.stats import DecodeStats
+
+
+class Count(msgspec.Struct, frozen=True, array_like=True):
+    """Nodes of one source at one depth."""
+
+    source: int
+    depth: int
+    drafted: int
+    accepted: int
+
+
+class Carried(msgspec.Struct, frozen=True, array_like=True):
+    """A request on its way from rank to rank."""
+
+    id: RequestId
+    token_ids: list[int]
+    params: SamplingParams
+    num_prompt: int
+    priority: int
+    tenant: str
+    learns: bool
+    num_cached_tokens: int
+    logprobs: list[TokenLogprobs]
+    num_steps: int
+    num_fill_steps: int
+    num_nodes: int
+    counts: list[Count]
+    num_computed_tokens: list[int] = []
+    """Per rank of the new mesh, of a request that runs."""
+    place: int = 0
+    """In the queue, of one that waits."""
+    arrival: int = 0
+
+    @property
+    def submit(self) -> Submit:
+        """The command that would submit the request as it is by now."""
+        place = (self.num_prompt, self.priority, False, self.tenant, self.learns)
+        return Submit(self.id, self.token_ids, self.params, *place)
+
+    def restore(self, request: Request) -> Request:
+        """Complete a request that was made from `submit`."""
+        request.num_cached_tokens = self.num_cached_tokens
+        stats = DecodeStats(
+            num_steps=self.num_steps,
+            num_fill_steps=self.num_fill_steps,
+            num_tokens=request.num_output,
+            num_nodes=self.num_nodes,
+        )
+        for count in self.counts:
+            stats.drafted[count.source, count.depth] = count.drafted
+            stats.accepted[count.source, count.depth] = count.accepted
+        request.resume(stats, self.logprobs)
+        return request
+
+
+class State(msgspec.Struct, frozen=True, kw_only=True):
+    """The replicated state."""
+
+    decode: DecodeConfig
+    sizes: TreeSizes
+    times: dict[str, Any] | None
+    """Step times that decide now, as StepTimes.to_json makes them; None where sizes are fixed."""
+    follows: bool
+    """Do the times that steps really take change that table?"""
+    is_draining: bool
+    next_id: int
+    history: bytes
+    """int32 tokens of the shared trie."""
+    tenants: list[tuple[str, bytes]]
+    """The same of each tenant's own trie, the least recently used one first."""
+    running: list[Carried]
+    """In the order of their slots."""
+    waiting: list[Carried]
+    """In the order of the queue."""
+    num_arrivals: int
+    num_queries: int
+    num_hits: int
+
+
+def carried(request: Request, place: int = 0, arrival: int = 0) -> Carried:
+    """A request as another rank can go on with it."""
+    stats = request.stats
+    return Carried(
+        id=request.id,
+        token_ids=list(request.tokens),
+        params=request.params,
+        num_prompt=request.num_prompt,
+        priority=request.priority,
+        tenant=request.tenant,
+        learns=request.learns,
+        num_cached_tokens=request.num_cached_tokens,
+        logprobs=request.logprobs,
+        num_steps=stats.num_steps,
+        num_fill_steps=stats.num_fill_steps,
+        num_nodes=stats.num_nodes,
+        counts=[Count(*at, stats.drafted[at], stats.accepted[at]) for at in stats.drafted],
+        num_computed_tokens=list(request.num_computed_tokens) if request.state is not None else [],
+        place=place,
+        arrival=arrival,
+    )
+
+
+def encode(state: State) -> bytes:
+    """A state as bytes (MessagePack)."""
+    return msgspec.msgpack.encode(state)
+
+
+def decode(data: bytes) -> State:
+    """The state of `encode`; raises msgspec.MsgspecError for anything else."""
+    return msgspec.msgpack.decode(data, type=State)

@@ -1,0 +1,148 @@
+// A step of a batch, under the names of lpr.core.rows: one call drafts for all sequences, one advances all of them.
+#include "bindings.h"
+
+namespace lpr {
+
+using Row = nb::ndarray<nb::numpy, int32_t, nb::ndim<1>>;
+using Moves = nb::ndarray<nb::numpy, int64_t, nb::ndim<2>>;
+
+Moves paired(std::vector<int64_t>&& sources, const std::vector<int64_t>& targets) {
+  size_t count = sources.size();
+  sources.insert(sources.end(), targets.begin(), targets.end());
+  return owned_array<Moves>(std::move(sources), {2, count});
+}
+
+// A step's draft, and the Python objects of its states, which must live as long.
+struct BoundDraft : StepDraft {
+  nb::list listed;
+
+  BoundDraft(const nb::sequence& those, const std::vector<int64_t>& depths, Budget& budget, int64_t num_ranks,
+             int64_t max_owned, size_t mine)
+      : StepDraft(states_of(those), depths, budget, num_ranks, max_owned, mine) {
+    for (nb::handle state : those) listed.append(state);
+  }
+
+  BoundState& state(size_t index) { return *static_cast<BoundState*>(states[index]); }
+
+ private:
+  static std::vector<SequenceState*> states_of(const nb::sequence& those) {
+    std::vector<SequenceState*> found;
+    for (BoundState* state : pointers<BoundState>(those)) found.push_back(state);
+    return found;
+  }
+};
+
+nb::list rows_of(BoundDraft& draft) {
+  nb::list rows;
+  for (size_t i = 0; i < draft.states.size(); i++) {
+    Tokens entries = row_entries(*draft.states[i], *draft.trees[i], draft.own(i), draft.rank);
+    size_t columns = entries.size() / 3;
+    rows.append(nb::make_tuple(draft.states[i]->num_computed_tokens[draft.rank], draft.own(i).nodes.size(),
+                               owned_array<Matrix>(std::move(entries), {3, columns})));
+  }
+  return rows;
+}
+
+// Of every node that this rank owns, its place among the rows' nodes, and then its place among those of all trees.
+Moves placement(const BoundDraft& draft, int64_t capacity) {
+  std::vector<int64_t> sources, targets;
+  int64_t start = 0;
+  for (size_t i = 0; i < draft.trees.size(); i++) {
+    const Shard& shard = draft.own(i);
+    auto from = shard.nodes.begin();
+    for (size_t place = 0; place < shard.owned.size(); place++) {
+      from = std::lower_bound(from, shard.nodes.end(), shard.owned[place]);
+      sources.push_back(start + (from - shard.nodes.begin()));
+      targets.push_back(static_cast<int64_t>(i) * capacity + static_cast<int64_t>(place));
+    }
+    start += static_cast<int64_t>(shard.nodes.size());
+  }
+  return paired(std::move(sources), targets);
+}
+
+nb::list conclude(BoundDraft& draft, Values values, int k, Budget& budget) {
+  if (values.shape(0) < (draft.shards.empty() ? 0 : draft.shards[0]->size()) || values.shape(1) < draft.trees.size() ||
+      static_cast<int64_t>(values.shape(3)) < 1 + k + (k + 3) / 4)
+    throw std::invalid_argument("the values do not hold the results of all trees");
+  int64_t strides[3] = {values.stride(0), values.stride(1), values.stride(2)};
+  nb::list all;
+  std::vector<Conclusion> concluded = draft.conclude(values.data(), strides, k, budget);
+  for (size_t i = 0; i < concluded.size(); i++) {
+    draft.state(i).append(concluded[i].emitted);
+    all.append(nb::cast(std::move(concluded[i])));
+  }
+  return all;
+}
+
+void bind_step(nb::module_& m) {
+  nb::class_<Conclusion>(m, "Conclusion")
+      .def_ro("tree", &Conclusion::tree)
+      .def_prop_ro("shards", [](const Conclusion& each) { return *each.shards; })
+      .def_ro("next_tokens", &Conclusion::next_tokens)
+      .def_ro("path", &Conclusion::path)
+      .def_ro("emitted", &Conclusion::emitted)
+      .def_ro("kept", &Conclusion::kept)
+      .def_ro("failure", &Conclusion::failure)
+      .def_ro("may_end", &Conclusion::may_end)
+      .def_prop_ro("is_spoilt", [](const Conclusion& each) { return !each.kept.has_value(); });
+  nb::class_<BoundDraft>(m, "StepDraft")
+      .def_ro("states", &BoundDraft::listed)
+      .def_ro("trees", &BoundDraft::trees)
+      .def_prop_ro("shards",
+                   [](const BoundDraft& draft) {
+                     nb::list all;
+                     for (const auto& split : draft.shards) all.append(nb::cast(*split));
+                     return all;
+                   })
+      .def_ro("rank", &BoundDraft::rank)
+      .def("__len__", [](const BoundDraft& draft) { return draft.trees.size(); })
+      .def_prop_ro("has_nodes",
+                   [](const BoundDraft& draft) {
+                     return std::any_of(draft.trees.begin(), draft.trees.end(),
+                                        [](const auto& tree) { return tree->size() > 1; });
+                   })
+      .def("rows", &rows_of)
+      .def("placement", &placement, "capacity"_a)
+      .def("sign",
+           [](BoundDraft& draft) {
+             std::vector<uint64_t> digests;
+             for (size_t i = 0; i < draft.states.size(); i++)
+               digests.push_back(draft.states[i]->sign_tree(*draft.trees[i]));
+             return digests;
+           })
+      .def("conclude", &conclude, "values"_a, "k"_a, "budget"_a);
+  m.def(
+      "draft_step",
+      [](const nb::sequence& states, const std::vector<int64_t>& depths, Budget& budget, int64_t num_ranks,
+         int64_t max_owned, size_t rank) {
+        return new BoundDraft(states, depths, budget, num_ranks, max_owned, rank);
+      },
+      "states"_a, "depths"_a, "budget"_a, "num_ranks"_a, "max_owned"_a, "rank"_a);
+  m.def(
+      "selection_words",
+      [](const nb::sequence& choices, const std::vector<Array>& positions) {
+        std::vector<Choice> those;
+        for (nb::handle each : choices)
+          those.push_back({nb::cast<uint64_t>(each[0]), nb::cast<float>(each[1]), nb::cast<int32_t>(each[2]),
+                           nb::cast<float>(each[3]), nb::cast<float>(each[4])});
+        if (those.size() != positions.size()) throw std::invalid_argument("positions for each choice");
+        std::vector<Positions> places;
+        for (const Array& each : positions) places.push_back({each.data(), each.size()});
+        std::vector<int32_t> words = selection_words(those, places);
+        size_t count = words.size();
+        return owned_array<Row>(std::move(words), {count});
+      },
+      "choices"_a, "positions"_a);
+  m.def(
+      "cache_moves",
+      [](const nb::sequence& concluded, const std::vector<int64_t>& first_rows) {
+        std::vector<const Conclusion*> those;
+        for (Conclusion* each : pointers<Conclusion>(concluded)) those.push_back(each);
+        if (those.size() != first_rows.size()) throw std::invalid_argument("a first row for each conclusion");
+        auto [sources, targets] = cache_moves(those, first_rows);
+        return paired(std::move(sources), targets);
+      },
+      "concluded"_a, "first_rows"_a);
+}
+
+}  // namespace lpr

@@ -1,0 +1,216 @@
+"""Ranks that die where a test says, as threads: the real register and ElasticComm, with groups that fail on demand."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from lpr.dist.channel import CommError
+from lpr.dist.elastic import ElasticComm
+from lpr.dist.group import Group
+from lpr.dist.heart import Heart
+from lpr.dist.register import Decision, Member, Register
+
+
+def hash_store() -> dist.Store:
+    """A register's store within this process."""
+    return dist.HashStore()
+
+
+WAIT = 60.0
+"""Seconds after which a wait of a test's rank is a failure of the test."""
+
+
+class RankDiedError(BaseException):
+    """Ends the thread of a rank that dies; nothing in lpr catches it."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A rank dies in one collective."""
+
+    epoch: int
+    index: int
+    """Of the collective among those of its epoch's group, from 0."""
+    victim: int
+    """World rank in that group."""
+    late: bool = False
+    """Does it die behind its own contribution? Then the collective ends on some ranks."""
+    ahead: frozenset[int] = frozenset()
+    """Those world ranks, if it is late."""
+
+
+@dataclass
+class _Collective:
+    """One collective of a group."""
+
+    given: dict[int, torch.Tensor | bytes] = field(default_factory=dict)
+    victim_came: bool = False
+
+
+class ThreadGroup:
+    """One rank's end of a group."""
+
+    def __init__(self, world: ElasticWorld, name: str, rank: int, size: int) -> None:
+        """World rank `rank` of the group `name`."""
+        self.world = world
+        self.name, self.rank, self.size = name, rank, size
+        self.index = 0
+
+    def gather(self, payload: torch.Tensor) -> torch.Tensor:
+        """As Group.gather."""
+        given = self._collect(payload.detach().cpu().clone(), range(self.size))
+        return torch.stack([given[rank] for rank in range(self.size)])  # type: ignore[misc]
+
+    def broadcast(self, message: bytes, length: int) -> bytes:
+        """As Group.broadcast."""
+        found = self._collect(message, [0])[0]
+        assert isinstance(found, bytes) and len(found) == length
+        return found
+
+    def limit(self, timeout: float) -> None:
+        """Every wait is bounded anyway."""
+
+    def close(self) -> None:
+        """As Group.close."""
+        with self.world.lock:
+            self.world.closed.setdefault(self.name, set()).add(self.rank)
+            self.world.lock.notify_all()
+
+    def _collect(self, mine: torch.Tensor | bytes, needed: range | list[int]) -> dict[int, torch.Tensor | bytes]:
+        """What the `needed` ranks give to this group's next collective."""
+        world, index = self.world, self.index
+        self.index += 1
+        with world.lock:
+            mine_here = world.collectives.setdefault((self.name, index), _Collective())
+            fault = world.faults.get((self.name, index))
+            world.count(self.name, index)
+            if fault is not None and fault.victim == self.rank:
+                mine_here.victim_came = True
+                if fault.late:
+                    mine_here.given[self.rank] = mine
+                world.lock.notify_all()
+                raise RankDiedError
+            mine_here.given[self.rank] = mine
+            world.lock.notify_all()
+            until = time.monotonic() + WAIT
+            while True:
+                if fault is not None:
+                    if mine_here.victim_came and (not fault.late or self.rank not in fault.ahead):
+                        raise CommError("a rank died in this collective")
+                    ready = mine_here.victim_came
+                else:
+                    ready = True
+                if ready and all(rank in mine_here.given for rank in needed):
+                    return dict(mine_here.given)
+                gone = world.closed.get(self.name, set())
+                if any(rank in gone for rank in needed if rank not in mine_here.given):
+                    raise CommError("a rank has left this group")
+                if time.monotonic() > until:
+                    raise AssertionError(f"rank {self.rank} hangs in collective {index} of {self.name}")
+                world.lock.wait(0.05)
+
+
+class DirectHeart(Heart):
+    """Looks at the register whenever it is asked; no thread."""
+
+    def __init__(self, register: Register) -> None:
+        """With the rank's own connection."""
+        super().__init__(lambda: register)
+        self._register = register
+
+    def start(self) -> None:
+        """Nothing beats."""
+
+    @property
+    def is_broken(self) -> bool:  # type: ignore[override]
+        """Has somebody left the epoch, or died?"""
+        return self._register.is_broken(self.epoch, self.replicas)
+
+    @is_broken.setter
+    def is_broken(self, value: bool) -> None:
+        """Nothing is kept."""
+
+    @property
+    def newcomers(self) -> tuple[int, ...]:  # type: ignore[override]
+        """Replicas that wait."""
+        return self._register.offered()
+
+    @newcomers.setter
+    def newcomers(self, value: tuple[int, ...]) -> None:
+        """Nothing is kept."""
+
+
+class ElasticWorld:
+    """Threads that are replicas of a mesh, and a supervisor's part of the register."""
+
+    def __init__(self, num_replicas: int, *faults: Fault) -> None:
+        """`num_replicas` ranks at first."""
+        self.num_replicas = num_replicas
+        self.lock = threading.Condition()
+        self.store = hash_store()
+        self.faults = {(f"epoch/{fault.epoch}", fault.index): fault for fault in faults}
+        self.collectives: dict[tuple[str, int], _Collective] = {}
+        self.closed: dict[str, set[int]] = {}
+        self.num_collectives: dict[str, int] = {}
+        self._threads: list[threading.Thread] = []
+        self.failures: dict[int, BaseException] = {}
+        self.died: set[int] = set()
+
+    def count(self, name: str, index: int) -> None:
+        """Note that a collective was begun."""
+        self.num_collectives[name] = max(self.num_collectives.get(name, 0), index + 1)
+
+    def register(self, replica: int) -> Register:
+        """A connection of `replica`'s."""
+        return Register(self.store, Member(replica))
+
+    def comm(self, replica: int, joins: bool = False) -> ElasticComm:
+        """The mesh as `replica` sees it."""
+        register = self.register(replica)
+
+        def connect(name: str, rank: int, size: int, is_broken: Callable[[], bool]) -> Group:
+            return ThreadGroup(self, name, rank, size)
+
+        return ElasticComm(register, DirectHeart(register), connect, self.num_replicas, joins=joins, timeout=WAIT)
+
+    def start(self, replica: int, program: Callable[[ElasticComm], None], joins: bool = False) -> None:
+        """Run `program` as a replica."""
+
+        def main() -> None:
+            comm = None
+            try:
+                comm = self.comm(replica, joins)
+                program(comm)
+            except RankDiedError:
+                self.died.add(replica)
+            except BaseException as failure:
+                self.failures[replica] = failure
+            finally:
+                # What a supervisor and the kernel do when a process ends.
+                self.register(replica).mark_dead(replica, "it has ended")
+                if comm is not None:
+                    comm.close()
+
+        thread = threading.Thread(target=main, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def found(self, epoch: int, replica: int) -> None:
+        """Let a replica that has loaded be the first of a new mesh."""
+        register = self.register(replica)
+        register.decide(epoch, Decision([replica]))
+        register.welcome(epoch, replica)
+
+    def join(self) -> None:
+        """Wait for all ranks; raises what went wrong in one that a test did not end."""
+        for thread in self._threads:
+            thread.join(timeout=2 * WAIT)
+            assert not thread.is_alive(), "a rank hangs"
+        for failure in self.failures.values():
+            raise failure

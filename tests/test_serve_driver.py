@@ -1,0 +1,172 @@
+"""The driver's deliveries: whatever the front has got, what comes is what is beyond, as if nothing had been lost."""
+
+import json
+
+import pytest
+
+import lpr
+from lpr.config import SamplingParams
+from lpr.serve.driver import Driver
+from lpr.serve.messages import Abort, Chunk, Facts, Load, Resume, Stepped, Stop, Submit, beyond
+
+PROMPT = "def fibonacci(n):\n    "
+NUM = 40
+
+
+class Line:
+    """The socket's two ends in memory: what the front sends is a script, what the driver says is kept."""
+
+    def __init__(self, script):
+        self.load = Load()
+        self.said = []
+        self._script = script
+
+    def moved(self, load):
+        self.load = load
+
+    def send(self, message):
+        self.said.append(message)
+
+    def take(self, wait):
+        return self._script(self)
+
+    def chunks(self, id):
+        return [
+            chunk for message in self.said if isinstance(message, Stepped) for chunk in message.chunks if chunk.id == id
+        ]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    decode = lpr.DecodeConfig(window_size=0, trie_nodes=8, max_batch_size=4)
+    return lpr.Engine.from_pretrained(lpr.bundled_model(), decode, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def regex():
+    llguidance = pytest.importorskip("llguidance")
+    return llguidance.LLMatcher.grammar_from_regex("[a-z]{3,8}( [a-z]{3,8}){4,20}")
+
+
+def drive(engine, *messages, steps=None):
+    """Send `messages` to a new driver of `engine`, and stop it when nothing runs, or after so many turns."""
+    left = list(messages)
+    turns = 0
+
+    def script(line):
+        nonlocal turns
+        turns += 1
+        if left:
+            taken, left[:] = list(left), []
+            return taken
+        if turns > (steps or 10**6) or (engine.is_idle and steps is None):
+            return [Stop()]
+        return []
+
+    line = Line(script)
+    Driver(engine, line, "bundled").run()
+    return line
+
+
+def put_together(chunks, ids=(), text=""):
+    """What a front makes of chunks: ids, text, log-probabilities, the end."""
+    ids, logprobs, finish = list(ids), [], None
+    for chunk in chunks:
+        chunk = beyond(chunk, len(ids), len(text))
+        assert chunk.token_ids == [] or chunk.start == len(ids)
+        ids += chunk.token_ids
+        text += chunk.text
+        logprobs += [each.logprob for each in chunk.logprobs or ()]
+        finish = chunk.finish_reason or finish
+    return ids, text, logprobs, finish
+
+
+def submit(id, params, prompt, ids=(), text="", details=False):
+    return Submit(id=id, prompt_ids=[*prompt, *ids], params=params, num_prompt=len(prompt), num_characters=len(text),
+                  details=details)  # fmt: skip
+
+
+KINDS = {
+    "greedy": {"stop": ("print(", "\n\n\n\n")},
+    "sampled, all penalties, a stop string that straddles": {
+        "temperature": 0.8, "seed": 3, "presence_penalty": 0.4, "frequency_penalty": 0.2, "repetition_penalty": 1.1,
+        "min_new_tokens": 12, "no_repeat_ngram_size": 5, "logprobs": 2, "logit_bias": ((66, 1.5),),
+    },
+    "a grammar": {"temperature": 0.8, "seed": 1, "logprobs": 0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_request_goes_on_from_every_point_of_its_stream(engine, regex, kind):
+    """Ranks that know nothing of it any more, and a front that has got any number of its steps."""
+    more = dict(KINDS[kind])
+    if kind == "a grammar":
+        more["grammar"] = regex
+    prompt = engine.encode(PROMPT)
+    params = SamplingParams(max_new_tokens=NUM, **more)
+    plain = engine.generate([prompt], params)[0]
+    if "logprobs" in more and "grammar" not in more:  # a stop string that begins in one token and ends in another
+        shown = plain.text
+        params = SamplingParams(max_new_tokens=NUM, stop=(shown[len(shown) // 2 : len(shown) // 2 + 9],), **more)
+        plain = engine.generate([prompt], params)[0]
+        assert plain.finish_reason == "stop"
+    assert engine.is_idle
+    chunks = drive(engine, Resume([]), submit(1, params, prompt)).chunks(1)
+    wanted = put_together(chunks)
+    assert wanted[0] == plain.token_ids and wanted[1] == plain.text and wanted[3] == plain.finish_reason
+    for given in range(len(chunks) + 1):
+        ids, text, logprobs, _ = put_together(chunks[:given])
+        rest = drive(engine, Resume([2]), submit(2, params, prompt, ids, text)).chunks(2)
+        found = put_together(rest, ids, text)
+        assert (found[0], found[1], found[3]) == (wanted[0], wanted[1], wanted[3]), f"after chunk {given}"
+        assert [*logprobs, *found[2]] == pytest.approx(wanted[2], abs=1e-4)
+        assert rest[-1].usage is not None and rest[-1].usage.num_tokens == len(wanted[0]) - len(ids)
+
+
+@pytest.mark.parametrize("has", [-3, -1, 0, 1, 3])
+def test_a_rank_that_takes_over_sends_what_is_beyond(engine, has):
+    """The front has got as much as the ranks, steps more or steps less; each is cut or made up for."""
+    prompt = engine.encode(PROMPT)
+    params = SamplingParams(max_new_tokens=NUM, temperature=0.8, seed=7, logprobs=1, stop=("zzz",))
+    chunks = drive(engine, Resume([]), submit(1, params, prompt)).chunks(1)
+    wanted = put_together(chunks)
+    drive(engine, Resume([]), submit(5, params, prompt), submit(6, params, prompt), steps=3)
+    running = engine.requests[5]
+    at = running.num_output
+    assert 0 < at < NUM
+    # The chunks of a driver that was lost: any borders will do, as those of another tree are others.
+    given = [chunk for chunk, (count, _) in zip(chunks, lengths(chunks), strict=True) if count <= at + has]
+    ids, text, logprobs, _ = put_together(given)
+    line = drive(engine, Resume([5]), submit(5, params, prompt, ids, text, details=True))
+    found = put_together(line.chunks(5), ids, text)
+    assert (found[0], found[1], found[3]) == (wanted[0], wanted[1], wanted[3])
+    assert [*logprobs, *found[2]] == pytest.approx(wanted[2], abs=1e-4)
+    assert all(len(chunk.sources) == len(chunk.token_ids) for chunk in line.chunks(5))
+    assert line.chunks(6) == [] and not engine.requests, "what is not wanted any more is aborted"
+
+
+def lengths(chunks):
+    """After each chunk, tokens and text so far."""
+    count, text = 0, ""
+    for chunk in chunks:
+        count, text = count + len(chunk.token_ids), text + chunk.text
+        yield count, text
+
+
+def test_a_request_that_is_aborted_before_it_is_submitted_again(engine):
+    prompt = engine.encode(PROMPT)
+    drive(engine, Resume([]), submit(8, SamplingParams(max_new_tokens=NUM), prompt), steps=2)
+    assert 8 in engine.requests
+    line = drive(engine, Resume([8]), Abort(8))
+    assert line.chunks(8) == [] and not engine.requests
+
+
+def test_the_first_words_are_facts_and_a_bad_request_is_said(engine):
+    line = drive(engine, Resume([]), submit(9, SamplingParams(max_new_tokens=10**6), [5]))
+    assert isinstance(line.said[0], Facts) and json.loads(line.said[0].tokenizer)
+    assert [chunk.finish_reason for chunk in line.chunks(9)] == ["error"]
+
+
+def test_a_gap_is_noticed():
+    with pytest.raises(lpr.serve.messages.ProtocolError, match="goes on at token 5"):
+        beyond(Chunk(1, [7], "x", start=5), 4, 0)

@@ -1,0 +1,259 @@
+"""A rank dies in any collective, at any moment: the others go on, and no output changes."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+
+import pytest
+from transformers import PreTrainedModel
+
+from lpr import DecodeConfig, Engine, SamplingParams
+from lpr.dist.comm import is_driver
+from lpr.dist.elastic import ElasticComm
+from tests.elastic_world import ElasticWorld, Fault
+
+PROMPTS = [[5, 6, 7, 8, 5, 6, 7], [9, 3, 9, 3, 9], list(range(10, 40)), [1, 2, 3, 1, 2]]
+PARAMS = [
+    SamplingParams(max_new_tokens=10),
+    SamplingParams(max_new_tokens=7, temperature=0.8, seed=3, logprobs=1),
+    SamplingParams(max_new_tokens=6, repetition_penalty=1.2, stop_token_ids=(11,)),
+    SamplingParams(max_new_tokens=5, temperature=0.8, seed=5),
+]
+DECODE = DecodeConfig(window_size=0, trie_nodes=8, max_batch_size=2, prefill_chunk=8, branch_length=4)
+
+
+@pytest.fixture(scope="module")
+def expected(llama: PreTrainedModel) -> list[list[int]]:
+    engine = Engine.from_model(llama, decode=DECODE)
+    return [each.token_ids for each in engine.generate(PROMPTS, PARAMS)]
+
+
+class Job:
+    """All prompts on ranks that may die: whoever is the driver submits what is missing, as a front would."""
+
+    def __init__(self, model: PreTrainedModel, decode: DecodeConfig = DECODE, num_learns: int = 0) -> None:
+        self.model = model
+        self.decode = decode
+        self.num_learns = num_learns
+        self.delivered: dict[int, list[int]] = {}
+        self.drivers: list[int] = []
+        self.widths: list[int] = []
+        self.num_joined = 0
+
+    def __call__(self, comm: ElasticComm) -> None:
+        engine = Engine.from_model(self.model, decode=self.decode, comm=comm)
+        while not engine.is_stopped:
+            if is_driver(comm):
+                self.drive(engine, comm)
+                engine.close()
+            else:
+                engine.work()
+        comm.finish()
+
+    def drive(self, engine: Engine, comm: ElasticComm) -> None:
+        self.drivers.append(comm._replica)
+        for number in range(self.num_learns):
+            engine.learn([number, number + 1, number + 2])
+            self.step(engine, comm)
+        for number, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+            if number not in self.delivered and number not in engine.requests:
+                engine.submit(prompt, params, id=number, tenant="ab"[number % 2])
+                self.step(engine, comm)
+        while not engine.is_idle:
+            self.step(engine, comm)
+
+    def step(self, engine: Engine, comm: ElasticComm) -> None:
+        self.before_step(engine, comm)
+        for request in engine.step():
+            if request.finish_reason is not None:
+                assert request.finish_reason in ("stop", "length"), request.error
+                self.delivered[int(request.id)] = request.completion().token_ids
+                assert len(request.logprobs) == (request.num_output if request.params.logprobs is not None else 0)
+        self.widths.append(comm.size)
+
+    def before_step(self, engine: Engine, comm: ElasticComm) -> None:
+        """Nothing more."""
+
+
+def run(job: Job, *faults: Fault, num_replicas: int = 3) -> ElasticWorld:
+    world = ElasticWorld(num_replicas, *faults)
+    for replica in range(num_replicas):
+        world.start(replica, job)
+    world.join()
+    return world
+
+
+def every_fault(first: int, last: int, num_ranks: int = 3) -> list[Fault]:
+    """Each way in which one of `num_ranks` ranks can die in the collectives from `first` to `last`."""
+    found = []
+    for index, victim in itertools.product(range(first, last), range(num_ranks)):
+        found.append(Fault(0, index, victim))
+        others = [rank for rank in range(num_ranks) if rank != victim]
+        for count in range(num_ranks):
+            found += [Fault(0, index, victim, True, frozenset(some)) for some in itertools.combinations(others, count)]
+    return found
+
+
+def texts(job: Job) -> list[list[int]]:
+    return [job.delivered[number] for number in sorted(job.delivered)]
+
+
+@pytest.fixture(scope="module")
+def span(llama: PreTrainedModel) -> tuple[int, int]:
+    """The collectives of a job that nothing disturbs, from the end of its start on."""
+    job = Job(llama)
+    world = run(job)
+    first = run_start(llama)
+    return first, world.num_collectives["epoch/0"]
+
+
+def run_start(model: PreTrainedModel) -> int:
+    """Collectives of a start: a loss there ends the job, as nothing is lost."""
+    world = ElasticWorld(3)
+
+    def only_start(comm: ElasticComm) -> None:
+        Engine.from_model(model, decode=DECODE, comm=comm)
+
+    for replica in range(3):
+        world.start(replica, only_start)
+    world.join()
+    return world.num_collectives["epoch/0"]
+
+
+def sample(items: Sequence[Fault], count: int) -> list[Fault]:
+    return random.Random(13).sample(list(items), min(count, len(items)))
+
+
+def test_an_undisturbed_job(llama: PreTrainedModel, expected: list[list[int]], span: tuple[int, int]) -> None:
+    job = Job(llama)
+    run(job)
+    assert texts(job) == expected
+    assert job.drivers == [0] and set(job.widths) == {3}
+    assert span[1] - span[0] > 15, "enough places to die at"
+
+
+def test_a_rank_dies_anywhere(llama: PreTrainedModel, expected: list[list[int]], span: tuple[int, int]) -> None:
+    """Whoever dies, in whichever collective, and whoever has its result: the survivors deliver the same tokens."""
+    faults = every_fault(*span)
+    for fault in sample(faults, 16):
+        job = Job(llama)
+        world = run(job, fault)
+        assert texts(job) == expected, fault
+        assert world.died == {fault.victim}, fault
+        assert job.drivers == ([0, 1] if fault.victim == 0 else [0]), fault
+
+
+def test_a_second_rank_dies_while_the_first_is_mourned(
+    llama: PreTrainedModel, expected: list[list[int]], span: tuple[int, int]
+) -> None:
+    """The survivors of a loss lose another one in the first collectives of their new mesh, or finish alone."""
+    middle = sum(span) // 2
+    for later in range(2):
+        for victim in range(2):
+            some = frozenset({1 - victim}) if later else frozenset()
+            faults = Fault(0, middle, 0, True, frozenset({2})), Fault(1, later, victim, bool(later), some)
+            job = Job(llama)
+            run(job, *faults)
+            assert texts(job) == expected, faults
+
+
+def test_idle_ranks_lose_their_driver(llama: PreTrainedModel, expected: list[list[int]], span: tuple[int, int]) -> None:
+    """Commands without steps: idle ranks are handed what they missed, and many of them in a row are confirmed."""
+    for index, late in ((span[0] + 3, False), (span[0] + 3, True), (span[0] + 20, True)):
+        job = Job(llama, num_learns=40)
+        world = run(job, Fault(0, index, 0, late, frozenset({2}) if late else frozenset()))
+        assert texts(job) == expected
+        assert world.died == {0} and job.drivers == [0, 1]
+
+
+class JoinedJob(Job):
+    """Starts replicas that join once the others have come to some step."""
+
+    world: ElasticWorld
+    joiners: tuple[int, ...] = (2, 3)
+
+    def before_step(self, engine: Engine, comm: ElasticComm) -> None:
+        number = len(self.widths)
+        if number in (3, 7) and self.joiners:
+            joiner, *rest = self.joiners
+            self.joiners = tuple(rest)
+            self.world.start(joiner, self, joins=True)
+            register = self.world.register(joiner)
+            while not register.is_ready(register.member):
+                pass
+            register.offer([joiner])
+
+
+@pytest.mark.parametrize("fault", [None, Fault(1, 0, 0), Fault(1, 2, 1), Fault(1, 1, 2), Fault(2, 1, 0)])
+def test_replicas_join_a_running_mesh(llama: PreTrainedModel, expected: list[list[int]], fault: Fault | None) -> None:
+    """They begin with the others' requests and none of their K/V; losses right after change nothing either."""
+    job = JoinedJob(llama)
+    world = job.world = ElasticWorld(2, *([fault] if fault is not None else []))
+    for replica in range(2):
+        world.start(replica, job)
+    world.join()
+    assert texts(job) == expected
+    assert max(job.widths) == 4 if fault is None else max(job.widths) >= 3, job.widths
+
+
+def test_replicas_that_were_all_lost_begin_anew(llama: PreTrainedModel, expected: list[list[int]]) -> None:
+    """One that has loaded is the first of a new mesh; who has what was delivered submits the rest."""
+    job = Job(llama)
+    world = run(job, Fault(0, 12, 0), Fault(1, 0, 0), num_replicas=2)
+    assert job.delivered == {} or texts(job) != expected
+    world.start(2, job, joins=True)
+    register = world.register(2)
+    while not register.is_ready(register.member):
+        pass
+    world.found(2, 2)
+    world.join()
+    assert texts(job) == expected and job.drivers == [0, 1, 2]
+
+
+# Seeded faults: each must be caught by the tests above.
+
+
+def broken(
+    llama: PreTrainedModel, expected: list[list[int]], span: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> bool:
+    """Does some loss in the middle change an output, or end a survivor?"""
+    monkeypatch.setattr("tests.elastic_world.WAIT", 5.0)
+    for index in range(span[0] + 8, span[0] + 14):
+        job = Job(llama)
+        try:
+            run(job, Fault(0, index, 1, True, frozenset({0})))
+        except Exception:
+            return True
+        if texts(job) != expected:
+            return True
+    return False
+
+
+def test_mutant_results_are_not_handed_over(
+    llama: PreTrainedModel, expected: list[list[int]], span: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ElasticComm, "_level", lambda self, epoch: None)
+    assert broken(llama, expected, span, monkeypatch)
+
+
+def test_mutant_counts_of_the_old_mesh_stay(
+    llama: PreTrainedModel, expected: list[list[int]], span: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lpr.engine.replica.regrouped", lambda counts, kept: list(counts))
+    assert broken(llama, expected, span, monkeypatch)
+
+
+def test_mutant_ranks_take_on_the_mesh_in_the_middle_of_a_step(
+    llama: PreTrainedModel, expected: list[list[int]], span: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shards of the old mesh, and the places of the new one."""
+    original = ElasticComm._enter
+
+    def at_once(self: ElasticComm, epoch: int, replicas: Sequence[int]) -> None:
+        original(self, epoch, replicas)
+        self.rank, self.size = self._replicas.index(self._replica), len(self._replicas)
+
+    monkeypatch.setattr(ElasticComm, "_enter", at_once)
+    assert broken(llama, expected, span, monkeypatch)
