@@ -46,8 +46,8 @@ def running(
 ) -> Iterator[Running]:
     """A service with these flags, ready; what it writes to stderr goes to `log`, or to this process's own.
 
-    `threads` are those of each rank, 0 leaves them to the service; `more` is added to its environment. Raises InputError
-    if it does not become ready.
+    `threads` are those of each rank, 0 leaves them to the service; `more` is added to its environment. Raises
+    InputError if it does not become ready.
     """
     command = [sys.executable, "-m", "lpr.serve", "--port", "0", *flags]
     environment = {**os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {}), **(more or {})}

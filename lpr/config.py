@@ -249,6 +249,9 @@ class SamplingParams:
     They are the model's own, before penalties, temperature and limits. None: say none."""
     grammar: str = ""
     """Let the output keep to a grammar in llguidance's JSON form. Empty: any output."""
+    forced_ids: tuple[int, ...] = ()
+    """Begin the output with these token ids, whatever the model would choose: `logprobs` then say what it thinks of a
+    text that is known."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
@@ -256,6 +259,7 @@ class SamplingParams:
             object.__setattr__(self, "stop", (self.stop,))
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "forced_ids", tuple(self.forced_ids))
         numbers = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
         for name in numbers:
             value = getattr(self, name)
@@ -278,6 +282,10 @@ class SamplingParams:
         _require(
             all(isinstance(token, int) and token >= 0 for token in self.stop_token_ids),
             f"stop_token_ids={self.stop_token_ids!r} must be token ids, whole numbers of at least 0",
+        )
+        _require(
+            all(isinstance(token, int) and token >= 0 for token in self.forced_ids),
+            "forced_ids must be token ids, whole numbers of at least 0",
         )
         _require(
             isinstance(self.min_new_tokens, int) and 0 <= self.min_new_tokens <= self.max_new_tokens,

@@ -16,6 +16,12 @@ from lpr.dist.group import Group
 from lpr.dist.heart import Heart
 from lpr.dist.register import Decision, Member, Register
 
+
+def hash_store() -> dist.Store:
+    """A register's store within this process."""
+    return dist.HashStore()
+
+
 WAIT = 60.0
 """Seconds after which a wait of a test's rank is a failure of the test."""
 
@@ -147,7 +153,7 @@ class ElasticWorld:
         """`num_replicas` ranks at first."""
         self.num_replicas = num_replicas
         self.lock = threading.Condition()
-        self.store = dist.HashStore()
+        self.store = hash_store()
         self.faults = {(f"epoch/{fault.epoch}", fault.index): fault for fault in faults}
         self.collectives: dict[tuple[str, int], _Collective] = {}
         self.closed: dict[str, set[int]] = {}

@@ -8,9 +8,9 @@ found.text = (await client.completions.create(body)).choices[0].text;
 found.stream = "";
 for await (const event of await client.completions.create({ ...body, stream: true })) found.stream += event.choices[0].text;
 const messages = [{ role: "user", content: "u" }];
-found.chat = (await client.chat.completions.create({ model: "fake", messages })).choices[0].message.content;
+found.chat = (await client.chat.completions.create({ model: "fake", messages, max_tokens: 6, temperature: 0 })).choices[0].message.content;
 found.chatStream = "";
-for await (const event of await client.chat.completions.create({ model: "fake", messages, stream: true })) {
+for await (const event of await client.chat.completions.create({ model: "fake", messages, max_tokens: 6, temperature: 0, stream: true })) {
   found.chatStream += event.choices[0].delta.content ?? "";
 }
 found.errors = [];

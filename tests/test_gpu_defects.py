@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from conftest import tiny_model
 from pretend_gpu import PretendGpu, gpu, guard
+from torch.distributed import HashStore  # noqa: TID251 - a store of one process, no group
 
+from lpr.dist.runtime import World, memory_of, sharing
 from lpr.model import loader
 from lpr.model.cache import TreeCache
 from lpr.model.graphs import GraphRunner, uncapturable
@@ -115,3 +119,19 @@ def test_a_compiled_forward_does_not_break_at_the_kernel() -> None:
         compiled = runner._forward(runner.inputs([row], 64), cache)
     assert torch.allclose(compiled, expected, atol=1e-5)
     assert not counters["graph_break"] and counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("uuids, expected", [("ab", [(1, 1), (1, 1)]), ("aa", [(2, 2), (2, 2)])])
+def test_ranks_that_see_one_gpu_each_do_not_share_it(
+    uuids: str, expected: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SLURM shows every task its own GPU as "cuda:0": only the GPU's name tells how many ranks are on it."""
+    memories = []
+    for uuid in uuids:
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, uuid=uuid: SimpleNamespace(uuid=uuid))
+        memories.append(memory_of("cuda:0"))
+    store = HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda rank: sharing(store, World(rank, 2, rank, 0, True), memories[rank]), range(2)))
+    assert found == expected
+    assert memory_of(None) == memory_of(None), "on a CPU all ranks of a machine share its memory"

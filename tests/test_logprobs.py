@@ -125,8 +125,32 @@ def test_penalties_and_bias_as_openai_defines_them(generate, model, temperature,
     assert [done.token_ids for done in plain] != [done.token_ids for done in generate(PROMPTS, params)]
 
 
+def test_a_known_text_is_scored_in_few_steps_and_not_learnt(generate, model):
+    """A forced output is evaluated as a draft that is always right; behind it the model goes on by itself."""
+    text = PROMPTS[1] + PROMPTS[0] + [(7 * i) % 89 for i in range(40)]
+    free = SamplingParams(max_new_tokens=8)
+    params = SamplingParams(max_new_tokens=len(text) - 1 + 8, forced_ids=text[1:], logprobs=1, temperature=0.9, seed=5)
+    scored, after, again = generate([text[:1], text, text[:1]], [params, free, params])
+    with torch.no_grad():
+        rows = torch.log_softmax(model(torch.tensor([text])).logits[0].float(), -1)
+    assert scored.token_ids[: len(text) - 1] == text[1:] and scored.token_ids == again.token_ids
+    wanted = [float(rows[place, token]) for place, token in enumerate(text[1:])]
+    assert [each.logprob for each in scored.logprobs[: len(wanted)]] == pytest.approx(wanted, abs=1e-4)
+    assert scored.stats.num_steps < len(text) / 2
+    assert after.token_ids == naive(model, text, free)[0]
+    plain = SamplingParams(max_new_tokens=8, temperature=0.9, seed=5)
+    assert scored.token_ids[len(text) - 1 :] == naive(model, text, plain)[0]
+
+
 @pytest.mark.parametrize(
-    "wrong", [{"logprobs": 21}, {"logprobs": -1}, {"presence_penalty": float("nan")}, {"logit_bias": ((-1, 1.0),)}]
+    "wrong",
+    [
+        {"forced_ids": (-1,)},
+        {"logprobs": 21},
+        {"logprobs": -1},
+        {"presence_penalty": float("nan")},
+        {"logit_bias": ((-1, 1.0),)},
+    ],
 )
 def test_what_cannot_be_asked_for(wrong):
     with pytest.raises(InputError, match=next(iter(wrong))):

@@ -11,6 +11,7 @@ import torch
 from conftest import tiny_model
 from pretend_gpu import OnGpu, PretendError, PretendGpu, current_stream_name, gpu, guard, held, to_gpu
 from transformers import PreTrainedModel
+from worlds import ThreadComm, ThreadWorld, run_ranks
 
 import lpr.model.cache
 import lpr.model.runner
@@ -112,6 +113,25 @@ def test_families_in_half_precision(family: str, sizes: dict[str, Any], gpu: Pre
     assert engine.model.attention == "triton"
     assert all(len(each) == 16 for each in ids(engine, GREEDY))
     assert engine.model.graph_reason is None and gpu.num_replays > 3
+
+
+def test_ranks_with_a_gpu_each(gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]]) -> None:
+    def rank(comm: ThreadComm) -> list[list[list[int]]]:
+        with PretendGpu() as machine:
+            engine = Engine.from_model(to_gpu(copy.deepcopy(model)), decode=DECODE, comm=comm)
+            assert engine.model.graphs is not None
+            captured, found = machine.num_captures, []
+            for name in ("greedy", "mixed"):
+                machine.events.clear()
+                comm.gathered_bytes.clear()
+                found.append(ids(engine, SETS[name]))
+                assert machine.count("wait") == machine.count("pageable") == 0, machine.events
+                assert machine.count("read") == len(comm.gathered_bytes) > 3, "exactly one wait a step"
+            assert machine.num_captures == captured and engine.model.graph_reason is None
+            return found
+
+    for found in run_ranks(ThreadWorld(2), rank):
+        assert found == [expected["greedy"], expected["mixed"]]
 
 
 def test_the_drop_in_waits_once_a_step_and_not_for_each_token(gpu: PretendGpu, model: PreTrainedModel) -> None:

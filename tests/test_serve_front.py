@@ -166,7 +166,6 @@ def test_mistrals_path_answers_like_a_chat(service):
         ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
         ({"prompt": "a", "logit_bias": {"1": 101}}, "logit_bias.1"),
         ({"prompt": "a", "min_tokens": 17}, "min_tokens"),
-        ({"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
         ({"prompt": [1], "suffix": "b"}, "suffix"),
         ({"prompt": "a", "use_beam_search": True}, "use_beam_search"),
         ({"prompt": "a", "stop_token_ids": [99999]}, "stop_token_ids"),
@@ -334,6 +333,21 @@ def test_logprobs_in_both_shapes():
         found = service.client.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]
         assert found["tokens"] == ["return", " x"] and found["token_logprobs"] == [-0.5, -0.5]
         assert found["text_offset"] == [0, 6] and len(found["top_logprobs"][0]) == 2
+        whole = service.client.post("/v1/completions", json={**body, "echo": True}).json()["choices"][0]
+        ids = service.driver.submitted[-1].prompt_ids
+        scored = service.driver.submitted[-2]
+        assert (scored.prompt_ids, scored.params.forced_ids, scored.params.logprobs) == (ids[:1], tuple(ids[1:]), 2)
+        echoed = whole["logprobs"]
+        assert "".join(echoed["tokens"]) == whole["text"] == PROMPT + "return x"
+        assert echoed["token_logprobs"] == [None, *[-0.5] * (len(ids) + 1)] and echoed["top_logprobs"][0] is None
+        for at, text in zip(echoed["text_offset"], echoed["tokens"], strict=True):
+            assert whole["text"][at:].startswith(text)
+        steps, _ = events(service.client.post("/v1/completions", json={**body, "echo": True, "stream": True}))
+        for name, values in echoed.items():
+            assert [each for step in steps for each in step["choices"][0]["logprobs"][name]] == values
+        alone = service.client.post("/v1/completions", json={**body, "echo": True, "max_tokens": 0}).json()
+        assert alone["choices"][0]["logprobs"] == {name: values[: len(ids)] for name, values in echoed.items()}
+        assert alone["usage"]["completion_tokens"] == 0
         body = {"messages": [{"role": "user", "content": "u"}], "logprobs": True, "top_logprobs": 1, "max_tokens": 1}
         found = service.client.post("/v1/chat/completions", json=body).json()["choices"][0]["logprobs"]["content"]
         assert found[0]["token"] == "return" and found[0]["bytes"] == list(b"return")

@@ -228,12 +228,15 @@ class ElasticComm:
             self._register.mark_ready()
             self._heart.start()
 
-    def close(self) -> None:
-        """Leave the mesh: the others fail at once if they wait for this rank."""
-        self._heart.close()
+    def close(self, reason: str | None = None) -> None:
+        """Leave the mesh; with a `reason`, as a lost rank: the others go on at once, without waiting for its end."""
+        if reason is not None:
+            with contextlib.suppress(CommError):
+                self._register.mark_dead(self._replica, reason)
         self._leave_group()
         if self._tp_group is not None:
             self._tp_group.close()
+        self._heart.close()
 
     def finish(self) -> None:
         """After the last command: wait until all have it, as the others would go on without those that leave."""

@@ -5,5 +5,17 @@ WORLD_SIZE, as under torchrun, and one that replaces a lost one has a number tha
 place in the full mesh.
 """
 
+from __future__ import annotations
+
+import ctypes
+import signal
+import sys
+
 SUPERVISED = "LPR_SUPERVISED"
-"""Set where lost ranks are replaced while the others go on (lpr.dist.supervisor)."""
+"""Set where lost ranks are replaced while the others go on: the process id of their supervisor."""
+
+
+def die_with_parent() -> None:
+    """Ask Linux to end this process when the one that started it dies, whichever way."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 = PR_SET_PDEATHSIG

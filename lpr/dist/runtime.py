@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import os
-import signal
+import socket
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -24,7 +25,7 @@ from lpr.dist.elastic import FIRST_EPOCH, ElasticComm
 from lpr.dist.group import Group, IsBroken
 from lpr.dist.group import connect as join_group
 from lpr.dist.heart import Heart
-from lpr.dist.places import SUPERVISED
+from lpr.dist.places import SUPERVISED, die_with_parent
 from lpr.dist.register import Member, Register
 
 
@@ -101,16 +102,20 @@ def join(
         return
     limit = timedelta(seconds=max(timeout, load_timeout or timeout))
     on_gpu = device is not None and device.startswith("cuda")
-    num_sharing = _num_sharing(world, tp, on_gpu)
-    nccl = on_gpu and num_sharing == 1 and dist.is_nccl_available()
     if on_gpu:
         torch.cuda.set_device(device)
     try:
-        # The ranks of a replica also compare what is on the host, for which a GPU's stream need not be waited for.
-        backend = ("cpu:gloo,cuda:nccl" if tp > 1 else "nccl") if nccl else "gloo"
         is_host = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         store = _connect(world, limit, is_host)
+        num_sharing, most_sharing = sharing(store, world, memory_of(device if on_gpu else None))
+        if on_gpu and tp > 1 and most_sharing > 1:
+            raise _shared_gpu(tp, most_sharing)
+        nccl = on_gpu and most_sharing == 1 and dist.is_nccl_available()
+        # The ranks of a replica also compare what is on the host, for which a GPU's stream need not be waited for.
+        backend = ("cpu:gloo,cuda:nccl" if tp > 1 else "nccl") if nccl else "gloo"
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=limit)
+    except InputError:
+        raise
     except (RuntimeError, ValueError) as failure:
         first = str(failure).strip().splitlines()[0]
         raise InputError(f"rank {world.rank} of {world.size} cannot join the others: {first}") from failure
@@ -185,22 +190,44 @@ def _join_elastic(
         raise InputError(f"rank {world.rank} of {world.size} cannot join the others: {first}") from failure
     try:
         yield comm
-        comm.finish()
-    finally:
-        comm.close()
+    except BaseException as failure:
+        comm.close(f"rank {world.rank} failed: {type(failure).__name__}")
+        raise
+    comm.finish()
+    comm.close()
+
+
+def memory_of(device: str | None) -> str:
+    """Name of the memory that a rank's model is in: its machine, and the GPU if it has one.
+
+    Numbers of devices do not tell, as a launcher may show each rank one GPU only, which is "cuda:0" to all of them.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of a machine, unlike its name
+    machine = boot.read_text().strip() if boot.exists() else socket.gethostname()
+    return machine if device is None else f"{machine}/{torch.cuda.get_device_properties(device).uuid}"
+
+
+def sharing(store: dist.Store, world: World, memory: str) -> tuple[int, int]:
+    """How many ranks share this one's `memory`, itself included, and how many share the busiest; asked of all ranks."""
+    store.set(f"memory/{world.rank}", memory)
+    counts = Counter(store.get(f"memory/{rank}") for rank in range(world.size))
+    return counts[memory.encode()], max(counts.values())
 
 
 def _num_sharing(world: World, tp: int, on_gpu: bool) -> int:
-    """Ranks that share this one's memory; raises InputError where a replica's ranks would share a GPU."""
+    """Ranks of a supervised job that share this one's memory; its supervisor shows all of them the same GPUs."""
     if not on_gpu:
         return world.local_size
     num_sharing = -(-world.local_size // max(1, torch.cuda.device_count()))
     if tp > 1 and num_sharing > 1:
-        raise InputError(
-            f"--tp {tp} needs a GPU per rank, and the {world.local_size} ranks of this machine share "
-            f"{torch.cuda.device_count()}: start fewer ranks, or give --device cpu"
-        )
+        raise _shared_gpu(tp, num_sharing)
     return num_sharing
+
+
+def _shared_gpu(tp: int, num_sharing: int) -> InputError:
+    return InputError(
+        f"--tp {tp} needs a GPU per rank, and {num_sharing} ranks share one: start fewer ranks, or give --device cpu"
+    )
 
 
 def _connect(world: World, limit: timedelta, is_host: bool = False) -> dist.Store:
@@ -216,9 +243,11 @@ def _connect(world: World, limit: timedelta, is_host: bool = False) -> dist.Stor
 
 
 def _die_with_launcher() -> None:
-    """Ask Linux to end this process when its launcher dies: an orphan would wait for its peers until the time-out."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 = PR_SET_PDEATHSIG
+    """See that this process ends when its launcher dies: an orphan would wait for its peers until the time-out."""
+    die_with_parent()
+    launcher = os.environ.get(SUPERVISED)
+    if launcher is not None and os.getppid() != int(launcher):
+        raise InputError("the supervisor of this rank has ended")
 
 
 def leave(world: World, code: int) -> NoReturn:

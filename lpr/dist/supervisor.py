@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lpr.dist.places import SUPERVISED
+from lpr.dist.places import SUPERVISED, die_with_parent
 
 if TYPE_CHECKING:
     from lpr.dist.heart import Watch
@@ -38,6 +38,8 @@ LEAVE_SECONDS = 30.0
 """Time for the other ranks to end after one that has finished the job."""
 STOPPED_SECONDS = 2.0
 """Time that a rank may be stopped (SIGSTOP, a debugger) before it counts as lost."""
+DYING_SECONDS = 2.0
+"""Time that a rank has to end by itself, and to say why, once it takes part no more."""
 FINISHED = (0, 2, 130)
 """Codes of a rank that has come to the end of its job: well, with bad input in it, or interrupted."""
 BAD_INPUT = 2
@@ -86,10 +88,14 @@ class Supervisor:
         """Replica, process id and exit code of ranks that have ended; None when a signal came."""
         self._num_started = 0
         self._epoch = -1
+        self._members: list[int] = []
+        """The latest mesh: its epoch, and its replicas."""
         self._failures = [0] * num_replicas
         """Per place: replicas in a row that ended before they had loaded."""
         self._due: dict[int, float] = {}
         """When places are to be filled again."""
+        self._dead_since: dict[int, float] = {}
+        """Per replica that takes part no more, and has processes still."""
         self._stopped_since: dict[int, float] = {}
         """Per process id of a rank that was found stopped."""
         self._code: int | None = None
@@ -163,7 +169,7 @@ class Supervisor:
             "RANK": str(number * self.tp + tp_rank), "LOCAL_RANK": str(place * self.tp + tp_rank),
             "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True", SUPERVISED: "1",
+            "TORCHELASTIC_USE_AGENT_STORE": "True", SUPERVISED: str(os.getpid()),
         }  # fmt: skip
 
     @contextlib.contextmanager
@@ -211,6 +217,7 @@ class Supervisor:
         if not replica.is_over:
             return
         del self._replicas[number]
+        self._dead_since.pop(number, None)
         if self._code is None:
             self._replace(replica)
 
@@ -245,7 +252,7 @@ class Supervisor:
                 replica.is_ready = all(self._register.is_ready(member) for member in members)
 
     def _end_the_dead(self) -> None:
-        """Kill what hangs: sockets close, so nobody waits for it. Loading takes as long as it takes."""
+        """Kill what hangs or was given up, so that its place can be filled. Loading takes as long as it takes."""
         for number, replica in self._replicas.items():
             if self._is_stopped(replica):
                 self._register.mark_dead(number, "it was stopped")
@@ -253,9 +260,12 @@ class Supervisor:
         ready = [number for number, replica in self._replicas.items() if replica.is_ready]
         for number in self._watch.silent(ready):
             self._register.mark_dead(number, "no heartbeat")
+        now = time.monotonic()
         for number in ready:
-            if not self._replicas[number].codes and self._register.dead_reason(number):
-                self._replicas[number].signal(signal.SIGKILL)
+            if self._register.dead_reason(number):
+                since = self._dead_since.setdefault(number, now)
+                if now - since > DYING_SECONDS:
+                    self._replicas[number].signal(signal.SIGKILL)
 
     def _is_stopped(self, replica: Replica) -> bool:
         """Has a rank been stopped by a signal for longer than a pulse may be missed? Linux says so, also of a loader."""
@@ -282,6 +292,8 @@ class Supervisor:
         if waiting and not is_left:
             from lpr.dist.register import Decision
 
+            if self._epoch < 0:  # the ranks of the start, which never met, have left their traces there
+                self._register.decide(0, Decision([]))
             epoch = max(0, self._epoch) + 1
             if self._register.decide(epoch, Decision(waiting[:1])).replicas == waiting[:1]:
                 self._register.welcome(epoch, waiting[0])
@@ -332,6 +344,7 @@ def main(argv: Sequence[str]) -> int:
     if len(argv) < 3 or not all(word.isdecimal() and int(word) > 0 for word in argv[:2]):
         print(f"{Path(__file__).stem}: error: give LP TP MODULE [ARGUMENT...], not {argv}", file=sys.stderr)
         return BAD_INPUT
+    die_with_parent()
     lp, tp, module, *arguments = argv
     return Supervisor([sys.executable, "-m", module, *arguments], int(lp), int(tp)).run()
 

@@ -352,6 +352,8 @@ class Engine(Replica):
             )
         if outside := [token for token, _ in params.logit_bias if token >= self.model.vocab_size]:
             raise InputError(f"logit_bias: {outside[0]} is not in the model's vocabulary of {self.model.vocab_size}")
+        if outside := [token for token in params.forced_ids if token >= self.model.vocab_size]:
+            raise InputError(f"forced_ids: {outside[0]} is not in the model's vocabulary of {self.model.vocab_size}")
         id = self._next_id if id is None else id
         if id in self._requests or id in self._named:
             raise InputError(f"request id {id!r} is in use")

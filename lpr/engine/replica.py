@@ -436,6 +436,10 @@ class Replica:
 
     def _learnt(self, request: Request) -> SuffixIndex | None:
         """The outputs that a request drafts from and leaves its own to; None: no others."""
+        if request.params.forced_ids:  # of what is known to come, drafts are made, and nothing is learnt
+            known = SuffixIndex(self.sizes.trie_capacity)
+            known.extend([*request.prompt_ids, *request.params.forced_ids])
+            return known
         if not request.learns:
             return None
         return self._tenants.of(request.tenant) if request.tenant else self.shared

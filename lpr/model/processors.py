@@ -85,6 +85,8 @@ class Processors:
         if params.grammar:
             functions.append(Grammar(params.grammar, num_prompt, tokenizer))
         functions.extend(more)
+        if params.forced_ids:
+            functions.append(Forced(params.forced_ids, num_prompt))
         return cls(functions) if functions else None
 
 
@@ -101,6 +103,24 @@ class OutputPenalty:
         """Scores [1, V] after the path `input_ids` [1, L]."""
         counts = torch.bincount(input_ids[0, self.num_prompt :], minlength=scores.shape[1])
         return scores - self.frequency * counts - self.presence * (counts > 0)
+
+
+class Forced:
+    """Leaves one token to choose at each place of a text that is known."""
+
+    def __init__(self, ids: Sequence[int], num_prompt: int) -> None:
+        """The output behind `num_prompt` tokens begins with `ids`."""
+        self.ids = ids
+        self.num_prompt = num_prompt
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores [1, V] after the path `input_ids` [1, L]."""
+        place = input_ids.shape[1] - self.num_prompt
+        if place >= len(self.ids):
+            return scores
+        only = torch.full_like(scores, -torch.inf)
+        only[0, self.ids[place]] = 0.0
+        return only
 
 
 class LogitBias:

@@ -9,13 +9,14 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from lpr.config import SamplingParams
 from lpr.serve.answers import answer
 from lpr.serve.chat import answer_as_chat
 from lpr.serve.context import context_of
 from lpr.serve.errors import bad
-from lpr.serve.generation import Choice, Event, Generation, Wanted, decoding_of, usage_of
+from lpr.serve.generation import Choice, DisconnectedError, Event, Generation, Wanted, decoding_of, usage_of
 from lpr.serve.grammar import grammar_of
-from lpr.serve.logprobs import for_completion
+from lpr.serve.logprobs import for_completion, for_prompt, joined
 from lpr.serve.protocol import CompletionBody, FimBody, Prompt, StreamOptions
 from lpr.serve.served import Served, spread
 
@@ -30,15 +31,31 @@ async def complete(body: CompletionBody, request: Request) -> Response:
     context = context_of(request)
     served = context.ready()
     plan = _plan(served, body, context.name(request, "cmpl", body.request_id))
-    generation = Generation(
-        context.service,
-        plan.wanted,
-        request.receive,
-        timeout=context.request_timeout,
-        priority=body.priority,
-        tenant=context.tenant(request),
-        details=bool(body.return_sources),
-    )
+
+    def generate(wanted: list[Wanted], details: bool = False) -> Generation:
+        return Generation(
+            context.service,
+            wanted,
+            request.receive,
+            timeout=context.request_timeout,
+            priority=body.priority,
+            tenant=context.tenant(request),
+            details=details,
+        )
+
+    if body.echo and body.logprobs is not None:
+        # First, so that the prompts' log-probabilities can go before everything else; then their K/V is cached as well.
+        scoring = generate([_scored(ids, body.logprobs) for ids in plan.prompts if len(ids) > 1])
+        async with context.running(request, plan.id, scoring):
+            try:
+                await scoring.finish()
+            except DisconnectedError:
+                return Response(status_code=499)
+        found = iter(scoring.choices)
+        plan.scored = [
+            for_prompt(served.tokens, ids, next(found).logprobs if len(ids) > 1 else []) for ids in plan.prompts
+        ]
+    generation = generate(plan.wanted, bool(body.return_sources))
     return await answer(context, request, plan.id, generation, plan, body.stream)
 
 
@@ -67,8 +84,6 @@ def _plan(served: Served, body: CompletionBody, request_id: str) -> _Plan:
         raise bad("best_of", f"best_of {best_of} is below n {body.n}")
     if best_of > (body.n or 1) and body.stream:
         raise bad("best_of", "best_of above n cannot be streamed: the best is known at the end only")
-    if body.echo and body.logprobs is not None:
-        raise bad("echo", "echo with logprobs is not supported: log-probabilities of a prompt are not kept")
     if body.echo and body.suffix:
         raise bad("echo", "echo does not go with suffix")
     if body.max_tokens == 0 and not body.echo:
@@ -89,6 +104,12 @@ def _plan(served: Served, body: CompletionBody, request_id: str) -> _Plan:
         params = served.params(body, len(ids), body.max_tokens, **more)
         wanted += spread(params, ids, best_of)
     return _Plan(served, body, request_id, model, int(time.time()), prompts, echoes, wanted, best_of)
+
+
+def _scored(ids: list[int], logprobs: int) -> Wanted:
+    """A request whose output is forced to be a prompt from its second token on: what the model says of each."""
+    params = SamplingParams(max_new_tokens=len(ids) - 1, forced_ids=tuple(ids[1:]), logprobs=logprobs, ignore_eos=True)
+    return Wanted(prompt_ids=ids[:1], params=params)
 
 
 def _prompts(served: Served, body: CompletionBody) -> list[list[int]]:
@@ -133,6 +154,8 @@ class _Plan:
     wanted: list[Wanted]
     per_prompt: int
     """Texts that are generated per prompt (best_of)."""
+    scored: list[dict[str, list[Any]]] | None = None
+    """The log-probabilities of each prompt, where `echo` shows them."""
     ends_with_done: bool = True
     _offsets: dict[int, int] = field(default_factory=dict)
     """Per choice, the characters that a stream has shown log-probabilities of."""
@@ -187,9 +210,10 @@ class _Plan:
 
     def _echoed(self) -> list[dict[str, Any]]:
         """The choices where nothing is generated: the prompts, if they are to be echoed."""
+        scored: Sequence[dict[str, list[Any]] | None] = self.scored or (None,) * len(self.echoes)
         return [
-            {"index": at, "text": text, "logprobs": None, "finish_reason": "length", "stop_reason": None}
-            for at, text in enumerate(self.echoes)
+            {"index": at, "text": text, "logprobs": logprobs, "finish_reason": "length", "stop_reason": None}
+            for at, (text, logprobs) in enumerate(zip(self.echoes, scored, strict=True))
         ]
 
     def _choice(self, choice: Choice, index: int) -> dict[str, Any]:
@@ -197,6 +221,7 @@ class _Plan:
         logprobs = None
         if self.body.logprobs is not None:
             logprobs = for_completion(self.served.tokens, choice.token_ids, choice.logprobs, len(echo))
+            logprobs = self._after_prompt(choice, logprobs)
         shown: dict[str, Any] = {
             "index": index,
             "text": echo + choice.text,
@@ -210,6 +235,10 @@ class _Plan:
             shown["sources"] = choice.sources
         return shown
 
+    def _after_prompt(self, choice: Choice, logprobs: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        """A text's log-probabilities behind those of its prompt, where they are shown."""
+        return joined(self.scored[choice.index // self.per_prompt], logprobs) if self.scored else logprobs
+
     def _delta(self, each: Event) -> dict[str, Any]:
         choice, chunk = each.choice, each.chunk
         begins = choice.num_steps <= 1 and len(choice.token_ids) == len(chunk.token_ids)
@@ -219,6 +248,7 @@ class _Plan:
             offset = self._offsets.get(choice.index, len(echo))
             logprobs = for_completion(self.served.tokens, chunk.token_ids, chunk.logprobs or [], offset)
             self._offsets[choice.index] = offset + sum(map(len, logprobs["tokens"]))
+            logprobs = self._after_prompt(choice, logprobs) if begins else logprobs
         shown: dict[str, Any] = {
             "index": choice.index,
             "text": (echo if begins else "") + each.text,

@@ -29,6 +29,20 @@ def for_completion(
     }
 
 
+def for_prompt(tokens: Tokens, ids: Sequence[int], found: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
+    """The same for a prompt: the model says nothing of its first token, so `found` begins after it."""
+    first = tokens.text_of(ids[0])
+    shown = 0 if ids[0] in tokens.bos_ids else len(first)  # what the tokenizer puts first is no part of the text
+    rest = for_completion(tokens, ids[1:], found, shown)
+    head = {"tokens": first, "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
+    return {name: [head[name], *values] for name, values in rest.items()}
+
+
+def joined(first: dict[str, list[Any]], second: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Two pieces of such log-probabilities as one."""
+    return {name: first[name] + second[name] for name in first}
+
+
 def for_chat(tokens: Tokens, ids: Sequence[int], found: Sequence[TokenLogprobs], num_top: int) -> dict[str, list[Any]]:
     """The shape of /v1/chat/completions, with the `num_top` most likely tokens."""
     return {

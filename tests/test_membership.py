@@ -1,0 +1,240 @@
+"""The parts of a mesh that survives: the register, groups that break, and what the supervisor makes of exit codes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lpr.dist import group, heart, register
+from lpr.dist.channel import CommError
+from lpr.dist.register import Arrival, Decision, Member, Register
+from lpr.dist.supervisor import Supervisor, process_state, rank_environment
+from tests.elastic_world import hash_store
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def registers() -> list[Register]:
+    store = hash_store()
+    return [Register(store, Member(replica)) for replica in range(3)]
+
+
+def in_threads(calls: list[Callable[[], Any]]) -> list[Any]:
+    results: list[Any] = [None] * len(calls)
+
+    def run(index: int) -> None:
+        try:
+            results[index] = calls[index]()
+        except CommError as failure:
+            results[index] = failure
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+        assert not thread.is_alive()
+    return results
+
+
+def test_survivors_agree_on_who_is_left(registers: list[Register]) -> None:
+    registers[1].mark_dead(1, "it was killed")
+    first, third = in_threads(
+        [
+            lambda: registers[0].meet(1, [0, 1, 2], Arrival(7), 30),
+            lambda: registers[2].meet(1, [0, 1, 2], Arrival(8), 30),
+        ]
+    )
+    assert first == third == Decision([0, 2])
+    assert registers[0].arrivals(1, [0, 2]) == {Member(0): Arrival(7), Member(2): Arrival(8)}
+    with pytest.raises(CommError, match="takes part no more: it was killed"):
+        registers[1].meet(1, [0, 1, 2], Arrival(7), 30)
+
+
+def test_who_does_not_come_is_declared_dead(registers: list[Register]) -> None:
+    assert registers[0].meet(1, [0, 1], Arrival(0), 0.1) == Decision([0])
+    assert "did not come to epoch 1" in str(registers[2].dead_reason(1))
+
+
+def test_the_first_decision_counts(registers: list[Register]) -> None:
+    planned = Decision([0, 1, 5], planned=True)
+    assert registers[0].decide(3, planned) == planned
+    assert registers[1].decide(3, Decision([1])) == planned
+    assert registers[2].meet(3, [0, 1, 2], Arrival(4), 30) == planned, "also for one that comes late"
+
+
+def test_a_rank_of_a_replica_is_missed_like_all_of_it() -> None:
+    store = hash_store()
+    pair = Register(store, Member(0, 1), tp_size=2)
+    with pytest.raises(CommError, match="replica 0 takes part no more"):
+        pair.meet(1, [0], Arrival(0), 0.1)  # its other rank does not come
+
+
+def test_long_messages_come_in_pieces(registers: list[Register]) -> None:
+    data = os.urandom(2 * register.PIECE_BYTES + 17)
+    registers[0].put("state", data)
+    assert registers[1].get("state", 5, lambda: False) == data
+    registers[0].forget("state")
+    with pytest.raises(CommError, match="nobody has left state"):
+        registers[1].get("state", 5, lambda: True)
+
+
+def test_silence_is_noticed_and_a_pause_of_ones_own_is_not_blamed_on_others(
+    registers: list[Register], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(heart.time, "monotonic", lambda: now[0])
+    watch = heart.Watch(registers[0])
+
+    def silent_after(seconds: float, *beating: Register) -> list[int]:
+        now[0] += seconds
+        for number, each in enumerate(beating):
+            each.beat(int(10 * now[0]) + number)
+        return watch.silent([0, 1])
+
+    assert [silent_after(1, *registers[:2]) for _ in range(3)] == [[]] * 3
+    assert [silent_after(1, registers[0]) for _ in range(6)] == [[], [], [], [], [1], [1]]
+    assert silent_after(60) == [], "this process stood still"
+    assert [silent_after(1, registers[0]) for _ in range(6)][-1] == [1]
+
+
+class FakeGroup:
+    """A torch process group that says what is asked of it."""
+
+    def __init__(self, outcome: list[Any]) -> None:
+        self.outcome = outcome
+        self.aborted = 0
+
+    def abort(self) -> None:
+        self.aborted += 1
+
+    def _allgather_base(self, gathered: torch.Tensor, payload: torch.Tensor) -> FakeGroup:
+        gathered.copy_(payload.repeat(2))
+        return self
+
+    def wait(self, limit: timedelta) -> None:
+        if self.outcome[0] is not None:
+            raise RuntimeError(self.outcome[0])
+
+    def is_completed(self) -> bool:
+        return self.outcome[0] != "Operation timed out!"
+
+
+def test_a_wait_ends_when_a_member_is_lost() -> None:
+    """Whatever the backend does: gloo's aborted collectives, for one, wait for their own time-out."""
+    outcome: list[Any] = [None]
+    fake, looks = FakeGroup(outcome), iter([False, False, True])
+    ranks = group.ProcessGroup(fake, 0, 2, torch.device("cpu"), 60, lambda: next(looks))
+    first = ranks.gather(torch.tensor([4, 5], dtype=torch.int32))
+    outcome[0] = "Operation timed out!"
+    with pytest.raises(CommError, match="another rank has ended or hangs"):
+        ranks.gather(torch.tensor([6, 7], dtype=torch.int32))
+    assert first.tolist() == [[4, 5], [4, 5]], "a failed gather leaves the one before, which may have to be handed on"
+    kept = len(group._abandoned)
+    ranks.close()
+    assert fake.aborted == 1 and len(group._abandoned) == kept + 1, "destroying it would wait for the collective"
+    group._abandoned.pop()
+
+
+def test_a_failed_collective_is_one_line() -> None:
+    fake = FakeGroup(["Connection closed by peer\nat line 3"])
+    ranks = group.ProcessGroup(fake, 0, 2, torch.device("cpu"), 60, lambda: False)
+    with pytest.raises(CommError, match="^Connection closed by peer$"):
+        ranks.gather(torch.zeros(1, dtype=torch.int32))
+
+
+def test_gpus_meet_in_nccl_groups_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each epoch's is a new one, made without a default group, and ends by NCCL's own abort."""
+    made: list[tuple[Any, ...]] = []
+
+    class FakeNccl(FakeGroup):
+        class Options:
+            _timeout: timedelta | None = None
+
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__([None])
+            made.append(arguments)
+
+    monkeypatch.setattr(group.dist, "ProcessGroupNCCL", FakeNccl, raising=False)
+    found = group.make_group("store", 1, 3, torch.device("cuda:1"), 12.0)  # type: ignore[arg-type]
+    assert made[0][:3] == ("store", 1, 3) and made[0][3]._timeout == timedelta(seconds=12)
+    group.abort_group(found)
+    assert found.aborted == 1
+
+
+def test_a_rank_that_never_comes_does_not_hold_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search for the members of a group ends as soon as one of them is known to be lost."""
+    began = time.monotonic()
+    with pytest.raises(CommError, match="did not find each other"):
+        group.connect(hash_store(), 0, 2, torch.device("cpu"), 5.0, lambda: True)
+    assert time.monotonic() - began < 4
+    group._abandoned.pop()
+
+
+# The supervisor.
+
+
+def supervise(tmp_path: Path, code: str, num_ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "ranked.py").write_text(code)
+    variables = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}", "GROUP_RANK": "7"}
+    return subprocess.run(
+        [sys.executable, "-m", "lpr.dist.supervisor", str(num_ranks), "1", "ranked"],
+        env=variables, capture_output=True, text=True, timeout=200, cwd=tmp_path,
+    )  # fmt: skip
+
+
+def test_ranks_that_cannot_start_are_given_up(tmp_path: Path) -> None:
+    """Bad input is not tried again; a start that fails is, a few times."""
+    code = "import os, sys\nopen('started', 'a').write(os.environ['RANK'] + ' ')\nsys.exit(2)"
+    refused = supervise(tmp_path, code)
+    assert refused.returncode == 2
+    assert sorted((tmp_path / "started").read_text().split()) == ["0", "1"]
+    (tmp_path / "started").unlink()
+    failed = supervise(tmp_path, code.replace("exit(2)", "exit(3)"), num_ranks=1)
+    assert failed.returncode == 1
+    assert (tmp_path / "started").read_text().split() == ["0", "1", "2"]
+    assert "replica 2 was lost (codes [3])" in failed.stderr
+
+
+def test_a_supervisor_leaves_no_rank_behind(tmp_path: Path) -> None:
+    """Nor when it is killed: ranks that are loading notice before they meet, the others at once."""
+    code = "from lpr.dist.places import die_with_parent\nimport os, time\ndie_with_parent()\n"
+    (tmp_path / "ranked.py").write_text(code + "open(str(os.getpid()) + '.pid', 'w').close()\ntime.sleep(300)\n")
+    variables = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        supervisor = subprocess.Popen(
+            [sys.executable, "-m", "lpr.dist.supervisor", "2", "1", "ranked"], env=variables, cwd=tmp_path
+        )
+        until = time.monotonic() + 100
+        while len(list(tmp_path.glob("*.pid"))) < 2 and time.monotonic() < until:
+            time.sleep(0.05)
+        ranks = [int(path.stem) for path in tmp_path.glob("*.pid")]
+        assert len(ranks) == 2
+        supervisor.send_signal(number)
+        assert supervisor.wait(timeout=100) == (128 + number if number == signal.SIGTERM else -number)
+        while any(process_state(pid) not in ("", "Z") for pid in ranks) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert all(process_state(pid) in ("", "Z") for pid in ranks)
+        for path in tmp_path.glob("*.pid"):
+            path.unlink()
+
+
+def test_ranks_do_not_see_another_launcher() -> None:
+    found = rank_environment({"TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "3", "HOME": "/h", "OMP_NUM_THREADS": "5"}, 4)
+    assert found == {"HOME": "/h", "OMP_NUM_THREADS": "5"}
+    supervisor = Supervisor(["true"], 2, tp=2)
+    places = supervisor._environment(number=3, place=1, tp_rank=1)
+    assert (places["RANK"], places["LOCAL_RANK"], places["WORLD_SIZE"]) == ("7", "3", "4")
+    supervisor._socket.close()
