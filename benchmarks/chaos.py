@@ -78,8 +78,10 @@ async def disturb(
             losses.problem = f"the service was not ready again within {READY_SECONDS:.0f} s"
             return
         await asyncio.sleep(max(0.2, min(4 * every, dice.expovariate(1 / every), end - time.monotonic())))
+        if time.monotonic() > end or not await is_ready(http):  # what the last loss did may show only now
+            continue
         ranks = [each for each in traces.family() if is_rank(each)]
-        if not ranks or time.monotonic() > end:
+        if not ranks:
             continue
         losses.num_restarts.append(metrics((await http.get("/metrics")).text)["restart"])
         hit = ranks if dice.random() < 0.1 else [dice.choice(ranks)]
@@ -95,16 +97,21 @@ async def disturb(
 
 
 async def ready(http: httpx.AsyncClient) -> bool:
-    """Wait until the service is ready; False if it takes too long or its front has ended."""
+    """Wait until the service is ready; False if it takes too long."""
     end = time.monotonic() + READY_SECONDS
     while time.monotonic() < end:
-        try:
-            if (await http.get("/readyz")).status_code == 200:
-                return True
-        except httpx.ConnectError:
-            return False
+        if await is_ready(http):
+            return True
         await asyncio.sleep(0.05)
     return False
+
+
+async def is_ready(http: httpx.AsyncClient) -> bool:
+    """Does the service say that it is ready? A front that does not answer is not."""
+    try:
+        return (await http.get("/readyz")).status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 def is_rank(process: psutil.Process) -> bool:
