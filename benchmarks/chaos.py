@@ -8,8 +8,9 @@ few seconds SIGKILL or SIGSTOP hits a rank at random, the driver's included, or 
 offsets and usage of every stream must be equal, log-probabilities within 1e-3. At the end nothing may be left: no
 process, listening port, temporary file or shared memory.
 
-A *pause* is the longest silence of all clients together between one loss and the next. The exit code is 1 if a stream
-failed or was different, or something is left. The last line of stdout is JSON.
+A *pause* is the longest silence of all clients together between one loss and the next. Where no rank was left and the
+model had to be loaded again, it is not counted in `pause_with_survivors_...`. The exit code is 1 if a stream failed or
+was different, or something is left. The last line of stdout is JSON.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,8 @@ class Losses:
     times: list[float] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
     """Of each: the signal, and how many ranks got it of how many."""
+    num_restarts: list[int] = field(default_factory=list)
+    """Before each: how often the service had started all ranks again."""
     num_kills: int = 0
     """Processes that got SIGKILL."""
     num_stops: int = 0
@@ -75,8 +79,9 @@ async def disturb(
             return
         await asyncio.sleep(max(0.2, min(4 * every, dice.expovariate(1 / every), end - time.monotonic())))
         ranks = [each for each in traces.family() if is_rank(each)]
-        if not ranks:
+        if not ranks or time.monotonic() > end:
             continue
+        losses.num_restarts.append(metrics((await http.get("/metrics")).text)["restart"])
         hit = ranks if dice.random() < 0.1 else [dice.choice(ranks)]
         kind = signal.SIGKILL if dice.random() < 0.7 else signal.SIGSTOP
         losses.times.append(time.monotonic())
@@ -148,7 +153,10 @@ async def run(url: str, traces: Traces, options: argparse.Namespace, console: Co
                 task.cancel()
             await clients.close()
     found = list(pauses(clients.events, losses.times, ended))
+    restarts = [*losses.num_restarts, counts.get("restart", 0)]
+    survived = [before == after for before, after in pairwise(restarts)]
     silences = sorted(found)
+    short = sorted(pause for pause, is_short in zip(found, survived, strict=True) if is_short)
     failed = [*clients.failed, *(["a stream did not end"] * len(late)), *([losses.problem] if losses.problem else [])]
     return {
         "kills": losses.num_kills,
@@ -159,11 +167,13 @@ async def run(url: str, traces: Traces, options: argparse.Namespace, console: Co
         "different": len(clients.different),
         "pause_p50_s": quantile(silences, 0.5),
         "pause_p99_s": quantile(silences, 0.99),
+        "pause_with_survivors_p50_s": quantile(short, 0.5),
+        "pause_with_survivors_p99_s": quantile(short, 0.99),
         "logprob_difference": clients.largest_difference,
         "events": counts,
         "losses": [
-            [round(at - began, 1), kind, round(pause, 3)]
-            for at, kind, pause in zip(losses.times, losses.kinds, found, strict=True)
+            [round(at - began, 1), kind, "others go on" if is_short else "all begin again", round(pause, 3)]
+            for at, kind, is_short, pause in zip(losses.times, losses.kinds, survived, found, strict=True)
         ],
         "problems": [each[:600] for each in (*failed, *clients.different)][:10],
     }
@@ -218,6 +228,7 @@ def show(result: dict[str, Any], console: Console) -> None:
     """The result as a small table, and what went wrong."""
     rows = [[name, str(result[name])] for name in ("kills", "stops", "all_at_once", "streams", "failed", "different")]
     rows += [["pause p50 [s]", str(result["pause_p50_s"])], ["pause p99 [s]", str(result["pause_p99_s"])]]
+    rows += [["pause with survivors p99 [s]", str(result["pause_with_survivors_p99_s"])]]
     rows += [[name.replace("_", " "), str(count)] for name, count in result["events"].items()]
     rows += [[f"leaked {name.replace('_', ' ')}", str(count)] for name, count in result["leaks"].items()]
     console.print(table(f"{result['ranks']} ranks, {result['minutes']:g} minutes", ("what", "count"), rows))

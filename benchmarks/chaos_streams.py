@@ -166,13 +166,11 @@ class Clients:
 
 
 def pauses(events: list[float], losses: list[float], end: float) -> Iterator[float]:
-    """Per loss, seconds of the longest silence of all clients together from it to the next one.
+    """Per loss, seconds of the longest silence of all clients together from it to the next one (or to `end`).
 
     `events`, `losses` and `end` are times on one clock, `events` and `losses` in order.
     """
     for index, loss in enumerate(losses):
         until = losses[index + 1] if index + 1 < len(losses) else end
         within = [loss, *(event for event in events if loss < event < until)]
-        # The silence that the next loss falls into began with this one, or belongs to no loss.
-        later = next((event for event in events if event >= until), until)
-        yield max(after - before for before, after in zip(within, [*within[1:], later], strict=True))
+        yield max(after - before for before, after in zip(within, [*within[1:], until], strict=True))

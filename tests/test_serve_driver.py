@@ -6,8 +6,10 @@ import pytest
 
 import lpr
 from lpr.config import SamplingParams
+from lpr.engine.text import TextStream
+from lpr.serve.delivery import Delivery
 from lpr.serve.driver import Driver
-from lpr.serve.messages import Abort, Chunk, Facts, Load, Resume, Stepped, Stop, Submit, beyond
+from lpr.serve.messages import Abort, Chunk, Facts, Load, ProtocolError, Resume, Stepped, Stop, Submit, beyond
 
 PROMPT = "def fibonacci(n):\n    "
 NUM = 40
@@ -126,6 +128,37 @@ def test_a_request_goes_on_from_every_point_of_its_stream(engine, regex, kind):
 @pytest.mark.parametrize("has", [-3, -1, 0, 1, 3])
 def test_a_rank_that_takes_over_sends_what_is_beyond(engine, has):
     """The front has got as much as the ranks, steps more or steps less; each is cut or made up for."""
+    take_over(engine, has)
+
+
+def as_far_as_the_front(self, request, *rest):
+    """A seeded fault: a Delivery that takes the ranks to be where the front is."""
+    kept(self, request, *rest)
+    self._at_token, self._at_character = self._has_tokens, self._has_characters
+
+
+kept = Delivery.__init__
+
+
+@pytest.mark.parametrize(
+    "name, fault, has",
+    [
+        ("missed", lambda self: None, -3),
+        ("__init__", as_far_as_the_front, 3),
+        ("new", lambda self, chunk: None if self.request.num_output % 2 else sent(self, chunk), 0),
+    ],
+)
+def test_a_fault_in_the_delivery_shows(engine, monkeypatch, name, fault, has):
+    monkeypatch.setattr(Delivery, name, fault)
+    with pytest.raises((AssertionError, ProtocolError)):
+        take_over(engine, has)
+
+
+sent = Delivery.new
+
+
+def take_over(engine, has):
+    """A request goes on under another driver, behind a front that has got about `has` tokens more than the ranks."""
     prompt = engine.encode(PROMPT)
     params = SamplingParams(max_new_tokens=NUM, temperature=0.8, seed=7, logprobs=1, stop=("zzz",))
     chunks = drive(engine, Resume([]), submit(1, params, prompt)).chunks(1)
@@ -135,22 +168,18 @@ def test_a_rank_that_takes_over_sends_what_is_beyond(engine, has):
     at = running.num_output
     assert 0 < at < NUM
     # The chunks of a driver that was lost: any borders will do, as those of another tree are others.
-    given = [chunk for chunk, (count, _) in zip(chunks, lengths(chunks), strict=True) if count <= at + has]
-    ids, text, logprobs, _ = put_together(given)
+    # What a lost driver has said: with any borders, as those of another tree are others.
+    ids = wanted[0][: at + has]
+    stream = TextStream(engine.tokenizer, prompt, params, engine.eos_token_ids)
+    for token in ids:
+        assert stream.push(token) is None
+    text, logprobs = stream.take(), wanted[2][: len(ids)]
     line = drive(engine, Resume([5]), submit(5, params, prompt, ids, text, details=True))
     found = put_together(line.chunks(5), ids, text)
     assert (found[0], found[1], found[3]) == (wanted[0], wanted[1], wanted[3])
     assert [*logprobs, *found[2]] == pytest.approx(wanted[2], abs=1e-4)
     assert all(len(chunk.sources) == len(chunk.token_ids) for chunk in line.chunks(5))
     assert line.chunks(6) == [] and not engine.requests, "what is not wanted any more is aborted"
-
-
-def lengths(chunks):
-    """After each chunk, tokens and text so far."""
-    count, text = 0, ""
-    for chunk in chunks:
-        count, text = count + len(chunk.token_ids), text + chunk.text
-        yield count, text
 
 
 def test_a_request_that_is_aborted_before_it_is_submitted_again(engine):
@@ -168,5 +197,5 @@ def test_the_first_words_are_facts_and_a_bad_request_is_said(engine):
 
 
 def test_a_gap_is_noticed():
-    with pytest.raises(lpr.serve.messages.ProtocolError, match="goes on at token 5"):
+    with pytest.raises(ProtocolError, match="goes on at token 5"):
         beyond(Chunk(1, [7], "x", start=5), 4, 0)

@@ -161,11 +161,20 @@ def test_a_second_rank_dies_while_the_first_is_mourned(
 
 def test_idle_ranks_lose_their_driver(llama: PreTrainedModel, expected: list[list[int]], span: tuple[int, int]) -> None:
     """Commands without steps: idle ranks are handed what they missed, and many of them in a row are confirmed."""
-    for index, late in ((span[0] + 3, False), (span[0] + 3, True), (span[0] + 20, True)):
+    first = span[0]
+    some = frozenset({2})
+    for fault in (
+        Fault(0, first + 3, 0),
+        Fault(0, first + 3, 0, True, some),
+        Fault(0, first + 20, 0, True, some),
+        Fault(0, first + 4, 1, True),  # the driver lives, and says it again
+        Fault(0, first + 4, 1, True, some),
+        Fault(0, first + 16, 1),  # about where they confirm
+    ):
         job = Job(llama, num_learns=40)
-        world = run(job, Fault(0, index, 0, late, frozenset({2}) if late else frozenset()))
-        assert texts(job) == expected
-        assert world.died == {0} and job.drivers == [0, 1]
+        world = run(job, fault)
+        assert texts(job) == expected, fault
+        assert world.died == {fault.victim} and job.drivers == ([0] if fault.victim else [0, 1]), fault
 
 
 class JoinedJob(Job):
@@ -210,6 +219,36 @@ def test_replicas_that_were_all_lost_begin_anew(llama: PreTrainedModel, expected
     world.found(2, 2)
     world.join()
     assert texts(job) == expected and job.drivers == [0, 1, 2]
+
+
+class FailingJob(Job):
+    """Replica 1 runs out of memory in the middle."""
+
+    def __call__(self, comm: ElasticComm) -> None:
+        if comm._replica != 1:
+            super().__call__(comm)
+            return
+        engine = Engine.from_model(self.model, decode=self.decode, comm=comm)
+        evaluate, calls = engine.model.evaluate, itertools.count()
+
+        def out_of_memory(*arguments: object) -> object:
+            if next(calls) == 6:
+                raise MemoryError("no memory left on this rank")
+            return evaluate(*arguments)  # type: ignore[arg-type]
+
+        engine.model.evaluate = out_of_memory  # type: ignore[method-assign,assignment]
+        engine.work()
+
+
+def test_an_exception_in_one_rank_is_that_ranks_loss(llama: PreTrainedModel, expected: list[list[int]]) -> None:
+    job = FailingJob(llama)
+    world = ElasticWorld(3)
+    for replica in range(3):
+        world.start(replica, job)
+    with pytest.raises(MemoryError, match="on this rank"):
+        world.join()
+    assert list(world.failures) == [1]
+    assert texts(job) == expected and set(job.widths) == {2, 3}
 
 
 # Seeded faults: each must be caught by the tests above.

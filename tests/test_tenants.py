@@ -87,6 +87,11 @@ def test_the_least_recently_used_tenant_is_forgotten_and_its_share_is_bounded():
     assert tries.of("tenant 0").history().tolist() == [0], "it was used lately"
     assert tries.of("tenant 1").history().tolist() == [], "it was not"
     assert len(tries.tries) == MOST_TENANTS
+    first = tries.of("idle")
+    assert tries.of("idle") is first, "an empty trie is kept, as a request may hold it"
+    oldest, next_one = list(tries.tries)[:2]
+    tries.of("another", in_use={oldest})
+    assert oldest in tries.tries and next_one not in tries.tries, "a tenant whose request runs is not forgotten"
     trie = tries.of("busy")
     trie.extend(range(1000))
     assert len(trie.history()) <= 16

@@ -99,8 +99,8 @@ class ElasticComm:
         self._num_recoveries = 0
         """Since the last collective that ended."""
         self._num_announced = 0
-        self._repeats = 0
-        """Bytes of a broadcast that the driver is about to repeat, for ranks that have not seen it announced."""
+        self._repeated = (0, 0)
+        """Number and bytes of a broadcast that the driver repeats, for ranks that have not seen it announced."""
         self._unsettled: list[int] = []
         """Newcomers that may not have come yet: nobody waits for them when the mesh breaks."""
         self._left: list[str] = []
@@ -191,9 +191,8 @@ class ElasticComm:
             found = self._results.get(self._completed + 1)
             if isinstance(found, bytes):
                 return len(found)
-            if self._repeats:
-                num_bytes, self._repeats = self._repeats, 0
-                return num_bytes
+            if self._repeated[0] == self._completed + 1:
+                return self._repeated[1]
             if self._is_stale:
                 self._is_due = True
                 return 0
@@ -252,7 +251,6 @@ class ElasticComm:
         """As Membership.adopt."""
         before, self._view = self._view, list(self._replicas)
         self.rank, self.size = self._view.index(self._replica), len(self._view)
-        self._repeats = 0
         self._is_due = False
         return [before.index(each) if each in before else None for each in self._view]
 
@@ -398,9 +396,9 @@ class ElasticComm:
         if self._known() < max(known):
             self._take_results(epoch, ahead[:1])
         driver = arrivals.get(self._register.members(self._replicas)[0])
-        self._repeats = 0
-        if driver is not None and self._view[0] == self._replicas[0] and driver.known == max(known):
-            self._repeats = driver.broadcast
+        self._repeated = (0, 0)
+        if driver is not None and driver.broadcast and self._view[0] == self._replicas[0]:
+            self._repeated = (driver.known + 1, driver.broadcast)
 
     def _leave(self, key: str, data: bytes) -> None:
         """Leave something in the register, and free what is too old to be asked for."""

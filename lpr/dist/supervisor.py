@@ -272,7 +272,7 @@ class Supervisor:
         now = time.monotonic()
         found = False
         for process in replica.processes:
-            if process.pid in replica.codes or process_state(process.pid) not in ("T", "t"):
+            if process.pid in replica.codes or process_state(process.pid) != "T":
                 self._stopped_since.pop(process.pid, None)
             else:
                 found |= now - self._stopped_since.setdefault(process.pid, now) > STOPPED_SECONDS

@@ -322,8 +322,6 @@ class Replica:
 
     def _state(self) -> handover.State:
         times = self._sizer.times
-        for request in self.scheduler.requests:
-            request.write()
         return handover.State(
             decode=self.decode,
             sizes=self.sizes,
@@ -355,6 +353,8 @@ class Replica:
         self.scheduler.num_queries, self.scheduler.num_hits = state.num_queries, state.num_hits
         for request, each in zip(running, state.running, strict=True):
             request.state = self._new_state(request, each.num_computed_tokens)
+        for tenant, _ in state.tenants:  # what was looked up for the running requests is no use of theirs
+            self._tenants.of(tenant)
 
     def _restored(self, carried: handover.Carried) -> Request:
         request = carried.restore(self._make(carried.submit, carried.token_ids[: carried.num_prompt]))
@@ -442,7 +442,8 @@ class Replica:
             return known
         if not request.learns:
             return None
-        return self._tenants.of(request.tenant) if request.tenant else self.shared
+        in_use = {each.tenant for each in self.scheduler.running}
+        return self._tenants.of(request.tenant, in_use) if request.tenant else self.shared
 
     def _move(self, moves: Sequence[SlotMove]) -> None:
         assert self.model.cache is not None

@@ -7,6 +7,8 @@ ranks forget the same ones.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from lpr.native import SuffixIndex
 
 MOST_TENANTS = 64
@@ -24,10 +26,15 @@ class TenantTries:
         self.tries: dict[str, SuffixIndex] = {}
         """By tenant, the least recently used one first."""
 
-    def of(self, tenant: str) -> SuffixIndex:
-        """A tenant's trie, which now counts as used; an empty one for a new or forgotten tenant."""
-        trie = self.tries.pop(tenant, None) or SuffixIndex(self._capacity)
+    def of(self, tenant: str, in_use: Collection[str] = ()) -> SuffixIndex:
+        """A tenant's trie, which now counts as used; an empty one for a new or forgotten tenant.
+
+        Those `in_use` are not forgotten: their requests run, and a replica that joins must find what they draft from.
+        """
+        trie = self.tries.pop(tenant, None)
+        trie = trie if trie is not None else SuffixIndex(self._capacity)  # an empty one is false, and may be in use
         self.tries[tenant] = trie
         if len(self.tries) > MOST_TENANTS:
-            del self.tries[next(iter(self.tries))]
+            idle = (name for name in self.tries if name != tenant and name not in in_use)
+            self.tries.pop(next(idle, ""), None)
         return trie

@@ -263,6 +263,7 @@ class Service:
                 self._paused = self._active
             self.outage = "the driver was lost; another rank takes over, or all begin again"
         self.up = False
+        self.load = Load(epoch=self.load.epoch)
         self.loading = None
         self.ready.clear()
         self._again = [*self._given.values(), *self._again]
