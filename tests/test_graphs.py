@@ -314,15 +314,14 @@ def test_a_part_that_is_not_refreshed_changes_the_text(
 ) -> None:
     place, before = StaticShape.place, {}
 
-    def stale(self: StaticShape, *args: Any) -> np.ndarray:
-        words = place(self, *args)
+    def stale(self: StaticShape, words: np.ndarray, *args: Any) -> None:
+        place(self, words, *args)
         start = 0
         for name, size in self.sizes.items():
             if name == part:
                 here = slice(start, start + int(np.prod(size)))
                 words[here] = before.setdefault(self, words[here].copy())
             start += int(np.prod(size))
-        return words
 
     monkeypatch.setattr(StaticShape, "place", stale)
     engine = Engine.from_model(model, decode=DECODE)
@@ -400,9 +399,9 @@ def test_a_step_waits_for_the_device_once(num_ranks: int, graphs: bool, monkeypa
     moved = []
     move = TreeCache.move
 
-    def counted(self: TreeCache, sources: list[int], targets: list[int]) -> None:
-        moved.extend(sources)
-        move(self, sources, targets)
+    def counted(self: TreeCache, rows: np.ndarray) -> None:
+        moved.extend(rows[0])
+        move(self, rows)
 
     monkeypatch.setattr(TreeCache, "move", counted)
     monkeypatch.setattr(GraphRunner, "_check_length", lambda *args: None)  # reads logits, once at the first capture

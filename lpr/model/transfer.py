@@ -26,10 +26,12 @@ class Upload:
     def __init__(self, target: torch.Tensor) -> None:
         """Words for `target`, int32 [n] on any device; on a CPU they are written to its own memory."""
         self._target = target
-        on_gpu = target.device.type == "cuda"
-        self._pinned = torch.empty(target.shape, dtype=target.dtype).pin_memory() if on_gpu else target
-        self._words = self._pinned.numpy()
-        self._left = torch.cuda.Event() if on_gpu else None
+        kind = target.device.type
+        self._host = target if kind == "cpu" else torch.empty(target.shape, dtype=target.dtype)
+        if kind == "cuda":
+            self._host = self._host.pin_memory()
+        self._words = self._host.numpy()
+        self._left = torch.cuda.Event() if kind == "cuda" else None
 
     def words(self, count: int) -> np.ndarray:
         """Where to write the first `count` words; waits, if it must, until the device has read the last ones."""
@@ -39,8 +41,9 @@ class Upload:
 
     def send(self, count: int) -> None:
         """Copy the first `count` words over, for which nobody waits."""
+        if self._host is not self._target:
+            self._target[:count].copy_(self._host[:count], non_blocking=True)
         if self._left is not None:
-            self._target[:count].copy_(self._pinned[:count], non_blocking=True)
             self._left.record()
 
 
