@@ -19,7 +19,7 @@ import torch
 from lpr.dist import group, heart, register
 from lpr.dist.channel import CommError
 from lpr.dist.register import Arrival, Decision, Member, Register
-from lpr.dist.supervisor import Supervisor, process_state, rank_environment
+from lpr.dist.supervisor import BACKOFF, Replica, Supervisor, process_state, rank_environment
 from tests.elastic_world import hash_store
 
 ROOT = Path(__file__).parent.parent
@@ -206,6 +206,23 @@ def test_ranks_that_cannot_start_are_given_up(tmp_path: Path) -> None:
     assert failed.returncode == 1
     assert (tmp_path / "started").read_text().split() == ["0", "1", "2"]
     assert "replica 2 was lost (codes [3])" in failed.stderr
+
+
+def test_a_place_is_not_given_up_while_a_replica_works() -> None:
+    """Replicas that are killed again and again while they load are replaced in the end."""
+    supervisor = Supervisor(["true"], 2)
+    supervisor._epoch = 0
+    supervisor._replicas[1] = Replica(1, 1, [], is_ready=True)
+    for number in range(2, 9):
+        supervisor._replace(Replica(number, 0, [], codes={number: -9}))
+        assert supervisor._due.pop(0) <= time.monotonic() + BACKOFF[-1] and supervisor._code is None
+    del supervisor._replicas[1]
+    supervisor._replace(Replica(9, 0, [], codes={9: -9}))
+    assert supervisor._code is None, "place 1 has not been tried again"
+    for number in range(10, 13):
+        supervisor._replace(Replica(number, 1, [], codes={number: -9}))
+    assert supervisor._code == 1
+    supervisor._socket.close()
 
 
 def test_a_supervisor_leaves_no_rank_behind(tmp_path: Path) -> None:

@@ -30,8 +30,11 @@ if TYPE_CHECKING:
 
 TICK = 0.25
 """Seconds between two looks at hearts and at who waits to join; the end of a process is noticed at once."""
-BACKOFF = (0.0, 1.0, 5.0)
-"""Seconds before a place is filled again, by how often in a row its replicas have ended before they had loaded."""
+BACKOFF = (0.0, 1.0, 5.0, 15.0, 60.0)
+"""Seconds before a place is filled again, by how often in a row its replicas have ended before they had loaded; the last
+one counts for all further times, as a place that is given up would be lost to a service that runs for months."""
+HOPELESS = 3
+"""Failed starts in a row at every place after which the job ends, if no replica is left."""
 STOP_SECONDS = 10.0
 """Time for ranks to end after a signal, before they are killed."""
 LEAVE_SECONDS = 30.0
@@ -225,19 +228,20 @@ class Supervisor:
         """Plan to fill the place of a replica that was lost, unless that is hopeless."""
         codes = replica.codes.values()
         print(f"lpr: replica {replica.number} was lost (codes {sorted(codes)})", file=sys.stderr, flush=True)
+        place, is_refused = replica.place, BAD_INPUT in codes
         if replica.is_ready:
-            self._failures[replica.place] = 0
-        elif BAD_INPUT in codes:
-            self._failures[replica.place] = len(BACKOFF)
+            self._failures[place] = 0
         else:
-            self._failures[replica.place] += 1
-        failures = self._failures[replica.place]
-        if failures < len(BACKOFF):
-            self._due[replica.place] = time.monotonic() + BACKOFF[failures]
-        elif not self._due and not self._replicas:
-            self._code = BAD_INPUT if BAD_INPUT in codes else 1
-        if BAD_INPUT in codes and self._epoch < 0:  # the start itself was refused, on all ranks
+            self._failures[place] = max(self._failures[place] + 1, HOPELESS if is_refused else 0)
+        if is_refused and self._epoch < 0:  # the start itself was refused, on all ranks
             self._end(BAD_INPUT, STOP_SECONDS, signal.SIGTERM)
+        elif not self._replicas and min(self._failures) >= HOPELESS:
+            self._end(BAD_INPUT if is_refused else 1, STOP_SECONDS, signal.SIGTERM)
+        else:
+            now = time.monotonic()
+            self._due[place] = now + BACKOFF[min(self._failures[place], len(BACKOFF) - 1)]
+            if not self._replicas:  # streams wait
+                self._due = {each: min(due, now + BACKOFF[HOPELESS - 1]) for each, due in self._due.items()}
 
     def _fill_places(self) -> None:
         now = time.monotonic()
