@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from lpr.dist import group, heart, register
+from lpr.dist import channel, group, heart, register
 from lpr.dist.channel import CommError
 from lpr.dist.register import Arrival, Decision, Member, Register
 from lpr.dist.supervisor import BACKOFF, Replica, Supervisor, process_state, rank_environment
@@ -95,7 +96,7 @@ def test_silence_is_noticed_and_a_pause_of_ones_own_is_not_blamed_on_others(
     registers: list[Register], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr(heart.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(channel.time, "monotonic", lambda: now[0])
     watch = heart.Watch(registers[0])
 
     def silent_after(seconds: float, *beating: Register) -> list[int]:
@@ -172,6 +173,17 @@ def test_gpus_meet_in_nccl_groups_of_their_own(monkeypatch: pytest.MonkeyPatch) 
     assert made[0][:3] == ("store", 1, 3) and made[0][3]._timeout == timedelta(seconds=12)
     group.abort_group(found)
     assert found.aborted == 1
+
+
+def test_a_wait_on_a_gpu_gives_nccl_no_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait that timed out would end the communicator, though the others may just be filling a long prompt."""
+    looks = iter([False] * 5 + [True])
+    work = SimpleNamespace(is_completed=lambda: next(looks), wait=lambda *limit: asked.append(limit))
+    asked: list[Any] = []
+    ranks = group.ProcessGroup(None, 0, 2, torch.device("cuda", 0), 60, lambda: False)
+    monkeypatch.setattr(group, "SLICE", 0.0)
+    ranks._wait(lambda: work)
+    assert asked == [()] and next(looks, None) is None
 
 
 def test_a_rank_that_never_comes_does_not_hold_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Protocol
 
@@ -43,6 +43,27 @@ class HostChannel(Protocol):
     def check(self) -> None:
         """Raise CommError if some rank is lost."""
         ...
+
+
+class Silence:
+    """Who has not been heard for too long."""
+
+    def __init__(self) -> None:
+        """Nobody is known yet."""
+        self._heard: dict[str, tuple[bytes, float]] = {}
+        self._last = time.monotonic()
+
+    def of(self, beats: Mapping[str, bytes]) -> dict[str, float]:
+        """Whose beat has been the same for more than `DEAD_AFTER` seconds by now, and for how many seconds."""
+        now = time.monotonic()
+        if now - self._last > 2 * BEAT_EVERY:  # this process stood still, and may not blame the others
+            self._heard.clear()
+        self._last = now
+        for name, beat in beats.items():
+            if beat != self._heard.get(name, (None, now))[0]:
+                self._heard[name] = beat, now
+        since = {name: now - self._heard[name][1] for name in beats}
+        return {name: seconds for name, seconds in since.items() if seconds > DEAD_AFTER}
 
 
 class StoreChannel:
@@ -99,25 +120,17 @@ class StoreChannel:
     def _watch(self, store: dist.Store, num_ranks: int) -> None:
         """Write this rank's heartbeat and read the others', until `close`."""
         others = [rank for rank in range(num_ranks) if rank != self._rank]
-        seen = dict.fromkeys(others, b"")
-        heard = dict.fromkeys(others, time.monotonic())
-        number, last = 0, time.monotonic()
+        silence, number = Silence(), 0
         try:
             while not self._closed.wait(BEAT_EVERY):
                 number += 1
                 store.set(_beat_key(self._rank), str(number))
-                now = time.monotonic()
-                if now - last > 2 * BEAT_EVERY:  # this process stood still, and may not blame the others
-                    heard = dict.fromkeys(others, now)
-                last = now
-                for rank in others:
-                    beat = store.get(_beat_key(rank)) if store.check([_beat_key(rank)]) else b""
-                    if beat != seen[rank]:
-                        seen[rank], heard[rank] = beat, now
-                    if beat == _LEFT:
-                        self._failure = f"rank {rank} has left the job"
-                    elif now - heard[rank] > DEAD_AFTER:
-                        self._failure = f"rank {rank} has ended or hangs: no heartbeat for {now - heard[rank]:.0f} s"
+                keys = {str(rank): _beat_key(rank) for rank in others}
+                beats = {rank: store.get(key) if store.check([key]) else b"" for rank, key in keys.items()}
+                for rank, seconds in silence.of(beats).items():
+                    self._failure = f"rank {rank} has ended or hangs: no heartbeat for {seconds:.0f} s"
+                for rank in [rank for rank, beat in beats.items() if beat == _LEFT]:
+                    self._failure = f"rank {rank} has left the job"
             store.set(_beat_key(self._rank), _LEFT.decode())
         except RuntimeError as failure:
             if not self._closed.is_set():

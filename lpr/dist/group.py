@@ -92,13 +92,7 @@ class ProcessGroup:
         try:
             work = begin()
             until = time.monotonic() + self._timeout
-            while True:
-                try:
-                    work.wait(timedelta(seconds=SLICE))
-                    return
-                except RuntimeError:
-                    if work.is_completed():  # with an error of its own
-                        raise
+            while not self._has_ended(work):
                 self._hangs = [work, *held]
                 if self._is_broken() or time.monotonic() > until:
                     raise CommError("the exchange between ranks cannot end: another rank has ended or hangs")
@@ -106,6 +100,24 @@ class ProcessGroup:
             raise
         except RuntimeError as failure:
             raise CommError(str(failure).strip().split("\n")[0][:200]) from failure
+
+    def _has_ended(self, work: Any) -> bool:
+        """Wait for a collective for up to `SLICE` seconds; raises RuntimeError if it has failed."""
+        if self._device.type != "cuda":
+            try:
+                work.wait(timedelta(seconds=SLICE))
+            except RuntimeError:
+                if work.is_completed():  # with an error of its own
+                    raise
+                return False
+            return True
+        # To NCCL a wait that times out is the end of the communicator, and it sleeps a millisecond between two looks.
+        until = time.monotonic() + SLICE
+        while not work.is_completed():
+            if time.monotonic() > until:
+                return False
+        work.wait()  # raises what has failed; else it holds up the stream, not the host
+        return True
 
     def limit(self, timeout: float) -> None:
         """As Group.limit."""

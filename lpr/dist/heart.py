@@ -6,10 +6,9 @@ Long work never reads as death, as the thread goes on; a process that is stopped
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 
-from lpr.dist.channel import BEAT_EVERY, DEAD_AFTER, CommError
+from lpr.dist.channel import BEAT_EVERY, DEAD_AFTER, CommError, Silence
 from lpr.dist.register import Register
 
 
@@ -19,24 +18,13 @@ class Watch:
     def __init__(self, register: Register) -> None:
         """Nobody is watched yet."""
         self._register = register
-        self._heard: dict[str, tuple[bytes, float]] = {}
-        self._last = time.monotonic()
+        self._silence = Silence()
 
     def silent(self, replicas: Sequence[int]) -> list[int]:
         """Those of `replicas` with a member whose heart has not beaten for `DEAD_AFTER` seconds; raises CommError."""
-        now = time.monotonic()
-        if now - self._last > 2 * BEAT_EVERY:  # this process stood still, and may not blame the others
-            self._heard.clear()
-        self._last = now
-        found = []
-        for member in self._register.members(replicas):
-            beat = self._register.heard(member)
-            known, since = self._heard.get(member.key, (None, now))
-            if beat != known:
-                self._heard[member.key] = beat, now
-            elif now - since > DEAD_AFTER and member.replica not in found:
-                found.append(member.replica)
-        return found
+        members = {member.key: member for member in self._register.members(replicas)}
+        late = self._silence.of({key: self._register.heard(member) for key, member in members.items()})
+        return list(dict.fromkeys(members[key].replica for key in late))
 
 
 class Heart:
