@@ -4,9 +4,10 @@
 
 A service is started on loopback and answers requests of all kinds (temperature 0 and 0.8, penalties, stop strings,
 log-probabilities, grammars). What it says while nothing is lost is the measure. Then clients ask on and on, while every
-few seconds SIGKILL or SIGSTOP hits a rank at random, the driver's included, or all ranks at once. Text, token ids, end,
-offsets and usage of every stream must be equal, log-probabilities within 1e-3. At the end nothing may be left: no
-process, listening port, temporary file or shared memory.
+few seconds SIGKILL or SIGSTOP hits a rank at random, the driver's included, or all ranks at once, or SIGKILL their
+supervisor, and with it the store through which they speak. Text, token ids, end, offsets and usage of every stream must
+be equal, log-probabilities within 1e-3. At the end nothing may be left: no process, listening port, temporary file or
+shared memory.
 
 A *pause* is the longest silence of all clients together between one loss and the next. Where no rank was left and the
 model had to be loaded again, it is not counted in `pause_with_survivors_...`. The exit code is 1 if a stream failed or
@@ -42,7 +43,8 @@ from lpr.config import InputError
 
 RANK = "lpr.serve.rank"
 """What the command of a rank names; that of a launcher names more."""
-LAUNCHERS = ("torch.distributed.run", "supervisor")
+SUPERVISOR = "lpr.dist.supervisor"
+LAUNCHERS = ("torch.distributed.run", SUPERVISOR)
 LOGPROB_TOLERANCE = 1e-3
 """The height of a step's products decides the last bits in float32."""
 READY_SECONDS = 300.0
@@ -80,15 +82,21 @@ async def disturb(
         await asyncio.sleep(max(0.2, min(4 * every, dice.expovariate(1 / every), end - time.monotonic())))
         if time.monotonic() > end or not await is_ready(http):  # what the last loss did may show only now
             continue
-        ranks = [each for each in traces.family() if is_rank(each)]
+        family = traces.family()
+        ranks = [each for each in family if is_rank(each)]
+        supervisors = [each for each in family if is_supervisor(each)]
         if not ranks:
             continue
         losses.num_restarts.append(metrics((await http.get("/metrics")).text)["restart"])
-        hit = ranks if dice.random() < 0.1 else [dice.choice(ranks)]
-        kind = signal.SIGKILL if dice.random() < 0.7 else signal.SIGSTOP
+        chance, kind = dice.random(), signal.SIGKILL if dice.random() < 0.7 else signal.SIGSTOP
+        hit = ranks if chance < 0.1 else [dice.choice(ranks)]
         losses.times.append(time.monotonic())
-        losses.kinds.append(f"{kind.name} {len(hit)} of {len(ranks)}")
-        losses.num_all += len(hit) == len(ranks)
+        if chance > 0.95 and supervisors:
+            hit, kind = supervisors, signal.SIGKILL
+            losses.kinds.append("SIGKILL supervisor")
+        else:
+            losses.kinds.append(f"{kind.name} {len(hit)} of {len(ranks)}")
+        losses.num_all += hit == supervisors or len(hit) == len(ranks)
         for process in hit:
             with contextlib.suppress(psutil.Error):
                 process.send_signal(kind)
@@ -122,6 +130,14 @@ def is_rank(process: psutil.Process) -> bool:
     except psutil.Error:
         return False
     return RANK in words and not stands and not any(part in word for word in words for part in LAUNCHERS)
+
+
+def is_supervisor(process: psutil.Process) -> bool:
+    """Is it the process that starts the ranks and holds their store?"""
+    try:
+        return SUPERVISOR in process.cmdline()
+    except psutil.Error:
+        return False
 
 
 async def run(url: str, traces: Traces, options: argparse.Namespace, console: Console) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """A rank of a supervised job, for tests: decodes what a file asks for, and says which rank did what, when.
 
-Arguments: a folder, and tokens per request. The driver writes "N DRIVER EPOCH" lines to `log`, and outputs to `out`.
+Arguments: a folder, tokens per request, and ranks to a replica. The driver writes a line of JSON per step to `log` in
+the folder, and each request's ids to a file of their own.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ PROMPTS = ["def f(", "class A:\n    def ", "import os\n"]
 
 
 def main() -> int:
-    folder, count = Path(sys.argv[1]), int(sys.argv[2])
+    folder, count, tp = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     world = World.from_environment()
-    with join(world, "cpu", 60, load_timeout=120) as comm:
+    with join(world, "cpu", 60, tp, load_timeout=120) as comm:
         engine = lpr.Engine.from_pretrained(
             lpr.bundled_model(),
             lpr.DecodeConfig(window_size=0, trie_nodes=8, max_batch_size=2),

@@ -59,7 +59,7 @@ def await_fact(folder: Path, found: Callable[[dict[str, Any]], bool], after: flo
 def test_a_killed_driver_and_a_stopped_rank_change_nothing(tmp_path: Path) -> None:
     """Three ranks. SIGKILL to the driver in the middle, SIGSTOP to another; replacements join, outputs are equal."""
     (tmp_path / "hold").touch()
-    with supervised(tmp_path, "3", "1", "tests.supervised_worker", str(tmp_path), "80") as job:
+    with supervised(tmp_path, "3", "1", "tests.supervised_worker", str(tmp_path), "80", "1") as job:
         first = await_fact(tmp_path, lambda fact: fact.get("tokens", 0) > 20)
         os.kill(first["pid"], signal.SIGKILL)
         killed = time.time()
@@ -74,6 +74,34 @@ def test_a_killed_driver_and_a_stopped_rank_change_nothing(tmp_path: Path) -> No
         (tmp_path / "hold").unlink()
         assert job.wait(timeout=PATIENCE) == 0
         assert other not in children(os.getpid()) and not Path(f"/proc/{other}").exists(), "no process is left"
+    check_outputs(tmp_path)
+
+
+def test_a_killed_rank_of_a_sharded_replica_is_its_replicas_loss(tmp_path: Path) -> None:
+    """Two replicas of two ranks: the other replica goes on, and a new one of two ranks joins it."""
+    (tmp_path / "hold").touch()
+    with supervised(tmp_path, "2", "2", "tests.supervised_worker", str(tmp_path), "80", "2") as job:
+        first = await_fact(tmp_path, lambda fact: fact.get("tokens", 0) > 20)
+        before = children(job.pid)
+        os.kill(next(pid for pid in before if place_of(pid) == (0, 1)), signal.SIGKILL)
+        killed = time.time()
+        second = await_fact(tmp_path, lambda fact: "drives" in fact and fact["epoch"] > 0)
+        assert second["drives"] == 2 and second["size"] == 1 and not Path(f"/proc/{first['pid']}/fd").exists()
+        full = await_fact(tmp_path, lambda fact: fact.get("size") == 2, after=killed)
+        assert full["epoch"] > second["epoch"] and len(set(children(job.pid)) - set(before)) == 2
+        (tmp_path / "hold").unlink()
+        assert job.wait(timeout=PATIENCE) == 0
+    check_outputs(tmp_path)
+
+
+def place_of(pid: int) -> tuple[int, int]:
+    """Replica and rank in it of a process of a job with two ranks to a replica."""
+    words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return divmod(next(int(word[5:]) for word in words if word.startswith(b"RANK=")), 2)
+
+
+def check_outputs(folder: Path) -> None:
+    """The job's ids are those of a single engine."""
     engine = lpr.Engine.from_pretrained(
         lpr.bundled_model(), lpr.DecodeConfig(window_size=0, trie_nodes=8, max_batch_size=2), device="cpu"
     )
@@ -82,4 +110,4 @@ def test_a_killed_driver_and_a_stopped_rank_change_nothing(tmp_path: Path) -> No
         for n in range(len(PROMPTS))
     ]
     expected = [each.token_ids for each in engine.generate(PROMPTS, params)]
-    assert [json.loads((tmp_path / f"{n}.out").read_text()) for n in range(len(PROMPTS))] == expected
+    assert [json.loads((folder / f"{n}.out").read_text()) for n in range(len(PROMPTS))] == expected
