@@ -4,45 +4,19 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from importlib import import_module
+from pkgutil import iter_modules
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+import lpr.core
 import lpr.native
 from lpr.config import SamplingParams, TreeSizes, result_words
-from lpr.core import (
-    accept,
-    budget,
-    calibration,
-    drafting,
-    noise_keys,
-    partition,
-    pool,
-    recycle,
-    rows,
-    state,
-    suffix_index,
-    tree,
-    window,
-)
 from lpr.core.step_times import KNOTS, StepTimes
 
-HOMES = (
-    accept,
-    budget,
-    calibration,
-    drafting,
-    noise_keys,
-    partition,
-    pool,
-    recycle,
-    rows,
-    state,
-    suffix_index,
-    tree,
-    window,
-)
+HOMES = [import_module(f"lpr.core.{each.name}") for each in iter_modules(lpr.core.__path__)]
 NAMES = [name for name in lpr.native.__all__ if name not in ("is_native", "missing")]
 PURE = SimpleNamespace(**{name: getattr(home, name) for name in NAMES for home in HOMES if hasattr(home, name)})
 

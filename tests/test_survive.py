@@ -41,7 +41,7 @@ def test_a_rank_takes_over_a_file(llama: PreTrainedModel, tmp_path: Path, monkey
 
     def job(output: str, resume: bool = False) -> FileJob:
         writer = OrderedWriter(tmp_path / output, read_prompts(prompts), resume=resume)
-        return FileJob(writer, params, {}, Keeping(), as_json=False)
+        return FileJob(writer, params, {}, Keeping(), as_json=False, takes_over=resume)
 
     def written(output: str) -> list[list[int]]:
         return [json.loads(line)["token_ids"] for line in (tmp_path / output).read_text().splitlines()]
@@ -60,3 +60,23 @@ def test_a_rank_takes_over_a_file(llama: PreTrainedModel, tmp_path: Path, monkey
     assert written("out.jsonl") == expected
     assert all(request.finish_reason == "length" for request in running), "they were not submitted again"
     assert rest.total.num_tokens == 3 * 6
+
+
+@pytest.mark.parametrize("takes_over", [False, True])
+def test_only_a_job_that_begins_again_learns_what_it_had_written(
+    takes_over: bool, llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trie first, and behind it the lines that are done; a survivor has drafted from both all the time."""
+    prompts, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text(json.dumps({"prompt": "one"}) + "\n")
+    output.write_text(json.dumps({"line": 1, "prompt": "one", "text": "", "token_ids": [4, 5]}) + "\n")
+    engine = Engine.from_model(llama, decode=DecodeConfig(window_size=0, trie_nodes=8))
+    engine.learn([1, 2, 3])
+    trie = engine.save_trie(tmp_path / "kept.safetensors")
+    calls: list[object] = []
+    monkeypatch.setattr(engine, "load_trie", lambda path: calls.append(path))
+    monkeypatch.setattr(engine, "learn", lambda *outputs: calls.append(list(outputs)))
+    writer = OrderedWriter(output, read_prompts(prompts), resume=True)
+    with FileJob(writer, SamplingParams(), {}, Keeping(trie), as_json=False, takes_over=takes_over) as job:
+        assert job.run(engine) == 0
+    assert calls == ([] if takes_over else [trie, [[4, 5]]])

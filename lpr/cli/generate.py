@@ -20,7 +20,7 @@ from lpr.cli.trace import check_trace
 from lpr.config import DecodeConfig, InputError, SamplingParams
 from lpr.core.digest import digest_of
 from lpr.dist.channel import CommError
-from lpr.dist.comm import Comm, agree
+from lpr.dist.comm import Comm, agree, is_driver
 from lpr.dist.runtime import World, join
 from lpr.dist.supervisor import Supervisor
 from lpr.engine.engine import Engine
@@ -143,11 +143,12 @@ def run(args: Args, world: World) -> int:
     args = replace(args, options=replace(args.options, device=device))
     with join(world, device, args.timeout, args.tp, args.load_timeout) as comm:
         engine, job = prepare(args, world, comm)
+        is_first = is_driver(comm)  # of the job, or of a new mesh after all others were lost
         code = 0
         if job is None:
             engine.work()
             if not engine.is_stopped:  # the driver was lost, and this rank has taken its place
-                job = file_job(args, world, goes_on=True)
+                job = file_job(args, world, goes_on=True, takes_over=not is_first)
         if job is not None:
             try:
                 with job:
@@ -185,13 +186,16 @@ def prepare(args: Args, world: World, comm: Comm) -> tuple[Engine, FileJob | Sho
     return engine, job
 
 
-def file_job(args: Args, world: World, goes_on: bool = False) -> FileJob:
-    """What completes the lines of --prompts; raises InputError. `goes_on`: another rank has begun it."""
+def file_job(args: Args, world: World, goes_on: bool = False, takes_over: bool = False) -> FileJob:
+    """What completes the lines of --prompts; raises InputError.
+
+    `goes_on`: another rank has begun it; `takes_over`: and this one was there (see FileJob).
+    """
     assert args.prompts is not None and args.output is not None
     mesh = dict(zip(("lp", "tp"), world.mesh_shape(args.tp), strict=True))
     facts = {"world_size": world.size, "mesh": mesh}
     writer = OrderedWriter(args.output, read_prompts(args.prompts), resume=goes_on or world.attempt > 0)
-    return FileJob(writer, args.sampling, facts, keeping(args), args.json)
+    return FileJob(writer, args.sampling, facts, keeping(args), args.json, takes_over)
 
 
 def show_job(args: Args) -> ShowJob:

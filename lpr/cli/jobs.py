@@ -68,13 +68,13 @@ class Keeping:
     trace_steps: int = 0
 
     @contextmanager
-    def around(self, engine: Engine) -> Iterator[None]:
+    def around(self, engine: Engine, loads: bool = True) -> Iterator[None]:
         """Load the trie and record steps; write both at the end, also of an interrupted run.
 
         The trie is not saved after a lost rank: the restarted job learns again from its output file, and drafts as an
-        undisturbed one. An engine whose driver was lost has loaded it already.
+        undisturbed one. With `loads` False the engine has loaded it already.
         """
-        if self.trie is not None and trie_path(self.trie).exists() and is_fresh(engine):
+        if loads and self.trie is not None and trie_path(self.trie).exists():
             engine.load_trie(self.trie)
         try:
             with traced(self.trace, self.trace_steps, engine):
@@ -93,15 +93,26 @@ class FileJob:
     """Complete every line of a prompts file into an output file."""
 
     def __init__(
-        self, writer: OrderedWriter, sampling: SamplingParams, facts: dict[str, Any], keeping: Keeping, as_json: bool
+        self,
+        writer: OrderedWriter,
+        sampling: SamplingParams,
+        facts: dict[str, Any],
+        keeping: Keeping,
+        as_json: bool,
+        takes_over: bool = False,
     ) -> None:
-        """Complete the lines that `writer` has no record of yet; each record carries `facts` of the job."""
+        """Complete the lines that `writer` has no record of yet; each record carries `facts` of the job.
+
+        With `takes_over` the engine knows the trie and the lines that are done, as it was there when its driver was
+        lost.
+        """
         self.writer = writer
         self.lines = writer.lines
         self.sampling = sampling
         self.facts = facts
         self.keeping = keeping
         self.as_json = as_json
+        self.takes_over = takes_over
         self.console = Console(stderr=True)
         self.total = DecodeStats()
         self.num_bad = sum("error" in record for record in self.writer.kept)
@@ -115,12 +126,12 @@ class FileJob:
 
     def run(self, engine: Engine) -> int:
         """Complete the lines that are not done yet; 2 if some line could not be, else 0."""
-        with self.keeping.around(engine):
+        with self.keeping.around(engine, loads=not self.takes_over):
             self._complete(engine)
         return 2 if self.num_bad else 0
 
     def _complete(self, engine: Engine) -> None:
-        if self.writer.kept and is_fresh(engine):
+        if not self.takes_over:
             # The drafts of a restarted job are those of an undisturbed one.
             engine.learn(*[record.get("token_ids", []) for record in self.writer.kept])
         # Requests have the numbers of their lines: a rank that takes the lost driver's place finds them by these.
@@ -283,11 +294,6 @@ class ShowJob:
                 "sources": {name: vars(count) for name, count in done.stats.sources.items()},
             }
             print(json.dumps(record))
-
-
-def is_fresh(engine: Engine) -> bool:
-    """Has an engine neither requests nor anything learnt, because it has just been made?"""
-    return not engine.requests and not len(engine.shared)
 
 
 def _read_out(pieces: Iterable[Piece]) -> None:

@@ -67,7 +67,7 @@ class StepDraft:
     def conclude(self, values: np.ndarray, k: int, budget: Budget) -> list[Conclusion]:
         """Accept a path of each tree by what the ranks say of its nodes, and advance the states and `budget`.
 
-        `values` is int32 [ranks, trees, capacity, 1 + k + ceil(k / 4) or more] (see TreeResult.from_payloads).
+        `values` is int32 [ranks, trees, capacity, result_words(k) or more] (see TreeResult.from_payloads).
         """
         concluded = []
         for index, (state, tree, split) in enumerate(zip(self.states, self.trees, self.shards, strict=True)):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lpr.config import SamplingParams, TreeSizes
+from lpr.config import SamplingParams, TreeSizes, result_words
 from lpr.core.accept import NOT_A_NUMBER, likely
 from lpr.core.budget import AcceptanceHistory, Draft, DraftRequest
 from lpr.core.drafting import Drafter
@@ -49,10 +49,10 @@ class TreeResult:
     def from_payloads(cls, payloads: np.ndarray, index: int, shards: Sequence[Shard], k: int) -> TreeResult:
         """The results of tree number `index`, each node's from the rank that owns it (rule R1).
 
-        `payloads` is int32 [ranks, trees, capacity, 1 + k + ceil(k / 4) or more]: of the nodes that each rank owns, in
+        `payloads` is int32 [ranks, trees, capacity, result_words(k) or more]: of the nodes that each rank owns, in
         order, the next token, k candidates and, four bytes to a word, k scores.
         """
-        width = 1 + k + -(-k // 4)
+        width = result_words(k)
         table = np.empty((sum(len(shard.owned) for shard in shards), width), np.int32)
         for rank, shard in enumerate(shards):
             table[np.array(shard.owned, np.intp)] = payloads[rank, index, : len(shard.owned), :width]

@@ -307,10 +307,17 @@ class Replica:
         self._meet_ranks(self._sizer.times)
 
     def _new_state(self, request: Request, computed: Sequence[int]) -> SequenceState:
+        source = self._forced(request) if request.params.forced_ids else self._learnt(request)
         return SequenceState(
-            *(request.tokens, request.params, self.sizes, self.comm.size, self._learnt(request), computed),
+            *(request.tokens, request.params, self.sizes, self.comm.size, source, computed),
             *(request.longest, request.text_stream.stop_ids),
         )
+
+    def _forced(self, request: Request) -> SuffixIndex:
+        """A text that is known to come, as what its request drafts from."""
+        known = SuffixIndex(self.sizes.trie_capacity)
+        known.extend([*request.prompt_ids, *request.params.forced_ids])
+        return known
 
     def _take_in(self, newcomers: Sequence[int]) -> None:
         """Go on together with further replicas, which the driver tells what all know."""
@@ -436,11 +443,7 @@ class Replica:
 
     def _learnt(self, request: Request) -> SuffixIndex | None:
         """The outputs that a request drafts from and leaves its own to; None: no others."""
-        if request.params.forced_ids:  # of what is known to come, drafts are made, and nothing is learnt
-            known = SuffixIndex(self.sizes.trie_capacity)
-            known.extend([*request.prompt_ids, *request.params.forced_ids])
-            return known
-        if not request.learns:
+        if not request.learns or request.params.forced_ids:
             return None
         in_use = {each.tenant for each in self.scheduler.running}
         return self._tenants.of(request.tenant, in_use) if request.tenant else self.shared

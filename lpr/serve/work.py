@@ -36,7 +36,7 @@ def run(args: ServeArgs, line: Line | None) -> None:
         # What is loaded stays: without this, each full collection walks a million objects, in the middle of some step.
         gc.freeze()
         if line is not None:
-            _drive(engine, line, model, args)
+            _drive(engine, line, model, args, takes_over=False)
             return
         is_first = is_driver(engine.comm)  # of a new mesh, as all others were lost
         engine.work()
@@ -48,11 +48,11 @@ def run(args: ServeArgs, line: Line | None) -> None:
             raise FrontGoneError("the driver was lost, and the front with it")
         line = Line(Path(os.environ[SOCKET]), epoch=epoch_of(engine.comm), loaded=not is_first)
         with contextlib.closing(line):
-            _drive(engine, line, model, args)
+            _drive(engine, line, model, args, takes_over=not is_first)
 
 
-def _drive(engine: Engine, line: Line, model: str, args: ServeArgs) -> None:
-    with _stopped(engine), _kept_trie(args.trie, engine):
+def _drive(engine: Engine, line: Line, model: str, args: ServeArgs, takes_over: bool) -> None:
+    with _stopped(engine), _kept_trie(args.trie, engine, loads=not takes_over):
         Driver(engine, line, model, learns=args.share_drafts != "none").run()
 
 
@@ -70,10 +70,10 @@ def _stopped(engine: Engine) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _kept_trie(path: Path | None, engine: Engine) -> Iterator[None]:
-    """Draft from the trie at `path`, and save it at the end."""
+def _kept_trie(path: Path | None, engine: Engine, loads: bool) -> Iterator[None]:
+    """Draft from the trie at `path`, and save it at the end; an engine that takes over has loaded it already."""
     if path is not None:
-        if trie_path(path).exists() and not engine.requests:  # a rank that takes over knows it already
+        if loads and trie_path(path).exists():
             read_trie(path)
             engine.load_trie(path)
         check_writable(path)
