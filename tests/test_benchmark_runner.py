@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +18,8 @@ from benchmarks.common import attempt, make_parser, run_main
 from benchmarks.engines import count_steps, params_for, split_budget
 from benchmarks.race import Output, run_race
 from lpr import Engine, InputError, SamplingParams
+
+ROOT = Path(__file__).parent.parent
 
 
 def broken() -> dict[str, Any]:
@@ -84,3 +89,13 @@ def test_counted_steps_are_those_of_the_engine(llama: PreTrainedModel) -> None:
         counted[num_ranks] = counter
     assert counted[1].num_pending == 0 == counted[1].num_evaluated - counted[1].num_nodes, "one rank lacks nothing"
     assert counted[2].num_pending > 0 and engine.recorder is None
+
+
+def test_a_missing_package_is_one_line() -> None:
+    """Without the extra: "bench" says what to install."""
+    program = (
+        "import runpy, sys; sys.modules['httpx'] = None; runpy.run_module('benchmarks.chaos', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr == "benchmarks: the package httpx is missing: pip install -e '.[bench]'\n"
