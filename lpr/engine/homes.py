@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-WORTH_JOINING, WORTH_STAYING = 1.03, 1.0
+WORTH_JOINING, WORTH_STAYING = 1.03, 1.01
 """A spare rank joins a request that it speeds up by at least the first factor, and stays down to the second."""
 WORTH_LEAVING = 1.1
 """It leaves a request for one that it would speed up by this factor more."""
@@ -157,6 +157,6 @@ def _rate(width: int, time: Callable[[float], float], nodes_per_rank: int, grown
         tokens = 1.0 + grown * math.log2(nodes)
         # What others have accepted comes with the next pending chain, and a run of nodes needs its ancestors.
         again = 2.0 * tokens * (width - 1) / width if nodes > 1 else 0.0
-        best = max(best, tokens / time(nodes / width + again))
+        best = max(best, tokens / time(max(1.0, nodes / width) + again))
         nodes *= 2
     return best

@@ -36,6 +36,8 @@ from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
 from lpr.native import SequenceState, SuffixIndex
 
+SHORTEST_FILL = 32
+"""Tokens that a rank computes at least in a step of a request that it joins, or it would never catch up."""
 ANY_NUMBER = 1 << 30
 """Home ranks of a request at most, where nobody sets a limit."""
 
@@ -296,6 +298,7 @@ class Replica:
         self._sizer, self._timed = Sizer(self.sizes, times, self.comm, self._follows), None
         self._exchange = Exchange(self.sizes, self.decode.max_batch_size, self.comm, self.model.device)
         self.scheduler.speedup = self._speedup if times is not None else None
+        self.scheduler.join_chunk = max(SHORTEST_FILL, times.critical_length()) if times is not None else None
 
     def _speedup(self, request: Request, width: int) -> float:
         """By what factor one more rank than `width` would speed a request up, by the step times of all ranks."""
