@@ -85,9 +85,7 @@ def serve(
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_the_same_text_while_homes_change(
-    model: PreTrainedModel, expected: list[list[int]], num_ranks: int
-) -> None:
+def test_the_same_text_while_homes_change(model: PreTrainedModel, expected: list[list[int]], num_ranks: int) -> None:
     requests, seen = serve(num_ranks, model)
     assert [request.token_ids for request in requests] == expected
     assert requests[2].num_cached_tokens > 0, "a prefix was reused"
