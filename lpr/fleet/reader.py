@@ -112,7 +112,7 @@ class Reader:
             self._read(streams)
             self._counts.read_up = True
         except TooLongError:
-            self._careful = True
+            self._careful, self._unsure, self._num_empty = True, False, 0
             raise
         except Exception:
             self._counts.read_up, self._unsure = False, True
