@@ -63,7 +63,7 @@ class Member:
         return self.drafts.counts
 
     def ask(self, prompt: list[int], tenant: str = "", seed: int = 0, **params: Any) -> tuple[list[int], int]:
-        """Complete a prompt; returns ids and decode steps. What the store brings meanwhile is learnt, as in a service."""
+        """Complete a prompt; returns ids and decode steps. What the store brings meanwhile is learnt."""
         self._ids += 1
         params = SamplingParams(**{"max_new_tokens": 40, "seed": seed, **params})
         submit = Submit(id=self._ids, prompt_ids=prompt, params=params, tenant=tenant)

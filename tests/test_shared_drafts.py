@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import stores
 from fleet_world import DECODE, PROMPTS, Member, fleet, key_of
-from stores import HAS_SERVER, redis_server, until
+from stores import HAS_SERVER, until
 from worlds import ThreadWorld, run_ranks
 
 import lpr
+from benchmarks.redis_server import redis_server
 from lpr.core.suffix_index import END
 from lpr.fleet import entries, keeper, reader, sharing, snapshots, store
 
@@ -127,22 +128,6 @@ def test_a_tenant_that_is_dropped_from_the_key_is_found(loaded, plain, server, m
     fault(monkeypatch)
     with pytest.raises(AssertionError, match="as slow as before|nobody"):
         check_tenants(loaded, plain, server.url)
-
-
-def test_streams_of_other_models_and_tokenizers_are_apart():
-    keys = {
-        store.stream_of(*parts)
-        for parts in (
-            ("f", "m", ""),
-            ("f", "m", "t"),
-            ("f", "m:t", ""),
-            ("f:m", "t", ""),
-            ("f", "n", ""),
-            ("g", "m", ""),
-        )
-    }
-    assert len(keys) == 6
-    assert "{" not in store.stream_of("f", "{m}", "")[13:].replace("{f:", "", 1)
 
 
 def test_a_server_that_is_killed_and_comes_back_costs_no_request(loaded, plain):

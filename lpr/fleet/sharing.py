@@ -130,7 +130,7 @@ class SharedDrafts:
         for worker in self._workers:
             worker.join(JOIN_SECONDS)
         for each in self._stores:
-            each.close()
+            each.connection_pool.disconnect()
 
     def _snapshot_of(self, tenant: str) -> Batch | None:
         return self._keeper.read(tenant) if self._keeper is not None else None

@@ -76,7 +76,8 @@ class Objects:
         self._obstore: Any = obstore
         self._store: Any = obstore.store.from_url(
             url,
-            client_options={"timeout": "30s", "connect_timeout": "5s"},
+            # Plain HTTP is what an endpoint that is given as http:// means.
+            client_options={"timeout": "30s", "connect_timeout": "5s", "allow_http": True},
             retry_config={"max_retries": 2, "retry_timeout": timedelta(seconds=30)},
         )
 
