@@ -373,8 +373,8 @@ def shared_drafts(facts: Json) -> list[Table]:
     title = f"tokens per step with {facts['nodes']} nodes; learnt from the other replica after "
     title += f"{drafting['learnt_after_s_median']:g} s (at most {drafting['learnt_after_s_max']:g} s)"
     memory = [[f"{each['entries']:,}", f"{each['mb']:.0f}"] for each in made["memory"]]
-    lost = [[name.replace("_", " "), str(facts["restart"][name])] for name in
-            ("requests", "while_away", "failed_requests", "different", "shared_again_after_s", "slowest_s")]  # fmt: skip
+    names = ("requests", "while_away", "failed_requests", "different", "shared_again_after_s", "slowest_s")
+    lost = [[name.replace("_", " "), str(facts["restart"][name])] for name in names]
     return [
         Table(title, ["a request like one of another replica", "cold", "shared drafts", "warm by itself"], rows),
         Table(f"{made['learnt']:,} outputs learnt in {made['seconds']:g} s", ["outputs", "MB of the rank"], memory),

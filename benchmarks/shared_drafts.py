@@ -8,10 +8,10 @@ Services on loopback, each of one rank, with a redis-server of their own (Debian
     alone           learns from its own requests only
     cold            learns from no request
 
-*Drafting.* The first completes a prompt; as soon as the second has learnt it, and at most two seconds later, the second
-gets a request like it: the same prompt, the same one sampled, or the prompt as it is once the next line was typed. Alone
-gets both requests, cold only the like one. Tokens per step are counted, so other load changes nothing. Sizes of trees
-are fixed (--nodes).
+*Drafting.* The first completes a prompt; as soon as the second has learnt it (its /metrics say so, once a second), the
+second gets a request like it: the same prompt, the same one sampled, or the prompt as it is once the next line was
+typed. Alone gets both requests, cold only the like one. Tokens per step are counted, so other load changes nothing.
+Sizes of trees are fixed (--nodes).
 
 *Stream.* So many entries (--entries) of random tokens go through the stream to the second service, which meanwhile
 answers; the resident memory of its rank is noted all along.
@@ -47,10 +47,10 @@ from benchmarks.services import Running, running
 from lpr.config import InputError
 
 MODULES = (
-    "argparse", "ast", "base64", "bdb", "calendar", "cmd", "codecs", "configparser", "contextlib", "csv", "dataclasses",
-    "decimal", "difflib", "dis", "doctest", "enum", "filecmp", "fileinput", "fractions", "ftplib", "functools", "getopt",
-    "gettext", "glob", "gzip", "hashlib", "heapq", "imaplib", "inspect", "ipaddress", "linecache", "locale", "mailbox",
-    "mimetypes", "netrc", "optparse",
+    "argparse", "ast", "base64", "bdb", "calendar", "cmd", "codecs", "configparser", "contextlib", "csv",
+    "dataclasses", "decimal", "difflib", "dis", "doctest", "enum", "filecmp", "fileinput", "fractions", "ftplib",
+    "functools", "getopt", "gettext", "glob", "gzip", "hashlib", "heapq", "imaplib", "inspect", "ipaddress",
+    "linecache", "locale", "mailbox", "mimetypes", "netrc", "optparse",
 )  # fmt: skip
 """Modules of Python's standard library whose sources are the prompts."""
 KINDS = {
@@ -89,6 +89,10 @@ class Service:
     def learnt(self) -> float:
         """Outputs of others that it has learnt."""
         return self.metric("lpr:shared_drafts_total", 'event="learnt"')
+
+    def await_learnt(self, count: float) -> float:
+        """Seconds until it has learnt so many; raises RuntimeError if that takes too long."""
+        return wait(lambda: self.learnt >= count, 300, f"{count:.0f} outputs are learnt")
 
     def memory(self) -> float:
         """MB that its largest process holds: its rank."""
@@ -135,7 +139,7 @@ def drafting(services: dict[str, Service], options: argparse.Namespace, advance:
             like = further if "typed" in kind else text
             before = services["second"].learnt
             services["first"].ask(text, options.max_new_tokens, temperature=0)
-            delays.append(wait(lambda before=before: services["second"].learnt > before, 60, "the second has learnt"))  # type: ignore[misc]
+            delays.append(services["second"].await_learnt(before + 1))
             services["alone"].ask(text, options.max_new_tokens, temperature=0)
             asked = {name: services[name].ask(like, options.max_new_tokens, **more, seed=index) for name in steps}
             tokens += len(asked["cold"][0])
@@ -143,8 +147,8 @@ def drafting(services: dict[str, Service], options: argparse.Namespace, advance:
             for name, (_, count) in asked.items():
                 steps[name] += count
             advance(1, kind)
-        runs.append({"case": kind, "requests": options.prompts, "tokens": tokens,
-                     **{f"{name}_tokens_per_step": round(tokens / count, 3) for name, count in steps.items()}})  # fmt: skip
+        rates = {f"{name}_tokens_per_step": round(tokens / count, 3) for name, count in steps.items()}
+        runs.append({"case": kind, "requests": options.prompts, "tokens": tokens, **rates})
     return {
         "runs": runs, "different": different, "learnt_after_s_median": round(statistics.median(delays), 3),
         "learnt_after_s_max": round(max(delays), 3), "late": sum(delay > SOON for delay in delays),
@@ -179,8 +183,8 @@ def stream(service: Service, reference: Service, server: RedisServer, options: a
             memory.append({"entries": sent, "mb": round(service.memory(), 1)})
             different += service.ask(text, options.max_new_tokens, temperature=0)[0] != wanted
             advance(0, f"{sent} entries")
-        wait(lambda: sent - (service.learnt - first) < AHEAD, 300, "the reader follows")
-    wait(lambda: service.learnt - first >= sent, 300, "all entries are learnt")
+        service.await_learnt(first + sent - AHEAD)
+    service.await_learnt(first + sent)
     memory.append({"entries": sent, "mb": round(service.memory(), 1)})
     # By a third of the way the trie is full, and forgets as much as it learns.
     full = [each["mb"] for each in memory if each["entries"] >= options.entries / 3]

@@ -96,10 +96,6 @@ class SnapshotKeeper:
         digest = hash((read_to, history.tobytes()))
         if not len(history) or self._written.get(tenant) == digest:
             return
-        try:
-            self._place.write(name_of(stream), to_bytes(stream, history, read_to))
-        except Exception:
-            self._counts.snapshot_errors += 1
-            raise
+        self._place.write(name_of(stream), to_bytes(stream, history, read_to))
         self._written[tenant] = digest
         self._counts.snapshots_written += 1

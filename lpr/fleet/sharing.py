@@ -7,6 +7,7 @@ or hostile: then drafts are what this replica alone has learnt.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -27,7 +28,9 @@ MARK_SECONDS = 1.0
 FLUSH_SECONDS = 1.0
 """Time at the end for outputs to leave."""
 JOIN_SECONDS = 2.0
-"""Time for a thread to end; one that hangs in a call of the store ends with the process."""
+"""Time for the threads to end; one that hangs in a call of the store ends with the process."""
+SAY_SECONDS = 60.0
+"""Between two lines on stderr about the same trouble."""
 _NOTHING = np.empty(0, np.int32)
 
 
@@ -64,8 +67,8 @@ class SharedDrafts:
             *(self._key_of, self._snapshot_of, positions),
         )
         self._workers = [
-            Worker("draft-sender", self._sender.work, self._count("write_errors")),
-            Worker("draft-reader", self._reader.work, self._count("read_errors")),
+            Worker("draft-sender", self._sender.work, self._failed("cannot send", "write_errors")),
+            Worker("draft-reader", self._reader.work, self._failed("cannot read", "read_errors")),
         ]
         if options.draft_snapshots is not None:
             place = place_of(options.draft_snapshots)
@@ -73,7 +76,9 @@ class SharedDrafts:
             self._keeper = SnapshotKeeper(
                 *(self._stores[2], place, every, self.counts, self._key_of, lambda: self._reader.tenants, wake)
             )
-            self._workers.append(Worker("draft-snapshots", self._keeper.work, lambda failure: None))
+            self._workers.append(
+                Worker("draft-snapshots", self._keeper.work, self._failed("cannot keep a snapshot", "snapshot_errors"))
+            )
         for worker in self._workers:
             worker.start()
 
@@ -127,16 +132,26 @@ class SharedDrafts:
             time.sleep(0.01)
         for worker in self._workers:
             worker.stop()
+        until = time.monotonic() + JOIN_SECONDS
         for worker in self._workers:
-            worker.join(JOIN_SECONDS)
+            worker.join(max(0.0, until - time.monotonic()))
         for each in self._stores:
             each.connection_pool.disconnect()
 
     def _snapshot_of(self, tenant: str) -> Batch | None:
         return self._keeper.read(tenant) if self._keeper is not None else None
 
-    def _count(self, name: str) -> Callable[[Exception], None]:
-        def count(failure: Exception) -> None:
-            setattr(self.counts, name, getattr(self.counts, name) + 1)
+    def _failed(self, what: str, name: str) -> Callable[[Exception], None]:
+        """What counts failures of a thread under `name`, and says the first of them and then one a minute."""
+        said = -SAY_SECONDS
 
-        return count
+        def note(failure: Exception) -> None:
+            nonlocal said
+            setattr(self.counts, name, getattr(self.counts, name) + 1)
+            if time.monotonic() - said >= SAY_SECONDS:
+                said = time.monotonic()
+                why = (str(failure).splitlines() or [""])[0][:200]
+                line = f"lpr.serve: shared drafts: {what}: {type(failure).__name__}: {why}; requests go on without"
+                print(line, file=sys.stderr, flush=True)
+
+        return note
