@@ -53,7 +53,7 @@ MODULES = (
     "linecache", "locale", "mailbox", "mimetypes", "netrc", "optparse",
 )  # fmt: skip
 """Modules of Python's standard library whose sources are the prompts."""
-KINDS = {
+KINDS: dict[str, dict[str, Any]] = {
     "the same prompt": {"temperature": 0},
     "the same prompt, sampled": {"temperature": 0.8},
     "a line typed on": {"temperature": 0},

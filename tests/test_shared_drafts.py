@@ -1,6 +1,7 @@
 """Replicas that share drafts through a real redis-server: faster by what others wrote, and never other tokens."""
 
 import os
+import re
 import time
 
 import msgspec
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import stores
 from fleet_world import DECODE, PROMPTS, Member, fleet, key_of
+from serving import serving
 from stores import HAS_SERVER, until
 from worlds import ThreadWorld, run_ranks
 
@@ -353,3 +355,37 @@ def test_every_rank_learns_alike_and_a_new_driver_reads_on(loaded, plain, server
         assert (batch is None or not len(batch.history)) and not member.counts.learnt, "the ranks know it already"
     finally:
         member.drafts.close()
+
+
+def test_a_service_learns_from_the_store_and_outlives_it(loaded, plain):
+    """The whole of it in processes of its own: flags, the ranks' environment, metrics, headers."""
+    ids, wanted, steps = plain[0]
+    body = {"prompt": ids, "max_tokens": 40, "temperature": 0, "return_token_ids": True, "return_sources": True}
+    with redis_server() as server:
+        flags = ("--draft-store", server.url, "--window-size", "0", "--trie-nodes", "16", "--num-candidates", "0")
+        with serving(None, *flags, "--replica-name", "one") as service:
+
+            def metric(name, event):
+                text = service.client.get("/metrics").text
+                found = re.search(rf'^lpr:{name}_total{{[^}}]*event="{event}"[^}}]*}} (\S+)$', text, re.M)
+                return float(found[1]) if found else 0.0
+
+            def ask():
+                answer = service.client.post("/v1/completions", json=body)
+                assert answer.headers["x-lpr-replica"] == "one"
+                found = answer.json()
+                assert found["choices"][0]["token_ids"] == wanted
+                return found["lpr"]["num_steps"]
+
+            until(lambda: service.client.get("/metrics").text.count("shared_draft_store_up"), "the driver says so")
+            from lpr.engine.trie_file import fingerprint_of
+
+            key = store.stream_of(fingerprint_of(loaded[1], loaded[0].config.vocab_size), "bundled", "")
+            client = server.client()
+            client.xadd(key, {b"d": raw([*ids[-8:], *wanted])})
+            until(lambda: metric("shared_drafts", "learnt") == 1, "it is learnt")
+            assert ask() < steps
+            until(lambda: client.xlen(key) == 2 and metric("shared_drafts", "sent") == 1, "its own output is sent")
+            server.kill()
+            ask()
+            assert service.stop() == 0, service.log()
