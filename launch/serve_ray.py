@@ -2,7 +2,7 @@
 
     cd launch && serve run --working-dir . serve_ray:app model=Qwen/Qwen2.5-Coder-7B lp=4 tp=2 max_meshes=4
 
-Every machine needs lpr (`pip install 'lpr[ray]'`). A mesh is `python -m lpr.serve` on the machine of its replica; one of
+Every machine needs `pip install 'lpr[ray]'`. A mesh is `python -m lpr.serve` on the machine of its replica; one of
 several machines is torchrun on all of them. The front sends prompts that begin alike, and requests of one session, to
 the same mesh, where their prefix is cached and their drafts are warm, unless that has too many requests. Ray Serve
 starts further meshes by the number of requests that run and wait, and starts lost ones again. A request whose mesh is
@@ -136,6 +136,7 @@ class Mesh:
             for number, bundle in enumerate(settings.bundles)
             if number
         ]
+        self._name = serve.get_replica_context().replica_id.unique_id
         self._http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=httpx.Timeout(None, connect=5.0))
 
     async def loaded(self) -> None:
@@ -154,9 +155,9 @@ class Mesh:
     async def answer(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes
     ) -> AsyncIterator[tuple[int, dict[str, str]] | bytes]:
-        """Ask the service; yields its status and headers, then the parts of its body as they come."""
+        """Ask the service; yields its status and headers, and the mesh's name, then its body as it comes."""
         async with self._http.stream(method, path, headers=headers, content=body) as response:
-            yield response.status_code, dict(response.headers)
+            yield response.status_code, {**response.headers, "x-lpr-mesh": self._name}
             async for part in response.aiter_raw():
                 yield part
 
@@ -193,9 +194,7 @@ class Front:
         key = routing_key(headers, fields_of(body)) or uuid.uuid4().hex
         failure: Exception | None = None
         for _ in range(TRIES):
-            parts = self._meshes.options(stream=True, session_id=key).answer.remote(
-                request.method, path, headers, body
-            )
+            parts = self._meshes.options(stream=True, session_id=key).answer.remote(request.method, path, headers, body)
             try:
                 status, answered = await anext(parts)
             except (RayError, httpx.HTTPError) as error:  # the mesh is lost, and Ray Serve starts another
