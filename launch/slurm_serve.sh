@@ -8,7 +8,7 @@
 #SBATCH --signal=TERM@60
 set -euo pipefail
 export HEAD NPROC PORT
-HEAD="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+HEAD="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)"
 NPROC="${SLURM_GPUS_ON_NODE:-8}"
 PORT="$((${PORT:-8000} + ${SLURM_ARRAY_TASK_ID:-0}))"
 echo "lpr.serve: http://$HEAD:$PORT"

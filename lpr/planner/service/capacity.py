@@ -165,12 +165,13 @@ def simulate(workload: Workload, kind: Kind, demand: Demand, number: int, meshes
     runs = []
     for mesh in range(meshes):
         arrivals = make_arrivals(demand, number, workload.maker(f"{seed} {mesh} requests"), f"{seed} {mesh} arrivals")
-        policy = StepCosts(kind.times, kind.points, random.Random(f"{seed} {mesh} steps"))
+        dice = random.Random(f"{seed} {mesh} steps")
+        policy = StepCosts(kind.times, kind.points, dice, workload.prompt_ms_per_token)
         runs.append(simulate_mesh(arrivals, policy, kind.slots))
     return outcome_of(workload, runs)
 
 
-def make_arrivals(demand: Demand, number: int, make: Callable[[float], SimRequest], seed: str) -> Arrivals:
+def make_arrivals(demand: Demand, number: int, make: Callable[[float], SimRequest], seed: str | int) -> Arrivals:
     """`number` requests as one mesh gets them."""
     if demand.rate > 0:
         return PoissonArrivals(demand.rate, number, make, random.Random(seed))

@@ -35,9 +35,14 @@ class Point:
 class StepCosts:
     """As Policy says: a step takes what the table says of all tokens that it evaluates, and what the host adds."""
 
-    def __init__(self, times: StepTimes, points: dict[tuple[float, int], Point], dice: random.Random) -> None:
-        """`points` are by temperature and batch size; the nearest temperature counts, and the next larger batch."""
-        self._times, self._points, self._dice = times, points, dice
+    def __init__(
+        self, times: StepTimes, points: dict[tuple[float, int], Point], dice: random.Random, prompt_ms: float = 0.0
+    ) -> None:
+        """`points` are by temperature and batch size; the nearest temperature counts, and the next larger batch.
+
+        `prompt_ms`, if it is not 0, are the milliseconds of a prompt's token, in place of the table's.
+        """
+        self._times, self._points, self._dice, self._prompt_ms = times, points, dice, prompt_ms
         self._temperatures = sorted({temperature for temperature, _ in points})
         self._batches = sorted({batch for _, batch in points})
         self._nearest: dict[float, float] = {}
@@ -56,12 +61,13 @@ class StepCosts:
     ) -> tuple[float, Sequence[int]]:
         """Seconds of a step and the tokens that it brings, as Policy says."""
         batch = len(decoding)
-        entries: float = sum(count for _, count in filling)
-        host = gather = 0.0
+        prompt = sum(count for _, count in filling)
+        nodes = host = gather = 0.0
         longest, emitted = SHORTEST_KV, []
         for request in decoding:
             point = self.point(request.temperature, batch)
-            entries += request.num_pending - 1 + point.nodes
+            prompt += request.num_pending - 1
+            nodes += point.nodes
             host += point.host_ms
             gather = max(gather, point.gather_ms)
             longest = max(longest, len(request.tokens))
@@ -69,7 +75,11 @@ class StepCosts:
         for request, _ in filling:
             longest = max(longest, request.num_computed)
         rows = max(1, batch + len(filling))
-        return (self._times.time(entries, rows, longest) + host + gather) * 1e-3, emitted
+        if self._prompt_ms:
+            took = self._times.time(max(nodes, 1.0), max(1, batch), longest) + prompt * self._prompt_ms
+        else:
+            took = self._times.time(nodes + prompt, rows, longest)
+        return (took + host + gather) * 1e-3, emitted
 
     def _draw(self, mean: float) -> int:
         """Tokens of one step: each further one is accepted with the same probability."""

@@ -104,6 +104,8 @@ class Workload(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=
     """In place of predicted times; then these meshes are the only ones."""
     request_ms: float = 0.0
     """Time of a request outside the engine: HTTP, tokens from text."""
+    prompt_ms_per_token: float = 0.0
+    """Measured: what a prompt's token adds to a step. 0: as much as a node of a tree, which also has logits."""
 
     @property
     def context(self) -> int:
@@ -162,8 +164,8 @@ def check(workload: Workload) -> None:
         raise InputError("arrivals: give either a rate above 0 or a number of clients")
     workload.prompt.check("prompt")
     workload.output.check("output")
-    if workload.shared_prefix < 0 or not 0 <= workload.request_ms < math.inf:
-        raise InputError("shared_prefix and request_ms must not be negative")
+    if min(workload.shared_prefix, workload.request_ms, workload.prompt_ms_per_token) < 0:
+        raise InputError("shared_prefix, request_ms and prompt_ms_per_token must not be negative")
     for name in ("first_token_ms", "per_token_ms"):
         if not 0 < getattr(promise, name) < math.inf:
             raise InputError(f"slo: {name} must be above 0")
@@ -181,9 +183,9 @@ def check(workload: Workload) -> None:
     for each in workload.tokens_per_step:
         if each.tokens_per_step < 1 or each.nodes < 1 or each.batch < 1 or each.temperature < 0:
             raise InputError("tokens_per_step: a step brings 1 token, by 1 node, to 1 request, or more")
-    for each in workload.step_times:
-        if each.lp < 1 or each.tp < 1:
-            raise InputError(f"step_times: a mesh of {each.lp} x {each.tp}")
+    for table in workload.step_times:
+        if table.lp < 1 or table.tp < 1:
+            raise InputError(f"step_times: a mesh of {table.lp} x {table.tp}")
 
 
 def read_times(measured: Measured, folder: Path) -> StepTimes:
