@@ -71,7 +71,7 @@ class StepCosts:
             host += point.host_ms
             gather = max(gather, point.gather_ms)
             longest = max(longest, len(request.tokens))
-            emitted.append(self._draw(point.tokens_per_step * request.pace))
+            emitted.append(self._draw(mean_tokens(request, point.tokens_per_step)))
         for request, _ in filling:
             longest = max(longest, request.num_computed)
         rows = max(1, batch + len(filling))
@@ -86,6 +86,17 @@ class StepCosts:
         if mean <= 1.0:
             return 1
         return 1 + int(math.log(1.0 - self._dice.random()) / math.log(1.0 - 1.0 / mean))
+
+
+def mean_tokens(request: SimRequest, tokens_per_step: float) -> float:
+    """Tokens of one step on average, so that a request of its pace takes output / (tokens per step) steps.
+
+    The last step brings fewer than it could, and what was measured counts it like the others.
+    """
+    steps = request.num_output / max(1.0, tokens_per_step * request.pace) if tokens_per_step > 1.0 else math.inf
+    if steps >= request.num_output:
+        return 1.0
+    return (request.num_output - 1) / (steps - 1) if steps > 1.0 else float(request.num_output)
 
 
 def batches_up_to(slots: int) -> list[int]:

@@ -183,6 +183,8 @@ def check(workload: Workload) -> None:
     for each in workload.tokens_per_step:
         if each.tokens_per_step < 1 or each.nodes < 1 or each.batch < 1 or each.temperature < 0:
             raise InputError("tokens_per_step: a step brings 1 token, by 1 node, to 1 request, or more")
+    if workload.step_times and not workload.tokens_per_step:
+        raise InputError("step_times need tokens_per_step beside them, measured on the same mesh")
     for table in workload.step_times:
         if table.lp < 1 or table.tp < 1:
             raise InputError(f"step_times: a mesh of {table.lp} x {table.tp}")
