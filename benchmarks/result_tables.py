@@ -380,6 +380,25 @@ def soak(facts: Json) -> list[Table]:
     ]
 
 
+def shared_drafts(facts: Json) -> list[Table]:
+    """What replicas gain by each other's outputs, and what a stream and a lost store cost."""
+    made, drafting = facts["stream"], facts["drafting"]
+    rows = [
+        [run["case"], *(f"{run[f'{name}_tokens_per_step']:.2f}" for name in ("cold", "second", "alone"))]
+        for run in drafting["runs"]
+    ]
+    title = f"tokens per step with {facts['nodes']} nodes; learnt from the other replica after "
+    title += f"{drafting['learnt_after_s_median']:g} s (at most {drafting['learnt_after_s_max']:g} s)"
+    memory = [[f"{each['entries']:,}", f"{each['mb']:.0f}"] for each in made["memory"]]
+    names = ("requests", "while_away", "failed_requests", "different", "shared_again_after_s", "slowest_s")
+    lost = [[name.replace("_", " "), str(facts["restart"][name])] for name in names]
+    return [
+        Table(title, ["a request like one of another replica", "cold", "shared drafts", "warm by itself"], rows),
+        Table(f"{made['learnt']:,} outputs learnt in {made['seconds']:g} s", ["outputs", "MB of the rank"], memory),
+        Table("the store killed and started again under load", ["", ""], lost),
+    ]
+
+
 # Predictions.
 
 
@@ -478,6 +497,7 @@ TABLES: dict[str, Callable[[Json], list[Table]]] = {
     "serve": lambda facts: [loads(facts)],
     "plan_service": lambda facts: [simulated_loads(facts)],
     "soak": soak,
+    "shared_drafts": shared_drafts,
     "fleet": lambda facts: [fleet(facts)],
     "simulate": lambda facts: [check(facts), *(predictions(gpu, facts) for gpu in distinct(facts["models"], "gpu"))],
 }

@@ -164,9 +164,7 @@ class Replica:
             case Abort():
                 self._abort(command.id)
             case Learn():
-                if command.replace:
-                    self.shared = SuffixIndex(self.sizes.trie_capacity)
-                self.shared.insert(np.frombuffer(command.history, np.int32))
+                self._learn(command)
             case Costs():
                 self._take_times(StepTimes.from_json(command.table), command.given)
             case Configure():
@@ -179,6 +177,15 @@ class Replica:
                 for id in list(self._requests):
                     self._abort(id)
                 self.is_stopped = True
+
+    def _learn(self, command: Learn) -> None:
+        if command.replace:
+            self.shared = SuffixIndex(self.sizes.trie_capacity)
+        trie = self._tenants.learning(command.tenant) if command.tenant else self.shared
+        if trie is not None:
+            trie.insert(np.frombuffer(command.history, np.int32))
+            if command.read_to:
+                self._tenants.read_to[command.tenant] = command.read_to
 
     def _count_id(self, id: RequestId) -> None:
         if isinstance(id, int):
@@ -338,6 +345,7 @@ class Replica:
             next_id=self._next_id,
             history=history_of(self.shared),
             tenants=[(tenant, history_of(trie)) for tenant, trie in self._tenants.tries.items()],
+            read_to=self._tenants.read_to,
             running=[handover.carried(request) for request in self.scheduler.running],
             waiting=[handover.carried(request, *at) for *at, request in self.scheduler.waiting],
             num_arrivals=self.scheduler.num_arrivals,
@@ -353,6 +361,7 @@ class Replica:
         self.shared.insert(np.frombuffer(state.history, np.int32))
         for tenant, history in state.tenants:
             self._tenants.of(tenant).insert(np.frombuffer(history, np.int32))
+        self._tenants.read_to = dict(state.read_to)
         running, waiting = ([self._restored(each) for each in part] for part in (state.running, state.waiting))
         places = [(each.place, each.arrival) for each in state.waiting]
         queue = [(*at, request) for at, request in zip(places, waiting, strict=True)]
