@@ -171,7 +171,7 @@ class Group:
                 engine.configure(shape.decode)
             found = [self.watched(engine, shape)]
         else:
-            found = run_ranks(ThreadWorld(shape.num_ranks, timeout=600.0), self.rank_of(shape))
+            found = run_ranks(ThreadWorld(shape.num_ranks, timeout=600.0), self.rank_of(shape), timeout=7200.0)
         outputs, num_steps = found[0][0], found[0][2]
         digests: dict[tuple[int, int], set[bytes]] = {}
         for ids, mine, _ in found:
