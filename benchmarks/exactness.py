@@ -138,8 +138,8 @@ def decode(engine: Engine, shape: Shape, prompts: Ids, params: Sequence[Sampling
         requests.append(engine.submit(prompt, each, delivered=delivered))
     while any(request.finish_reason is None for request in requests):
         engine.step()
-    if shape.again and not all(request.num_cached_tokens for request in requests):
-        raise RuntimeError("the K/V of a prompt was not found again")
+    if shape.again and not any(request.num_cached_tokens for request in requests):
+        raise RuntimeError("no prompt's K/V was found again")
     return requests
 
 
