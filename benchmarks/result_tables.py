@@ -508,7 +508,22 @@ def _values(value: Any) -> list[Any]:
     return list(value.values()) if isinstance(value, dict) else value
 
 
+def homes(facts: Json) -> Table:
+    """What ranks evaluate and hold per token, by policy and load."""
+    columns = ["ranks, load, policy", "tokens/step", "busiest/token", "table ms/token", "K/V copies", "homes/request"]
+    rows = [
+        [
+            f"{run['num_ranks']}, {run['load']}, {run['policy']} ({mode(run['temperature'])})",
+            *(f"{run[name]:.2f}" for name in ("tokens_per_step", "busiest_per_token", "table_ms_per_token")),
+            *(f"{run[name]:.2f}" for name in ("kv_copies", "homes_per_request")),
+        ]
+        for run in sound(facts["runs"])
+    ]
+    return Table(f"home ranks, {facts['data']}, {facts['model']} model, times of {facts['times']}", columns, rows)
+
+
 TABLES: dict[str, Callable[[Json], list[Table]]] = {
+    "homes": lambda facts: [homes(facts)],
     "strong_scaling": lambda facts: [scaling(facts), speedup(facts)],
     "ablation": lambda facts: [sources(facts), depths(facts)],
     "replay": lambda facts: [replay(facts), *([ends(facts)] if ends(facts).rows else [])],
