@@ -6,8 +6,8 @@
 The model's forward is replaced by a paced device (benchmarks.paced): it takes t(n) of a table of step times and answers
 from recorded completions. *Efficiency* is the device's time over wall time while a batch decodes; *host ms* is the
 median of what a step takes beyond the device's time. Steps that evaluate a prompt do not count, those that end a
-request do. The host's work is timed by the processor time of its thread, so that other programs do not show. It waits
-for the device by polling, as CUDA's synchronisation does by default; with --sleep it sleeps, and wakes with cold caches.
+request do. The host's work is timed by the processor time of its thread, so that other programs do not show. Its waits
+for the device poll, as CUDA does by default; with --sleep it sleeps, and wakes with cold caches.
 `h100_7b` is an estimate of a 7B model in bf16 on one H100 (7.3 ms for 1 node, 9 ms for 64; beyond that 13.2 GFLOP a
 token at 600 TFLOP/s); the flat tables take 2, 4 and 8 ms whatever a step evaluates.
 

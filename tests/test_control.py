@@ -266,7 +266,7 @@ def test_every_option_arrives(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     costs = tmp_path / "costs.json"
     table = StepTimes.from_json({"nodes": [1, 8], "rows": [{"batch": 1, "kv": 256, "ms": [1.0, 2.0]}]})
     costs.write_text(json.dumps(table.to_json()))
-    given = {"dtype": "float32", "device": "cpu", "attention": "sdpa", "graphs": False, "compile": True,
+    given = {"dtype": "float32", "device": "cpu", "attention": "sdpa", "graphs": False, "compile": "on",
              "tp_backend": "deepspeed", "costs": costs, "prefix_reuse": False, "exact": True}  # fmt: skip
     assert set(given) == {field.name for field in fields(EngineOptions)}, "a new option needs a value here"
     flags = []
@@ -290,7 +290,7 @@ def test_every_option_arrives(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 def test_compile_is_not_dropped() -> None:
     """On a CPU there is nothing to compile, and the command says so instead of ignoring it."""
     with pytest.raises(InputError, match="compile works on captured steps"):
-        Engine.from_pretrained(lpr.bundled_model(), DECODE, device="cpu", compile=True)
+        Engine.from_pretrained(lpr.bundled_model(), DECODE, device="cpu", compile="on")
 
 
 def test_only_rank_0_reads_the_step_times(model: PreTrainedModel, tmp_path: Path) -> None:
@@ -341,9 +341,9 @@ def test_lines_of_a_file_say_how_they_are_sampled(tmp_path: Path, capsys: pytest
 
 def test_parse_keeps_the_groups_apart(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
-    path.write_text('dtype = "float32"\ncosts = "a.json"\ncompile = true\nload_timeout = 5.0\n')
-    args = parse(["--config", str(path), "--no-compile"])
-    assert args.options == EngineOptions(dtype="float32", costs=Path("a.json"), compile=False)
+    path.write_text('dtype = "float32"\ncosts = "a.json"\ncompile = "on"\nload_timeout = 5.0\n')
+    args = parse(["--config", str(path), "--compile", "off"])
+    assert args.options == EngineOptions(dtype="float32", costs=Path("a.json"), compile="off")
     assert args.load_timeout == 5.0
 
 

@@ -90,6 +90,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     """int32 tokens of the shared trie."""
     tenants: list[tuple[str, bytes]]
     """The same of each tenant's own trie, the least recently used one first."""
+    read_to: dict[str, str]
+    """By tenant: how far these go in what other replicas of the fleet have written."""
     running: list[Carried]
     """In the order of their slots."""
     waiting: list[Carried]

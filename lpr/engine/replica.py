@@ -31,9 +31,10 @@ from lpr.engine.step import PhaseTimer, decode_step, untimed
 from lpr.engine.tenants import TenantTries
 from lpr.engine.times_file import TimesFile
 from lpr.model.loader import Loaded, model_digest, tokenizer_digest
+from lpr.model.packing import pack_projections
 from lpr.model.processors import Processor
 from lpr.model.runner import TreeModel
-from lpr.model.self_check import self_check
+from lpr.model.self_check import check_compiled, self_check
 from lpr.native import SequenceState, SuffixIndex
 
 SHORTEST_FILL = 32
@@ -104,13 +105,12 @@ class Replica:
         )
         failure, costs = None, None
         try:
-            if options.compile and self.model.capturer is None:
-                raise InputError(
-                    f"compile works on captured steps: {self.model.graph_reason or 'it needs a GPU and graphs=True'}"
-                )
+            compiles = self._compiles()
+            if compiles:
+                pack_projections(loaded.model)
             self._like = self_check(self.model)
-            if options.compile:
-                self.model.compile()
+            if compiles:
+                self._compile()
             self._longest(decode)
             if is_driver(self.comm):
                 costs = load_step_times(options.costs) if isinstance(options.costs, Path) else options.costs
@@ -124,6 +124,26 @@ class Replica:
             replica_facts["model"] = model_digest(loaded.model)
         agree(self.comm, failure, facts, replica_facts)
         return costs
+
+    def _compiles(self) -> bool:
+        """Is the model to be compiled? Raises InputError if it is asked for and cannot be."""
+        wanted, captures = self.options.compile, self.model.capturer is not None
+        if wanted == "on" and not captures:
+            raise InputError(
+                f"compile works on captured steps: {self.model.graph_reason or 'it needs a GPU and graphs=True'}"
+            )
+        # A model of somebody else is theirs to call as well, and collectives have not been compiled yet.
+        return wanted == "on" or (
+            wanted == "auto" and captures and self._loaded.is_ours and self.comm.tp_mesh is None
+        )
+
+    def _compile(self) -> None:
+        """Compile a first step; without success steps are as they were, or it is an InputError if it was asked for."""
+        self.model.compile()
+        check_compiled(self.model, self._like)
+        assert self.model.compiled is not None
+        if self.options.compile == "on" and self.model.compiled.reason is not None:
+            raise InputError(f"this model cannot be compiled: {self.model.compiled.reason}")
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt; raises InputError for one that is empty or not of this model's vocabulary."""
@@ -170,9 +190,7 @@ class Replica:
             case Abort():
                 self._abort(command.id)
             case Learn():
-                if command.replace:
-                    self.shared = SuffixIndex(self.sizes.trie_capacity)
-                self.shared.insert(np.frombuffer(command.history, np.int32))
+                self._learn(command)
             case Costs():
                 self._take_times(StepTimes.from_json(command.table), command.given)
             case Configure():
@@ -185,6 +203,15 @@ class Replica:
                 for id in list(self._requests):
                     self._abort(id)
                 self.is_stopped = True
+
+    def _learn(self, command: Learn) -> None:
+        if command.replace:
+            self.shared = SuffixIndex(self.sizes.trie_capacity)
+        trie = self._tenants.learning(command.tenant) if command.tenant else self.shared
+        if trie is not None:
+            trie.insert(np.frombuffer(command.history, np.int32))
+            if command.read_to:
+                self._tenants.read_to[command.tenant] = command.read_to
 
     def _count_id(self, id: RequestId) -> None:
         if isinstance(id, int):
@@ -358,6 +385,7 @@ class Replica:
             next_id=self._next_id,
             history=history_of(self.shared),
             tenants=[(tenant, history_of(trie)) for tenant, trie in self._tenants.tries.items()],
+            read_to=self._tenants.read_to,
             running=[handover.carried(request) for request in self.scheduler.running],
             waiting=[handover.carried(request, *at) for *at, request in self.scheduler.waiting],
             num_arrivals=self.scheduler.num_arrivals,
@@ -373,6 +401,7 @@ class Replica:
         self.shared.insert(np.frombuffer(state.history, np.int32))
         for tenant, history in state.tenants:
             self._tenants.of(tenant).insert(np.frombuffer(history, np.int32))
+        self._tenants.read_to = dict(state.read_to)
         running, waiting = ([self._restored(each) for each in part] for part in (state.running, state.waiting))
         places = [(each.place, each.arrival) for each in state.waiting]
         queue = [(*at, request) for at, request in zip(places, waiting, strict=True)]

@@ -158,6 +158,11 @@ class Scheduler(Generic[R]):
         """The requests without a slot in their order, each with its place in it and the number of its arrival."""
         return sorted(self._waiting, key=lambda entry: entry[:2])
 
+    @property
+    def retained(self) -> tuple[int, int]:
+        """How many slots retain a prefix, and how many tokens they retain together."""
+        return len(self._retained), sum(len(prefix.tokens) for prefix in self._retained.values())
+
     def resume(self, running: Sequence[R], waiting: Sequence[tuple[int, int, R]], num_arrivals: int) -> None:
         """Take over the requests of another rank's scheduler, in its order; homes and slots are theirs already."""
         self.running, self._waiting, self._arrivals = list(running), list(waiting), num_arrivals
