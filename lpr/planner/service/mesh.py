@@ -59,9 +59,10 @@ def simulate_mesh(arrivals: Arrivals, policy: Policy, slots: Slots) -> list[SimR
                 return done
             now = max(now, upcoming)
             continue
-        seconds, emitted = policy.step(schedule.decoding, schedule.filling)
+        filling = [(request, count) for request, (count,) in schedule.filling]
+        seconds, emitted = policy.step(schedule.decoding, filling)
         now += seconds
-        for request, count in schedule.filling:
+        for request, count in filling:
             request.num_computed += count
         for request, count in zip(schedule.decoding, emitted, strict=True):
             advance(request, count, now)

@@ -30,7 +30,8 @@ class SimRequest:
     """Decoding steps."""
     priority: int = 0
     tenant: str = ""
-    slot: int = -1
+    slots: list[int] = field(default_factory=list)
+    homes: list[int] = field(default_factory=list)
 
     @property
     def num_pending(self) -> int:
@@ -38,9 +39,13 @@ class SimRequest:
         return len(self.tokens) - self.num_computed
 
     @property
-    def num_computed_tokens(self) -> tuple[int]:
+    def num_computed_tokens(self) -> list[int]:
         """As the scheduler asks for it, for one rank: ranks of a mesh compute prompts alike."""
-        return (self.num_computed,)
+        return [self.num_computed]
+
+    @num_computed_tokens.setter
+    def num_computed_tokens(self, counts: list[int]) -> None:
+        (self.num_computed,) = counts
 
     @property
     def num_left(self) -> int:
