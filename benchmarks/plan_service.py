@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import math
 import os
@@ -49,6 +50,8 @@ from lpr.planner.service.requests import SimRequest
 from lpr.planner.service.workload import Demand, Speed
 
 TOLERANCE = 0.25
+FAR_APART = 20
+"""Tokens by which two prompts must differ for their times to say what a token takes."""
 SEEDS = 8
 """Runs of the simulation, whose requests are taken together: which tokens are accepted is chance."""
 COUNTERS = {"drafted": "vllm:spec_decode_num_draft_tokens_total", "steps": "lpr:steps_total"}
@@ -79,12 +82,17 @@ class Calibration:
         """Standard deviation of the logarithm of tokens per step, between requests."""
         return statistics.stdev([math.log(each.num_tokens / each.num_steps) for each in told(self.rounds[1])])
 
-    def fit_prompts(self) -> tuple[float, float]:
-        """Milliseconds to the first token as (that of an empty prompt, of each token), by one client's answers."""
-        answers = told(self.rounds[1])
-        lengths = [float(each.num_prompt) for each in answers]
-        slope, base = statistics.linear_regression(lengths, [1e3 * (each.ttft or 0.0) for each in answers])
-        return base, max(0.0, slope)
+
+def fit_prompts(rounds: Sequence[Round]) -> tuple[float, float]:
+    """Milliseconds to the first token as (that of an empty prompt, of each token), by one client's answers.
+
+    The line is Theil's and Sen's, the median of the slopes between all pairs: some requests meet another program.
+    """
+    points = sorted((answer.num_prompt, 1e3 * (answer.ttft or 0.0)) for answer in told(rounds))
+    slopes = [(high[1] - low[1]) / (high[0] - low[0])
+              for low, high in itertools.combinations(points, 2) if high[0] - low[0] >= FAR_APART]  # fmt: skip
+    slope = max(0.0, statistics.median(slopes)) if slopes else 0.0
+    return max(0.0, statistics.median([ms - slope * length for length, ms in points])), slope
 
 
 def told(rounds: Sequence[Round]) -> list[Answer]:
@@ -142,9 +150,11 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
                         advance(1, f"{kind}:{size:g}")
                     load_average.append(os.getloadavg()[0])
         times = kept_times(Path(cache))
+    # The time of a prompt is that of greedy and of sampled requests alike.
+    prompt_times = fit_prompts([found for each in calibrations.values() for found in each.rounds[1]])
     runs = []
     for (temperature, kind, size), rounds in checked.items():
-        simulator = Simulator(calibrations[temperature], temperature, times, options)
+        simulator = Simulator(calibrations[temperature], temperature, times, prompt_times, options)
         runs.append(simulator.compare(kind, size, rounds))
     asked = ("batch", "requests", "rounds", "max_new_tokens", "temperatures")
     ratios = [ratio for run in runs for ratio in run["simulated_over_measured"].values()]
@@ -155,6 +165,8 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         **{name: getattr(options, name) for name in asked},
         "load_average": [round(each, 1) for each in load_average],
         "calibration": [calibrated(each, temperature) for temperature, each in calibrations.items()],
+        "first_token_ms": round(prompt_times[0], 2),
+        "prompt_ms_per_token": round(prompt_times[1], 4),
         "step_times": times.to_json(),
         "runs": runs,
         "within": f"{sum(abs(ratio - 1) <= TOLERANCE for ratio in ratios)} of {len(ratios)} within {TOLERANCE:.0%}",
@@ -184,13 +196,18 @@ class Simulator:
     """The mesh as calibrated, and what it makes of a load."""
 
     def __init__(
-        self, calibration: Calibration, temperature: float, times: StepTimes, options: argparse.Namespace
+        self,
+        calibration: Calibration,
+        temperature: float,
+        times: StepTimes,
+        prompt_times: tuple[float, float],
+        options: argparse.Namespace,
     ) -> None:
-        """Set up from what was measured at the same temperature."""
+        """Set up from what was measured at the same temperature, and `prompt_times` as `fit_prompts` finds them."""
         self._options, self._temperature, self._times = options, temperature, times
         self._points = measured_points(calibration.speeds(temperature), options.batch)
         self._spread = calibration.pace_spread
-        base, self._prompt_ms = calibration.fit_prompts()
+        base, self._prompt_ms = prompt_times
         first = self._points[temperature, 1]
         self._request_ms = max(0.0, base - times.time(first.nodes))
 
@@ -251,7 +268,6 @@ def kept_times(cache: Path) -> StepTimes:
 
 def calibrated(calibration: Calibration, temperature: float) -> dict[str, Any]:
     """What the calibration came to, for the result."""
-    base, slope = calibration.fit_prompts()
     return {
         "temperature": temperature,
         "speeds": [
@@ -259,8 +275,6 @@ def calibrated(calibration: Calibration, temperature: float) -> dict[str, Any]:
             for each in calibration.speeds(temperature)
         ],
         "pace_spread": round(calibration.pace_spread, 3),
-        "first_token_ms": round(base, 2),
-        "prompt_ms_per_token": round(slope, 4),
     }
 
 
