@@ -43,7 +43,7 @@ class RedisServer:
         while True:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=5) as probe:
                 probe.sendall(b"PING\r\n")
-                if probe.recv(16).startswith(b"+PONG"):
+                if probe.recv(16).startswith((b"+PONG", b"-NOAUTH")):
                     return
             if time.monotonic() > end or self._process.poll() is not None:
                 raise InputError("redis-server did not start")

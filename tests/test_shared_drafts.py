@@ -2,16 +2,23 @@
 
 import os
 import re
+import shutil
+import socket
+import subprocess
 import time
 
 import msgspec
 import numpy as np
 import pytest
 import stores
-from fleet_world import DECODE, PROMPTS, Member, fleet, key_of
 from serving import serving
 from stores import HAS_SERVER, until
 from worlds import ThreadWorld, run_ranks
+
+pytest.importorskip("redis", reason="needs pip install 'lpr[fleet]'")
+
+import redis
+from fleet_world import DECODE, PROMPTS, Member, fleet, key_of
 
 import lpr
 from benchmarks.redis_server import redis_server
@@ -355,6 +362,45 @@ def test_every_rank_learns_alike_and_a_new_driver_reads_on(loaded, plain, server
         assert (batch is None or not len(batch.history)) and not member.counts.learnt, "the ranks know it already"
     finally:
         member.drafts.close()
+
+
+@pytest.mark.parametrize("kind", ["a password", "TLS", "a Unix socket"])
+def test_ways_to_reach_a_store(kind, tmp_path):
+    """One that asks for a password, one that speaks TLS and one on this machine; a wrong password is an error."""
+    flags, path, query = [], tmp_path / "socket", ""
+    if kind == "a password":
+        flags = ["--requirepass", "sesame"]
+    elif kind == "a Unix socket":
+        flags = ["--unixsocket", str(path)]
+    elif shutil.which("openssl") is None:
+        pytest.skip("needs openssl")
+    else:
+        key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "cert.pem")
+        made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate]
+        extra = ["-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+        subprocess.run([*made, *extra], check=True, capture_output=True, timeout=60)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        flags = ["--tls-port", str(port), "--tls-cert-file", certificate, "--tls-key-file", key]
+        flags += ["--tls-ca-cert-file", certificate, "--tls-auth-clients", "no"]
+        query = f"?ssl_ca_certs={certificate}"
+    with redis_server(*flags) as server:
+        urls = {
+            "a password": server.url.replace("//", "//:sesame@"), "a Unix socket": f"unix://{path}",
+            "TLS": f"rediss://localhost:{port if kind == 'TLS' else 0}/0{query}",
+        }  # fmt: skip
+        client = store.connect(urls[kind])
+        try:
+            assert client.ping() and client.xadd("s", {b"d": b"x"})
+            assert [fields for _, fields in client.xread({"s": "0-0"})[0][1]] == [{b"d": b"x"}]
+        finally:
+            client.connection_pool.disconnect()
+        if kind == "a password":
+            stranger = store.connect(server.url)
+            with pytest.raises(redis.exceptions.RedisError):
+                stranger.xread({"s": "0-0"})
+            stranger.connection_pool.disconnect()
 
 
 def test_a_service_learns_from_the_store_and_outlives_it(loaded, plain):
