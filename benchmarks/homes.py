@@ -27,12 +27,13 @@ from benchmarks.data import load_prompts
 from benchmarks.engines import params_for
 from benchmarks.launch import LAUNCHER, execute
 from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
+from lpr.config import Auto
 from lpr.core.step_times import StepTimes, read_step_times
 from lpr.dist.runtime import World, join
 from lpr.engine.request import Outcome, Request
 from lpr.engine.scheduler import Schedule
 
-POLICIES = {"split": 0, "home": 1, "elastic": "auto"}
+POLICIES: dict[str, int | Auto] = {"split": 0, "home": 1, "elastic": "auto"}
 """Name to `home_ranks`."""
 TABLE = Path(__file__).parent / "tables" / "h100_7b.json"
 

@@ -271,7 +271,7 @@ def places_of(served: Any, num_trees: int) -> list[list[int]]:
 
 def placed(core: Any, rows: list[np.ndarray], num_cached: list[int]) -> list[int]:
     """The words of a step with one empty row."""
-    longest = 3 + max(row.shape[1] for row in rows)
+    longest = 3 + max([row.shape[1] for row in rows], default=0)
     batch, words = len(rows) + 1, np.full(200_000, 7, np.int32)
     size = batch * longest * (3 + 2 * -(-longest // 64)) + 2 * batch
     core.place_rows(words, batch, longest, range(2, 2 + batch), 5000, num_cached, rows)
