@@ -346,6 +346,23 @@ def loads(facts: Json) -> Table:
     return Table(title, columns, rows)
 
 
+def simulated_loads(facts: Json) -> Table:
+    """What the planner's simulation says of a service, beside what was measured."""
+    names = {"ttft_ms_p50": "first token, ms", "end_to_end_ms_p50": "end to end, ms", "tokens_per_second": "tokens/s"}
+
+    def cell(run: Json, key: str) -> str:
+        measured, simulated = run["measured"][key], run["simulated"][key]
+        return f"{measured:.0f} / {simulated:.0f} ({run['simulated_over_measured'][key]:.2f})"
+
+    rows = [[run["case"], run["name"], *(cell(run, key) for key in names)] for run in sound(facts["runs"])]
+    return Table(
+        f"measured / simulated (ratio), medians; {facts['within']}; load average {min(facts['load_average'])} to "
+        f"{max(facts['load_average'])}",
+        ["load", "temperature", *names.values()],
+        rows,
+    )
+
+
 def soak(facts: Json) -> list[Table]:
     """What became of a soak's requests, and what its processes hold."""
     verdict = [[name, str(facts[name])] for name in ("minutes", "requests", "wrong", "status_5xx", "exit_code")]
@@ -478,6 +495,7 @@ TABLES: dict[str, Callable[[Json], list[Table]]] = {
     "host": lambda facts: [host(facts)],
     "step": lambda facts: [step_costs(facts), collective(facts), step_parts(facts)],
     "serve": lambda facts: [loads(facts)],
+    "plan_service": lambda facts: [simulated_loads(facts)],
     "soak": soak,
     "shared_drafts": shared_drafts,
     "fleet": lambda facts: [fleet(facts)],
