@@ -185,12 +185,35 @@ def replay(facts: Json) -> Table:
     """Drafting on recorded completions; runs with a long history only time queries."""
     rows = [
         [Path(run["traces"]).name, setting, str(run["budget"]), str(run["num_tasks"]),
-         f"{run['tokens_per_step']:.2f}" if setting in ("cold", "warm") else "", f"{run['drafted_per_step']:.1f}",
-         f"{run['draft_ms_per_step']:.3f}", f"{run['draft_ms_p99']:.3f}"]
+         f"{run['tokens_per_step']:.2f}" if setting in ("cold", "warm") else "", *_limit(run),
+         f"{run['drafted_per_step']:.1f}", f"{run['draft_ms_per_step']:.3f}", f"{run['draft_ms_p99']:.3f}"]
         for run, setting in replay_runs(facts)
     ]  # fmt: skip
-    columns = ["traces", "setting", "nodes", "tasks", "tokens/step", "drafted/step", "draft ms", "draft ms, p99"]
-    return Table("recorded completions", columns, rows)
+    columns = ["traces", "setting", "nodes", "tasks", "tokens/step", "limit", "of it", "drafted/step", "draft ms"]
+    return Table("recorded completions", [*columns, "draft ms, p99"], rows)
+
+
+def _limit(run: Json) -> list[str]:
+    """Tokens per step of the longest phrases, and how near the run comes to it."""
+    limit = run.get("limit_tokens_per_step")
+    return ["", ""] if limit is None else [f"{limit:.2f}", f"{100 * run['share_of_limit']:.0f} %"]
+
+
+def ends(facts: Json) -> Table:
+    """Where the steps of a replay end, and why the token that came was not drafted."""
+    rows = [
+        [
+            Path(run["traces"]).name,
+            setting,
+            each["at"],
+            each["cause"],
+            str(each["steps"]),
+            f"{100 * each['share']:.1f} %",
+        ]
+        for run, setting in replay_runs(facts)
+        for each in run.get("ends", ())
+    ]
+    return Table("where steps end", ["traces", "setting", "at", "the token that came", "steps", "share"], rows)
 
 
 # Time.
@@ -485,10 +508,25 @@ def _values(value: Any) -> list[Any]:
     return list(value.values()) if isinstance(value, dict) else value
 
 
+def homes(facts: Json) -> Table:
+    """What ranks evaluate and hold per token, by policy and load."""
+    columns = ["ranks, load, policy", "tokens/step", "busiest/token", "table ms/token", "K/V copies", "homes/request"]
+    rows = [
+        [
+            f"{run['num_ranks']}, {run['load']}, {run['policy']} ({mode(run['temperature'])})",
+            *(f"{run[name]:.2f}" for name in ("tokens_per_step", "busiest_per_token", "table_ms_per_token")),
+            *(f"{run[name]:.2f}" for name in ("kv_copies", "homes_per_request")),
+        ]
+        for run in sound(facts["runs"])
+    ]
+    return Table(f"home ranks, {facts['data']}, {facts['model']} model, times of {facts['times']}", columns, rows)
+
+
 TABLES: dict[str, Callable[[Json], list[Table]]] = {
+    "homes": lambda facts: [homes(facts)],
     "strong_scaling": lambda facts: [scaling(facts), speedup(facts)],
     "ablation": lambda facts: [sources(facts), depths(facts)],
-    "replay": lambda facts: [replay(facts)],
+    "replay": lambda facts: [replay(facts), *([ends(facts)] if ends(facts).rows else [])],
     "decode": lambda facts: [decode(facts)],
     "adaptive": lambda facts: [races(facts), traps(facts)],
     "sizes": lambda facts: [sizes(facts)],

@@ -343,21 +343,24 @@ def sampling_kernel(logits: Any, selection: Selection) -> torch.Tensor:
     return out
 
 
-@pytest.fixture(scope="session")
-def guard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Lets this torch make tensors of a device that it was not built for."""
-    compiler = shutil.which("c++")
-    if compiler is None or torch.cuda.is_available():
-        pytest.skip("the pretend GPU needs a C++ compiler and a machine without a GPU")
-    folder = tmp_path_factory.mktemp("guard")
+def load_guard(folder: Path) -> None:
+    """Lets this torch make tensors of a device that it was not built for; builds the library in `folder`."""
     (folder / "guard.cpp").write_text(GUARD)
     torch_folder = Path(os.path.dirname(torch.__file__))
     subprocess.run(
-        [compiler, "-shared", "-fPIC", "-std=c++20", folder / "guard.cpp", "-o", folder / "libguard.so",
+        ["c++", "-shared", "-fPIC", "-std=c++20", folder / "guard.cpp", "-o", folder / "libguard.so",
          f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", "-lc10"],
         check=True, timeout=300,
     )  # fmt: skip
     ctypes.CDLL(str(folder / "libguard.so"))
+
+
+@pytest.fixture(scope="session")
+def guard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Lets this torch make tensors of a device that it was not built for."""
+    if shutil.which("c++") is None or torch.cuda.is_available():
+        pytest.skip("the pretend GPU needs a C++ compiler and a machine without a GPU")
+    load_guard(tmp_path_factory.mktemp("guard"))
     yield
 
 

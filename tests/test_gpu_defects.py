@@ -106,21 +106,6 @@ def test_lengths_and_noise_keys_make_few_shapes() -> None:
     assert len(shapes) == 2 * len([size for size in (*WIDE_KV, 4096) if size <= 4096])
 
 
-def test_a_compiled_forward_does_not_break_at_the_kernel() -> None:
-    runner = TreeModel(tiny_model(), attention="triton")
-    cache = TreeCache(1, 64)
-    row = Row(0, 0, [1, 2, 3], [-1, 0, 0], [0, 1, 1], 3)
-    expected = runner.logits(runner.inputs([row], 64), cache)
-    torch._dynamo.reset()
-    counters = torch._dynamo.utils.counters
-    counters.clear()
-    runner.model.compile(dynamic=True, backend="eager")
-    with torch.no_grad():
-        compiled = runner._forward(runner.inputs([row], 64), cache)
-    assert torch.allclose(compiled, expected, atol=1e-5)
-    assert not counters["graph_break"] and counters["stats"]["unique_graphs"] == 1
-
-
 @pytest.mark.parametrize("uuids, expected", [("ab", [(1, 1), (1, 1)]), ("aa", [(2, 2), (2, 2)])])
 def test_ranks_that_see_one_gpu_each_do_not_share_it(
     uuids: str, expected: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch

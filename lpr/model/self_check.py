@@ -25,6 +25,8 @@ from lpr.model.inputs import Row
 from lpr.model.kernels.hook import KERNELS
 from lpr.model.runner import TreeModel
 from lpr.model.sampling import gpu_pick
+from lpr.model.selection import Selection
+from lpr.model.static_inputs import static_shape
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,27 @@ def self_check(runner: TreeModel) -> TreeCache:
             logger.warning("attention=%r does not work here, using 'sdpa': %s", runner.attention, lines[0])
             runner.set_attention("sdpa")
     return _check(runner)
+
+
+def check_compiled(runner: TreeModel, like: TreeCache) -> None:
+    """Compile a step and compare its logits with those of a direct one; where they differ, `runner` compiles no more."""
+    assert runner.compiled is not None
+    cache = TreeCache(1, 256)
+    cache.allocate(like)
+    count = 12
+    tokens = torch.randint(0, runner.vocab_size, (count,), generator=torch.Generator().manual_seed(4)).tolist()
+    row = Row(0, 0, tokens, list(range(-1, count - 1)), list(range(count)), count)
+    nothing = Selection.build([])
+    shape = static_shape([row], nothing, 0, 1, cache.rows_per_slot, count, runner.attention in KERNELS)
+    assert shape is not None
+    words = torch.zeros(shape.num_words, dtype=torch.int32)
+    shape.place(words.numpy(), [row], nothing)
+    words = words.to(runner.device)
+    direct = runner.logits(shape.read(words)[0], cache)[-count:].float()
+    compiled = runner.compiled_logits(shape.read(words)[0], cache)[-count:].float()
+    error = _difference(compiled, direct)
+    if not error <= _TOLERANCE.get(runner.model.dtype, _HALF_TOLERANCE):
+        runner.compiled.give_up(f"compiled logits differ from direct ones by {error:.1e} of their range")
 
 
 def _check(runner: TreeModel) -> TreeCache:

@@ -157,7 +157,7 @@ class Driver:
         return Load(
             num_running=len(running),
             num_waiting=max(0, len(self._open) - len(running)),
-            kv_usage=held / (engine.max_length * engine.decode.max_batch_size),
+            kv_usage=held / (engine.max_length * engine.scheduler.capacity),
             num_steps=self._num_steps,
             num_ranks=engine.comm.size * engine.comm.tp_size,
             epoch=epoch_of(engine.comm),
@@ -187,7 +187,7 @@ def facts_of(engine: Engine, model: str) -> Facts:
         model=model,
         vocab_size=engine.model.vocab_size,
         max_length=engine.max_length,
-        max_batch_size=engine.decode.max_batch_size,
+        max_batch_size=engine.scheduler.capacity,
         lp=engine.comm.size,
         tp=engine.comm.tp_size,
         device=str(engine.model.device),
