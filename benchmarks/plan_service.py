@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import math
 import os
@@ -41,7 +42,7 @@ from benchmarks.data import load_prompts
 from benchmarks.serve import Answer, Round, one_round, parse_load
 from benchmarks.services import running
 from lpr.config import InputError
-from lpr.core.step_times import StepTimes
+from lpr.core.step_times import KNOTS, StepTimes
 from lpr.planner.service.capacity import make_arrivals
 from lpr.planner.service.costs import StepCosts, measured_points
 from lpr.planner.service.mesh import Slots, simulate_mesh
@@ -49,8 +50,12 @@ from lpr.planner.service.requests import SimRequest
 from lpr.planner.service.workload import Demand, Speed
 
 TOLERANCE = 0.25
+FAR_APART = 20
+"""Tokens by which two prompts must differ for their times to say what a token takes."""
 SEEDS = 8
 """Runs of the simulation, whose requests are taken together: which tokens are accepted is chance."""
+NO_TIMES = StepTimes({(1, 0): [1.0] * len(KNOTS)})
+"""Until the service has written its own."""
 COUNTERS = {"drafted": "vllm:spec_decode_num_draft_tokens_total", "steps": "lpr:steps_total"}
 
 
@@ -79,12 +84,17 @@ class Calibration:
         """Standard deviation of the logarithm of tokens per step, between requests."""
         return statistics.stdev([math.log(each.num_tokens / each.num_steps) for each in told(self.rounds[1])])
 
-    def fit_prompts(self) -> tuple[float, float]:
-        """Milliseconds to the first token as (that of an empty prompt, of each token), by one client's answers."""
-        answers = told(self.rounds[1])
-        lengths = [float(each.num_prompt) for each in answers]
-        slope, base = statistics.linear_regression(lengths, [1e3 * (each.ttft or 0.0) for each in answers])
-        return base, max(0.0, slope)
+
+def fit_prompts(rounds: Sequence[Round]) -> tuple[float, float]:
+    """Milliseconds to the first token as (that of an empty prompt, of each token), by one client's answers.
+
+    The line is Theil's and Sen's, the median of the slopes between all pairs: some requests meet another program.
+    """
+    points = sorted((answer.num_prompt, 1e3 * (answer.ttft or 0.0)) for answer in told(rounds))
+    slopes = [(high[1] - low[1]) / (high[0] - low[0])
+              for low, high in itertools.combinations(points, 2) if high[0] - low[0] >= FAR_APART]  # fmt: skip
+    slope = max(0.0, statistics.median(slopes)) if slopes else 0.0
+    return max(0.0, statistics.median([ms - slope * length for length, ms in points])), slope
 
 
 def told(rounds: Sequence[Round]) -> list[Answer]:
@@ -105,61 +115,76 @@ def counters(url: str) -> dict[str, float]:
     }
 
 
+@dataclass
+class Asked:
+    """All that a service was asked, and what it has left."""
+
+    calibrations: dict[float, Calibration]
+    times: StepTimes
+    checked: dict[tuple[float, str, float], list[Round]] = field(default_factory=dict)
+    """By temperature and load."""
+    load_average: list[float] = field(default_factory=lambda: [os.getloadavg()[0]])
+
+
 def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Ask, calibrate, simulate, compare."""
     prompts = load_prompts(options.data, options.prompts)
     loads = [parse_load(each) for each in options.loads]
     if any(kind not in ("closed", "poisson") for kind, _ in loads):
         raise InputError("--loads: closed:C and poisson:R can be simulated, bursts and typing cannot")
-    calibrations = {each: Calibration() for each in options.temperatures}
-    checked: dict[tuple[float, str, float], list[Round]] = {}
-    load_average = [os.getloadavg()[0]]
-    with tempfile.TemporaryDirectory() as cache:
-        more = {"XDG_CACHE_HOME": cache}
-        flags = ["--no-access-log", "--dtype", options.dtype, "--max-batch-size", str(options.batch)]
-        flags += ["--share-drafts", "none", "--no-prefix-reuse"]
-        for name in ("model", "device"):
-            flags += [f"--{name}", getattr(options, name)] if getattr(options, name) else []
-        sizes = (1, options.batch)
-        total = options.rounds * len(options.temperatures) * (len(loads) + len(sizes))
-        with running(flags, options.threads, more=more) as service, progress(console, total, "asking") as advance:
-            for number in range(-1, options.rounds):  # the first requests of a process are slower
-                for temperature in options.temperatures:
-                    ask = Asking(service.url, options, temperature, number)
-                    calibration = calibrations[temperature]
-                    for clients in sizes:
-                        before = counters(service.url)
-                        found = ask.load("closed", clients, prompts)
-                        if number >= 0:
-                            calibration.rounds.setdefault(clients, []).append(found)
-                            total_counts = calibration.counts.setdefault(clients, dict.fromkeys(COUNTERS, 0.0))
-                            for name, value in counters(service.url).items():
-                                total_counts[name] += value - before[name]
-                            advance(1, f"{clients} clients")
-                    for kind, size in loads if number >= 0 else ():
-                        found = ask.load(kind, size, prompts)
-                        checked.setdefault((temperature, kind, size), []).append(found)
-                        advance(1, f"{kind}:{size:g}")
-                    load_average.append(os.getloadavg()[0])
-        times = kept_times(Path(cache))
+    asked = ask_all(options, prompts, loads, console)
+    # The time of a prompt is that of greedy and of sampled requests alike.
+    prompt_times = fit_prompts([found for each in asked.calibrations.values() for found in each.rounds[1]])
     runs = []
-    for (temperature, kind, size), rounds in checked.items():
-        simulator = Simulator(calibrations[temperature], temperature, times, options)
+    for (temperature, kind, size), rounds in asked.checked.items():
+        simulator = Simulator(asked.calibrations[temperature], temperature, asked.times, prompt_times, options)
         runs.append(simulator.compare(kind, size, rounds))
-    asked = ("batch", "requests", "rounds", "max_new_tokens", "temperatures")
     ratios = [ratio for run in runs for ratio in run["simulated_over_measured"].values()]
+    outside = sum(abs(ratio - 1) > TOLERANCE for ratio in ratios)
+    names = ("batch", "requests", "rounds", "max_new_tokens", "temperatures")
     return {
         "benchmark": "plan_service",
         "data": Path(options.data).name,
         "num_prompts": len(prompts),
-        **{name: getattr(options, name) for name in asked},
-        "load_average": [round(each, 1) for each in load_average],
-        "calibration": [calibrated(each, temperature) for temperature, each in calibrations.items()],
-        "step_times": times.to_json(),
+        **{name: getattr(options, name) for name in names},
+        "load_average": [round(each, 1) for each in asked.load_average],
+        "calibration": [calibrated(each, temperature) for temperature, each in asked.calibrations.items()],
+        "first_token_ms": round(prompt_times[0], 2),
+        "prompt_ms_per_token": round(prompt_times[1], 4),
+        "step_times": asked.times.to_json(),
         "runs": runs,
-        "within": f"{sum(abs(ratio - 1) <= TOLERANCE for ratio in ratios)} of {len(ratios)} within {TOLERANCE:.0%}",
-        "num_failed": sum(abs(ratio - 1) > TOLERANCE for ratio in ratios),
+        "within": f"{len(ratios) - outside} of {len(ratios)} within {TOLERANCE:.0%}",
+        "num_failed": outside,
     }
+
+
+def ask_all(
+    options: argparse.Namespace, prompts: Sequence[str], loads: Sequence[tuple[str, float]], console: Console
+) -> Asked:
+    """Start a service, ask it everything in rounds, and end it."""
+    flags = ["--no-access-log", "--dtype", options.dtype, "--max-batch-size", str(options.batch)]
+    flags += ["--share-drafts", "none", "--no-prefix-reuse"]
+    for name in ("model", "device"):
+        flags += [f"--{name}", getattr(options, name)] if getattr(options, name) else []
+    asked = Asked({each: Calibration() for each in options.temperatures}, NO_TIMES)
+    sizes = (1, options.batch)
+    total = options.rounds * len(options.temperatures) * (len(loads) + len(sizes))
+    with tempfile.TemporaryDirectory() as cache:
+        more = {"XDG_CACHE_HOME": cache}
+        with running(flags, options.threads, more=more) as service, progress(console, total, "asking") as advance:
+            for number in range(-1, options.rounds):  # the first requests of a process are slower
+                for temperature in options.temperatures:
+                    ask = Asking(service.url, options, temperature, number)
+                    for clients in sizes:
+                        ask.calibrate(clients, prompts, asked.calibrations[temperature])
+                        advance(number >= 0, f"{clients} clients")
+                    for kind, size in loads if number >= 0 else ():
+                        found = ask.load(kind, size, prompts)
+                        asked.checked.setdefault((temperature, kind, size), []).append(found)
+                        advance(1, f"{kind}:{size:g}")
+                    asked.load_average.append(os.getloadavg()[0])
+        asked.times = kept_times(Path(cache))
+    return asked
 
 
 @dataclass(frozen=True)
@@ -170,6 +195,17 @@ class Asking:
     options: argparse.Namespace
     temperature: float
     number: int
+
+    def calibrate(self, clients: int, prompts: Sequence[str], calibration: Calibration) -> None:
+        """As many clients, whose answers and counts go to `calibration`, unless this is the round before the first."""
+        before = counters(self.url)
+        found = self.load("closed", clients, prompts)
+        if self.number < 0:
+            return
+        calibration.rounds.setdefault(clients, []).append(found)
+        counts = calibration.counts.setdefault(clients, dict.fromkeys(COUNTERS, 0.0))
+        for name, value in counters(self.url).items():
+            counts[name] += value - before[name]
 
     def load(self, kind: str, size: float, prompts: Sequence[str]) -> Round:
         """One load; every round takes up the prompts where the round before ended, and repeats its arrivals."""
@@ -184,13 +220,18 @@ class Simulator:
     """The mesh as calibrated, and what it makes of a load."""
 
     def __init__(
-        self, calibration: Calibration, temperature: float, times: StepTimes, options: argparse.Namespace
+        self,
+        calibration: Calibration,
+        temperature: float,
+        times: StepTimes,
+        prompt_times: tuple[float, float],
+        options: argparse.Namespace,
     ) -> None:
-        """Set up from what was measured at the same temperature."""
+        """Set up from what was measured at the same temperature, and `prompt_times` as `fit_prompts` finds them."""
         self._options, self._temperature, self._times = options, temperature, times
         self._points = measured_points(calibration.speeds(temperature), options.batch)
         self._spread = calibration.pace_spread
-        base, self._prompt_ms = calibration.fit_prompts()
+        base, self._prompt_ms = prompt_times
         first = self._points[temperature, 1]
         self._request_ms = max(0.0, base - times.time(first.nodes))
 
@@ -251,7 +292,6 @@ def kept_times(cache: Path) -> StepTimes:
 
 def calibrated(calibration: Calibration, temperature: float) -> dict[str, Any]:
     """What the calibration came to, for the result."""
-    base, slope = calibration.fit_prompts()
     return {
         "temperature": temperature,
         "speeds": [
@@ -259,8 +299,6 @@ def calibrated(calibration: Calibration, temperature: float) -> dict[str, Any]:
             for each in calibration.speeds(temperature)
         ],
         "pace_spread": round(calibration.pace_spread, 3),
-        "first_token_ms": round(base, 2),
-        "prompt_ms_per_token": round(slope, 4),
     }
 
 

@@ -24,7 +24,8 @@ LAUNCH = str(Path(__file__).parent.parent / "launch")
 sys.path.insert(0, LAUNCH)
 from serve_ray import Settings, app, free_port  # noqa: E402
 
-PROMPT = "def fibonacci(n):\n    "
+PROMPT = "# Numbers, and what is known of them.\n" * 8 + "def fibonacci(n):\n    "
+"""Long enough to have a key to be routed by (lpr.fleet.affinity)."""
 SECONDS = 240.0
 FLAGS = "--dtype float32 --max-batch-size 2 --no-access-log --window-size 0 --trie-nodes 8"
 """Trees of a fixed size, so that nothing is measured at the start."""
@@ -75,7 +76,7 @@ def scaled(client: Client) -> Iterator[tuple[str, Any]]:
     yield "refused", client.ask(no_such_field=1).status_code
     yield "at_the_start", len(meshes())
     with ThreadPoolExecutor(12) as pool:
-        asked = [pool.submit(client.ask, f"# {number}\n{PROMPT}", 600, min_tokens=600) for number in range(12)]
+        asked = [pool.submit(client.ask, f"# {number}\n", 600, min_tokens=600) for number in range(12)]
         wait_for(lambda: len(meshes()) == 2, "a further mesh")
         yield "under_load", [each.result().status_code for each in asked]
     yield "by_prefix", sorted({client.ask().headers["x-lpr-mesh"] for _ in range(4)})

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.plan_service import Calibration, Simulator
+from benchmarks.plan_service import Calibration, Simulator, fit_prompts
 from benchmarks.serve import Answer, Round
 from lpr.cli.plan import main
 from lpr.config import InputError
@@ -322,16 +322,20 @@ def played(clients: int, number: int = 60) -> Round:
 
 def test_the_comparison_finds_a_service_that_is_its_own_simulation() -> None:
     calibration = Calibration({1: [played(1)], 8: [played(8)]}, {n: {"drafted": 150.0, "steps": 10.0} for n in (1, 8)})
-    base, slope = calibration.fit_prompts()
+    base, slope = prompt_times = fit_prompts(calibration.rounds[1])
     assert slope == pytest.approx(0.5, rel=0.05) and base == pytest.approx(10 + TIMES.time(16), rel=0.1)
     options = argparse.Namespace(batch=8)
-    ratios = Simulator(calibration, 0.0, TIMES, options).compare("closed", 4, [played(4)])["simulated_over_measured"]
+    ratios = Simulator(calibration, 0.0, TIMES, prompt_times, options).compare("closed", 4, [played(4)])[
+        "simulated_over_measured"
+    ]
     assert len(ratios) == 3 and all(ratio == pytest.approx(1, abs=0.1) for ratio in ratios.values())
     slower = StepTimes({key: [3 * ms for ms in row] for key, row in TIMES.rows.items()})
-    wrong = Simulator(calibration, 0.0, slower, options).compare("closed", 4, [played(4)])["simulated_over_measured"]
+    wrong = Simulator(calibration, 0.0, slower, prompt_times, options).compare("closed", 4, [played(4)])[
+        "simulated_over_measured"
+    ]
     assert wrong["end_to_end_ms_p50"] > 1.25, "a table that is wrong is noticed"
 
 
 def test_a_failed_request_is_no_measurement() -> None:
     with pytest.raises(InputError, match="HTTP 503"):
-        Calibration({1: [Round([Answer(failed="HTTP 503")], 1.0)]}, {}).fit_prompts()
+        fit_prompts([Round([Answer(failed="HTTP 503")], 1.0)])
