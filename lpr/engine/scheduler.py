@@ -160,8 +160,9 @@ class Scheduler(Generic[R]):
 
     @property
     def retained(self) -> tuple[int, int]:
-        """How many slots retain a prefix, and how many tokens they retain together."""
-        return len(self._retained), sum(len(prefix.tokens) for prefix in self._retained.values())
+        """How many slots retain a prefix, and how many tokens they retain together; slots as `capacity` counts them."""
+        found = [slots.retained for slots in (self._slots if self.is_elastic else self._slots[:1])]
+        return sum(count for count, _ in found), sum(tokens for _, tokens in found)
 
     def resume(self, running: Sequence[R], waiting: Sequence[tuple[int, int, R]], num_arrivals: int) -> None:
         """Take over the requests of another rank's scheduler, in its order; homes and slots are theirs already."""

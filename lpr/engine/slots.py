@@ -76,6 +76,11 @@ class RankSlots(Generic[H]):
         """Is there a slot that no request holds?"""
         return len(self.running) < self.num_slots
 
+    @property
+    def retained(self) -> tuple[int, int]:
+        """How many slots retain a prefix, and how many tokens they retain together."""
+        return len(self._retained), sum(len(prefix.tokens) for prefix in self._retained.values())
+
     def held(self, request: H) -> int:
         """Leading tokens of a request whose K/V is here, in its own slot or in any that it may begin from."""
         if request.slots[self.rank] >= 0:
