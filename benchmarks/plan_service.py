@@ -232,7 +232,7 @@ class Simulator:
         self._points = measured_points(calibration.speeds(temperature), options.batch)
         self._spread = calibration.pace_spread
         base, self._prompt_ms = prompt_times
-        first = self._points[temperature, 1]
+        first = self._points[temperature, 1, 1]
         self._request_ms = max(0.0, base - times.time(first.nodes))
 
     def compare(self, kind: str, size: float, rounds: Sequence[Round]) -> dict[str, Any]:

@@ -160,8 +160,9 @@ class Scheduler(Generic[R]):
 
     @property
     def retained(self) -> tuple[int, int]:
-        """How many slots retain a prefix, and how many tokens they retain together."""
-        return len(self._retained), sum(len(prefix.tokens) for prefix in self._retained.values())
+        """How many slots of all ranks retain a prefix, and how many tokens they retain together."""
+        lengths = [length for slots in self._slots for length in slots.retained]
+        return len(lengths), sum(lengths)
 
     def resume(self, running: Sequence[R], waiting: Sequence[tuple[int, int, R]], num_arrivals: int) -> None:
         """Take over the requests of another rank's scheduler, in its order; homes and slots are theirs already."""

@@ -76,6 +76,11 @@ class RankSlots(Generic[H]):
         """Is there a slot that no request holds?"""
         return len(self.running) < self.num_slots
 
+    @property
+    def retained(self) -> list[int]:
+        """Lengths of the prefixes that slots retain, in tokens."""
+        return [len(prefix.tokens) for prefix in self._retained.values()]
+
     def held(self, request: H) -> int:
         """Leading tokens of a request whose K/V is here, in its own slot or in any that it may begin from."""
         if request.slots[self.rank] >= 0:
