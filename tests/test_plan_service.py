@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.plan_service import Calibration, Simulator, fit_prompts
+from benchmarks.plan_service import Calibration, Pace, Simulator, fit_prompts
 from benchmarks.serve import Answer, Round
 from lpr.cli.plan import main
 from lpr.config import InputError
@@ -344,20 +344,21 @@ def played(clients: int, number: int = 60) -> Round:
     return Round(answers, max(each.ended for each in done))
 
 
-def test_the_comparison_finds_a_service_that_is_its_own_simulation() -> None:
+def test_the_comparison_finds_a_service_that_is_its_own_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
     calibration = Calibration({1: [played(1)], 8: [played(8)]}, {n: {"drafted": 150.0, "steps": 10.0} for n in (1, 8)})
     base, slope = prompt_times = fit_prompts(calibration.rounds[1])
     assert slope == pytest.approx(0.5, rel=0.05) and base == pytest.approx(10 + TIMES.time(16), rel=0.1)
-    options = argparse.Namespace(batch=8)
-    ratios = Simulator(calibration, 0.0, TIMES, prompt_times, options).compare("closed", 4, [played(4)])[
-        "simulated_over_measured"
-    ]
-    assert len(ratios) == 3 and all(ratio == pytest.approx(1, abs=0.1) for ratio in ratios.values())
-    slower = StepTimes({key: [3 * ms for ms in row] for key, row in TIMES.rows.items()})
-    wrong = Simulator(calibration, 0.0, slower, prompt_times, options).compare("closed", 4, [played(4)])[
-        "simulated_over_measured"
-    ]
-    assert wrong["end_to_end_ms_p50"] > 1.25, "a table that is wrong is noticed"
+    options = argparse.Namespace(batch=8, rounds=1)
+
+    def ratios(times: StepTimes) -> list[float]:
+        run = Simulator(calibration, 0.0, times, prompt_times, options).compare("closed", 4, [played(4)])
+        return list(run["simulated_over_measured"].values())
+
+    assert len(ratios(TIMES)) == 3 and all(ratio == pytest.approx(1, abs=0.1) for ratio in ratios(TIMES))
+    slower = StepTimes({key: [2 * ms for ms in row] for key, row in TIMES.rows.items()})
+    assert all(ratio == pytest.approx(1, abs=0.2) for ratio in ratios(slower)), "the pace makes up for it"
+    monkeypatch.setattr(Pace, "factor", lambda self, count: 2.0)
+    assert not all(ratio == pytest.approx(1, abs=0.25) for ratio in ratios(TIMES)), "a wrong pace is noticed"
 
 
 def test_a_failed_request_is_no_measurement() -> None:
