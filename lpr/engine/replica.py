@@ -102,6 +102,8 @@ class Replica:
                 raise InputError(
                     f"compile works on captured steps: {self.model.graph_reason or 'it needs a GPU and graphs=True'}"
                 )
+            if options.compile and options.exact:
+                raise InputError("compile=True adds in an order that the compiler chooses: it cannot be exact")
             self._like = self_check(self.model)
             if options.compile:
                 self.model.compile()
@@ -116,6 +118,7 @@ class Replica:
             facts["tokenizer"] = tokenizer_digest(loaded.tokenizer)
             facts["form of a batch (packed or padded)"] = int(self.model.packed)
             replica_facts["model"] = model_digest(loaded.model)
+            replica_facts["rows of an exact step"] = digest_of(repr(self.model.heights))
         agree(self.comm, failure, facts, replica_facts)
         return costs
 
