@@ -155,8 +155,8 @@ def test_without_it_bits_differ(half_model: PreTrainedModel) -> None:
 
 
 def half_group(exact: bool = True) -> Group:
-    params = [replace(each, max_new_tokens=16) for each in PARAMS[:3]]
-    return Group(tiny_model(spread=0.12).to(torch.bfloat16), PROMPTS[1:4], params, exact)
+    params = [replace(each, max_new_tokens=16) for each in PARAMS[2:5]]
+    return Group(tiny_model(spread=0.12).to(torch.bfloat16), PROMPTS[2:5], params, exact)
 
 
 @pytest.mark.parametrize("exact_mode", [True, False])

@@ -45,6 +45,7 @@ class TreeModel:
         graphs: bool = True,
         check_rows: Callable[[Sequence[Row]], None] | None = None,
         exact: bool = False,
+        share_heights: Callable[[exact_check.Heights | str], exact_check.Heights | str] | None = None,
     ) -> None:
         """Switch `model` (any transformers causal LM) to tree attention; the cache comes with `allocate`.
 
@@ -56,6 +57,7 @@ class TreeModel:
         unless `graphs` is False.
 
         `exact` makes logits the same bits for every shape of a step (lpr.model.exact), if `self_check` finds it can.
+        Ranks that share weights agree on the rows that this takes by `share_heights`.
 
         `attention` is one of ATTENTION. "auto" is "triton" on a GPU, which `self_check` then verifies with this model
         before it is kept, and "sdpa" elsewhere. Raises InputError for a choice that cannot work.
@@ -75,6 +77,7 @@ class TreeModel:
         self.attention_is_open = attention == "auto"
         """May `self_check` fall back to "sdpa"?"""
         self.exact = exact
+        self._share_heights = share_heights
         self.heights: exact_check.Heights | None = None
         """Rows of the products of a step in exact mode, at least; `why_not_exact` finds how few are enough."""
         self.set_attention(self._choose_attention() if attention == "auto" else attention)
@@ -99,6 +102,8 @@ class TreeModel:
             self.node_bucket = HEIGHT
             return None
         found = exact_check.find_heights(self.model)
+        if self._share_heights is not None:
+            found = self._share_heights(found)
         if isinstance(found, str):
             return f"on this machine the matrix product {found} rounds otherwise than with more"
         self.heights = found
