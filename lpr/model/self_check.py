@@ -147,7 +147,13 @@ def _inexact_step(runner: TreeModel) -> str | None:
         positions += [branch + at] * 2
     row = Row(0, branch, tokens, parents, positions, len(tokens))
     tree = runner.logits(runner.inputs([row], cache.rows_per_slot), cache)
-    return None if torch.equal(tree[1::2], single) else "in a tree"
+    if not torch.equal(tree[1::2], single):
+        return "in a tree"
+    cache = TreeCache(2, 2 * BLOCK)
+    forward(cache, 0, branch)
+    beside = Row(1, 0, text[:9], list(range(-1, 8)), list(range(9)), 1)
+    batch = runner.logits(runner.inputs([row, beside], cache.rows_per_slot), cache)
+    return None if torch.equal(batch[1:-1:2], single) else "in a batch"
 
 
 def _packs(runner: TreeModel, alone: torch.Tensor, tolerance: float) -> bool:
