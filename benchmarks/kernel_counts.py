@@ -31,7 +31,6 @@ from lpr.model.cache import TreeCache
 from lpr.model.kernels.attention_kernel import choose_tiles
 from lpr.model.packing import pack_projections
 from lpr.model.runner import TreeModel
-from lpr.model.selection import Selection
 from lpr.model.static_inputs import StaticShape
 from lpr.planner.facts import config_from
 from lpr.planner.presets import read_preset
@@ -67,6 +66,7 @@ class Launches(TorchDispatchMode):
 
     @property
     def total(self) -> int:
+        """All of them."""
         return sum(self.names.values())
 
 

@@ -127,9 +127,7 @@ class Replica:
                 f"compile works on captured steps: {self.model.graph_reason or 'it needs a GPU and graphs=True'}"
             )
         # A model of somebody else is theirs to call as well, and collectives have not been compiled yet.
-        return wanted == "on" or (
-            wanted == "auto" and captures and self._loaded.is_ours and self.comm.tp_mesh is None
-        )
+        return wanted == "on" or (wanted == "auto" and captures and self._loaded.is_ours and self.comm.tp_mesh is None)
 
     def _compile(self) -> None:
         """Compile a first step; without success steps are as they were, or it is an InputError if it was asked for."""

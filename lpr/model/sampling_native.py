@@ -1,7 +1,7 @@
 """Sampling on a CPU in C++ (native/sampling.h): the tokens that `sampling_reference.pick` chooses, id for id.
 
-A row is read a few times in a core's cache: scaled, searched for the best total of score and noise, and added up where a
-limit asks for it. Rows of which rounding would decide are left to lpr.model.sampling_cpu, two in a hundred thousand.
+A row is read a few times in a core's cache: scaled, searched for the best total of score and noise, and added up where
+a limit asks for it. Rows of which rounding would decide are left to lpr.model.sampling_cpu, two in a hundred thousand.
 """
 
 from __future__ import annotations
