@@ -147,7 +147,7 @@ def generated_code(runner: TreeModel, inputs: Any) -> str:
     generate = GraphLowering.codegen
 
     def stop(self: Any) -> Any:
-        code = generate(self)[0]
+        code: Any = generate(self)[0]
         found.append(getattr(code, "value", code))
         raise GeneratedError
 

@@ -40,8 +40,8 @@ def draw(logits: torch.Tensor, selection: Selection) -> torch.Tensor:
 
 def _choose(logits: torch.Tensor, selection: Selection, rows: np.ndarray) -> np.ndarray:
     """What the extension says of `logits`, those of the selection's `rows`; by as many threads as torch uses."""
-    scores = logits.float()
-    scores = (scores if scores.stride(1) == 1 else scores.contiguous()).numpy()
+    wide = logits.float()
+    scores = (wide if wide.stride(1) == 1 else wide.contiguous()).numpy()
     columns = [
         np.ascontiguousarray(each, dtype)
         for each, dtype in (
