@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import tiny_model
 from transformers import PreTrainedModel
 from worlds import generate_on
 
 import lpr.model.inputs
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
-from lpr.model import exact
+from lpr.model import exact, exact_check
 from lpr.model.cache import TreeCache
 from lpr.model.inputs import Row
 from lpr.model.runner import TreeModel
@@ -28,6 +30,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16, "num_key_value_heads": 1},
 }
 TEXT = [(7 * i * i + 3 * i) % 97 for i in range(150)]
+
+
+def checked(model: PreTrainedModel) -> TreeModel:
+    runner = TreeModel(model, exact=True)
+    self_check(runner)
+    return runner
 
 
 def chain(start: int, tokens: list[int], num_results: int | None = None) -> Row:
@@ -78,20 +86,19 @@ def check_pieces(runner: TreeModel) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_shape_of_a_step_gives_the_same_bits(family: str, dtype: torch.dtype) -> None:
-    runner = TreeModel(tiny_model(family, **FAMILIES[family]).to(dtype), exact=True)
-    self_check(runner)
+    runner = checked(tiny_model(family, **FAMILIES[family]).to(dtype))
     check_pieces(runner)
     check_trees(runner, 2)
 
 
 def test_attention_is_the_usual_one(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("gemma2", **FAMILIES["gemma2"])
-    usual, same = TreeModel(model), TreeModel(model, exact=True)
+    usual, same = TreeModel(model), checked(model)
     assert torch.allclose(in_pieces(usual, TEXT, [100, 50]), in_pieces(same, TEXT, [100, 50]), atol=1e-4)
 
 
 def test_rows_of_a_batch_do_not_change_each_other() -> None:
-    runner = TreeModel(tiny_model().to(torch.bfloat16), exact=True)
+    runner = checked(tiny_model().to(torch.bfloat16))
     alone = in_pieces(runner, TEXT[:40], [30, 10])[30:]
     for packed in (False, True):
         cache = TreeCache(3, 512)
@@ -162,14 +169,30 @@ def test_what_cannot_be_exact_is_named(family: str, sizes: dict[str, Any], reaso
 def test_kernels_and_gpus_are_not_exact_yet() -> None:
     with pytest.raises(InputError, match="use 'sdpa'"):
         self_check(TreeModel(tiny_model(), exact=True, attention="triton"))
-    assert "GPU" in str(exact.refusal(tiny_model(), torch.device("cuda"), False))
+    assert "GPU" in str(exact_check.refusal(tiny_model(), torch.device("cuda"), False))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_are_asked_from_which_height_on_they_agree(dtype: torch.dtype) -> None:
+    """The answer is checked with other rows than those it was found with, of a product whose errors nothing hides."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 48, bias=False)).to(dtype)
+    heights = exact_check.find_heights(model)
+    assert isinstance(heights, exact_check.Heights)
+    rows, weight, _ = exact_check.cancelling(64, 48, 120, dtype)
+    whole = F.linear(rows, weight)
+    assert whole.abs().max() > 0, "errors show"
+    for height in range(heights.model, 40):
+        for first in range(0, 120 - height, height):
+            assert torch.equal(F.linear(rows[first : first + height], weight), whole[first : first + height])
 
 
 def test_a_product_that_changes_with_its_height_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact, "_HEIGHTS", (1, 8, 64))
-    model = torch.nn.Sequential(torch.nn.Linear(576, 192, bias=False))
-    found = exact.changing_heights(model)
-    assert found is not None and "with 1 rows" in found and "(192, 576)" in found
+    def changing(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return F.linear(rows, weight) * (1 + 1e-3 * (len(rows) < 33))
+
+    monkeypatch.setattr(exact_check, "_linear_alone", changing)
+    with pytest.raises(InputError, match=r"q_proj \(64, 64\) in float32 with 32 rows rounds otherwise"):
+        self_check(TreeModel(tiny_model(), exact=True))
 
 
 def test_a_model_whose_layers_depend_on_the_height_is_refused() -> None:
@@ -180,28 +203,29 @@ def test_a_model_whose_layers_depend_on_the_height_is_refused() -> None:
         self_check(TreeModel(model, exact=True))
 
 
-def off_by_one(patch: pytest.MonkeyPatch) -> None:
+def off_by_one(patch: pytest.MonkeyPatch, runner: TreeModel) -> None:
     def mutant(parents: list[int], num_cached: int) -> exact.Tail | None:
         tail = find_tail(parents, num_cached)
         if tail is None:
             return None
         rows = torch.cat([torch.full((len(tail.rows), 1), tail.floor - 1), tail.rows[:, :-1]], 1)
         held = torch.cat([torch.ones(len(rows), 1, dtype=torch.bool), tail.held[:, :-1]], 1)
-        return tail if tail.floor == 0 else exact.Tail(tail.floor - 1, rows, held)
+        return tail if tail.floor == 0 else exact.Tail(tail.floor - 1, rows, held, tail.num_shared)
 
     find_tail = exact.find_tail
     patch.setattr(lpr.model.inputs, "find_tail", mutant)
 
 
-def order_of_cache_rows(patch: pytest.MonkeyPatch) -> None:
+def order_of_cache_rows(patch: pytest.MonkeyPatch, runner: TreeModel) -> None:
     patch.setattr(lpr.model.inputs, "find_tail", lambda parents, num_cached: None)
 
 
-def heights_that_vary(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(lpr.model.inputs, "LEAST_HEIGHT", 1)
+def heights_that_vary(patch: pytest.MonkeyPatch, runner: TreeModel) -> None:
+    assert runner.heights is not None
+    runner.heights = replace(runner.heights, model=1)
 
 
-def blocks_from_the_last(patch: pytest.MonkeyPatch) -> None:
+def blocks_from_the_last(patch: pytest.MonkeyPatch, runner: TreeModel) -> None:
     add = exact._sum_in_order
 
     def mutant(parts: torch.Tensor, dim: int, start: torch.Tensor | None = None) -> torch.Tensor:
@@ -210,16 +234,19 @@ def blocks_from_the_last(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(exact, "_sum_in_order", mutant)
 
 
-def flat_tails(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(exact, "LEAST_HEIGHT", 1)
+def flat_tails(patch: pytest.MonkeyPatch, runner: TreeModel) -> None:
+    assert runner.heights is not None
+    runner.heights = replace(runner.heights, attention=1)
 
 
 @pytest.mark.parametrize(
     "fault", [off_by_one, order_of_cache_rows, heights_that_vary, blocks_from_the_last, flat_tails]
 )
-def test_faults_are_noticed(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = TreeModel(tiny_model("qwen3", **FAMILIES["qwen3"], num_attention_heads=2), exact=True)
-    fault(monkeypatch)
+def test_faults_are_noticed(
+    fault: Callable[[pytest.MonkeyPatch, TreeModel], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = checked(tiny_model("qwen3", **FAMILIES["qwen3"], num_attention_heads=2))
+    fault(monkeypatch, runner)
     with pytest.raises(AssertionError):
         check_pieces(runner)
         check_trees(runner)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import lpr.model.cache
 import lpr.model.runner
 import lpr.model.sampling_reference
 from lpr import DecodeConfig, Engine, InputError, Lookahead, SamplingParams
+from lpr.dist.download import Download
 from lpr.model import loader
 from lpr.model.cache import TreeCache
 from lpr.model.graphs import CudaCapturer
@@ -77,6 +79,7 @@ def check(
         assert machine.count("wait") == 0, machine.events
         assert machine.count("pageable") == 0, machine.events
         assert machine.count("read") == len(gathers) > 3, "exactly one wait a step"
+        assert machine.count("unpinned") == 0, machine.events
     assert engine.model.graph_reason is None
     return engine
 
@@ -280,9 +283,20 @@ def pageable_copies(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(lpr.model.cache, "to_device", lambda array, device: torch.from_numpy(array).to(device))
 
 
+def results_in_new_memory(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Download, "read", lambda self, words: words.cpu())
+
+
+def results_nobody_waited_for(patch: pytest.MonkeyPatch) -> None:
+    stream = types.SimpleNamespace(synchronize=lambda: None, wait_stream=lambda _: None)
+    patch.setattr(torch.cuda, "current_stream", lambda *_: stream)
+
+
 @pytest.mark.parametrize(
     "fault, options",
     [
+        (results_in_new_memory, {}),
+        (results_nobody_waited_for, {}),
         (selection_on_the_host, {"graphs": False}),
         (move_by_host_indices, {}),
         (noise_on_the_host, {}),

@@ -126,8 +126,8 @@ class ThreadComm:
         """Time-outs stay."""
 
 
-def run_ranks(world: ThreadWorld, program: Callable[[ThreadComm], T]) -> list[T]:
-    """Run `program` as every rank of `world`; raises what the first failing rank raised."""
+def run_ranks(world: ThreadWorld, program: Callable[[ThreadComm], T], timeout: float = 120.0) -> list[T]:
+    """Run `program` as every rank of `world`; raises what the first failing rank raised, or after `timeout` seconds."""
     results: list[T | None] = [None] * world.size
     failures: list[BaseException] = []
 
@@ -142,7 +142,7 @@ def run_ranks(world: ThreadWorld, program: Callable[[ThreadComm], T]) -> list[T]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=120)
+        thread.join(timeout=timeout)
         assert not thread.is_alive(), "a rank hangs"
     # The cause, not the other ranks' notice of it.
     for failure in sorted(failures, key=lambda each: isinstance(each, CommError)):

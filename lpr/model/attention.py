@@ -130,7 +130,7 @@ def tree_attention(
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     step = current_step()
-    if step is not None and step.blocks[0].tails is not None:
+    if step is not None and step.heights is not None:
         return _exact_attention(step, query, key, value, attention_mask, scale, softcap, s_aux, position_bias), None
     if not isinstance(attention_mask, list):
         out = _attend(query, key, value, attention_mask, scale, softcap, s_aux, position_bias)
@@ -161,19 +161,32 @@ def _exact_attention(
     """As `tree_attention`, by lpr.model.exact; returns [B, T, Hq, Dv]."""
     if position_bias is not None:
         raise TypeError("exact attention takes no bias on scores")
+    assert step.heights is not None
+    group, height = query.shape[1] // key.shape[1], step.heights.attention
     if not isinstance(masks, list):
         tails = step.blocks[0].tails
         assert masks is not None and tails is not None
-        return exact.attend(query, key, value, masks, tails, scale, softcap, s_aux).transpose(1, 2).contiguous()
+        floor = _score_floor(step, masks, group, height)
+        out = exact.attend(query, key, value, floor, tails, height, scale, softcap, s_aux)
+        return out.transpose(1, 2).contiguous()
     if not step.cache_storages.issuperset(map(_address, (key, value))):
         raise TypeError("this attention needs padded inputs")
     packed = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
     for block, mask in zip(step.blocks, masks, strict=True):
         assert block.tails is not None and mask is not None
         parts = block.cached(key), block.cached(value)
-        out = exact.attend(block.entries(query), *parts, mask, block.tails, scale, softcap, s_aux)
+        floor = _score_floor(step, mask, group, height)
+        out = exact.attend(block.entries(query), *parts, floor, block.tails, height, scale, softcap, s_aux)
         block.entries(packed.transpose(1, 2)).copy_(out)
     return packed
+
+
+def _score_floor(step: StepInputs, mask: torch.Tensor, group: int, height: int) -> torch.Tensor:
+    """`exact.score_floor`, made once per mask and step, as all layers of a kind share it."""
+    known = step.folded_masks.get(id(mask))
+    if known is None:
+        known = step.folded_masks[id(mask)] = (mask, exact.score_floor(mask, group, height))
+    return known[1]
 
 
 def _address(tensor: torch.Tensor) -> int:

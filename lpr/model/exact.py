@@ -2,9 +2,9 @@
 
 Rounding depends on the order of additions. Where a token stands among others must not change that order, so:
 
-* Every matrix product has at least LEAST_HEIGHT rows. From there on a row of a product on a CPU has the same bits for
-  any number of rows, wherever it stands (MKL and oneDNN take other kernels for one to three rows in float32);
-  `changing_heights` asks the machine for it when a model is loaded.
+* A row of a matrix product with the model's weights has the same bits for any number of rows, wherever it stands, from
+  a height on that lpr.model.exact_check asks the machine for when a model is loaded: 4 for MKL in float32 with
+  one thread and 12 with two, 1 or 2 in half precision. No step has fewer rows, and no product of attention.
 * The softmax is written out over blocks of BLOCK *positions*, cut at multiples of BLOCK of the absolute position and
   added from the first block on. Blocks behind an entry, and padding, add exact zeros.
 * A score is one product of two vectors, so it does not matter in which cache row a key lies: scores of tree entries are
@@ -16,22 +16,15 @@ Attention is computed in float32 and rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 BLOCK = 64
 """Positions whose values are summed by one matrix product."""
-LEAST_HEIGHT = 4
-"""Rows of a matrix product, at least."""
-_HEIGHTS = (4, 5, 7, 8, 15, 16, 17, 31, 32, 33, 48, 64, 65, 100, 128, 255)
-_MOST_LOGITS = 65
-"""Heights of the output head that are asked about: no step has many more results."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +37,8 @@ class Tail:
     """[n, L] int64: the cache row, within the slot, of what stands at position `floor` + i on the entry's path."""
     held: torch.Tensor
     """[n, L] bool: is there anything, up to the entry itself?"""
+    num_shared: int
+    """Cache rows, a multiple of BLOCK, that hold all committed tokens and the chain."""
 
 
 def find_tail(parents: Sequence[int], num_cached: int) -> Tail | None:
@@ -73,84 +68,100 @@ def find_tail(parents: Sequence[int], num_cached: int) -> Tail | None:
             rows[entry, num_cached + depth - floor] = num_cached + entry
     last = num_cached + np.array(depths[chain:])[:, None] - floor
     held = np.arange(length) <= last
-    return Tail(floor, torch.from_numpy(rows[chain:] * held), torch.from_numpy(held))
+    num_shared = -(-(num_cached + chain) // BLOCK) * BLOCK
+    return Tail(floor, torch.from_numpy(rows[chain:] * held), torch.from_numpy(held), num_shared)
 
 
 def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: torch.Tensor,
+    floor: torch.Tensor,
     tails: Sequence[Tail | None],
+    height: int,
     scale: float,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of `query` [B, Hq, T, D] over `key`, `value` [B, Hk, KV, D(v)], [B, Hq, T, Dv] in `query`'s dtype.
 
-    `mask` [B, 1, T, KV] is 0 where an entry sees a cache row; `tails` has one element per sequence. T is at least
-    LEAST_HEIGHT; cache rows behind what is visible are finite.
+    `floor` is `score_floor`'s; `tails` has one element per sequence. Products have at least `height` rows, as
+    those of `floor` do. Cache rows behind what is visible are finite.
     """
-    rows = zip(query, key, value, mask, tails, strict=True)
-    return torch.stack([_attend_row(q, k, v, m[0] == 0, tail, scale, softcap, sinks) for q, k, v, m, tail in rows])
+    length, padded = query.shape[2], floor.shape[2]
+    if padded > length:
+        query = F.pad(query, (0, 0, padded - length, 0))
+    rows = zip(query, key, value, floor, tails, strict=True)
+    return torch.stack([_attend_row(*row, height, scale, softcap, sinks)[:, padded - length :] for row in rows])
+
+
+def score_floor(mask: torch.Tensor, group: int, height: int) -> torch.Tensor:
+    """[B, G, T, KV] float32, to be added to scores: `mask` [B, 1, T, KV], 0 where visible, as 0 and -inf.
+
+    In front come entries that nobody reads and that see everything, where G * T would be below `height`.
+    """
+    length = max(mask.shape[2], -(-height // group))
+    floor = torch.zeros(len(mask), group, length, mask.shape[3])
+    floor[:, :, length - mask.shape[2] :].masked_fill_(mask != 0, -torch.inf)
+    return floor
 
 
 def _attend_row(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    visible: torch.Tensor,
+    floor: torch.Tensor,
     tail: Tail | None,
+    height: int,
     scale: float,
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """One sequence: `query` [Hq, T, D], `key`, `value` [Hk, KV, D(v)], `visible` [T, KV] bool."""
+    """One sequence: `query` [Hq, T, D], `key`, `value` [Hk, KV, D(v)], `floor` [G, T, KV]."""
     num_heads, length, dim = query.shape
     num_kv_heads, num_kv = key.shape[:2]
     group = num_heads // num_kv_heads
-    asked = query.float().reshape(num_kv_heads, group * length, dim)
-    scores = (asked @ key.float().transpose(1, 2) * scale).view(num_kv_heads, group, length, num_kv)
+    asked = (query.float() * scale).reshape(num_kv_heads, group * length, dim)
+    scores = (asked @ key.float().transpose(1, 2)).view(num_kv_heads, group, length, num_kv)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~visible, -torch.inf)
-    apart = None
-    if tail is not None:
-        count = len(tail.rows)
-        apart = scores[:, :, -count:].gather(3, tail.rows.expand(num_kv_heads, group, -1, -1))
-        apart = apart.masked_fill(~tail.held, -torch.inf)
-        scores[:, :, -count:, tail.floor :] = -torch.inf
-    scores = F.pad(scores, (0, -num_kv % BLOCK), value=-torch.inf)
-    values = F.pad(value.float(), (0, 0, 0, -num_kv % BLOCK)).view(num_kv_heads, -1, BLOCK, value.shape[2])
+    scores += floor
     highest = scores.amax(-1, keepdim=True)
-    if apart is not None:
-        highest[:, :, -count:] = torch.maximum(highest[:, :, -count:], apart.amax(-1, keepdim=True))
     sink = None
     if sinks is not None:
         sink = sinks.float().view(num_kv_heads, group, 1, 1)
         highest = torch.maximum(highest, sink)
-    weights = torch.exp(scores - highest).unflatten(3, (-1, BLOCK))  # [Hk, G, T, blocks, BLOCK]
-    total = _sum_in_order(weights.sum(-1), 3)
-    products = weights.permute(0, 3, 1, 2, 4).flatten(2, 3) @ values  # [Hk, blocks, G * T, Dv]
+    weights = F.pad(scores.sub_(highest).exp_(), (0, -num_kv % BLOCK))
+    num_shared = weights.shape[3] if tail is None else tail.num_shared
+    apart = None
+    if tail is not None:
+        count = len(tail.rows)
+        apart = weights[:, :, -count:].gather(3, tail.rows.expand(num_kv_heads, group, -1, -1)) * tail.held
+        weights[:, :, -count:, tail.floor : num_shared] = 0
+    shared = weights[..., :num_shared].unflatten(3, (-1, BLOCK))  # [Hk, G, T, blocks, BLOCK]
+    values = value[:, :num_shared].float()
+    values = F.pad(values, (0, 0, 0, num_shared - values.shape[1])).view(num_kv_heads, -1, BLOCK, value.shape[2])
+    total = _sum_in_order(shared.sum(-1), 3)
+    products = shared.permute(0, 3, 1, 2, 4).flatten(2, 3) @ values  # [Hk, blocks, G * T, Dv]
     out = _sum_in_order(products, 1).view(num_kv_heads, group, length, -1)
     if apart is not None and tail is not None:
-        weights = torch.exp(apart - highest[:, :, -count:]).unflatten(3, (-1, BLOCK))
-        total[:, :, -count:] = _sum_in_order(weights.sum(-1), 3, total[:, :, -count:])
-        products = _tail_products(weights, value, tail.rows)
-        out[:, :, -count:] = _sum_in_order(products, 3, out[:, :, -count:])
+        apart = apart.unflatten(3, (-1, BLOCK))
+        total[:, :, -count:] = _sum_in_order(apart.sum(-1), 3, total[:, :, -count:])
+        out[:, :, -count:] = _sum_in_order(_tail_products(apart, value, tail.rows, height), 3, out[:, :, -count:])
     if sink is not None:
         total = total + torch.exp(sink - highest)[..., 0]
     return (out / total[..., None]).reshape(num_heads, length, -1).to(query.dtype)
 
 
-def _tail_products(weights: torch.Tensor, value: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def _tail_products(weights: torch.Tensor, value: torch.Tensor, rows: torch.Tensor, height: int) -> torch.Tensor:
     """[Hk, G, n, blocks, Dv]: of `weights` [Hk, G, n, blocks, BLOCK] with each entry's own values of `value`."""
     group = weights.shape[1]
-    gathered = value[:, rows.flatten()].float()
-    gathered = gathered.view(len(value), len(rows), -1, BLOCK, value.shape[2])  # [Hk, n, blocks, BLOCK, Dv]
+    by_row = value.transpose(0, 1).index_select(0, rows.flatten())  # [n * L, Hk, Dv]
+    by_head = by_row.view(len(rows), -1, BLOCK, *by_row.shape[1:]).permute(3, 0, 1, 2, 4)
+    gathered = by_head.to(torch.float32, memory_format=torch.contiguous_format)  # [Hk, n, blocks, BLOCK, Dv]
     stacked = weights.permute(0, 2, 3, 1, 4)  # [Hk, n, blocks, G, BLOCK]
-    if group < LEAST_HEIGHT:
-        stacked = F.pad(stacked, (0, 0, 0, LEAST_HEIGHT - group))
+    if group < height:
+        stacked = F.pad(stacked, (0, 0, 0, height - group))
     return (stacked @ gathered)[..., :group, :].permute(0, 3, 1, 2, 4)
 
 
@@ -161,46 +172,3 @@ def _sum_in_order(parts: torch.Tensor, dim: int, start: torch.Tensor | None = No
         total = part if total is None else total + part
     assert total is not None
     return total
-
-
-# What cannot be exact.
-
-
-def refusal(model: Any, device: torch.device, own_attention: bool) -> str | None:
-    """Why the logits of `model` depend on the shape of a step, as far as its class and config tell; None if not."""
-    config = model.config.get_text_config(decoder=True)
-    if device.type != "cpu":
-        return "on a GPU it is not built yet"
-    if own_attention:
-        return "its attention is its own code, which adds in the order of cache rows"
-    if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
-        return "its experts' matrix products are as high as a step has tokens for them"
-    if getattr(model, "hf_quantizer", None) is not None:
-        return "its quantised matrix products are not known to be the same for every height"
-    return None
-
-
-def changing_heights(model: nn.Module) -> str | None:
-    """The first kind of matrix product of `model` whose rows change with its height on this machine; None if none."""
-    generator = torch.Generator().manual_seed(0)
-    for name, weight, most in _products(model):
-        rows = torch.randn(most, weight.shape[1], generator=generator).to(weight.dtype)
-        whole = F.linear(rows, weight)
-        for height in (each for each in _HEIGHTS if each <= most):
-            first = (most - height) // 2
-            if not torch.equal(F.linear(rows[first : first + height], weight), whole[first : first + height]):
-                return f"{name} {tuple(weight.shape)} in {str(weight.dtype)[6:]} with {height} rows"
-    return None
-
-
-def _products(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, int]]:
-    """One weight [out, in] of every shape and type that `model` multiplies by, and the largest height of interest."""
-    known = set()
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    for name, module in model.named_modules():
-        weight = getattr(module, "weight", None)
-        if not isinstance(module, nn.Linear) or not isinstance(weight, torch.Tensor):
-            continue
-        if (kind := (tuple(weight.shape), weight.dtype)) not in known:
-            known.add(kind)
-            yield name, weight.detach(), _MOST_LOGITS if module is head else max(_HEIGHTS)

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import lcm
 from typing import Any
 
 import numpy as np
 import torch
 
 from lpr.core.rows import WORD_BITS
-from lpr.model.exact import LEAST_HEIGHT, Tail, find_tail
+from lpr.model.exact import BLOCK, Tail, find_tail
+from lpr.model.exact_check import Heights
 from lpr.model.kernels.mask import TreeMask, build_mask
 from lpr.model.transfer import to_device
 from lpr.native import ancestor_words
@@ -142,6 +144,8 @@ class StepInputs:
     """Per row as given, how many of its last entries' logits are wanted."""
     logits_to_keep: int | torch.Tensor
     """What the model is told of them: a number of last entries of every row, or indices int64 among N."""
+    heights: Heights | None = None
+    """Rows of matrix products, at least, for exact attention."""
     folded_masks: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     cache_storages: set[int] = field(default_factory=set)
     """Addresses of the K/V that the cache handed out, by which packed attention knows that it got them unchanged."""
@@ -174,22 +178,25 @@ def build_inputs(
     kv_bucket: int = 1,
     packed: bool = False,
     tree_bits: bool = False,
-    exact: bool = False,
+    heights: Heights | None = None,
 ) -> StepInputs:
     """Lay `rows` out as the tensors of one forward: in one block (neighbouring slots, in order), or packed.
 
     T is padded to a multiple of `node_bucket` and KV to one of `kv_bucket`, so that steps repeat a few shapes.
     Entry i of a row is written to cache row `num_cached + i` of its slot. `tree_bits` asks for a `tree_mask` in place
-    of a dense `visible`; `exact` for what lpr.model.exact needs: no product of few rows, and where trees branch.
+    of a dense `visible`; `heights` for what lpr.model.exact needs: no product of fewer rows, KV in whole blocks, and
+    where trees branch.
     """
+    if heights is not None:
+        node_bucket, kv_bucket = lcm(node_bucket, heights.multiple), lcm(kv_bucket, BLOCK)
+    fewest = _fewest_entries(rows, heights)
     groups = [[row] for row in rows] if packed and not _same_shape(rows, node_bucket, kv_bucket) else [list(rows)]
     parts, blocks, start = [], [], 0
     for group in groups:
-        num_entries = round_up(max(row.num_entries for row in group), node_bucket)
-        num_entries = max(num_entries, LEAST_HEIGHT if exact else 1)
+        num_entries = round_up(max(fewest, *(row.num_entries for row in group)), node_bucket)
         num_kv = min(round_up(max(row.num_cached + row.num_entries for row in group), kv_bucket), rows_per_slot)
-        is_run = len(group) == 1 and num_entries == group[0].num_entries and not exact
-        is_open = is_run and num_entries == 1 and not tree_bits
+        is_run = len(group) == 1 and num_entries == group[0].num_entries
+        is_open = is_run and num_entries == 1 and not tree_bits and heights is None
         if is_open:  # a plain step: nothing is hidden, and attention without a mask is a tenth of it faster
             num_kv = group[0].num_cached + 1
         arrays = (
@@ -206,7 +213,7 @@ def build_inputs(
         if tree_bits:
             parents, cached = [row.parents for row in group], [row.num_cached for row in group]
             block.tree_mask = build_mask(parents, cached, entries[1], device)
-        if exact:
+        if heights is not None:
             block.tails = [find_tail(row.parents.tolist(), row.num_cached) for row in group]
         parts.append(entries)
         blocks.append(block)
@@ -222,19 +229,30 @@ def build_inputs(
         blocks=blocks,
         length=max(row.num_cached for row in rows),
         num_results=[row.num_results for row in rows],
-        logits_to_keep=_logits_to_keep(rows, blocks, device, LEAST_HEIGHT if exact else 1),
+        logits_to_keep=_logits_to_keep(rows, blocks, device, heights),
+        heights=heights,
     )
 
 
+def _fewest_entries(rows: Sequence[Row], heights: Heights | None) -> int:
+    """Entries of a block at least: exact products and, with them, enough to keep `_num_kept` logits."""
+    return 1 if heights is None else max(heights.model, _num_kept(max(row.num_results for row in rows), heights))
+
+
+def _num_kept(num_results: int, heights: Heights | None) -> int:
+    """Rows of logits to compute for `num_results` wanted ones."""
+    return num_results if heights is None else round_up(max(num_results, heights.model), heights.head_multiple)
+
+
 def _logits_to_keep(
-    rows: Sequence[Row], blocks: Sequence[Block], device: torch.device, fewest: int
+    rows: Sequence[Row], blocks: Sequence[Block], device: torch.device, heights: Heights | None
 ) -> int | torch.Tensor:
     """The wanted entries, the last ones of each row; before them some that nobody reads, if they are too few."""
     if len(blocks) == 1:
-        return max(fewest, *(row.num_results for row in rows))
+        return _num_kept(max(1, *(row.num_results for row in rows)), heights)
     ends = [block.start + block.positions.shape[1] for block in blocks]
     wanted = [entry for row, end in zip(rows, ends, strict=True) for entry in range(end - row.num_results, end)]
-    return to_device(np.array([0] * (fewest - len(wanted)) + wanted), device)
+    return to_device(np.array([0] * (_num_kept(len(wanted), heights) - len(wanted)) + wanted), device)
 
 
 def _same_shape(rows: Sequence[Row], node_bucket: int, kv_bucket: int) -> bool:

@@ -14,11 +14,10 @@ import torch
 from transformers import PreTrainedModel
 
 from lpr.config import InputError
+from lpr.model import exact_check
 from lpr.model.attention import TREE_ATTENTION, TREE_MASK_ONLY, step_scope
 from lpr.model.cache import TreeCache
 from lpr.model.compiled import CompiledForward
-from lpr.model.exact import changing_heights
-from lpr.model.exact import refusal as exact_refusal
 from lpr.model.families import adapt
 from lpr.model.graphs import Capturer, CudaCapturer, GraphRunner, is_capturing, uncapturable
 from lpr.model.inputs import Row, StepInputs, build_inputs, round_up
@@ -78,6 +77,8 @@ class TreeModel:
         self.attention_is_open = attention == "auto"
         """May `self_check` fall back to "sdpa"?"""
         self.exact = exact
+        self.heights: exact_check.Heights | None = None
+        """Rows of the products of a step in exact mode, at least; `why_not_exact` finds how few are enough."""
         self.set_attention(self._choose_attention() if attention == "auto" else attention)
         self.graphs: GraphRunner | None = None
         self.capturer: Capturer | None = None
@@ -91,9 +92,12 @@ class TreeModel:
         """Why logits depend on the shape of a step, as far as that is known without a forward; None if not."""
         if self.attention in KERNELS:
             return f"attention={self.attention!r} adds in the order of cache rows; use 'sdpa'"
-        reason = exact_refusal(self.model, self.device, not self.model._can_set_attn_implementation())
-        if reason is None and (product := changing_heights(self.model)) is not None:
-            reason = f"on this machine the matrix product {product} rounds otherwise than with more"
+        reason = exact_check.refusal(self.model, self.device, not self.model._can_set_attn_implementation())
+        if reason is None:
+            found = exact_check.find_heights(self.model)
+            if isinstance(found, str):
+                return f"on this machine the matrix product {found} rounds otherwise than with more"
+            self.heights = found
         return reason
 
     def _choose_attention(self) -> str:
@@ -261,8 +265,13 @@ class TreeModel:
     ) -> StepInputs:
         """The tensors of one forward over `rows`, with the kind of mask that the chosen attention reads."""
         bits = self.attention in KERNELS
+        if self.heights is not None and self.heights.num_threads != torch.get_num_threads():
+            raise RuntimeError(
+                f"exact mode was checked with {self.heights.num_threads} threads and torch has "
+                f"{torch.get_num_threads()} now: set them before the model is loaded"
+            )
         return build_inputs(
-            rows, rows_per_slot, self.device, node_bucket, kv_bucket, packed and not bits, bits, self.exact
+            rows, rows_per_slot, self.device, node_bucket, kv_bucket, packed and not bits, bits, self.heights
         )
 
 

@@ -1,0 +1,303 @@
+"""Are the bits the same? Ids and logits of every way to decode against plain decoding, with exact mode and without.
+
+    python -m benchmarks.exactness MODEL --dtypes bfloat16 float32 --output benchmarks/results/exactness.json
+
+Prompts are taken in groups of four. After each group the result is written to `--output`, and a run that finds its own
+file there goes on behind the last group, so hours of it can be had in pieces. Compared are the ids, and a digest of the
+logits from which each token was chosen: of every evaluated node on the path of the text, on every rank. Ranks are
+threads of this process. The cost is of runs that take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from rich.console import Console
+
+from benchmarks.common import circumstances, make_parser, run_main, whole, write_json
+from lpr import DecodeConfig, Engine, EngineOptions, InputError, SamplingParams, bundled_model
+from lpr.dist.comm import Comm
+from lpr.engine.request import Request
+from lpr.model.cache import TreeCache
+from lpr.model.inputs import Row, StepInputs
+from lpr.model.loader import load
+from lpr.model.selection import Selection
+from tests.prompts import PROMPTS
+from tests.worlds import ThreadComm, ThreadWorld, run_ranks
+
+GROUP = 4
+"""Prompts that are decoded by every shape before the next ones are."""
+TEMPERATURES = (0.0, 0.8)
+"""Of the prompts in turn."""
+WINDOW = DecodeConfig(window_size=5, trie_nodes=0, max_batch_size=1)
+TRIE = DecodeConfig(window_size=0, trie_nodes=24, max_batch_size=1)
+BOTH = DecodeConfig(window_size=4, trie_nodes=16, max_batch_size=1)
+BATCH = DecodeConfig(window_size=4, trie_nodes=16, max_batch_size=4, prefill_chunk=32)
+PLAIN = DecodeConfig.autoregressive(max_batch_size=1)
+Ids = list[list[int]]
+
+
+@dataclass
+class Shape:
+    """A way to decode the prompts of a group."""
+
+    decode: DecodeConfig
+    num_ranks: int = 1
+    delivered: bool = False
+    """Is the first half of each output given, as to a request that is taken up again?"""
+    again: bool = False
+    """Are the prompts submitted once more to an engine that has just decoded them, which finds their K/V?"""
+
+
+SHAPES = {
+    "window": Shape(WINDOW),
+    "trie": Shape(TRIE),
+    "both": Shape(BOTH),
+    "both, batch of 4, fills of 32": Shape(BATCH),
+    "the same again, prefixes found": Shape(BATCH, again=True),
+    "taken up again in the middle": Shape(BATCH, delivered=True),
+    "both, batch of 4, 2 ranks": Shape(BATCH, num_ranks=2),
+    "both, batch of 4, 4 ranks": Shape(BATCH, num_ranks=4),
+}
+USUAL = ("window", "trie", "both")
+"""Shapes that are tried without exact mode too."""
+
+
+@dataclass
+class Watch:
+    """Digests of the logits that an engine's tokens are chosen from, by (request, position of the token)."""
+
+    texts: Sequence[Sequence[int]] | None = None
+    """Prompt and output of each request, where known: only nodes on the path of it count."""
+    digests: dict[tuple[int, int], set[bytes]] = field(default_factory=dict)
+    prompts: dict[tuple[int, ...], int] = field(default_factory=dict)
+
+    def attach(self, engine: Engine, prompts: Ids) -> None:
+        """Look at every step of `engine`, which decodes `prompts`."""
+        self.prompts = {tuple(prompt): index for index, prompt in enumerate(prompts)}
+        model = engine.model
+        rows_of_step: list[Row] = []
+        evaluate, logits_of = type(model).evaluate, type(model).logits
+
+        def evaluated(rows: Sequence[Row], selection: Selection, num_candidates: int) -> torch.Tensor:
+            rows_of_step[:] = rows
+            return evaluate(model, rows, selection, num_candidates)
+
+        def logits(inputs: StepInputs, cache: TreeCache) -> torch.Tensor:
+            found = logits_of(model, inputs, cache)
+            if rows_of_step:
+                self.look({each.slot: each for each in engine.scheduler.running}, rows_of_step, found)
+                rows_of_step.clear()
+            return found
+
+        model.evaluate, model.logits = evaluated, logits  # type: ignore[method-assign]
+
+    def look(self, running: dict[int, Request], rows: Sequence[Row], logits: torch.Tensor) -> None:
+        """Take the digests of the results of `rows`, whose logits [n, V] follow one another."""
+        start = 0
+        for row in rows:
+            first = row.num_entries - row.num_results
+            if row.num_results:
+                request = running[row.slot]
+                index = self.prompts[tuple(request.tokens[: request.num_prompt])]
+                for entry in self.on_path(row, index):
+                    if entry >= first:
+                        values = logits[start + entry - first].contiguous().view(torch.uint8).numpy()
+                        key = index, int(row.positions[entry]) + 1
+                        self.digests.setdefault(key, set()).add(
+                            hashlib.blake2b(values.tobytes(), digest_size=16).digest()
+                        )
+            start += row.num_results
+
+    def on_path(self, row: Row, index: int) -> list[int]:
+        """The entries of `row` that are tokens of the text, where it is known."""
+        if self.texts is None:
+            return list(range(row.num_entries))
+        text, found = self.texts[index], {-1}
+        for entry, (token, parent, position) in enumerate(row.entries.T.tolist()):
+            if parent in found and position < len(text) and token == text[position]:
+                found.add(entry)
+        return sorted(found - {-1})
+
+
+def decode(engine: Engine, shape: Shape, prompts: Ids, params: Sequence[SamplingParams], outputs: Ids) -> Any:
+    """The requests of a group, decoded by `engine` as it is configured."""
+    requests = []
+    for prompt, each, output in zip(prompts, params, outputs, strict=True):
+        delivered = output[: len(output) // 2] if shape.delivered else []
+        requests.append(engine.submit(prompt, each, delivered=delivered))
+    while any(request.finish_reason is None for request in requests):
+        engine.step()
+    if shape.again and not any(request.num_cached_tokens for request in requests):
+        raise RuntimeError("no prompt's K/V was found again")
+    return requests
+
+
+@dataclass
+class Group:
+    """A few prompts and what plain decoding makes of them."""
+
+    model: Any
+    prompts: Ids
+    params: Sequence[SamplingParams]
+    exact: bool
+    outputs: Ids = field(default_factory=list)
+    digests: dict[tuple[int, int], set[bytes]] = field(default_factory=dict)
+
+    def run(self, engine: Engine, names: Sequence[str]) -> dict[str, Any]:
+        """What each of the shapes `names` gives, compared with plain decoding."""
+        engine.configure(PLAIN)
+        plain = Watch()
+        plain.attach(engine, self.prompts)
+        requests = decode(engine, Shape(PLAIN), self.prompts, self.params, [[] for _ in self.prompts])
+        self.outputs, self.digests = [list(request.token_ids) for request in requests], plain.digests
+        return {name: self.compare(engine, SHAPES[name]) for name in names}
+
+    def compare(self, engine: Engine, shape: Shape) -> dict[str, Any]:
+        """How many ids and logits of one shape differ."""
+        began = time.perf_counter()
+        if shape.num_ranks == 1:
+            if not shape.again:
+                engine.configure(shape.decode)
+            found = [self.watched(engine, shape)]
+        else:
+            found = run_ranks(ThreadWorld(shape.num_ranks, timeout=600.0), self.rank_of(shape), timeout=7200.0)
+        outputs, num_steps = found[0][0], found[0][2]
+        digests: dict[tuple[int, int], set[bytes]] = {}
+        for ids, mine, _ in found:
+            if ids != outputs:
+                raise RuntimeError("ranks differ")
+            for key, each in mine.items():
+                digests.setdefault(key, set()).update(each)
+        chosen = self.chosen(shape) if self.exact else set(digests)
+        return {
+            "prompts": len(self.prompts),
+            "tokens": sum(map(len, outputs)),
+            "steps": num_steps,
+            "outputs_that_differ": sum(mine != theirs for mine, theirs in zip(outputs, self.outputs, strict=True)),
+            "logits_compared": len(chosen),
+            "logits_that_differ": sum(digests.get(key) != self.digests.get(key) for key in chosen),
+            "seconds": round(time.perf_counter() - began, 1),
+        }
+
+    def chosen(self, shape: Shape) -> set[tuple[int, int]]:
+        """(request, position) of every token that the shape chooses itself."""
+        keys = set()
+        for index, (prompt, output) in enumerate(zip(self.prompts, self.outputs, strict=True)):
+            first = len(output) // 2 if shape.delivered else 0
+            keys |= {(index, len(prompt) + at) for at in range(first, len(output))}
+        return keys
+
+    def watched(self, engine: Engine, shape: Shape) -> tuple[Ids, dict[tuple[int, int], set[bytes]], int]:
+        """Outputs, digests and steps on one rank."""
+        texts = [[*prompt, *output] for prompt, output in zip(self.prompts, self.outputs, strict=True)]
+        watch = Watch(texts)
+        watch.attach(engine, self.prompts)
+        requests = decode(engine, shape, self.prompts, self.params, self.outputs)
+        steps = sum(request.completion().stats.num_steps for request in requests)
+        return [list(request.token_ids) for request in requests], watch.digests, steps
+
+    def rank_of(self, shape: Shape) -> Callable[[ThreadComm], Any]:
+        """The program of a rank."""
+
+        def program(comm: ThreadComm) -> Any:
+            as_comm = cast("Comm", comm)
+            engine = Engine.from_model(self.model, decode=shape.decode, comm=as_comm, exact=self.exact)
+            return self.watched(engine, shape)
+
+        return program
+
+
+def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """All groups of all types, then the cost; written after each group."""
+    settings = {"model": Path(options.model).name, "tokens": options.tokens, "threads": torch.get_num_threads()}
+    result: dict[str, Any] = {"benchmark": "exactness", **settings, "runs": [], "cost": []}
+    path = Path(options.output) if options.output else None
+    if path is not None and path.exists():
+        result = json.loads(path.read_text())
+        if any(result.get(name) != value for name, value in settings.items()):
+            raise InputError(f"{path} is of another model, number of tokens or threads; give another --output")
+    for dtype in options.dtypes:
+        if all(run["dtype"] != dtype for run in result["runs"]):
+            result["runs"].append({"dtype": dtype, "prompts": 0, "exact": {}, "as usual": {}})
+    for first in range(0, options.prompts, GROUP):
+        for run in result["runs"]:
+            if run["prompts"] == first and run["dtype"] in options.dtypes:
+                add_group(run, options, first)
+                console.print(f"{run['dtype']}: {run['prompts']} prompts")
+                if path is not None:
+                    write_json(path, {**result, **circumstances()})
+    known = [each["dtype"] for each in result["cost"]]
+    for dtype in options.dtypes:
+        if options.rounds and dtype not in known:
+            result["cost"].append(cost(options, dtype))
+    return result
+
+
+def add_group(run: dict[str, Any], options: argparse.Namespace, first: int) -> None:
+    """Decode the prompts from `first` on and add what was counted to `run`."""
+    texts = [*PROMPTS, *(one + other for one, other in pairwise(PROMPTS))]
+    count = min(GROUP, options.prompts - first)
+    for exact in (True, False):
+        loaded = load(options.model, run["dtype"], "cpu")
+        engine = Engine(loaded, PLAIN, EngineOptions(exact=exact))
+        prompts = [engine.encode(text) for text in texts[first : first + count]]
+        params = [
+            SamplingParams(
+                max_new_tokens=options.tokens, temperature=TEMPERATURES[seed % 2], seed=seed, ignore_eos=True
+            )
+            for seed in range(first, first + count)
+        ]
+        found = Group(loaded.model, prompts, params, exact).run(engine, tuple(SHAPES) if exact else USUAL)
+        sums = run["exact" if exact else "as usual"]
+        for name, counts in found.items():
+            before = sums.get(name, {})
+            sums[name] = {key: round(before.get(key, 0) + value, 1) for key, value in counts.items()}
+    run["prompts"] += count
+
+
+def cost(options: argparse.Namespace, dtype: str) -> dict[str, Any]:
+    """Seconds of a step with exact mode over those without, plain and with drafts, of runs that take turns."""
+    engines = {
+        exact: Engine(load(options.model, dtype, "cpu"), PLAIN, EngineOptions(exact=exact)) for exact in (True, False)
+    }
+    found: dict[str, Any] = {"dtype": dtype, "rounds": options.rounds}
+    for name, config in {"plain": PLAIN, "both": BOTH}.items():
+        ratios = []
+        for engine in engines.values():
+            engine.configure(config)
+        prompts = [engines[True].encode(text) for text in PROMPTS[:2]]
+        for _ in range(options.rounds):
+            seconds = {}
+            for exact, engine in engines.items():
+                began = time.perf_counter()
+                done = engine.generate(prompts, SamplingParams(max_new_tokens=min(48, options.tokens), ignore_eos=True))
+                seconds[exact] = (time.perf_counter() - began) / sum(each.stats.num_steps for each in done)
+            ratios.append(seconds[True] / seconds[False])
+        found[name] = {"median": round(statistics.median(ratios), 3), "ratios": [round(each, 3) for each in ratios]}
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run as a program; returns the exit code."""
+    parser = make_parser("exactness", "Are ids and logits those of plain decoding, bit for bit?", threads=1)
+    parser.add_argument("model", nargs="?", default=str(bundled_model()), help="folder or hub id (the bundled model)")
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], metavar="TYPE")
+    parser.add_argument("--prompts", type=whole, default=40, metavar="N", help="at most 47 (default 40)")
+    parser.add_argument("--tokens", type=whole, default=200, metavar="N", help="tokens per prompt (default 200)")
+    parser.add_argument("--rounds", type=whole, default=5, metavar="N", help="pairs of runs for the cost (default 5)")
+    return run_main(parser, measure, arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,158 @@
+"""What exact mode asks a model and a machine for: whose sums depend on the shape of a step, and up to which height."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from lpr.model.parallel import local
+
+MOST_FILLED = 16
+"""Rows to which a step may be padded, so that its products round as those of more rows do."""
+_UNKNOWN_HEIGHT = 4
+"""Rows of a step of a model whose weights are multiplied by code that is not known here."""
+_HEIGHTS = (*range(1, 18), 24, 32, 33, 64, 65, 128, 255, 512)
+_MOST_ROWS = 513
+_MOST_LOGITS = 66
+"""Rows of the output head that are asked about: no step has many more results."""
+_VECTOR = 64
+"""Values that an elementwise operator of PyTorch takes at once on a CPU, at most: two vectors of AVX-512 in half
+precision."""
+
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def refusal(model: Any, device: torch.device, own_attention: bool) -> str | None:
+    """Why the logits of `model` depend on the shape of a step, as far as its class and config tell; None if not."""
+    config = model.config.get_text_config(decoder=True)
+    if device.type != "cpu":
+        return "on a GPU it is not built yet"
+    if own_attention:
+        return "its attention is its own code, which adds in the order of cache rows"
+    if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+        return "its experts' matrix products are as high as a step has tokens for them"
+    if getattr(model, "hf_quantizer", None) is not None:
+        return "its quantised matrix products are not known to be the same for every height"
+    return None
+
+
+@dataclass(frozen=True)
+class Heights:
+    """From how many rows on a row of a matrix product has the same bits for any number of rows, on this machine."""
+
+    model: int
+    """Products with the model's weights."""
+    attention: int
+    """The float32 products of lpr.model.exact."""
+    num_threads: int
+    """Threads of torch for which this holds."""
+    multiple: int = 1
+    """Rows of a step are a multiple of this; see `_multiple`."""
+    head_multiple: int = 1
+    """Rows of logits are a multiple of this."""
+
+
+def find_heights(model: nn.Module) -> Heights | str:
+    """Try a product of each shape with as many threads as torch has now.
+
+    Returns, in place of heights, the first product that changes still at more than MOST_FILLED rows: padding does not
+    mend that.
+    """
+    attention = 1
+    for size in ((64, 64), (128, 64), (64, 128)):
+        attention = max(attention, _least(_batched, *size, _MOST_LOGITS, torch.float32))
+    if attention > MOST_FILLED:
+        return f"of attention in float32 with {attention - 1} rows"
+    least, dtype = 1 if _all_known(model) else _UNKNOWN_HEIGHT, next(model.parameters()).dtype
+    for name, size, multiply, most in _products(model):
+        least = max(least, _least(multiply, *size, most, dtype))
+        if least > MOST_FILLED:
+            return f"{name} {size} in {str(dtype)[6:]} with {least - 1} rows"
+    widths = [width for _, size, _, most in _products(model) if most == _MOST_ROWS for width in size]
+    multiple = max(map(_multiple, widths), default=1)
+    config: Any = getattr(model, "config", None)
+    capped = config is not None and getattr(config.get_text_config(), "final_logit_softcapping", None)
+    head = _multiple(config.get_text_config().vocab_size) if capped else 1
+    return Heights(least, attention, torch.get_num_threads(), multiple, head)
+
+
+def _multiple(width: int) -> int:
+    """Rows of `width` values that fill whole vectors: what is left over, PyTorch computes with another exp or tanh."""
+    return _VECTOR // gcd(_VECTOR, width)
+
+
+def _least(multiply: Product, num_in: int, num_out: int, most: int, dtype: torch.dtype) -> int:
+    """The least height from which on `multiply` gives a row the same bits as with `most` rows."""
+    rows, weight, bias = cancelling(num_in, num_out, most, dtype)
+    whole = multiply(rows, weight, bias)
+    for height in reversed([each for each in _HEIGHTS if each < most]):
+        first = (most - height) // 2
+        if not torch.equal(multiply(rows[first : first + height], weight, bias), whole[first : first + height]):
+            return height + 1
+    return 1
+
+
+def cancelling(
+    num_in: int, num_out: int, num_rows: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows [n, in], a weight [out, in] and a bias [out] whose product is zero but for the errors of its additions.
+
+    Half precision rounds an error of a sum away; here nothing else is left, so another order of additions shows.
+    """
+    generator = torch.Generator().manual_seed(0)
+    half = num_in // 2
+    rows, weight = torch.zeros(num_rows, num_in), torch.zeros(num_out, num_in)
+    order = torch.randperm(num_in, generator=generator)
+    first, second = order[:half], order[half : 2 * half]
+    rows[:, first] = torch.randn(num_rows, half, generator=generator).to(dtype).float()
+    rows[:, second] = -rows[:, first]
+    weight[:, first] = torch.randn(num_out, half, generator=generator)
+    weight[:, second] = weight[:, first]
+    return rows.to(dtype), weight.to(dtype), torch.zeros(num_out, dtype=dtype)
+
+
+def _products(model: nn.Module) -> Iterator[tuple[str, tuple[int, int], Product, int]]:
+    """A matrix product of every shape that `model` computes with its weights: name, (in, out), itself, most rows."""
+    known = set()
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear | Conv1D):
+            continue
+        shape = tuple(local(module.weight.detach()).shape)
+        size = shape if isinstance(module, Conv1D) else shape[::-1]
+        multiply = _conv1d if isinstance(module, Conv1D) else _linear if module.bias is not None else _linear_alone
+        if (multiply, size) not in known:
+            known.add((multiply, size))
+            yield name, (size[0], size[1]), multiply, _MOST_LOGITS if module is head else _MOST_ROWS
+
+
+def _batched(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return (rows[None] @ weight.T[None])[0]
+
+
+def _conv1d(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return torch.addmm(bias, rows, weight.T.contiguous())
+
+
+def _linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return F.linear(rows[None], weight, bias)[0]
+
+
+def _linear_alone(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return F.linear(rows[None], weight)[0]
+
+
+def _all_known(model: nn.Module) -> bool:
+    """Does `model` multiply by the weights of these modules only?"""
+    return all(
+        isinstance(module, nn.Linear | Conv1D | nn.Embedding)
+        for module in model.modules()
+        if any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
+    )
