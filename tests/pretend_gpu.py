@@ -390,7 +390,9 @@ def gpu(guard: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
         "set_stream": lambda _: setattr(_local, "stream", "default"),
         "synchronize": lambda *_: current_gpu().note("wait", "synchronize"),
         "device": lambda _: contextlib.nullcontext(), "graph_pool_handle": lambda: (0, 1), "CUDAGraph": Graph,
-        "graph": _Capture, "Event": lambda *_: types.SimpleNamespace(record=nothing, synchronize=nothing),
+        "graph": _Capture,
+        "is_current_stream_capturing": lambda: current_gpu().capturing is not None,
+        "Event": lambda *_: types.SimpleNamespace(record=nothing, synchronize=nothing),
     }  # fmt: skip
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, answer)
