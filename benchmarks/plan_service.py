@@ -7,7 +7,8 @@ A service is started with the bundled model and asked in rounds, each of which h
     calibration   one client, and as many as there are slots. From them come tokens per step and nodes at both batch
                   sizes, the time of a prompt's token and of a request outside the engine (from one client's times to
                   the first token, against the prompt's length), and from the service itself, when it ends, its table
-                  of step times.
+                  of step times. What both calibrations of a round took over what that table says is the machine's
+                  pace in that round, at the two batch sizes and in between.
     check         other numbers of clients and Poisson arrivals, with the same prompts, as tokens per step differ much
                   between them: each is simulated by lpr.planner.service with the same arrivals and lengths, and
                   compared.
@@ -30,7 +31,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,37 @@ class Asking:
         return asyncio.run(one_round(kind, size, self.url, prompts, argparse.Namespace(**asked)))
 
 
+@dataclass(frozen=True)
+class Pace:
+    """How much longer steps took in a round than the table says."""
+
+    batch: int
+    alone: float
+    """With one request."""
+    full: float
+    """With `batch`; in between by the logarithm."""
+
+    def factor(self, count: int) -> float:
+        """That of a step of `count` requests."""
+        part = math.log(max(1, count)) / math.log(self.batch) if self.batch > 1 else 0.0
+        return float(self.alone ** (1 - part) * self.full**part)
+
+
+@dataclass(frozen=True)
+class Paced:
+    """The planner's policy on a machine that is faster or slower than its table."""
+
+    costs: StepCosts
+    pace: Pace
+
+    def step(
+        self, decoding: Sequence[SimRequest], filling: Sequence[tuple[SimRequest, Sequence[int]]]
+    ) -> tuple[float, Sequence[int]]:
+        """As lpr.planner.service.mesh.Policy says."""
+        seconds, emitted = self.costs.step(decoding, filling)
+        return seconds * self.pace.factor(len(decoding)), emitted
+
+
 class Simulator:
     """The mesh as calibrated, and what it makes of a load."""
 
@@ -232,8 +264,9 @@ class Simulator:
         self._points = measured_points(calibration.speeds(temperature), options.batch)
         self._spread = calibration.pace_spread
         base, self._prompt_ms = prompt_times
-        first = self._points[temperature, 1]
+        first = self._points[temperature, 1, 1]
         self._request_ms = max(0.0, base - times.time(first.nodes))
+        self._paces = [self._pace(number, calibration) for number in range(options.rounds)]
 
     def compare(self, kind: str, size: float, rounds: Sequence[Round]) -> dict[str, Any]:
         """A load's measured rounds beside the simulation of the same arrivals and lengths."""
@@ -243,7 +276,7 @@ class Simulator:
             "end_to_end_ms_p50": 1e3 * statistics.median([each.seconds for each in answers]),
             "tokens_per_second": sum(each.num_tokens for each in answers) / sum(each.seconds for each in rounds),
         }
-        runs = [self._run(kind, size, each, f"{number} {seed}")
+        runs = [self._run(kind, size, each, f"{number} {seed}", self._paces[number])
                 for seed in range(SEEDS) for number, each in enumerate(rounds)]  # fmt: skip
         requests, outside = [request for run in runs for request in run], self._request_ms
         seconds = sum(max(each.ended for each in run) for run in runs)
@@ -264,7 +297,21 @@ class Simulator:
             "simulated_over_measured": {name: round(simulated[name] / measured[name], 3) for name in measured},
         }
 
-    def _run(self, kind: str, size: float, measured: Round, seed: str) -> list[SimRequest]:
+    def _pace(self, number: int, calibration: Calibration) -> Pace:
+        """How fast the machine was in one round: what its two calibrations took over what the table says."""
+        pace = Pace(self._options.batch, 1.0, 1.0)
+        few, many = (calibration.rounds[clients][number] for clients in (1, self._options.batch))
+        alone = few.seconds - 1e-3 * self._request_ms * len(few.answers)
+        factor = alone / self._seconds("closed", 1, few, pace)
+        pace = Pace(self._options.batch, factor, factor)
+        return replace(pace, full=factor * many.seconds / self._seconds("closed", self._options.batch, many, pace))
+
+    def _seconds(self, kind: str, size: float, measured: Round, pace: Pace) -> float:
+        """What a load takes, on average."""
+        runs = [self._run(kind, size, measured, f"pace {seed}", pace) for seed in range(SEEDS)]
+        return statistics.mean(max(each.ended for each in run) for run in runs)
+
+    def _run(self, kind: str, size: float, measured: Round, seed: str, pace: Pace) -> list[SimRequest]:
         """The requests of one round, simulated once."""
         dice, asked = random.Random(f"{seed} paces"), iter(measured.answers)
         spread = self._spread
@@ -278,8 +325,8 @@ class Simulator:
 
         demand = Demand(rate=size) if kind == "poisson" else Demand(clients=int(size))
         arrivals = make_arrivals(demand, len(measured.answers), make, 0)  # one_round's own seed
-        policy = StepCosts(self._times, self._points, random.Random(f"{seed} steps"), self._prompt_ms)
-        return simulate_mesh(arrivals, policy, Slots(num_slots=self._options.batch, retains=False))
+        costs = StepCosts(self._times, self._points, random.Random(f"{seed} steps"), self._prompt_ms)
+        return simulate_mesh(arrivals, Paced(costs, pace), Slots(num_slots=self._options.batch, retains=False))
 
 
 def kept_times(cache: Path) -> StepTimes:

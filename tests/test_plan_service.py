@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.plan_service import Calibration, Simulator, fit_prompts
+from benchmarks.plan_service import Calibration, Pace, Simulator, fit_prompts
 from benchmarks.serve import Answer, Round
 from lpr.cli.plan import main
 from lpr.config import InputError
@@ -36,9 +36,9 @@ class Constant:
         self.steps: list[tuple[int, list[int]]] = []
 
     def step(
-        self, decoding: Sequence[SimRequest], filling: Sequence[tuple[SimRequest, int]]
+        self, decoding: Sequence[SimRequest], filling: Sequence[tuple[SimRequest, Sequence[int]]]
     ) -> tuple[float, Sequence[int]]:
-        self.steps.append((len(decoding), [count for _, count in filling]))
+        self.steps.append((len(decoding), [sum(counts) for _, counts in filling]))
         return 1.0, [self.tokens] * len(decoding)
 
 
@@ -82,6 +82,25 @@ def test_prefixes_are_reused() -> None:
     assert len(policy.steps) == 5 + 1, "the second computes no more than a tree's worth"
 
 
+def test_two_ranks_share_one_request_or_have_one_each() -> None:
+    """The scheduler's own choice of home ranks decides what a step costs."""
+    homes = []
+
+    class Watching(StepCosts):
+        def step(
+            self, decoding: Sequence[SimRequest], filling: Sequence[tuple[SimRequest, Sequence[int]]]
+        ) -> tuple[float, Sequence[int]]:
+            seconds, emitted = super().step(decoding, filling)
+            homes.append((sorted(tuple(each.homes) for each in decoding), round(1e3 * seconds, 6)))
+            return seconds, [1] * len(emitted)
+
+    points = {(0.0, 1, 1): Point(1.0, 10.0), (0.0, 1, 2): Point(1.0, 20.0, gather_ms=0.5)}
+    pair = given(request(0.0, 4, 60), request(0.0, 4, 4))
+    simulate_mesh(pair, Watching(TIMES, points, random.Random(0)), Slots(num_ranks=2, longest_chain=8))
+    assert homes[1] == ([(0,), (1,)], 3.0), "each evaluates one request: 2 + 0.1 x 10 ms"
+    assert homes[-1] == ([(0, 1)], 4.5), "both evaluate what is left: 2 + 0.1 x 20 ms, and the gather"
+
+
 def mean_wait(num_slots: int, load: float, number: int = 8000) -> float:
     """Seconds that requests of one step each wait, the step included, when a second's arrivals are `load`."""
     arrivals = PoissonArrivals(load, number, request, random.Random(1))
@@ -111,27 +130,32 @@ def test_clients_keep_littles_law() -> None:
 TIMES = StepTimes({(1, 256): [2.0 + 0.1 * n for n in KNOTS], (8, 256): [4.0 + 0.1 * n for n in KNOTS]})
 
 
+def running(request: SimRequest, computed: int, homes: Sequence[int] = (0,)) -> SimRequest:
+    """A request that some ranks serve, which hold so much of it."""
+    request.homes, request.num_computed_tokens = list(homes), [computed] * (max(homes) + 1)
+    return request
+
+
 def test_steps_cost_what_the_table_says() -> None:
-    costs = StepCosts(TIMES, {(0.0, 8): Point(3.0, 10.0, host_ms=0.5, gather_ms=1.0)}, random.Random(0))
-    requests = [request(0.0) for _ in range(2)]
-    for each in requests:
-        each.num_computed = 1  # two tokens of the prompt beside the root
-    took, emitted = costs.step(requests, [(request(0.0, 100), 50)])
+    costs = StepCosts(TIMES, {(0.0, 8, 1): Point(3.0, 10.0, host_ms=0.5, gather_ms=1.0)}, random.Random(0))
+    requests = [running(request(0.0), 1) for _ in range(2)]  # two tokens of the prompt beside the root
+    long = running(request(0.0, 100), 0)
+    took, emitted = costs.step(requests, [(long, [50])])
     entries = 2 * (2 + 10) + 50
     assert took == pytest.approx((TIMES.time(entries, 3) + 2 * 0.5 + 1.0) * 1e-3) and len(emitted) == 2
-    apart = StepCosts(TIMES, {(0.0, 8): Point(3.0, 10.0)}, random.Random(0), prompt_ms=0.3)
-    assert apart.step(requests, [(request(0.0, 100), 50)])[0] == pytest.approx((TIMES.time(20, 2) + 54 * 0.3) * 1e-3)
+    apart = StepCosts(TIMES, {(0.0, 8, 1): Point(3.0, 10.0)}, random.Random(0), prompt_ms=0.3)
+    assert apart.step(requests, [(long, [50])])[0] == pytest.approx((TIMES.time(20, 2) + 54 * 0.3) * 1e-3)
 
 
 def test_tokens_of_a_step_have_the_mean_that_was_measured() -> None:
     """However short the outputs are: the last step is cut, and counts."""
     for length, pace in ((12, 1.0), (400, 1.0), (400, 2.0)):
-        costs = StepCosts(TIMES, {(0.0, 8): Point(3.0, 10.0)}, random.Random(0))
+        costs = StepCosts(TIMES, {(0.0, 8, 1): Point(3.0, 10.0)}, random.Random(0))
         asked = [SimRequest(0.0, 4, length, pace=pace, tokens=[1, 2, 3, 4]) for _ in range(24000 // length)]
         done = simulate_mesh(given(*asked), costs, Slots(retains=False))
         assert length * len(done) / sum(each.num_steps for each in done) == pytest.approx(3.0 * pace, rel=0.03)
-    plain = StepCosts(TIMES, {(0.0, 1): Point(1.0, 1.0)}, random.Random(0))
-    fast = request(0.0, output=50)
+    plain = StepCosts(TIMES, {(0.0, 1, 1): Point(1.0, 1.0)}, random.Random(0))
+    fast = running(request(0.0, output=50), 3)
     fast.pace = 4.0
     assert {plain.step([fast], [])[1][0] for _ in range(100)} == {1}, "plain decoding brings one token a step"
 
@@ -142,7 +166,7 @@ def test_points_between_measured_batches() -> None:
         Speed(temperature=0.0, batch=16, tokens_per_step=2.0, nodes=8.0),
     ]
     points = measured_points(speeds, 32)
-    assert points[0.0, 4] == Point(3.0, 20.0) and points[0.0, 32] == Point(2.0, 8.0)
+    assert points[0.0, 4, 1] == Point(3.0, 20.0) and points[0.0, 32, 1] == Point(2.0, 8.0)
 
 
 # The plan.
@@ -205,7 +229,7 @@ def test_a_sample_of_meshes_stands_for_all() -> None:
         output=Lengths(median=32),
         slo=read_workload(EXAMPLE).slo,
     )
-    kind = Kind(Mesh(1, 1), Slots(), TIMES, {(0.0, 8): Point(3.0, 16.0)})
+    kind = Kind(Mesh(1, 1), Slots(), TIMES, {(0.0, 8, 1): Point(3.0, 16.0)})
     make, dice = work.maker("all"), random.Random("router")
     all_requests = make_arrivals(Demand(rate=80.0), 4800, make, "all").due(1e9)
     router: list[list[SimRequest]] = [[] for _ in range(8)]
@@ -241,7 +265,7 @@ def test_hopeless_kinds_cost_one_look() -> None:
         slo=read_workload(EXAMPLE).slo,
         shared_prefix=10,
     )
-    kind = Kind(Mesh(1, 1), Slots(num_slots=2), TIMES, {(0.0, 2): Point(1.0, 1.0)})
+    kind = Kind(Mesh(1, 1), Slots(num_slots=2), TIMES, {(0.0, 2, 1): Point(1.0, 1.0)})
     search = Search(work, kind, Effort(requests=40))
     alone = search.alone()
     assert search.hopeless(alone).num_gpus is None and alone.tokens_per_step == 1.0
@@ -309,7 +333,7 @@ def test_a_missing_file_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 def played(clients: int, number: int = 60) -> Round:
     """Answers of a service that is a simulation itself."""
     dice = random.Random(clients)
-    points = {(0.0, 1): Point(3.0, 16.0), (0.0, 8): Point(3.0, 16.0)}
+    points = {(0.0, 1, 1): Point(3.0, 16.0), (0.0, 8, 1): Point(3.0, 16.0)}
     policy = StepCosts(TIMES, points, random.Random(5), prompt_ms=0.5)
     arrivals = ClosedArrivals(clients, number, lambda now: request(now, dice.randint(20, 400), 40))
     done = sorted(simulate_mesh(arrivals, policy, Slots(retains=False)), key=lambda each: each.arrived)
@@ -320,20 +344,21 @@ def played(clients: int, number: int = 60) -> Round:
     return Round(answers, max(each.ended for each in done))
 
 
-def test_the_comparison_finds_a_service_that_is_its_own_simulation() -> None:
+def test_the_comparison_finds_a_service_that_is_its_own_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
     calibration = Calibration({1: [played(1)], 8: [played(8)]}, {n: {"drafted": 150.0, "steps": 10.0} for n in (1, 8)})
     base, slope = prompt_times = fit_prompts(calibration.rounds[1])
     assert slope == pytest.approx(0.5, rel=0.05) and base == pytest.approx(10 + TIMES.time(16), rel=0.1)
-    options = argparse.Namespace(batch=8)
-    ratios = Simulator(calibration, 0.0, TIMES, prompt_times, options).compare("closed", 4, [played(4)])[
-        "simulated_over_measured"
-    ]
-    assert len(ratios) == 3 and all(ratio == pytest.approx(1, abs=0.1) for ratio in ratios.values())
-    slower = StepTimes({key: [3 * ms for ms in row] for key, row in TIMES.rows.items()})
-    wrong = Simulator(calibration, 0.0, slower, prompt_times, options).compare("closed", 4, [played(4)])[
-        "simulated_over_measured"
-    ]
-    assert wrong["end_to_end_ms_p50"] > 1.25, "a table that is wrong is noticed"
+    options = argparse.Namespace(batch=8, rounds=1)
+
+    def ratios(times: StepTimes) -> list[float]:
+        run = Simulator(calibration, 0.0, times, prompt_times, options).compare("closed", 4, [played(4)])
+        return list(run["simulated_over_measured"].values())
+
+    assert len(ratios(TIMES)) == 3 and all(ratio == pytest.approx(1, abs=0.1) for ratio in ratios(TIMES))
+    slower = StepTimes({key: [2 * ms for ms in row] for key, row in TIMES.rows.items()})
+    assert all(ratio == pytest.approx(1, abs=0.2) for ratio in ratios(slower)), "the pace makes up for it"
+    monkeypatch.setattr(Pace, "factor", lambda self, count: 2.0)
+    assert not all(ratio == pytest.approx(1, abs=0.25) for ratio in ratios(TIMES)), "a wrong pace is noticed"
 
 
 def test_a_failed_request_is_no_measurement() -> None:

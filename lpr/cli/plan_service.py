@@ -40,7 +40,7 @@ class ServiceArgs:
     per_token_ms: float | None = None
     """Mean time per token that is promised, over the file's."""
     slots: tuple[int, ...] = (4, 16, 64)
-    """Requests that a mesh decodes in one step (--max-batch-size of lpr.serve); the best of these is taken."""
+    """Requests that a replica decodes in one step (--max-batch-size of lpr.serve); the best of these is taken."""
     simulated_requests: int = 1000
     """Requests that each simulated mesh gets."""
     simulated_meshes: int = 4
@@ -90,7 +90,7 @@ def kinds_of(args: ServiceArgs, workload: Workload, model: Model | None) -> list
         return [
             Kind(
                 Mesh(each.lp, each.tp),
-                Slots(num_slots=count),
+                Slots(num_slots=count, num_ranks=each.lp),
                 read_times(each, args.service.parent),
                 measured_points(workload.tokens_per_step, count),
             )
@@ -126,7 +126,9 @@ def _kinds_of_mesh(mesh: Mesh, slots: list[int], workload: Workload, model: Mode
         points = predicted_points(setting, mesh, times, temperatures, count)
         if workload.tokens_per_step:
             points = measured_points(workload.tokens_per_step, count)
-        limits = Slots(num_slots=count, prefill_chunk=decode.prefill_chunk, longest_chain=decode.max_nodes)
+        limits = Slots(
+            num_slots=count, num_ranks=mesh.lp, prefill_chunk=decode.prefill_chunk, longest_chain=decode.max_nodes
+        )
         yield Kind(mesh, limits, times, points)
 
 

@@ -160,8 +160,8 @@ class Scheduler(Generic[R]):
 
     @property
     def retained(self) -> tuple[int, int]:
-        """How many slots of all ranks retain a prefix, and how many tokens they retain together."""
-        found = [slots.retained for slots in self._slots]
+        """How many slots retain a prefix, and how many tokens they retain together; slots as `capacity` counts them."""
+        found = [slots.retained for slots in (self._slots if self.is_elastic else self._slots[:1])]
         return sum(count for count, _ in found), sum(tokens for _, tokens in found)
 
     def resume(self, running: Sequence[R], waiting: Sequence[tuple[int, int, R]], num_arrivals: int) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from lpr.core.step_times import StepTimes
 from lpr.planner.footprint import Mesh
-from lpr.planner.service.costs import Point, StepCosts
+from lpr.planner.service.costs import Points, StepCosts
 from lpr.planner.service.mesh import Slots, simulate_mesh
 from lpr.planner.service.requests import Arrivals, ClosedArrivals, PoissonArrivals, SimRequest
 from lpr.planner.service.workload import Demand, Workload
@@ -47,7 +47,7 @@ class Kind:
     mesh: Mesh
     slots: Slots
     times: StepTimes
-    points: dict[tuple[float, int], Point]
+    points: Points
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Search:
 
     def most(self) -> float:
         """Requests a second that a mesh answers at most, if they may wait as long as they like."""
-        clients = 4 * self._kind.slots.num_slots
+        clients = 4 * self._kind.slots.num_slots * self._kind.slots.num_ranks
         return self._run(Demand(clients=clients), max(self._searched, 2 * clients), 1).requests_per_second
 
     def capacity(self, most: float) -> float:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lpr.core.step_times import KNOTS, SHORTEST_KV, StepTimes
@@ -32,54 +33,79 @@ class Point:
     """Per step, besides the table."""
 
 
-class StepCosts:
-    """As Policy says: a step takes what the table says of all tokens that it evaluates, and what the host adds."""
+@dataclass
+class _Work:
+    """What one rank evaluates in a step."""
 
-    def __init__(
-        self, times: StepTimes, points: dict[tuple[float, int], Point], dice: random.Random, prompt_ms: float = 0.0
-    ) -> None:
-        """`points` are by temperature and batch size; the nearest temperature counts, and the next larger batch.
+    nodes: float = 0.0
+    prompt: int = 0
+    num_rows: int = 0
+    num_drafted: int = 0
+    longest: int = SHORTEST_KV
+
+    def add(self, nodes: float, prompt: int, length: int) -> None:
+        """A request with `nodes` of a tree and so many tokens of its prompt, behind `length` tokens in the cache."""
+        self.nodes += nodes
+        self.prompt += prompt
+        self.num_rows += 1
+        self.num_drafted += nodes > 0
+        self.longest = max(self.longest, length)
+
+
+Points = Mapping[tuple[float, int, int], Point]
+"""By temperature, requests on a rank, and home ranks of a request."""
+
+
+class StepCosts:
+    """As Policy says: a step takes as long as its busiest rank, and a rank what the table says of what it evaluates."""
+
+    def __init__(self, times: StepTimes, points: Points, dice: random.Random, prompt_ms: float = 0.0) -> None:
+        """The point of the nearest temperature counts, of the next larger batch and the next smaller width.
 
         `prompt_ms`, if it is not 0, are the milliseconds of a prompt's token, in place of the table's.
         """
         self._times, self._points, self._dice, self._prompt_ms = times, points, dice, prompt_ms
-        self._temperatures = sorted({temperature for temperature, _ in points})
-        self._batches = sorted({batch for _, batch in points})
-        self._nearest: dict[float, float] = {}
+        self._temperatures, self._batches, self._widths = (sorted(set(each)) for each in zip(*points, strict=True))
+        self._found: dict[tuple[float, int, int], Point] = {}
 
-    def point(self, temperature: float, batch: int) -> Point:
-        """How a request of a batch is drafted for."""
-        nearest = self._nearest.get(temperature)
-        if nearest is None:
+    def point(self, temperature: float, batch: int, width: int) -> Point:
+        """How a request is drafted for that `width` ranks serve, the busiest of which serves `batch` requests."""
+        key = temperature, batch, width
+        if key not in self._found:
             nearest = min(self._temperatures, key=lambda each: abs(each - temperature))
-            self._nearest[temperature] = nearest
-        size = next((each for each in self._batches if each >= batch), self._batches[-1])
-        return self._points[nearest, size]
+            size = next((each for each in self._batches if each >= batch), self._batches[-1])
+            fewer = max((each for each in self._widths if each <= width), default=self._widths[0])
+            self._found[key] = self._points[nearest, size, fewer]
+        return self._found[key]
 
     def step(
-        self, decoding: Sequence[SimRequest], filling: Sequence[tuple[SimRequest, int]]
+        self, decoding: Sequence[SimRequest], filling: Sequence[tuple[SimRequest, Sequence[int]]]
     ) -> tuple[float, Sequence[int]]:
         """Seconds of a step and the tokens that it brings, as Policy says."""
-        batch = len(decoding)
-        prompt = sum(count for _, count in filling)
-        nodes = host = gather = 0.0
-        longest, emitted = SHORTEST_KV, []
+        ranks = Counter(rank for request in decoding for rank in request.homes)
+        work = defaultdict[int, _Work](_Work)
+        host = gather = 0.0
+        emitted = []
         for request in decoding:
-            point = self.point(request.temperature, batch)
-            prompt += request.num_pending - 1
-            nodes += point.nodes
+            point = self.point(request.temperature, max(ranks[rank] for rank in request.homes), len(request.homes))
+            for rank in request.homes:
+                lacking = len(request.tokens) - 1 - request.num_computed_tokens[rank]
+                work[rank].add(point.nodes, lacking, len(request.tokens))
             host += point.host_ms
             gather = max(gather, point.gather_ms)
-            longest = max(longest, len(request.tokens))
             emitted.append(self._draw(mean_tokens(request, point.tokens_per_step)))
-        for request, _ in filling:
-            longest = max(longest, request.num_computed)
-        rows = max(1, batch + len(filling))
+        for request, counts in filling:
+            for rank, count in enumerate(counts):
+                if count:
+                    work[rank].add(0.0, count, request.num_computed_tokens[rank])
+        return (max(map(self._milliseconds, work.values())) + host + gather) * 1e-3, emitted
+
+    def _milliseconds(self, work: _Work) -> float:
+        """What one rank takes."""
         if self._prompt_ms:
-            took = self._times.time(max(nodes, 1.0), max(1, batch), longest) + prompt * self._prompt_ms
-        else:
-            took = self._times.time(nodes + prompt, rows, longest)
-        return (took + host + gather) * 1e-3, emitted
+            drafted = self._times.time(max(work.nodes, 1.0), max(1, work.num_drafted), work.longest)
+            return drafted + work.prompt * self._prompt_ms
+        return self._times.time(work.nodes + work.prompt, work.num_rows, work.longest)
 
     def _draw(self, mean: float) -> int:
         """Tokens of one step: each further one is accepted with the same probability."""
@@ -122,17 +148,22 @@ def _seconds(setting: Setting, mesh: Mesh, nodes: float, batch: int, kv: int) ->
 
 def predicted_points(
     setting: Setting, mesh: Mesh, times: StepTimes, temperatures: Sequence[float], slots: int
-) -> dict[tuple[float, int], Point]:
-    """For each temperature and batch the tree with the most tokens per second, as the engine's own budget looks for."""
+) -> Points:
+    """For each temperature, batch and width the tree with the most tokens per second, as the engine's budget looks for.
+
+    The gather is that of the whole mesh, however many ranks serve a request.
+    """
     found = {}
     for temperature in temperatures:
         at = replace(setting, temperature=temperature)
-        ways = [None, *at.measured.ways(temperature, mesh.lp)]
-        smallest = min((way for way in ways if way is not None), key=lambda way: way.budget)
-        ways += [_smaller(smallest, budget) for budget in SMALL_BUDGETS]
-        for batch in batches_up_to(slots):
-            points = [_point(at, mesh, way, batch) for way in ways]
-            found[temperature, batch] = max(points, key=lambda point: _rate(point, times, batch, setting.kv))
+        for width in batches_up_to(mesh.lp):
+            narrow = Mesh(width, mesh.tp)
+            ways = [None, *at.measured.ways(temperature, width)]
+            smallest = min((way for way in ways if way is not None), key=lambda way: way.budget)
+            ways += [_smaller(smallest, budget) for budget in SMALL_BUDGETS]
+            for batch in batches_up_to(slots):
+                points = [_point(at, narrow, mesh, way, batch) for way in ways]
+                found[temperature, batch, width] = max(points, key=lambda point: _rate(point, times, batch, setting.kv))
     return found
 
 
@@ -142,11 +173,12 @@ def _smaller(measured: Drafted, budget: int) -> Drafted:
     return Drafted(measured.temperature, budget, tokens, float(budget), True)
 
 
-def _point(setting: Setting, mesh: Mesh, way: Drafted | None, batch: int) -> Point:
-    """One way to draft, with what it costs besides the table."""
-    step = setting.step(mesh, way, Inputs())
-    gather = lp_seconds(mesh, (way.payload_bytes(mesh.lp) if way is not None else 4) * batch, setting.machine, Inputs())
-    nodes = setting.measured.shard_nodes(way, mesh.lp) if way is not None else 1.0
+def _point(setting: Setting, narrow: Mesh, mesh: Mesh, way: Drafted | None, batch: int) -> Point:
+    """One way to draft for requests that `narrow` of the mesh's ranks serve, with what it costs besides the table."""
+    step = setting.step(narrow, way, Inputs())
+    payload = batch * (way.payload_bytes(narrow.lp) if way is not None else 4)
+    gather = lp_seconds(mesh, payload, setting.machine, Inputs())
+    nodes = setting.measured.shard_nodes(way, narrow.lp) if way is not None else 1.0
     tokens = way.tokens_per_step if way is not None else 1.0
     return Point(max(1.0, tokens), max(1.0, nodes), 1e3 * step.host / setting.batch, 1e3 * gather)
 
@@ -157,8 +189,8 @@ def _rate(point: Point, times: StepTimes, batch: int, kv: int) -> float:
     return batch * point.tokens_per_step / took
 
 
-def measured_points(speeds: Sequence[Speed], slots: int) -> dict[tuple[float, int], Point]:
-    """Points at every batch, in between those that were measured by the logarithm of the batch."""
+def measured_points(speeds: Sequence[Speed], slots: int) -> Points:
+    """Points at every batch, between measured ones by the logarithm of the batch; they are alike for all widths."""
     found = {}
     for temperature in sorted({each.temperature for each in speeds}):
         known = sorted((each for each in speeds if each.temperature == temperature), key=lambda each: each.batch)
@@ -168,7 +200,7 @@ def measured_points(speeds: Sequence[Speed], slots: int) -> dict[tuple[float, in
             part = 0.0
             if below.batch < batch < above.batch:
                 part = math.log(batch / below.batch) / math.log(above.batch / below.batch)
-            found[temperature, batch] = Point(
+            found[temperature, batch, 1] = Point(
                 below.tokens_per_step + part * (above.tokens_per_step - below.tokens_per_step),
                 below.nodes + part * (above.nodes - below.nodes),
             )

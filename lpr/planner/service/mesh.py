@@ -11,15 +11,15 @@ from lpr.planner.service.requests import Arrivals, SimRequest
 
 
 class Policy(Protocol):
-    """What a step costs and brings; how a mesh splits its requests over its ranks is its own affair."""
+    """What a step costs and brings. Which ranks serve a request (`homes`) is the scheduler's affair."""
 
     def step(
-        self, decoding: Sequence[SimRequest], filling: Sequence[tuple[SimRequest, int]]
+        self, decoding: Sequence[SimRequest], filling: Sequence[tuple[SimRequest, Sequence[int]]]
     ) -> tuple[float, Sequence[int]]:
         """Seconds of a step, and the tokens that it brings to each request of `decoding`, at least one each.
 
-        A decoding request also evaluates what is left of its pending chain (`num_pending`); those of `filling`
-        evaluate so many tokens of theirs.
+        A decoding request also evaluates what its home ranks lack of its pending chain; those of `filling` evaluate so
+        many tokens of theirs, per rank.
         """
         ...
 
@@ -29,6 +29,9 @@ class Slots:
     """The scheduler's limits, as DecodeConfig and the engine set them."""
 
     num_slots: int = 8
+    """Of each rank."""
+    num_ranks: int = 1
+    """lp: the ranks of a replica work as one."""
     prefill_chunk: int = 512
     longest_chain: int = 64
     """Nodes of the largest tree."""
@@ -40,7 +43,13 @@ class Slots:
     def scheduler(self) -> Scheduler[SimRequest]:
         """An idle scheduler."""
         return Scheduler(
-            self.num_slots, 1, self.prefill_chunk, self.longest_chain, packed=self.packed, retains=self.retains
+            self.num_slots,
+            self.num_ranks,
+            self.prefill_chunk,
+            self.longest_chain,
+            packed=self.packed,
+            retains=self.retains,
+            most_homes=self.num_ranks,
         )
 
 
@@ -51,19 +60,21 @@ def simulate_mesh(arrivals: Arrivals, policy: Policy, slots: Slots) -> list[SimR
         for request in arrivals.due(now):
             scheduler.add(request)
         while (admission := scheduler.admit()) is not None:
-            admission.request.num_computed = min(admission.num_computed_tokens)
+            admission.request.num_computed_tokens = list(admission.num_computed_tokens)
         schedule = scheduler.schedule()
+        scheduler.take_moves()
         if schedule.is_empty:
             upcoming = arrivals.upcoming()
             if upcoming is None:
                 return done
             now = max(now, upcoming)
             continue
-        filling = [(request, count) for request, (count,) in schedule.filling]
-        seconds, emitted = policy.step(schedule.decoding, filling)
+        seconds, emitted = policy.step(schedule.decoding, schedule.filling)
         now += seconds
-        for request, count in filling:
-            request.num_computed += count
+        for request, counts in schedule.filling:
+            request.num_computed_tokens = [
+                computed + count for computed, count in zip(request.num_computed_tokens, counts, strict=True)
+            ]
         for request, count in zip(schedule.decoding, emitted, strict=True):
             advance(request, count, now)
         for request in [each for each in schedule.decoding if each.num_left == 0]:
@@ -77,8 +88,7 @@ def advance(request: SimRequest, count: int, now: float) -> None:
     if request.first is None:
         request.first = now
     request.num_steps += 1
-    request.num_computed = len(request.tokens)
-    # Nobody guesses these from what another request has: ids below 0 are each request's own.
     request.tokens.extend([request.tokens[-1]] * min(count, request.num_left))
-    request.num_computed = len(request.tokens) - 1
+    for rank in request.homes:
+        request.num_computed_tokens[rank] = len(request.tokens) - 1
     request.ended = now

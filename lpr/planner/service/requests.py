@@ -21,8 +21,10 @@ class SimRequest:
     pace: float = 1.0
     """Its tokens per step over those of the average request."""
     tokens: list[int] = field(default_factory=list)
-    num_computed: int = 0
-    """Leading tokens whose K/V is there."""
+    num_computed_tokens: list[int] = field(default_factory=list)
+    """Per rank: leading tokens whose K/V it holds."""
+    homes: list[int] = field(default_factory=list)
+    """The ranks that serve it; written by the scheduler, as are its slots."""
     first: float | None = None
     """When its first token came."""
     ended: float = 0.0
@@ -31,21 +33,11 @@ class SimRequest:
     priority: int = 0
     tenant: str = ""
     slots: list[int] = field(default_factory=list)
-    homes: list[int] = field(default_factory=list)
 
     @property
     def num_pending(self) -> int:
-        """Tokens without K/V, the root included."""
-        return len(self.tokens) - self.num_computed
-
-    @property
-    def num_computed_tokens(self) -> list[int]:
-        """As the scheduler asks for it, for one rank: ranks of a mesh compute prompts alike."""
-        return [self.num_computed]
-
-    @num_computed_tokens.setter
-    def num_computed_tokens(self, counts: list[int]) -> None:
-        (self.num_computed,) = counts
+        """Tokens that some home rank lacks the K/V of, the root included."""
+        return len(self.tokens) - min(self.num_computed_tokens[rank] for rank in self.homes)
 
     @property
     def num_left(self) -> int:
