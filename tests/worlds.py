@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -158,7 +158,7 @@ def generate_on(
     params: Sequence[SamplingParams],
     prepare: Callable[[Engine], None] = lambda engine: None,
     tp: int = 1,
-    **options: object,
+    **options: Any,
 ) -> list[list[Completion]]:
     """Every rank's completions; `prepare` may change a rank's engine before it starts.
 
