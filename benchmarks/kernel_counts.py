@@ -31,7 +31,6 @@ from lpr.model.cache import TreeCache
 from lpr.model.kernels.attention_kernel import choose_tiles
 from lpr.model.packing import pack_projections
 from lpr.model.runner import TreeModel
-from lpr.model.selection import Selection
 from lpr.model.static_inputs import StaticShape
 from lpr.planner.facts import config_from
 from lpr.planner.presets import read_preset
@@ -67,6 +66,7 @@ class Launches(TorchDispatchMode):
 
     @property
     def total(self) -> int:
+        """All of them."""
         return sum(self.names.values())
 
 
@@ -78,7 +78,7 @@ class GeneratedError(Exception):
 def fake_gpu() -> Iterator[None]:
     """Lets fake tensors be on a GPU and inductor generate code for it, on a machine without one."""
     from torch._functorch import config as functorch_config
-    from torch._inductor import config
+    from torch._inductor import config, scheduler
     from torch._inductor.fx_passes import joint_graph
     from torch.utils import _triton
     from triton.backends.compiler import GPUTarget
@@ -104,6 +104,8 @@ def fake_gpu() -> Iterator[None]:
 
         stack.enter_context(mock.patch.object(fuse_attention, "_sfdp_init", lambda *_: None))
         stack.enter_context(mock.patch.object(pad_mm, "_pad_mm_init", lambda *_: None))
+        for module in (scheduler, _triton):  # the answer may be known from before
+            stack.enter_context(mock.patch.object(module, "has_triton", lambda: True))
         stack.enter_context(mock.patch.object(_triton, "triton_hash_with_backend", lambda *_: "none"))
         stack.enter_context(mock.patch.object(type(driver), "active", active))
         stack.enter_context(config.patch(compile_threads=1, fx_graph_cache=False))
@@ -147,7 +149,7 @@ def generated_code(runner: TreeModel, inputs: Any) -> str:
     generate = GraphLowering.codegen
 
     def stop(self: Any) -> Any:
-        code = generate(self)[0]
+        code: Any = generate(self)[0]
         found.append(getattr(code, "value", code))
         raise GeneratedError
 

@@ -3,8 +3,9 @@
     OMP_NUM_THREADS=1 python -m benchmarks.sampling_share
 
 A model of the shape of Gemma 3 270M with random weights evaluates trees of 1, 32 and 64 nodes; a greedy step and one at
-temperature 0.8 and top-p 0.95 take turns. The ratio of a pair is what counts, whatever else the machine does. Its
-logits are flat, which is the worst case for a limit: top-p allows most of the vocabulary.
+temperature 0.8 and top-p 0.95 take turns. The ratio of a pair is what counts, of the processor's time with all threads,
+which other work on the machine moves little. The logits are flat, which is the worst case for a limit: top-p allows
+most of the vocabulary.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ KINDS = {
 
 
 def measure(runner: TreeModel, nodes: int, params: SamplingParams, pairs: int) -> dict[str, Any]:
-    """Milliseconds of a greedy and of a sampled step of `nodes` nodes, and the median ratio of `pairs` of them."""
+    """The processor's milliseconds of a greedy and of a sampled step of `nodes` nodes, and the ratios of `pairs`."""
     rows, greedy = tree_step(200, nodes, runner.vocab_size)
     candidates = 8 if nodes > 1 else 0
     times: dict[str, list[float]] = {"greedy": [], "sampled": []}
     for _ in range(pairs + 1):
         for name in times:
-            began = time.perf_counter()
+            began = time.process_time()
             selection = greedy if name == "greedy" else Selection.build([(params, rows[0].positions)])
             runner.evaluate(rows, selection, candidates)
-            times[name].append(1e3 * (time.perf_counter() - began))
+            times[name].append(1e3 * (time.process_time() - began))
     ratios = [mine / its for its, mine in zip(*(times[name][1:] for name in times), strict=True)]
     return {
         "nodes": nodes,

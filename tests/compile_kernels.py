@@ -16,6 +16,7 @@ from triton.compiler import ASTSource
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from lpr.model.kernels.attention_code import attend, combine
 from lpr.model.kernels.attention_kernel import choose_tiles
+from lpr.model.kernels.exact_code import add_splits, attend_exactly
 from lpr.model.kernels.sampling_code import choose_rows
 from lpr.model.kernels.sampling_kernel import BLOCK, NUM_WARPS
 
@@ -28,13 +29,19 @@ VARIANTS = [
     (90, torch.float32, 128, 512, ()),
 ]
 
+EXACT_VARIANTS = [
+    (90, torch.bfloat16, 128, EVERYTHING),
+    (80, torch.bfloat16, 64, ()),
+    (86, torch.float32, 128, ()),
+]
+
 
 def signature(kernel: Any, dtype: torch.dtype, constants: dict[str, Any]) -> tuple[dict[str, str], dict[Any, Any]]:
     """Argument types, and that pointers and strides are multiples of 16."""
     types = {
         "bits_at": "*i64", "positions_at": "*i64", "cached_at": "*i32", "entries_at": "*i32",
         "keys_at": "*i64", "key_of_at": "*i64", "temperature_at": "*fp32", "top_k_at": "*i64", "top_p_at": "*fp32",
-        "min_p_at": "*fp32", "chosen_at": "*i64", "part_acc_at": "*fp32",
+        "min_p_at": "*fp32", "chosen_at": "*i64", "path_at": "*i32", "shared_at": "*i32", "part_acc_at": "*fp32",
         "part_top_at": "*fp32", "part_total_at": "*fp32", "scale": "fp32", "softcap": "fp32",
     }  # fmt: skip
     signature, aligned = {}, {}
@@ -69,6 +76,16 @@ def main() -> None:
         compiled.append({"kernel": "attend", **about, **build(attend, arch, dtype, constants, **options)})
         if tiles.num_splits > 1:
             compiled.append({"kernel": "combine", **about, **build(combine, arch, dtype, constants, num_warps=4)})
+    for arch, dtype, dim, rules in EXACT_VARIANTS:
+        constants = {
+            "NUM_KV_HEADS": 8, "GROUP": 7, "D": dim, "DV": dim, "TOKENS": 2, "BLOCK_M": 16, "BLOCK_N": 64,
+            "BLOCK_D": dim, "BLOCK_DV": dim, "SPLIT": 8, "NUM_SPLITS": 4, "UPCAST": False,
+            **{name: name in rules for name in EVERYTHING},
+        }  # fmt: skip
+        about = {"arch": arch, "dtype": str(dtype), "dim": dim}
+        for kernel in (attend_exactly, add_splits):
+            made = build(kernel, arch, dtype, constants, num_warps=4, num_stages=1)
+            compiled.append({"kernel": kernel.__name__, **about, **made})
     for dtype in (torch.float32, torch.bfloat16):
         for limited in (False, True):
             constants = {"NOT_A_NUMBER": -1, "LIMITED": limited, "BLOCK": BLOCK}

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lpr.model import sampling_reference
 from lpr.model.kernels import reference
-from lpr.model.kernels.mask import TreeMask
+from lpr.model.kernels.mask import Paths, TreeMask
 from lpr.model.sampling import gpu_pick
 from lpr.model.selection import Selection
 
@@ -308,6 +308,19 @@ def to_gpu(module: torch.nn.Module) -> Any:
 
 def kernel(query: Any, key: Any, value: Any, mask: TreeMask, *, tiles: Any = None, **rules: Any) -> torch.Tensor:
     """Stands for the attention kernel: its specification, launched with tensors of the device only."""
+    return _launch(reference.tree_attention, query, key, value, mask, rules)
+
+
+def exact_kernel(query: Any, key: Any, value: Any, mask: TreeMask, paths: Paths, **rules: Any) -> torch.Tensor:
+    """Stands for the kernel of exact mode, likewise."""
+    if not all(isinstance(each, OnGpu) for each in (paths.entries, paths.num_shared)):
+        raise PretendError("the kernel was given paths on the CPU")
+    return _launch(reference.exact_tree_attention, query, key, value, mask, rules)
+
+
+def _launch(
+    specification: Callable[..., torch.Tensor], query: Any, key: Any, value: Any, mask: TreeMask, rules: dict[str, Any]
+) -> torch.Tensor:
     gpu = current_gpu()
     for each in (query, key, value, mask.bits, mask.num_cached, mask.num_entries, mask.positions, rules.get("sinks")):
         if each is not None and not isinstance(each, OnGpu):
@@ -317,7 +330,7 @@ def kernel(query: Any, key: Any, value: Any, mask: TreeMask, *, tiles: Any = Non
     parts = TreeMask(held(mask.bits), held(mask.num_cached), held(mask.num_entries), held(mask.positions))
 
     def run() -> None:
-        found = reference.tree_attention(
+        found = specification(
             held(query), held(key), held(value), parts, **{name: held(rule) for name, rule in rules.items()}
         )
         out.held.copy_(found.transpose(1, 2))
@@ -377,7 +390,9 @@ def gpu(guard: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
         "set_stream": lambda _: setattr(_local, "stream", "default"),
         "synchronize": lambda *_: current_gpu().note("wait", "synchronize"),
         "device": lambda _: contextlib.nullcontext(), "graph_pool_handle": lambda: (0, 1), "CUDAGraph": Graph,
-        "graph": _Capture, "Event": lambda *_: types.SimpleNamespace(record=nothing, synchronize=nothing),
+        "graph": _Capture,
+        "is_current_stream_capturing": lambda: current_gpu().capturing is not None,
+        "Event": lambda *_: types.SimpleNamespace(record=nothing, synchronize=nothing),
     }  # fmt: skip
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, answer)
@@ -390,6 +405,7 @@ def gpu(guard: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
     attention_kernel = pytest.importorskip("lpr.model.kernels.attention_kernel")
     monkeypatch.setattr(attention_kernel, "tree_attention", kernel)
+    monkeypatch.setattr("lpr.model.kernels.exact_kernel.tree_attention", exact_kernel)
     monkeypatch.setattr("lpr.model.kernels.sampling_kernel.pick", sampling_kernel)
     gpu_pick.cache_clear()
     with PretendGpu() as machine:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +13,11 @@ import torch
 import torch.nn.functional as F
 from conftest import tiny_model
 from transformers import PreTrainedModel
-from worlds import generate_on
+from worlds import ThreadComm, ThreadWorld, generate_on, run_ranks
 
 import lpr.model.inputs
+import lpr.model.self_check
+from benchmarks.exactness import SHAPES, Group
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.model import exact, exact_check
 from lpr.model.cache import TreeCache
@@ -151,6 +154,43 @@ def test_without_it_bits_differ(half_model: PreTrainedModel) -> None:
             check(runner)
 
 
+def half_group(exact: bool = True) -> Group:
+    params = [replace(each, max_new_tokens=16) for each in PARAMS[2:5]]
+    return Group(tiny_model(spread=0.12).to(torch.bfloat16), PROMPTS[2:5], params, exact)
+
+
+@pytest.mark.parametrize("exact_mode", [True, False])
+def test_ids_and_logits_of_the_evidence(exact_mode: bool) -> None:
+    """What benchmarks.exactness runs for hours: batches, fills, prefixes, restarts and ranks, in a small way."""
+    group = half_group(exact_mode)
+    names = [name for name in SHAPES if "4 ranks" not in name] if exact_mode else ["both"]
+    found = group.run(Engine.from_model(group.model, decode=PLAIN, exact=exact_mode), names)
+    for name, counts in found.items():
+        assert counts["logits_compared"] >= 3 * 8, name
+        assert (counts["outputs_that_differ"], counts["logits_that_differ"] > 0) == (0, not exact_mode), name
+
+
+def test_a_rank_that_adds_in_another_order_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = half_group()
+    group.run(Engine.from_model(group.model, decode=PLAIN, exact=True), [])
+    add, step = exact._sum_in_order, threading.local()
+
+    def by_rank(parts: torch.Tensor, dim: int, start: torch.Tensor | None = None) -> torch.Tensor:
+        turned = getattr(step, "rank", 0) == 1 and start is None
+        return add(parts.flip(dim) if turned else parts, dim, start)
+
+    def program(comm: ThreadComm) -> Any:
+        step.rank = comm.rank
+        engine = Engine.from_model(group.model, decode=SHAPES["window"].decode, comm=comm, exact=True)
+        return group.watched(engine, SHAPES["window"])
+
+    monkeypatch.setattr(exact, "_sum_in_order", by_rank)
+    monkeypatch.setattr(lpr.model.self_check, "_inexact_step", lambda runner: None)
+    found = run_ranks(ThreadWorld(2), program)
+    known = [digests[key] == group.digests[key] for _, digests, _ in found for key in digests if key in group.digests]
+    assert not all(known)
+
+
 # What cannot be exact, and seeded faults.
 
 
@@ -166,10 +206,42 @@ def test_what_cannot_be_exact_is_named(family: str, sizes: dict[str, Any], reaso
         self_check(TreeModel(tiny_model(family, **sizes), exact=True))
 
 
-def test_kernels_and_gpus_are_not_exact_yet() -> None:
-    with pytest.raises(InputError, match="use 'sdpa'"):
-        self_check(TreeModel(tiny_model(), exact=True, attention="triton"))
-    assert "GPU" in str(exact_check.refusal(tiny_model(), torch.device("cuda"), False))
+def test_quantised_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    model.hf_quantizer = object()
+    with pytest.raises(InputError, match="cannot be exact: its quantised matrix products"):
+        self_check(TreeModel(model, exact=True))
+
+
+def test_a_bias_on_scores_is_refused() -> None:
+    with pytest.raises(InputError, match="bias on scores|its own code"):
+        self_check(TreeModel(tiny_model("mpt", n_layers=2, d_model=64, n_heads=4, max_seq_len=256), exact=True))
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_several_threads(dtype: torch.dtype, two_threads: None) -> None:
+    runner = checked(tiny_model("llama").to(dtype))
+    assert runner.heights is not None and runner.heights.num_threads == 2
+    check_pieces(runner)
+    check_trees(runner, 2)
+
+
+def test_a_number_of_threads_that_nobody_asked_the_machine_about() -> None:
+    runner, before = checked(tiny_model()), torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        with pytest.raises(RuntimeError, match=rf"checked with {before} threads and torch has {before + 1} now"):
+            runner.inputs([chain(0, [1])], 64)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

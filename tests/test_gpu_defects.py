@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,6 @@ from torch.distributed import HashStore  # noqa: TID251 - a store of one process
 
 from lpr.dist.runtime import World, memory_of, sharing
 from lpr.model import loader
-from lpr.model.cache import TreeCache
 from lpr.model.graphs import GraphRunner, uncapturable
 from lpr.model.inputs import Row, build_inputs
 from lpr.model.kernels import hook
@@ -90,6 +91,22 @@ def test_after_a_failed_capture_steps_stay_as_high_as_a_replay(caplog: pytest.Lo
         assert runner.evaluate([row], Selection.build([]), 0) is not None
     assert heights == [1, 8, 32] and capturer.num_captures == 1
     assert runner.reason == "ptxas is missing" and "CompilerError" in caplog.text
+
+
+def test_release_drops_graphs_that_a_command_has_frozen() -> None:
+    """A graph that holds a collective keeps its communicator from ending: the process would hang at its exit."""
+
+    class Graphs:
+        """In a cycle, as the real ones are."""
+
+    runner = TreeModel(tiny_model())
+    graphs: Any = Graphs()
+    graphs.itself, gone = graphs, weakref.ref(graphs)
+    runner.graphs = graphs
+    gc.freeze()
+    del graphs
+    runner.release()
+    assert gone() is None
 
 
 def test_lengths_and_noise_keys_make_few_shapes() -> None:

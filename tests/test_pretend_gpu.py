@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +20,11 @@ import lpr.model.runner
 import lpr.model.sampling_reference
 from lpr import DecodeConfig, Engine, InputError, Lookahead, SamplingParams
 from lpr.dist.download import Download
+from lpr.model import loader
 from lpr.model.cache import TreeCache
 from lpr.model.graphs import CudaCapturer
 from lpr.model.kernels.mask import TreeMask
+from lpr.model.packing import PackedLinear
 from lpr.model.selection import Selection
 
 __all__ = ["gpu", "guard"]
@@ -116,6 +119,51 @@ def test_families_in_half_precision(family: str, sizes: dict[str, Any], gpu: Pre
     assert engine.model.attention == "triton"
     assert all(len(each) == 16 for each in ids(engine, GREEDY))
     assert engine.model.graph_reason is None and gpu.num_replays > 3
+
+
+SMALL = DecodeConfig(window_size=3, trie_nodes=12, max_batch_size=1)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 9},
+    "gemma2": {"sliding_window": 9, "head_dim": 16},
+    "qwen3": {"head_dim": 16},
+    "gpt_neox": {},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_give_the_cpus_ids(family: str, gpu: PretendGpu) -> None:
+    model = tiny_model(family, spread=0.12, **FAMILIES[family])
+    expected = ids(Engine.from_model(copy.deepcopy(model), decode=DecodeConfig.autoregressive()), MIXED)
+    engine = Engine.from_model(to_gpu(model), decode=SMALL)
+    captured = gpu.num_captures
+    gpu.events.clear()
+    assert ids(engine, MIXED) == expected
+    assert engine.model.attention == "triton" and engine.model.graph_reason is None, "fell back"
+    assert gpu.count("wait") == gpu.count("pageable") == 0 and gpu.num_captures == captured
+
+
+def test_a_checkpoint(
+    gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """As a program loads one: packed, and with the compiler, which refuses to work on this machine, given up."""
+
+    def read_there(where: torch.device, read: Any, dtype: Any) -> Any:
+        model, info = read(dtype=dtype)
+        return (to_gpu(model) if where.type == "cuda" else model), info
+
+    monkeypatch.setattr(loader, "_read_to", read_there)
+    copy.deepcopy(model).save_pretrained(tmp_path)
+    monkeypatch.setattr(torch.nn.Module, "to", lambda module, *_: module)  # it is there
+    engine = Engine.from_pretrained(str(tmp_path), SMALL, device="cuda", dtype="float32")
+    captured = gpu.num_captures
+    gpu.events.clear()
+    assert ids(engine, MIXED) == expected["mixed"]
+    assert engine.model.attention == "triton" and engine.model.graph_reason is None
+    assert gpu.count("wait") == gpu.count("pageable") == 0 and gpu.num_captures == captured
+    assert any(isinstance(module, PackedLinear) for module in engine.model.model.modules())
+    assert engine.model.compiled is not None and engine.model.compiled.reason
+    assert caplog.text.count("steps are not compiled") == 1
 
 
 def test_ranks_with_a_gpu_each(gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]]) -> None:

@@ -348,7 +348,9 @@ def test_the_least_recently_used_prefix_goes_first() -> None:
         return min(admission.num_computed_tokens)
 
     first, second, third = [1] * 8, [2] * 8, [3] * 8
+    assert scheduler.retained == (0, 0)
     assert [complete(each) for each in (first, second, third)] == [0, 0, 0]
+    assert scheduler.retained == (3, 24), "the slots of one rank, as all ranks retain the same"
     assert complete([*first, 9]) == 8, "all three are retained"
     assert complete([4] * 8) == 0, "takes the slot of the second, unused for longest"
     assert [complete([*each, 9]) for each in (third, first)] == [8, 8]

@@ -66,6 +66,23 @@ def launch(num_ranks: int, job: dict[str, object], folder: Path) -> subprocess.C
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
 
 
+def test_exact_mode_gives_the_bits_of_plain_decoding_under_the_same_split(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    cases = {f"exact/{dtype}": {"model": str(folders["llama"]), "dtype": dtype} for dtype in ("float32", "bfloat16")}
+    done = launch(2, {"tp": 2, "cases": cases}, tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for rank in range(2):
+        results = json.loads((tmp_path / f"out.{rank}").read_text())
+        for name, each in results.items():
+            assert "error" not in each, (name, each)
+            assert each["mesh"] == [1, 2]
+            assert each["shapes"]["model.layers.0.self_attn.q_proj.weight"] == [32, 64], "half of the heads"
+            for counts in each["found"].values():
+                assert counts["outputs_that_differ"] == counts["logits_that_differ"] == 0, (name, counts)
+                assert counts["logits_compared"] == 3 * 16 and counts["steps"] < 3 * 16
+
+
 def check_exact(results: dict[str, dict[str, object]], models: dict[str, PreTrainedModel], mesh: list[int]) -> None:
     """Text equal to plain decoding in the same layout, and logits equal to the whole model's."""
     for name, found in results.items():

@@ -11,12 +11,14 @@ import json
 import os
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lpr.cli.generate
+from benchmarks.exactness import Group
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.dist.comm import CommError, ProcessComm
 from lpr.dist.runtime import World, join, leave
@@ -63,6 +65,16 @@ def run_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
         "kv_heads": engine._like._layers[0][0].shape[1],
         "collectives": counted.num_calls,
     }
+
+
+def exact_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
+    """What differs between plain decoding and trees in exact mode, under one split."""
+    plain = DecodeConfig.autoregressive(max_batch_size=1)
+    engine = Engine.from_pretrained(case["model"], plain, comm=comm, exact=True, dtype=case["dtype"])
+    assert engine.model.exact and engine.model.heights is not None
+    params = [replace(each, max_new_tokens=16) for each in PARAMS[2:5]]
+    found = Group(None, PROMPTS, params, exact=True).run(engine, ["both, batch of 4, fills of 32", "window"])
+    return {"found": found, "mesh": [comm.size, comm.tp_size], "shapes": local_shapes(engine.model.model)}
 
 
 def load_only(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
@@ -115,7 +127,8 @@ def run_cases(job: dict[str, dict[str, dict[str, str]]], world: World, report: P
         assert isinstance(comm, ProcessComm)
         for name, case in job["cases"].items():
             try:
-                results[name] = (load_only if name.startswith("load/") else run_case)(case, comm)
+                kinds = {"load": load_only, "exact": exact_case}
+                results[name] = kinds.get(name.partition("/")[0], run_case)(case, comm)
             except (InputError, DesyncError, CommError) as failure:
                 results[name] = {"error": f"{type(failure).__name__}: {failure}"}
                 if not isinstance(failure, InputError):

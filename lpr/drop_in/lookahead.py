@@ -75,9 +75,13 @@ class Lookahead:
 
     __signature__ = HandOver()
 
-    def __init__(self, decode: DecodeConfig | None = None) -> None:
-        """`decode` says how to draft; its `max_batch_size` and `max_length` are set to what each call needs."""
+    def __init__(self, decode: DecodeConfig | None = None, *, exact: bool = False) -> None:
+        """`decode` says how to draft; its `max_batch_size` and `max_length` are set to what each call needs.
+
+        `exact` is that of EngineOptions: ids and logits do not depend on `decode`, in half precision either.
+        """
         self.decode = decode if decode is not None else DecodeConfig()
+        self.exact = exact
 
     def __call__(
         self,
@@ -107,7 +111,7 @@ class Lookahead:
         seeds = torch.randint(2**63 - 1, (len(prompts),)).tolist() if sampled else [0] * len(prompts)
         kept = EngineCache.of(model)
         with kept.lock, evaluating(model), kept.attention(model):
-            engine = kept.engine_for(model, self.decode, prompts, batch.max_new_tokens)
+            engine = kept.engine_for(model, self.decode, prompts, batch.max_new_tokens, self.exact)
             requests: dict[Request, OutputRow] = {}
             try:
                 for row, prompt, seed in zip(batch.rows, prompts, seeds, strict=True):
@@ -222,7 +226,7 @@ class EngineCache:
         """Nothing yet."""
         self.lock = threading.RLock()
         self.engine: Engine | None = None
-        self._made_for: tuple[Any, Any] | None = None
+        self._made_for: tuple[Any, ...] | None = None
         self._tree_attention: list[Any] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EngineCache:
@@ -253,7 +257,12 @@ class EngineCache:
             _set_attention(configs, own)
 
     def engine_for(
-        self, model: PreTrainedModel, decode: DecodeConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int
+        self,
+        model: PreTrainedModel,
+        decode: DecodeConfig,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        exact: bool = False,
     ) -> Engine:
         """The engine, with a slot per prompt and room for its tokens as far as the model has positions.
 
@@ -262,7 +271,8 @@ class EngineCache:
         """
         if self.engine is not None and not self.engine.is_idle:
             raise InputError("generate with lpr.lookahead cannot run inside another such call on the same model")
-        if self._made_for != (model.device, model.dtype):
+        made_for = model.device, model.dtype, exact, torch.get_num_threads() if exact else None
+        if self._made_for != made_for:
             self.engine = None
         length = max(256, 1 << (max(map(len, prompts)) + max_new_tokens - 1).bit_length())
         length = min(length, wrap(model, None).max_positions or length)
@@ -271,8 +281,8 @@ class EngineCache:
             length, slots = max(length, self.engine.max_length), max(slots, self.engine.decode.max_batch_size)
         wanted = replace(decode, max_batch_size=slots, max_length=length)
         if self.engine is None:
-            self.engine = Engine.from_model(model, decode=wanted, prefix_reuse=False)
-            self._made_for = model.device, model.dtype
+            self.engine = Engine.from_model(model, decode=wanted, prefix_reuse=False, exact=exact)
+            self._made_for = made_for
         elif self.engine.decode != wanted:
             shared, is_same = self.engine.shared, self.engine.decode.trie_capacity == wanted.trie_capacity
             self.engine.configure(wanted)

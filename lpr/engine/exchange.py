@@ -18,6 +18,7 @@ import torch
 from lpr.config import NUM_HEADER, TreeSizes, result_words
 from lpr.core.state import TokenLogprobs
 from lpr.dist.comm import Comm
+from lpr.model.exact_check import Heights
 from lpr.model.inputs import Row
 from lpr.model.transfer import copy_over, to_device
 from lpr.native import Shard, StepDraft
@@ -157,6 +158,23 @@ def check_replica(comm: Comm, rows: Sequence[Row]) -> None:
         found.update(row.entries.tobytes())
     payload = torch.from_numpy(np.frombuffer(found.digest(), np.int32).copy())
     check_digests(comm.gather_replica(payload).tolist(), first_rank=comm.rank * comm.tp_size)
+
+
+def highest_of_replica(comm: Comm, heights: Heights | str) -> Heights | str:
+    """The heights that are enough on every rank of this replica, whose shards can ask for different ones.
+
+    Why there are none, in words, on every rank if it is so on one.
+    """
+    found = [0, 0, 0, 0] if isinstance(heights, str) else [
+        heights.model, heights.attention, heights.multiple, heights.head_multiple
+    ]  # fmt: skip
+    everybody = comm.gather_replica(torch.tensor(found, dtype=torch.int32))
+    if isinstance(heights, str):
+        return heights
+    if not everybody.all():
+        return "of another rank's shard"
+    model, attention, multiple, head_multiple = everybody.amax(0).tolist()
+    return Heights(model, attention, heights.num_threads, multiple, head_multiple)
 
 
 def check_digests(digests: Sequence[Sequence[int]], first_rank: int = 0) -> None:

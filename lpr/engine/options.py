@@ -32,8 +32,8 @@ class EngineOptions:
     """JSON table of step times to size trees by, instead of measured ones: makes the steps of a run repeatable. Rank 0
     reads it for all."""
     exact: bool = False
-    """Give the same logits, bit for bit, for every shape of a step, in half precision too (on a CPU; 1.2 to 1.7 times
-    slower there). A model that cannot is refused."""
+    """Give the same logits, bit for bit, for every shape of a step, in half precision too: a fifth to two fifths slower
+    on a CPU. A model that cannot is refused."""
     prefix_reuse: bool = True
     """Keep the K/V of finished requests for prompts that begin alike, until their slot is needed."""
 

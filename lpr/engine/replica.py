@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
+import torch
 
 from lpr.config import DecodeConfig, InputError, TreeSizes
 from lpr.core.digest import digest_of
@@ -21,7 +22,7 @@ from lpr.core.step_times import StepTimes, interpolate
 from lpr.dist.comm import Comm, MeshChangedError, agree, is_alone, is_driver
 from lpr.engine import handover
 from lpr.engine.commands import Abort, Command, Configure, Costs, Drain, Learn, RequestId, Stop, Submit, TakeIn
-from lpr.engine.exchange import DesyncError, Exchange, check_replica
+from lpr.engine.exchange import DesyncError, Exchange, check_replica, highest_of_replica
 from lpr.engine.homes import speedup
 from lpr.engine.options import EngineOptions, load_step_times
 from lpr.engine.request import Chunk, Outcome, Prompt, Request, make_request
@@ -99,9 +100,14 @@ class Replica:
         """Prepare and check the model on all ranks; returns the step times that were given to rank 0."""
         loaded, options = self._loaded, self.options
         # Ranks that share weights must not enter a forward with different rows.
-        check = partial(check_replica, self.comm) if self.comm.tp_mesh is not None else None
+        is_split = self.comm.tp_mesh is not None
         self.model = TreeModel(
-            loaded.model, attention=options.attention, graphs=options.graphs, check_rows=check, exact=options.exact
+            loaded.model,
+            attention=options.attention,
+            graphs=options.graphs,
+            check_rows=partial(check_replica, self.comm) if is_split else None,
+            exact=options.exact,
+            share_heights=partial(highest_of_replica, self.comm) if is_split else None,
         )
         failure, costs = None, None
         try:
@@ -122,6 +128,7 @@ class Replica:
             facts["tokenizer"] = tokenizer_digest(loaded.tokenizer)
             facts["form of a batch (packed or padded)"] = int(self.model.packed)
             replica_facts["model"] = model_digest(loaded.model)
+            facts["kind of machine, which exact mode needs to be one"] = self._machine()
         agree(self.comm, failure, facts, replica_facts)
         return costs
 
@@ -132,10 +139,11 @@ class Replica:
             raise InputError(
                 f"compile works on captured steps: {self.model.graph_reason or 'it needs a GPU and graphs=True'}"
             )
+        if wanted == "on" and self.options.exact:
+            raise InputError("compile adds in an order that the compiler chooses: it cannot be exact")
         # A model of somebody else is theirs to call as well, and collectives have not been compiled yet.
-        return wanted == "on" or (
-            wanted == "auto" and captures and self._loaded.is_ours and self.comm.tp_mesh is None
-        )
+        mine = captures and self._loaded.is_ours and self.comm.tp_mesh is None
+        return wanted == "on" or (wanted == "auto" and mine and not self.options.exact)
 
     def _compile(self) -> None:
         """Compile a first step; without success steps are as they were, or it is an InputError if it was asked for."""
@@ -144,6 +152,14 @@ class Replica:
         assert self.model.compiled is not None
         if self.options.compile == "on" and self.model.compiled.reason is not None:
             raise InputError(f"this model cannot be compiled: {self.model.compiled.reason}")
+
+    def _machine(self) -> int:
+        """What decides the bits of a sum besides the program, in exact mode; 0 without."""
+        if not self.options.exact:
+            return 0
+        device = self.model.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+        return digest_of(repr((name, torch.__version__, self.model.heights)))
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt; raises InputError for one that is empty or not of this model's vocabulary."""

@@ -160,9 +160,9 @@ class Scheduler(Generic[R]):
 
     @property
     def retained(self) -> tuple[int, int]:
-        """How many slots of all ranks retain a prefix, and how many tokens they retain together."""
-        lengths = [length for slots in self._slots for length in slots.retained]
-        return len(lengths), sum(lengths)
+        """How many slots retain a prefix, and how many tokens they retain together; slots as `capacity` counts them."""
+        found = [slots.retained for slots in (self._slots if self.is_elastic else self._slots[:1])]
+        return sum(count for count, _ in found), sum(tokens for _, tokens in found)
 
     def resume(self, running: Sequence[R], waiting: Sequence[tuple[int, int, R]], num_arrivals: int) -> None:
         """Take over the requests of another rank's scheduler, in its order; homes and slots are theirs already."""

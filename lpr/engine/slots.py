@@ -77,9 +77,9 @@ class RankSlots(Generic[H]):
         return len(self.running) < self.num_slots
 
     @property
-    def retained(self) -> list[int]:
-        """Lengths of the prefixes that slots retain, in tokens."""
-        return [len(prefix.tokens) for prefix in self._retained.values()]
+    def retained(self) -> tuple[int, int]:
+        """How many slots retain a prefix, and how many tokens they retain together."""
+        return len(self._retained), sum(len(prefix.tokens) for prefix in self._retained.values())
 
     def held(self, request: H) -> int:
         """Leading tokens of a request whose K/V is here, in its own slot or in any that it may begin from."""

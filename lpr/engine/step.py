@@ -62,12 +62,12 @@ def decode_step(
         [request.running for request in batch],
         *(depths, budget, comm.size, exchange.capacity, comm.rank, served_by(batch, comm.size)),
     )
-    rows = shard_rows(batch, draft, comm.rank)
+    mine, rows = draft.mine, shard_rows(batch, draft, comm.rank)
     end_phase("draft")
     # Where no tree has a draft, nobody asks for the runners-up, and they would cost plain decoding 4 %.
     num_candidates = min(sizes.num_recycled, model.vocab_size) if draft.has_nodes else 0
     together = [*rows, *fills] if model.packed else without_gaps(rows)
-    chosen = selection([batch[index] for index in draft.mine], rows)
+    chosen = selection([batch[index] for index in mine], rows)
     asked = [request.params.logprobs for request in batch if request.params.logprobs is not None]
     if chosen.num_logprobs is not None:
         chosen.num_logprobs = max(asked)  # of all ranks' requests
@@ -89,7 +89,7 @@ def decode_step(
     for request, counts in filling:
         count_filled(request, counts)
     concluded = draft.conclude(values, num_candidates, budget)
-    commit(model, rows, [concluded[index] for index in draft.mine])
+    commit(model, rows, [concluded[index] for index in mine])
     end_phase("commit")
     return [Outcome(each, num_entries, said) for each, said in zip(concluded, logprobs, strict=True)], num_command_bytes
 

@@ -33,7 +33,7 @@ class TimesFile:
             *(model.config.to_json_string(), str(next(model.model.parameters()).dtype), str(model.device.type)),
             torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else platform.processor(),
             *(torch.get_num_threads(), torch.__version__, model.attention, model.packed, model.graphs is not None),
-            *(platform.node(), comm.size, comm.tp_size, *sizes),
+            *(platform.node(), comm.size, comm.tp_size, model.exact, *sizes),
         ]
         name = hashlib.blake2b(json.dumps(facts).encode(), digest_size=12).hexdigest()
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

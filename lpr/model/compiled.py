@@ -1,9 +1,9 @@
 """Captured steps through torch.compile: what lies between the matrix products of a layer becomes a few kernels.
 
 The whole forward is one graph of operators (attention is one of them, lpr::tree_attention), with symbolic sizes: a
-handful of forms serves all shapes of steps. Each takes up to a minute or two to compile for a model of 32 layers, once:
-what is compiled is kept on disk, so that a later start reads it. Only captured steps are compiled, and where the compiler
-fails they go on without it.
+handful of forms serves all shapes of steps. Each takes a minute or two to compile for a model of 32 layers, once: what
+is compiled is kept on disk, and a later start reads it. Only captured steps are compiled, and where the compiler fails
+they go on without it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class CompiledForward:
         # By default it is in a folder for temporary files, which a machine or container forgets when it restarts.
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compiled_folder())
         torch._dynamo.config.recompile_limit = max(MOST_FORMS, torch._dynamo.config.recompile_limit)
-        model.compile(dynamic=True, fullgraph=True, backend=backend)
+        options = {"combo_kernels": True} if backend == "inductor" else None  # independent ones in one launch
+        model.compile(dynamic=True, fullgraph=True, backend=backend, options=options)
 
     @property
     def cost(self) -> dict[str, float]:

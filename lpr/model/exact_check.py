@@ -29,11 +29,9 @@ precision."""
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def refusal(model: Any, device: torch.device, own_attention: bool) -> str | None:
+def refusal(model: Any, own_attention: bool) -> str | None:
     """Why the logits of `model` depend on the shape of a step, as far as its class and config tell; None if not."""
     config = model.config.get_text_config(decoder=True)
-    if device.type != "cpu":
-        return "on a GPU it is not built yet"
     if own_attention:
         return "its attention is its own code, which adds in the order of cache rows"
     if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
@@ -51,8 +49,8 @@ class Heights:
     """Products with the model's weights."""
     attention: int
     """The float32 products of lpr.model.exact."""
-    num_threads: int
-    """Threads of torch for which this holds."""
+    num_threads: int | None
+    """Threads of torch for which this holds; None: any."""
     multiple: int = 1
     """Rows of a step are a multiple of this; see `_multiple`."""
     head_multiple: int = 1

@@ -26,13 +26,13 @@ from transformers import PreTrainedModel
 from lpr.model.inputs import Row, StepInputs
 from lpr.model.sampling import Selection
 from lpr.model.static_inputs import (
-    BATCH_NODE_BUCKETS,
     FEW_KEYS,
     KV_BUCKETS,
     NODE_BUCKETS,
     WIDE_KV,
     StaticShape,
     bucket_of,
+    node_buckets,
     power_of_two,
     static_shape,
 )
@@ -161,11 +161,12 @@ class GraphRunner:
         rows_per_slot: int,
         tree_bits: bool = False,
         max_graphs: int = MAX_GRAPHS,
+        height: int = 1,
     ) -> None:
         """Graphs of `compute`, on a cache of `num_slots` slots with `rows_per_slot` rows each.
 
         `logits` is the forward in `compute`, by which the first capture is checked. With `tree_bits` attention reads
-        who is whose ancestor in bits, and no dense mask is made.
+        who is whose ancestor in bits, and no dense mask is made. Shapes have a multiple of `height` entries.
         """
         self._compute = compute
         self._logits = logits
@@ -174,6 +175,7 @@ class GraphRunner:
         self._rows_per_slot = rows_per_slot
         self._tree_bits = tree_bits
         self.max_graphs = max_graphs
+        self._height = height
         self.reason: str | None = None
         """Why no further step is captured, once something has failed."""
         self.is_wrong = False
@@ -192,16 +194,15 @@ class GraphRunner:
         """Capture steps of up to `max_nodes` nodes a row; longer pending chains, such as prompts, are rare shapes."""
         self._max_nodes = max_nodes
         longest = max_nodes if max_nodes == 1 else max_nodes + PENDING
-        self.max_entries = min(bucket_of(longest, NODE_BUCKETS), NODE_BUCKETS[-1])
+        self.max_entries = min(bucket_of(longest, node_buckets(1, self._height)), NODE_BUCKETS[-1])
 
     def __len__(self) -> int:
         return len(self._graphs)
 
     def shape_of(self, rows: Sequence[Row], selection: Selection, num_candidates: int) -> StaticShape | None:
         """The shape whose graph evaluates a step; None if it has none."""
-        return static_shape(
-            rows, selection, num_candidates, self._num_slots, self._rows_per_slot, self.max_entries, self._tree_bits
-        )
+        limits = self._num_slots, self._rows_per_slot, self.max_entries
+        return static_shape(rows, selection, num_candidates, *limits, self._tree_bits, self._height)
 
     def evaluate(self, rows: Sequence[Row], selection: Selection, num_candidates: int) -> torch.Tensor | None:
         """As TreeModel.evaluate, valid until the next call; None if the step has to be evaluated directly."""
@@ -314,14 +315,15 @@ class GraphRunner:
         """
         self._num_candidates = num_candidates
         rows = self._rows_per_slot
-        sizes = [size for size in NODE_BUCKETS if size <= self.max_entries]
+        sizes = [size for size in node_buckets(1, self._height) if size <= self.max_entries]
         shapes = []
         if self._tree_bits:
             batches = {min(power_of_two(count), self._num_slots) for count in range(1, self._num_slots + 1)}
             lengths = {min(size, rows) for size in (*WIDE_KV, rows)}
             for batch in batches:
-                longest = bucket_of(self.max_entries, BATCH_NODE_BUCKETS)
-                mine = sizes if batch == 1 else [size for size in BATCH_NODE_BUCKETS if size <= longest]
+                buckets = node_buckets(batch, self._height)
+                longest = bucket_of(self.max_entries, buckets)
+                mine = sizes if batch == 1 else [size for size in buckets if size <= longest]
                 for size, length, num_keys in product(mine, lengths, (0, batch * FEW_KEYS)):
                     shapes.append((batch, size, length, num_keys))
         else:

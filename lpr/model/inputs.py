@@ -19,7 +19,7 @@ import torch
 from lpr.core.rows import WORD_BITS
 from lpr.model.exact import BLOCK, Tail, find_tail
 from lpr.model.exact_check import Heights
-from lpr.model.kernels.mask import TreeMask, build_mask
+from lpr.model.kernels.mask import Paths, TreeMask, build_mask
 from lpr.model.transfer import to_device
 from lpr.native import ancestor_words
 
@@ -96,7 +96,9 @@ class Block:
     run: tuple[int, int] | None = None
     """Slot and first row of the cache that the entries of a single row are written to, if there is no padding."""
     tails: list[Tail | None] | None = None
-    """[B]: where entries branch, for exact attention."""
+    """[B]: where entries branch, for exact attention on a CPU."""
+    paths: Paths | None = None
+    """Where an entry's keys lie, for exact attention on a GPU: found by the first layer that asks."""
 
     @property
     def kv_positions(self) -> torch.Tensor:
@@ -213,7 +215,7 @@ def build_inputs(
         if tree_bits:
             parents, cached = [row.parents for row in group], [row.num_cached for row in group]
             block.tree_mask = build_mask(parents, cached, entries[1], device)
-        if heights is not None:
+        if heights is not None and not tree_bits:
             block.tails = [find_tail(row.parents.tolist(), row.num_cached) for row in group]
         parts.append(entries)
         blocks.append(block)

@@ -21,8 +21,9 @@ from lpr.model.compiled import CompiledForward
 from lpr.model.families import adapt
 from lpr.model.graphs import Capturer, CudaCapturer, GraphRunner, is_capturing, uncapturable
 from lpr.model.inputs import Row, StepInputs, build_inputs, round_up
-from lpr.model.kernels.hook import KERNELS, load_kernel
+from lpr.model.kernels.hook import EXACT_KERNELS, KERNELS, load_kernel
 from lpr.model.memory import cache_shortage, free_bytes
+from lpr.model.pinned import HEIGHT, pin_heights
 from lpr.model.sampling import Selection, candidates, choose, four_to_a_word, log_probabilities
 
 ATTENTION = ("auto", "sdpa", *KERNELS)
@@ -45,6 +46,7 @@ class TreeModel:
         graphs: bool = True,
         check_rows: Callable[[Sequence[Row]], None] | None = None,
         exact: bool = False,
+        share_heights: Callable[[exact_check.Heights | str], exact_check.Heights | str] | None = None,
     ) -> None:
         """Switch `model` (any transformers causal LM) to tree attention; the cache comes with `allocate`.
 
@@ -56,6 +58,7 @@ class TreeModel:
         unless `graphs` is False.
 
         `exact` makes logits the same bits for every shape of a step (lpr.model.exact), if `self_check` finds it can.
+        Ranks that share weights agree on the rows that this takes by `share_heights`.
 
         `attention` is one of ATTENTION. "auto" is "triton" on a GPU, which `self_check` then verifies with this model
         before it is kept, and "sdpa" elsewhere. Raises InputError for a choice that cannot work.
@@ -77,6 +80,7 @@ class TreeModel:
         self.attention_is_open = attention == "auto"
         """May `self_check` fall back to "sdpa"?"""
         self.exact = exact
+        self._share_heights = share_heights
         self.heights: exact_check.Heights | None = None
         """Rows of the products of a step in exact mode, at least; `why_not_exact` finds how few are enough."""
         self.set_attention(self._choose_attention() if attention == "auto" else attention)
@@ -90,15 +94,23 @@ class TreeModel:
 
     def why_not_exact(self) -> str | None:
         """Why logits depend on the shape of a step, as far as that is known without a forward; None if not."""
-        if self.attention in KERNELS:
-            return f"attention={self.attention!r} adds in the order of cache rows; use 'sdpa'"
-        reason = exact_check.refusal(self.model, self.device, not self.model._can_set_attn_implementation())
-        if reason is None:
-            found = exact_check.find_heights(self.model)
-            if isinstance(found, str):
-                return f"on this machine the matrix product {found} rounds otherwise than with more"
-            self.heights = found
-        return reason
+        if self.device.type != "cpu" and self.attention not in KERNELS:
+            return f"on a GPU attention={self.attention!r} adds in the order of cache rows; use 'triton'"
+        reason = exact_check.refusal(self.model, not self.model._can_set_attn_implementation())
+        if reason is not None:
+            return reason
+        if self.device.type != "cpu":
+            pin_heights(self.model)
+            self.heights = exact_check.Heights(HEIGHT, 1, None, HEIGHT, HEIGHT)
+            self.node_bucket = HEIGHT
+            return None
+        found = exact_check.find_heights(self.model)
+        if self._share_heights is not None:
+            found = self._share_heights(found)
+        if isinstance(found, str):
+            return f"on this machine the matrix product {found} rounds otherwise than with more"
+        self.heights = found
+        return None
 
     def _choose_attention(self) -> str:
         reachable = self.model._can_set_attn_implementation()
@@ -117,9 +129,10 @@ class TreeModel:
             raise InputError(
                 "attention='triton' needs the package triton (pip install triton); or use attention='sdpa'"
             )
-        load_kernel(choice)
+        name = (EXACT_KERNELS if self.exact else KERNELS).get(choice, TREE_ATTENTION)
+        load_kernel(name)
         self.attention = choice
-        use_tree_attention(self.model, KERNELS.get(choice, TREE_ATTENTION))
+        use_tree_attention(self.model, name)
         adapt(self.model)
 
     def shortage(
@@ -152,8 +165,9 @@ class TreeModel:
             cache.allocate(like)
             if self.capturer is not None:
                 logits = partial(self.logits, cache=cache)
+                bits, height = self.attention in KERNELS, self.heights.multiple if self.heights is not None else 1
                 self.graphs = GraphRunner(
-                    self._compute, logits, self.capturer, self.device, num_slots, rows, self.attention in KERNELS
+                    self._compute, logits, self.capturer, self.device, num_slots, rows, bits, height=height
                 )
         if self.graphs is not None:
             self.graphs.limit(max_nodes)
@@ -265,7 +279,7 @@ class TreeModel:
     ) -> StepInputs:
         """The tensors of one forward over `rows`, with the kind of mask that the chosen attention reads."""
         bits = self.attention in KERNELS
-        if self.heights is not None and self.heights.num_threads != torch.get_num_threads():
+        if self.heights is not None and self.heights.num_threads not in (None, torch.get_num_threads()):
             raise RuntimeError(
                 f"exact mode was checked with {self.heights.num_threads} threads and torch has "
                 f"{torch.get_num_threads()} now: set them before the model is loaded"

@@ -19,10 +19,10 @@ from importlib import import_module
 
 import torch
 
+from lpr import native
 from lpr.config import SamplingParams
 from lpr.core.accept import NOT_A_NUMBER
 from lpr.core.recycle import MAX_SCORE, SCORE_STEPS
-from lpr import native
 from lpr.model import sampling_cpu, sampling_native, sampling_reference
 from lpr.model.sampling_cpu import best_tokens
 from lpr.model.selection import Selection

@@ -1,7 +1,7 @@
 """Sampling on a CPU in C++ (native/sampling.h): the tokens that `sampling_reference.pick` chooses, id for id.
 
-A row is read a few times in a core's cache: scaled, searched for the best total of score and noise, and added up where a
-limit asks for it. Rows of which rounding would decide are left to lpr.model.sampling_cpu, two in a hundred thousand.
+A row is read a few times in a core's cache: scaled, searched for the best total of score and noise, and added up where
+a limit asks for it. Rows of which rounding would decide are left to lpr.model.sampling_cpu, two in a hundred thousand.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def draw(logits: torch.Tensor, selection: Selection) -> torch.Tensor:
 
 def _choose(logits: torch.Tensor, selection: Selection, rows: np.ndarray) -> np.ndarray:
     """What the extension says of `logits`, those of the selection's `rows`; by as many threads as torch uses."""
-    scores = logits.float()
-    scores = (scores if scores.stride(1) == 1 else scores.contiguous()).numpy()
+    wide = logits.float()
+    scores = (wide if wide.stride(1) == 1 else wide.contiguous()).numpy()
     columns = [
         np.ascontiguousarray(each, dtype)
         for each, dtype in (

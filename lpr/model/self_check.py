@@ -62,24 +62,29 @@ def self_check(runner: TreeModel) -> TreeCache:
 
 
 def check_compiled(runner: TreeModel, like: TreeCache) -> None:
-    """Compile a step and compare its logits with those of a direct one; where they differ, `runner` compiles no more."""
+    """Compile the forms of a step and of a plain one, and compare their logits with those of direct steps.
+
+    Where they differ, `runner` compiles no more.
+    """
     assert runner.compiled is not None
     cache = TreeCache(1, 256)
     cache.allocate(like)
-    count = 12
-    tokens = torch.randint(0, runner.vocab_size, (count,), generator=torch.Generator().manual_seed(4)).tolist()
-    row = Row(0, 0, tokens, list(range(-1, count - 1)), list(range(count)), count)
+    tokens = torch.randint(0, runner.vocab_size, (13,), generator=torch.Generator().manual_seed(4)).tolist()
     nothing = Selection.build([])
-    shape = static_shape([row], nothing, 0, 1, cache.rows_per_slot, count, runner.attention in KERNELS)
-    assert shape is not None
-    words = torch.zeros(shape.num_words, dtype=torch.int32)
-    shape.place(words.numpy(), [row], nothing)
-    words = words.to(runner.device)
-    direct = runner.logits(shape.read(words)[0], cache)[-count:].float()
-    compiled = runner.compiled_logits(shape.read(words)[0], cache)[-count:].float()
-    error = _difference(compiled, direct)
-    if not error <= _TOLERANCE.get(runner.model.dtype, _HALF_TOLERANCE):
-        runner.compiled.give_up(f"compiled logits differ from direct ones by {error:.1e} of their range")
+    for start, count in ((0, 12), (12, 1)):
+        chain, positions = list(range(-1, count - 1)), list(range(start, start + count))
+        row = Row(0, start, tokens[start : start + count], chain, positions, count)
+        shape = static_shape([row], nothing, 0, 1, cache.rows_per_slot, count, runner.attention in KERNELS)
+        assert shape is not None
+        words = torch.zeros(shape.num_words, dtype=torch.int32)
+        shape.place(words.numpy(), [row], nothing)
+        words = words.to(runner.device)
+        direct, compiled = (
+            forward(shape.read(words)[0], cache)[-count:].float() for forward in (runner.logits, runner.compiled_logits)
+        )
+        error = _difference(compiled, direct)
+        if not error <= _TOLERANCE.get(runner.model.dtype, _HALF_TOLERANCE):
+            runner.compiled.give_up(f"compiled logits differ from direct ones by {error:.1e} of their range")
 
 
 def _check(runner: TreeModel) -> TreeCache:
@@ -147,7 +152,13 @@ def _inexact_step(runner: TreeModel) -> str | None:
         positions += [branch + at] * 2
     row = Row(0, branch, tokens, parents, positions, len(tokens))
     tree = runner.logits(runner.inputs([row], cache.rows_per_slot), cache)
-    return None if torch.equal(tree[1::2], single) else "in a tree"
+    if not torch.equal(tree[1::2], single):
+        return "in a tree"
+    cache = TreeCache(2, 2 * BLOCK)
+    forward(cache, 0, branch)
+    beside = Row(1, 0, text[:9], list(range(-1, 8)), list(range(9)), 1)
+    batch = runner.logits(runner.inputs([row, beside], cache.rows_per_slot), cache)
+    return None if torch.equal(batch[1:-1:2], single) else "in a batch"
 
 
 def _packs(runner: TreeModel, alone: torch.Tensor, tolerance: float) -> bool:

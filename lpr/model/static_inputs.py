@@ -150,8 +150,11 @@ def static_shape(
     rows_per_slot: int,
     max_entries: int,
     tree_bits: bool = False,
+    height: int = 1,
 ) -> StaticShape | None:
     """The smallest shape that holds `rows`; None if there is none of up to `max_entries` entries a row.
+
+    It has a multiple of `height` entries.
 
     A shape is one block: rows that are not neighbouring slots in order have none.
     """
@@ -161,7 +164,7 @@ def static_shape(
         return None
     num_kv = max([row.num_cached + row.num_entries for row in rows])
     batch = min(power_of_two(len(rows)), num_slots - first)
-    num_entries = bucket_of(longest, NODE_BUCKETS if batch == 1 else BATCH_NODE_BUCKETS)
+    num_entries = bucket_of(longest, node_buckets(batch, height))
     num_keys = batch * FEW_KEYS
     if selection.num_keys > num_keys:
         num_keys = batch * num_entries
@@ -175,6 +178,13 @@ def static_shape(
 def _known_shape(*fields: Any) -> StaticShape:
     """One object for each shape: what follows from its fields is computed once, not in every step."""
     return StaticShape(*fields)
+
+
+def node_buckets(batch: int, height: int) -> Sequence[int]:
+    """What T may be in a batch of that size, as multiples of `height`."""
+    if height == 1:
+        return NODE_BUCKETS if batch == 1 else BATCH_NODE_BUCKETS
+    return [size for size in NODE_BUCKETS if size % height == 0]
 
 
 def bucket_of(count: int, buckets: Sequence[int]) -> int:

@@ -22,11 +22,18 @@ from transformers.masking_utils import (
     sliding_window_overlay,
 )
 
+from lpr.config import InputError
 from lpr.model.attention import Mask, additive, current_step, tree_attention, tree_mask, visible_nodes
+from lpr.model.kernels.mask import find_paths
 
 KERNELS = {"triton": "lpr_tree_triton"}
 """Names of the attention implementations, by the choice that `TreeModel` takes."""
-_MODULES = {"triton": "lpr.model.kernels.attention_kernel"}
+EXACT_KERNELS = {"triton": "lpr_tree_triton_exact"}
+"""The same in exact mode."""
+_MODULES = {
+    "lpr_tree_triton": "lpr.model.kernels.attention_kernel",
+    "lpr_tree_triton_exact": "lpr.model.kernels.exact_kernel",
+}
 
 
 @dataclass(frozen=True)
@@ -114,15 +121,16 @@ def _alike(one: LayerRule | None, other: LayerRule | None) -> bool:
 _versions: dict[str, Callable[..., torch.Tensor]] = {}
 
 
-def load_kernel(choice: str) -> None:
+def load_kernel(name: str) -> None:
     """Import a version, before a forward asks for it: an import would break a compiled forward in every layer."""
-    if choice in _MODULES:
-        module = import_module(_MODULES[choice])
-        _versions[choice] = lambda *args, **kwargs: module.tree_attention(*args, **kwargs)
+    if name in _MODULES:
+        module = import_module(_MODULES[name])
+        _versions[name] = lambda *args, **kwargs: module.tree_attention(*args, **kwargs)
 
 
-def kernel_attention(choice: str) -> Callable[..., tuple[torch.Tensor, None]]:
-    """For AttentionInterface: attention by a version of `KERNELS`, which `load_kernel` has imported."""
+def kernel_attention(name: str) -> Callable[..., tuple[torch.Tensor, None]]:
+    """For AttentionInterface: attention by the version `name`, which `load_kernel` has imported."""
+    is_exact = name in EXACT_KERNELS.values()
 
     def attend(
         module: torch.nn.Module,
@@ -138,6 +146,8 @@ def kernel_attention(choice: str) -> Callable[..., tuple[torch.Tensor, None]]:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         rule = attention_mask
+        if is_exact and current_step() is not None and (position_bias is not None or not isinstance(rule, LayerRule)):
+            raise InputError("exact attention on a GPU knows causal, sliding and chunked masks and no bias on scores")
         if not isinstance(rule, LayerRule):
             return tree_attention(
                 module, query, key, value, rule, scaling, dropout, softcap, s_aux, position_bias, **kwargs
@@ -151,11 +161,14 @@ def kernel_attention(choice: str) -> Callable[..., tuple[torch.Tensor, None]]:
             return tree_attention(
                 module, query, key, value, dense, scaling, dropout, softcap, s_aux, position_bias, **kwargs
             )
-        out = _versions[choice](
+        if is_exact and block.paths is None:  # once a step, for all layers
+            block.paths = find_paths(block.tree_mask)
+        out = _versions[name](
             query,
             key,
             value,
             block.tree_mask,
+            *([block.paths] if is_exact else []),
             window=rule.window,
             chunk=rule.chunk,
             softcap=softcap,
@@ -167,6 +180,6 @@ def kernel_attention(choice: str) -> Callable[..., tuple[torch.Tensor, None]]:
     return attend
 
 
-for _choice, _name in KERNELS.items():
-    AttentionInterface.register(_name, kernel_attention(_choice))
+for _name in _MODULES:
+    AttentionInterface.register(_name, kernel_attention(_name))
     AttentionMaskInterface.register(_name, kernel_mask)

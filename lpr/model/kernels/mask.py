@@ -77,3 +77,31 @@ def build_mask(
         bits[row, length - len(each) :] = ancestor_words(each, num_words)
     counts = to_device(np.array([list(num_cached), [len(each) for each in parents]], np.int32), device)
     return TreeMask(to_device(bits.view(np.int64), device), counts[0], counts[1], positions)
+
+
+_ALL = 2**30
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Where the keys of an entry lie, in the order of positions."""
+
+    entries: torch.Tensor
+    """[B, T, T] int32: the entry, counted without padding, at position `num_cached` + i of an entry's path."""
+    num_shared: torch.Tensor
+    """[B] int32: positions up to which a key's cache row is its position, on all paths that are so long."""
+
+
+def find_paths(mask: TreeMask) -> Paths:
+    """The paths of a step, by operators that do not wait for the device."""
+    length = mask.positions.shape[1]
+    entry = torch.arange(length, device=mask.bits.device)
+    words = mask.bits.index_select(2, entry // WORD_BITS)
+    is_ancestor = ((words >> entry % WORD_BITS) & 1).bool()
+    depth = torch.where(is_ancestor, is_ancestor.long().cumsum(2) - 1, length)
+    found = torch.zeros(*is_ancestor.shape[:2], length + 1, dtype=torch.int64, device=mask.bits.device)
+    found = found.scatter_(2, depth, entry.expand_as(depth).contiguous())[..., :length]
+    is_moved = (found != entry) & (entry < is_ancestor.sum(2, keepdim=True))
+    first = torch.where(is_moved, entry, _ALL).flatten(1).amin(1)
+    num_shared = torch.where(first == _ALL, _ALL, mask.num_cached + first)
+    return Paths(found.to(torch.int32), num_shared.to(torch.int32))

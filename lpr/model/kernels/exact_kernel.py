@@ -1,0 +1,75 @@
+"""Tree attention as a Triton kernel whose sums do not depend on the tree: exact mode on a GPU.
+
+Three things are fixed, whatever the step: tiles (16 query rows, 64 keys), so that an addition is the same instruction
+everywhere; the blocks of keys and their splits, by absolute position; and the order in which they are added. A tree's
+keys are gathered along each entry's path, so blocks hold what they hold in plain decoding. Shapes of a launch, padding,
+batch and place in the cache decide only who computes a row. `reference.exact_tree_attention` is the specification.
+No GPU has run it.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import triton
+
+from lpr.model.exact import BLOCK
+from lpr.model.kernels.attention_kernel import check, interpreted
+from lpr.model.kernels.exact_code import add_splits, attend_exactly
+from lpr.model.kernels.mask import Paths, TreeMask
+
+LEAST_ROWS = 16
+"""Query rows of a tile: the least that a tensor core takes, as few of them are real in a plain step."""
+SPLIT = 8
+"""Blocks of keys that one program takes."""
+
+
+def tree_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: TreeMask,
+    paths: Paths,
+    *,
+    window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `reference.exact_tree_attention`; returns [B, Hq, T, Dv], a view of a contiguous [B, T, Hq, Dv].
+
+    Raises InputError as attention_kernel does.
+    """
+    check(query, key, value)
+    query, key, value = (each if each.stride(3) == 1 else each.contiguous() for each in (query, key, value))
+    batch, num_heads, num_tokens, dim = query.shape
+    num_kv_heads, num_kv, dim_v = key.shape[1], key.shape[2], value.shape[3]
+    group = num_heads // num_kv_heads
+    tokens = max(1, LEAST_ROWS // group)
+    num_tiles, num_splits = -(-num_tokens // tokens), -(-num_kv // (BLOCK * SPLIT))
+    block_dv = max(16, triton.next_power_of_2(dim_v))
+    shape = (batch, num_kv_heads, num_tokens * group, num_splits)
+    parts = [torch.empty(size, dtype=torch.float32, device=query.device) for size in ((*shape, dim_v), shape, shape)]
+    out = query.new_empty(batch, num_tokens, num_heads, dim_v)
+    where: Any = torch.cuda.device(query.device) if query.is_cuda else nullcontext()
+    with where:
+        attend_exactly[(num_tiles * num_splits, num_kv_heads, batch)](
+            query, key, value, paths.entries, paths.num_shared, mask.num_cached, mask.num_entries,
+            mask.positions.contiguous(), *parts,
+            dim**-0.5 if scale is None else scale, softcap or 1.0, window or 0, chunk or 1, num_tokens, num_tiles,
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+            NUM_KV_HEADS=num_kv_heads, GROUP=group, D=dim, DV=dim_v, TOKENS=tokens,
+            BLOCK_M=max(LEAST_ROWS, triton.next_power_of_2(group)), BLOCK_N=BLOCK,
+            BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK_DV=block_dv, SPLIT=SPLIT, NUM_SPLITS=num_splits,
+            HAS_SOFTCAP=softcap is not None, HAS_WINDOW=window is not None, HAS_CHUNK=chunk is not None,
+            UPCAST=interpreted() and query.dtype == torch.bfloat16, num_warps=4, num_stages=1,
+        )  # fmt: skip
+        add_splits[(-(-num_tokens * group // LEAST_ROWS), num_kv_heads, batch)](
+            *parts, sinks if sinks is not None else out, out, num_tokens, num_splits,
+            NUM_KV_HEADS=num_kv_heads, GROUP=group, DV=dim_v, BLOCK_M=LEAST_ROWS, BLOCK_DV=block_dv,
+            HAS_SINKS=sinks is not None, num_warps=4,
+        )  # fmt: skip
+    return out.transpose(1, 2)

@@ -1,0 +1,91 @@
+"""Exact mode on the pretend GPU: heights that are fixed, one kernel for all trees, and the bits of plain decoding."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny_model
+from pretend_gpu import PretendGpu, gpu, guard, to_gpu
+from torch import nn
+
+import lpr.model.runner
+from lpr import DecodeConfig, Engine, InputError, SamplingParams
+from lpr.model import pinned
+from lpr.model.cache import TreeCache
+from lpr.model.inputs import Row
+from lpr.model.runner import TreeModel
+from lpr.model.self_check import self_check
+
+__all__ = ["gpu", "guard"]
+
+PROMPTS = [[3, 5, 7, 9, 11, 13, 5, 7], [7, 8, 9] * 5]
+PARAMS = [SamplingParams(max_new_tokens=10, temperature=0.9 * i, seed=i) for i in range(2)]
+DECODE = DecodeConfig(window_size=4, trie_nodes=12, max_batch_size=2)
+
+
+def test_ids_are_those_of_plain_decoding_and_products_have_one_height(
+    gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heights: set[int] = set()
+    multiply = nn.Linear.forward
+
+    def counted(self: nn.Linear, states: torch.Tensor) -> torch.Tensor:
+        heights.add(states.flatten(0, -2).shape[0])
+        return multiply(self, states)
+
+    model = tiny_model(spread=0.12).to(torch.bfloat16)
+    plain = Engine.from_model(
+        to_gpu(copy.deepcopy(model)), decode=DecodeConfig.autoregressive(max_batch_size=1), exact=True, graphs=False
+    )
+    assert plain.model.attention == "triton" and plain.model.exact
+    expected = [each.token_ids for each in plain.generate(PROMPTS, PARAMS)]
+    monkeypatch.setattr(nn.Linear, "forward", counted)
+    engine = Engine.from_model(to_gpu(copy.deepcopy(model)), decode=DECODE, exact=True)
+    graphs = engine.model.graphs
+    assert graphs is not None and {shape.num_entries % 64 for shape in graphs.common_shapes(8)} == {0}
+    heights.clear()
+    done = engine.generate(PROMPTS, PARAMS)
+    assert [each.token_ids for each in done] == expected
+    assert sum(each.stats.num_steps for each in done) < 20, "drafts were accepted"
+    assert engine.model.graph_reason is None and gpu.num_replays
+    engine.model.graphs = None
+    assert [each.token_ids for each in engine.generate(PROMPTS, PARAMS)] == expected
+    assert heights == {pinned.HEIGHT}
+
+
+def test_products_that_depend_on_the_height_are_found(gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that takes another kernel for other heights, met by a model that is not pinned."""
+    multiply = nn.Linear.forward
+
+    def by_shape(self: nn.Linear, states: torch.Tensor) -> torch.Tensor:
+        return multiply(self, states) * (1 + 1e-2 * (states.flatten(0, -2).shape[0] > 64))
+
+    monkeypatch.setattr(nn.Linear, "forward", by_shape)
+    self_check(TreeModel(to_gpu(tiny_model().bfloat16()), exact=True))
+    monkeypatch.setattr(lpr.model.runner, "pin_heights", lambda model: None)
+    with pytest.raises(InputError, match="cannot be exact: its logits are other bits in a step of many tokens"):
+        self_check(TreeModel(to_gpu(tiny_model().bfloat16()), exact=True, attention="triton"))
+
+
+@pytest.mark.parametrize(
+    "options, reason", [({"attention": "sdpa"}, "use 'triton'"), ({"compile": True}, "the compiler chooses")], ids=str
+)
+def test_what_cannot_be_exact_on_a_gpu_is_named(options: dict[str, Any], reason: str, gpu: PretendGpu) -> None:
+    with pytest.raises(InputError, match=reason):
+        Engine.from_model(to_gpu(tiny_model()), decode=DECODE, exact=True, **options)
+
+
+def test_a_pinned_model_is_as_it_was_outside_of_steps() -> None:
+    model = tiny_model()
+    ids = torch.tensor([list(range(70))])
+    expected = model(ids).logits
+    pinned.pin_heights(model)
+    pinned.pin_heights(model)
+    assert torch.equal(model(ids).logits, expected)
+    runner = TreeModel(model)
+    row = Row(0, 0, list(range(70)), list(range(-1, 69)), list(range(70)), 70)
+    found = runner.logits(runner.inputs([row], 128), TreeCache(1, 128))
+    torch.testing.assert_close(found, expected[0], atol=1e-4, rtol=0)
