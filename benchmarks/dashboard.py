@@ -47,7 +47,7 @@ MONITORING = Path(__file__).parent.parent / "launch" / "monitoring"
 RATE_INTERVAL = "20s"
 """What Grafana makes of $__rate_interval: four scrapes."""
 START_SECONDS = 60.0
-SIZE = (1430, 1950)
+SIZE = (1430, 2280)
 """Pixels of the picture."""
 POINTS = 120
 """Per series of a panel."""
