@@ -96,7 +96,7 @@ class Watch:
         def logits(inputs: StepInputs, cache: TreeCache) -> torch.Tensor:
             found = logits_of(model, inputs, cache)
             if rows_of_step:
-                self.look({each.slot: each for each in engine.scheduler.running}, rows_of_step, found)
+                self.look({each.slots[0]: each for each in engine.scheduler.running}, rows_of_step, found)
                 rows_of_step.clear()
             return found
 

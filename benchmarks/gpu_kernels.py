@@ -43,6 +43,8 @@ def warm_up(sizes: Sizes) -> dict[str, Any]:
         "sampling": "kernel" if picked is not sampling_reference.pick else "specification",
         "captured": engine.model.num_captures,
         "graph_reason": engine.model.graph_reason,
+        "compiled": engine.model.compiled.describe() if engine.model.compiled is not None else None,
+        "compile_reason": engine.model.compiled.reason if engine.model.compiled is not None else None,
         "sampling_compile_s": round(sampling_s, 2),
         "engine_s": round(time.perf_counter() - began, 2),
     }

@@ -20,6 +20,7 @@ from lpr.core.step_times import KNOTS
 from lpr.model.cache import TreeCache
 from lpr.model.graphs import CudaCapturer
 from lpr.model.inputs import Row, build_inputs
+from lpr.model.packing import pack_projections
 from lpr.model.runner import TreeModel
 from lpr.model.sampling import Selection
 from lpr.model.self_check import self_check
@@ -406,7 +407,7 @@ def run_static(runner: TreeModel, shape: StaticShape, words: torch.Tensor) -> to
 
 def compiled_step(model: PreTrainedModel, sizes: Sizes) -> dict[str, Any]:
     """A step of one token and one of a tree through torch.compile, captured as graphs: what fusion would gain."""
-    plain, fused = TreeModel(model, graphs=False), {}
+    plain, fused = TreeModel(model, graphs=False), dict[str, Any]()
     on_gpu = sizes.device.type == "cuda"
     plain.allocate(1, max(sizes.lengths), max(sizes.nodes), shapes_like(plain))
     assert plain.cache is not None
@@ -421,7 +422,8 @@ def compiled_step(model: PreTrainedModel, sizes: Sizes) -> dict[str, Any]:
             torch._dynamo.reset()
             model._compiled_call_impl = None
             if compiled:
-                model.compile(dynamic=False)
+                pack_projections(model)
+                plain.compile()
             began = time.perf_counter()
             with torch.no_grad():
                 program = partial(run_static, plain, shape, words)
@@ -431,4 +433,5 @@ def compiled_step(model: PreTrainedModel, sizes: Sizes) -> dict[str, Any]:
                 times[f"{name}_first_s"] = round(time.perf_counter() - began, 2)
                 times[f"{name}_ms"] = round(median_ms(run, sizes.device), 4)
         fused[f"{shape.num_entries} entries"] = times
+    fused["cost"] = plain.compiled.describe() if plain.compiled is not None else None
     return fused

@@ -6,7 +6,8 @@
 The model's forward is replaced by a paced device (benchmarks.paced): it takes t(n) of a table of step times and answers
 from recorded completions. *Efficiency* is the device's time over wall time while a batch decodes; *host ms* is the
 median of what a step takes beyond the device's time. Steps that evaluate a prompt do not count, those that end a
-request do. The host's work is timed by the processor time of its thread, so that other programs do not show.
+request do. The host's work is timed by the processor time of its thread, so that other programs do not show. Its waits
+for the device poll, as CUDA does by default; with --sleep it sleeps, and wakes with cold caches.
 `h100_7b` is an estimate of a 7B model in bf16 on one H100 (7.3 ms for 1 node, 9 ms for 64; beyond that 13.2 GFLOP a
 token at 600 TFLOP/s); the flat tables take 2, 4 and 8 ms whatever a step evaluates.
 
@@ -30,7 +31,7 @@ from rich.console import Console
 
 import lpr.native
 from benchmarks.common import make_parser, run_main, whole
-from benchmarks.paced import Device, Lap, PacedComm, PacedModel, Recorded
+from benchmarks.paced import Clock, Device, Lap, PacedComm, PacedModel, Recorded
 from benchmarks.replay import read_traces
 from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
 from lpr.config import InputError
@@ -102,9 +103,9 @@ class Texts:
         return self.requests[self._next % len(self.requests)]
 
 
-def measure_case(case: Case, loaded: Any, texts: Texts, num_steps: int) -> dict[str, Any]:
+def measure_case(case: Case, loaded: Any, texts: Texts, num_steps: int, polls: bool = True) -> dict[str, Any]:
     """Decode with a full batch for `num_steps` steps that count."""
-    device = Device(load_step_times(TABLES / f"{case.costs}.json"))
+    device = Device(load_step_times(TABLES / f"{case.costs}.json"), Clock(polls))
     comm = PacedComm(case.lp)
     engine = make_engine(loaded, case.decode(), comm)
     paced = PacedModel(engine, device, texts.recorded, texts.whole, case.lp)
@@ -176,7 +177,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     texts = Texts(pairs, loaded.tokenizer)
     rows = []
     for case in cases(options.quick):
-        row = measure_case(case, loaded, texts, options.steps or (60 if options.quick else 200))
+        row = measure_case(case, loaded, texts, options.steps or (60 if options.quick else 200), not options.sleep)
         rows.append(row)
         console.print(
             f"{case.costs}: batch {case.batch}, {case.nodes} nodes, lp {case.lp}, T={case.temperature}"
@@ -184,7 +185,8 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         )
     main_rows = [row for row in rows if row["costs"] == "h100_7b"]
     others = [row for row in rows if row["costs"] != "h100_7b"]
-    return {"benchmark": "host", "core": core_name(), "rows": main_rows, "flat_rows": others}
+    waiting = "asleep" if options.sleep else "polling"
+    return {"benchmark": "host", "core": core_name(), "waiting": waiting, "rows": main_rows, "flat_rows": others}
 
 
 def core_name() -> str:
@@ -207,6 +209,7 @@ def main() -> int:
     parser = make_parser("host", "Efficiency of a step beside a device of a given pace.", threads=1)
     parser.add_argument("--traces", metavar="FILE", help="JSON lines with prompt and completion (default: own source)")
     parser.add_argument("--quick", action="store_true", help="fewer cases and steps: some minutes")
+    parser.add_argument("--sleep", action="store_true", help="wait for the device asleep instead of polling")
     parser.add_argument("--steps", type=whole, default=0, metavar="N", help="steps per case (default 200, quick 60)")
     return run_main(parser, measure)
 

@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,9 @@ class Clock:
     So other programs on the machine do not show, and neither does what a device or another rank would do.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, polls: bool = True) -> None:
+        """Wait by asking again and again, as CUDA's synchronisation does, or asleep, which leaves the caches cold."""
+        self._polls = polls
         self._ahead = 0.0
 
     def now(self) -> float:
@@ -48,11 +50,17 @@ class Clock:
         return time.thread_time() + self._ahead
 
     def wait_until(self, then: float) -> None:
-        """Sleep, as the thread would; it is `then` afterwards, however late the system wakes it."""
+        """Wait, as the thread would; it is `then` afterwards, however late the system wakes it."""
         left = then - self.now()
-        if left > 0:
+        if left <= 0:
+            return
+        if self._polls:
+            end = time.perf_counter() + left
+            while time.perf_counter() < end:
+                pass
+        else:
             time.sleep(left)
-            self._ahead += max(0.0, then - self.now())
+        self._ahead += then - self.now()
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
@@ -87,12 +95,17 @@ class Recorded:
     """Texts in tokens, and which token most often follows which."""
 
     def __init__(self, texts: Sequence[Sequence[int]], k: int = 64) -> None:
-        """Count followers in `texts`, prompts included."""
+        """Count followers in `texts`, prompts included; up to `k` of a token are asked for."""
         counts: defaultdict[int, Counter[int]] = defaultdict(Counter)
         for text in texts:
             for left, right in pairwise(text):
                 counts[left][right] += 1
-        self._followers = {token: [t for t, _ in found.most_common(k)] for token, found in counts.items()}
+        size = 1 + max(map(max, texts))
+        self._followers = np.empty((size, k + 1), np.int32)
+        for token in range(size):
+            likely = [each for each, _ in counts[token].most_common(k + 1)] if token in counts else [token]
+            others = (each for each in range(2 * k + 2) if each not in likely)
+            self._followers[token] = [*likely, *islice(others, k + 1 - len(likely))]
 
     def answers(
         self,
@@ -103,22 +116,33 @@ class Recorded:
         depths: Sequence[int],
         k: int,
     ) -> np.ndarray:
-        """What a model says of the nodes of a tree whose root is `text[root]`: int32 [nodes, result_words(k)]."""
+        """What a model says of the nodes of a tree whose root is `text[root]`: int32 [nodes, result_words(k)].
+
+        It works on whole arrays: what it touched would be missing from the caches when the host goes on.
+        """
         results = np.zeros((len(tokens), result_words(k)), np.int32)
-        scores = results[:, 1 + k :].view(np.uint8)
-        follows = [True] * len(tokens)
-        for node, (token, parent, depth) in enumerate(zip(tokens, parents, depths, strict=True)):
-            at = root + depth
-            if node:
-                follows[node] = follows[parent] and at < len(text) and text[at] == token
-            likely = list(self._followers.get(token, ()))[: k + 1] or [token]
-            if follows[node] and at + 1 < len(text):
-                likely = [text[at + 1], *(t for t in likely if t != text[at + 1])]
-            results[node, 0] = likely[0]
-            likely = [*likely, *(t for t in range(k) if t not in likely)][:k]
-            results[node, 1 : 1 + k] = likely
-            scores[node, :k] = [min(255, SCORE_STEP * place) for place in range(1, k + 1)]
+        likely = self._followers[np.asarray(tokens), : k + 1]
+        for node in self._path(text, root, tokens, parents, depths):
+            at = root + depths[node] + 1
+            if at < len(text):
+                others = likely[node][likely[node] != text[at]]
+                likely[node] = [text[at], *others[:k]]
+        results[:, 0] = likely[:, 0]
+        results[:, 1 : 1 + k] = likely[:, :k]
+        results[:, 1 + k :].view(np.uint8)[:, :k] = np.minimum(255, SCORE_STEP * np.arange(1, k + 1))
         return results
+
+    @staticmethod
+    def _path(
+        text: Sequence[int], root: int, tokens: Sequence[int], parents: Sequence[int], depths: Sequence[int]
+    ) -> list[int]:
+        """The nodes that the text follows from its place `root` on, the tree's root first."""
+        path = [0]
+        for node in range(1, len(tokens)):
+            at = root + depths[node]
+            if parents[node] == path[-1] and at < len(text) and text[at] == tokens[node]:
+                path.append(node)
+        return path
 
 
 @dataclass
@@ -234,13 +258,10 @@ class PacedModel:
                     root = int(row.positions[above])
                     text = self._by_slot[row.slot]
                     self.steps.append((text, root))
-                    parents = [int(parent) - above for parent in row.parents[above:]]
-                    depths = [int(position) - root for position in row.positions[above:]]
-                    results.append(
-                        self._recorded.answers(
-                            text, root, [int(t) for t in row.tokens[above:]], parents, depths, num_candidates
-                        )
-                    )
+                    tokens = row.tokens[above:].tolist()
+                    parents = (row.parents[above:] - above).tolist()
+                    depths = (row.positions[above:] - root).tolist()
+                    results.append(self._recorded.answers(text, root, tokens, parents, depths, num_candidates))
             return torch.from_numpy(np.concatenate(results))
 
     def gather(self, local: Any, draft: Any, *rest: Any) -> Any:
@@ -256,8 +277,9 @@ class PacedModel:
     def payloads(self, payload: torch.Tensor) -> torch.Tensor:
         """This rank's payload and those of the simulated ranks."""
         size = self._num_ranks
-        everything = payload.cpu()[None].repeat(size, 1)
+        everything = payload[None]
         if size > 1:
+            everything = everything.repeat(size, 1)
             capacity, width = self._config.owned_capacity(size), result_words(self._config.num_recycled)
             tables = everything[:, NUM_HEADER:].view(size, -1, capacity, width).numpy()
             for index, (split, found) in enumerate(zip(self._draft.shards, self._others, strict=True)):

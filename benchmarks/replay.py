@@ -17,6 +17,9 @@ agree where the calibration is good.
 Drafting waits for nothing, so it is timed by the processor time of its thread: other programs on the machine
 do not show in `draft_ms_per_step` (median) and `draft_ms_p99`.
 
+`limit_tokens_per_step` is what copying the longest phrase in every step would give, `share_of_limit` how near drafting
+comes to it, and `ends` why and where the steps ended (benchmarks.limit).
+
 A completed task does not enter the shared trie unless `--learn` is given (an engine's shared trie learns
 every completed request, but then the result depends on the order and number of tasks).
 """
@@ -38,6 +41,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.common import OneLineParser, make_parser, progress, run_main, whole
+from benchmarks.limit import StepEnds, fewest_steps
 from lpr.config import DecodeConfig, InputError, TreeSizes
 from lpr.native import Drafter, SuffixIndex, TokenTree
 
@@ -61,6 +65,8 @@ class Tally:
     num_drafted: int = 0
     num_accepted: int = 0
     expected: float = 0.0
+    fewest_steps: int = 0
+    """Those of the limit (benchmarks.limit)."""
     draft_ms: list[float] = field(default_factory=list)
     learn_ms: list[float] = field(default_factory=list)
 
@@ -174,9 +180,11 @@ def follow(tree: TokenTree, tokens: Sequence[int], done: int) -> tuple[list[int]
 class FixedSizes:
     """Drafts trees of one size for `replay_task`, and counts in `tally`."""
 
-    def __init__(self, config: TreeSizes, shared: SuffixIndex) -> None:
-        """A draft has up to `config.trie_nodes` nodes."""
+    def __init__(self, config: TreeSizes, shared: SuffixIndex, known: Sequence[Sequence[int]] = ()) -> None:
+        """A draft has up to `config.trie_nodes` nodes; `known` are the texts in the `shared` trie that count."""
         self.config, self.shared, self.tally = config, shared, Tally()
+        self.known = list(known)
+        self.ends = StepEnds(self.known)
 
     def begin_task(self) -> None:
         """Another request begins."""
@@ -197,12 +205,17 @@ def replay_task(task: Task, sizes: FixedSizes) -> None:
     drafter, tally = Drafter(sizes.config, sizes.shared, None), sizes.tally
     drafter.observe(task.prompt)
     sizes.begin_task()
+    sizes.ends.begin(task.prompt)
+    tally.fewest_steps += fewest_steps(task.prompt, task.completion, sizes.known)
     done, root = 0, task.prompt[-1]
     while done < len(task.completion):
         tree = TokenTree(root)
         sizes.draft(drafter, tree)
         path, emitted = follow(tree, task.completion, done)
         sizes.observe(tree, path)
+        if len(emitted) == len(path):  # else the text ended on a drafted node
+            sizes.ends.end(len(path) - 1, tree.tokens[path[-1]], emitted[-1])
+        sizes.ends.read(emitted)
         root, done = emitted[-1], done + len(emitted)
         start = time.thread_time()
         drafter.learn(tree, path)
@@ -226,14 +239,16 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     tasks = tasks_of(traces, encode, options.traces)
     shared = SuffixIndex(max(config.trie_capacity, options.history_tokens))
     fill(shared, tasks, options.history_tokens)
-    learn(shared, (encode(completion) for _, completion in warm))
+    known = [encode(completion) for _, completion in warm]
+    learn(shared, known)
     warm_tokens = len(shared)
-    sizes = FixedSizes(config, shared)
+    sizes = FixedSizes(config, shared, known)
     with progress(console, len(tasks), "replay") as advance:
         for task in tasks:
             replay_task(task, sizes)
             if options.learn:
                 learn(shared, [task.completion])
+                sizes.known.append(task.completion)
             advance()
     tally = sizes.tally
     ordered = sorted(tally.draft_ms)
@@ -241,6 +256,9 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     return {
         "benchmark": "replay",
         "tokens_per_step": round(tally.num_tokens / tally.num_steps, 4),
+        "limit_tokens_per_step": round(tally.num_tokens / tally.fewest_steps, 4),
+        "share_of_limit": round(tally.fewest_steps / tally.num_steps, 4),
+        "ends": sizes.ends.rows(tally.num_steps),
         "drafted_per_step": round(tally.num_drafted / tally.num_steps, 2),
         "draft_ms_per_step": round(statistics.median(ordered), 4),
         "draft_ms_p99": round(ordered[min(len(ordered) - 1, math.ceil(0.99 * len(ordered)) - 1)], 4),

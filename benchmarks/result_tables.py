@@ -185,12 +185,35 @@ def replay(facts: Json) -> Table:
     """Drafting on recorded completions; runs with a long history only time queries."""
     rows = [
         [Path(run["traces"]).name, setting, str(run["budget"]), str(run["num_tasks"]),
-         f"{run['tokens_per_step']:.2f}" if setting in ("cold", "warm") else "", f"{run['drafted_per_step']:.1f}",
-         f"{run['draft_ms_per_step']:.3f}", f"{run['draft_ms_p99']:.3f}"]
+         f"{run['tokens_per_step']:.2f}" if setting in ("cold", "warm") else "", *_limit(run),
+         f"{run['drafted_per_step']:.1f}", f"{run['draft_ms_per_step']:.3f}", f"{run['draft_ms_p99']:.3f}"]
         for run, setting in replay_runs(facts)
     ]  # fmt: skip
-    columns = ["traces", "setting", "nodes", "tasks", "tokens/step", "drafted/step", "draft ms", "draft ms, p99"]
-    return Table("recorded completions", columns, rows)
+    columns = ["traces", "setting", "nodes", "tasks", "tokens/step", "limit", "of it", "drafted/step", "draft ms"]
+    return Table("recorded completions", [*columns, "draft ms, p99"], rows)
+
+
+def _limit(run: Json) -> list[str]:
+    """Tokens per step of the longest phrases, and how near the run comes to it."""
+    limit = run.get("limit_tokens_per_step")
+    return ["", ""] if limit is None else [f"{limit:.2f}", f"{100 * run['share_of_limit']:.0f} %"]
+
+
+def ends(facts: Json) -> Table:
+    """Where the steps of a replay end, and why the token that came was not drafted."""
+    rows = [
+        [
+            Path(run["traces"]).name,
+            setting,
+            each["at"],
+            each["cause"],
+            str(each["steps"]),
+            f"{100 * each['share']:.1f} %",
+        ]
+        for run, setting in replay_runs(facts)
+        for each in run.get("ends", ())
+    ]
+    return Table("where steps end", ["traces", "setting", "at", "the token that came", "steps", "share"], rows)
 
 
 # Time.
@@ -346,6 +369,23 @@ def loads(facts: Json) -> Table:
     return Table(title, columns, rows)
 
 
+def simulated_loads(facts: Json) -> Table:
+    """What the planner's simulation says of a service, beside what was measured."""
+    names = {"ttft_ms_p50": "first token, ms", "end_to_end_ms_p50": "end to end, ms", "tokens_per_second": "tokens/s"}
+
+    def cell(run: Json, key: str) -> str:
+        measured, simulated = run["measured"][key], run["simulated"][key]
+        return f"{measured:.0f} / {simulated:.0f} ({run['simulated_over_measured'][key]:.2f})"
+
+    rows = [[run["case"], run["name"], *(cell(run, key) for key in names)] for run in sound(facts["runs"])]
+    return Table(
+        f"measured / simulated (ratio), medians; {facts['within']}; load average {min(facts['load_average'])} to "
+        f"{max(facts['load_average'])}",
+        ["load", "temperature", *names.values()],
+        rows,
+    )
+
+
 def soak(facts: Json) -> list[Table]:
     """What became of a soak's requests, and what its processes hold."""
     verdict = [[name, str(facts[name])] for name in ("minutes", "requests", "wrong", "status_5xx", "exit_code")]
@@ -360,6 +400,25 @@ def soak(facts: Json) -> list[Table]:
         Table("soak", ["", ""], verdict),
         Table("hostile clients", ["what", "times"], hostile),
         Table("processes", ["id", "MB at first", "MB at last", "growth", "open files at last"], held),
+    ]
+
+
+def shared_drafts(facts: Json) -> list[Table]:
+    """What replicas gain by each other's outputs, and what a stream and a lost store cost."""
+    made, drafting = facts["stream"], facts["drafting"]
+    rows = [
+        [run["case"], *(f"{run[f'{name}_tokens_per_step']:.2f}" for name in ("cold", "second", "alone"))]
+        for run in drafting["runs"]
+    ]
+    title = f"tokens per step with {facts['nodes']} nodes; learnt from the other replica after "
+    title += f"{drafting['learnt_after_s_median']:g} s (at most {drafting['learnt_after_s_max']:g} s)"
+    memory = [[f"{each['entries']:,}", f"{each['mb']:.0f}"] for each in made["memory"]]
+    names = ("requests", "while_away", "failed_requests", "different", "shared_again_after_s", "slowest_s")
+    lost = [[name.replace("_", " "), str(facts["restart"][name])] for name in names]
+    return [
+        Table(title, ["a request like one of another replica", "cold", "shared drafts", "warm by itself"], rows),
+        Table(f"{made['learnt']:,} outputs learnt in {made['seconds']:g} s", ["outputs", "MB of the rank"], memory),
+        Table("the store killed and started again under load", ["", ""], lost),
     ]
 
 
@@ -449,17 +508,34 @@ def _values(value: Any) -> list[Any]:
     return list(value.values()) if isinstance(value, dict) else value
 
 
+def homes(facts: Json) -> Table:
+    """What ranks evaluate and hold per token, by policy and load."""
+    columns = ["ranks, load, policy", "tokens/step", "busiest/token", "table ms/token", "K/V copies", "homes/request"]
+    rows = [
+        [
+            f"{run['num_ranks']}, {run['load']}, {run['policy']} ({mode(run['temperature'])})",
+            *(f"{run[name]:.2f}" for name in ("tokens_per_step", "busiest_per_token", "table_ms_per_token")),
+            *(f"{run[name]:.2f}" for name in ("kv_copies", "homes_per_request")),
+        ]
+        for run in sound(facts["runs"])
+    ]
+    return Table(f"home ranks, {facts['data']}, {facts['model']} model, times of {facts['times']}", columns, rows)
+
+
 TABLES: dict[str, Callable[[Json], list[Table]]] = {
+    "homes": lambda facts: [homes(facts)],
     "strong_scaling": lambda facts: [scaling(facts), speedup(facts)],
     "ablation": lambda facts: [sources(facts), depths(facts)],
-    "replay": lambda facts: [replay(facts)],
+    "replay": lambda facts: [replay(facts), *([ends(facts)] if ends(facts).rows else [])],
     "decode": lambda facts: [decode(facts)],
     "adaptive": lambda facts: [races(facts), traps(facts)],
     "sizes": lambda facts: [sizes(facts)],
     "host": lambda facts: [host(facts)],
     "step": lambda facts: [step_costs(facts), collective(facts), step_parts(facts)],
     "serve": lambda facts: [loads(facts)],
+    "plan_service": lambda facts: [simulated_loads(facts)],
     "soak": soak,
+    "shared_drafts": shared_drafts,
     "fleet": lambda facts: [fleet(facts)],
     "simulate": lambda facts: [check(facts), *(predictions(gpu, facts) for gpu in distinct(facts["models"], "gpu"))],
 }

@@ -4,6 +4,6 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=16
 set -euo pipefail
-export HEAD="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):29400"
-export NNODES="$SLURM_JOB_NUM_NODES" NPROC="${SLURM_GPUS_ON_NODE:-8}" JOB="$SLURM_JOB_ID"
+HEAD="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p):29400"
+export HEAD NNODES="$SLURM_JOB_NUM_NODES" NPROC="${SLURM_GPUS_ON_NODE:-8}" JOB="$SLURM_JOB_ID"
 exec srun --kill-on-bad-exit=1 "${SLURM_SUBMIT_DIR:-.}/launch/many_machines.sh" "$@"

@@ -57,19 +57,24 @@ class DecodeConfig:
     """Longest prompt plus output, in tokens. Default: the model's own limit, at most 4096."""
     prefill_chunk: int = 512
     """Longest pending chain evaluated in one step; a longer prompt takes several steps."""
+    home_ranks: int | Auto = "auto"
+    """Ranks that work on a request's tree. auto: all for a single request, one where there are as many requests as
+    ranks, and `max_batch_size` then holds per rank. 0: always all."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work, with the arithmetic in the message; fill in what follows from other fields."""
         for field in fields(self):
             value = getattr(self, field.name)
-            if (field.name == "max_length" and value is None) or (field.name in AUTOMATIC and value == "auto"):
+            may_be_auto = field.name in (*AUTOMATIC, "home_ranks")
+            if (field.name == "max_length" and value is None) or (may_be_auto and value == "auto"):
                 continue
-            wanted = 'a whole number or "auto"' if field.name in AUTOMATIC else "a whole number"
+            wanted = 'a whole number or "auto"' if may_be_auto else "a whole number"
             _require(
                 isinstance(value, int) and not isinstance(value, bool),
                 f"{field.name} must be {wanted}, not {value!r}",
             )
-            least = 0 if field.name in ("window_size", "trie_nodes", "guess_set_size", "num_candidates") else 1
+            may_be_none = ("window_size", "trie_nodes", "guess_set_size", "num_candidates", "home_ranks")
+            least = 0 if field.name in may_be_none else 1
             why = f"be at least {least}" if least else "not be negative"
             _require(value >= least, f"{field.name}={value} must {why}")
         if self.ngram_size == "auto":
@@ -181,6 +186,13 @@ class TreeSizes:
     def num_nodes(self) -> int:
         """Most nodes that a step's tree may have, the root included."""
         return 1 + self.num_window_nodes + self.num_guess_nodes + self.trie_nodes
+
+    def of_ranks(self, some: int, num_ranks: int) -> TreeSizes:
+        """The part of these sizes, which `num_ranks` ranks spend together, that `some` of them spend on a tree."""
+        if some == num_ranks:
+            return self
+        names = ("window_size", "guess_set_size", "trie_nodes")
+        return replace(self, **{name: getattr(self, name) * some // num_ranks for name in names})
 
     def owned_capacity(self, num_ranks: int) -> int:
         """Most nodes of a tree that one of `num_ranks` ranks may own: an equal part, and slack.

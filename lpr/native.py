@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -125,6 +126,9 @@ __all__ = [
     "split",
     "workload",
 ]
+
+choose_rows: Callable[..., None] | None = getattr(_extension, "choose_rows", None)
+"""Chooses the tokens of rows of logits (lpr.model.sampling_native); without the extension torch and numpy do it."""
 
 if _extension is not None:
     globals().update({name: getattr(_extension, name) for name in __all__ if name not in ("is_native", "missing")})

@@ -5,7 +5,7 @@ namespace lpr {
 
 template <typename Class>
 void bind_steps(Class& bound) {
-  bound.def("begin", &Budget::begin, "count"_a, "pending"_a, "kv"_a)
+  bound.def("begin", &Budget::begin, "count"_a, "pending"_a, "kv"_a, "num_homes"_a.none() = nb::none())
       .def("request", &Budget::request, "history"_a)
       .def(
           "cut",
@@ -29,13 +29,22 @@ void bind_steps(Class& bound) {
           "trees"_a, "paths"_a, "histories"_a);
 }
 
+// The limits of trees that 1, 2, ... or all of `num_ranks` ranks evaluate, of `config`, a TreeSizes.
+std::vector<TreeLimits> limits_of(const nb::object& config, int64_t num_ranks) {
+  std::vector<TreeLimits> found;
+  for (int64_t some = 1; some <= num_ranks; some++) {
+    nb::object sizes = config.attr("of_ranks")(some, num_ranks);
+    found.push_back({size_of(sizes, "num_nodes"), size_of(sizes, "num_guess_nodes") + size_of(sizes, "trie_nodes"),
+                     size_of(sizes, "num_window_nodes"), size_of(sizes, "window_size")});
+  }
+  return found;
+}
+
 // An AdaptiveBudget and the Python table that it asks for rows.
 class TableBudget : public AdaptiveBudget {
  public:
   TableBudget(const nb::object& config, nb::object cost, int64_t num_ranks)
-      : AdaptiveBudget(size_of(config, "num_nodes") - 1, size_of(config, "num_window_nodes"),
-                       size_of(config, "window_size"), num_ranks, rows_of(cost)),
-        cost_(std::move(cost)) {}
+      : AdaptiveBudget(limits_of(config, num_ranks), rows_of(cost)), cost_(std::move(cost)) {}
 
   nb::object cost() const { return cost_; }
 
@@ -67,7 +76,7 @@ void bind_budget(nb::module_& m) {
   nb::class_<DraftRequest>(m, "DraftRequest")
       .def(
           "__init__",
-          [](DraftRequest* self, int64_t nodes, const Price* price, bool window) {
+          [](DraftRequest* self, int64_t nodes, const Price* price, int64_t window) {
             new (self) DraftRequest{nodes, price ? std::optional<Price>(*price) : std::nullopt, window};
           },
           "nodes"_a, "price"_a.none(), "window"_a)
@@ -89,11 +98,10 @@ void bind_budget(nb::module_& m) {
   nb::class_<FixedBudget, Budget> fixed(m, "FixedBudget");
   fixed.def(
       "__init__",
-      [](FixedBudget* self, const nb::object& config) {
-        int64_t nodes = size_of(config, "num_guess_nodes") + size_of(config, "trie_nodes");
-        new (self) FixedBudget(nodes, size_of(config, "window_size") > 0);
+      [](FixedBudget* self, const nb::object& config, int64_t num_ranks) {
+        new (self) FixedBudget(limits_of(config, num_ranks));
       },
-      "config"_a);
+      "config"_a, "num_ranks"_a = 1);
   bind_steps(fixed);
   nb::class_<TableBudget, Budget> adaptive(m, "AdaptiveBudget");
   adaptive

@@ -27,9 +27,15 @@ std::vector<Tokens> rows_of(const std::vector<T>& flat, const TreeResult& all) {
 void bind_results(nb::class_<TreeResult>& bound) {
   bound.def_static(
       "from_payloads",
-      [](Values payloads, size_t index, const nb::sequence& shards, int k) {
+      [](Values payloads, const nb::object& index, const nb::sequence& shards, int k) {
         int64_t strides[3] = {payloads.stride(0), payloads.stride(1), payloads.stride(2)};
-        return results_of(payloads.data(), strides, index, copies(shards), k);
+        std::vector<Shard> those = copies(shards);
+        std::vector<int64_t> places;
+        if (nb::isinstance<nb::int_>(index))
+          places.assign(those.size(), nb::cast<int64_t>(index));
+        else
+          places = nb::cast<std::vector<int64_t>>(index);
+        return results_of(payloads.data(), strides, places, those, k);
       },
       "payloads"_a, "index"_a, "shards"_a, "k"_a);
 }
@@ -58,13 +64,17 @@ void bind_rows(nb::module_& m) {
       "parents"_a, "num_words"_a);
   m.def(
       "workload",
-      [](const nb::sequence& states) {
+      [](const nb::sequence& states, std::optional<std::vector<int64_t>> homes, std::optional<Served> served) {
         std::vector<const SequenceState*> those;
         for (BoundState* state : pointers<BoundState>(states)) those.push_back(state);
-        auto [pending, kv] = workload(those);
+        if (!homes) {
+          homes.emplace(those.empty() ? 0 : those[0]->num_computed_tokens.size());
+          std::iota(homes->begin(), homes->end(), 0);
+        }
+        auto [pending, kv] = workload(those, *homes, served ? &*served : nullptr);
         return nb::make_tuple(pending, kv);
       },
-      "states"_a);
+      "states"_a, "homes"_a.none() = nb::none(), "served"_a.none() = nb::none());
   m.def(
       "place_rows",
       [](nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> words, size_t batch, size_t num_entries,
@@ -83,7 +93,7 @@ void bind_rows(nb::module_& m) {
   m.def(
       "split",
       [](const BoundState& state, const TokenTree& tree, int64_t num_ranks, std::optional<int64_t> max_owned) {
-        return partition(tree, num_ranks, pending_of(state), max_owned);
+        return split(state, tree, num_ranks, max_owned);
       },
       "state"_a, "tree"_a, "num_ranks"_a, "max_owned"_a.none());
 }
@@ -112,6 +122,7 @@ void bind_state(nb::module_& m) {
       .def_ro("config", &BoundState::config)
       .def_ro("tokens", &BoundState::listed)
       .def_rw("num_computed_tokens", &BoundState::num_computed_tokens)
+      .def_rw("homes", &BoundState::homes)
       .def_ro("table", &BoundState::table)
       .def_ro("drafter", &BoundState::drafter)
       .def_ro("window", &BoundState::window)

@@ -17,8 +17,8 @@ struct BoundDraft : StepDraft {
   nb::list listed;
 
   BoundDraft(const nb::sequence& those, const std::vector<int64_t>& depths, Budget& budget, int64_t num_ranks,
-             int64_t max_owned, size_t mine)
-      : StepDraft(states_of(those), depths, budget, num_ranks, max_owned, mine) {
+             int64_t max_owned, size_t mine, std::optional<Served> rows)
+      : StepDraft(states_of(those), depths, budget, num_ranks, max_owned, mine, std::move(rows)) {
     for (nb::handle state : those) listed.append(state);
   }
 
@@ -34,7 +34,7 @@ struct BoundDraft : StepDraft {
 
 nb::list rows_of(BoundDraft& draft) {
   nb::list rows;
-  for (size_t i = 0; i < draft.states.size(); i++) {
+  for (int64_t i : draft.own_trees()) {
     Tokens entries = row_entries(*draft.states[i], *draft.trees[i], draft.own(i), draft.rank);
     size_t columns = entries.size() / 3;
     rows.append(nb::make_tuple(draft.states[i]->num_computed_tokens[draft.rank], draft.own(i).nodes.size(),
@@ -47,13 +47,13 @@ nb::list rows_of(BoundDraft& draft) {
 Moves placement(const BoundDraft& draft, int64_t capacity) {
   std::vector<int64_t> sources, targets;
   int64_t start = 0;
-  for (size_t i = 0; i < draft.trees.size(); i++) {
-    const Shard& shard = draft.own(i);
+  for (size_t row = 0; row < draft.own_trees().size(); row++) {
+    const Shard& shard = draft.own(draft.own_trees()[row]);
     auto from = shard.nodes.begin();
     for (size_t place = 0; place < shard.owned.size(); place++) {
       from = std::lower_bound(from, shard.nodes.end(), shard.owned[place]);
       sources.push_back(start + (from - shard.nodes.begin()));
-      targets.push_back(static_cast<int64_t>(i) * capacity + static_cast<int64_t>(place));
+      targets.push_back(static_cast<int64_t>(row) * capacity + static_cast<int64_t>(place));
     }
     start += static_cast<int64_t>(shard.nodes.size());
   }
@@ -61,7 +61,9 @@ Moves placement(const BoundDraft& draft, int64_t capacity) {
 }
 
 nb::list conclude(BoundDraft& draft, Values values, int k, Budget& budget) {
-  if (values.shape(0) < (draft.shards.empty() ? 0 : draft.shards[0]->size()) || values.shape(1) < draft.trees.size() ||
+  size_t most = 0;
+  for (const auto& trees : draft.served) most = std::max(most, trees.size());
+  if (values.shape(0) < (draft.shards.empty() ? 0 : draft.shards[0]->size()) || values.shape(1) < most ||
       static_cast<int64_t>(values.shape(3)) < 1 + k + (k + 3) / 4)
     throw std::invalid_argument("the values do not hold the results of all trees");
   int64_t strides[3] = {values.stride(0), values.stride(1), values.stride(2)};
@@ -95,6 +97,9 @@ void bind_step(nb::module_& m) {
                      return all;
                    })
       .def_ro("rank", &BoundDraft::rank)
+      .def_ro("served", &BoundDraft::served)
+      .def_prop_ro("mine", [](const BoundDraft& draft) { return draft.own_trees(); })
+      .def_prop_ro("num_entries", [](const BoundDraft& draft) { return draft.num_entries(); })
       .def("__len__", [](const BoundDraft& draft) { return draft.trees.size(); })
       .def_prop_ro("has_nodes",
                    [](const BoundDraft& draft) {
@@ -114,10 +119,10 @@ void bind_step(nb::module_& m) {
   m.def(
       "draft_step",
       [](const nb::sequence& states, const std::vector<int64_t>& depths, Budget& budget, int64_t num_ranks,
-         int64_t max_owned, size_t rank) {
-        return new BoundDraft(states, depths, budget, num_ranks, max_owned, rank);
+         int64_t max_owned, size_t rank, std::optional<Served> served) {
+        return new BoundDraft(states, depths, budget, num_ranks, max_owned, rank, std::move(served));
       },
-      "states"_a, "depths"_a, "budget"_a, "num_ranks"_a, "max_owned"_a, "rank"_a);
+      "states"_a, "depths"_a, "budget"_a, "num_ranks"_a, "max_owned"_a, "rank"_a, "served"_a.none() = nb::none());
   m.def(
       "selection_words",
       [](const nb::sequence& choices, const std::vector<Array>& positions) {

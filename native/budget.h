@@ -98,7 +98,7 @@ class Price {
 struct DraftRequest {
   int64_t nodes;
   std::optional<Price> price;
-  bool window;
+  int64_t window;  // columns
 };
 
 struct Draft {
@@ -138,36 +138,45 @@ struct AcceptanceHistory {
 class Budget {
  public:
   virtual ~Budget() = default;
-  virtual void begin(int64_t count, int64_t pending, int64_t kv) = 0;
+  // `num_homes` ranks evaluate each tree together; none: all ranks.
+  virtual void begin(int64_t count, int64_t pending, int64_t kv, std::optional<int64_t> num_homes) = 0;
   virtual DraftRequest request(const AcceptanceHistory& history) = 0;
   virtual void cut(std::vector<Draft*>& drafts, std::vector<AcceptanceHistory*>& histories) = 0;
   virtual void observe(const std::vector<const TokenTree*>& trees, const std::vector<const Tokens*>& paths,
                        std::vector<AcceptanceHistory*>& histories) = 0;
 };
 
+// The sizes of a tree that so many ranks evaluate together.
+struct TreeLimits {
+  int64_t num_nodes, num_drafted, num_window_nodes, columns;
+};
+
 class FixedBudget : public Budget {
  public:
-  FixedBudget(int64_t nodes, bool window) : nodes_(nodes), window_(window) {}
-  void begin(int64_t, int64_t, int64_t) override {}
-  DraftRequest request(const AcceptanceHistory&) override { return {nodes_, std::nullopt, window_}; }
+  explicit FixedBudget(std::vector<TreeLimits> by_homes) : by_homes_(std::move(by_homes)), now_(by_homes_.back()) {}
+  void begin(int64_t, int64_t, int64_t, std::optional<int64_t> num_homes) override {
+    now_ = num_homes ? by_homes_.at(*num_homes - 1) : by_homes_.back();
+  }
+  DraftRequest request(const AcceptanceHistory&) override { return {now_.num_drafted, std::nullopt, now_.columns}; }
   void cut(std::vector<Draft*>&, std::vector<AcceptanceHistory*>&) override {}
   void observe(const std::vector<const TokenTree*>&, const std::vector<const Tokens*>&,
                std::vector<AcceptanceHistory*>&) override {}
 
  private:
-  int64_t nodes_;
-  bool window_;
+  std::vector<TreeLimits> by_homes_;
+  TreeLimits now_;
 };
 
 class AdaptiveBudget : public Budget {
  public:
   bool window = false;
-  int64_t num_ranks;
+  int64_t num_ranks = 1;
   std::function<StepRow(int64_t batch, int64_t kv)> row_of;  // by the table of step times that all ranks share
 
-  AdaptiveBudget(int64_t limit, int64_t window_nodes, int64_t window_size, int64_t ranks,
-                 std::function<StepRow(int64_t, int64_t)> rows)
-      : num_ranks(ranks), row_of(std::move(rows)), limit_(limit), window_nodes_(window_nodes) {
+  AdaptiveBudget(std::vector<TreeLimits> by_homes, std::function<StepRow(int64_t, int64_t)> rows)
+      : row_of(std::move(rows)), by_homes_(std::move(by_homes)) {
+    int64_t window_size = by_homes_.back().columns;
+    spread(by_homes_.size());
     first_yield_[0] = yield_[0] = 0.14;
     first_yield_[1] = yield_[1] = std::max(0.0, 0.16 * std::log2((1 + window_size) / 3.0));
     if (window_nodes_) {
@@ -177,7 +186,8 @@ class AdaptiveBudget : public Budget {
     }
   }
 
-  void begin(int64_t count, int64_t pending, int64_t kv) override {
+  void begin(int64_t count, int64_t pending, int64_t kv, std::optional<int64_t> num_homes) override {
+    spread(num_homes.value_or(by_homes_.size()));
     count_ = count;
     pending_ = pending;
     kv_ = kv;
@@ -185,11 +195,11 @@ class AdaptiveBudget : public Budget {
   }
 
   DraftRequest request(const AcceptanceHistory& history) override {
-    if (history.pause) return {0, std::nullopt, false};
+    if (history.pause) return {0, std::nullopt, 0};
     int64_t held = window ? window_nodes_ : 0;
     if (!expected_)
       expected_ = std::make_shared<ExpectedTokens>(count_, pending_, held, limit_, num_ranks, row_of(count_, kv_));
-    return {limit_ - held, Price(expected_, history.trust(all_.trust())), window};
+    return {limit_ - held, Price(expected_, history.trust(all_.trust())), window ? columns_ : 0};
   }
 
   void cut(std::vector<Draft*>& drafts, std::vector<AcceptanceHistory*>& histories) override {
@@ -251,7 +261,7 @@ class AdaptiveBudget : public Budget {
       histories[i]->record_step(histories[i]->offered, accepted, constants.trust_memory);
       all_.record_step(histories[i]->offered, accepted, constants.long_memory);
     }
-    if (trees.empty() || !window_nodes_) return;
+    if (trees.empty() || !by_homes_.back().num_window_nodes) return;
     double news[2] = {first_yield_[0], first_yield_[1]}, weight = constants.window_return;
     if (window) {
       news[0] = static_cast<double>(by_window) / static_cast<double>(trees.size());
@@ -262,6 +272,15 @@ class AdaptiveBudget : public Budget {
   }
 
  private:
+  // Let so many ranks evaluate each tree.
+  void spread(int64_t num_homes) {
+    const TreeLimits& limits = by_homes_.at(num_homes - 1);
+    num_ranks = num_homes;
+    limit_ = limits.num_nodes - 1;
+    window_nodes_ = limits.num_window_nodes;
+    columns_ = limits.columns;
+  }
+
   // Path probabilities after the window, none higher than one drafted before it, as far as they are trusted.
   static std::vector<double> promised(const Draft& draft, double trust) {
     std::vector<double> falling(draft.probabilities.begin() + draft.num_window, draft.probabilities.end());
@@ -307,7 +326,8 @@ class AdaptiveBudget : public Budget {
                    row);
   }
 
-  int64_t limit_, window_nodes_, count_ = 1, pending_ = 0, kv_ = 1;
+  std::vector<TreeLimits> by_homes_;
+  int64_t limit_ = 0, window_nodes_ = 0, columns_ = 0, count_ = 1, pending_ = 0, kv_ = 1;
   double first_yield_[2], yield_[2], segment_wide_ = 0.0, segment_plain_ = 0.0;
   int segment_ = 0;
   AcceptanceHistory all_;

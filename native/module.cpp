@@ -63,6 +63,7 @@ NB_MODULE(_native, m) {
   bind_state(m);
   bind_rows(m);
   bind_step(m);
+  bind_sampling(m);
 }
 
 }  // namespace lpr

@@ -25,6 +25,7 @@ class SequenceState {
  public:
   Tokens tokens;
   std::vector<int64_t> num_computed_tokens;  // per rank: leading tokens whose K/V it holds
+  std::vector<int64_t> homes;                // the ranks that evaluate its trees, ascending
   std::shared_ptr<CandidateTable> table;
   std::shared_ptr<Drafter> drafter;
   std::optional<JacobiWindow> window;
@@ -36,6 +37,8 @@ class SequenceState {
                 std::shared_ptr<SuffixIndex> shared, int64_t longest, Tokens stop_ids)
       : tokens(std::move(begin)), num_computed_tokens(std::move(computed)), sizes_(sizes), longest_(longest),
         stop_ids_(std::move(stop_ids)) {
+    homes.resize(num_computed_tokens.size());
+    std::iota(homes.begin(), homes.end(), 0);
     if (tokens.empty()) throw std::invalid_argument("a sequence starts with at least one token");
     if (sizes.num_recycled) table = std::make_shared<CandidateTable>();
     drafter = std::make_shared<Drafter>(sizes.trie_nodes, sizes.branch_length, sizes.trie_capacity,
@@ -49,8 +52,9 @@ class SequenceState {
   SequenceState(const SequenceState&) = delete;
 
   int64_t num_pending() const {
-    return static_cast<int64_t>(tokens.size()) -
-           *std::min_element(num_computed_tokens.begin(), num_computed_tokens.end());
+    int64_t least = tokens.size();
+    for (int64_t rank : homes) least = std::min(least, num_computed_tokens[rank]);
+    return static_cast<int64_t>(tokens.size()) - least;
   }
 
   uint64_t digest() const { return hash_.digest(); }
@@ -66,8 +70,8 @@ class SequenceState {
     if (is_suspect) max_depth = 0;
     if (!request.window)
       window.reset();
-    else if (!window)
-      start_window();
+    else if (!window || window->num_columns != request.window)
+      start_window(request.window);
     if (window) window->add_to(*tree, static_cast<int>(max_depth));
     int64_t num_window = tree->size();
     Price* price = request.price ? &*request.price : nullptr;
@@ -76,6 +80,11 @@ class SequenceState {
   }
 
   uint64_t sign_tree(const TokenTree& tree) {
+    if (num_computed_tokens.size() > 1) {
+      int64_t count = homes.size();
+      hash_.update_words(&count, 1);
+      hash_.update_words(homes.data(), homes.size());
+    }
     hash_.update_words(tree.tokens.data(), tree.tokens.size());
     hash_.update_words(tree.parents.data(), tree.parents.size());
     uint64_t calibrated = drafter->calibration->digest();
@@ -92,7 +101,7 @@ class SequenceState {
     int64_t before = tokens.size();
     tokens.insert(tokens.end(), emitted.begin(), emitted.end());
     for (size_t rank = 0; rank < shards.size(); rank++) {
-      if (has_nan(shards[rank], result)) continue;
+      if (shards[rank].nodes.empty() || has_nan(shards[rank], result)) continue;
       int64_t held = before + depth_held(shards[rank], path);
       num_computed_tokens[rank] = std::min<int64_t>(held, tokens.size() - 1);
     }
@@ -112,7 +121,7 @@ class SequenceState {
       std::transform(result.next_tokens.begin(), result.next_tokens.end(), next.begin(), likely);
       for (const Tokens& ngram : window->advance(tree, next, emitted.size(), tokens)) drafter->pool->add(ngram);
     } else if (window) {
-      start_window();
+      start_window(window->num_columns);
     }
     return emitted;
   }
@@ -125,8 +134,8 @@ class SequenceState {
   }
 
  private:
-  void start_window() {
-    window.emplace(static_cast<int>(sizes_.window_size), static_cast<int>(sizes_.ngram_size), tokens);
+  void start_window(int64_t columns) {
+    window.emplace(static_cast<int>(columns), static_cast<int>(sizes_.ngram_size), tokens);
   }
 
   // Nodes of the path below the root that a rank has evaluated without a gap.

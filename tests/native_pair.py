@@ -43,6 +43,8 @@ class Plan:
     adaptive: bool = False
     fails: bool = False
     """Do answers hold failures and guesses now and then?"""
+    homes_change: bool = False
+    """Do sequences have fewer home ranks than there are ranks, and now and then others?"""
     repeats: float = 0.7
     """How often the text goes on as it did after an earlier equal token."""
 
@@ -74,7 +76,7 @@ def run(core: Any, plan: Plan) -> list[Any]:
     random_ = random.Random(plan.seed)
     record: list[Any] = []
     shared = core.SuffixIndex(plan.sizes.trie_capacity) if plan.shares else None
-    budget_ = core.FixedBudget(plan.sizes)
+    budget_ = core.FixedBudget(plan.sizes, plan.num_ranks)
     if plan.adaptive:
         budget_ = core.AdaptiveBudget(plan.sizes, costs_of(random_), plan.num_ranks)
     states = [new_state(core, plan, random_, shared) for _ in range(plan.num_sequences)]
@@ -206,7 +208,7 @@ def fused(core: Any, plan: Plan) -> list[Any]:
     """The same steps through the calls that the engine makes, with what goes up and comes back in arrays."""
     random_ = random.Random(plan.seed)
     shared = core.SuffixIndex(plan.sizes.trie_capacity) if plan.shares else None
-    budget_ = core.FixedBudget(plan.sizes)
+    budget_ = core.FixedBudget(plan.sizes, plan.num_ranks)
     if plan.adaptive:
         budget_ = core.AdaptiveBudget(plan.sizes, costs_of(random_), plan.num_ranks)
     states = [new_state(core, plan, random_, shared) for _ in range(plan.num_sequences)]
@@ -215,20 +217,25 @@ def fused(core: Any, plan: Plan) -> list[Any]:
         record.append(list(core.workload(states)))
         depths = [random_.choice([0, 3, 100]) for _ in states]
         rank = random_.randrange(plan.num_ranks)
-        draft = core.draft_step(states, depths, budget_, plan.num_ranks, capacity, rank)
+        served = choose_homes(plan, random_, states) if plan.homes_change else None
+        draft = core.draft_step(states, depths, budget_, plan.num_ranks, capacity, rank, served)
+        mine = list(range(len(states))) if served is None else served[rank]
+        assert (list(draft.mine), len(draft.served)) == (mine, plan.num_ranks)
         assert list(draft.states) == states and (draft.rank, len(draft)) == (rank, len(states))
         trees, shards, k = draft.trees, draft.shards, plan.sizes.num_recycled
         rows = [entries for _, _, entries in draft.rows()]
         record.append([see_tree(tree, [], 0) for tree in trees] + [row.tolist() for row in rows])
         record.append([[each[:2] for each in draft.rows()], draft.placement(capacity).tolist(), draft.has_nodes])
-        each = [core.row_entries(*each[:2], each[2][rank], rank) for each in zip(states, trees, shards, strict=True)]
+        record.append([list(draft.num_entries), list(core.workload(states, states[0].homes))])
+        each = [core.row_entries(states[i], trees[i], shards[i][rank], rank) for i in mine]
         assert all(np.array_equal(*pair) for pair in zip(each, rows, strict=True)), "one by one and together"
-        record.append(placed(core, rows, [each.num_computed_tokens[rank] for each in states]))
+        record.append(placed(core, rows, [states[i].num_computed_tokens[rank] for i in mine]))
         record.append(list(draft.sign()))
         results = [answers(core, plan, random_, *each) for each in zip(states, trees, strict=True)]
-        payloads = payloads_of(results, shards, capacity, k)
-        for index, split in enumerate(shards):
-            result = core.TreeResult.from_payloads(payloads, index, split, k)
+        places = places_of(draft.served, len(states))
+        payloads = payloads_of(results, shards, capacity, k, places)
+        for place, split in zip(places, shards, strict=True):
+            result = core.TreeResult.from_payloads(payloads, place, split, k)
             record.append([list(result.next_tokens), [*map(list, result.candidates)], [*map(list, result.scores)]])
         done = draft.conclude(payloads, k, budget_)
         for state_, tree_, each in zip(states, trees, done, strict=True):
@@ -239,8 +246,27 @@ def fused(core: Any, plan: Plan) -> list[Any]:
             record.append(
                 [state_.digest, list(state_.tokens[-9:]), list(each.next_tokens), len(each.shards), each.is_spoilt]
             )
-        record.append(core.cache_moves(done, [100 * index for index in range(len(done))]).tolist())
+        moved = [done[i] for i in mine]
+        record.append(core.cache_moves(moved, [100 * index for index in range(len(moved))]).tolist())
+        record.append([list(each.num_computed_tokens) for each in states])
     return record
+
+
+def choose_homes(plan: Plan, random_: random.Random, states: list[Any]) -> list[list[int]]:
+    """Other home ranks for some of the states; which of these each rank serves, in an order of its own."""
+    for each in states:
+        if random_.random() < 0.5:
+            count = random_.randint(1, plan.num_ranks)
+            each.homes = sorted(random_.sample(range(plan.num_ranks), count))
+    served = [[i for i, each in enumerate(states) if rank in each.homes] for rank in range(plan.num_ranks)]
+    for each in served:
+        random_.shuffle(each)
+    return served
+
+
+def places_of(served: Any, num_trees: int) -> list[list[int]]:
+    """Per tree and rank, its number among those that the rank serves."""
+    return [[list(each).index(tree) if tree in each else 0 for each in served] for tree in range(num_trees)]
 
 
 def placed(core: Any, rows: list[np.ndarray], num_cached: list[int]) -> list[int]:
@@ -252,16 +278,17 @@ def placed(core: Any, rows: list[np.ndarray], num_cached: list[int]) -> list[int
     return words[: size + 1].tolist()
 
 
-def payloads_of(results: list[Any], shards: list[Any], capacity: int, k: int) -> np.ndarray:
+def payloads_of(results: list[Any], shards: list[Any], capacity: int, k: int, places: list[list[int]]) -> np.ndarray:
     """What the ranks would have gathered: int32 [ranks, trees, capacity, words of a result + 2], with room to spare."""
     width = result_words(k)
     payloads = np.full((len(shards[0]), len(results), capacity, width + 2), -9, np.int32)
     for index, (result, split) in enumerate(zip(results, shards, strict=True)):
         for rank, shard in enumerate(split):
             for place, node in enumerate(shard.owned):
-                payloads[rank, index, place, 0] = result.next_tokens[node]
-                payloads[rank, index, place, 1 : 1 + k] = result.candidates[node]
+                row = payloads[rank, places[index][rank], place]
+                row[0] = result.next_tokens[node]
+                row[1 : 1 + k] = result.candidates[node]
                 scores = np.zeros(4 * (width - 1 - k), np.uint8)
                 scores[:k] = result.scores[node]
-                payloads[rank, index, place, 1 + k : width] = scores.view(np.int32)
+                row[1 + k : width] = scores.view(np.int32)
     return payloads

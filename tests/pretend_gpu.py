@@ -48,6 +48,10 @@ WAITING = {
 _local = threading.local()
 
 
+NOT_THERE = -7
+"""What pinned memory holds until the host has waited for the copy to it."""
+
+
 class PretendError(RuntimeError):
     """What a GPU would have refused."""
 
@@ -126,10 +130,20 @@ class PretendGpu(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.events: list[tuple[str, str]] = []
-        """What was noted: "wait" (the host waits), "pageable" (a copy that waits), "pinned", "read" (a result)."""
+        """What was noted: "wait" (the host waits), "pageable" (a copy that waits), "pinned", "read" (a result), and
+        "unpinned" (read into memory made for it)."""
         self.capturing: Graph | None = None
         self.num_captures = self.num_replays = self.num_kernels = 0
         self.pinned: dict[int, torch.Tensor] = {}
+        self._coming: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Copies to pinned memory that nobody has waited for: where to, and what."""
+
+    def synchronize(self) -> None:
+        """The host waits for a stream: what was to come down is there."""
+        for target, source in self._coming:
+            self.note("read", f"{tuple(source.shape)}")
+            target.copy_(source)
+        self._coming.clear()
 
     def count(self, kind: str) -> int:
         return sum(each == kind for each, _ in self.events)
@@ -195,6 +209,7 @@ class PretendGpu(TorchDispatchMode):
             self.note("pinned" if free else "pageable", f"to the device {tuple(source.shape)}")
             return OnGpu(func(source, **rest).clone())
         self.note("read", f"{tuple(source.shape)}")
+        self.note("unpinned", f"to the host {tuple(source.shape)}")
         return func(held(source), **rest).clone()
 
     def _copy_into(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
@@ -203,6 +218,10 @@ class PretendGpu(TorchDispatchMode):
             self.note("pinned" if free else "pageable", f"into the device {tuple(source.shape)}")
             if self.capturing is not None:
                 raise PretendError("a copy from the host in a capture would be a constant of the graph")
+        elif non_blocking and target.data_ptr() in self.pinned:
+            self._coming.append((target, held(source).clone()))
+            target.fill_(NOT_THERE)
+            return target
         else:
             self.note("read", f"{tuple(source.shape)}")
         held(target).copy_(held(source))
@@ -266,6 +285,9 @@ class _Capture:
 class _Stream:
     def wait_stream(self, _: Any) -> None:
         pass
+
+    def synchronize(self) -> None:
+        current_gpu().synchronize()
 
 
 def to_gpu(module: torch.nn.Module) -> Any:
@@ -334,21 +356,24 @@ def sampling_kernel(logits: Any, selection: Selection) -> torch.Tensor:
     return out
 
 
-@pytest.fixture(scope="session")
-def guard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Lets this torch make tensors of a device that it was not built for."""
-    compiler = shutil.which("c++")
-    if compiler is None or torch.cuda.is_available():
-        pytest.skip("the pretend GPU needs a C++ compiler and a machine without a GPU")
-    folder = tmp_path_factory.mktemp("guard")
+def load_guard(folder: Path) -> None:
+    """Lets this torch make tensors of a device that it was not built for; builds the library in `folder`."""
     (folder / "guard.cpp").write_text(GUARD)
     torch_folder = Path(os.path.dirname(torch.__file__))
     subprocess.run(
-        [compiler, "-shared", "-fPIC", "-std=c++20", folder / "guard.cpp", "-o", folder / "libguard.so",
+        ["c++", "-shared", "-fPIC", "-std=c++20", folder / "guard.cpp", "-o", folder / "libguard.so",
          f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", "-lc10"],
         check=True, timeout=300,
     )  # fmt: skip
     ctypes.CDLL(str(folder / "libguard.so"))
+
+
+@pytest.fixture(scope="session")
+def guard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Lets this torch make tensors of a device that it was not built for."""
+    if shutil.which("c++") is None or torch.cuda.is_available():
+        pytest.skip("the pretend GPU needs a C++ compiler and a machine without a GPU")
+    load_guard(tmp_path_factory.mktemp("guard"))
     yield
 
 
@@ -365,7 +390,9 @@ def gpu(guard: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
         "set_stream": lambda _: setattr(_local, "stream", "default"),
         "synchronize": lambda *_: current_gpu().note("wait", "synchronize"),
         "device": lambda _: contextlib.nullcontext(), "graph_pool_handle": lambda: (0, 1), "CUDAGraph": Graph,
-        "graph": _Capture, "Event": lambda *_: types.SimpleNamespace(record=nothing, synchronize=nothing),
+        "graph": _Capture,
+        "is_current_stream_capturing": lambda: current_gpu().capturing is not None,
+        "Event": lambda *_: types.SimpleNamespace(record=nothing, synchronize=nothing),
     }  # fmt: skip
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, answer)

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 SITE = ("mkdocs", "material", "mkdocstrings")
-NOT_FLAGS_OF_OURS = {"--gpus-per-node", "--nodes"}
+NOT_FLAGS_OF_OURS = {"--gpus-per-node", "--nodes", "--array"}
 """Of sbatch, which is not here to be asked."""
 FOLDERS = ("benchmarks", "configs", "dev", "docs", "launch", "lpr", "tests", ".ci")
 
@@ -106,9 +106,9 @@ def unknown_flags(text: str) -> set[str]:
             everywhere |= known
             unknown |= {f"{module} {flag}" for flag in flags_in(" ".join(words)) - known}
         unknown |= {f"torchrun {flag}" for flag in flags_in(" ".join(launched_with)) - torchrun_flags()}
-    for module in ("lpr.generate", "lpr.plan", "lpr.corpus", "benchmarks.replay"):
+    for module in ("lpr.generate", "lpr.plan", "lpr.serve", "lpr.corpus", "benchmarks.replay"):
         everywhere |= flags_in(help_of(module))
-    commands = re.compile(r"\b(python|torchrun|pip|mkdocs|sbatch)\s")
+    commands = re.compile(r"\b(python|torchrun|pip|mkdocs|sbatch|docker|kubectl|serve run)\s")
     prose = " ".join(code for code in code_of(text) if not commands.search(code) and not code.startswith("launch/"))
     return unknown | (flags_in(prose) - everywhere)
 

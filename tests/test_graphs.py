@@ -217,7 +217,7 @@ def test_captured_steps_may_be_compiled_and_others_are_not(expected: dict[str, l
     assert 0 < counters["stats"]["unique_graphs"] <= 6 and not counters["graph_break"]
     assert ids(engine, MIXED) == expected["mixed"]
     with pytest.raises(InputError, match="it needs a GPU"):
-        Engine.from_model(tiny_model(), compile=True)
+        Engine.from_model(tiny_model(), compile="on")
 
 
 # What cannot be captured.

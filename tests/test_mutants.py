@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 import lpr.engine.step
 import lpr.model.inputs
 import lpr.model.sampling_cpu
+import lpr.native
 from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.core.window import JacobiWindow
 from lpr.engine.exchange import Exchange
@@ -173,6 +174,7 @@ def unkeyed_noise(patch: pytest.MonkeyPatch) -> None:
     def mutant(keys: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         return np.random.default_rng().gumbel(size=tokens.shape).astype(np.float32)
 
+    patch.setattr(lpr.native, "choose_rows", None)  # numpy's noise is at hand, the extension's is not
     patch.setattr(lpr.model.sampling_cpu, "gumbel_of_pairs", mutant)
 
 

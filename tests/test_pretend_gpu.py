@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +19,12 @@ import lpr.model.cache
 import lpr.model.runner
 import lpr.model.sampling_reference
 from lpr import DecodeConfig, Engine, InputError, Lookahead, SamplingParams
+from lpr.dist.download import Download
+from lpr.model import loader
 from lpr.model.cache import TreeCache
 from lpr.model.graphs import CudaCapturer
 from lpr.model.kernels.mask import TreeMask
+from lpr.model.packing import PackedLinear
 from lpr.model.selection import Selection
 
 __all__ = ["gpu", "guard"]
@@ -74,6 +79,7 @@ def check(
         assert machine.count("wait") == 0, machine.events
         assert machine.count("pageable") == 0, machine.events
         assert machine.count("read") == len(gathers) > 3, "exactly one wait a step"
+        assert machine.count("unpinned") == 0, machine.events
     assert engine.model.graph_reason is None
     return engine
 
@@ -113,6 +119,51 @@ def test_families_in_half_precision(family: str, sizes: dict[str, Any], gpu: Pre
     assert engine.model.attention == "triton"
     assert all(len(each) == 16 for each in ids(engine, GREEDY))
     assert engine.model.graph_reason is None and gpu.num_replays > 3
+
+
+SMALL = DecodeConfig(window_size=3, trie_nodes=12, max_batch_size=1)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 9},
+    "gemma2": {"sliding_window": 9, "head_dim": 16},
+    "qwen3": {"head_dim": 16},
+    "gpt_neox": {},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_give_the_cpus_ids(family: str, gpu: PretendGpu) -> None:
+    model = tiny_model(family, spread=0.12, **FAMILIES[family])
+    expected = ids(Engine.from_model(copy.deepcopy(model), decode=DecodeConfig.autoregressive()), MIXED)
+    engine = Engine.from_model(to_gpu(model), decode=SMALL)
+    captured = gpu.num_captures
+    gpu.events.clear()
+    assert ids(engine, MIXED) == expected
+    assert engine.model.attention == "triton" and engine.model.graph_reason is None, "fell back"
+    assert gpu.count("wait") == gpu.count("pageable") == 0 and gpu.num_captures == captured
+
+
+def test_a_checkpoint(
+    gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """As a program loads one: packed, and with the compiler, which refuses to work on this machine, given up."""
+
+    def read_there(where: torch.device, read: Any, dtype: Any) -> Any:
+        model, info = read(dtype=dtype)
+        return (to_gpu(model) if where.type == "cuda" else model), info
+
+    monkeypatch.setattr(loader, "_read_to", read_there)
+    copy.deepcopy(model).save_pretrained(tmp_path)
+    monkeypatch.setattr(torch.nn.Module, "to", lambda module, *_: module)  # it is there
+    engine = Engine.from_pretrained(str(tmp_path), SMALL, device="cuda", dtype="float32")
+    captured = gpu.num_captures
+    gpu.events.clear()
+    assert ids(engine, MIXED) == expected["mixed"]
+    assert engine.model.attention == "triton" and engine.model.graph_reason is None
+    assert gpu.count("wait") == gpu.count("pageable") == 0 and gpu.num_captures == captured
+    assert any(isinstance(module, PackedLinear) for module in engine.model.model.modules())
+    assert engine.model.compiled is not None and engine.model.compiled.reason
+    assert caplog.text.count("steps are not compiled") == 1
 
 
 def test_ranks_with_a_gpu_each(gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]]) -> None:
@@ -232,9 +283,20 @@ def pageable_copies(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(lpr.model.cache, "to_device", lambda array, device: torch.from_numpy(array).to(device))
 
 
+def results_in_new_memory(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Download, "read", lambda self, words: words.cpu())
+
+
+def results_nobody_waited_for(patch: pytest.MonkeyPatch) -> None:
+    stream = types.SimpleNamespace(synchronize=lambda: None, wait_stream=lambda _: None)
+    patch.setattr(torch.cuda, "current_stream", lambda *_: stream)
+
+
 @pytest.mark.parametrize(
     "fault, options",
     [
+        (results_in_new_memory, {}),
+        (results_nobody_waited_for, {}),
         (selection_on_the_host, {"graphs": False}),
         (move_by_host_indices, {}),
         (noise_on_the_host, {}),

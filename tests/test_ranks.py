@@ -64,7 +64,7 @@ def test_more_ranks_take_fewer_steps(model: PreTrainedModel) -> None:
 
 def test_ranks_take_the_steps_of_one_rank_with_their_budget(model: PreTrainedModel) -> None:
     """Nodes are split, never lost: what lets one process count the steps of many (benchmarks/strong_scaling.py)."""
-    decode = DecodeConfig(window_size=4, trie_nodes=12, max_batch_size=2)
+    decode = DecodeConfig(window_size=4, trie_nodes=12, max_batch_size=2, home_ranks=0)
     alone = generate_on(1, model, decode.for_one_rank(3), PROMPTS[:3], PARAMS[:3])[0]
     together = generate_on(3, model, decode, PROMPTS[:3], PARAMS[:3])[0]
     assert [each.stats for each in alone] == [each.stats for each in together]

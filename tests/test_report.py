@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from benchmarks.common import RESULTS
+from benchmarks.limit import Cause
 from benchmarks.report.__main__ import main
 
 pytest.importorskip("matplotlib", reason="the pictures need matplotlib: pip install 'lpr[bench]'")
@@ -77,7 +78,10 @@ def synthetic() -> dict[str, Json]:
                  "auto": {"over_plain": 4.95, "nodes_per_step": 14.5}}]} for warm in (0, 5)]},
         "replay": {"note": "a remark", "runs": [
             {"traces": "t.jsonl", "warm": warm, "num_warm_tokens": tokens, "tokens_per_step": 4.5, "budget": 64,
-             "num_tasks": 2, "drafted_per_step": 60.0, "draft_ms_per_step": 0.2, "draft_ms_p99": 0.4}
+             "num_tasks": 2, "drafted_per_step": 60.0, "draft_ms_per_step": 0.2, "draft_ms_p99": 0.4,
+             "limit_tokens_per_step": 9.0, "share_of_limit": 0.5, "ends": [
+                 {"cause": cause.value, "at": at, "steps": 3, "share": 0.1}
+                 for at in ("root", "deeper") for cause in Cause]}
             for warm, tokens in ((None, 0), ("t.jsonl", 9), (None, 1000000))]},
         "gpu_check": {"t": {"nodes": [1, 2, 4], "rows": [{"batch": 1, "kv": 256, "ms": [3.0, 3.1, 3.5]}]}},
         "simulate": {"gpt_fast": [check], "runs": None, "models": [

@@ -12,10 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lpr.engine import scheduler as module
-from lpr.engine.scheduler import MOST_OVERTAKEN, Admission, Scheduler, SlotMove, num_shared
+from lpr.engine import slots as module
+from lpr.engine.scheduler import MOST_OVERTAKEN, Schedule, Scheduler
+from lpr.engine.slots import RankSlots, SlotMove, num_shared
 
-NUM_RANKS = 2
+NUM_RANKS = 3
+ALL, ANY = 0, 99
+"""Home ranks of a request at most."""
 
 
 @dataclass(eq=False)
@@ -25,12 +28,14 @@ class Fake:
     tokens: list[int]
     priority: int = 0
     tenant: str = ""
-    slot: int = -1
+    slots: list[int] = field(default_factory=list)
+    homes: list[int] = field(default_factory=list)
     num_computed_tokens: list[int] = field(default_factory=lambda: [0] * NUM_RANKS)
+    num_left: int = 1000
 
     @property
     def num_pending(self) -> int:
-        return len(self.tokens) - min(self.num_computed_tokens)
+        return len(self.tokens) - min(self.num_computed_tokens[rank] for rank in self.homes)
 
 
 class Slots:
@@ -41,70 +46,205 @@ class Slots:
 
     def move(self, moves: list[SlotMove]) -> None:
         for move in moves:
-            for rank, slots in enumerate(self.rows):
-                count = move.num_rows[rank]
-                source = {j: slots[move.source][j] for j in range(count) if j in slots[move.source]}
-                target = {j: slots[move.target][j] for j in range(count) if j in slots[move.target]}
-                slots[move.target].update(source)
-                if move.exchange:
-                    slots[move.source].update(target)
+            slots = self.rows[move.rank]
+            source = {j: slots[move.source][j] for j in range(move.num_rows) if j in slots[move.source]}
+            target = {j: slots[move.target][j] for j in range(move.num_rows) if j in slots[move.target]}
+            slots[move.target].update(source)
+            if move.exchange:
+                slots[move.source].update(target)
 
     def compute(self, request: Fake, rank: int, count: int) -> None:
         start = request.num_computed_tokens[rank]
         for j in range(start, start + count):
-            self.rows[rank][request.slot][j] = tuple(request.tokens[: j + 1])
+            self.rows[rank][request.slots[rank]][j] = tuple(request.tokens[: j + 1])
         request.num_computed_tokens[rank] = start + count
 
     def check(self, request: Fake) -> None:
         for rank, count in enumerate(request.num_computed_tokens):
+            assert count == 0 or request.slots[rank] >= 0, f"rank {rank} holds K/V in no slot"
             for j in range(count):
-                held = self.rows[rank][request.slot].get(j)
-                assert held == tuple(request.tokens[: j + 1]), f"rank {rank}, slot {request.slot}, row {j}: {held}"
+                held = self.rows[rank][request.slots[rank]].get(j)
+                assert held == tuple(request.tokens[: j + 1]), f"rank {rank}, row {j}: {held}"
 
 
-def run_randomly(seed: int, num_slots: int, packed: bool, retains: bool) -> Scheduler[Fake]:
+def check_places(scheduler: Scheduler[Fake]) -> None:
+    """Each rank's slots are those of the requests that it serves or will serve, without a gap."""
+    for rank in range(NUM_RANKS):
+        taken = sorted(request.slots[rank] for request in scheduler.running if request.slots[rank] >= 0)
+        assert taken == list(range(len(taken))) and len(taken) <= scheduler.num_slots
+    for request in scheduler.running:
+        assert request.homes and request.homes == sorted(set(request.homes)), "somebody serves it"
+        assert all(request.slots[rank] >= 0 for rank in request.homes)
+    if not scheduler.is_elastic:
+        for request in scheduler.running:
+            assert len(set(request.slots)) == 1, "all ranks have the same tables"
+
+
+def check_rows(scheduler: Scheduler[Fake], schedule: Schedule[Fake]) -> None:
+    """No rank has more to fill than a chunk, and none has both kinds of rows where they are padded."""
+    for rank in range(NUM_RANKS):
+        fills = [counts[rank] for _, counts in schedule.filling if counts[rank]]
+        decodes = [request for request in schedule.decoding if rank in request.homes]
+        assert sum(fills) <= 5 and all(count > 0 for count in fills)
+        assert scheduler.packed or len(fills) <= (0 if decodes else 1)
+    for request, counts in schedule.filling:
+        for rank, count in enumerate(counts):
+            assert request.num_computed_tokens[rank] + count < len(request.tokens), "the root is never filled"
+            assert not count or request.slots[rank] >= 0
+            if request in schedule.decoding:
+                assert not count or rank not in request.homes, "a rank evaluates a request once"
+
+
+def run_randomly(
+    seed: int, num_slots: int, packed: bool, retains: bool, most_homes: int = ANY, join_chunk: int | None = 2
+) -> Scheduler[Fake]:
     """Arrivals, steps, ends and aborts at random; every row that counts as computed is looked at after every step."""
     choose = random.Random(seed)
-    scheduler: Scheduler[Fake] = Scheduler(num_slots, NUM_RANKS, 5, 3, packed, retains)
+    scheduler: Scheduler[Fake] = Scheduler(num_slots, NUM_RANKS, 5, 3, packed, retains, most_homes, join_chunk)
     slots, texts = Slots(num_slots), [[choose.randrange(2) for _ in range(24)] for _ in range(3)]
     for _ in range(60):
         for _ in range(choose.choice([0, 0, 1, 2])):
             text = choose.choice(texts)[: choose.randrange(1, 20)]
             scheduler.add(Fake([*text, *(choose.randrange(2) for _ in range(choose.randrange(3)))]))
         while (admission := scheduler.admit()) is not None:
-            slots.move(admission.moves)
+            slots.move(scheduler.take_moves())
             request = admission.request
             request.num_computed_tokens = list(admission.num_computed_tokens)
             assert max(request.num_computed_tokens) < len(request.tokens), "the root is evaluated in any case"
             slots.check(request)
-        assert [request.slot for request in scheduler.running] == list(range(len(scheduler.running)))
         schedule = scheduler.schedule()
-        assert sum(count for _, count in schedule.filling) <= 5
-        for request, count in schedule.filling:
-            assert 0 < count < request.num_pending
-            for rank in range(NUM_RANKS):
-                slots.compute(request, rank, min(count, len(request.tokens) - 1 - request.num_computed_tokens[rank]))
-        for request in schedule.decoding:
-            assert request.num_pending - 1 <= 5
-            known = len(request.tokens)
-            request.tokens += [choose.randrange(2) for _ in range(choose.randrange(1, 4))]
-            for rank in range(NUM_RANKS):
-                most = choose.choice([known, len(request.tokens) - 1])
-                slots.compute(request, rank, most - request.num_computed_tokens[rank])
+        slots.move(scheduler.take_moves())
+        for request in scheduler.running:
+            slots.check(request)
+        check_places(scheduler)
+        check_rows(scheduler, schedule)
+        take_step(schedule, slots, choose)
         for request in list(scheduler.running):
             slots.check(request)
             if choose.random() < 0.2:
-                slots.move(scheduler.finish(request, keep=choose.random() < 0.9))
+                scheduler.finish(request, keep=choose.random() < 0.9)
+                slots.move(scheduler.take_moves())
         for request in scheduler.running:
             slots.check(request)
     return scheduler
 
 
-@given(st.integers(0, 2**32), st.integers(1, 5), st.booleans(), st.booleans())
-@settings(max_examples=150, deadline=None)
-def test_what_counts_as_computed_is_in_the_slot(seed: int, num_slots: int, packed: bool, retains: bool) -> None:
-    scheduler = run_randomly(seed, num_slots, packed, retains)
+def take_step(schedule: Schedule[Fake], slots: Slots, choose: random.Random, chunk: int = 5) -> None:
+    for request, counts in schedule.filling:
+        for rank, count in enumerate(counts):
+            slots.compute(request, rank, count)
+    for request in schedule.decoding:
+        assert request.num_pending - 1 <= chunk
+        known = len(request.tokens)
+        request.tokens += [choose.randrange(2) for _ in range(choose.randrange(1, 4))]
+        for rank in request.homes:
+            most = choose.choice([known, len(request.tokens) - 1])
+            slots.compute(request, rank, most - request.num_computed_tokens[rank])
+
+
+@given(st.integers(0, 2**32), st.integers(1, 5), st.booleans(), st.booleans(), st.sampled_from([ALL, 1, 2, ANY]))
+@settings(max_examples=100, deadline=None)
+def test_what_counts_as_computed_is_in_the_slot(
+    seed: int, num_slots: int, packed: bool, retains: bool, most_homes: int
+) -> None:
+    scheduler = run_randomly(seed, num_slots, packed, retains, most_homes)
     assert retains or scheduler.num_hits == 0
+
+
+def settle(scheduler: Scheduler[Fake], num_steps: int = 40) -> None:
+    """Take steps until whoever should serve does."""
+    choose, slots = random.Random(0), Slots(scheduler.num_slots)
+    for _ in range(num_steps):
+        while (admission := scheduler.admit()) is not None:
+            admission.request.num_computed_tokens = list(admission.num_computed_tokens)
+        schedule = scheduler.schedule()
+        for request in scheduler.running:  # only who serves whom is looked at here
+            for rank, count in enumerate(request.num_computed_tokens):
+                slots.rows[rank][max(0, request.slots[rank])] = {j: () for j in range(count)}
+        take_step(schedule, slots, choose, scheduler.prefill_chunk)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(
+    ("count", "widths"), [(1, [3]), (2, [1, 2]), (3, [1, 1, 1]), (4, [1, 1, 1, 1]), (9, [1] * 6), (0, [])]
+)
+def test_ranks_are_spread_over_the_requests(count: int, widths: list[int], packed: bool) -> None:
+    scheduler: Scheduler[Fake] = Scheduler(2, NUM_RANKS, 5, 3, packed, True, ANY)
+    for number in range(count):
+        scheduler.add(Fake([number + 1] * (3 + number)))
+    settle(scheduler)
+    assert sorted(len(request.homes) for request in scheduler.running) == widths
+    loads = [sum(rank in request.homes for request in scheduler.running) for rank in range(NUM_RANKS)]
+    assert not count or max(loads) - min(loads) <= 1
+    assert scheduler.num_waiting == max(0, count - 6)
+
+
+def test_from_all_ranks_to_one_each_and_back() -> None:
+    scheduler: Scheduler[Fake] = Scheduler(1, NUM_RANKS, 20, 3, True, True, ANY)
+    first = Fake([1] * 20)
+    scheduler.add(first)
+    settle(scheduler)
+    assert first.homes == [0, 1, 2]
+    others = [Fake([2] * 9), Fake([3] * 9)]
+    for other in others:
+        scheduler.add(other)
+    settle(scheduler, 1)
+    assert len(first.homes) == 1, "it makes room at once"
+    settle(scheduler)
+    assert sorted(home for request in (first, *others) for home in request.homes) == [0, 1, 2]
+    for other in others:
+        scheduler.finish(other)
+    settle(scheduler, 1)
+    assert len(first.homes) == 1, "those that join must fill first"
+    settle(scheduler)
+    assert first.homes == [0, 1, 2]
+
+
+def test_a_prefix_draws_its_request() -> None:
+    scheduler: Scheduler[Fake] = Scheduler(2, NUM_RANKS, 50, 3, True, True, 1)
+    texts = [[number] * 40 for number in range(3)]
+    for text in texts:
+        scheduler.add(Fake(list(text)))
+    settle(scheduler, 3)
+    before = {request.tokens[0]: request.homes for request in scheduler.running}
+    for request in list(scheduler.running):
+        scheduler.finish(request)
+    for text in reversed(texts):
+        scheduler.add(Fake([*text, 7, 7]))
+    settle(scheduler, 1)
+    assert {request.tokens[0]: request.homes for request in scheduler.running} == before
+    assert scheduler.num_hits >= 120
+
+
+def test_a_rank_that_does_not_speed_up_stays_away() -> None:
+    scheduler: Scheduler[Fake] = Scheduler(1, NUM_RANKS, 50, 3, True, True, ANY)
+    scheduler.speedup = lambda request, width: 1.5 if width == 1 else 1.01
+    scheduler.add(Fake([1] * 9))
+    settle(scheduler)
+    assert len(scheduler.running[0].homes) == 2
+    scheduler.speedup = lambda request, width: 0.9
+    settle(scheduler)
+    assert len(scheduler.running[0].homes) == 1
+
+
+@given(st.integers(0, 2**32), st.integers(1, 3), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_ranks_come_and_go(seed: int, num_slots: int, packed: bool) -> None:
+    """Who has lost all home ranks waits again, before all others; the rest goes on with what is left."""
+    choose = random.Random(seed)
+    scheduler = run_randomly(seed, num_slots, packed, True)
+    kept = [rank for rank in range(NUM_RANKS) if choose.random() < 0.6] or [1]
+    kept += [None] * (NUM_RANKS - len(kept))  # type: ignore[list-item]
+    before = {id(request): [request.num_computed_tokens[rank] if rank is not None else 0 for rank in kept]
+              for request in scheduler.running}  # fmt: skip
+    running, waiting = list(scheduler.running), [request for _, _, request in scheduler.waiting]
+    lost = scheduler.regroup(kept)
+    assert [request for _, _, request in scheduler.waiting] == lost + waiting
+    assert set(map(id, scheduler.running)) == set(map(id, running)) - set(map(id, lost))
+    for request in scheduler.running:
+        assert request.num_computed_tokens == before[id(request)]
+    settle(scheduler)
+    check_places(scheduler)
 
 
 def test_prefixes_are_found() -> None:
@@ -123,24 +263,55 @@ def drafted_tokens_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     finish = Scheduler.finish
 
     def keeps_too_much(self, request, keep=True):  # type: ignore[no-untyped-def]
-        request.num_computed_tokens = [len(request.tokens)] * NUM_RANKS
+        request.num_computed_tokens = [len(request.tokens) if slot >= 0 else 0 for slot in request.slots]
         return finish(self, request, keep)
 
     monkeypatch.setattr(Scheduler, "finish", keeps_too_much)
 
 
 def a_row_too_few_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    admit = Scheduler._admit
+    enter = RankSlots.enter
 
     def short(self, request):  # type: ignore[no-untyped-def]
-        found = admit(self, request)
-        moves = [replace(move, num_rows=tuple(max(0, count - 1) for count in move.num_rows)) for move in found.moves]
-        return Admission(found.request, found.num_computed_tokens, moves)
+        held, moves = enter(self, request)
+        return held, [replace(move, num_rows=max(0, move.num_rows - 1)) for move in moves]
 
-    monkeypatch.setattr(Scheduler, "_admit", short)
+    monkeypatch.setattr(RankSlots, "enter", short)
 
 
-@pytest.mark.parametrize("fault", [without_exchange, too_long_a_prefix, drafted_tokens_kept, a_row_too_few_is_moved])
+def serves_before_it_has_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    enter = RankSlots.enter
+
+    def boasts(self, request):  # type: ignore[no-untyped-def]
+        _, moves = enter(self, request)
+        return len(request.tokens) - 1, moves
+
+    monkeypatch.setattr(RankSlots, "enter", boasts)
+
+
+def counts_what_a_rank_held_that_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    leave = Scheduler._leave
+
+    def remembers(self):  # type: ignore[no-untyped-def]
+        before = [list(request.num_computed_tokens) for request in self.running]
+        leave(self)
+        for request, counts in zip(self.running, before, strict=True):
+            request.num_computed_tokens = counts
+
+    monkeypatch.setattr(Scheduler, "_leave", remembers)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        without_exchange,
+        too_long_a_prefix,
+        drafted_tokens_kept,
+        a_row_too_few_is_moved,
+        serves_before_it_has_filled,
+        counts_what_a_rank_held_that_has_left,
+    ],
+)
 def test_mutants(monkeypatch: pytest.MonkeyPatch, fault) -> None:  # type: ignore[no-untyped-def]
     fault(monkeypatch)
     with pytest.raises((AssertionError, KeyError)):
@@ -177,7 +348,9 @@ def test_the_least_recently_used_prefix_goes_first() -> None:
         return min(admission.num_computed_tokens)
 
     first, second, third = [1] * 8, [2] * 8, [3] * 8
+    assert scheduler.retained == (0, 0)
     assert [complete(each) for each in (first, second, third)] == [0, 0, 0]
+    assert scheduler.retained == (3, 24), "the slots of one rank, as all ranks retain the same"
     assert complete([*first, 9]) == 8, "all three are retained"
     assert complete([4] * 8) == 0, "takes the slot of the second, unused for longest"
     assert [complete([*each, 9]) for each in (third, first)] == [8, 8]
@@ -192,9 +365,10 @@ def test_a_long_prompt_takes_turns_where_rows_are_padded() -> None:
     kinds = []
     for _ in range(6):
         schedule = scheduler.schedule()
-        kinds.append((len(schedule.decoding), [count for _, count in schedule.filling]))
-        for request, count in schedule.filling:
-            request.num_computed_tokens = [count + each for each in request.num_computed_tokens]
+        kinds.append((len(schedule.decoding), [counts[0] for _, counts in schedule.filling]))
+        for request, counts in schedule.filling:
+            assert len(set(counts)) == 1
+            request.num_computed_tokens = [counts[0] + each for each in request.num_computed_tokens]
     assert kinds == [(0, [4]), (1, []), (0, [4]), (1, []), (0, [4]), (1, [])]
 
 

@@ -15,7 +15,7 @@ import pytest
 from fake_driver import served
 
 import lpr
-from lpr.engine.scheduler import Scheduler
+from lpr.engine.slots import RankSlots
 from lpr.engine.text import TextStream
 from lpr.serve import answers, completions, service
 from lpr.serve import served as served_module
@@ -160,14 +160,14 @@ def test_without_a_fault(engine, wanted):
 
 
 def cached_prefix_is_one_too_long(patch):
-    longest = Scheduler._longest_prefix
+    longest = RankSlots._longest_prefix
 
     def longer(self, tokens, tenant):
         slot, length = longest(self, tokens, tenant)
         return (slot, length + (0 < length < len(tokens))) if slot is not None else (None, 0)
 
-    patch.setattr(Scheduler, "_longest_prefix", longer)
-    patch.setattr(Scheduler, "_computed_at", lambda self, slot: [10**6] * self.num_ranks)
+    patch.setattr(RankSlots, "_longest_prefix", longer)
+    patch.setattr(RankSlots, "_computed_at", lambda self, slot: 10**6)
 
 
 def seed_is_ignored(patch):

@@ -8,7 +8,7 @@ from worlds import ThreadWorld, run_ranks
 
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.engine.replica import Replica
-from lpr.engine.scheduler import Scheduler
+from lpr.engine.slots import RankSlots
 from lpr.engine.tenants import MOST_TENANTS, SHARE, TenantTries
 from lpr.serve.front import Front
 from lpr.serve.options import ServeArgs
@@ -61,14 +61,14 @@ def everybodys_drafts(monkeypatch):
 
 
 def everybodys_cache(monkeypatch):
-    longest = Scheduler._longest_prefix
+    longest = RankSlots._longest_prefix
 
     def ignoring(self, tokens, tenant):
         for holder in (*self.running, *self._retained.values()):
             holder.tenant = tenant
         return longest(self, tokens, tenant)
 
-    monkeypatch.setattr(Scheduler, "_longest_prefix", ignoring)
+    monkeypatch.setattr(RankSlots, "_longest_prefix", ignoring)
 
 
 @pytest.mark.parametrize("fault", [everybodys_drafts, everybodys_cache])

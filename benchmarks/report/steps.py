@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from benchmarks import result_tables as tables
+from benchmarks.limit import Cause
 from benchmarks.report.parts import Part, Result
-from benchmarks.report.plots import MARKERS, Theme, bars, beside, end_labels, legend, name_rows, panels, rank_axis
+from benchmarks.report.plots import (
+    MARKERS,
+    Theme,
+    bars,
+    beside,
+    end_labels,
+    legend,
+    name_rows,
+    panels,
+    rank_axis,
+    stacked,
+)
 from benchmarks.result_tables import SOURCES, Json, distinct, mode, sound
 
 PAPER_STEPS = (1.4, 1.5)
@@ -230,4 +243,38 @@ def replay(result: Result) -> list[Part]:
         if count
     )
     headline = f"Tokens per step on recorded completions, from the trie alone. {found}."
-    return [Part("replay", draw, tables.replay(result.facts), headline)]
+    return [Part("replay", draw, tables.replay(result.facts), headline), *_ends(result)]
+
+
+def _ends(result: Result) -> list[Part]:
+    """Where the steps of a replay end, where it was counted."""
+    known = [(run, setting) for run, setting in tables.replay_runs(result.facts) if run.get("ends")]
+    if not known:
+        return []
+    labels = [f"{Path(run['traces']).stem},\n{setting}" for run, setting in known]
+    causes = [cause for cause in Cause if any(each["cause"] == cause for run, _ in known for each in run["ends"])]
+
+    def draw(theme: Theme) -> Figure:
+        figure, grid = panels(2, 1.6 + 0.42 * len(known), sharex=True)
+        for axes, at in zip(grid, ("root", "deeper"), strict=True):
+            shares = [
+                {each["cause"]: 100 * each["share"] for each in run["ends"] if each["at"] == at} for run, _ in known
+            ]
+            parts = [
+                (cause, [found.get(cause, 0.0) for found in shares], theme.colors[number])
+                for number, cause in enumerate(causes)
+            ]
+            stacked(axes, labels if at == "root" else [""] * len(known), parts)
+            axes.set_title("at the root: nothing accepted" if at == "root" else "deeper in the tree")
+            axes.set_xlabel("of 100 steps")
+        handles, names = grid[0].get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside lower center", ncols=2, frameon=False, fontsize=8.5)
+        return figure
+
+    most = []
+    for label, (run, _) in zip(labels, known, strict=True):
+        worst = max(run["ends"], key=lambda each: each["steps"])
+        place = "at the root" if worst["at"] == "root" else "deeper in the tree"
+        most.append(f"{label.replace(chr(10), ' ')}: {place}, {worst['cause']} ({100 * worst['share']:.0f} %)")
+    headline = f"Where steps end, and why the token that came was not drafted. Most often, {'; '.join(most)}."
+    return [Part("ends", draw, tables.ends(result.facts), headline)]

@@ -181,6 +181,9 @@ def prepare(args: Args, world: World, comm: Comm) -> tuple[Engine, FileJob | Sho
     if world.rank == 0 and engine.model.graph_reason is not None:
         reason = engine.model.graph_reason
         print(f"lpr.generate: steps run without CUDA graphs, which is slower: {reason}", file=sys.stderr)
+    compiled = engine.model.compiled
+    if world.rank == 0 and compiled is not None and (cost := compiled.describe()) is not None:
+        print(f"lpr.generate: {cost}", file=sys.stderr)
     # What is loaded stays: without this, each full collection walks a million objects, in the middle of some step.
     gc.freeze()
     return engine, job

@@ -151,7 +151,7 @@ class FileJob:
             bar = progress.add_task("", total=len(self.lines), completed=kept, rate="")
             while left or submitted:
                 # One more than the slots, so that a freed slot never waits for its next prompt.
-                while left and len(submitted) <= engine.decode.max_batch_size:
+                while left and len(submitted) <= engine.scheduler.capacity:
                     self._submit(engine, left.popleft(), submitted)
                 for request in engine.step():
                     if request.finish_reason is not None:

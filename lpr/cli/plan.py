@@ -12,6 +12,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from lpr.cli import plan_service
+from lpr.cli.plan_service import ServiceArgs
 from lpr.config import DecodeConfig, InputError, SamplingParams
 from lpr.planner.facts import DTYPE_SIZES, ModelFacts, facts_of
 from lpr.planner.footprint import RESERVED, Footprint, Mesh, footprint, meshes
@@ -70,6 +72,7 @@ class Args:
     """Print the names of presets, GPUs and links."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print one JSON line instead of tables."""
+    planned: Annotated[ServiceArgs, tyro.conf.OmitArgPrefixes] = ServiceArgs()
 
 
 _DECODE_FLAGS = ("window_size", "ngram_size", "guess_set_size", "trie_nodes", "branch_length", "prefill_chunk")
@@ -104,6 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("gpus:", *GPUS)
             print("links:", *LINKS)
             return 0
+        if args.planned.service is not None:
+            return plan_meshes(args)
         plan = make_plan(args)
     except InputError as failure:
         print(f"lpr.plan: error: {failure}", file=sys.stderr)
@@ -113,28 +118,44 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         print(json.dumps(as_json(plan)))
     else:
-        console = Console()
-        if not console.is_terminal:
-            console.width = 140  # a log file has no edge to wrap at
-        show(plan, console)
+        show(plan, wide_console())
     return 0 if plan.choice is not None else 1
+
+
+def wide_console() -> Console:
+    """Where tables go."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = 140  # a log file has no edge to wrap at
+    return console
+
+
+def plan_meshes(args: Args) -> int:
+    """Plan the meshes of a service; returns the exit code: 0, or 1 if no number of meshes does. Raises InputError."""
+    workload = plan_service.workload_of(args.planned)
+    model = None
+    if not workload.step_times:
+        planned, gpu, machine, given = asked_for(args)
+        facts = facts_of(planned.config, planned.name)
+        meshes(args.gpus)
+        dtype = facts.dtype if args.dtype == "auto" else args.dtype
+        model = plan_service.Model(facts, gpu, machine, dtype, {**planned.decode, **given}, args.gpus)
+    kinds = plan_service.kinds_of(args.planned, workload, model)
+    progress = Console(stderr=True, quiet=args.json)
+    answers = plan_service.plan_service(args.planned, workload, kinds, progress)
+    if args.json:
+        print(json.dumps(plan_service.as_json(args.planned, workload, answers, len(kinds))))
+    else:
+        plan_service.show(workload, answers, len(kinds), wide_console())
+    return 0 if answers[0].num_meshes else 1
 
 
 def make_plan(args: Args) -> Plan:
     """Plan what `args` asks for; raises InputError."""
-    if args.model is None:
-        raise InputError(f"--model is missing: a preset ({', '.join(preset_names())}), a folder, a file or a hub id")
     if args.context < 2:
         raise InputError(f"--context {args.context} leaves no room for a prompt token and an output token")
-    gpu = gpu_named(args.gpu)
-    if args.gpu_memory is not None:
-        gpu = replace(gpu, memory=parse_size(args.gpu_memory, "--gpu-memory"))
-    if args.bandwidth is not None:
-        gpu = replace(gpu, bandwidth=parse_bandwidth(args.bandwidth, "--bandwidth"))
-    machine = Machine(gpu, Network(link_named(args.link or gpu.link), link_named(args.network)), args.eager)
+    planned, gpu, machine, given = asked_for(args)
     shapes = meshes(args.gpus)
-    planned = resolve(args.model)
-    given = {name: getattr(args, name) for name in _DECODE_FLAGS if getattr(args, name) is not None}
     sizes: dict[str, Any] = {"max_length": args.context, "max_batch_size": args.batch}
     decode = DecodeConfig(**{**planned.decode, **sizes, **given})
     SamplingParams(temperature=args.temperature)
@@ -167,6 +188,20 @@ def make_plan(args: Args) -> Plan:
     return Plan(
         planned, facts, gpu, decode, dtype, args.context, rows, machine, temperatures, predictions, choice, reason
     )
+
+
+def asked_for(args: Args) -> tuple[Planned, Gpu, Machine, dict[str, int]]:
+    """The model, the GPU, what joins GPUs, and given fields of DecodeConfig; raises InputError."""
+    if args.model is None:
+        raise InputError(f"--model is missing: a preset ({', '.join(preset_names())}), a folder, a file or a hub id")
+    gpu = gpu_named(args.gpu)
+    if args.gpu_memory is not None:
+        gpu = replace(gpu, memory=parse_size(args.gpu_memory, "--gpu-memory"))
+    if args.bandwidth is not None:
+        gpu = replace(gpu, bandwidth=parse_bandwidth(args.bandwidth, "--bandwidth"))
+    machine = Machine(gpu, Network(link_named(args.link or gpu.link), link_named(args.network)), args.eager)
+    given = {name: getattr(args, name) for name in _DECODE_FLAGS if getattr(args, name) is not None}
+    return resolve(args.model), gpu, machine, given
 
 
 def link_named(name: str) -> Link:

@@ -107,8 +107,8 @@ class DraftRequest:
     """Most nodes to draft besides the Jacobi window's."""
     price: Price | None
     """When to stop before that; None for never."""
-    window: bool
-    """Does the Jacobi window run?"""
+    window: int
+    """Columns of the Jacobi window; 0: it does not run."""
 
 
 @dataclass
@@ -164,8 +164,8 @@ class AcceptanceHistory:
 class Budget(Protocol):
     """How large the trees of a step become."""
 
-    def begin(self, count: int, pending: int, kv: int) -> None:
-        """Begin a step of `count` sequences.
+    def begin(self, count: int, pending: int, kv: int, num_homes: int | None = None) -> None:
+        """Begin a step of `count` sequences, whose trees `num_homes` ranks evaluate together; default: all ranks.
 
         `pending` counts the tokens that a rank evaluates besides the trees, `kv` the longest cached length.
         """
@@ -189,12 +189,17 @@ class Budget(Protocol):
 class FixedBudget:
     """Trees of the configured size, whatever they cost."""
 
-    def __init__(self, config: TreeSizes) -> None:
-        """The sizes of `config`, which are numbers."""
-        self._request = DraftRequest(config.num_guess_nodes + config.trie_nodes, None, config.window_size > 0)
+    def __init__(self, config: TreeSizes, num_ranks: int = 1) -> None:
+        """The sizes of `config`, which are numbers and which `num_ranks` ranks spend together."""
+        parts = sizes_by_homes(config, num_ranks)
+        self._requests = [
+            DraftRequest(each.num_guess_nodes + each.trie_nodes, None, each.window_size) for each in parts
+        ]
+        self._request = self._requests[-1]
 
-    def begin(self, count: int, pending: int, kv: int) -> None:
-        """Every step is alike."""
+    def begin(self, count: int, pending: int, kv: int, num_homes: int | None = None) -> None:
+        """Every step is alike, but for its ranks."""
+        self._request = self._requests[num_homes - 1 if num_homes is not None else -1]
 
     def request(self, history: AcceptanceHistory) -> DraftRequest:
         """Always the same."""
@@ -215,9 +220,8 @@ class AdaptiveBudget:
     def __init__(self, config: TreeSizes, cost: StepTimes, num_ranks: int = 1) -> None:
         """Sizes up to those of `config`, by the times of `cost`, for trees that `num_ranks` ranks evaluate."""
         self.cost = cost
-        self.num_ranks = num_ranks
-        self._limit = config.num_nodes - 1
-        self._window_nodes = config.num_window_nodes
+        self._parts = sizes_by_homes(config, num_ranks)
+        self._spread(num_ranks)
         # Measured beside a trie at temperature 0.8: windows of 4, 8, 16 and 32 columns gave 0.10 to 0.18 tokens a step
         # and their pool 0.09, 0.20, 0.40 and 0.55 (dev/LOG.md, strong scaling).
         self._first_yield = (0.14, max(0.0, 0.16 * math.log2((1 + config.window_size) / 3)))
@@ -234,20 +238,27 @@ class AdaptiveBudget:
         self._prices: tuple[Sequence[float], tuple[int, ...], list[float], list[float]] | None = None
         """Row and sizes of the last step, and what its nodes would cost: mostly those of the next one too."""
 
-    def begin(self, count: int, pending: int, kv: int) -> None:
+    def _spread(self, num_homes: int) -> None:
+        """Let so many ranks evaluate each tree."""
+        sizes = self._parts[num_homes - 1]
+        self.num_ranks = num_homes
+        self._limit, self._columns, self._window_nodes = sizes.num_nodes - 1, sizes.window_size, sizes.num_window_nodes
+
+    def begin(self, count: int, pending: int, kv: int, num_homes: int | None = None) -> None:
         """Begin a step."""
         self._step = (count, pending, kv)
         self._expected_tokens = None
+        self._spread(num_homes if num_homes is not None else len(self._parts))
 
     def request(self, history: AcceptanceHistory) -> DraftRequest:
         """Nothing for a sequence that pauses; else whatever might pay."""
         if history.pause:
-            return DraftRequest(0, None, False)
+            return DraftRequest(0, None, 0)
         held = self._window_nodes if self.window else 0
         if self._expected_tokens is None:
             self._expected_tokens = self._without_drafts(held)
         price = Price(self._expected_tokens, history.trust(self._all.trust()))
-        return DraftRequest(self._limit - held, price, self.window)
+        return DraftRequest(self._limit - held, price, self._columns if self.window else 0)
 
     def cut(self, drafts: Sequence[Draft], histories: Sequence[AcceptanceHistory]) -> None:
         """Keep the nodes that pay; a sequence without any, several times in a row, pauses."""
@@ -287,7 +298,7 @@ class AdaptiveBudget:
             accepted = sum(tree.sources[node] != Source.WINDOW for node in path[1:])
             history.record_step(history.offered, accepted, TRUST_MEMORY)
             self._all.record_step(history.offered, accepted, LONG_MEMORY)
-        if not trees or not self._window_nodes:
+        if not trees or not self._parts[-1].num_window_nodes:
             return
         news, weight = self._first_yield, WINDOW_RETURN
         if self.window:
@@ -300,8 +311,9 @@ class AdaptiveBudget:
         """The step without drafts, whose sequences have `held` window nodes each."""
         count, pending, kv = self._step
         found, sizes = self.cost.row(count, kv), (count, pending, held)
-        if self._prices is None or self._prices[0] is not found or self._prices[1] != sizes:
-            self._prices = (found, sizes, *self._price_nodes(np.array(found), *sizes))
+        key = (*sizes, self.num_ranks)
+        if self._prices is None or self._prices[0] is not found or self._prices[1] != key:
+            self._prices = (found, key, *self._price_nodes(np.array(found), *sizes))
         return ExpectedTokens(count, *self._prices[2:])
 
     def _price_nodes(self, row: np.ndarray, count: int, pending: int, held: int) -> tuple[list[float], list[float]]:
@@ -333,6 +345,11 @@ class AdaptiveBudget:
     def _times(self, sizes: np.ndarray, pending: int, row: Sequence[float]) -> np.ndarray:
         """Milliseconds of steps whose trees have `sizes` nodes together, and `pending` further tokens on each rank."""
         return times_at(np.ceil(sizes / self.num_ranks) + pending, row)
+
+
+def sizes_by_homes(config: TreeSizes, num_ranks: int) -> list[TreeSizes]:
+    """The sizes of a tree that 1, 2, ... or all of `num_ranks` ranks evaluate."""
+    return [config.of_ranks(some, num_ranks) for some in range(1, num_ranks + 1)]
 
 
 def total(values: Sequence[float]) -> float:

@@ -27,6 +27,8 @@ class StepDraft:
     """Per tree, each rank's part of it."""
     rank: int
     """This rank."""
+    served: Sequence[Sequence[int]]
+    """Per rank, the trees that it evaluates, in the order of its rows."""
 
     def __len__(self) -> int:
         """Number of trees."""
@@ -37,13 +39,30 @@ class StepDraft:
         """Is there a tree with more than its root?"""
         return any(len(tree) > 1 for tree in self.trees)
 
-    def rows(self) -> list[tuple[int, int, np.ndarray]]:
-        """This rank's part of each tree: tokens computed before, nodes to evaluate, and `row_entries`."""
-        mine = [split[self.rank] for split in self.shards]
+    @property
+    def mine(self) -> Sequence[int]:
+        """The trees that this rank evaluates."""
+        return self.served[self.rank]
+
+    @property
+    def num_entries(self) -> list[int]:
+        """Per rank, the tokens that it evaluates: pending chains and nodes."""
         return [
-            (state.num_computed_tokens[self.rank], len(shard.nodes), row_entries(state, tree, shard, self.rank))
-            for state, tree, shard in zip(self.states, self.trees, mine, strict=True)
+            sum(
+                len(state.tokens) - 1 - state.num_computed_tokens[rank] + len(self.shards[index][rank].nodes)
+                for index, state in ((index, self.states[index]) for index in served)
+            )
+            for rank, served in enumerate(self.served)
         ]
+
+    def rows(self) -> list[tuple[int, int, np.ndarray]]:
+        """This rank's part of each tree of its own: tokens computed before, nodes to evaluate, and `row_entries`."""
+        found = []
+        for index in self.mine:
+            state, shard = self.states[index], self.shards[index][self.rank]
+            entries = row_entries(state, self.trees[index], shard, self.rank)
+            found.append((state.num_computed_tokens[self.rank], len(shard.nodes), entries))
+        return found
 
     def placement(self, capacity: int) -> np.ndarray:
         """Where this rank's results belong, int64 [2, n]: of every node that it owns two places.
@@ -53,10 +72,10 @@ class StepDraft:
         sources: list[int] = []
         targets: list[int] = []
         start = 0
-        for index, split in enumerate(self.shards):
-            shard = split[self.rank]
-            sources += [start + int(place) for place in np.searchsorted(shard.nodes, shard.owned)]
-            targets += range(index * capacity, index * capacity + len(shard.owned))
+        for place, index in enumerate(self.mine):
+            shard = self.shards[index][self.rank]
+            sources += [start + int(entry) for entry in np.searchsorted(shard.nodes, shard.owned)]
+            targets += range(place * capacity, place * capacity + len(shard.owned))
             start += len(shard.nodes)
         return np.array([sources, targets], np.int64)
 
@@ -67,11 +86,12 @@ class StepDraft:
     def conclude(self, values: np.ndarray, k: int, budget: Budget) -> list[Conclusion]:
         """Accept a path of each tree by what the ranks say of its nodes, and advance the states and `budget`.
 
-        `values` is int32 [ranks, trees, capacity, result_words(k) or more] (see TreeResult.from_payloads).
+        `values` is int32 [ranks, trees, capacity, result_words(k) or more] (see TreeResult.from_payloads), each rank's
+        trees as `served` says.
         """
-        concluded = []
+        concluded, places = [], self.places()
         for index, (state, tree, split) in enumerate(zip(self.states, self.trees, self.shards, strict=True)):
-            result = TreeResult.from_payloads(values, index, split, k)
+            result = TreeResult.from_payloads(values, places[index], split, k)
             path = accept(tree, result.next_tokens)
             kept = kept_entries(state, path, result, split[self.rank], self.rank)
             bonus = result.next_tokens[path[-1]]
@@ -81,6 +101,14 @@ class StepDraft:
             concluded.append(Conclusion(tree, split, result.next_tokens, path, emitted, kept, failure, may_end))
         budget.observe(self.trees, [each.path for each in concluded], [state.acceptance for state in self.states])
         return concluded
+
+    def places(self) -> list[list[int]]:
+        """Per tree and rank, where in that rank's results the tree is; 0 where it is not."""
+        found = [[0] * len(self.served) for _ in self.trees]
+        for rank, served in enumerate(self.served):
+            for place, index in enumerate(served):
+                found[index][rank] = place
+        return found
 
 
 @dataclass(frozen=True)
@@ -109,15 +137,42 @@ class Conclusion:
 
 
 def draft_step(
-    states: Sequence[SequenceState], depths: Sequence[int], budget: Budget, num_ranks: int, max_owned: int, rank: int
+    states: Sequence[SequenceState],
+    depths: Sequence[int],
+    budget: Budget,
+    num_ranks: int,
+    max_owned: int,
+    rank: int,
+    served: Sequence[Sequence[int]] | None = None,
 ) -> StepDraft:
-    """Draft a tree per sequence, none deeper than its entry of `depths`, cut all to what pays, and split them."""
-    budget.begin(len(states), *workload(states))
-    drafts = [state.build(depth, budget.request(state.acceptance)) for state, depth in zip(states, depths, strict=True)]
-    budget.cut(drafts, [state.acceptance for state in states])
-    trees = [draft.tree for draft in drafts]
+    """Draft a tree per sequence, none deeper than its entry of `depths`, cut all to what pays, and split them.
+
+    Sequences with the same home ranks share a budget. `served` says per rank which of the sequences have it as a home
+    rank, in the order of its rows; default: all of them.
+    """
+    if served is None:
+        served = [list(range(len(states)))] * num_ranks
+    trees = [TokenTree(0)] * len(states)
+    for homes, members in groups(states, num_ranks):
+        these = [states[index] for index in members]
+        budget.begin(len(these), *workload(these, homes, served), len(homes))
+        drafts = [
+            state.build(depths[index], budget.request(state.acceptance))
+            for state, index in zip(these, members, strict=True)
+        ]
+        budget.cut(drafts, [state.acceptance for state in these])
+        for index, draft in zip(members, drafts, strict=True):
+            trees[index] = draft.tree
     shards = [split(state, tree, num_ranks, max_owned) for state, tree in zip(states, trees, strict=True)]
-    return StepDraft(states, trees, shards, rank)
+    return StepDraft(states, trees, shards, rank, served)
+
+
+def groups(states: Sequence[SequenceState], num_ranks: int) -> list[tuple[list[int], list[int]]]:
+    """Home ranks, and the sequences that have just these, in order; without sequences all ranks and none."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for index, state in enumerate(states):
+        found.setdefault(tuple(state.homes), []).append(index)
+    return [(list(homes), members) for homes, members in found.items()] or [(list(range(num_ranks)), [])]
 
 
 def kept_entries(
@@ -126,6 +181,8 @@ def kept_entries(
     """The entries of a rank's row whose K/V stays: its pending chain, and the path as far as it evaluated it."""
     if has_nan_result(shard, result):
         return None
+    if not shard.nodes:
+        return []
     above = len(state.tokens) - state.num_computed_tokens[rank] - 1
     entry = {node: above + i for i, node in enumerate(shard.nodes)}
     on_path = itertools.takewhile(entry.__contains__, path)
@@ -146,21 +203,33 @@ def cache_moves(concluded: Sequence[Conclusion], first_rows: Sequence[int]) -> n
     return np.array(moves, np.int64).reshape(-1, 2).T
 
 
-def workload(states: Sequence[SequenceState]) -> tuple[int, int]:
-    """What a step costs besides its nodes: the most pending tokens of a rank, and the longest cached length."""
+def workload(
+    states: Sequence[SequenceState],
+    homes: Sequence[int] | None = None,
+    served: Sequence[Sequence[int]] | None = None,
+) -> tuple[int, int]:
+    """What a step costs besides its nodes: the most pending tokens of a rank, and the longest cached length.
+
+    The ranks are `homes`, default: all. What else they evaluate by `served` (see `draft_step`) counts a token each.
+    """
     if not states:
         return 0, 0
     pending = [
         sum(len(state.tokens) - 1 - state.num_computed_tokens[rank] for state in states)
-        for rank in range(len(states[0].num_computed_tokens))
+        + (len(served[rank]) - len(states) if served is not None else 0)
+        for rank in (homes if homes is not None else range(len(states[0].num_computed_tokens)))
     ]
     return max(pending), max(len(state.tokens) for state in states)
 
 
 def split(state: SequenceState, tree: TokenTree, num_ranks: int, max_owned: int | None) -> list[Shard]:
-    """The shards of `tree`; ranks with a longer pending chain get fewer nodes."""
-    pending = [len(state.tokens) - held - 1 for held in state.num_computed_tokens]
-    return partition(tree, num_ranks, pending, max_owned)
+    """The shards of `tree`; home ranks with a longer pending chain get fewer nodes, other ranks none."""
+    pending = [len(state.tokens) - state.num_computed_tokens[rank] - 1 for rank in state.homes]
+    shards = partition(tree, len(state.homes), pending, max_owned)
+    if len(state.homes) == num_ranks:
+        return shards
+    of_homes = dict(zip(state.homes, shards, strict=True))
+    return [of_homes.get(rank) or Shard([], []) for rank in range(num_ranks)]
 
 
 def row_entries(state: SequenceState, tree: TokenTree, shard: Shard, rank: int) -> np.ndarray:

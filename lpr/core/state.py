@@ -46,16 +46,21 @@ class TreeResult:
     """Their scores (see lpr.core.recycle.SCORE_STEPS)."""
 
     @classmethod
-    def from_payloads(cls, payloads: np.ndarray, index: int, shards: Sequence[Shard], k: int) -> TreeResult:
+    def from_payloads(
+        cls, payloads: np.ndarray, index: int | Sequence[int], shards: Sequence[Shard], k: int
+    ) -> TreeResult:
         """The results of tree number `index`, each node's from the rank that owns it (rule R1).
 
         `payloads` is int32 [ranks, trees, capacity, result_words(k) or more]: of the nodes that each rank owns, in
-        order, the next token, k candidates and, four bytes to a word, k scores.
+        order, the next token, k candidates and, four bytes to a word, k scores. Where ranks have unequal trees, `index`
+        says the tree's number per rank.
         """
+        places = [index] * len(shards) if isinstance(index, int) else index
         width = result_words(k)
         table = np.empty((sum(len(shard.owned) for shard in shards), width), np.int32)
         for rank, shard in enumerate(shards):
-            table[np.array(shard.owned, np.intp)] = payloads[rank, index, : len(shard.owned), :width]
+            if shard.owned:
+                table[np.array(shard.owned, np.intp)] = payloads[rank, places[rank], : len(shard.owned), :width]
         scores = np.ascontiguousarray(table[:, 1 + k :]).astype("<i4").view(np.uint8)[:, :k]
         return cls(table[:, 0].tolist(), table[:, 1 : 1 + k].tolist(), scores.tolist())
 
@@ -85,6 +90,8 @@ class SequenceState:
         self.tokens = tokens
         self.num_computed_tokens = list(num_computed_tokens or [0] * num_ranks)
         """Per rank: the number of leading tokens whose K/V it holds."""
+        self.homes = list(range(len(self.num_computed_tokens)))
+        """The ranks that evaluate its trees, ascending."""
         # Of this request only: what a step drafts then follows from the request and the shared trie, so that a job
         # that is restarted from its output file takes the same steps. (Shared by all requests, 10 ClassEval prompts
         # took 9.77 instead of 9.85 tokens per step greedily, and 2.48 instead of 2.37 at temperature 0.8.)
@@ -104,8 +111,8 @@ class SequenceState:
 
     @property
     def num_pending(self) -> int:
-        """Length of the longest pending chain of any rank, the root included."""
-        return len(self.tokens) - min(self.num_computed_tokens)
+        """Length of the longest pending chain of any home rank, the root included."""
+        return len(self.tokens) - min([self.num_computed_tokens[rank] for rank in self.homes])
 
     @property
     def digest(self) -> int:
@@ -119,8 +126,8 @@ class SequenceState:
             max_depth = 0
         if not request.window:
             self.window = None
-        elif self.window is None:
-            self.window = JacobiWindow(self.config.window_size, self.config.ngram_size, self.tokens)
+        elif self.window is None or self.window.num_columns != request.window:
+            self.window = JacobiWindow(request.window, self.config.ngram_size, self.tokens)
         if self.window is not None:
             self.window.add_to(tree, max_depth)
         num_window = len(tree)
@@ -133,7 +140,9 @@ class SequenceState:
         return is_full or not self._stop_ids.isdisjoint(emitted)
 
     def sign_tree(self, tree: TokenTree) -> int:
-        """The digest with the tree that is about to be evaluated."""
+        """The digest with the tree that is about to be evaluated, and who does that."""
+        if len(self.num_computed_tokens) > 1:
+            self._hash.update(array("q", [len(self.homes), *self.homes]).tobytes())
         self._hash.update(array("q", tree.tokens).tobytes())
         self._hash.update(array("q", tree.parents).tobytes())
         self._hash.update(self.drafter.calibration.digest.to_bytes(8, "little"))
@@ -154,8 +163,8 @@ class SequenceState:
         held = num_computed_after(len(self.tokens), path, shards)
         self.tokens += emitted
         self.num_computed_tokens = [
-            before if has_nan else min(after, len(self.tokens) - 1)
-            for before, after, has_nan in zip(self.num_computed_tokens, held, has_nan, strict=True)
+            min(after, len(self.tokens) - 1) if shard.nodes and not has_nan else before
+            for before, after, has_nan, shard in zip(self.num_computed_tokens, held, has_nan, shards, strict=True)
         ]
         self._hash.update(array("q", emitted).tobytes())
         if bonus >= 0:
@@ -168,7 +177,7 @@ class SequenceState:
             for ngram in self.window.advance(tree, likely(result.next_tokens), emitted, self.tokens):
                 self.drafter.pool.add(ngram)
         elif self.window is not None:
-            self.window = JacobiWindow(self.config.window_size, self.config.ngram_size, self.tokens)
+            self.window = JacobiWindow(self.window.num_columns, self.config.ngram_size, self.tokens)
         return emitted
 
 

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lpr.config import InputError
 from lpr.dist.channel import CommError, HostChannel, SoloChannel
+from lpr.dist.download import Download
 
 _REPORT_BYTES = 512
 
@@ -124,10 +125,11 @@ class SoloComm:
     def __init__(self) -> None:
         """The only rank is the driver."""
         self.channel: HostChannel = SoloChannel()
+        self._download = Download()
 
     def gather(self, payload: torch.Tensor) -> torch.Tensor:
         """The payload itself."""
-        return payload.cpu()[None]
+        return self._download.read(payload)[None]
 
     def gather_replica(self, payload: torch.Tensor) -> torch.Tensor:
         """The payload itself."""
@@ -161,6 +163,7 @@ class ProcessComm:
         self._tp_group = mesh.get_group("tp")
         self._leads = dist.get_rank() == 0
         self._gathered = torch.empty(0, dtype=torch.int32)
+        self._download = Download()
         # Renamed in torch 2.13, which warns of the old name.
         self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -172,7 +175,7 @@ class ProcessComm:
             self._gathered = torch.empty(payload.numel() * num_ranks, dtype=payload.dtype, device=payload.device)
         try:
             self._all_gather(self._gathered, payload)
-            return self._gathered.view(num_ranks, -1).cpu()
+            return self._download.read(self._gathered).view(num_ranks, -1)
         except RuntimeError as failure:
             raise CommError(_reason(failure)) from failure
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lpr.dist.channel import CommError
+from lpr.dist.download import Download
 
 SLICE = 0.5
 """Seconds that a wait lasts between two looks at whether it can still end."""
@@ -66,6 +67,7 @@ class ProcessGroup:
         self._timeout = timeout
         self._is_broken = is_broken
         self._gathered = [torch.empty(0, dtype=torch.int32)] * 2
+        self._download = Download()
         self._hangs: list[Any] = []
 
     def gather(self, payload: torch.Tensor) -> torch.Tensor:
@@ -76,7 +78,7 @@ class ProcessGroup:
         if self._gathered[0].numel() != count:
             self._gathered[0] = torch.empty(count, dtype=payload.dtype, device=payload.device)
         self._wait(lambda: self._group._allgather_base(self._gathered[0], payload), self._gathered[0], payload)
-        return self._gathered[0].view(self._size, -1).cpu()
+        return self._download.read(self._gathered[0]).view(self._size, -1)
 
     def broadcast(self, message: bytes, length: int) -> bytes:
         """As Group.broadcast; no rank unpickles anything."""

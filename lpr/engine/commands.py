@@ -50,7 +50,11 @@ class Learn(msgspec.Struct, frozen=True, tag=True, array_like=True):
     history: bytes
     """int32 tokens, documents separated by END: there can be millions."""
     replace: bool = False
-    """Forget everything learnt before."""
+    """Forget everything that all share before."""
+    tenant: str = ""
+    """Whose requests may draft from them."""
+    read_to: str = ""
+    """How far this goes in what other replicas of a fleet have written (see lpr.fleet); "" says nothing."""
 
 
 class Costs(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -100,5 +104,5 @@ def decode(message: bytes) -> list[Command]:
 
 
 def learn(documents: Sequence[Sequence[int]]) -> Learn:
-    """The command to draft from `documents` too."""
+    """The command to draft from `documents` too, for all."""
     return Learn(b"".join([np.array([*document, END], np.int32).tobytes() for document in documents if len(document)]))

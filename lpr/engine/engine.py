@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -255,6 +256,28 @@ class Engine(Replica):
         """Let further requests draft from outputs, as if they had just been decoded."""
         if is_driver(self.comm):
             self._post(commands.learn(documents))
+
+    def learn_history(self, history: np.ndarray, tenant: str = "", read_to: str = "") -> None:
+        """Let a tenant's further requests draft from documents that END separates, int32 [num_tokens].
+
+        They come from other replicas of a fleet, whose stream was read up to its entry `read_to` with them.
+        """
+        if is_driver(self.comm):
+            self._post(Learn(history.tobytes(), tenant=tenant, read_to=read_to))
+
+    def learnt(self, tenant: str = "") -> tuple[np.ndarray, str]:
+        """What a tenant's drafts come from besides the request itself, and how far its stream is in it.
+
+        int32 [num_tokens]: documents that END separates, the oldest first.
+        """
+        trie = self._tenants.tries.get(tenant) if tenant else self.shared
+        history = np.array(trie.history(), np.int32) if trie is not None else np.empty(0, np.int32)
+        return history, self._tenants.read_to.get(tenant, "")
+
+    @property
+    def read_to(self) -> Mapping[str, str]:
+        """By tenant, the last entry of its stream that was learnt (see `learn_history`)."""
+        return MappingProxyType(self._tenants.read_to)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -35,6 +35,7 @@ class Exchange:
         """The exchange of `comm`'s ranks for up to `max_batch_size` trees of `config`, with payloads on `device`."""
         self.config = config
         self.comm = comm
+        self._max_batch_size = max_batch_size
         self.capacity = config.owned_capacity(comm.size)
         self.width = result_words(config.num_recycled)
         size = config.payload_words(max_batch_size, comm.size)
@@ -48,8 +49,11 @@ class Exchange:
         digest of the step before has compared: ranks that differ there never come to this step. So this, too, is the
         same on all ranks (rule R2), and there are few sizes.
         """
-        rows = 1 << (num_trees - 1).bit_length() if num_trees else 0
-        return min(self.config.payload_words(rows, self.comm.size), self._payload.numel())
+        return self.config.payload_words(self._num_rows(num_trees), self.comm.size)
+
+    def _num_rows(self, num_trees: int) -> int:
+        """Trees that a rank has room for in such a step; one that serves fewer leaves room empty."""
+        return min(1 << (num_trees - 1).bit_length() if num_trees else 0, self._max_batch_size)
 
     @property
     def payload_bytes(self) -> int:
@@ -61,11 +65,11 @@ class Exchange:
     ) -> tuple[np.ndarray, int]:
         """Share this rank's results; return those of all ranks, and the length of the driver's commands.
 
-        `local` is int32 [nodes, result_words(k)], the results of this rank's part of `draft`, or None when there are no
-        trees; k is the same on all ranks, and at most what the payload has room for. Returns int32 [ranks, trees,
-        capacity, words], of which `StepDraft.conclude` takes each node's from its owner, also on ranks that evaluated
-        it as an ancestor (rule R1); of the ranks that share a replica there is the first one's (rule R6). Raises
-        DesyncError if the digest of any rank differs.
+        `local` is int32 [nodes, result_words(k)], the results of this rank's part of `draft`, or None when it has none;
+        k is the same on all ranks, and at most what the payload has room for. Returns int32 [ranks, trees, capacity,
+        words], each rank's trees as `draft.served` says, of which `StepDraft.conclude` takes each node's from its
+        owner, also on ranks that evaluated it as an ancestor (rule R1); of the ranks that share a replica there is the
+        first one's (rule R6). Raises DesyncError if the digest of any rank differs.
         """
         self._write_header([*_words(digest), num_command_bytes])
         if local is not None:
@@ -75,19 +79,22 @@ class Exchange:
         check_digests([words[:2] for words in headers])
         return self._results(gathered), headers[0][2]
 
-    def gather_logprobs(self, local: torch.Tensor, draft: StepDraft) -> list[list[TokenLogprobs]]:
+    def gather_logprobs(self, local: torch.Tensor | None, draft: StepDraft, n: int) -> list[list[TokenLogprobs]]:
         """Every node's log-probabilities per tree, from `local` [nodes, 1 + 2n] (`log_probabilities`) of every rank.
 
-        A collective of its own, for steps in which some request asks for them: n is the same on all ranks.
+        A collective of its own, for steps in which some request asks for them: n is the same on all ranks. `local` is
+        None on a rank that serves no tree.
         """
-        width, n = local.shape[1], local.shape[1] // 2
-        table = torch.zeros((len(draft) * self.capacity, width), dtype=torch.int32, device=local.device)
-        self._place(local, draft, table)
+        width, num_rows = 1 + 2 * n, self._num_rows(len(draft))
+        table = torch.zeros((num_rows * self.capacity, width), dtype=torch.int32, device=self._payload.device)
+        if local is not None:
+            self._place(local, draft, table)
         gathered = self._authoritative(self.comm.gather(table.flatten()).numpy())
-        values = gathered.reshape(self.comm.size, len(draft), self.capacity, width)
+        values = gathered.reshape(self.comm.size, num_rows, self.capacity, width)
         found = []
         for index, (tree, split) in enumerate(zip(draft.trees, draft.shards, strict=True)):
-            rows = _owned(values[:, index], len(tree), split)
+            places = [list(served).index(index) if index in served else 0 for served in draft.served]
+            rows = _owned(values[range(len(places)), places], len(tree), split)
             floats = rows.view(np.float32)
             found.append(
                 [

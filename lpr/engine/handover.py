@@ -45,6 +45,9 @@ class Carried(msgspec.Struct, frozen=True, array_like=True):
     counts: list[Count]
     num_computed_tokens: list[int] = []
     """Per rank of the new mesh, of a request that runs."""
+    slots: list[int] = []
+    """The same."""
+    homes: list[int] = []
     place: int = 0
     """In the queue, of one that waits."""
     arrival: int = 0
@@ -67,6 +70,7 @@ class Carried(msgspec.Struct, frozen=True, array_like=True):
         for count in self.counts:
             stats.drafted[count.source, count.depth] = count.drafted
             stats.accepted[count.source, count.depth] = count.accepted
+        request.slots, request.homes = list(self.slots), list(self.homes)
         request.resume(stats, self.logprobs)
         return request
 
@@ -86,6 +90,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     """int32 tokens of the shared trie."""
     tenants: list[tuple[str, bytes]]
     """The same of each tenant's own trie, the least recently used one first."""
+    read_to: dict[str, str]
+    """By tenant: how far these go in what other replicas of the fleet have written."""
     running: list[Carried]
     """In the order of their slots."""
     waiting: list[Carried]
@@ -113,6 +119,8 @@ def carried(request: Request, place: int = 0, arrival: int = 0) -> Carried:
         num_nodes=stats.num_nodes,
         counts=[Count(*at, stats.drafted[at], stats.accepted[at]) for at in stats.drafted],
         num_computed_tokens=list(request.num_computed_tokens) if request.state is not None else [],
+        slots=list(request.slots),
+        homes=list(request.homes),
         place=place,
         arrival=arrival,
     )

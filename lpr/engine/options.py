@@ -23,8 +23,9 @@ class EngineOptions:
     """sdpa: PyTorch's, with a dense mask. triton: a GPU kernel that reads the tree as bits. auto: what works best."""
     graphs: bool = True
     """Replay the steps of a GPU as CUDA graphs."""
-    compile: bool = False
-    """Let torch.compile fuse operators of these steps; starting takes a minute longer."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Let torch.compile fuse the operators of these steps: a fourth of the kernels; the first start with a model takes
+    minutes longer. auto: on, for a whole model that lpr loads itself."""
     tp_backend: Literal["transformers", "deepspeed"] = "transformers"
     """Who splits the model: transformers by its own plan, or deepspeed, also where there is no plan."""
     costs: Path | StepTimes | None = None

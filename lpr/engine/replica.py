@@ -18,23 +18,30 @@ import torch
 
 from lpr.config import DecodeConfig, InputError, TreeSizes
 from lpr.core.digest import digest_of
-from lpr.core.step_times import StepTimes
+from lpr.core.step_times import StepTimes, interpolate
 from lpr.dist.comm import Comm, MeshChangedError, agree, is_alone, is_driver
 from lpr.engine import handover
 from lpr.engine.commands import Abort, Command, Configure, Costs, Drain, Learn, RequestId, Stop, Submit, TakeIn
 from lpr.engine.exchange import DesyncError, Exchange, check_replica, highest_of_replica
+from lpr.engine.homes import speedup
 from lpr.engine.options import EngineOptions, load_step_times
 from lpr.engine.request import Chunk, Outcome, Prompt, Request, make_request
-from lpr.engine.scheduler import Schedule, Scheduler, SlotMove, regrouped
+from lpr.engine.scheduler import Schedule, Scheduler
 from lpr.engine.sizing import Sizer, measure_step_times, resolve_sizes
 from lpr.engine.step import PhaseTimer, decode_step, untimed
 from lpr.engine.tenants import TenantTries
 from lpr.engine.times_file import TimesFile
 from lpr.model.loader import Loaded, model_digest, tokenizer_digest
+from lpr.model.packing import pack_projections
 from lpr.model.processors import Processor
 from lpr.model.runner import TreeModel
-from lpr.model.self_check import self_check
+from lpr.model.self_check import check_compiled, self_check
 from lpr.native import SequenceState, SuffixIndex
+
+SHORTEST_FILL = 32
+"""Tokens that a rank computes at least in a step of a request that it joins, or it would never catch up."""
+ANY_NUMBER = 1 << 30
+"""Home ranks of a request at most, where nobody sets a limit."""
 
 
 class StepRecorder(Protocol):
@@ -104,15 +111,12 @@ class Replica:
         )
         failure, costs = None, None
         try:
-            if options.compile and self.model.capturer is None:
-                raise InputError(
-                    f"compile works on captured steps: {self.model.graph_reason or 'it needs a GPU and graphs=True'}"
-                )
-            if options.compile and options.exact:
-                raise InputError("compile=True adds in an order that the compiler chooses: it cannot be exact")
+            compiles = self._compiles()
+            if compiles:
+                pack_projections(loaded.model)
             self._like = self_check(self.model)
-            if options.compile:
-                self.model.compile()
+            if compiles:
+                self._compile()
             self._longest(decode)
             if is_driver(self.comm):
                 costs = load_step_times(options.costs) if isinstance(options.costs, Path) else options.costs
@@ -127,6 +131,27 @@ class Replica:
             facts["kind of machine, which exact mode needs to be one"] = self._machine()
         agree(self.comm, failure, facts, replica_facts)
         return costs
+
+    def _compiles(self) -> bool:
+        """Is the model to be compiled? Raises InputError if it is asked for and cannot be."""
+        wanted, captures = self.options.compile, self.model.capturer is not None
+        if wanted == "on" and not captures:
+            raise InputError(
+                f"compile works on captured steps: {self.model.graph_reason or 'it needs a GPU and graphs=True'}"
+            )
+        if wanted == "on" and self.options.exact:
+            raise InputError("compile adds in an order that the compiler chooses: it cannot be exact")
+        # A model of somebody else is theirs to call as well, and collectives have not been compiled yet.
+        mine = captures and self._loaded.is_ours and self.comm.tp_mesh is None
+        return wanted == "on" or (wanted == "auto" and mine and not self.options.exact)
+
+    def _compile(self) -> None:
+        """Compile a first step; without success steps are as they were, or it is an InputError if it was asked for."""
+        self.model.compile()
+        check_compiled(self.model, self._like)
+        assert self.model.compiled is not None
+        if self.options.compile == "on" and self.model.compiled.reason is not None:
+            raise InputError(f"this model cannot be compiled: {self.model.compiled.reason}")
 
     def _machine(self) -> int:
         """What decides the bits of a sum besides the program, in exact mode; 0 without."""
@@ -181,9 +206,7 @@ class Replica:
             case Abort():
                 self._abort(command.id)
             case Learn():
-                if command.replace:
-                    self.shared = SuffixIndex(self.sizes.trie_capacity)
-                self.shared.insert(np.frombuffer(command.history, np.int32))
+                self._learn(command)
             case Costs():
                 self._take_times(StepTimes.from_json(command.table), command.given)
             case Configure():
@@ -196,6 +219,15 @@ class Replica:
                 for id in list(self._requests):
                     self._abort(id)
                 self.is_stopped = True
+
+    def _learn(self, command: Learn) -> None:
+        if command.replace:
+            self.shared = SuffixIndex(self.sizes.trie_capacity)
+        trie = self._tenants.learning(command.tenant) if command.tenant else self.shared
+        if trie is not None:
+            trie.insert(np.frombuffer(command.history, np.int32))
+            if command.read_to:
+                self._tenants.read_to[command.tenant] = command.read_to
 
     def _count_id(self, id: RequestId) -> None:
         if isinstance(id, int):
@@ -293,6 +325,7 @@ class Replica:
             sizes.num_nodes,
             self.model.packed,
             self.options.prefix_reuse,
+            ANY_NUMBER if decode.home_ranks == "auto" else decode.home_ranks,
         )
         # A mesh that can shrink may leave whole trees to one rank, and must not move its K/V then.
         fewest = num_ranks if self.comm.membership is None else 1
@@ -307,6 +340,16 @@ class Replica:
         """Make what depends on how many ranks there are, deciding by `times`."""
         self._sizer, self._timed = Sizer(self.sizes, times, self.comm, self._follows), None
         self._exchange = Exchange(self.sizes, self.decode.max_batch_size, self.comm, self.model.device)
+        self.scheduler.speedup = self._speedup if times is not None else None
+        self.scheduler.join_chunk = max(SHORTEST_FILL, times.critical_length()) if times is not None else None
+
+    def _speedup(self, request: Request, width: int) -> float:
+        """By what factor one more rank than `width` would speed a request up, by the step times of all ranks."""
+        times, stats = self._sizer.times, request.stats
+        assert times is not None
+        row = times.row(1, len(request.tokens))
+        nodes = self.sizes.num_nodes // self.comm.size
+        return speedup(width, partial(interpolate, row), nodes, stats.num_steps, stats.num_tokens, stats.num_nodes)
 
     # Ranks that are lost, and ranks that join.
 
@@ -316,19 +359,22 @@ class Replica:
         What is left is the same on all ranks, also on those that had begun a step which others had not.
         """
         assert self.comm.membership is not None
-        kept = self.comm.membership.adopt()
-        self.scheduler.regroup(kept)
+        lost = self.scheduler.regroup(self.comm.membership.adopt())
+        self._move()
+        for request in lost:
+            request.state = None
         for request in self.scheduler.running:
-            computed = regrouped(request.num_computed_tokens, kept)
-            request.state = self._new_state(request, computed)
+            request.state = self._new_state(request, request.num_computed_tokens)
         self._meet_ranks(self._sizer.times)
 
     def _new_state(self, request: Request, computed: Sequence[int]) -> SequenceState:
         source = self._forced(request) if request.params.forced_ids else self._learnt(request)
-        return SequenceState(
+        state = SequenceState(
             *(request.tokens, request.params, self.sizes, self.comm.size, source, computed),
             *(request.longest, request.text_stream.stop_ids),
         )
+        state.homes = request.homes
+        return state
 
     def _forced(self, request: Request) -> SuffixIndex:
         """A text that is known to come, as what its request drafts from."""
@@ -355,6 +401,7 @@ class Replica:
             next_id=self._next_id,
             history=history_of(self.shared),
             tenants=[(tenant, history_of(trie)) for tenant, trie in self._tenants.tries.items()],
+            read_to=self._tenants.read_to,
             running=[handover.carried(request) for request in self.scheduler.running],
             waiting=[handover.carried(request, *at) for *at, request in self.scheduler.waiting],
             num_arrivals=self.scheduler.num_arrivals,
@@ -370,6 +417,7 @@ class Replica:
         self.shared.insert(np.frombuffer(state.history, np.int32))
         for tenant, history in state.tenants:
             self._tenants.of(tenant).insert(np.frombuffer(history, np.int32))
+        self._tenants.read_to = dict(state.read_to)
         running, waiting = ([self._restored(each) for each in part] for part in (state.running, state.waiting))
         places = [(each.place, each.arrival) for each in state.waiting]
         queue = [(*at, request) for at, request in zip(places, waiting, strict=True)]
@@ -390,11 +438,12 @@ class Replica:
     def schedule(self) -> Schedule[Request]:
         """Give free slots to waiting requests; what each running request does in the next step."""
         while (admission := self.scheduler.admit()) is not None:
-            self._move(admission.moves)
             request, computed = admission.request, admission.num_computed_tokens
-            request.num_cached_tokens = min(computed)
+            request.num_cached_tokens = min(computed[rank] for rank in request.homes)
             request.state = self._new_state(request, computed)
-        return self.scheduler.schedule()
+        schedule = self.scheduler.schedule()
+        self._move()
+        return schedule
 
     def run(self, schedule: Schedule[Request], num_command_bytes: int) -> tuple[list[Outcome], int, StepTimes | None]:
         """Take the step that `schedule` says, whose header announces `num_command_bytes` on the driver.
@@ -414,6 +463,7 @@ class Replica:
             num_command_bytes,
             self.recorder.begin() if self.recorder is not None else untimed,
             self._catch_up,
+            self.scheduler.signature,
         )
         if outcomes and not schedule.filling and captures == self.model.num_captures:
             self._timed = schedule.decoding, outcomes, (time.perf_counter() - began) * 1e3
@@ -454,8 +504,11 @@ class Replica:
             learnt.end_document()
         sound = request.error is None and request.num_output > 0
         if not sound:  # its K/V may be NaN, which would spoil the slot's next request
-            self.model.cache.clear(request.slot, 0)
-        self._move(self.scheduler.finish(request, keep=sound))
+            slot = request.slots[self.comm.rank]
+            if slot >= 0:
+                self.model.cache.clear(slot, 0)
+        self.scheduler.finish(request, keep=sound)
+        self._move()
         request.state = None
 
     def _learnt(self, request: Request) -> SuffixIndex | None:
@@ -465,11 +518,13 @@ class Replica:
         in_use = {each.tenant for each in self.scheduler.running}
         return self._tenants.of(request.tenant, in_use) if request.tenant else self.shared
 
-    def _move(self, moves: Sequence[SlotMove]) -> None:
+    def _move(self) -> None:
+        """Do to this rank's K/V what the scheduler has decided."""
         assert self.model.cache is not None
-        for move in moves:
-            copy = self.model.cache.exchange_slots if move.exchange else self.model.cache.move_slot
-            copy(move.source, move.target, move.num_rows[self.comm.rank])
+        for move in self.scheduler.take_moves():
+            if move.rank == self.comm.rank:
+                copy = self.model.cache.exchange_slots if move.exchange else self.model.cache.move_slot
+                copy(move.source, move.target, move.num_rows)
 
 
 def history_of(trie: SuffixIndex) -> bytes:

@@ -64,8 +64,8 @@ class Outcome:
 
     concluded: Conclusion
     """Tree, accepted path and emitted tokens."""
-    num_entries: int
-    """Tokens that this rank evaluated: pending chain and shard."""
+    num_entries: Sequence[int]
+    """Per rank, the tokens that it evaluated in the step: pending chains and shards of all sequences."""
     logprobs: list[TokenLogprobs] | None = None
     """Per node of the tree, in steps in which some request asks for them."""
 
@@ -97,7 +97,9 @@ class Request:
     error: str | None = None
     state: SequenceState | None = None
     """While it runs, and so holds a slot: what the ranks hold of it and draft from."""
-    slot: int = -1
+    slots: list[int] = field(default_factory=list)
+    """Per rank while it runs: its slot, -1 where it has none."""
+    _homes: list[int] = field(default_factory=list)
     _logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_cached_tokens: int = 0
     """Prompt tokens whose K/V was there already when the request began to run."""
@@ -136,13 +138,33 @@ class Request:
 
     @property
     def num_pending(self) -> int:
-        """Length of the longest pending chain of any rank, the root included."""
+        """Length of the longest pending chain of any home rank, the root included."""
         return self.running.num_pending
 
     @property
+    def num_left(self) -> int:
+        """Most tokens that it may still emit."""
+        return self.longest - len(self.tokens)
+
+    @property
     def num_computed_tokens(self) -> list[int]:
-        """Per rank: leading tokens whose K/V it holds."""
+        """Per rank: leading tokens whose K/V it holds in the request's slot."""
         return self.running.num_computed_tokens
+
+    @num_computed_tokens.setter
+    def num_computed_tokens(self, counts: list[int]) -> None:
+        self.running.num_computed_tokens = counts
+
+    @property
+    def homes(self) -> list[int]:
+        """The ranks that serve it while it runs, ascending."""
+        return self._homes
+
+    @homes.setter
+    def homes(self, ranks: list[int]) -> None:
+        self._homes = ranks
+        if self.state is not None:
+            self.state.homes = ranks
 
     @property
     def running(self) -> SequenceState:

@@ -1,46 +1,52 @@
-"""The scheduler: which requests run, in which slots, and what each does in the next step.
+"""The scheduler: which requests run, on which ranks, in which slots, and what each does in the next step.
 
 Pure: no tensor, no clock, no world. Every rank runs it on the same replicated facts and comes to the same schedule.
 There is no prefill and no decode phase: a request has a pending chain, tokens whose K/V some rank lacks, and as long as
 that is longer than a tree it is filled piece by piece; otherwise the request decodes.
 
-Running requests hold the slots 0, 1, 2, ... without a gap, since a batch of padded rows is one block of neighbouring
-slots. The slots behind them are free, or *retain* the tokens and K/V of finished requests (prefix reuse): a new request
-begins behind the longest prefix that it shares with any slot, and the least recently used prefix goes first.
+A request runs on its *home ranks* (lpr.engine.homes): they hold its K/V and evaluate its trees. A rank that is to
+become one fills its pending chain beside its other work, and is one as soon as what it lacks is cheap. Each rank has
+slots of its own (lpr.engine.slots).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import math
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from heapq import heapify, heappop, heappush
 from typing import Generic, Protocol, TypeVar
 
+from lpr.engine.homes import Candidate, choose
+from lpr.engine.slots import Holder, RankSlots, SlotMove
+
 MOST_OVERTAKEN = 64
 """A request is admitted before at most this many earlier ones for each step of priority; so none waits for ever."""
-CONTINUED = 0.5
-"""A retained prefix is continued in its own slot if a new prompt shares this part of it; else it is copied."""
+REVIEW_EVERY = 16
+"""Steps between two looks at whether wide requests are still worth their ranks."""
 
 
-class Schedulable(Protocol):
+class Schedulable(Holder, Protocol):
     """What the scheduler must know of a request."""
 
-    tokens: list[int]
-    """Prompt and output so far."""
     priority: int
-    tenant: str
-    """K/V is shared among requests of one tenant only."""
-    slot: int
-    """Written by the scheduler; meaningless while the request waits."""
+    homes: list[int]
+    """The ranks that serve it, ascending; written by the scheduler."""
+    num_computed_tokens: list[int]
+    """Per rank: leading tokens whose K/V it holds in the request's slot; the scheduler writes it for ranks that come or
+    go. Asked of running requests only."""
 
     @property
     def num_pending(self) -> int:
-        """Tokens that some rank lacks the K/V of, the root included; asked of running requests only."""
+        """Tokens that some home rank lacks the K/V of, the root included; asked of running requests only."""
         ...
 
     @property
-    def num_computed_tokens(self) -> Sequence[int]:
-        """Per rank: leading tokens whose K/V it holds; asked of running requests only."""
+    def num_left(self) -> int:
+        """Most tokens that it may still emit."""
         ...
 
 
@@ -48,24 +54,12 @@ R = TypeVar("R", bound=Schedulable)
 
 
 @dataclass(frozen=True)
-class SlotMove:
-    """K/V to copy from one slot to another before the next step, or to exchange."""
-
-    source: int
-    target: int
-    num_rows: tuple[int, ...]
-    """Per rank: leading rows that matter."""
-    exchange: bool = False
-
-
-@dataclass(frozen=True)
 class Admission(Generic[R]):
     """A request that begins to run."""
 
     request: R
-    num_computed_tokens: tuple[int, ...]
+    num_computed_tokens: list[int]
     """Per rank: leading tokens whose K/V the request's slot holds already."""
-    moves: list[SlotMove]
 
 
 @dataclass(frozen=True)
@@ -73,9 +67,9 @@ class Schedule(Generic[R]):
     """What the running requests do in one step."""
 
     decoding: list[R]
-    """They draft, evaluate and accept a tree; in the order of their slots."""
-    filling: list[tuple[R, int]]
-    """They compute the K/V of so many tokens of their pending chain."""
+    """They draft, evaluate and accept a tree; in the order of their slots where all ranks serve them."""
+    filling: list[tuple[R, list[int]]]
+    """They compute the K/V of so many tokens of their pending chain, per rank; some of them decode on other ranks."""
 
     @property
     def is_empty(self) -> bool:
@@ -84,40 +78,65 @@ class Schedule(Generic[R]):
 
 
 @dataclass
-class Prefix:
-    """What a slot retains of a finished request."""
-
-    tokens: list[int]
-    num_computed_tokens: tuple[int, ...]
-    last_used: int
-    tenant: str
-
-
-@dataclass
 class Scheduler(Generic[R]):
-    """Waiting and running requests, and the slots."""
+    """Waiting and running requests, and the slots of all ranks."""
 
     num_slots: int
+    """Of each rank."""
     num_ranks: int
     prefill_chunk: int
-    """Most tokens that a step spends on pending chains longer than a tree."""
+    """Most tokens that a rank spends in a step on pending chains longer than a tree."""
     longest_chain: int
     """A pending chain of up to so many tokens above the root is evaluated together with a tree."""
     packed: bool
     """Are unequal rows evaluated without padding? Else a chunk is filled by itself, in turn with decoding steps."""
     retains: bool = True
     """Do slots keep the prefixes of finished requests?"""
+    most_homes: int = 0
+    """Most home ranks of a request; 0: always all ranks."""
+    join_chunk: int | None = None
+    """Most tokens that a rank spends in a step on a request that others decode; default: `prefill_chunk`."""
+    speedup: Callable[[R, int], float] | None = None
+    """By what factor a further rank speeds a request up that has so many; None: no rank is ever too many."""
     running: list[R] = field(default_factory=list)
-    """By slot."""
     num_queries: int = 0
     """Prompt tokens of admitted requests."""
     num_hits: int = 0
     """Those of them that were reused."""
+    signature: int = 0
+    """Of every change of a home, a slot or what they hold, since the ranks began to work together."""
+    _wanted: list[list[int]] = field(default_factory=list)
+    """The home ranks that each running request should have, ascending."""
     _waiting: list[tuple[int, int, R]] = field(default_factory=list)
     _arrivals: int = 0
-    _clock: int = 0
-    _retained: dict[int, Prefix] = field(default_factory=dict)
     _filled_last: bool = False
+    _slots: list[RankSlots[R]] = field(default_factory=list)
+    _until_review: int = 0
+    _is_settled: bool = True
+    """Is every rank that should be a home rank one, and no other?"""
+    _moves: list[SlotMove] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Begin with empty slots."""
+        self._slots = self._empty_slots()
+
+    def _empty_slots(self) -> list[RankSlots[R]]:
+        return [RankSlots(rank, self.num_slots, self.retains) for rank in range(self.num_ranks)]
+
+    def take_moves(self) -> list[SlotMove]:
+        """What to do to K/V before the next step, in this order, since the last call."""
+        moves, self._moves = self._moves, []
+        return moves
+
+    @property
+    def is_elastic(self) -> bool:
+        """May a request have fewer ranks than there are?"""
+        return self.num_ranks > 1 and self.most_homes > 0
+
+    @property
+    def capacity(self) -> int:
+        """Most requests that can run at once."""
+        return self.num_slots * (self.num_ranks if self.is_elastic else 1)
 
     @property
     def is_idle(self) -> bool:
@@ -139,11 +158,20 @@ class Scheduler(Generic[R]):
         """The requests without a slot in their order, each with its place in it and the number of its arrival."""
         return sorted(self._waiting, key=lambda entry: entry[:2])
 
+    @property
+    def retained(self) -> tuple[int, int]:
+        """How many slots retain a prefix, and how many tokens they retain together; slots as `capacity` counts them."""
+        found = [slots.retained for slots in (self._slots if self.is_elastic else self._slots[:1])]
+        return sum(count for count, _ in found), sum(tokens for _, tokens in found)
+
     def resume(self, running: Sequence[R], waiting: Sequence[tuple[int, int, R]], num_arrivals: int) -> None:
-        """Take over the requests of another rank's scheduler, in the order of its slots and of its queue."""
+        """Take over the requests of another rank's scheduler, in its order; homes and slots are theirs already."""
         self.running, self._waiting, self._arrivals = list(running), list(waiting), num_arrivals
-        for slot, request in enumerate(self.running):
-            request.slot = slot
+        self._wanted = [list(request.homes) for request in running]
+        for rank, slots in enumerate(self._slots):
+            here = [request for request in running if request.slots[rank] >= 0]
+            slots.running = sorted(here, key=lambda request: request.slots[rank])
+        self._until_review = 0
 
     @property
     def num_arrivals(self) -> int:
@@ -155,39 +183,6 @@ class Scheduler(Generic[R]):
         self._arrivals += 1
         heappush(self._waiting, (self._arrivals + MOST_OVERTAKEN * request.priority, self._arrivals, request))
 
-    def admit(self) -> Admission[R] | None:
-        """Give a free slot to the next waiting request; None if there is no slot or no request."""
-        if not self._waiting or len(self.running) == self.num_slots:
-            return None
-        return self._admit(heappop(self._waiting)[2])
-
-    def schedule(self) -> Schedule[R]:
-        """What the running requests do in the next step.
-
-        Chains longer than a tree share `prefill_chunk` tokens a step, so that the other requests never wait for a whole
-        prompt. The last piece of a chain is evaluated together with the first tree, where rows are not padded.
-        """
-        together = self.packed or len(self.running) == 1
-        room = self.prefill_chunk
-        decoding, filling = [], []
-        for request in self.running:
-            above = request.num_pending - 1
-            if above <= self.longest_chain:
-                decoding.append(request)
-                continue
-            count = min(above, room)
-            room -= count
-            if together and count == above:
-                decoding.append(request)
-            elif count:
-                filling.append((request, count))
-        if filling and not together:
-            # Padded, all rows would become as long as the chunk: it has a step of its own, every other one.
-            self._filled_last = not (self._filled_last and decoding)
-            return Schedule([], filling[:1]) if self._filled_last else Schedule(decoding, [])
-        self._filled_last = bool(filling)
-        return Schedule(decoding, filling)
-
     def withdraw(self, request: R) -> bool:
         """Forget a request that waits; False if it does not."""
         left = [entry for entry in self._waiting if entry[2] is not request]
@@ -196,134 +191,228 @@ class Scheduler(Generic[R]):
         self._waiting = left
         return found
 
-    def finish(self, request: R, keep: bool = True) -> list[SlotMove]:
-        """Take the slot from a running request; the last running one moves into it.
+    def admit(self) -> Admission[R] | None:
+        """Give slots to the next waiting request, on the ranks that are to serve it; None if no rank has room for it.
+
+        Requests of several ranks make room for it first.
+        """
+        if not self._waiting or len(self.running) >= self.capacity:
+            return None
+        request = self._waiting[0][2]
+        request.slots, request.homes = [-1] * self.num_ranks, []
+        *wanted, own = self._choose([*self.running, request])
+        self._want(wanted)
+        self._leave()
+        own = [rank for rank in own if self._slots[rank].has_room]
+        if not own:
+            return None
+        heappop(self._waiting)
+        computed = [0] * self.num_ranks
+        for rank in own:
+            computed[rank] = self._enter(request, rank)
+        lacking = {rank: len(request.tokens) - 1 - computed[rank] for rank in own}
+        limit = max(min(lacking.values()), self._cheap)
+        request.homes = [rank for rank in own if lacking[rank] <= limit]  # the others join when they lack less
+        self.running.append(request)
+        self._want([*wanted, own])
+        self._sign(*request.homes, -1, *computed)
+        self.num_queries += len(request.tokens)
+        self.num_hits += min(computed[rank] for rank in request.homes)
+        return Admission(request, computed)
+
+    def schedule(self) -> Schedule[R]:
+        """What the running requests do in the next step.
+
+        Chains longer than a tree share `prefill_chunk` tokens of a rank's step, so that the other requests never wait
+        for a whole prompt. The last piece of a chain is evaluated together with the first tree, where rows are not
+        padded.
+        """
+        if self.num_ranks > 1:
+            self._update_homes()
+        room = [self.prefill_chunk] * self.num_ranks
+        decoding: list[R] = []
+        filling: list[tuple[R, list[int]]] = []
+        for request, wanted in zip(self.running, self._wanted, strict=True):
+            counts, most = [0] * self.num_ranks, self.prefill_chunk
+            if request.num_pending - 1 <= self.longest_chain or self._fill_up(request, counts, room):
+                decoding.append(request)
+                counts, most = [0] * self.num_ranks, self._join_chunk
+            if len(request.homes) < len(wanted):
+                self._fill(request, [rank for rank in wanted if rank not in request.homes], counts, room, most)
+            if any(counts):
+                filling.append((request, counts))
+        if filling and not self.packed:
+            return self._in_turn(decoding, filling)
+        self._filled_last = bool(filling)
+        return Schedule(decoding, filling)
+
+    def finish(self, request: R, keep: bool = True) -> None:
+        """Take its slots from a running request; the last running one takes its place.
 
         With `keep`, the request's tokens and K/V are retained behind the running ones.
         """
-        last = self.running.pop()
-        slot, free = request.slot, len(self.running)
-        kept = tuple(min(count, len(request.tokens)) for count in request.num_computed_tokens)
-        keep = keep and self.retains and min(kept) > 0
-        moves = []
+        self._give_back(request, keep)
+        index, last, wanted = self.running.index(request), self.running.pop(), self._wanted.pop()
         if last is not request:
-            rows = tuple(last.num_computed_tokens)
-            moves.append(SlotMove(free, slot, tuple(map(max, rows, kept)) if keep else rows, exchange=keep))
-            last.slot = slot
-            self.running[slot] = last
-        if keep:
-            self._retained[free] = Prefix(list(request.tokens), kept, self._tick(), request.tenant)
-        return moves
+            self.running[index], self._wanted[index] = last, wanted
+        self._until_review = 0
 
-    def regroup(self, kept: Sequence[int | None]) -> None:
+    def regroup(self, kept: Sequence[int | None]) -> list[R]:
         """Go on with other ranks: `kept` says of each which one it was before, None for one without any K/V.
 
-        What is left follows from the requests alone, however often a rank has scheduled a step that was then dropped.
+        Returns the requests whose home ranks are all lost, which wait again. What is left follows from the requests
+        alone, however often a rank has scheduled a step that was then dropped.
         """
         self.num_ranks = len(kept)
-        self._filled_last = False
-        for prefix in self._retained.values():
-            prefix.num_computed_tokens = tuple(regrouped(prefix.num_computed_tokens, kept))
-        # A prefix that some rank lacks is no use to a new request.
-        self._retained = {slot: prefix for slot, prefix in self._retained.items() if min(prefix.num_computed_tokens)}
+        self._filled_last, self._until_review, self.signature = False, 0, 0
+        before, self._slots = self._slots, self._empty_slots()
+        for rank, old in enumerate(kept):
+            if old is not None:
+                self._slots[rank] = before[old]
+                before[old].rank = rank
+        if None in kept:  # a newcomer cannot know what the others retain
+            self.forget()
+        for request in self.running:
+            request.slots = [-1 if old is None else request.slots[old] for old in kept]
+            request.num_computed_tokens = regrouped(request.num_computed_tokens, kept)
+            request.homes = [rank for rank, old in enumerate(kept) if old in request.homes]
+        lost = [request for request in self.running if not request.homes]
+        self.running = [request for request in self.running if request.homes]
+        self._want([list(request.homes) for request in self.running])
+        first = min([0, *(place for place, _, _ in self._waiting)]) - len(lost)
+        for place, request in enumerate(lost, first):  # before all that wait already
+            self._give_back(request, True)
+            heappush(self._waiting, (place, 0, request))
+        return lost
+
+    def _give_back(self, request: R, keep: bool) -> None:
+        for rank, slots in enumerate(self._slots):
+            if request.slots[rank] >= 0:
+                self._moves += slots.leave(request, keep)
 
     def forget(self) -> None:
         """Retain nothing any more."""
-        self._retained.clear()
+        for slots in self._slots:
+            slots.forget()
 
-    # Prefix reuse.
+    # Pending chains.
 
-    def _admit(self, request: R) -> Admission[R]:
-        """Find the longest prefix that some slot shares with a request, and bring it to the next free slot."""
-        slot = len(self.running)
-        source, length = self._longest_prefix(request.tokens[:-1], request.tenant)  # the root is evaluated in any case
-        computed = (0,) * self.num_ranks
-        if source is not None:
-            computed = tuple(min(length, count) for count in self._computed_at(source))
-        if source in self._retained and length >= CONTINUED * len(self._retained[source].tokens):
-            moves = self._exchange(source, slot)
-        else:
-            moves = self._copy(source, slot, computed)
-        request.slot = slot
-        self.running.append(request)
-        self.num_queries += len(request.tokens)
-        self.num_hits += min(computed)
-        return Admission(request, computed, moves)
+    def _fill_up(self, request: R, counts: list[int], room: list[int]) -> bool:
+        """Take room for the pending chain on the home ranks; does it end with this piece, and may a tree follow it?"""
+        together = self.packed or all(len(self._slots[rank].running) == 1 for rank in request.homes)
+        lacking = self._fill(request, request.homes, counts, room, self.prefill_chunk)
+        return together and lacking == 0
 
-    def _exchange(self, source: int, slot: int) -> list[SlotMove]:
-        """Bring the prefix that slot `source` retains to `slot`, where it will be continued."""
-        prefix, other = self._retained.pop(source), self._retained.pop(slot, None)
-        if source == slot:
-            return []
-        rows = prefix.num_computed_tokens
-        if other is None:
-            return [SlotMove(source, slot, rows)]
-        self._retained[source] = other
-        return [SlotMove(source, slot, tuple(map(max, rows, other.num_computed_tokens)), exchange=True)]
-
-    def _copy(self, source: int | None, slot: int, computed: tuple[int, ...]) -> list[SlotMove]:
-        """Give up the least recently used prefix, so that `slot` is free, and copy the prefix in `source` there."""
-        victim = self._least_recently_used(slot, spare=source)
-        self._retained.pop(victim, None)
-        moves = []
-        if slot in self._retained:
-            prefix = self._retained[victim] = self._retained.pop(slot)
-            moves.append(SlotMove(slot, victim, prefix.num_computed_tokens))
-            if source == slot:
-                prefix.last_used = self._tick()
-        if source is not None and source != slot:  # else its rows are in their place already
-            moves.append(SlotMove(source, slot, computed))
-            if source in self._retained:
-                self._retained[source].last_used = self._tick()
-        return moves
-
-    def _longest_prefix(self, tokens: Sequence[int], tenant: str) -> tuple[int | None, int]:
-        """The tenant's slot that shares most leading tokens whose K/V all ranks hold, and their number; or None, 0."""
-        best, longest = None, 0
-        slots = [*self._retained, *range(len(self.running))] if self.retains else []
-        for slot in slots:
-            holder = self._retained[slot] if slot in self._retained else self.running[slot]
-            if holder.tenant != tenant:  # what is reused shows in the time to the first token
+    def _fill(self, request: R, ranks: Sequence[int], counts: list[int], room: list[int], most: int) -> int:
+        """Take room for up to `most` tokens of the pending chain on some ranks; returns what the worst still lacks."""
+        computed, above, left = request.num_computed_tokens, len(request.tokens) - 1, 0
+        for rank in ranks:
+            if request.slots[rank] < 0:
                 continue
-            length = min(num_shared(holder.tokens, tokens), *self._computed_at(slot))
-            if length > longest:
-                best, longest = slot, length
-        return best, longest
+            lacking = above - computed[rank]
+            counts[rank] = min(lacking, room[rank], most)
+            room[rank] -= counts[rank]
+            left = max(left, lacking - counts[rank])
+        return left
 
-    def _computed_at(self, slot: int) -> Sequence[int]:
-        """Per rank, the leading tokens of a slot's content whose K/V it holds."""
-        if slot in self._retained:
-            return self._retained[slot].num_computed_tokens
-        return self.running[slot].num_computed_tokens
+    def _in_turn(self, decoding: list[R], filling: list[tuple[R, list[int]]]) -> Schedule[R]:
+        """Where rows are padded, all of a rank's would become as long as a chunk: it has a step of its own there."""
+        decode_at = {rank for request in decoding for rank in request.homes}
+        conflicts = any(count and rank in decode_at for _, counts in filling for rank, count in enumerate(counts))
+        self._filled_last = not (self._filled_last and conflicts)
+        taken = set() if self._filled_last else decode_at
+        first: list[tuple[R, list[int]]] = []
+        for request, counts in filling:
+            mine = [0 if rank in taken else count for rank, count in enumerate(counts)]
+            taken |= {rank for rank, count in enumerate(mine) if count}
+            if any(mine):
+                first.append((request, mine))
+        fill_at = {rank for _, counts in first for rank, count in enumerate(counts) if count}
+        return Schedule([request for request in decoding if fill_at.isdisjoint(request.homes)], first)
 
-    def _least_recently_used(self, first: int, spare: int | None) -> int:
-        """A free slot from `first` on, an empty one if there is any; `spare` only if there is no other."""
-        slots = range(first, self.num_slots)
-        empty = next((slot for slot in slots if slot not in self._retained), None)
-        if empty is not None:
-            return empty
-        return min(slots, key=lambda slot: (slot == spare, self._retained[slot].last_used))
+    # Home ranks.
 
-    def _tick(self) -> int:
-        self._clock += 1
-        return self._clock
+    @property
+    def _join_chunk(self) -> int:
+        return self.prefill_chunk if self.join_chunk is None else min(self.join_chunk, self.prefill_chunk)
+
+    @property
+    def _cheap(self) -> int:
+        """A rank that lacks no more tokens than this can as well evaluate them together with a tree."""
+        return min(self.longest_chain, self._join_chunk)
+
+    def _choose(self, requests: Sequence[R]) -> list[list[int]]:
+        if not self.is_elastic:
+            return [list(range(self.num_ranks)) for _ in requests]
+        candidates = []
+        for request in requests:
+            lacking = cache(partial(self._lacking, request))
+            factor = (lambda width: math.inf) if self.speedup is None else partial(self.speedup, request)
+            candidates.append(Candidate(request.homes, lacking, request.num_left, factor))
+        return choose(candidates, self.num_ranks, self.most_homes)
+
+    def _lacking(self, request: R, rank: int) -> int:
+        return len(request.tokens) - 1 - self._slots[rank].held(request)
+
+    def _want(self, wanted: Sequence[list[int]]) -> None:
+        self._wanted = list(wanted)
+        self._is_settled = False
+
+    def _update_homes(self) -> None:
+        """Choose home ranks now and then, and take those on and leave those that differ, as soon as that costs little.
+
+        A rank that is to serve a request enters it in a slot and fills; it is a home rank when it lacks little. A home
+        rank that is none of the chosen ones goes when one of them serves.
+        """
+        self._until_review -= 1
+        if self._until_review < 0:
+            self._until_review = REVIEW_EVERY
+            self._want(self._choose(self.running))
+        if self._is_settled:
+            return
+        self._leave()
+        for request, wanted in zip(self.running, self._wanted, strict=True):
+            for rank in wanted:
+                if request.slots[rank] < 0 and self._slots[rank].has_room:
+                    held = self._enter(request, rank)
+                    counts = request.num_computed_tokens
+                    request.num_computed_tokens = [*counts[:rank], held, *counts[rank + 1 :]]
+            lacking = [len(request.tokens) - 1 - held for held in request.num_computed_tokens]
+            able = [rank for rank in wanted if request.slots[rank] >= 0 and lacking[rank] <= self._cheap]
+            if not set(able) <= set(request.homes):
+                request.homes = sorted({*request.homes, *able})
+                self._sign(*request.homes)
+        self._leave()
+        self._is_settled = all(map(_are_equal, self.running, self._wanted))
+
+    def _enter(self, request: R, rank: int) -> int:
+        held, moves = self._slots[rank].enter(request)
+        self._moves += moves
+        self._sign(rank, request.slots[rank], held)
+        return held
+
+    def _leave(self) -> None:
+        """Let ranks go that requests have and should not have."""
+        for request, wanted in zip(self.running, self._wanted, strict=True):
+            is_served = not set(wanted).isdisjoint(request.homes)
+            for rank in range(self.num_ranks):
+                if request.slots[rank] < 0 or rank in wanted or (rank in request.homes and not is_served):
+                    continue
+                self._moves += self._slots[rank].leave(request)
+                counts = request.num_computed_tokens
+                request.num_computed_tokens = [*counts[:rank], 0, *counts[rank + 1 :]]
+                request.homes = [home for home in request.homes if home != rank]
+                self._sign(rank, *request.homes)
+
+    def _sign(self, *words: int) -> None:
+        data = array("q", [*words, len(words)]).tobytes() + self.signature.to_bytes(8, "little")
+        self.signature = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+def _are_equal(request: Schedulable, wanted: Sequence[int]) -> bool:
+    return request.homes == wanted
 
 
 def regrouped(counts: Sequence[int], kept: Sequence[int | None]) -> list[int]:
     """Counts per rank after a change of ranks, see `Scheduler.regroup`."""
     return [0 if before is None else counts[before] for before in kept]
-
-
-def num_shared(first: Sequence[int], second: Sequence[int]) -> int:
-    """Length of the longest common prefix."""
-    most = min(len(first), len(second))
-    if first[:most] == second[:most]:
-        return most
-    low, high = 0, most - 1  # the prefixes of length low are equal, those of high + 1 are not
-    while low < high:
-        middle = (low + high + 1) // 2
-        if first[low:middle] == second[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -64,7 +64,7 @@ class Sizer:
         self._longest_tree = sizes.num_nodes
         self._tracker = StepTimesTracker(times) if times is not None and follow and is_driver(comm) else None
         self._since_shared = self._plain = 0
-        self.budget: Budget = FixedBudget(sizes)
+        self.budget: Budget = FixedBudget(sizes, comm.size)
         if times is not None:
             self.budget = AdaptiveBudget(sizes, times, comm.size)
 
@@ -83,15 +83,21 @@ class Sizer:
 
         A step that evaluated a prompt is another kind of step, and says nothing.
         """
-        count = sum(outcome.num_entries for outcome in outcomes)
-        if self._tracker is None or self.times is None or count > len(batch) * self._longest_tree:
+        if self._tracker is None or self.times is None:
             return None
-        if count == len(batch):
+        loads, num_rows = outcomes[0].num_entries, len(batch)
+        busiest = max(range(len(loads)), key=loads.__getitem__)  # the others waited for it
+        count = loads[busiest]
+        if len(loads) > 1:
+            num_rows = sum(bool(outcome.concluded.shards[busiest].nodes) for outcome in outcomes)
+        if count > num_rows * self._longest_tree:
+            return None
+        if count == num_rows:
             self._plain += 1
             if self._plain % SAMPLE_PLAIN:
                 return None
         longest = max(len(request.tokens) for request in batch)
-        self._tracker.observe(count, len(batch), longest, milliseconds)
+        self._tracker.observe(count, num_rows, longest, milliseconds)
         self._since_shared += 1
         if self._since_shared < SHARE_EVERY:
             return None

@@ -38,7 +38,7 @@ def nothing() -> None:
 
 def decode_step(
     batch: Sequence[Request],
-    filling: Sequence[tuple[Request, int]],
+    filling: Sequence[tuple[Request, Sequence[int]]],
     sizes: TreeSizes,
     model: TreeModel,
     exchange: Exchange,
@@ -46,45 +46,65 @@ def decode_step(
     num_command_bytes: int = 0,
     end_phase: PhaseTimer = untimed,
     while_busy: Callable[[], None] = nothing,
+    signature: int = 0,
 ) -> tuple[list[Outcome], int]:
     """Advance every request of `batch` by its accepted path and a bonus token, and fill pieces of pending chains.
 
-    `filling` holds other requests and numbers of tokens; a model whose rows are padded takes either a batch, of
-    neighbouring slots in order, or these. A step without a batch still takes part in the collective, whose header
-    announces the driver's commands. `while_busy` is called as soon as the device has work. Also returns the length of
-    the commands in bytes.
+    `filling` holds requests and numbers of tokens per rank; on a rank whose rows are padded there are either rows of
+    the batch or one of these. A rank without work still takes part in the collective, whose header announces the
+    driver's commands. `while_busy` is called as soon as the device has work. `signature` is that of the homes
+    (`Scheduler.signature`), which must be the same on all ranks. Also returns the length of the commands in bytes.
     """
     comm = exchange.comm
-    fills = [fill_row(request, count, comm.rank) for request, count in filling]
-    fills = [row for row in fills if row.num_entries]
+    fills = [fill_row(request, counts[comm.rank], comm.rank) for request, counts in filling if counts[comm.rank]]
     depths = [request.longest - len(request.tokens) - 1 for request in batch]
-    draft = draft_step([request.running for request in batch], depths, budget, comm.size, exchange.capacity, comm.rank)
-    rows = shard_rows(batch, draft)
+    draft = draft_step(
+        [request.running for request in batch],
+        *(depths, budget, comm.size, exchange.capacity, comm.rank, served_by(batch, comm.size)),
+    )
+    mine, rows = draft.mine, shard_rows(batch, draft, comm.rank)
     end_phase("draft")
     # Where no tree has a draft, nobody asks for the runners-up, and they would cost plain decoding 4 %.
     num_candidates = min(sizes.num_recycled, model.vocab_size) if draft.has_nodes else 0
     together = [*rows, *fills] if model.packed else without_gaps(rows)
-    chosen = selection(batch, rows)
+    chosen = selection([batch[index] for index in mine], rows)
+    asked = [request.params.logprobs for request in batch if request.params.logprobs is not None]
+    if chosen.num_logprobs is not None:
+        chosen.num_logprobs = max(asked)  # of all ranks' requests
     local = model.evaluate(together, chosen, num_candidates) if rows else None
     if fills and not rows:
         model.fill(fills)
     while_busy()
     end_phase("forward")
-    digest = combine([*draft.sign(), *(request.running.digest for request, _ in filling)])
+    digest = combine([*draft.sign(), *(request.running.digest for request, _ in filling), signature])
     own = local if chosen.num_logprobs is None or local is None else local[:, : result_words(num_candidates)]
     values, num_command_bytes = exchange.gather(own, draft, digest, num_command_bytes)
-    logprobs: Sequence[list[TokenLogprobs] | None] = [None] * len(rows)
-    if local is not None and own is not None and own is not local:
-        logprobs = exchange.gather_logprobs(local[:, own.shape[1] :], draft)
+    logprobs: Sequence[list[TokenLogprobs] | None] = [None] * len(batch)
+    if asked:
+        behind = local[:, own.shape[1] :] if local is not None and own is not None and own is not local else None
+        logprobs = exchange.gather_logprobs(behind, draft, max(asked))
     end_phase("gather")
     # Only now: had a rank been lost before, the step would be dropped, and nothing of it may have happened.
-    for request, count in filling:
-        count_filled(request, count)
+    num_entries = draft.num_entries
+    for request, counts in filling:
+        count_filled(request, counts)
     concluded = draft.conclude(values, num_candidates, budget)
-    commit(model, rows, concluded)
+    commit(model, rows, [concluded[index] for index in mine])
     end_phase("commit")
-    sizes_of_rows = [row.num_entries for row in rows]
-    return [Outcome(*each) for each in zip(concluded, sizes_of_rows, logprobs, strict=True)], num_command_bytes
+    return [Outcome(each, num_entries, said) for each, said in zip(concluded, logprobs, strict=True)], num_command_bytes
+
+
+def served_by(batch: Sequence[Request], num_ranks: int) -> list[list[int]] | None:
+    """Per rank, which requests it serves, in the order of its slots; None for a single rank, which serves all."""
+    if num_ranks == 1:
+        return None
+    return [
+        sorted(
+            [index for index, request in enumerate(batch) if rank in request.homes],
+            key=lambda index: batch[index].slots[rank],
+        )
+        for rank in range(num_ranks)
+    ]
 
 
 def without_gaps(rows: Sequence[Row]) -> list[Row]:
@@ -100,28 +120,28 @@ def without_gaps(rows: Sequence[Row]) -> list[Row]:
 
 
 def fill_row(request: Request, count: int, rank: int) -> Row:
-    """The first `count` tokens of a pending chain, after which nothing is chosen: each rank computes what it lacks.
-
-    The row is empty on a rank that has them already.
-    """
+    """The first `count` tokens of a rank's pending chain, after which nothing is chosen."""
     state = request.running
     computed = state.num_computed_tokens[rank]
-    tokens = state.tokens[computed : min(computed + count, len(state.tokens) - 1)]
-    positions = list(range(computed, computed + len(tokens)))
-    return Row(request.slot, computed, tokens, list(range(-1, len(tokens) - 1)), positions, num_results=0)
+    tokens = state.tokens[computed : computed + count]
+    positions = list(range(computed, computed + count))
+    return Row(request.slots[rank], computed, tokens, list(range(-1, count - 1)), positions, num_results=0)
 
 
-def count_filled(request: Request, count: int) -> None:
+def count_filled(request: Request, counts: Sequence[int]) -> None:
     """Count the tokens of `fill_row` as computed, on every rank."""
     state = request.running
-    state.num_computed_tokens = [min(other + count, len(state.tokens) - 1) for other in state.num_computed_tokens]
+    state.num_computed_tokens = [held + count for held, count in zip(state.num_computed_tokens, counts, strict=True)]
 
 
-def shard_rows(batch: Sequence[Request], draft: StepDraft) -> list[Row]:
-    """This rank's part of a step: of each request its pending chain, which ends in the root, and its shard's nodes."""
+def shard_rows(batch: Sequence[Request], draft: StepDraft, rank: int) -> list[Row]:
+    """This rank's part of a step: of each request that it serves its pending chain and its shard's nodes.
+
+    The chain ends in the root; rows are in the order of slots.
+    """
     return [
-        Row.of(request.slot, num_cached, entries, num_results)
-        for request, (num_cached, num_results, entries) in zip(batch, draft.rows(), strict=True)
+        Row.of(batch[index].slots[rank], num_cached, entries, num_results)
+        for index, (num_cached, num_results, entries) in zip(draft.mine, draft.rows(), strict=True)
     ]
 
 

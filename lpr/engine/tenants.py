@@ -25,6 +25,8 @@ class TenantTries:
         self._capacity = max(1, capacity_tokens // SHARE)
         self.tries: dict[str, SuffixIndex] = {}
         """By tenant, the least recently used one first."""
+        self.read_to: dict[str, str] = {}
+        """By tenant, "" for what all share: how far what other replicas have written is in its trie (lpr.fleet)."""
 
     def of(self, tenant: str, in_use: Collection[str] = ()) -> SuffixIndex:
         """A tenant's trie, which now counts as used; an empty one for a new or forgotten tenant.
@@ -36,5 +38,17 @@ class TenantTries:
         self.tries[tenant] = trie
         if len(self.tries) > MOST_TENANTS:
             idle = (name for name in self.tries if name != tenant and name not in in_use)
-            self.tries.pop(next(idle, ""), None)
+            forgotten = next(idle, "")
+            if forgotten:
+                del self.tries[forgotten]
+                self.read_to.pop(forgotten, None)
         return trie
+
+    def learning(self, tenant: str) -> SuffixIndex | None:
+        """The trie for what other replicas have written for a tenant, which does not count as used by that.
+
+        None if it would push out a tenant whose requests come here.
+        """
+        if tenant not in self.tries and len(self.tries) < MOST_TENANTS:
+            self.tries = {tenant: SuffixIndex(self._capacity), **self.tries}
+        return self.tries.get(tenant)

@@ -18,8 +18,9 @@ class TreeCache(Cache):
     """K/V of `num_slots` sequences; slot s owns the rows `[s * rows_per_slot, (s+1) * rows_per_slot)`.
 
     Committed token j of a sequence lies in its slot's row j, entry i of the running step in row `num_cached + i`; the
-    last row of a slot is spare, for padding. Layers with equal shapes share one tensor
-    [2 * layers, rows, heads, dim], so a commit is one gather and one scatter for all of them.
+    last row of a slot is spare, for padding. Layers with equal shapes share one tensor [layers, rows, heads, dim] for
+    their keys and one for their values, so a commit is one gather and one scatter of each for all of them. (Apart,
+    because a compiler takes a write to one for a change of all that shares its memory.)
 
     Only what models call on a cache is overridden; there are no per-layer cache objects. Sliding layers keep all
     rows, since a rolling buffer cannot take a rejected branch back; their mask hides what slid out of the window.
@@ -34,21 +35,27 @@ class TreeCache(Cache):
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._by_slot: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """The same tensors as [slots, heads, rows, dim], as attention reads them."""
+        self._flat: dict[int, tuple[tuple[torch.Tensor, int], tuple[torch.Tensor, int]]] = {}
+        """All rows [layers * rows, heads, dim] of what holds a layer's keys and values, and where the layer's begin."""
 
     def allocate(self, like: TreeCache) -> None:
         """Make the tensors at once, with the layer shapes of another cache of the same model."""
         groups: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
         for layer, pair in like._layers.items():
             for side, tensor in enumerate(pair):
-                groups.setdefault((tensor.shape[1:], tensor.dtype, tensor.device), []).append((layer, side))
+                groups.setdefault((side, tensor.shape[1:], tensor.dtype, tensor.device), []).append((layer, side))
         sides: dict[tuple[int, int], torch.Tensor] = {}
-        for (shape, dtype, device), members in groups.items():
-            size = (len(members), self.num_slots * self.rows_per_slot, *shape)
-            pool = torch.zeros(size, dtype=dtype, device=device)
+        places: dict[tuple[int, int], tuple[torch.Tensor, int]] = {}
+        rows = self.num_slots * self.rows_per_slot
+        for (_, shape, dtype, device), members in groups.items():
+            flat = torch.zeros((len(members) * rows, *shape), dtype=dtype, device=device)
+            pool = flat.unflatten(0, (len(members), rows))
             self._pools.append(pool)
             sides.update(zip(members, pool, strict=True))
+            places.update({member: (flat, index * rows) for index, member in enumerate(members)})
         for layer in like._layers:
             self._keep(layer, sides[layer, 0], sides[layer, 1])
+            self._flat[layer] = (places[layer, 0], places[layer, 1])
 
     @property
     def bytes_per_row(self) -> int:
@@ -71,6 +78,8 @@ class TreeCache(Cache):
             self._add_layer(layer_idx, key_states, value_states)
         if step.packed:
             return self._update_flat(step, layer_idx, (key_states, value_states))
+        if torch.compiler.is_compiling() and layer_idx in self._flat:
+            return self._update_compiled(step, layer_idx, (key_states, value_states))
         block, views = step.blocks[0], []
         for side, all_slots, new in zip(
             self._layers[layer_idx], self._by_slot[layer_idx], (key_states, value_states), strict=True
@@ -92,6 +101,21 @@ class TreeCache(Cache):
             side.index_copy_(0, step.write_rows, new.transpose(1, 2).flatten(0, 1))
             step.cache_storages.add(side.untyped_storage().data_ptr())
             views.append(side.transpose(0, 1)[None])
+        return views[0], views[1]
+
+    def _update_compiled(
+        self, step: StepInputs, layer: int, states: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `update`, in terms that a compiler writes in place: of the whole tensors, of which none is a view.
+
+        Of views that share their memory it would copy all of it, before a write and behind it, in every layer.
+        """
+        block, views = step.blocks[0], []
+        for (flat, start), new in zip(self._flat[layer], states, strict=True):
+            flat.index_copy_(0, step.write_rows + start, new.transpose(1, 2).flatten(0, 1))
+            slots = flat.narrow(0, start, self.num_slots * self.rows_per_slot).unflatten(0, (self.num_slots, -1))
+            mine = slots.transpose(1, 2).narrow(0, block.first_slot, len(block.positions))
+            views.append(mine.narrow(2, 0, block.num_kv))
         return views[0], views[1]
 
     def _add_layer(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:

@@ -102,6 +102,11 @@ class CudaCapturer:
         return replay
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Is a graph captured just now on this thread's stream of `device`?"""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 class WaitsError(RuntimeError):
     """The model's forward makes the host wait for the device, or depends on the host."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import lcm
+from typing import Any
 
 import numpy as np
 import torch
@@ -86,8 +87,8 @@ class Block:
     """KV, a Python number so that a captured graph can hold it."""
     positions: torch.Tensor
     """[B, T] int64: position of each entry in its sequence."""
-    kv_positions: torch.Tensor
-    """[B, KV] int64: position of what each cache row holds (of no meaning where it is not visible)."""
+    given_kv_positions: torch.Tensor | None
+    """[B, KV] int64: `kv_positions`; None: what `tree_mask` says, made when somebody asks."""
     visible: torch.Tensor | None
     """[B, T, KV] bool: may the entry attend to the cache row? None where `tree_mask` says it in bits, or all may."""
     tree_mask: TreeMask | None = None
@@ -98,6 +99,14 @@ class Block:
     """[B]: where entries branch, for exact attention on a CPU."""
     paths: Paths | None = None
     """Where an entry's keys lie, for exact attention on a GPU: found by the first layer that asks."""
+
+    @property
+    def kv_positions(self) -> torch.Tensor:
+        """[B, KV] int64: position of what each cache row holds (of no meaning where it is not visible)."""
+        if self.given_kv_positions is None:
+            assert self.tree_mask is not None
+            self.given_kv_positions = self.tree_mask.kv_positions(self.num_kv)
+        return self.given_kv_positions
 
     @property
     def is_open(self) -> bool:
@@ -142,6 +151,8 @@ class StepInputs:
     folded_masks: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     cache_storages: set[int] = field(default_factory=set)
     """Addresses of the K/V that the cache handed out, by which packed attention knows that it got them unchanged."""
+    layer_rules: dict[int | None, Any] = field(default_factory=dict)
+    """What kinds of layers see (lpr.model.kernels.hook), by their window or chunk, as the model's steps have found."""
 
     @property
     def packed(self) -> bool:

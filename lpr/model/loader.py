@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -41,6 +41,8 @@ class Loaded:
     """Longest sequence that the model's positions allow, if its config says so."""
     limit_reason: str = ""
     """Why that is shorter than the model's own limit, if it is."""
+    is_ours: bool = False
+    """Was it loaded here? Then nobody else uses it, and its weights may be laid out anew."""
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
@@ -98,7 +100,7 @@ def load(
             f"the weights in {source!r} lack {len(absent)} tensors that the model needs, the first: {absent[0]}"
         )
     has_tokenizer = not path.is_dir() or any(path.glob("tokenizer*"))
-    return wrap(model.to(where), load_tokenizer(source) if has_tokenizer else None)
+    return replace(wrap(model.to(where), load_tokenizer(source) if has_tokenizer else None), is_ours=True)
 
 
 def _read_to(where: torch.device, read: Any, dtype: str | torch.dtype) -> Any:

@@ -17,8 +17,9 @@ from lpr.config import InputError
 from lpr.model import exact_check
 from lpr.model.attention import TREE_ATTENTION, TREE_MASK_ONLY, step_scope
 from lpr.model.cache import TreeCache
+from lpr.model.compiled import CompiledForward
 from lpr.model.families import adapt
-from lpr.model.graphs import Capturer, CudaCapturer, GraphRunner, uncapturable
+from lpr.model.graphs import Capturer, CudaCapturer, GraphRunner, is_capturing, uncapturable
 from lpr.model.inputs import Row, StepInputs, build_inputs, round_up
 from lpr.model.kernels.hook import EXACT_KERNELS, KERNELS, load_kernel
 from lpr.model.memory import cache_shortage, free_bytes
@@ -71,7 +72,9 @@ class TreeModel:
         self.config = model.config.get_text_config(decoder=True)
         self.vocab_size: int = self.config.vocab_size
         self._accepts_positions = "position_ids" in inspect.signature(type(model).forward).parameters
-        self._compiled = False
+        self.compiled: CompiledForward | None = None
+        """Captured steps through torch.compile, once `compile` is called."""
+        self._layer_rules: dict[int | None, Any] = {}
         self.cache: TreeCache | None = None
         self._check_rows = check_rows
         self.attention_is_open = attention == "auto"
@@ -183,22 +186,28 @@ class TreeModel:
         return self.graphs.num_captures if self.graphs is not None else 0
 
     def compile(self, backend: str = "inductor") -> None:
-        """Let torch.compile fuse what captured steps do between the matrix products; a minute when the first are made.
-
-        With symbolic sizes a handful of compilations serves all shapes. Steps of other shapes are not compiled.
-        """
-        self._compiled = True
-        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-        self.model.compile(dynamic=True, backend=backend)
+        """Let torch.compile fuse what captured steps do between the matrix products; others are not compiled."""
+        self.compiled = CompiledForward(self.model, backend)
 
     @torch.no_grad()
     def logits(self, inputs: StepInputs, cache: TreeCache) -> torch.Tensor:
         """One forward; the logits [sum of num_results, V] of the rows' last `num_results` entries, row after row."""
-        with torch.compiler.set_stance("force_eager") if self._compiled else nullcontext():
-            return self._forward(inputs, cache)
+        with self.compiled.off() if self.compiled is not None else nullcontext():
+            return self._call(inputs, cache)
 
-    def _forward(self, inputs: StepInputs, cache: TreeCache) -> torch.Tensor:
+    @torch.no_grad()
+    def compiled_logits(self, inputs: StepInputs, cache: TreeCache) -> torch.Tensor:
+        """As `logits`, by the compiled forward if there is one; where that fails, directly from now on."""
+        try:
+            return self._call(inputs, cache)
+        except Exception as failure:  # of the compiler, of Triton, of a driver: of any type
+            if self.compiled is None or is_capturing(self.device) or not self.compiled.give_up(failure):
+                raise
+        return self._call(inputs, cache)
+
+    def _call(self, inputs: StepInputs, cache: TreeCache) -> torch.Tensor:
         extra = {"position_ids": inputs.positions} if self._accepts_positions else {}
+        inputs.layer_rules = self._layer_rules
         with step_scope(inputs):
             output = self.model(
                 input_ids=inputs.tokens,
@@ -241,7 +250,7 @@ class TreeModel:
     def _compute(self, inputs: StepInputs, selection: Selection, num_candidates: int) -> torch.Tensor:
         """All of a step that a graph holds."""
         assert self.cache is not None
-        return self._results(self._forward(inputs, self.cache), selection, num_candidates, fixed_shapes=True)
+        return self._results(self.compiled_logits(inputs, self.cache), selection, num_candidates, fixed_shapes=True)
 
     def _results(
         self, logits: torch.Tensor, selection: Selection, num_candidates: int, fixed_shapes: bool = False

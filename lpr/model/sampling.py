@@ -6,8 +6,8 @@ softmax(processed_logits / temperature), and no random state exists that a diffe
 another rank could leave in a different place. So sampled text depends on the prompt, the parameters and the seed only,
 however it was drafted (DESIGN rule R4).
 
-`sampling_reference.pick` says what is chosen; `sampling_cpu.draw` and, on a GPU, `kernels.sampling_kernel.pick` find
-the same with far less work.
+`sampling_reference.pick` says what is chosen; on a CPU `sampling_native.draw` (without the extension
+`sampling_cpu.draw`) and on a GPU `kernels.sampling_kernel.pick` find the same with far less work.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from importlib import import_module
 
 import torch
 
+from lpr import native
 from lpr.config import SamplingParams
 from lpr.core.accept import NOT_A_NUMBER
 from lpr.core.recycle import MAX_SCORE, SCORE_STEPS
-from lpr.model import sampling_reference
-from lpr.model.sampling_cpu import best_tokens, draw
+from lpr.model import sampling_cpu, sampling_native, sampling_reference
+from lpr.model.sampling_cpu import best_tokens
 from lpr.model.selection import Selection
 
 __all__ = ["Selection", "candidates", "choose", "four_to_a_word", "gpu_pick", "log_probabilities", "pick"]
@@ -51,7 +52,7 @@ def pick(logits: torch.Tensor, selection: Selection, fixed_shapes: bool = False)
         best = logits.float().max(-1)  # unlike argmax it also shows a NaN, at the same price
         return torch.where(best.values.isnan(), NOT_A_NUMBER, best.indices)
     if on_cpu:
-        return draw(logits, selection)
+        return (sampling_cpu if native.choose_rows is None else sampling_native).draw(logits, selection)
     if logits.is_cuda:
         return gpu_pick(logits.device)(logits, selection)
     return sampling_reference.pick(logits, selection)

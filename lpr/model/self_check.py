@@ -25,6 +25,8 @@ from lpr.model.inputs import Row
 from lpr.model.kernels.hook import KERNELS
 from lpr.model.runner import TreeModel
 from lpr.model.sampling import gpu_pick
+from lpr.model.selection import Selection
+from lpr.model.static_inputs import static_shape
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,32 @@ def self_check(runner: TreeModel) -> TreeCache:
             logger.warning("attention=%r does not work here, using 'sdpa': %s", runner.attention, lines[0])
             runner.set_attention("sdpa")
     return _check(runner)
+
+
+def check_compiled(runner: TreeModel, like: TreeCache) -> None:
+    """Compile the forms of a step and of a plain one, and compare their logits with those of direct steps.
+
+    Where they differ, `runner` compiles no more.
+    """
+    assert runner.compiled is not None
+    cache = TreeCache(1, 256)
+    cache.allocate(like)
+    tokens = torch.randint(0, runner.vocab_size, (13,), generator=torch.Generator().manual_seed(4)).tolist()
+    nothing = Selection.build([])
+    for start, count in ((0, 12), (12, 1)):
+        chain, positions = list(range(-1, count - 1)), list(range(start, start + count))
+        row = Row(0, start, tokens[start : start + count], chain, positions, count)
+        shape = static_shape([row], nothing, 0, 1, cache.rows_per_slot, count, runner.attention in KERNELS)
+        assert shape is not None
+        words = torch.zeros(shape.num_words, dtype=torch.int32)
+        shape.place(words.numpy(), [row], nothing)
+        words = words.to(runner.device)
+        direct, compiled = (
+            forward(shape.read(words)[0], cache)[-count:].float() for forward in (runner.logits, runner.compiled_logits)
+        )
+        error = _difference(compiled, direct)
+        if not error <= _TOLERANCE.get(runner.model.dtype, _HALF_TOLERANCE):
+            runner.compiled.give_up(f"compiled logits differ from direct ones by {error:.1e} of their range")
 
 
 def _check(runner: TreeModel) -> TreeCache:

@@ -120,7 +120,7 @@ class StaticShape:
             rows_per_slot=self.rows_per_slot,
             num_kv=self.num_kv,
             positions=positions,
-            kv_positions=mask.kv_positions(self.num_kv),
+            given_kv_positions=None if self.tree_bits else mask.kv_positions(self.num_kv),
             visible=None if self.tree_bits else self._visible(mask),
             tree_mask=mask if self.tree_bits else None,
         )

@@ -33,6 +33,8 @@ class Surface:
     max_body: int = 16 << 20
     """Bytes of a request's body."""
     access_log: bool = True
+    replica: str = ""
+    """This service's name among those that a router chooses from."""
 
 
 def build(context: Context, surface: Surface) -> ASGIApp:
@@ -53,6 +55,7 @@ def build(context: Context, surface: Surface) -> ASGIApp:
         max_body=surface.max_body,
         log=surface.access_log,
         metrics=context.metrics,
+        replica=surface.replica,
     )
     if surface.cors:
         guarded = CORSMiddleware(
@@ -60,7 +63,7 @@ def build(context: Context, surface: Surface) -> ASGIApp:
             allow_origins=list(surface.cors),
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After"],
+            expose_headers=["X-Request-Id", "X-LPR-Replica", "X-LPR-Prefix", "Retry-After"],
         )
     return guarded
 

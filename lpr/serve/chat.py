@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from lpr.serve.answers import answer
-from lpr.serve.context import Context, context_of
+from lpr.serve.context import Context, context_of, note_prefix
 from lpr.serve.generation import Choice, Event, Generation, Wanted, decoding_of, usage_of
 from lpr.serve.grammar import grammar_of
 from lpr.serve.logprobs import for_chat
@@ -25,6 +25,7 @@ router = APIRouter()
 async def chat(body: ChatBody, request: Request) -> Response:
     """Write the next message of a conversation."""
     context = context_of(request)
+    await note_prefix(request)
     served = context.ready()
     ids = served.chat_ids(body.messages, body)
     more: dict[str, Any] = {}

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 from lpr.config import SamplingParams
 from lpr.serve.answers import answer
 from lpr.serve.chat import answer_as_chat
-from lpr.serve.context import context_of
+from lpr.serve.context import context_of, note_prefix
 from lpr.serve.errors import bad
 from lpr.serve.generation import Choice, DisconnectedError, Event, Generation, Wanted, decoding_of, usage_of
 from lpr.serve.grammar import grammar_of
@@ -29,6 +29,7 @@ router = APIRouter()
 async def complete(body: CompletionBody, request: Request) -> Response:
     """Continue `prompt`; with `suffix`, write what belongs between the two."""
     context = context_of(request)
+    await note_prefix(request)
     served = context.ready()
     plan = _plan(served, body, context.name(request, "cmpl", body.request_id))
 
@@ -63,6 +64,7 @@ async def complete(body: CompletionBody, request: Request) -> Response:
 async def fill(body: FimBody, request: Request) -> Response:
     """Write what belongs between `prompt` and `suffix`; the answer is shaped like a chat's."""
     context = context_of(request)
+    await note_prefix(request)
     served = context.ready()
     filler = served.need_filler("suffix")
     ids = filler.prompt(body.prompt, body.suffix or "")

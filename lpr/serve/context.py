@@ -10,6 +10,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from lpr.fleet.affinity import prefix_keys
 from lpr.serve.errors import ApiError, bad
 from lpr.serve.generation import Generation
 from lpr.serve.metrics import Metrics
@@ -93,6 +94,11 @@ class Context:
     def tenant(self, request: Request) -> str:
         """With whose requests this one shares drafts and K/V; "" where no key is asked for, or for all."""
         return "" if self.share_drafts == "all" else key_name(request)
+
+
+async def note_prefix(request: Request) -> None:
+    """Let the answer say by which keys a router can send requests that begin alike here."""
+    request.state.prefix_keys = prefix_keys(await request.json())
 
 
 def key_name(request: Request) -> str:

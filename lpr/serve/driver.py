@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lpr.config import InputError
 from lpr.dist.comm import Comm
@@ -13,20 +13,26 @@ from lpr.serve.delivery import Delivery
 from lpr.serve.line import PULSE_EVERY, Line
 from lpr.serve.messages import Abort, Chunk, Facts, Load, Resume, Stepped, Stop, Submit
 
+if TYPE_CHECKING:
+    from lpr.fleet.sharing import SharedDrafts  # its client is an optional package
+
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Driver:
     """Rank 0's loop: commands from the front, a step, chunks to the front."""
 
-    def __init__(self, engine: Engine, line: Line, model: str, learns: bool = True) -> None:
+    def __init__(
+        self, engine: Engine, line: Line, model: str, learns: bool = True, drafts: SharedDrafts | None = None
+    ) -> None:
         """Drive `engine`; raises InputError for a model that cannot be served.
 
         The engine may hold requests already, where its rank takes over from a driver that was lost: the front says
         which of them go on, and what it has got of them. `learns` says whether requests may draft from outputs of
-        others of their tenant.
+        others of their tenant, `drafts` shares these with other replicas.
         """
         self.engine = engine
+        self._drafts = drafts
         self._learns = learns
         self._line = line
         self._open: dict[int, Delivery] = {}
@@ -42,7 +48,7 @@ class Driver:
     def run(self) -> None:
         """Work until the front says Stop; raises FrontGoneError if it hangs up."""
         while True:
-            for message in self._line.take(PULSE_EVERY if self.engine.is_idle else 0.0):
+            for message in self._line.take(PULSE_EVERY if self._is_idle else 0.0):
                 if isinstance(message, Stop):
                     return
                 if isinstance(message, Submit):
@@ -51,11 +57,31 @@ class Driver:
                     self._abort(message)
                 else:
                     self._drop_all_but(message)
+            self._learn()
             # Without work this only looks whether the other ranks still live.
             self._advanced += self.engine.step()
             self._num_steps += not self.engine.is_idle
             if self.engine.is_idle or not self._overlaps:
                 self._send()
+
+    @property
+    def _is_idle(self) -> bool:
+        return self.engine.is_idle and (self._drafts is None or not self._drafts.is_waiting)
+
+    def _learn(self) -> None:
+        """Learn a little of what other replicas have finished, and say what was learnt if a snapshot is due."""
+        if self._drafts is None:
+            return
+        batch = self._drafts.take()
+        if batch is not None:
+            self.engine.learn_history(batch.history, batch.tenant, batch.read_to)
+        if (tenant := self._drafts.wanted) is not None:
+            self._drafts.offer(tenant, *self.engine.learnt(tenant))
+
+    def _share(self, request: Request) -> None:
+        """Let other replicas draft from what was finished."""
+        if self._drafts is not None and request.learns and not request.params.forced_ids:
+            self._drafts.finished(request.tenant, request.prompt_ids, request.token_ids)
 
     def _send(self) -> None:
         """Tell the front what there is to say of requests, and what steps added since the last call."""
@@ -88,6 +114,8 @@ class Driver:
         except InputError as failure:
             yield Chunk(message.id, [], "", "error", str(failure))
             return
+        if self._drafts is not None:
+            self._drafts.follow(message.tenant)
         delivery = Delivery(request, len(delivered), message.num_characters, message.details)
         self._open[message.id] = delivery
         if (missed := delivery.missed()) is not None:
@@ -101,6 +129,9 @@ class Driver:
 
     def _drop_all_but(self, message: Resume) -> None:
         """Abort what the front does not want any more: it has said so to a driver that was lost."""
+        if self._drafts is not None:
+            for tenant in message.tenants:
+                self._drafts.follow(tenant)
         wanted = set(message.ids)
         for request in list(self.engine.requests.values()):
             if request.id not in wanted:
@@ -115,18 +146,24 @@ class Driver:
                 yield chunk
             if each.finish_reason is not None:
                 self._open.pop(id, None)
+                if each.finish_reason in ("stop", "length"):
+                    self._share(delivery.request)
 
     def _load(self) -> Load:
         engine = self.engine
         running = engine.scheduler.running
         held = sum(len(request.tokens) for request in running)
+        cached = engine.scheduler.retained
         return Load(
             num_running=len(running),
             num_waiting=max(0, len(self._open) - len(running)),
-            kv_usage=held / (engine.max_length * engine.decode.max_batch_size),
+            kv_usage=held / (engine.max_length * engine.scheduler.capacity),
             num_steps=self._num_steps,
             num_ranks=engine.comm.size * engine.comm.tp_size,
             epoch=epoch_of(engine.comm),
+            num_cached_prefixes=cached[0],
+            num_cached_tokens=cached[1],
+            drafts=self._drafts.counts if self._drafts is not None else None,
         )
 
 
@@ -150,7 +187,7 @@ def facts_of(engine: Engine, model: str) -> Facts:
         model=model,
         vocab_size=engine.model.vocab_size,
         max_length=engine.max_length,
-        max_batch_size=engine.decode.max_batch_size,
+        max_batch_size=engine.scheduler.capacity,
         lp=engine.comm.size,
         tp=engine.comm.tp_size,
         device=str(engine.model.device),

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lpr.config import InputError
+from lpr.fleet.options import default_name
 from lpr.serve.app import Surface, build
 from lpr.serve.context import Context
 from lpr.serve.keeper import Keeper, Patience, RankProcesses
@@ -29,6 +30,9 @@ from lpr.serve.options import ServeArgs
 from lpr.serve.ranks import Ranks
 from lpr.serve.served import Served
 from lpr.serve.service import Limits, Service
+
+MOST_KEYS = 64
+"""Keys whose drafts other replicas are asked for from the start; of further ones when they are used."""
 
 
 class Front:
@@ -57,6 +61,7 @@ class Front:
             _read(path, flag)
         self._sockets = [_listen(args.host, args.port)]
         self.port: int = self._sockets[0].getsockname()[1]
+        self.replica = args.fleet.replica_name or default_name(self.port)
         self._console = Console(stderr=True)
         self._keeper: Keeper | None = None
         self._stopping = asyncio.Event()
@@ -69,6 +74,7 @@ class Front:
             max_queue=args.max_queue, max_queued_tokens=args.max_queued_tokens, step_seconds=max(args.timeout, 60.0)
         )
         self.service = Service(limits, lambda message: link.send(message))
+        self.service.tenants = [""] if args.share_drafts == "all" or not self._keys else self._keys.names[:MOST_KEYS]
         link = Link(self._receive, self._lost)
         self.context = Context(
             service=self.service,
@@ -117,6 +123,7 @@ class Front:
             cors=args.cors,
             max_body=args.max_body,
             access_log=args.access_log,
+            replica=self.replica,
         )
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         return uvicorn.Config(

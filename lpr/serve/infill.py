@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 
 from lpr.config import SamplingParams
 from lpr.serve.answers import answer
-from lpr.serve.context import context_of
+from lpr.serve.context import context_of, note_prefix
 from lpr.serve.errors import bad
 from lpr.serve.fim import Extra
 from lpr.serve.generation import Choice, Event, Generation
@@ -73,6 +73,7 @@ class LineLimit:
 async def infill(body: InfillBody, request: Request) -> Response:
     """Write what belongs between `input_prefix` + `prompt` and `input_suffix`."""
     context = context_of(request)
+    await note_prefix(request)
     served = context.ready()
     model, name = served.check_model(body.model), context.name(request, "infill")
     count = body.n_predict if body.n_predict >= 0 else min(MOST, served.facts.max_length // 4)

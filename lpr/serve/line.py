@@ -33,6 +33,10 @@ PULSE_EVERY = 1.0
 """Seconds between two pulses."""
 
 
+class _Wake:
+    """Stands among messages where only `take` should return."""
+
+
 class FrontGoneError(RuntimeError):
     """The front has hung up: there is nobody left to work for."""
 
@@ -52,7 +56,7 @@ class Line:
         except OSError as failure:
             raise FrontGoneError(f"no front listens at {path}: {failure}") from failure
         self._socket.settimeout(None)
-        self._incoming: queue.SimpleQueue[ToDriver | None] = queue.SimpleQueue()
+        self._incoming: queue.SimpleQueue[ToDriver | _Wake | None] = queue.SimpleQueue()
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._load = Load()
         self._moved = time.monotonic()
@@ -82,9 +86,15 @@ class Line:
                 message = self._incoming.get(timeout=wait) if wait > 0 else self._incoming.get_nowait()
                 if message is None:
                     raise FrontGoneError("the front has hung up")
-                taken.append(message)
+                if not isinstance(message, _Wake):
+                    taken.append(message)
                 wait = 0.0
         return taken
+
+    def wake(self) -> None:
+        """From any thread: let `take` return, as there is other work."""
+        if self._incoming.empty():
+            self._incoming.put(_Wake())
 
     def close(self) -> None:
         """Send what is queued, and hang up."""

@@ -15,8 +15,9 @@ from typing import Any
 import msgspec
 
 from lpr.config import SamplingParams
+from lpr.fleet.counts import DraftCounts
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of these messages; a driver of another one is turned away."""
 MAX_MESSAGE = 1 << 30
 """Longest message, in bytes: a length above this is noise, not a message."""
@@ -50,6 +51,8 @@ class Resume(msgspec.Struct, tag="resume", frozen=True):
 
     ids: list[int]
     """All that go on; what the ranks hold besides is not wanted any more."""
+    tenants: list[str] = []
+    """Whose outputs other replicas may have written already: those of the keys, or "" for everybody's."""
 
 
 class Stop(msgspec.Struct, tag="stop", frozen=True):
@@ -155,6 +158,12 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     """Ranks at the last gather; 0 while there was none."""
     epoch: int = 0
     """How often the ranks have re-formed since they were started."""
+    num_cached_prefixes: int = 0
+    """Slots that retain the prefix of a finished request."""
+    num_cached_tokens: int = 0
+    """Tokens of these prefixes."""
+    drafts: DraftCounts | None = None
+    """What sharing drafts with other replicas has come to; None if none are shared."""
 
 
 class Stepped(msgspec.Struct, tag="step", frozen=True):

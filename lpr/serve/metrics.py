@@ -6,6 +6,7 @@ import time
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from lpr.serve.fleet_metrics import FleetCollector
 from lpr.serve.messages import Chunk, Usage
 from lpr.serve.service import Job, Service
 
@@ -86,6 +87,7 @@ class Metrics:
         for event in ("rank_lost", "reform", "takeover", "restart", "poison"):
             self.events.labels(**self._names, event=event)
         self._gauges(labels)
+        self.registry.register(FleetCollector(service, self._names))
         service.on_open.append(self._opened)
         service.on_chunk.append(self._chunk)
         service.on_end.append(self._ended)

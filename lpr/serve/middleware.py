@@ -9,7 +9,7 @@ import json
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,11 @@ class Keys:
     def __bool__(self) -> bool:
         """Is any key asked for?"""
         return bool(self._digests)
+
+    @property
+    def names(self) -> list[str]:
+        """The keys' names."""
+        return list(self._digests)
 
     def name_of(self, key: str) -> str | None:
         """The name of a key, or None; takes the same time for every key, known or not."""
@@ -82,9 +87,18 @@ class Guard:
     """ASGI middleware: names a request, asks for its key, reads its body, and writes down how it went."""
 
     def __init__(
-        self, app: ASGIApp, *, keys: Keys, protect_all: bool, max_body: int, log: bool, metrics: Metrics
+        self,
+        app: ASGIApp,
+        *,
+        keys: Keys,
+        protect_all: bool,
+        max_body: int,
+        log: bool,
+        metrics: Metrics,
+        replica: str = "",
     ) -> None:
-        """Guard `app`; `max_body` is in bytes."""
+        """Guard `app`; `max_body` is in bytes, `replica` names this service in answers."""
+        self._replica = replica.encode("ascii", "replace")
         self._app = app
         self._keys = keys
         self._protect_all = protect_all
@@ -107,7 +121,7 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", state["request_id"].encode())]
+                message["headers"] = [*message["headers"], *self._own_headers(state)]
             await send(message)
 
         try:
@@ -121,6 +135,14 @@ class Guard:
             self._metrics.answered(route, status)
             if self._log and scope["path"] not in _UNLOGGED:
                 self._write(scope, state, status, time.monotonic() - began)
+
+    def _own_headers(self, state: Mapping[str, Any]) -> Iterator[tuple[bytes, bytes]]:
+        """What every answer says: its request's id, who answers, and what a router may send alike requests here by."""
+        yield b"x-request-id", state["request_id"].encode()
+        if self._replica:
+            yield b"x-lpr-replica", self._replica
+        if state.get("prefix_keys"):
+            yield b"x-lpr-prefix", ",".join(state["prefix_keys"]).encode()
 
     def _check_key(self, scope: Scope, headers: Mapping[str, str]) -> str:
         if not self._keys or scope["method"] == "OPTIONS":

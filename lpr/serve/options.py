@@ -14,6 +14,8 @@ from lpr.cli.config_file import defaults
 from lpr.cli.flags import flag_types
 from lpr.config import DecodeConfig, InputError
 from lpr.engine.options import EngineOptions
+from lpr.fleet import options as fleet
+from lpr.fleet.options import FleetOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +84,7 @@ class ServeArgs:
     """Write a line of JSON to stderr for every request."""
     otlp: str | None = None
     """Send OpenTelemetry spans to this OTLP/HTTP endpoint (pip install 'lpr[otel]')."""
+    fleet: Annotated[FleetOptions, tyro.conf.OmitArgPrefixes] = FleetOptions()
     engine: Annotated[EngineOptions, tyro.conf.OmitArgPrefixes] = EngineOptions()
     decode: Annotated[DecodeConfig, tyro.conf.OmitArgPrefixes] = DecodeConfig()
 
@@ -96,7 +99,7 @@ class ServeArgs:
         return self.served_model_name or (self.model or "bundled",)
 
 
-_GROUPS = {"engine": EngineOptions, "decode": DecodeConfig}
+_GROUPS = {"fleet": FleetOptions, "engine": EngineOptions, "decode": DecodeConfig}
 """Fields of ServeArgs whose own fields are flags."""
 
 
@@ -105,8 +108,10 @@ def parse(argv: Sequence[str], quiet: bool = False) -> ServeArgs:
     default = defaults(argv, ServeArgs, _GROUPS)
     with flag_types:
         args = tyro.cli(ServeArgs, prog="lpr.serve", args=list(argv), default=default, console_outputs=not quiet)
+    key = args.api_key or os.environ.get("LPR_API_KEY") or None
+    args = replace(args, api_key=key, fleet=fleet.complete(args.fleet))
     check(args)
-    return replace(args, api_key=args.api_key or os.environ.get("LPR_API_KEY") or None)
+    return args
 
 
 def check(args: ServeArgs) -> None:
@@ -123,5 +128,6 @@ def check(args: ServeArgs) -> None:
             raise InputError(f"--{name.replace('_', '-')} {getattr(args, name)} must be above 0, in seconds")
     if args.tls_key is not None and args.tls_cert is None:
         raise InputError("--tls-key needs --tls-cert FILE.pem")
+    fleet.check(args.fleet, args.share_drafts)
     if "" in args.served_model_name:
         raise InputError("--served-model-name: a name is empty")

@@ -81,6 +81,8 @@ class Sampling(Body):
     response_format: ResponseFormat | None = None
     user: str | None = None
     """Only written to the access log."""
+    prompt_cache_key: Annotated[str, StringConstraints(max_length=1024)] | None = None
+    """For routers (lpr.fleet.affinity): the same text comes from every replica."""
 
     # vLLM's.
     top_k: Annotated[int, Field(ge=-1)] | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 import sys
 from asyncio.subprocess import Process
@@ -16,12 +17,14 @@ SOCKET = "LPR_SERVE_SOCKET"
 _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR",
              "MASTER_PORT")  # fmt: skip
 _SECRETS = ("LPR_API_KEY",)
+ORIGIN = "LPR_SERVE_ORIGIN"
+"""Environment variable that names one start of the ranks: who drives knows by it which shared drafts are its own."""
 
 
 def environment(socket: Path) -> dict[str, str]:
-    """What the ranks see: where the front is, and neither its keys nor another launcher's variables."""
+    """What the ranks of one start see: where the front is, and neither its keys nor another launcher's variables."""
     kept = {name: value for name, value in os.environ.items() if name not in (*_LAUNCHER, *_SECRETS)}
-    return {**kept, SOCKET: str(socket)}
+    return {**kept, SOCKET: str(socket), ORIGIN: secrets.token_hex(8)}
 
 
 def command(argv: Sequence[str], lp: int, tp: int) -> list[str]:

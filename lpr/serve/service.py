@@ -110,6 +110,8 @@ class Service:
         self.num_wanted = 0
         """Ranks of the whole mesh; 0 until they were ready once."""
         self.draining = False
+        self.tenants: list[str] = []
+        """Whose outputs a driver may ask other replicas for before any request comes."""
         self.heard = time.monotonic()
         """When the driver last said anything."""
         self.welcomed: float | None = None
@@ -348,7 +350,7 @@ class Service:
         self._interrupted, self._restarted, self.outage, self.up = [], False, "", True
         self.welcomed = time.monotonic()
         self._note_ranks(facts.lp * facts.tp)
-        self._send(Resume([job.id for job in self._again]))
+        self._send(Resume([job.id for job in self._again], self.tenants))
         self.ready.set()
         self._pump()
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import secrets
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lpr.dist.channel import CommError
 from lpr.dist.comm import is_driver
@@ -20,7 +22,10 @@ from lpr.serve.driver import Driver, epoch_of
 from lpr.serve.line import FrontGoneError, Line
 from lpr.serve.messages import Loading
 from lpr.serve.options import ServeArgs
-from lpr.serve.ranks import SOCKET
+from lpr.serve.ranks import ORIGIN, SOCKET
+
+if TYPE_CHECKING:
+    from lpr.fleet.sharing import SharedDrafts
 
 
 def run(args: ServeArgs, line: Line | None) -> None:
@@ -52,8 +57,29 @@ def run(args: ServeArgs, line: Line | None) -> None:
 
 
 def _drive(engine: Engine, line: Line, model: str, args: ServeArgs, takes_over: bool) -> None:
-    with _stopped(engine), _kept_trie(args.trie, engine, loads=not takes_over):
-        Driver(engine, line, model, learns=args.share_drafts != "none").run()
+    with _stopped(engine), _kept_trie(args.trie, engine, loads=not takes_over), _shared(args, engine, line) as drafts:
+        Driver(engine, line, model, learns=args.share_drafts != "none", drafts=drafts).run()
+
+
+@contextlib.contextmanager
+def _shared(args: ServeArgs, engine: Engine, line: Line) -> Iterator[SharedDrafts | None]:
+    """Share drafts with other replicas, if there is a store for them."""
+    if args.fleet.draft_store is None or not engine.sizes.trie_nodes:
+        yield None
+        return
+    from lpr.fleet.sharing import SharedDrafts  # its client is an optional package
+
+    drafts = SharedDrafts(
+        args.fleet,
+        fingerprint=engine.fingerprint,
+        model=args.names[0],
+        vocab_size=engine.model.vocab_size,
+        origin=bytes.fromhex(os.environ.get(ORIGIN) or secrets.token_hex(8)),
+        positions=engine.read_to,
+        wake=line.wake,
+    )
+    with contextlib.closing(drafts):
+        yield drafts
 
 
 @contextlib.contextmanager

@@ -89,15 +89,33 @@ _dense_mask = tree_mask(sdpa_mask, may_be_none=False)
 
 
 def kernel_mask(
-    *sizes: Any, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any
+    *sizes: Any,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    local_size: int | None = None,
+    **kwargs: Any,
 ) -> LayerRule | Mask:
-    """For AttentionMaskInterface: a LayerRule in a step that has bits, else the masks of "lpr_tree"."""
+    """For AttentionMaskInterface: a LayerRule in a step that has bits, else the masks of "lpr_tree".
+
+    A compiler cannot look into functions, as `layer_rule` does: it takes what direct forwards have found for layers of
+    this `local_size`, the window or chunk that transformers itself names.
+    """
     step = current_step()
     if step is not None and step.blocks[0].tree_mask is not None:
-        rule = layer_rule(mask_function)
+        if torch.compiler.is_compiling():
+            rule = step.layer_rules.get(local_size)
+        else:
+            rule = layer_rule(mask_function)
+            known = step.layer_rules.get(local_size, rule)
+            step.layer_rules[local_size] = rule if _alike(known, rule) else None
         if rule is not None:
             return rule
-    return _dense_mask(*sizes, mask_function=mask_function, **kwargs)
+    return _dense_mask(*sizes, mask_function=mask_function, local_size=local_size, **kwargs)
+
+
+def _alike(one: LayerRule | None, other: LayerRule | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return (one.window, one.chunk) == (other.window, other.chunk)
 
 
 _versions: dict[str, Callable[..., torch.Tensor]] = {}

@@ -1,0 +1,252 @@
+"""Kernels that a step launches on a GPU, counted without one: operators as they come, and what inductor makes of them.
+
+    python -m benchmarks.kernel_counts --model llama-2-7b --nodes 1 64
+
+The model has its real shape and no weights (fake tensors say "cuda"), and inductor generates the code that it would
+give a GPU, which is read and not run. A launch is a Triton kernel, a matrix product or an operator of its own; of tree
+attention two, where it splits the keys. cuBLAS may split a product into two launches: that is not seen here.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import re
+import tempfile
+import time
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from benchmarks.common import RESULTS, OneLineParser, circumstances, write_json
+from lpr.model.cache import TreeCache
+from lpr.model.kernels.attention_kernel import choose_tiles
+from lpr.model.packing import pack_projections
+from lpr.model.runner import TreeModel
+from lpr.model.static_inputs import StaticShape
+from lpr.planner.facts import config_from
+from lpr.planner.presets import read_preset
+
+GPU = torch.device("cuda", 0)
+H100 = types.SimpleNamespace(
+    name="H100", major=9, minor=0, multi_processor_count=132, total_memory=80 << 30, warp_size=32,
+    regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048, max_threads_per_block=1024,
+    shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472, gcnArchName="",
+)  # fmt: skip
+ROWS = 4096
+"""Cache rows of the one slot."""
+_NO_KERNEL = re.compile(r"prim::|aten::(empty|new_empty|detach|lift_fresh|_unsafe_view|sym_|alias|_local_scalar)")
+_LAUNCH = re.compile(r"(triton_\w+?)_?\d*\.run\(")
+_PRODUCT = re.compile(r"extern_kernels\.(\w+)\(")
+_OPERATOR = re.compile(r"torch\.ops\.([\w.]+)\(")
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operators that launch something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: collections.Counter[str] = collections.Counter()
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count one, unless it is a view or makes memory."""
+        name = func.name()
+        is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
+        if not is_view and not _NO_KERNEL.match(name):
+            self.names[name] += 1
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(self.names.values())
+
+
+class GeneratedError(Exception):
+    """Ends inductor's work: its code is there, and nothing can run it."""
+
+
+@contextlib.contextmanager
+def fake_gpu() -> Iterator[None]:
+    """Lets fake tensors be on a GPU and inductor generate code for it, on a machine without one."""
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config, scheduler
+    from torch._inductor.fx_passes import joint_graph
+    from torch.utils import _triton
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    target = GPUTarget("cuda", 90, 32)
+    active = types.SimpleNamespace(
+        get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda *_: 0
+    )
+    answers: dict[str, Any] = {
+        "get_device_properties": lambda *_: H100, "_get_device_properties": lambda *_: H100, "device_count": lambda: 1,
+        "get_device_capability": lambda *_: (9, 0), "current_device": lambda: 0, "is_available": lambda: True,
+        "_lazy_init": lambda: None, "get_rng_state": lambda *_: torch.get_rng_state(), "set_rng_state": lambda *_: None,
+        "device": contextlib.nullcontext, "synchronize": lambda *_: None,
+    }  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, answer, create=True))
+        for name in ("_sfdp_init", "_pad_mm_init"):  # these try patterns on tensors of the device
+            if hasattr(joint_graph, name):
+                stack.enter_context(mock.patch.object(joint_graph, name, lambda *_: None))
+        from torch._inductor.fx_passes import fuse_attention, pad_mm
+
+        stack.enter_context(mock.patch.object(fuse_attention, "_sfdp_init", lambda *_: None))
+        stack.enter_context(mock.patch.object(pad_mm, "_pad_mm_init", lambda *_: None))
+        for module in (scheduler, _triton):  # the answer may be known from before
+            stack.enter_context(mock.patch.object(module, "has_triton", lambda: True))
+        stack.enter_context(mock.patch.object(_triton, "triton_hash_with_backend", lambda *_: "none"))
+        stack.enter_context(mock.patch.object(type(driver), "active", active))
+        stack.enter_context(config.patch(compile_threads=1, fx_graph_cache=False))
+        stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
+        yield
+
+
+def fake_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """A model of this shape whose parameters take no memory; within a FakeTensorMode, on its GPU."""
+    with torch.utils._python_dispatch._disable_current_modes(), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                made = torch.empty(parameter.shape, dtype=parameter.dtype, device=GPU)
+                module._parameters[name] = torch.nn.Parameter(made, requires_grad=False)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=GPU)
+    return model
+
+
+def fake_runner(model: PreTrainedModel, config: Any) -> TreeModel:
+    """Its runner with a cache of one slot, whose shapes are a plain decoder's."""
+    runner = TreeModel(model, attention="triton", graphs=False)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    like = TreeCache(1, 2)
+    for layer in range(config.num_hidden_layers):
+        like._layers[layer] = (torch.empty(2, heads, dim, dtype=model.dtype, device=GPU),) * 2
+    runner.cache = TreeCache(1, ROWS)
+    runner.cache.allocate(like)
+    return runner
+
+
+def generated_code(runner: TreeModel, inputs: Any) -> str:
+    """What inductor makes of the runner's forward over `inputs`."""
+    from torch._inductor.graph import GraphLowering
+
+    found: list[str] = []
+    generate = GraphLowering.codegen
+
+    def stop(self: Any) -> Any:
+        code: Any = generate(self)[0]
+        found.append(getattr(code, "value", code))
+        raise GeneratedError
+
+    torch._dynamo.reset()
+    assert runner.cache is not None
+    runner.compile()
+    try:
+        with mock.patch.object(GraphLowering, "codegen", stop):
+            runner._call(inputs, runner.cache)
+    except Exception:
+        if not found:  # it is not ours, which has come through several hands
+            raise
+    return found[0]
+
+
+def count(config: Any, num_entries: int, num_kv: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    """Launches of a step of one sequence with `num_entries` entries: as it comes, packed, and compiled."""
+    began = time.perf_counter()
+    result: dict[str, Any] = {"entries": num_entries, "kv": num_kv}
+    with fake_gpu(), FakeTensorMode(), torch.no_grad():
+        model = fake_model(config, dtype)
+        runner = fake_runner(model, config)
+        assert runner.cache is not None
+        shape = StaticShape(0, 1, num_entries, num_kv, ROWS, 8 if num_entries > 1 else 0, 0, False, tree_bits=True)
+        words = torch.empty(shape.num_words, dtype=torch.int32, device=GPU)
+        splits = _splits(config, num_entries, num_kv, dtype)
+        layers = config.num_hidden_layers
+        for name in ("operators", "packed"):
+            if name == "packed":
+                result["packed_groups"] = pack_projections(model)
+            with Launches() as around:
+                inputs, selection = shape.read(words)
+            with Launches() as forward:
+                logits = runner.logits(inputs, runner.cache)
+            with around:
+                runner._results(logits, selection, shape.num_candidates, fixed_shapes=True)
+            more = forward.names["lpr::tree_attention"] * (splits > 1)
+            result[name] = {"launches": around.total + forward.total + more, "forward": forward.total + more}
+            result["around_the_forward"] = around.total
+        code = generated_code(runner, inputs)
+    result["splits"] = splits
+    result["compiled"] = _count_code(code, splits)
+    result["compiled"]["launches"] = result["compiled"]["forward"] + result["around_the_forward"]
+    result["compiled"]["per_layer"] = round(result["compiled"]["forward"] / layers, 2)
+    result["seconds"] = round(time.perf_counter() - began, 1)
+    return result
+
+
+def _splits(config: Any, num_entries: int, num_kv: int, dtype: torch.dtype) -> int:
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rows = config.num_attention_heads // heads * num_entries
+    return choose_tiles(rows, dim, dtype, heads, num_kv, H100.multi_processor_count).num_splits
+
+
+def _count_code(code: str, splits: int) -> dict[str, Any]:
+    """Launches in a module that inductor has written, by kind, and whether one of them copies a whole cache."""
+    calls = code[code.index("def call(") :]
+    fused = collections.Counter(_LAUNCH.findall(calls))
+    products = collections.Counter(_PRODUCT.findall(calls))
+    operators = collections.Counter(_OPERATOR.findall(calls))
+    attention = sum(number for name, number in operators.items() if "tree_attention" in name)
+    others = sum(operators.values()) - attention
+    total = sum(fused.values()) + sum(products.values()) + others + attention * (2 if splits > 1 else 1)
+    return {
+        "forward": total,
+        "fused": sum(fused.values()),
+        "products": sum(products.values()),
+        "attention": attention * (2 if splits > 1 else 1),
+        "other_operators": others,
+        "largest_copies": len(re.findall(r"triton_poi_fused_copy\w*\.run\(", calls)),
+    }
+
+
+def main() -> int:
+    """Run the command line."""
+    parser = OneLineParser(prog="benchmarks.kernel_counts", description="Kernels of a step, counted without a GPU.")
+    parser.add_argument("--model", default="llama-2-7b", help="a preset of lpr.plan")
+    parser.add_argument("--layers", type=int, help="only so many of its layers")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 64])
+    parser.add_argument("--kv", type=int, default=1024)
+    parser.add_argument("--output", metavar="FILE", default=str(RESULTS / "kernel_counts.json"))
+    options = parser.parse_args()
+    from tests.pretend_gpu import load_guard
+
+    with tempfile.TemporaryDirectory() as folder:
+        load_guard(Path(folder))
+        config = config_from(read_preset(options.model)["config"])
+        if options.layers:
+            config.num_hidden_layers = options.layers
+        rows = [count(config, nodes, options.kv) for nodes in options.nodes]
+    about = {"benchmark": "kernel_counts", "model": options.model, "layers": config.num_hidden_layers}
+    write_json(Path(options.output), {**about, **circumstances(), "rows": rows})
+    for row in rows:
+        print(json.dumps(row))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

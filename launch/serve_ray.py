@@ -1,0 +1,258 @@
+"""The service as a Ray Serve application: meshes, each with a placement group of its own, behind one front.
+
+    cd launch && serve run --working-dir . serve_ray:app model=Qwen/Qwen2.5-Coder-7B lp=4 tp=2 max_meshes=4
+
+Every machine needs `pip install 'lpr[ray]'`. A mesh is `python -m lpr.serve` on the machine of its replica; one of
+several machines is torchrun on all of them. The front sends prompts that begin alike, and requests of one session, to
+the same mesh, where their prefix is cached and their drafts are warm, unless that has too many requests. Ray Serve
+starts further meshes by the number of requests that run and wait, and starts lost ones again. A request whose mesh is
+lost before its answer began is asked of another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shlex
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import httpx
+import ray
+from pydantic import BaseModel, PositiveInt
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+from ray.util.placement_group import get_current_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from lpr.dist.places import die_with_parent
+from lpr.fleet.affinity import routing_key
+
+ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+LOAD_SECONDS = 3600.0
+"""Time for a mesh to load its model, as lpr.serve's --load-timeout."""
+DRAIN_SECONDS = 30.0
+"""Time for open requests when a mesh is given up, as lpr.serve's --shutdown-timeout."""
+TRIES = 3
+"""Meshes that a request is asked of, as long as none has begun to answer."""
+HOP_BY_HOP = ("connection", "content-length", "date", "host", "keep-alive", "server", "transfer-encoding")
+
+
+class Settings(BaseModel, extra="forbid"):
+    """What `serve run` takes as name=value."""
+
+    model: str | None = None
+    """Model folder or hub id; default: the small code model that comes with lpr."""
+    lp: PositiveInt = 1
+    tp: PositiveInt = 1
+    gpus_per_machine: int = 8
+    """A mesh takes as many machines as its ranks need; 0: ranks are CPU processes of one machine."""
+    ranks_per_machine: int | None = None
+    """Default: as many as there are GPUs."""
+    cpus_per_rank: float = 1.0
+    min_meshes: PositiveInt = 1
+    max_meshes: PositiveInt = 1
+    target_requests: float = 8.0
+    """Requests per mesh, running and waiting, above which Ray starts a further one; about the slots of a mesh."""
+    most_requests: PositiveInt = 64
+    """Requests of a mesh above which its prompts go to the next one."""
+    upscale_seconds: float = 30.0
+    downscale_seconds: float = 600.0
+    flags: str = ""
+    """Further flags of lpr.serve."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of a mesh."""
+        return self.lp * self.tp
+
+    @property
+    def machine_ranks(self) -> int:
+        """Ranks of a mesh on each of its machines."""
+        return min(self.num_ranks, self.ranks_per_machine or self.gpus_per_machine or self.num_ranks)
+
+    @property
+    def bundles(self) -> list[dict[str, float]]:
+        """Resources of a mesh, one entry per machine; raises ValueError where ranks do not fill machines alike."""
+        machines, rest = divmod(self.num_ranks, self.machine_ranks)
+        if rest:
+            raise ValueError(f"{self.num_ranks} ranks do not fill machines of {self.machine_ranks}")
+        bundle = {"CPU": self.cpus_per_rank * self.machine_ranks}
+        return [bundle | ({"GPU": self.machine_ranks} if self.gpus_per_machine else {})] * machines
+
+    def command(self, port: int, machine: int, head: str) -> list[str]:
+        """What a machine of a mesh runs: the service, or torchrun where there are several machines."""
+        flags = ["--lp", str(self.lp), "--tp", str(self.tp), "--host", "127.0.0.1", "--port", str(port)]
+        flags += ["--shutdown-timeout", f"{DRAIN_SECONDS - 5:.0f}"]
+        flags += ["--model", self.model] if self.model is not None else []
+        flags += shlex.split(self.flags)
+        machines = len(self.bundles)
+        if machines == 1:
+            return [sys.executable, "-m", "lpr.serve", *flags]
+        host, _, store = head.rpartition(":")
+        places = [f"--nnodes={machines}", f"--node-rank={machine}", f"--nproc-per-node={self.machine_ranks}"]
+        places += [f"--master-addr={host}", f"--master-port={store}"]
+        return [sys.executable, "-m", "torch.distributed.run", *places, "-m", "lpr.serve", *flags]
+
+
+@ray.remote
+class Machine:
+    """A further machine of a mesh. It ends with the mesh, whose replica owns it, and its ranks end with it."""
+
+    def __init__(self, command: list[str]) -> None:
+        """Start the ranks of this machine."""
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
+
+    def is_running(self) -> bool:
+        """Do they run?"""
+        return self._process.poll() is None
+
+
+class Mesh:
+    """A mesh: the service as a child process, and further machines where it needs them."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Start the ranks of all machines; the first look at its health comes when the model has loaded."""
+        port = free_port()
+        head = f"{ray.util.get_node_ip_address()}:{free_port()}"
+        command = settings.command(port, 0, head)
+        # Nobody is left to answer when this process dies, whichever way, and GPUs must be free for the next one.
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
+        self._machines = [
+            Machine.options(
+                num_cpus=bundle["CPU"],
+                num_gpus=bundle.get("GPU", 0),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(get_current_placement_group(), number),
+            ).remote(settings.command(port, number, head))
+            for number, bundle in enumerate(settings.bundles)
+            if number
+        ]
+        self._name = serve.get_replica_context().replica_id.unique_id
+        self._http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=httpx.Timeout(None, connect=5.0))
+
+    async def loaded(self) -> None:
+        """Return once requests are taken; raises RuntimeError if they never will be."""
+        async with asyncio.timeout(LOAD_SECONDS):
+            while not await self._says_ok("/readyz"):
+                self._check_running()
+                await asyncio.sleep(0.2)
+
+    async def check_health(self) -> None:
+        """Raise RuntimeError where a restart helps, as /livez says; Ray Serve asks now and then."""
+        self._check_running()
+        if not await self._says_ok("/livez"):
+            raise RuntimeError("the ranks are silent or hang")
+
+    async def answer(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes
+    ) -> AsyncIterator[tuple[int, dict[str, str]] | bytes]:
+        """Ask the service; yields its status and headers, and the mesh's name, then its body as it comes."""
+        async with self._http.stream(method, path, headers=headers, content=body) as response:
+            yield response.status_code, {**response.headers, "x-lpr-mesh": self._name}
+            async for part in response.aiter_raw():
+                yield part
+
+    async def __del__(self) -> None:
+        """Let the service finish what is open, and end it."""
+        self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(self._process.wait, DRAIN_SECONDS)
+        self._process.kill()
+
+    async def _says_ok(self, path: str) -> bool:
+        with contextlib.suppress(httpx.HTTPError):
+            return (await self._http.get(path, timeout=10.0)).status_code == 200
+        return False
+
+    def _check_running(self) -> None:
+        if self._process.poll() is not None:
+            raise RuntimeError(f"the service has ended with code {self._process.returncode}")
+
+
+class Front:
+    """Answers clients, each request by the mesh that knows how it begins."""
+
+    def __init__(self, meshes: DeploymentHandle) -> None:
+        """Answer by `meshes`."""
+        self._meshes = meshes
+
+    async def __call__(self, request: Request) -> Response:
+        """Pass a request on, and its answer back; 503 where no mesh begins to answer."""
+        body = await request.body()
+        headers = {name: value for name, value in request.headers.items() if name not in HOP_BY_HOP}
+        path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        # Without a key the choice is even; the router takes no part of it for a key then.
+        key = routing_key(headers, fields_of(body)) or uuid.uuid4().hex
+        failure: Exception | None = None
+        for _ in range(TRIES):
+            parts = self._meshes.options(stream=True, session_id=key).answer.remote(request.method, path, headers, body)
+            try:
+                status, answered = await anext(parts)
+            except (RayError, httpx.HTTPError) as error:  # the mesh is lost, and Ray Serve starts another
+                failure = error
+                await asyncio.sleep(0.1)
+                continue
+            kept = {name: value for name, value in answered.items() if name not in HOP_BY_HOP}
+            return StreamingResponse(parts, status, kept)
+        message = f"no mesh answers: {type(failure).__name__}"
+        error = {"message": message, "type": "server_error", "param": None, "code": "mesh_lost"}
+        return JSONResponse({"error": error}, 503, {"Retry-After": "5"})
+
+
+def fields_of(body: bytes) -> dict[str, Any]:
+    """The fields of a JSON body; none where it is something else."""
+    with contextlib.suppress(ValueError):
+        found = json.loads(body)
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens at."""
+    with socket.socket() as found:
+        found.bind(("", 0))
+        return int(found.getsockname()[1])
+
+
+def app(settings: Settings) -> serve.Application:
+    """The application."""
+    bundles = settings.bundles
+
+    class Loaded(Mesh):
+        async def __init__(self) -> None:
+            super().__init__(settings)
+            await self.loaded()
+
+    meshes = serve.deployment(
+        Loaded,
+        name="Mesh",
+        ray_actor_options={"num_cpus": bundles[0]["CPU"], "num_gpus": bundles[0].get("GPU", 0)},
+        placement_group_bundles=bundles,
+        placement_group_strategy="STRICT_PACK" if len(bundles) == 1 else "PACK",
+        max_ongoing_requests=settings.most_requests,
+        autoscaling_config=AutoscalingConfig(
+            min_replicas=settings.min_meshes,
+            initial_replicas=settings.min_meshes,
+            max_replicas=settings.max_meshes,
+            target_ongoing_requests=settings.target_requests,
+            upscale_delay_s=settings.upscale_seconds,
+            downscale_delay_s=settings.downscale_seconds,
+        ),
+        request_router_config=RequestRouterConfig(request_router_class=ROUTER),
+        health_check_period_s=5.0,
+        health_check_timeout_s=30.0,
+        graceful_shutdown_timeout_s=DRAIN_SECONDS + 10.0,
+    )
+    front = serve.deployment(
+        Front, name="Front", max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0.1}, num_replicas=1
+    )
+    return front.bind(meshes.bind())

@@ -1,0 +1,259 @@
+"""`python -m lpr.plan --service WORKLOAD`: how many meshes of which lp x tp keep a service's promise, by simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from lpr.config import DecodeConfig, InputError
+from lpr.planner.facts import DTYPE_SIZES, ModelFacts
+from lpr.planner.footprint import Mesh, footprint, meshes
+from lpr.planner.hardware import Gpu
+from lpr.planner.measured import read_measured
+from lpr.planner.prediction import Machine, Setting
+from lpr.planner.presets import measured_values
+from lpr.planner.service.capacity import Answer, Effort, Kind, Search
+from lpr.planner.service.costs import measured_points, predicted_points, predicted_times
+from lpr.planner.service.mesh import Slots
+from lpr.planner.service.workload import Demand, Workload, check, read_times, read_workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceArgs:
+    """The service that is planned; --model, --gpu and the like say on what, and --gpus how large a mesh may be."""
+
+    service: Path | None = None
+    """Plan a service: a TOML or JSON file with its arrivals, lengths, temperatures and SLO (configs/service/)."""
+    rate: float | None = None
+    """Requests a second, over the file's arrivals."""
+    clients: int | None = None
+    """Clients who ask again as soon as they are answered, over the file's arrivals."""
+    first_token_ms: float | None = None
+    """Time to the first token that is promised, over the file's."""
+    per_token_ms: float | None = None
+    """Mean time per token that is promised, over the file's."""
+    slots: tuple[int, ...] = (4, 16, 64)
+    """Requests that a replica decodes in one step (--max-batch-size of lpr.serve); the best of these is taken."""
+    simulated_requests: int = 1000
+    """Requests that each simulated mesh gets."""
+    simulated_meshes: int = 4
+    """Of the meshes found, so many are simulated: the others differ from them by chance alone."""
+    seed: int = 0
+    """Of arrivals, lengths and accepted tokens; the same seed gives the same plan."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is served, and on what."""
+
+    facts: ModelFacts
+    gpu: Gpu
+    machine: Machine
+    dtype: str
+    decode: dict[str, Any]
+    """Fields of DecodeConfig."""
+    most_gpus: int
+    """Of one mesh."""
+
+
+def workload_of(args: ServiceArgs) -> Workload:
+    """The file's workload, with what flags say instead; raises InputError."""
+    assert args.service is not None
+    found = read_workload(args.service)
+    if args.rate is not None or args.clients is not None:
+        demand = Demand(rate=args.rate or 0.0, clients=args.clients or 0)
+        found = msgspec.structs.replace(found, arrivals=demand)
+    changed = {name: getattr(args, name) for name in ("first_token_ms", "per_token_ms")}
+    changed = {name: value for name, value in changed.items() if value is not None}
+    found = msgspec.structs.replace(found, slo=msgspec.structs.replace(found.slo, **changed))
+    check(found)
+    for name in ("simulated_requests", "simulated_meshes", *(["slots"] if args.slots else [])):
+        values = getattr(args, name)
+        least = 20 if name == "simulated_requests" else 1
+        if min(values if isinstance(values, tuple) else (values,)) < least:
+            raise InputError(f"--{name.replace('_', '-')} must be at least {least}")
+    return found
+
+
+def kinds_of(args: ServiceArgs, workload: Workload, model: Model | None) -> list[Kind]:
+    """The kinds of meshes to choose from; raises InputError if there are none."""
+    assert args.service is not None
+    slots = sorted(set(args.slots))
+    if workload.step_times:
+        return [
+            Kind(
+                Mesh(each.lp, each.tp),
+                Slots(num_slots=count, num_ranks=each.lp),
+                read_times(each, args.service.parent),
+                measured_points(workload.tokens_per_step, count),
+            )
+            for each in workload.step_times
+            for count in slots
+        ]
+    assert model is not None
+    found = [kind for mesh in meshes_up_to(model.most_gpus) for kind in _kinds_of_mesh(mesh, slots, workload, model)]
+    if not found:
+        raise InputError(
+            f"{model.facts.name} with {workload.context} tokens of context and {slots[0]} slots fits on no mesh of up "
+            f"to {model.most_gpus} {model.gpu.name}"
+        )
+    return found
+
+
+def meshes_up_to(most: int) -> list[Mesh]:
+    """Every lp x tp of 1, 2, 4, ... GPUs."""
+    return [mesh for power in range(most.bit_length()) for mesh in meshes(1 << power)]
+
+
+def _kinds_of_mesh(mesh: Mesh, slots: list[int], workload: Workload, model: Model) -> Iterator[Kind]:
+    size = DTYPE_SIZES[model.dtype]
+    typical = round(workload.shared_prefix + workload.prompt.typical + workload.output.typical / 2)
+    for count in slots:
+        decode = DecodeConfig(**{**model.decode, "max_batch_size": count, "max_length": workload.context})
+        if not footprint(model.facts, decode, mesh, workload.context, size).fits(model.gpu.memory):
+            continue
+        measured = read_measured(measured_values())
+        setting = Setting(model.facts, model.machine, measured, typical, size, None)
+        times = predicted_times(setting, mesh, count, workload.context)
+        temperatures = [float(each) for each in workload.temperature]
+        points = predicted_points(setting, mesh, times, temperatures, count)
+        if workload.tokens_per_step:
+            points = measured_points(workload.tokens_per_step, count)
+        limits = Slots(
+            num_slots=count, num_ranks=mesh.lp, prefill_chunk=decode.prefill_chunk, longest_chain=decode.max_nodes
+        )
+        yield Kind(mesh, limits, times, points)
+
+
+def plan_service(args: ServiceArgs, workload: Workload, kinds: list[Kind], console: Console) -> list[Answer]:
+    """The fewest GPUs first, then the quickest first token; kinds that cannot keep the promise come last."""
+    effort = Effort(args.simulated_requests, args.simulated_meshes, args.seed)
+    searches = [Search(workload, kind, effort) for kind in kinds]
+    answers = list[Answer]()
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
+        row = bar.add_task("what a mesh can do", total=2 * len(searches))
+        possible = []
+        for search, kind in zip(searches, kinds, strict=True):
+            alone = search.alone()
+            if alone.kept < workload.slo.share:
+                answers.append(search.hopeless(alone))
+            else:
+                possible.append((search.least_gpus(most := search.most()), kind.mesh.num_gpus, most, search))
+            bar.advance(row)
+        bar.update(row, description="how many meshes", completed=2 * len(searches) - len(possible))
+        best: int | None = None
+        for least, _, most, search in sorted(possible, key=lambda each: each[:2]):
+            if best is None or least <= best:  # else even a mesh that need not be quick needs more
+                answer = search.answer(search.capacity(most))
+                answers.append(answer)
+                best = min((each.num_gpus for each in answers if each.num_gpus is not None), default=None)
+            bar.advance(row)
+    return sorted(answers, key=_order)
+
+
+def _order(answer: Answer) -> tuple[float, float]:
+    return (answer.num_gpus or float("inf"), answer.outcome.first_token_ms[1])
+
+
+def show(workload: Workload, answers: list[Answer], num_kinds: int, console: Console) -> None:
+    """The table and the recommendation."""
+    demand, slo = workload.arrivals, workload.slo
+    who = f"{demand.rate:g} requests/s" if demand.rate else f"{demand.clients} clients"
+    console.print(
+        f"{who}; {slo.share:.0%} of the requests: first token within {slo.first_token_ms:g} ms, "
+        f"{slo.per_token_ms:g} ms per token",
+        highlight=False,
+    )
+    table = Table(title="meshes that keep the promise (p50 / p90 / p99)", title_justify="left")
+    table.add_column("lp x tp")
+    for name in ("slots", "per mesh", "meshes", "GPUs", "kept", "first token, ms", "per token, ms", "tokens/step"):
+        table.add_column(name, justify="right")
+    for answer in answers:
+        outcome, kind = answer.outcome, answer.kind
+        first, token = (" / ".join(f"{each:.3g}" if each < 1000 else f"{each:.0f}" for each in times)
+                        for times in (outcome.first_token_ms, outcome.per_token_ms))  # fmt: skip
+        table.add_row(
+            f"{kind.mesh}{' <' if answer is answers[0] and answer.num_meshes else ''}",
+            str(kind.slots.num_slots),
+            f"{answer.capacity:.3g}" if answer.num_meshes else "",
+            str(answer.num_meshes) if answer.num_meshes else "[red]none[/red]",
+            str(answer.num_gpus) if answer.num_meshes else "",
+            f"{outcome.kept:.1%}",
+            first,
+            token,
+            f"{outcome.tokens_per_step:.2f}",
+        )
+    console.print(table)
+    for note in notes(workload, answers, num_kinds):
+        console.print(note, highlight=False)
+    console.print(verdict(answers), style="green" if answers[0].num_meshes else "bold red", highlight=False)
+
+
+def notes(workload: Workload, answers: list[Answer], num_kinds: int) -> list[str]:
+    """What one must know of the figures."""
+    found = []
+    if answers[0].num_meshes and answers[0].num_simulated < answers[0].num_meshes:
+        found.append(
+            f"{answers[0].num_simulated} of the {answers[0].num_meshes} meshes were simulated: the others differ from "
+            "them by chance alone, as requests are split by chance"
+        )
+    if num_kinds > len(answers):
+        found.append(f"{num_kinds - len(answers)} further kinds of meshes need more GPUs whatever is promised")
+    if not workload.step_times:
+        found.append("step times are PREDICTED and were never measured on a GPU: step_times in the file replaces them")
+    if not workload.tokens_per_step:
+        found.append("tokens per step are those of the small bundled model on code: tokens_per_step replaces them")
+    return found
+
+
+def verdict(answers: list[Answer]) -> str:
+    """The recommendation in a line."""
+    best = answers[0]
+    if best.num_meshes is None:
+        return "no number of these meshes keeps the promise: see what a request gets, and promise less"
+    meshes = "1 mesh" if best.num_meshes == 1 else f"{best.num_meshes} meshes"
+    return (
+        f"{meshes} of lp {best.kind.mesh.lp} x tp {best.kind.mesh.tp} with {best.kind.slots.num_slots} slots: "
+        f"{best.num_gpus} GPUs"
+    )
+
+
+def as_json(args: ServiceArgs, workload: Workload, answers: list[Answer], num_kinds: int) -> dict[str, Any]:
+    """The plan as plain values."""
+    rows = [
+        {
+            "lp": each.kind.mesh.lp,
+            "tp": each.kind.mesh.tp,
+            "slots": each.kind.slots.num_slots,
+            "meshes": each.num_meshes,
+            "gpus": each.num_gpus,
+            "capacity_per_mesh": round(each.capacity, 6),
+            "simulated_meshes": each.num_simulated,
+            **_rounded(asdict(each.outcome)),
+        }
+        for each in answers
+    ]
+    return {
+        "workload": msgspec.to_builtins(workload),
+        "seed": args.seed,
+        "simulated_requests": args.simulated_requests,
+        "kinds_considered": num_kinds,
+        "kinds": rows,
+        "recommended": rows[0] if answers[0].num_meshes else None,
+        "reason": verdict(answers),
+        "notes": notes(workload, answers, num_kinds),
+    }
+
+
+def _rounded(values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: [round(each, 3) for each in value] if isinstance(value, tuple) else round(value, 4)
+        for name, value in values.items()
+    }

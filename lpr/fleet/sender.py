@@ -1,0 +1,96 @@
+"""Sends finished outputs to the store, from a queue that never makes anybody wait."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from redis import Redis
+from redis.exceptions import ResponseError
+
+from lpr.fleet.counts import DraftCounts
+from lpr.fleet.entries import FIELD, ID_BYTES, encode
+
+QUEUE = 1024
+"""Outputs that may wait; of more, the oldest are dropped."""
+AT_ONCE = 64
+"""Outputs sent together."""
+_WAIT = 0.5
+"""Seconds after which a thread without work looks whether it should end."""
+
+
+class _Waiting(NamedTuple):
+    key: str
+    data: bytes
+    num_tokens: int
+
+
+class Sender:
+    """One replica's outputs on their way to the store."""
+
+    def __init__(self, store: Redis, origin: bytes, length: int, counts: DraftCounts) -> None:
+        """Send to `store` as `origin`, where each stream keeps about `length` entries."""
+        self._store = store
+        self._origin = origin
+        self._length = length
+        self._counts = counts
+        self._queue: deque[_Waiting] = deque()
+        self._news = threading.Condition()
+
+    def put(self, key: str, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> None:
+        """Queue an output for the stream `key`; returns at once."""
+        data, num_tokens = encode(self._origin, os.urandom(ID_BYTES), prompt_ids, token_ids)
+        with self._news:
+            self._append(_Waiting(key, data, num_tokens))
+            self._news.notify()
+
+    def work(self) -> None:
+        """Send what waits, or wait a little for something; raises what the store does."""
+        with self._news:
+            if not self._queue:
+                self._news.wait(_WAIT)
+            taken = [self._queue.popleft() for _ in range(min(AT_ONCE, len(self._queue)))]
+        if not taken:
+            return
+        try:
+            answers = self._send(taken)
+        except Exception:
+            # Whether the store has taken them is not known: they are sent again, and readers know them by their number.
+            self._put_back(taken)
+            self._counts.write_up = False
+            raise
+        refused = [answer for answer in answers if isinstance(answer, Exception)]
+        for waiting, answer in zip(taken, answers, strict=True):
+            if not isinstance(answer, Exception):
+                self._counts.sent += 1
+                self._counts.sent_tokens += waiting.num_tokens
+        with self._news:
+            self._counts.unsent += len(refused)
+            self._counts.send_queue = len(self._queue)
+        self._counts.write_up = not refused
+        if refused:  # a key of another type, no memory, no permission: trying the same again would not help
+            raise ResponseError(str(refused[0]))
+
+    def _send(self, taken: Sequence[_Waiting]) -> list[object]:
+        pipeline = self._store.pipeline(transaction=False)
+        for waiting in taken:
+            pipeline.xadd(waiting.key, {FIELD: waiting.data}, maxlen=self._length, approximate=True)
+        return list(pipeline.execute(raise_on_error=False))
+
+    def _append(self, waiting: _Waiting) -> None:
+        self._queue.append(waiting)
+        if len(self._queue) > QUEUE:
+            self._queue.popleft()
+            self._counts.unsent += 1
+        self._counts.send_queue = len(self._queue)
+
+    def _put_back(self, taken: Sequence[_Waiting]) -> None:
+        with self._news:
+            room = max(0, QUEUE - len(self._queue))
+            kept = taken[max(0, len(taken) - room) :]
+            self._counts.unsent += len(taken) - len(kept)
+            self._queue.extendleft(reversed(kept))
+            self._counts.send_queue = len(self._queue)

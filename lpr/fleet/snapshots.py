@@ -1,0 +1,139 @@
+"""What was learnt for a tenant, kept outside the store together with how far its stream was read.
+
+A snapshot is a safetensors file with one int32 tensor, `tokens`: documents that END (-1) separates. Its metadata has
+one entry, `lpr_drafts`, a JSON object: version, stream (whose it is: tokenizer, model and tenant), read_to (the
+stream's last entry that it covers), num_tokens, and a checksum of all that. A new replica learns the tokens and reads
+on behind `read_to`. A snapshot of anything else is left alone, and a damaged one costs a cold start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from safetensors.numpy import load, save
+
+from lpr.core.digest import digest_of
+from lpr.files import replace_file
+from lpr.fleet.options import scheme_of
+
+VERSION = 1
+MOST_BYTES = 256 << 20
+"""A larger snapshot is not read: a trie holds a few million tokens."""
+_KEY = "lpr_drafts"
+
+
+class SnapshotError(RuntimeError):
+    """What lies at a snapshot's place is not one, or not of this stream."""
+
+
+class Place(Protocol):
+    """Where snapshots are kept."""
+
+    def read(self, name: str) -> bytes | None:
+        """The content of a name, None where there is none; raises OSError or what the store's library raises."""
+        ...
+
+    def write(self, name: str, data: bytes) -> None:
+        """Replace the content of a name, as a whole or not at all."""
+        ...
+
+
+class Folder:
+    """A folder, which replicas on several machines may share."""
+
+    def __init__(self, path: Path) -> None:
+        """The folder `path`, made when it is needed."""
+        self._path = path
+
+    def read(self, name: str) -> bytes | None:
+        """As Place.read."""
+        path = self._path / name
+        try:
+            if path.stat().st_size > MOST_BYTES:
+                raise SnapshotError(f"{name} is larger than {MOST_BYTES} bytes")
+            return path.read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def write(self, name: str, data: bytes) -> None:
+        """As Place.write."""
+        replace_file(self._path / name, data)
+
+
+class Objects:
+    """An object store: S3 and what speaks its language, Google's, Azure's."""
+
+    def __init__(self, url: str) -> None:
+        """The bucket and prefix that `url` names."""
+        import obstore
+        import obstore.store
+
+        self._obstore: Any = obstore
+        self._store: Any = obstore.store.from_url(
+            url,
+            # Plain HTTP is what an endpoint that is given as http:// means.
+            client_options={"timeout": "30s", "connect_timeout": "5s", "allow_http": True},
+            retry_config={"max_retries": 2, "retry_timeout": timedelta(seconds=30)},
+        )
+
+    def read(self, name: str) -> bytes | None:
+        """As Place.read."""
+        try:
+            found = self._obstore.get(self._store, name)
+            if found.meta["size"] > MOST_BYTES:
+                raise SnapshotError(f"{name} is larger than {MOST_BYTES} bytes")
+            return bytes(found.bytes())
+        except FileNotFoundError:
+            return None
+
+    def write(self, name: str, data: bytes) -> None:
+        """As Place.write."""
+        self._obstore.put(self._store, name, data)
+
+
+def place_of(where: str) -> Place:
+    """The place that --draft-snapshots means."""
+    return Objects(where) if scheme_of(where) else Folder(Path(where))
+
+
+def name_of(stream: str) -> str:
+    """The name of a stream's snapshot."""
+    return f"drafts-{digest_of(stream):016x}.safetensors"
+
+
+def to_bytes(stream: str, history: np.ndarray, read_to: str) -> bytes:
+    """A snapshot of `history`, int32 [num_tokens], up to the stream's entry `read_to`."""
+    tokens = history.astype("<i4", copy=False)
+    facts = {"version": VERSION, "stream": stream, "read_to": read_to, "num_tokens": len(tokens)}
+    return save({"tokens": tokens}, {_KEY: json.dumps({**facts, "checksum": _checksum(facts, tokens)})})
+
+
+def from_bytes(stream: str, data: bytes) -> tuple[np.ndarray, str]:
+    """The history and `read_to` of the snapshot that `to_bytes` made of `stream`; raises SnapshotError."""
+    try:
+        size = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + size])
+        facts = json.loads(header["__metadata__"][_KEY])
+        tokens = load(data)["tokens"]
+        checksum = facts.pop("checksum")
+        is_whole = tokens.dtype == np.int32 and tokens.ndim == 1 and checksum == _checksum(facts, tokens)
+        found = facts["version"], facts["stream"]
+        read_to = str(facts["read_to"])
+    except Exception as failure:  # whatever a damaged file makes a parser raise
+        raise SnapshotError(f"{name_of(stream)} is no snapshot, or damaged: {failure}") from failure
+    if not is_whole:
+        raise SnapshotError(f"{name_of(stream)} is damaged: its checksum does not fit its content")
+    if found != (VERSION, stream):
+        raise SnapshotError(f"{name_of(stream)} is version {found[0]!r} of {found[1]!r}, not of {stream!r}")
+    return tokens, read_to
+
+
+def _checksum(facts: dict[str, Any], tokens: np.ndarray) -> str:
+    content = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16)
+    content.update(tokens.tobytes())
+    return content.hexdigest()

@@ -1,0 +1,87 @@
+"""Captured steps through torch.compile: what lies between the matrix products of a layer becomes a few kernels.
+
+The whole forward is one graph of operators (attention is one of them, lpr::tree_attention), with symbolic sizes: a
+handful of forms serves all shapes of steps. Each takes a minute or two to compile for a model of 32 layers, once: what
+is compiled is kept on disk, and a later start reads it. Only captured steps are compiled, and where the compiler fails
+they go on without it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+logger = logging.getLogger(__name__)
+
+MOST_FORMS = 64
+"""Forms of a step that may be compiled; torch's own limit is 8."""
+
+
+def compiled_folder() -> Path:
+    """Where compiled code is kept: TORCHINDUCTOR_CACHE_DIR, or `lpr/compiled` in the user's cache folder."""
+    given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if given == default_cache_dir():  # torch notes its own default there
+        given = None
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(given) if given else Path(home) / "lpr" / "compiled"
+
+
+class CompiledForward:
+    """A model's forward, compiled from its next call on, unless that is within `off`."""
+
+    def __init__(self, model: torch.nn.Module, backend: str = "inductor") -> None:
+        """Switch `model` over; nothing is compiled before a step comes."""
+        self.reason: str | None = None
+        """Why steps are not compiled any more; None while they are."""
+        self._model = model
+        self._before = _so_far()
+        # By default it is in a folder for temporary files, which a machine or container forgets when it restarts.
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compiled_folder())
+        torch._dynamo.config.recompile_limit = max(MOST_FORMS, torch._dynamo.config.recompile_limit)
+        options = {"combo_kernels": True} if backend == "inductor" else None  # independent ones in one launch
+        model.compile(dynamic=True, fullgraph=True, backend=backend, options=options)
+
+    @property
+    def cost(self) -> dict[str, float]:
+        """What compiling has taken so far: "seconds", the "forms" compiled, and how many of them were "from_disk"."""
+        return {name: count - self._before[name] for name, count in _so_far().items()}
+
+    def describe(self) -> str | None:
+        """The cost in words; None if nothing was compiled."""
+        cost = self.cost
+        if not cost["forms"]:
+            return None
+        return (
+            f"{cost['forms']:.0f} forms of a step compiled in {cost['seconds']:.1f} s, {cost['from_disk']:.0f} of them "
+            f"read from {compiled_folder()}"
+        )
+
+    def off(self) -> AbstractContextManager[Any]:
+        """A scope in which the model is called directly."""
+        return torch.compiler.set_stance("force_eager")
+
+    def give_up(self, failure: Exception | str) -> bool:
+        """Call the model directly from now on and say why, once; False if that is so already."""
+        if self.reason is not None:
+            return False
+        lines = [line.strip() for line in str(failure).splitlines() if line.strip()] or [type(failure).__name__]
+        self.reason = lines[0]
+        self._model._compiled_call_impl = None  # what Module.compile has set
+        logger.warning("steps are not compiled: %s", self.reason)
+        return True
+
+
+def _so_far() -> dict[str, float]:
+    """What this process has compiled."""
+    times, counters = torch._dynamo.utils.compilation_time_metrics, torch._dynamo.utils.counters
+    return {
+        "seconds": sum(times.get("_compile.compile_inner", ())),
+        "forms": counters["stats"]["unique_graphs"],
+        "from_disk": max(counters["aot_autograd"]["autograd_cache_hit"], counters["inductor"]["fxgraph_cache_hit"]),
+    }

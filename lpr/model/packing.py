@@ -1,0 +1,103 @@
+"""Projections of the same input as one matrix product: queries, keys and values, and an MLP's gate and its values.
+
+A GPU takes a few microseconds to begin a matrix product, and small ones leave most of it idle. At load the weights of
+such projections are laid one below the other, so that the first one that is asked computes all and the others take
+their part. Every module keeps its name, its parameters and its shape. What is quantised, split over ranks, hooked or of
+another class than `nn.Linear` is left as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names of projections that a module applies to one input, in the order of their use."""
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Pack:
+    """The weights [sum of outputs, inputs] of a group and, within a forward, what they made of its input."""
+
+    def __init__(self, members: Sequence[nn.Linear]) -> None:
+        """Lay out the weights of `members` anew; each member's parameters become views of the whole."""
+        self.sizes = [each.out_features for each in members]
+        self.weight = torch.cat([each.weight.data for each in members])
+        self.bias = torch.cat([each.bias.data for each in members]) if members[0].bias is not None else None
+        self._input: torch.Tensor | None = None
+        self._outputs: Sequence[torch.Tensor] = ()
+        start = 0
+        for size, each in zip(self.sizes, members, strict=True):
+            each.weight.data = self.weight[start : start + size]
+            if self.bias is not None:
+                each.bias.data = self.bias[start : start + size]
+            start += size
+
+    def part(self, place: int, given: torch.Tensor) -> torch.Tensor:
+        """What member `place` makes of its input [..., inputs]: [..., its outputs]."""
+        if self._input is not given:
+            self._input = given
+            self._outputs = F.linear(given, self.weight, self.bias).split(self.sizes, -1)
+        part = self._outputs[place]
+        if place == len(self.sizes) - 1:  # the last one that a forward asks: nothing outlives the layer
+            self._input, self._outputs = None, ()
+        return part
+
+
+class PackedLinear(nn.Linear):
+    """A member of a pack; it was an `nn.Linear`, and has its fields."""
+
+    pack: Pack
+    place: int
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """As `nn.Linear`; where gradients are wanted, by its own parameters."""
+        return super().forward(input) if torch.is_grad_enabled() else self.pack.part(self.place, input)
+
+
+def pack_projections(model: nn.Module) -> int:
+    """Pack the groups of `model` that can be; returns how many were."""
+    count = 0
+    for module in model.modules():
+        for names in GROUPS:
+            members: list[Any] = [getattr(module, name, None) for name in names]
+            if not _fit(members):
+                continue
+            pack = Pack(members)
+            for place, member in enumerate(members):
+                member.__class__ = PackedLinear
+                member.pack, member.place = pack, place
+            count += 1
+    return count
+
+
+def _fit(members: Sequence[Any]) -> bool:
+    if not all(type(each) is nn.Linear and _is_plain(each) for each in members):
+        return False
+    first = members[0]
+    return all(
+        each.in_features == first.in_features
+        and each.weight.dtype == first.weight.dtype
+        and each.weight.device == first.weight.device
+        and (each.bias is None) == (first.bias is None)
+        for each in members
+    ) and len({id(each.weight) for each in members}) == len(members)
+
+
+def _is_plain(module: nn.Linear) -> bool:
+    """Is it nothing but its weights: without hooks, adapters, quantised or distributed tensors?"""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    held = [module.weight] if module.bias is None else [module.weight, module.bias]
+    return (
+        not any(hooks)
+        and "forward" not in vars(module)
+        and not parametrize.is_parametrized(module)
+        and all(each.dtype in DTYPES and not is_traceable_wrapper_subclass(each) for each in held)
+    )

@@ -1,0 +1,94 @@
+"""One mesh: its scheduler's steps one after the other, on a clock that a policy moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from lpr.engine.scheduler import Scheduler
+from lpr.planner.service.requests import Arrivals, SimRequest
+
+
+class Policy(Protocol):
+    """What a step costs and brings. Which ranks serve a request (`homes`) is the scheduler's affair."""
+
+    def step(
+        self, decoding: Sequence[SimRequest], filling: Sequence[tuple[SimRequest, Sequence[int]]]
+    ) -> tuple[float, Sequence[int]]:
+        """Seconds of a step, and the tokens that it brings to each request of `decoding`, at least one each.
+
+        A decoding request also evaluates what its home ranks lack of its pending chain; those of `filling` evaluate so
+        many tokens of theirs, per rank.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slots:
+    """The scheduler's limits, as DecodeConfig and the engine set them."""
+
+    num_slots: int = 8
+    """Of each rank."""
+    num_ranks: int = 1
+    """lp: the ranks of a replica work as one."""
+    prefill_chunk: int = 512
+    longest_chain: int = 64
+    """Nodes of the largest tree."""
+    packed: bool = True
+    """Are unequal rows evaluated without padding?"""
+    retains: bool = True
+    """Do slots keep the prefixes of finished requests?"""
+
+    def scheduler(self) -> Scheduler[SimRequest]:
+        """An idle scheduler."""
+        return Scheduler(
+            self.num_slots,
+            self.num_ranks,
+            self.prefill_chunk,
+            self.longest_chain,
+            packed=self.packed,
+            retains=self.retains,
+            most_homes=self.num_ranks,
+        )
+
+
+def simulate_mesh(arrivals: Arrivals, policy: Policy, slots: Slots) -> list[SimRequest]:
+    """Serve all `arrivals` on one mesh; returns the requests as they end. Deterministic, if arrivals and policy are."""
+    scheduler, now, done = slots.scheduler(), 0.0, list[SimRequest]()
+    while True:
+        for request in arrivals.due(now):
+            scheduler.add(request)
+        while (admission := scheduler.admit()) is not None:
+            admission.request.num_computed_tokens = list(admission.num_computed_tokens)
+        schedule = scheduler.schedule()
+        scheduler.take_moves()
+        if schedule.is_empty:
+            upcoming = arrivals.upcoming()
+            if upcoming is None:
+                return done
+            now = max(now, upcoming)
+            continue
+        seconds, emitted = policy.step(schedule.decoding, schedule.filling)
+        now += seconds
+        for request, counts in schedule.filling:
+            request.num_computed_tokens = [
+                computed + count for computed, count in zip(request.num_computed_tokens, counts, strict=True)
+            ]
+        for request, count in zip(schedule.decoding, emitted, strict=True):
+            advance(request, count, now)
+        for request in [each for each in schedule.decoding if each.num_left == 0]:
+            scheduler.finish(request)
+            arrivals.ended(request)
+            done.append(request)
+
+
+def advance(request: SimRequest, count: int, now: float) -> None:
+    """Let `count` tokens, or as many as are missing, be added at time `now`."""
+    if request.first is None:
+        request.first = now
+    request.num_steps += 1
+    request.tokens.extend([request.tokens[-1]] * min(count, request.num_left))
+    for rank in request.homes:
+        request.num_computed_tokens[rank] = len(request.tokens) - 1
+    request.ended = now

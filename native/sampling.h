@@ -1,0 +1,279 @@
+// Which token a row of logits gives: noise by a hash, a running maximum, limits without a sort.
+//
+// The specification is lpr.model.sampling_reference.pick. What a row allows is a prefix of its tokens in the order (score
+// descending, id ascending), whatever its limits are; so the best total of all is looked for, and if the limits refuse
+// its token, they refuse all behind it, and the search goes on among those before it. The specification's logarithms are
+// not computed here: where two totals are so close that rounding decides between them, or a sum so close to a limit, the
+// row is said to be in doubt, and the caller asks the specification.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+#define LPR_EACH_CPU __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define LPR_EACH_CPU
+#endif
+#pragma GCC diagnostic ignored "-Wpsabi"  // no vector crosses a call
+#define LPR_INLINE inline __attribute__((always_inline))
+
+namespace lpr {
+
+constexpr int LANES = 16;
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Words32 __attribute__((vector_size(4 * LANES)));
+
+constexpr int64_t BLOCK = 256;                     // tokens whose largest score is known; a multiple of LANES
+constexpr float MOST_NOISE = 22.9f;                // no noise is above: lpr.model.noise.LARGEST_NOISE
+constexpr double NEAR = 1e-5, NEAR_PART = 1e-6;    // totals this close, absolutely and as a part, are in doubt
+constexpr double SUM_DOUBT = 1e-5, RATIO_DOUBT = 1e-9;
+constexpr float FAR = 30.0f;  // a weight below exp(-30) = 1e-13 is none, of a million tokens as well
+constexpr int64_t MOST_IN_HEAP = 1024;
+
+struct Chooser {
+  float temperature, top_p, min_p;
+  uint32_t key;
+  int64_t top_k;  // 0 is off
+};
+
+struct Winner {
+  int64_t token = -1;
+  double total = -std::numeric_limits<double>::infinity();
+  double second = -std::numeric_limits<double>::infinity();
+};
+
+// A row's scores over its temperature, padded with -inf to whole blocks, and the largest of every block.
+struct Scores {
+  std::vector<float> scaled, largest;
+  int64_t size = 0;
+  float top = 0;
+  int64_t first = 0;  // the lowest id with the largest score
+  bool broken = false;
+};
+
+template <typename V>
+LPR_INLINE V mixed(V x) {
+  x ^= x >> 17;
+  x *= 0xED5AD4BBu;
+  x ^= x >> 11;
+  x *= 0xAC4C1B51u;
+  x ^= x >> 15;
+  x *= 0x31848BABu;
+  return x ^ (x >> 14);
+}
+
+LPR_INLINE Floats load(const float* at) {
+  Floats found;
+  std::memcpy(&found, at, sizeof found);
+  return found;
+}
+
+template <typename To, typename From>
+LPR_INLINE To as(From from) {
+  To to;
+  static_assert(sizeof to == sizeof from, "the same bits");
+  std::memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+// lpr.model.noise.gumbel up to a few units in its last place.
+inline double noise_of(uint32_t key, uint32_t token) {
+  uint32_t bits = mixed<uint32_t>(mixed<uint32_t>(token ^ key) ^ (key * 0x85EBCA6Bu));
+  float uniform = (static_cast<float>(bits) + 0.5f) * 2.3283064365386963e-10f;  // 2^-32
+  uniform = std::min(uniform, 0.999999940395355224609375f);                     // 1 - 2^-24
+  return -std::log(-std::log1p(-static_cast<double>(uniform)));
+}
+
+LPR_EACH_CPU inline void scale(const float* logits, int64_t size, float temperature, Scores& to) {
+  const float least = -std::numeric_limits<float>::infinity();
+  int64_t blocks = (size + BLOCK - 1) / BLOCK;
+  to.size = size;
+  to.scaled.resize(blocks * BLOCK);
+  to.largest.resize(blocks);
+  float* out = to.scaled.data();
+  Ints odd = {};
+  Floats divisor = temperature - Floats{};
+  float padded[BLOCK];
+  for (int64_t block = 0; block < blocks; block++) {
+    const float* from = logits + block * BLOCK;
+    if ((block + 1) * BLOCK > size) {
+      std::fill(padded, padded + BLOCK, least);
+      std::memcpy(padded, from, (size - block * BLOCK) * sizeof(float));
+      from = padded;
+    }
+    Floats most = least - Floats{};
+    for (int64_t i = 0; i < BLOCK; i += LANES) {
+      Floats score = load(from + i) / divisor;
+      odd |= score != score;
+      most = score > most ? score : most;
+      std::memcpy(out + block * BLOCK + i, &score, sizeof score);
+    }
+    float largest = least;
+    for (int lane = 0; lane < LANES; lane++) largest = std::max(largest, most[lane]);
+    to.largest[block] = largest;
+  }
+  to.broken = false;
+  for (int lane = 0; lane < LANES; lane++) to.broken |= odd[lane] != 0;
+  auto best = std::max_element(to.largest.begin(), to.largest.end());
+  to.top = *best;
+  const float* begin = out + (best - to.largest.begin()) * BLOCK;
+  to.first = std::find(begin, begin + BLOCK, to.top) - out;
+}
+
+// The best total among tokens of a score of at least `kept` that come before (`end`, `end_token`).
+LPR_EACH_CPU inline Winner search(const Scores& scores, uint32_t key, float kept, float end, int64_t end_token) {
+  constexpr float LN2 = 0.69314718f;
+  Winner winner;
+  auto enter = [&](int64_t token) {
+    double total = static_cast<double>(scores.scaled[token]) + noise_of(key, static_cast<uint32_t>(token));
+    if (total > winner.total) {
+      winner.second = winner.total;
+      winner.total = total;
+      winner.token = token;
+    } else {
+      winner.second = std::max(winner.second, total);
+    }
+  };
+  enter(scores.first);
+  float least = std::max(kept, end);
+  Words32 folded = key * 0x85EBCA6Bu - Words32{}, lanes;
+  for (int lane = 0; lane < LANES; lane++) lanes[lane] = static_cast<uint32_t>(lane);
+  for (size_t block = 0; block < scores.largest.size(); block++) {
+    float slack = static_cast<float>(NEAR + NEAR_PART * std::abs(winner.total)) * 2 + 1e-3f;
+    float reach = static_cast<float>(winner.total) - slack;
+    if (scores.largest[block] < least || scores.largest[block] + MOST_NOISE < reach) continue;
+    for (int64_t i = block * BLOCK; i < static_cast<int64_t>(block + 1) * BLOCK; i += LANES) {
+      Floats score = load(scores.scaled.data() + i);
+      Words32 bits = mixed(mixed((lanes + static_cast<uint32_t>(i)) ^ key) ^ folded);
+      // No noise exceeds -log((bits + 1/2) / 2^32), and a float's bits are a logarithm that is never too large.
+      Floats halved = __builtin_convertvector(as<Ints>(bits >> 1), Floats);
+      Floats exponent = __builtin_convertvector(as<Ints>(halved), Floats);
+      Floats bound = score + (LN2 * (31.0f + 127.0f) - exponent * (LN2 / 8388608.0f));
+      Ints possible = bound >= reach;
+      bool any = false;
+      for (int lane = 0; lane < LANES; lane++) any |= possible[lane] != 0;
+      if (!any) continue;
+      for (int lane = 0; lane < LANES; lane++) {
+        int64_t token = i + lane;
+        if (!possible[lane] || token >= scores.size || token == scores.first || score[lane] < kept) continue;
+        if (score[lane] > end || (score[lane] == end && token < end_token)) enter(token);
+      }
+      slack = static_cast<float>(NEAR + NEAR_PART * std::abs(winner.total)) * 2 + 1e-3f;
+      reach = static_cast<float>(winner.total) - slack;
+    }
+  }
+  return winner;
+}
+
+LPR_INLINE Floats exponential(Floats x) {  // of x at most 0, to a few units in the last place
+  Floats least = -87.0f - Floats{};
+  x = x > least ? x : least;
+  Floats whole = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the sum's last bits are the rounded product
+  Ints power = as<Ints>(whole) << 23;
+  whole -= 12582912.0f;
+  Floats rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
+  Floats sum = rest * 1.9875691500e-4f + 1.3981999507e-3f;
+  sum = sum * rest + 8.3334519073e-3f;
+  sum = sum * rest + 4.1665795894e-2f;
+  sum = sum * rest + 1.6666665459e-1f;
+  sum = sum * rest + 5.0000001201e-1f;
+  sum = sum * rest * rest + rest + 1.0f;
+  return as<Floats>(as<Ints>(sum) + power);
+}
+
+// Sums of exp(score - top) over the scores of at least `kept`: all of them, and those before `token`.
+LPR_EACH_CPU inline void sum_weights(const Scores& scores, float kept, int64_t token, double& whole, double& before) {
+  const float* scaled = scores.scaled.data();
+  float mine = scaled[token];
+  Floats zero = {}, border = mine - zero, limit = kept - zero;
+  whole = before = 0;
+  for (size_t block = 0; block < scores.largest.size(); block++) {
+    if (scores.largest[block] < kept || scores.largest[block] < scores.top - FAR) continue;
+    Floats all = {}, earlier = {};
+    const float* at = scaled + block * BLOCK;
+    for (int64_t i = 0; i < BLOCK; i += LANES) {
+      Floats score = load(at + i);
+      Floats weight = exponential(score - scores.top);
+      weight = score >= limit ? weight : zero;
+      all += weight;
+      earlier += score > border ? weight : zero;
+    }
+    for (int lane = 0; lane < LANES; lane++) {
+      whole += all[lane];
+      before += earlier[lane];
+    }
+  }
+  int32_t ties = 0;
+  for (int64_t other = 0; other < token; other++) ties += scaled[other] == mine;
+  before += ties * std::exp(static_cast<double>(mine) - scores.top);
+}
+
+// The k-th largest score.
+inline float kth(const Scores& scores, int64_t k) {
+  if (k <= 0 || k >= scores.size) return -std::numeric_limits<float>::infinity();
+  if (k > MOST_IN_HEAP) {
+    std::vector<float> all(scores.scaled.begin(), scores.scaled.begin() + scores.size);
+    std::nth_element(all.begin(), all.begin() + (k - 1), all.end(), std::greater<float>());
+    return all[k - 1];
+  }
+  std::vector<float> heap;  // the least of the largest first
+  heap.reserve(k);
+  auto more = std::greater<float>();
+  for (size_t block = 0; block < scores.largest.size(); block++) {
+    bool full = static_cast<int64_t>(heap.size()) == k;
+    if (full && scores.largest[block] <= heap.front()) continue;
+    int64_t last = std::min<int64_t>(scores.size, (block + 1) * BLOCK);
+    for (int64_t token = block * BLOCK; token < last; token++) {
+      float score = scores.scaled[token];
+      if (static_cast<int64_t>(heap.size()) < k) {
+        heap.push_back(score);
+        std::push_heap(heap.begin(), heap.end(), more);
+      } else if (score > heap.front()) {
+        std::pop_heap(heap.begin(), heap.end(), more);
+        heap.back() = score;
+        std::push_heap(heap.begin(), heap.end(), more);
+      }
+    }
+  }
+  return heap.front();
+}
+
+constexpr int64_t NONE = -1, DOUBT = -2;
+
+// The token of a row that is sampled; NONE if it has no choice, DOUBT if rounding decides.
+inline int64_t choose_row(const float* logits, int64_t size, const Chooser& choice, Scores& scores) {
+  scale(logits, size, choice.temperature, scores);
+  if (scores.broken || !std::isfinite(scores.top)) return NONE;
+  float kept = kth(scores, choice.top_k);
+  float end = -std::numeric_limits<float>::infinity();
+  int64_t end_token = size;
+  while (true) {
+    Winner winner = search(scores, choice.key, kept, end, end_token);
+    if (winner.second >= winner.total - (NEAR + NEAR_PART * std::abs(winner.total))) return DOUBT;
+    if (winner.token == scores.first) return winner.token;
+    bool allowed = true, doubtful = false;
+    if (choice.top_p < 1) {
+      double whole, before;
+      sum_weights(scores, kept, winner.token, whole, before);
+      doubtful = std::abs(before / whole - choice.top_p) <= SUM_DOUBT;
+      allowed = before < choice.top_p * whole;
+    }
+    if (choice.min_p > 0) {
+      double weight = std::exp(static_cast<double>(scores.scaled[winner.token]) - scores.top);
+      doubtful |= std::abs(weight - choice.min_p) <= RATIO_DOUBT * choice.min_p;
+      allowed = allowed && weight >= choice.min_p;
+    }
+    if (doubtful) return DOUBT;
+    if (allowed) return winner.token;
+    end = scores.scaled[winner.token];
+    end_token = winner.token;
+  }
+}
+
+}  // namespace lpr

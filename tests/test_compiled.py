@@ -1,0 +1,222 @@
+"""Few kernels: one matrix product for projections of one input, and torch.compile without a break, on a CPU."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny_model
+from pretend_gpu import guard
+from torch import nn
+from transformers import AutoConfig
+
+from benchmarks.kernel_counts import count
+from lpr import DecodeConfig, Engine, SamplingParams
+from lpr.model.cache import TreeCache
+from lpr.model.compiled import CompiledForward
+from lpr.model.inputs import Row
+from lpr.model.kernels import attention_kernel, reference
+from lpr.model.kernels.mask import TreeMask
+from lpr.model.packing import PackedLinear, pack_projections
+from lpr.model.runner import TreeModel
+from lpr.model.self_check import check_compiled
+
+__all__ = ["guard"]
+
+DECODE = DecodeConfig(window_size=4, trie_nodes=16, max_batch_size=2)
+PROMPTS = [[3, 5, 7, 9, 11, 13, 5, 7], [7, 8, 9] * 5]
+PARAMS = [SamplingParams(max_new_tokens=20), SamplingParams(max_new_tokens=20, temperature=0.8, seed=3)]
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},  # with biases
+    "gemma2": {"sliding_window": 9, "head_dim": 16},
+    "mistral": {"sliding_window": 9},
+}
+
+
+# Packed projections.
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_projections_give_the_same_ids(family: str) -> None:
+    model = tiny_model(family, spread=0.12, **FAMILIES[family])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.1)
+    packed = copy.deepcopy(model)
+    assert pack_projections(packed) == 2 * model.config.num_hidden_layers
+    for (name, mine), (other, theirs) in zip(packed.state_dict().items(), model.state_dict().items(), strict=True):
+        assert name == other and torch.equal(mine, theirs)
+    attention = packed.model.layers[0].self_attn
+    assert attention.q_proj.weight.untyped_storage().data_ptr() == attention.v_proj.weight.untyped_storage().data_ptr()
+    found = [
+        [each.token_ids for each in Engine.from_model(it, decode=DECODE).generate(PROMPTS, PARAMS)]
+        for it in (model, packed)
+    ]
+    assert found[0] == found[1]
+    assert attention.q_proj.pack._input is None, "nothing of a forward is kept"
+
+
+def test_one_product_for_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    pack_projections(model)
+    products = []
+    linear = torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *args: products.append(1) or linear(*args))
+    with torch.no_grad():
+        model(torch.tensor([[1, 2, 3]]))
+    assert len(products) == 4 * 2 + 1, (
+        "queries, keys and values; output; gate and up; down: of two layers; and the head"
+    )
+
+
+def test_gradients_reach_the_parameters() -> None:
+    model = tiny_model()
+    pack_projections(model)
+    model(torch.tensor([[1, 2, 3]])).logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+class OwnLinear(nn.Linear):
+    """Stands for a quantised layer, which is a class of its own."""
+
+
+def test_what_is_not_a_plain_layer_is_left_as_it_is() -> None:
+    model = tiny_model(num_hidden_layers=4)
+    layers = [layer.self_attn for layer in model.model.layers]
+    layers[0].q_proj.register_forward_hook(lambda *_: None)
+    layers[1].k_proj.__class__ = OwnLinear
+    layers[2].v_proj.weight.data = layers[2].v_proj.weight.data.double()
+    del layers[3].v_proj
+    assert pack_projections(model) == 4, "the four MLPs"
+    assert not any(isinstance(module, PackedLinear) for each in layers for module in each.modules())
+
+
+def test_a_pack_notices_another_input() -> None:
+    model = tiny_model()
+    whole = copy.deepcopy(model)
+    pack_projections(model)
+    one, other = torch.randn(2, 3, 64)
+    mine, theirs = model.model.layers[0].self_attn, whole.model.layers[0].self_attn
+    with torch.no_grad():
+        for name, given in (("q_proj", one), ("k_proj", other), ("q_proj", other), ("v_proj", one)):
+            assert torch.allclose(getattr(mine, name)(given), getattr(theirs, name)(given), atol=1e-6)
+
+
+# The compiler.
+
+
+def specification(
+    query: Any, key: Any, value: Any, bits: Any, cached: Any, entries: Any, positions: Any, *rest: Any
+) -> Any:
+    """Stands for the launch of the kernel, which the interpreter takes long for."""
+    sinks, window, chunk, softcap, scale, _ = rest
+    rules = {"sinks": sinks, "window": window, "chunk": chunk, "softcap": softcap, "scale": scale}
+    mask = TreeMask(bits, cached, entries, positions)
+    return reference.tree_attention(query, key, value, mask, **rules).transpose(1, 2).contiguous()
+
+
+@pytest.fixture(autouse=True)
+def quick_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_kernel, "_launch", specification)
+
+
+def runner_of(family: str = "llama", **sizes: Any) -> tuple[TreeModel, TreeCache]:
+    """A model with the kernel's attention, and a cache that has seen a forward."""
+    model = tiny_model(family, **{**FAMILIES.get(family, {}), **sizes})
+    pack_projections(model)
+    runner, cache = TreeModel(model, attention="triton"), TreeCache(1, 32)
+    runner.logits(runner.inputs([Row(0, 0, [1, 2], [-1, 0], [0, 1], 1)], 32), cache)
+    torch._dynamo.reset()
+    return runner, cache
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_forward_is_one_graph(family: str) -> None:
+    """`fullgraph` raises at a break; one graph holds the kernel as an operator, and the ids' logits are the same."""
+    runner, like = runner_of(family)
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    runner.compile(backend="eager")
+    check_compiled(runner, like)
+    assert runner.compiled is not None and runner.compiled.reason is None
+    assert not counters["graph_break"] and counters["stats"]["unique_graphs"] == 2
+    assert runner.compiled.cost["forms"] == 2 and "2 forms" in str(runner.compiled.describe())
+
+
+def test_a_forward_that_breaks_is_called_directly(caplog: pytest.LogCaptureFixture) -> None:
+    runner, like = runner_of()
+    inner = runner.model.model.layers[1].mlp.forward
+
+    def waiting(hidden: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return inner(hidden)
+
+    runner.model.model.layers[1].mlp.forward = waiting
+    runner.compile(backend="eager")
+    with caplog.at_level(logging.WARNING):
+        check_compiled(runner, like)
+    assert runner.compiled is not None and runner.compiled.reason and "steps are not compiled" in caplog.text
+    assert runner.model._compiled_call_impl is None
+
+
+def test_a_compiler_that_changes_logits_is_found() -> None:
+    def wrong(graph: Any, _: Any) -> Any:
+        return lambda *args: tuple(each + 0.1 * torch.randn_like(each) for each in graph(*args))
+
+    runner, like = runner_of()
+    runner.compile(backend=wrong)  # type: ignore[arg-type]
+    check_compiled(runner, like)
+    assert runner.compiled is not None and "differ from direct ones" in str(runner.compiled.reason)
+
+
+class Small(nn.Module):
+    """Something to compile in a moment."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * torch.sigmoid(hidden) + 1
+
+
+def test_compiled_code_is_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled again, as in a second process, is read."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    said = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        layer = Small()
+        compiled = CompiledForward(layer)
+        with torch.no_grad():
+            layer(torch.randn(3, 8))
+        said.append(str(compiled.describe()))
+    folder = tmp_path / "lpr" / "compiled"
+    assert ", 0 of them read" in said[0] and said[1].endswith(f", 1 of them read from {folder}") and folder.is_dir()
+
+
+# What a GPU would run.
+
+
+def small(**sizes: int) -> Any:
+    """A Llama with more than a processor's worth of everything."""
+    shape = dict(vocab_size=512, hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=4)
+    return AutoConfig.for_model("llama", **{**shape, "num_hidden_layers": 2, **sizes})
+
+
+def test_kernels_of_a_step(guard: None) -> None:
+    """Ten a layer: norm, QKV, rotation with the cache's writes, attention and its second launch, output, norm, gate
+    and up, SiLU, down; and no copy of a cache."""
+    one, three = (count(small(num_hidden_layers=layers), 16, 1024) for layers in (1, 3))
+    assert three["compiled"]["forward"] - one["compiled"]["forward"] == 2 * 10
+    assert one["compiled"]["forward"] == 10 + 2, "the last norm and the head"
+    assert one["compiled"]["largest_copies"] == three["compiled"]["largest_copies"] == 0
+    assert three["packed"]["forward"] == three["operators"]["forward"] - 3 * 3
+    assert three["operators"]["launches"] > 2.5 * three["compiled"]["launches"]
+    plain = count(small(num_hidden_layers=1), 1, 1024)
+    for step in (one, plain):
+        assert step["compiled"]["forward"] == 10 + 2
+        assert step["compiled"]["launches"] + 31 * 10 <= 350, "of 32 layers, with all that is around the forward"

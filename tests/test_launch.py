@@ -1,0 +1,512 @@
+"""Deployment files: each is checked by its own tool or schema, and what it starts is started here."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import http.server
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from benchmarks.dashboard import filled_in
+from benchmarks.dashboard_page import page, pieces, shown
+from lpr.serve.metrics import Metrics
+from lpr.serve.options import ServeArgs, parse
+from lpr.serve.service import Limits, Service
+
+ROOT = Path(__file__).parent.parent
+LAUNCH = ROOT / "launch"
+MANIFESTS = sorted((LAUNCH / "k8s").glob("*.yaml"))
+WANTED = "this needs pip install '.[launch]'"
+TORCHRUN_PATIENCE = 30
+"""Seconds that torchrun gives its ranks after a signal, before it kills them."""
+
+
+def text_of(name: str) -> str:
+    return (LAUNCH / name).read_text(encoding="utf-8")
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def documents(path: Path) -> list[dict[str, Any]]:
+    yaml = pytest.importorskip("yaml", reason=WANTED)
+    return list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
+
+
+def program(name: str) -> str:
+    """A program that comes with a Python package, from where that is installed."""
+    found = shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    return found or pytest.skip(f"{WANTED}: no {name}")
+
+
+# The image.
+
+
+def instructions(text: str) -> list[tuple[str, str]]:
+    """The Dockerfile as (instruction, arguments), without comments."""
+    lines = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    joined = lines.replace("\\\n", " ")
+    return [(line.split(" ", 1)[0], line.split(" ", 1)[1].strip()) for line in joined.splitlines() if line.strip()]
+
+
+def last(name: str) -> str:
+    return [rest for each, rest in instructions(text_of("Dockerfile")) if each == name][-1]
+
+
+def test_the_image_passes_its_linter(tmp_path: Path) -> None:
+    hadolint = program("hadolint")
+    done = subprocess.run([hadolint, LAUNCH / "Dockerfile"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
+    wrong = tmp_path / "Dockerfile"
+    wrong.write_text(text_of("Dockerfile").replace("FROM python:3.12-slim-bookworm\n", "FROM python\n"))
+    assert subprocess.run([hadolint, wrong], capture_output=True, timeout=60).returncode != 0
+
+
+def test_the_image_is_built_from_what_is_there() -> None:
+    copied = [rest.split()[:-1] for name, rest in instructions(text_of("Dockerfile"))
+              if name == "COPY" and "--from" not in rest]  # fmt: skip
+    sources = {source for each in copied for source in each}
+    assert {"lpr", "native", "pyproject.toml"} <= sources and all((ROOT / each).exists() for each in sources)
+    ignored = text_of("Dockerfile.dockerignore").split()
+    assert "*" in ignored and {f"!{each}" for each in sources} <= set(ignored), "all else is left out of the build"
+
+
+def test_the_image_is_confined_and_serves() -> None:
+    stages = [name for name, _ in instructions(text_of("Dockerfile"))].count("FROM")
+    assert stages == 2 and re.fullmatch(r"[1-9]\d+:[1-9]\d+", last("USER"))
+    command = json.loads(last("ENTRYPOINT"))
+    assert command[:3] == ["python", "-m", "lpr.serve"]
+    assert f"{parse(command[3:]).port}" == last("EXPOSE") and parse(command[3:]).host == "0.0.0.0"
+    assert last("STOPSIGNAL") == "SIGTERM"
+
+
+@contextlib.contextmanager
+def answering(status: int) -> Iterator[int]:
+    """A server that answers every path with one status; yields its port."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None: ...
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield server.server_address[1]
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize(("status", "code"), [(200, 0), (503, 1)])
+def test_the_health_check_is_that_of_the_service(status: int, code: int) -> None:
+    """The image's own command, with the port of a server that is ready or not."""
+    command = json.loads(last("HEALTHCHECK").partition("CMD ")[2])
+    assert "/readyz" in command[-1]
+    with answering(status) as port:
+        words = [sys.executable, *command[1:-1], command[-1].replace(":8000/", f":{port}/")]
+        assert subprocess.run(words, capture_output=True, timeout=60).returncode == code
+
+
+# The compose file.
+
+
+def composed() -> dict[str, Any]:
+    (found,) = documents(LAUNCH / "compose.yaml")
+    return found
+
+
+def test_compose_files_are_compose_files() -> None:
+    compose = pytest.importorskip("compose_spec", reason=WANTED).PyCompose
+    for name in ("compose.yaml", "compose.gpu.yaml"):
+        compose.from_yaml(text_of(name)).validate_volumes()
+    for right, wrong in (("restart: unless-stopped", "restart: perhaps"), ("stop_grace_period", "stop_period")):
+        with pytest.raises(ValueError, match=wrong.split()[-1]):
+            compose.from_yaml(text_of("compose.yaml").replace(right, wrong))
+
+
+def test_the_composed_service_is_ours() -> None:
+    services = composed()["services"]
+    assert set(services) == {"lpr", "valkey", "prometheus", "grafana"}
+    ours = services["lpr"]
+    default = re.sub(r"\$\{\w+:-(.*)\}", r"\1", ours["command"])
+    args = parse(shlex.split(default))
+    assert float(ours["stop_grace_period"].removesuffix("s")) > args.shutdown_timeout + 5
+    assert (ROOT / "launch" / ours["build"]["context"]).resolve() == ROOT
+    assert (ROOT / ours["build"]["dockerfile"]).exists()
+    assert ours["environment"]["LPR_DRAFT_STORE"] == "redis://valkey:6379"
+    for service in services.values():
+        assert "image" in service and not service["image"].endswith(":latest")
+        for volume in service.get("volumes", []):
+            source = volume.split(":")[0]
+            assert source in composed()["volumes"] or (LAUNCH / source).is_file(), source
+
+
+def test_prometheus_and_grafana_find_each_other() -> None:
+    services = composed()["services"]
+    (scraped,) = documents(LAUNCH / "monitoring/prometheus.yaml")[0]["scrape_configs"]
+    (found,) = scraped["dns_sd_configs"]
+    assert found["names"] == ["lpr"] and found["port"] == services["lpr"]["ports"][0]["target"]
+    (source,) = documents(LAUNCH / "monitoring/datasources.yaml")[0]["datasources"]
+    assert source["url"] == "http://prometheus:9090" and services["prometheus"]["ports"][0].endswith(":9090")
+    (provider,) = documents(LAUNCH / "monitoring/dashboards.yaml")[0]["providers"]
+    mounts = dict(volume.split(":")[:2] for volume in services["grafana"]["volumes"])
+    assert mounts["./monitoring/dashboard.json"].startswith(provider["options"]["path"])
+    assert mounts["./monitoring/datasources.yaml"].startswith("/etc/grafana/provisioning/datasources/")
+    assert mounts["./monitoring/dashboards.yaml"].startswith("/etc/grafana/provisioning/dashboards/")
+    dashboard = json.loads(text_of("monitoring/dashboard.json"))
+    assert source["uid"] == dashboard["templating"]["list"][0]["current"]["value"]
+
+
+def test_prometheus_takes_its_configuration(tmp_path: Path) -> None:
+    promtool = program("promtool")
+    path = LAUNCH / "monitoring" / "prometheus.yaml"
+    done = subprocess.run([promtool, "check", "config", path], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    wrong = tmp_path / "prometheus.yaml"
+    wrong.write_text(path.read_text().replace("metrics_path", "metric_path"))
+    assert subprocess.run([promtool, "check", "config", wrong], capture_output=True, timeout=60).returncode != 0
+
+
+# The dashboard.
+
+
+def expressions() -> list[str]:
+    """What the dashboard's panels ask, with Grafana's variables replaced by values."""
+    panels = json.loads(text_of("monitoring/dashboard.json"))["panels"]
+    return [filled_in(target["expr"]) for panel in panels for target in panel.get("targets", [])]
+
+
+def test_the_dashboard_is_one_of_grafana() -> None:
+    """Read as Grafana's own models and written again, nothing is lost: every key is one that they know."""
+    dashboard = pytest.importorskip("grafana_foundation_sdk.models.dashboard", reason=WANTED)
+    from grafana_foundation_sdk.cog.encoder import JSONEncoder
+    from grafana_foundation_sdk.cog.plugins import register_default_plugins
+
+    register_default_plugins()
+    ours = json.loads(text_of("monitoring/dashboard.json"))
+
+    def written(values: dict[str, Any]) -> dict[str, Any]:
+        return json.loads(JSONEncoder().encode(dashboard.Dashboard.from_json(copy.deepcopy(values))))
+
+    assert lost(ours, written(ours)) == []
+    wrong = copy.deepcopy(ours)
+    wrong["panels"][1]["fieldConfig"]["defaults"]["units"] = "s"
+    assert lost(wrong, written(wrong)) == ["/panels[1]/fieldConfig/defaults/units"]
+    ids = [panel["id"] for panel in ours["panels"]]
+    assert len(set(ids)) == len(ids)
+
+
+def lost(value: Any, other: Any, where: str = "") -> list[str]:
+    """Where `other` lacks what `value` says."""
+    if isinstance(value, dict) and isinstance(other, dict):
+        return [found for key in value for found in
+                (lost(value[key], other[key], f"{where}/{key}") if key in other else [f"{where}/{key}"])]  # fmt: skip
+    if isinstance(value, list) and isinstance(other, list) and len(value) == len(other):
+        return [found for number, each in enumerate(value) for found in lost(each, other[number], f"{where}[{number}]")]
+    return [] if value == other else [where]
+
+
+def test_panels_do_not_overlap() -> None:
+    places = [panel["gridPos"] for panel in json.loads(text_of("monitoring/dashboard.json"))["panels"]]
+    cells = [
+        (x, y) for at in places for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])
+    ]
+    assert len(cells) == len(set(cells)) and max(x for x, _ in cells) < 24
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
+    promql = pytest.importorskip("promql_parser", reason=WANTED)
+    text = Metrics(Service(Limits(), lambda message: None), "m").text().decode()
+    known = {line.split("{")[0].split(" ")[0] for line in text.splitlines() if not line.startswith("#")}
+    known |= {name for name in re.findall(r"# TYPE (\S+)", text)}
+    rooms = [path for room in ("serve", "fleet") for path in (ROOT / "lpr" / room).glob("*.py")]
+    sources = "".join(path.read_text("utf-8") for path in rooms)
+    asked = {name for each in expressions() for name in re.findall(r"(?:lpr|vllm):\w+", each)}
+    assert len(asked) > 20
+    for each in expressions():
+        promql.parse(each)
+    # Some are there only with --draft-store: those are looked for where they are defined.
+    bare = {name: re.sub(r"_(total|bucket|sum|count)$", "", name) for name in asked}
+    missing = {name for name in asked if name not in known and f'"{bare[name]}"' not in sources}
+    assert not missing
+    with pytest.raises(Exception):  # noqa: B017 - whatever the parser raises
+        promql.parse("sum(rate(lpr:steps_total[1m])")
+
+
+# Kubernetes.
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
+def test_manifests_are_what_kubernetes_takes(path: Path) -> None:
+    kubernetes = pytest.importorskip("kubernetes_validate", reason=WANTED)
+    import jsonschema
+    from launch_schemas import SCHEMAS
+
+    def check(found: dict[str, Any]) -> None:
+        if found["kind"] in SCHEMAS:
+            jsonschema.validate(found, SCHEMAS[found["kind"]])
+            for template in templates(found):
+                pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a", **template.get("metadata", {})}}
+                kubernetes.validate({**pod, "spec": template["spec"]}, "1.34", strict=True)
+        else:
+            kubernetes.validate(found, "1.34", strict=True)
+
+    for found in documents(path):
+        check(found)
+        wrong = copy.deepcopy(found)
+        (wrong.get("spec") or wrong)["replica"] = 3
+        with pytest.raises(Exception, match="replica"):
+            check(wrong)
+        for template in templates(wrong := copy.deepcopy(found)):
+            template["spec"]["containers"][0]["imagee"] = "x"
+            with pytest.raises(Exception, match="imagee"):
+                check(wrong)
+
+
+def templates(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """The pod templates of a LeaderWorkerSet, the leader's first."""
+    inner = found.get("spec", {}).get("leaderWorkerTemplate", {})
+    return [inner[name] for name in ("leaderTemplate", "workerTemplate") if name in inner]
+
+
+def leader_of(name: str) -> dict[str, Any]:
+    """The pod of a mesh's first machine."""
+    (found,) = documents(LAUNCH / "k8s" / f"{name}.yaml")
+    return templates(found)[0]["spec"]
+
+
+def flags_of(pod: dict[str, Any]) -> ServeArgs:
+    """The flags that a pod gives lpr.serve."""
+    args = pod["containers"][0]["args"]
+    return parse(args[args.index("lpr.serve") + 1 :] if "lpr.serve" in args else args)
+
+
+@pytest.mark.parametrize("name", ["leaderworkerset", "leaderworkerset_two_machines"])
+def test_pods_load_as_long_as_they_may_and_end_as_they_should(name: str) -> None:
+    pod = leader_of(name)
+    box, args = pod["containers"][0], flags_of(pod)
+    start, live, ready = (box[f"{each}Probe"] for each in ("startup", "liveness", "readiness"))
+    assert start["periodSeconds"] * start["failureThreshold"] >= args.load_timeout
+    assert [each["httpGet"]["path"] for each in (start, live, ready)] == ["/readyz", "/livez", "/readyz"]
+    (port,) = box["ports"]
+    assert port["containerPort"] == args.port and {each["httpGet"]["port"] for each in (start, live, ready)} == {"http"}
+    away = box["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert away >= ready["periodSeconds"] * ready["failureThreshold"], "routers have noticed by then"
+    assert pod["terminationGracePeriodSeconds"] >= away + args.shutdown_timeout + 10
+    if box.get("command") == ["torchrun"]:
+        assert args.shutdown_timeout < TORCHRUN_PATIENCE
+    mounts = {each["mountPath"]: each["name"] for each in box["volumeMounts"]}
+    volumes = {each["name"]: each for each in pod["volumes"]}
+    assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+    assert set(mounts.values()) == set(volumes)
+    assert str(pod["securityContext"]["runAsUser"]) == last("USER").split(":")[0]
+
+
+@pytest.mark.parametrize("name", ["leaderworkerset", "leaderworkerset_two_machines"])
+def test_a_mesh_has_a_rank_per_gpu(name: str) -> None:
+    (found,) = documents(LAUNCH / "k8s" / f"{name}.yaml")
+    machines = found["spec"]["leaderWorkerTemplate"]["size"]
+    for template in templates(found):
+        box = template["spec"]["containers"][0]
+        gpus = int(box["resources"]["limits"]["nvidia.com/gpu"])
+        assert gpus == int(box["resources"]["requests"]["nvidia.com/gpu"])
+        assert flags_of(template["spec"]).num_ranks == machines * gpus
+    assert len(templates(found)) == (2 if machines > 1 else 1)
+
+
+def test_routers_send_to_first_machines_alone() -> None:
+    (service,) = documents(LAUNCH / "k8s/service.yaml")
+    pool, route = documents(LAUNCH / "k8s/inferencepool.yaml")
+    assert service["spec"]["selector"] == pool["spec"]["selector"]["matchLabels"]
+    assert service["spec"]["selector"]["leaderworkerset.sigs.k8s.io/worker-index"] == "0"
+    assert pool["spec"]["targetPorts"] == [{"number": flags_of(leader_of("leaderworkerset")).port}]
+    assert route["spec"]["rules"][0]["backendRefs"][0]["name"] == pool["metadata"]["name"]
+    assert float(route["spec"]["rules"][0]["timeouts"]["request"].removesuffix("s")) >= ServeArgs().request_timeout
+    (listed,) = documents(LAUNCH / "k8s/kustomization.yaml")
+    assert all((LAUNCH / "k8s" / each).exists() for each in listed["resources"])
+    stores = {each["name"] for each in leader_of("leaderworkerset")["containers"][0]["env"]}
+    names = {each["metadata"]["name"] for each in documents(LAUNCH / "k8s/valkey.yaml")}
+    assert "LPR_DRAFT_STORE" in stores and names == {"lpr-valkey"}
+
+
+# What they start, started here.
+
+TINY = ["--dtype=float32", "--no-access-log", "--window-size=0", "--trie-nodes=8", "--max-batch-size=2"]
+BODY = {"prompt": "def f(x):\n    return", "max_tokens": 8, "temperature": 0}
+
+
+def ask(port: int, processes: list[subprocess.Popen[bytes]], seconds: float = 240) -> dict[str, Any]:
+    """A completion of the service at a port, as soon as it is ready."""
+    end = time.monotonic() + seconds
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+        while True:
+            assert time.monotonic() < end and all(each.poll() is None for each in processes)
+            with contextlib.suppress(httpx.TransportError):
+                if client.get("/readyz").status_code == 200:
+                    return client.post("/v1/completions", json=BODY).json()
+            time.sleep(0.2)
+
+
+def on_path() -> dict[str, str]:
+    return {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+
+
+def end_groups(processes: list[subprocess.Popen[bytes]]) -> None:
+    """Kill whatever they have started."""
+    for each in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(each.pid, signal.SIGKILL)
+        each.wait(60)
+
+
+def ended(processes: list[subprocess.Popen[bytes]], seconds: float = 90) -> list[int]:
+    return [each.wait(seconds) for each in processes]
+
+
+def test_a_set_of_two_machines_serves(tmp_path: Path) -> None:
+    """The manifest's own commands, as Kubernetes would start them, for two machines that are both this one."""
+    (found,) = documents(LAUNCH / "k8s/leaderworkerset_two_machines.yaml")
+    port, store = free_port(), free_port()
+    ours = {"--master-port": store, "--nproc-per-node": 1, "--lp": 2, "--tp": 1, "--port": port, "--model": None}
+    processes = []
+    try:
+        for machine, template in enumerate(templates(found)):
+            box = template["spec"]["containers"][0]
+            values = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": str(machine), "LWS_LEADER_ADDRESS": "127.0.0.1"}
+            words = box["args"]
+            for name, value in values.items():
+                words = [each.replace(f"$({name})", value) for each in words]
+            words = [each for each in words if ours.get(each.split("=")[0], 0) is not None]
+            words = [f"{name}={ours[name]}" if (name := each.split("=")[0]) in ours else each for each in words]
+            command = [*box["command"], *words, *TINY]
+            processes.append(subprocess.Popen(command, cwd=ROOT, env=on_path(), start_new_session=True))
+        assert ask(port, processes)["usage"]["completion_tokens"] > 0
+        assert httpx.get(f"http://127.0.0.1:{port}/readyz").json()["ranks"]["present"] == 2
+        for each in processes:  # as when the pods are deleted
+            each.terminate()
+        ended(processes)
+    finally:
+        end_groups(processes)
+
+
+SRUN = """#!/usr/bin/env bash
+while [[ "$1" == --* ]]; do shift; done
+if [ "$SLURM_JOB_NUM_NODES" = 1 ]; then printf "%s\\n" "$@"; exit; fi
+for ((id = SLURM_JOB_NUM_NODES - 1; id >= 0; id--)); do SLURM_NODEID=$id "$@" & done
+trap 'kill $(jobs -p)' TERM
+wait
+wait
+"""
+"""Starts every machine's task here; that of a single machine it prints."""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> dict[str, str]:
+    """The environment of a job, with stand-ins for SLURM's programs."""
+    for name, script in (("scontrol", "#!/bin/sh\necho 127.0.0.1\necho other\n"), ("srun", SRUN)):
+        (tmp_path / name).write_text(script)
+        (tmp_path / name).chmod(0o755)
+    env = on_path() | {"SLURM_JOB_NODELIST": "a[0-1]", "SLURM_GPUS_ON_NODE": "1", "SLURM_ARRAY_TASK_ID": "3"}
+    return env | {"PATH": f"{tmp_path}:{env['PATH']}"}
+
+
+def test_the_slurm_script_serves(slurm: dict[str, str]) -> None:
+    """On two machines, whose tasks are started here."""
+    port = free_port() % 20000 + 20000
+    env = slurm | {"SLURM_JOB_NUM_NODES": "2", "PORT": str(port - 3)}
+    command = [LAUNCH / "slurm_serve.sh", "--lp", "2", *TINY]
+    with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, start_new_session=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == f"lpr.serve: http://127.0.0.1:{port}\n".encode()
+            assert ask(port, [process])["usage"]["completion_tokens"] > 0
+            process.terminate()
+            ended([process])
+        finally:
+            end_groups([process])
+
+
+def test_on_one_machine_slurm_starts_no_torchrun(slurm: dict[str, str]) -> None:
+    command = [LAUNCH / "slurm_serve.sh", "--lp", "4", "--model", "a b", *TINY]
+    env = slurm | {"SLURM_JOB_NUM_NODES": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    address, *words = done.stdout.splitlines()
+    assert address == "lpr.serve: http://127.0.0.1:8003" and words[:3] == ["python", "-m", "lpr.serve"]
+    args = parse(words[3:])
+    assert (args.lp, args.model, args.port, args.host) == (4, "a b", 8003, "0.0.0.0")
+    assert args.shutdown_timeout < TORCHRUN_PATIENCE
+
+
+def test_scripts_pass_their_linter(tmp_path: Path) -> None:
+    shellcheck = program("shellcheck")
+    scripts = sorted(LAUNCH.glob("*.sh"))
+    done = subprocess.run([shellcheck, *scripts], capture_output=True, text=True, timeout=60)
+    assert len(scripts) >= 5 and done.returncode == 0, done.stdout
+    assert all(os.access(script, os.X_OK) for script in scripts)
+
+
+@pytest.mark.timeout(900)
+def test_the_ray_application_serves_grows_and_survives() -> None:
+    """Ray is started here; tests/ray_application.py says what is done with it."""
+    pytest.importorskip("ray.serve", reason=WANTED)
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests" / "ray_application.py"],
+        cwd=ROOT,
+        env=on_path() | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["text"] and found["streamed"] == found["afterwards"] == found["on_two_machines"] == found["text"]
+    assert found["refused"] == 400 and found["at_the_start"] == 1
+    assert found["under_load"] == [200] * 12 and found["through_the_kill"] == [200] * 16
+    assert len(found["by_prefix"]) == 1, "prompts that begin alike have gone to several meshes"
+    assert found["mesh"] == {"lp": 2, "tp": 1}
+
+
+# The picture of the dashboard.
+
+
+def test_panels_are_drawn_from_answers() -> None:
+    dashboard = json.loads(text_of("monitoring/dashboard.json"))
+    asking = [panel for panel in dashboard["panels"] if panel.get("targets")]
+    series = [{"metric": {"instance": "a<b"}, "values": [[0, "1"], [5, "2"], [10, "NaN"], [15, "3"], [20, "4"]]}]
+    answers = [[{"legend": "of {{instance}}", "series": series}] for _ in asking]
+    drawn = page(dashboard, answers, 0.0, 20.0)
+    kinds = [panel["type"] for panel in asking]
+    assert drawn.count('class="stat"') == kinds.count("stat") > 0
+    assert drawn.count("<polyline") == 2 * kinds.count("timeseries") > 0, "a gap divides a line"
+    assert "of a&lt;b" in drawn and "a<b" not in drawn
+    assert page(dashboard, [[] for _ in asking], 0.0, 20.0).count("no data") == kinds.count("stat")
+    assert [len(each) for each in pieces(series[0]["values"])] == [2, 2]
+    assert (shown(0.02, "s"), shown(0.5, "percentunit"), shown(1234.5, "reqps")) == ("20 ms", "50 %", "1234 /s")
+
+
+def test_the_dashboard_is_asked_with_grafanas_variables_filled_in() -> None:
+    assert "$__rate_interval" in text_of("monitoring/dashboard.json")
+    assert not [each for each in expressions() if "$" in each]
+    assert filled_in('rate(a{model_name=~"$model"}[$__rate_interval])') == 'rate(a{model_name=~".*"}[20s])'

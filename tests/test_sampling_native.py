@@ -1,0 +1,140 @@
+"""Sampling in C++ against its specification, id for id, on logits made to be difficult."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from difficult_logits import PARAMS, draws, peaked
+from hypothesis import given, settings
+
+from lpr import native
+from lpr.config import SamplingParams
+from lpr.core.accept import NOT_A_NUMBER
+from lpr.model import sampling_cpu, sampling_native, sampling_reference
+from lpr.model.sampling import pick
+from lpr.model.selection import Selection
+
+pytestmark = pytest.mark.skipif(native.choose_rows is None, reason="there is no C++ compiler")
+FLAT = SamplingParams(temperature=0.8, top_p=0.3, seed=6)
+
+
+@settings(max_examples=300, deadline=None)
+@given(draws())
+def test_the_same_ids_as_the_specification(drawn: tuple[torch.Tensor, Selection]) -> None:
+    logits, selection = drawn
+    if selection.sampled:
+        assert torch.equal(sampling_native.draw(logits, selection), sampling_reference.pick(logits, selection))
+
+
+@pytest.mark.parametrize("params", [*PARAMS, FLAT], ids=range(len(PARAMS) + 1))
+@pytest.mark.parametrize("scale", [1.0, 0.1])
+def test_a_large_vocabulary(params: SamplingParams, scale: float) -> None:
+    """With a scale of 0.1 limits allow most of the tokens, and what they refuse comes up."""
+    logits = peaked(torch.Generator().manual_seed(4), 6, 262_144) * scale
+    selection = Selection.build([(params, [0, 1, 1, 2, 2, 3])])
+    assert torch.equal(sampling_native.draw(logits, selection), sampling_reference.pick(logits, selection))
+
+
+@pytest.mark.parametrize("params", [*PARAMS, FLAT], ids=range(len(PARAMS) + 1))
+def test_rows_in_doubt_are_rare_and_others_need_no_second_look(
+    params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling_native.sampling_cpu, "draw", None)
+    for seed, scale in enumerate((1.0, 0.3, 0.02)):
+        logits = peaked(torch.Generator().manual_seed(seed), 64, 20_000) * scale
+        sampling_native.draw(logits, Selection.build([(params, range(64))]))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_threads_and_rows_without_a_choice(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: count)
+    sampling_native._threads.cache_clear()
+    logits = peaked(torch.Generator().manual_seed(9), 7, 9000)
+    logits[1, 77], logits[3], logits[4, 5] = torch.nan, -torch.inf, torch.inf
+    for params in PARAMS:
+        requests = [(params, [i]) for i in range(6)] + [(SamplingParams(), [6])]
+        selection = Selection.build(requests)
+        chosen = sampling_native.draw(logits, selection)
+        assert torch.equal(chosen, sampling_reference.pick(logits, selection))
+        assert [code == NOT_A_NUMBER for code in chosen.tolist()] == [False, True, False, True, True, False, False]
+
+
+def test_ties_go_to_the_specification() -> None:
+    """Totals that are equal in float32 and not in float64: huge scores swallow the noise."""
+    logits = torch.full((3, 5000), 1e9)
+    logits[:, 4000:] = -torch.inf
+    for params in PARAMS:
+        selection = Selection.build([(params, range(3))])
+        assert torch.equal(sampling_native.draw(logits, selection), sampling_reference.pick(logits, selection))
+
+
+def test_a_view_with_a_stride() -> None:
+    logits = peaked(torch.Generator().manual_seed(1), 8, 3000)
+    for view in (logits[::2], logits[:, 100:2900], logits.T.contiguous().T):
+        selection = Selection.build([(PARAMS[1], range(len(view)))])
+        assert torch.equal(pick(view, selection), sampling_reference.pick(view, selection))
+
+
+# Seeded faults.
+
+
+def changed(place: int, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[pytest.MonkeyPatch], None]:
+    """A fault in one of the arguments of the extension: temperature, keys, top-k, top-p, min-p."""
+
+    def fault(patch: pytest.MonkeyPatch) -> None:
+        inner: Any = native.choose_rows
+
+        def mutant(*given: Any) -> None:
+            arguments = list(given)
+            arguments[1 + place] = np.ascontiguousarray(change(given[1 + place])).astype(given[1 + place].dtype)
+            inner(*arguments)
+
+        patch.setattr(native, "choose_rows", mutant)
+
+    return fault
+
+
+def doubt_is_ignored(patch: pytest.MonkeyPatch) -> None:
+    inner: Any = native.choose_rows
+
+    def mutant(*given: Any) -> None:
+        inner(*given)
+        given[-1][given[-1] == -2] = 1
+
+    patch.setattr(native, "choose_rows", mutant)
+
+
+@pytest.mark.parametrize(
+    "fault, params",
+    [
+        (changed(0, lambda t: t * np.float32(1.02)), PARAMS[0]),
+        (changed(1, lambda keys: keys + 1), PARAMS[0]),
+        (changed(2, lambda k: k + 3), PARAMS[2]),
+        (changed(3, lambda p: p * np.float32(0.97)), PARAMS[1]),
+        (changed(4, lambda p: p * 3), PARAMS[4]),
+        (doubt_is_ignored, PARAMS[1]),
+    ],
+)
+def test_faults_are_noticed(
+    fault: Callable[[pytest.MonkeyPatch], None], params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(10)
+    logits = torch.cat([peaked(generator, 80, 9000) * scale for scale in (1.0, 0.5, 0.3)])
+    logits = torch.cat([logits, torch.full((40, 9000), 1e9)])
+    selection = Selection.build([(params, range(len(logits)))])
+    expected = sampling_reference.pick(logits, selection)
+    assert torch.equal(sampling_native.draw(logits, selection), expected)
+    fault(monkeypatch)
+    assert not torch.equal(sampling_native.draw(logits, selection), expected)
+
+
+def test_plain_decoding_and_trees_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling_cpu, "draw", None)
+    for count in (1, 33):
+        logits = peaked(torch.Generator().manual_seed(count), count, 5000)
+        selection = Selection.build([(PARAMS[1], range(count))])
+        assert torch.equal(pick(logits, selection), sampling_reference.pick(logits, selection))
