@@ -153,6 +153,7 @@ def test_a_checkpoint(
         return (to_gpu(model) if where.type == "cuda" else model), info
 
     monkeypatch.setattr(loader, "_read_to", read_there)
+    torch._dynamo.reset()  # other tests compile as well
     copy.deepcopy(model).save_pretrained(tmp_path)
     monkeypatch.setattr(torch.nn.Module, "to", lambda module, *_: module)  # it is there
     engine = Engine.from_pretrained(str(tmp_path), SMALL, device="cuda", dtype="float32")
