@@ -20,7 +20,7 @@ import subprocess
 import threading
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ class OnGpu(torch.Tensor):
         made.held = held
         return made
 
-    def __repr__(self) -> str:
+    def __repr__(self, **_: Any) -> str:
         return f"OnGpu({self.held})"
 
     def tolist(self) -> Any:
@@ -84,7 +84,7 @@ class OnGpu(torch.Tensor):
         raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return current_gpu().run(func, args, kwargs or {})
 
 
@@ -341,15 +341,14 @@ def _launch(
 
 def sampling_kernel(logits: Any, selection: Selection) -> torch.Tensor:
     """Stands for the sampling kernel, likewise."""
-    names = ("keys", "key_of", "temperature", "top_k", "top_p", "min_p")
-    tensors = {name: getattr(selection, name) for name in names}
-    for name, each in {"logits": logits, **tensors}.items():
+    for name, each in {"logits": logits, "the selection": selection.keys}.items():
         if not isinstance(each, OnGpu):
             raise PretendError(f"the sampling kernel was given {name} on the CPU")
     out = logits.new_empty(len(logits), dtype=torch.int64)
 
     def run() -> None:
-        there = replace(selection, **{name: held(each) for name, each in tensors.items()})
+        sizes = (selection.num_keys, selection.num_rows, selection.sampled, selection.filtered)
+        there = Selection(held(selection._words), *sizes)
         out.held.copy_(sampling_reference.pick(held(logits), there))
 
     current_gpu().launch(run)

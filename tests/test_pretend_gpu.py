@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny_model
-from pretend_gpu import OnGpu, PretendError, PretendGpu, current_stream_name, gpu, guard, held, to_gpu
+from pretend_gpu import (
+    OnGpu,
+    PretendError,
+    PretendGpu,
+    current_stream_name,
+    gpu,
+    guard,
+    held,
+    sampling_kernel,
+    to_gpu,
+)
 from transformers import PreTrainedModel
 from worlds import ThreadComm, ThreadWorld, run_ranks
 
@@ -25,6 +35,7 @@ from lpr.model.cache import TreeCache
 from lpr.model.graphs import CudaCapturer
 from lpr.model.kernels.mask import TreeMask
 from lpr.model.packing import PackedLinear
+from lpr.model.sampling import gpu_pick
 from lpr.model.selection import Selection
 
 __all__ = ["gpu", "guard"]
@@ -64,6 +75,7 @@ def check(
     engine = Engine.from_model(to_gpu(copy.deepcopy(model)), decode=DECODE, **options)
     assert engine.model.attention == options.get("attention", "triton"), "fell back"
     assert (engine.model.graphs is not None) == options.get("graphs", True)
+    assert gpu_pick(engine.model.device) is sampling_kernel, "sampling fell back"
     gathers = []
     gather = engine.comm.gather
 
@@ -244,13 +256,6 @@ def move_by_host_indices(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TreeCache, "move", mutant)
 
 
-def noise_on_the_host(patch: pytest.MonkeyPatch) -> None:
-    inner = lpr.model.sampling_reference.gumbel
-    patch.setattr(
-        lpr.model.sampling_reference, "gumbel", lambda keys, ids: inner(keys, torch.arange(ids.shape[1])[None])
-    )
-
-
 def mask_on_the_host(patch: pytest.MonkeyPatch) -> None:
     def mutant(self: TreeMask) -> torch.Tensor:
         length = self.positions.shape[1]
@@ -300,7 +305,6 @@ def results_nobody_waited_for(patch: pytest.MonkeyPatch) -> None:
         (results_nobody_waited_for, {}),
         (selection_on_the_host, {"graphs": False}),
         (move_by_host_indices, {}),
-        (noise_on_the_host, {}),
         (mask_on_the_host, {"attention": "sdpa"}),
         (a_choice_that_waits, {}),
         (a_constant_of_the_host, {}),
@@ -318,3 +322,26 @@ def test_faults_are_noticed(
     fault(monkeypatch)
     with pytest.raises((AssertionError, PretendError, RuntimeError, InputError)):
         check(gpu, model, expected, ("mixed",), **options)
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_the_specification_of_sampling_stays_on_the_device(
+    fault: bool, gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes the kernel's place where that does not work."""
+    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(1))
+    params = SamplingParams(temperature=0.8, top_k=9, top_p=0.9, min_p=0.02)
+    expected = lpr.model.sampling_reference.pick(logits, Selection.build([(params, range(6))]))
+    inner = lpr.model.sampling_reference.gumbel
+    if fault:
+        noise = lambda keys, ids: inner(keys, torch.arange(ids.shape[1])[None])  # noqa: E731
+        monkeypatch.setattr(lpr.model.sampling_reference, "gumbel", noise)
+    there = OnGpu(logits)
+    selection = Selection.build([(params, range(6))], there.device)
+    gpu.events.clear()
+    if fault:
+        with pytest.raises((PretendError, RuntimeError)):
+            lpr.model.sampling_reference.pick(there, selection)
+    else:
+        assert held(lpr.model.sampling_reference.pick(there, selection)).tolist() == expected.tolist()
+        assert gpu.count("wait") == gpu.count("pageable") == 0, gpu.events

@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from lpr import Completion, DecodeConfig, Engine, SamplingParams
-from lpr.dist.channel import CommError
+from lpr.dist.channel import CommError, HostChannel
+from lpr.dist.comm import Membership
 
 T = TypeVar("T")
 
@@ -88,7 +89,7 @@ class ThreadComm:
     """One rank of a ThreadWorld; counts its collectives and bytes, for tests."""
 
     tp_mesh: DeviceMesh | None = None
-    membership = None
+    membership: Membership | None = None
 
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         """World rank `rank` of `world`."""
@@ -97,7 +98,7 @@ class ThreadComm:
         self.rank, self.tp_rank = divmod(rank, world.tp)
         self.size, self.tp_size = world.size // world.tp, world.tp
         self.num_sharing = world.size
-        self.channel = ThreadChannel(world, rank)
+        self.channel: HostChannel = ThreadChannel(world, rank)
         self.gathered_bytes: list[int] = []
         self.num_broadcasts = 0
 
