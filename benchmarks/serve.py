@@ -248,7 +248,7 @@ def flags_of(setting: str, options: argparse.Namespace) -> list[str]:
     ]
     for name in ("model", "device"):
         flags += [f"--{name}", getattr(options, name)] if getattr(options, name) else []
-    return [*flags, *SETTINGS[setting]]
+    return [*flags, "--share-drafts", "none", *SETTINGS[setting]]
 
 
 def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
