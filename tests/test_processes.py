@@ -116,6 +116,7 @@ def start(num_ranks: int, restarts: int, prompts: Path, target: Path, more: list
 
 
 LONG = ["--max-new-tokens", "120", "--trie-nodes", "8", "--window-size", "3", "--max-batch-size", "1"]
+LONG += ["--home-ranks", "0"]  # one after the other on all ranks, so that outputs come in the same order
 
 
 @pytest.fixture(scope="module")

@@ -160,7 +160,7 @@ def test_a_rank_that_strays_reports_guesses_only(model: PreTrainedModel) -> None
         return scores
 
     def program(comm: ThreadComm, stray: bool) -> list[Completion]:
-        engine = Engine.from_model(model, decode=TREES, comm=comm)
+        engine = Engine.from_model(model, decode=replace(TREES, home_ranks=0), comm=comm)  # all ranks serve all
         mine = [sticky, strays] if stray and comm.rank else [sticky]
         return engine.generate(PROMPTS, SamplingParams(max_new_tokens=25), mine)
 

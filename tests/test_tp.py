@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -63,7 +64,8 @@ def launch(num_ranks: int, job: dict[str, object], folder: Path) -> subprocess.C
     (folder / "job.json").write_text(json.dumps({"output": str(folder / "out"), "commands": [], **job}))
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={num_ranks}"]
     command += [str(ROOT / "tests/tp_worker.py"), str(folder / "job.json")]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
 
 
 def test_exact_mode_gives_the_bits_of_plain_decoding_under_the_same_split(
