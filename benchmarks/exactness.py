@@ -96,7 +96,8 @@ class Watch:
         def logits(inputs: StepInputs, cache: TreeCache) -> torch.Tensor:
             found = logits_of(model, inputs, cache)
             if rows_of_step:
-                self.look({each.slots[0]: each for each in engine.scheduler.running}, rows_of_step, found)
+                here = {each.slots[engine.comm.rank]: each for each in engine.scheduler.running}
+                self.look(here, rows_of_step, found)
                 rows_of_step.clear()
             return found
 
