@@ -64,6 +64,7 @@ class Case:
             max_batch_size=self.batch,
             max_length=LONGEST_PROMPT + LONGEST_OUTPUT + 1,
             prefill_chunk=self.batch * LONGEST_PROMPT,
+            home_ranks=0,  # every rank works on every tree: the other ranks are made up
         )
 
 
