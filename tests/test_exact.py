@@ -17,7 +17,7 @@ from worlds import ThreadComm, ThreadWorld, generate_on, run_ranks
 
 import lpr.model.inputs
 import lpr.model.self_check
-from benchmarks.exactness import SHAPES, Group
+from benchmarks.exactness import SHAPES, Group, Worlds
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.model import exact, exact_check
 from lpr.model.cache import TreeCache
@@ -156,15 +156,15 @@ def test_without_it_bits_differ(half_model: PreTrainedModel) -> None:
 
 def half_group(exact: bool = True) -> Group:
     params = [replace(each, max_new_tokens=16) for each in PARAMS[2:5]]
-    return Group(tiny_model(spread=0.12).to(torch.bfloat16), PROMPTS[2:5], params, exact)
+    return Group(Worlds(tiny_model(spread=0.12).to(torch.bfloat16), "bfloat16", exact), PROMPTS[2:5], params)
 
 
 @pytest.mark.parametrize("exact_mode", [True, False])
 def test_ids_and_logits_of_the_evidence(exact_mode: bool) -> None:
     """What benchmarks.exactness runs for hours: batches, fills, prefixes, restarts and ranks, in a small way."""
     group = half_group(exact_mode)
-    names = [name for name in SHAPES if "4 ranks" not in name] if exact_mode else ["both"]
-    found = group.run(Engine.from_model(group.model, decode=PLAIN, exact=exact_mode), names)
+    names = [name for name in SHAPES if "4 ranks" not in name] if exact_mode else ["both, batch of 4, fills of 32"]
+    found = group.run(names)
     for name, counts in found.items():
         assert counts["logits_compared"] >= 3 * 8, name
         assert (counts["outputs_that_differ"], counts["logits_that_differ"] > 0) == (0, not exact_mode), name
@@ -172,8 +172,10 @@ def test_ids_and_logits_of_the_evidence(exact_mode: bool) -> None:
 
 def test_a_rank_that_adds_in_another_order_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     params = [SamplingParams(max_new_tokens=8)]
-    group = Group(tiny_model(spread=0.12), [TEXT], params, exact=True)  # three blocks: the sum of two has one order
-    group.run(Engine.from_model(group.model, decode=PLAIN, exact=True), [])
+    model = tiny_model(spread=0.12)
+    group = Group(Worlds(model, "float32", exact=True), [TEXT], params)  # three blocks: the sum of two has one order
+    group.decode_plainly()
+    texts = [TEXT + group.outputs[0]]
     add, step = exact._sum_in_order, threading.local()
 
     def by_rank(parts: torch.Tensor, dim: int, start: torch.Tensor | None = None) -> torch.Tensor:
@@ -182,8 +184,8 @@ def test_a_rank_that_adds_in_another_order_is_noticed(monkeypatch: pytest.Monkey
 
     def program(comm: ThreadComm) -> Any:
         step.rank = comm.rank
-        engine = Engine.from_model(group.model, decode=SHAPES["window"].decode, comm=comm, exact=True)
-        return group.watched(engine, SHAPES["window"])
+        engine = Engine.from_model(model, decode=SHAPES["window"].decode, comm=comm, exact=True)
+        return group.watched(engine, SHAPES["window"], texts)
 
     monkeypatch.setattr(exact, "_sum_in_order", by_rank)
     monkeypatch.setattr(lpr.model.self_check, "_inexact_step", lambda runner: None)

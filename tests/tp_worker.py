@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lpr.cli.generate
-from benchmarks.exactness import Group
+from benchmarks.exactness import Group, Worlds
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.dist.comm import CommError, ProcessComm
 from lpr.dist.runtime import World, join, leave
@@ -73,7 +73,8 @@ def exact_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
     engine = Engine.from_pretrained(case["model"], plain, comm=comm, exact=True, dtype=case["dtype"])
     assert engine.model.exact and engine.model.heights is not None
     params = [replace(each, max_new_tokens=16) for each in PARAMS[2:5]]
-    found = Group(None, PROMPTS, params, exact=True).run(engine, ["both, batch of 4, fills of 32", "window"])
+    worlds = Worlds(None, case["dtype"], exact=True, engine=engine)
+    found = Group(worlds, PROMPTS, params).run(["both, batch of 4, fills of 32", "window"])
     return {"found": found, "mesh": [comm.size, comm.tp_size], "shapes": local_shapes(engine.model.model)}
 
 
