@@ -6,7 +6,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ import lpr.model.inputs
 import lpr.model.self_check
 from benchmarks.exactness import SHAPES, Group, Worlds
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
+from lpr.dist.comm import Comm
 from lpr.model import exact, exact_check
 from lpr.model.cache import TreeCache
 from lpr.model.inputs import Row
@@ -192,6 +193,32 @@ def test_a_rank_that_adds_in_another_order_is_noticed(monkeypatch: pytest.Monkey
     found = run_ranks(ThreadWorld(2), program)
     known = [digests[key] == group.digests[key] for _, digests, _ in found for key in digests if key in group.digests]
     assert not all(known)
+
+
+@pytest.mark.parametrize(
+    "part, message",
+    [("kind", "another kind of processor or version of torch"), ("kernels", "another result of matrix products")],
+)
+def test_ranks_of_unlike_machines_are_refused(part: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text would be right on each of them and differ between them, as one continues what another has begun."""
+    rank, model = threading.local(), tiny_model()
+    capability, batched = torch.backends.cpu.get_cpu_capability, exact_check._batched
+
+    def another(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return batched(rows, weight, bias) + (1e-6 if rank.number and part == "kernels" else 0.0)
+
+    monkeypatch.setattr(exact_check, "_batched", another)
+    name = "get_cpu_capability"
+    monkeypatch.setattr(torch.backends.cpu, name, lambda: "AVX2" if rank.number and part == "kind" else capability())
+
+    def program(comm: ThreadComm) -> str:
+        rank.number = comm.rank
+        with pytest.raises(InputError) as refused:
+            Engine.from_model(model, decode=PLAIN, comm=cast("Comm", comm), exact=True)
+        Engine.from_model(model, decode=PLAIN, comm=cast("Comm", comm))  # without exact mode they may differ
+        return str(refused.value)
+
+    assert all(line.startswith(f"rank 1 has {message}") for line in run_ranks(ThreadWorld(2), program))
 
 
 # What cannot be exact, and seeded faults.

@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lpr.cli.generate
-from benchmarks.exactness import Group, Worlds
+from benchmarks.exactness import PLAIN, SHAPES, Group, Worlds
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.dist.comm import CommError, ProcessComm
 from lpr.dist.runtime import World, join, leave
@@ -78,6 +78,33 @@ def exact_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
     return {"found": found, "mesh": [comm.size, comm.tp_size], "shapes": local_shapes(engine.model.model)}
 
 
+def exact_ranks_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
+    """Trees that the processes share, in exact mode, against plain decoding that this one has done alone."""
+    alone = Engine.from_pretrained(case["model"], PLAIN, exact=True, dtype=case["dtype"])
+    params = [replace(each, max_new_tokens=16) for each in PARAMS[2:5]]
+    group = Group(Worlds(None, case["dtype"], exact=True, engine=alone), PROMPTS, params)
+    group.decode_plainly()
+    if case.get("fault") == "threads" and comm.rank:
+        torch.set_num_threads(torch.get_num_threads() + 1)
+    try:
+        engine = Engine.from_pretrained(case["model"], PLAIN, comm=comm, exact=True, dtype=case["dtype"])
+    finally:
+        torch.set_num_threads(1)
+    if case.get("fault") == "height" and comm.rank:
+        assert engine.model.heights is not None
+        engine.model.heights = replace(engine.model.heights, model=1, attention=1)
+    shape = SHAPES["both, batch of 4, 2 ranks that share every tree"]
+    texts = [[*prompt, *output] for prompt, output in zip(PROMPTS, group.outputs, strict=True)]
+    outputs, digests, steps = group.watched(engine, shape, texts)
+    return {
+        "same_ids": outputs == group.outputs,
+        "steps": steps,
+        "chosen_here": [list(key) for key in digests if key in group.digests],
+        "differ": sum(digests[key] != group.digests[key] for key in digests if key in group.digests),
+        "mesh": [comm.size, comm.tp_size],
+    }
+
+
 def load_only(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
     """Most memory of its own (no mapped files) that this rank took while it loaded, in MiB."""
     assert comm.tp_mesh is not None
@@ -128,7 +155,7 @@ def run_cases(job: dict[str, dict[str, dict[str, str]]], world: World, report: P
         assert isinstance(comm, ProcessComm)
         for name, case in job["cases"].items():
             try:
-                kinds = {"load": load_only, "exact": exact_case}
+                kinds = {"load": load_only, "exact": exact_case, "ranks": exact_ranks_case}
                 results[name] = kinds.get(name.partition("/")[0], run_case)(case, comm)
             except (InputError, DesyncError, CommError) as failure:
                 results[name] = {"error": f"{type(failure).__name__}: {failure}"}

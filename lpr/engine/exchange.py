@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -174,7 +175,7 @@ def highest_of_replica(comm: Comm, heights: Heights | str) -> Heights | str:
     if not everybody.all():
         return "of another rank's shard"
     model, attention, multiple, head_multiple = everybody.amax(0).tolist()
-    return Heights(model, attention, heights.num_threads, multiple, head_multiple)
+    return replace(heights, model=model, attention=attention, multiple=multiple, head_multiple=head_multiple)
 
 
 def check_digests(digests: Sequence[Sequence[int]], first_rank: int = 0) -> None:
