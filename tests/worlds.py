@@ -111,10 +111,10 @@ class ThreadComm:
         except RuntimeError as failure:
             raise CommError("ranks gathered payloads of different sizes") from failure
 
-    def gather_replica(self, payload: torch.Tensor) -> torch.Tensor:
-        """As Comm.gather_replica; every rank of the world takes part, as there is one barrier only."""
-        first = self.rank * self.tp_size
-        return torch.stack(self.world.exchange(self._world_rank, payload)[first : first + self.tp_size])  # type: ignore[arg-type]
+    def begin_gather_replica(self, payload: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """As Comm.begin_gather_replica; every rank of the world takes part, as there is one barrier only."""
+        mine = slice(self.rank * self.tp_size, (self.rank + 1) * self.tp_size)
+        return lambda: torch.stack(self.world.exchange(self._world_rank, payload)[mine])  # type: ignore[arg-type]
 
     def broadcast(self, message: bytes, length: int) -> bytes:
         """As Comm.broadcast."""

@@ -91,10 +91,10 @@ def _multiple(width: int) -> int:
 
 
 def _least(multiply: Product, num_in: int, num_out: int, most: int, dtype: torch.dtype, bits: hashlib.blake2b) -> int:
-    """The least height from which on `multiply` gives a row the same bits as with `most` rows; `bits` takes these in."""
+    """The least height from which on `multiply` gives a row the same bits as with `most` rows; `bits` takes them in."""
     rows, weight, bias = cancelling(num_in, num_out, most, dtype)
     whole = multiply(rows, weight, bias)
-    bits.update(whole.contiguous().view(torch.uint8).numpy())
+    bits.update(whole.contiguous().view(torch.uint8).numpy().tobytes())
     for height in reversed([each for each in _HEIGHTS if each < most]):
         first = (most - height) // 2
         if not torch.equal(multiply(rows[first : first + height], weight, bias), whole[first : first + height]):

@@ -44,13 +44,14 @@ class TreeModel:
         packed: bool | None = None,
         attention: str = "auto",
         graphs: bool = True,
-        check_rows: Callable[[Sequence[Row]], None] | None = None,
+        check_rows: Callable[[Sequence[Row]], Callable[[], None]] | None = None,
         exact: bool = False,
         share_heights: Callable[[exact_check.Heights | str], exact_check.Heights | str] | None = None,
     ) -> None:
         """Switch `model` (any transformers causal LM) to tree attention; the cache comes with `allocate`.
 
-        `check_rows` is called with the rows of every forward, before it.
+        `check_rows` is called with the rows of every forward as soon as they are known, and what it returns just before
+        anything is launched.
 
         The buckets pad the shapes of a step. On a GPU a few shapes repeat, as captured graphs and tuned kernels
         need; on a CPU every padded node costs its full arithmetic. For the same reason rows are packed on a CPU only,
@@ -77,6 +78,7 @@ class TreeModel:
         self._layer_rules: dict[int | None, Any] = {}
         self.cache: TreeCache | None = None
         self._check_rows = check_rows
+        self._answer: Callable[[], None] | None = None
         self.attention_is_open = attention == "auto"
         """May `self_check` fall back to "sdpa"?"""
         self.exact = exact
@@ -167,7 +169,15 @@ class TreeModel:
                 logits = partial(self.logits, cache=cache)
                 bits, height = self.attention in KERNELS, self.heights.multiple if self.heights is not None else 1
                 self.graphs = GraphRunner(
-                    self._compute, logits, self.capturer, self.device, num_slots, rows, bits, height=height
+                    self._compute,
+                    logits,
+                    self.capturer,
+                    self.device,
+                    num_slots,
+                    rows,
+                    bits,
+                    height=height,
+                    meet=self._meet,
                 )
         if self.graphs is not None:
             self.graphs.limit(max_nodes)
@@ -206,6 +216,7 @@ class TreeModel:
         return self._call(inputs, cache)
 
     def _call(self, inputs: StepInputs, cache: TreeCache) -> torch.Tensor:
+        self._meet()
         extra = {"position_ids": inputs.positions} if self._accepts_positions else {}
         inputs.layer_rules = self._layer_rules
         with step_scope(inputs):
@@ -221,9 +232,17 @@ class TreeModel:
     def fill(self, rows: Sequence[Row]) -> None:
         """Compute the K/V of pieces of pending chains; nothing is chosen."""
         assert self.cache is not None
-        if self._check_rows is not None:
-            self._check_rows(rows)
+        self._ask(rows)
         self.logits(self._inputs(rows), self.cache)
+
+    def _ask(self, rows: Sequence[Row]) -> None:
+        self._answer = self._check_rows(rows) if self._check_rows is not None else None
+
+    def _meet(self) -> None:
+        """Wait, once, for what `check_rows` has begun with."""
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            answer()
 
     @torch.no_grad()
     def evaluate(self, rows: Sequence[Row], selection: Selection, num_candidates: int) -> torch.Tensor:
@@ -233,8 +252,7 @@ class TreeModel:
         which four share a word; behind them what `log_probabilities` returns, if the selection asks for it. They are
         overwritten by the next call.
         """
-        if self._check_rows is not None:
-            self._check_rows(rows)
+        self._ask(rows)
         assert self.cache is not None
         logits = None
         if self.graphs is not None and not selection.processor_paths and selection.num_logprobs is None:
