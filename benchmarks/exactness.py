@@ -126,7 +126,7 @@ class Watch:
                 index = self.prompts[tuple(request.tokens[: request.num_prompt])]
                 for entry in self.on_path(row, index):
                     if entry >= first:
-                        values = logits[start + entry - first].contiguous().view(torch.uint8).numpy()
+                        values = logits[start + entry - first].cpu().contiguous().view(torch.uint8).numpy()
                         key = index, int(row.positions[entry]) + 1
                         self.digests.setdefault(key, set()).add(
                             hashlib.blake2b(values.tobytes(), digest_size=16).digest()
