@@ -55,7 +55,7 @@ def test_every_section_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert found["exact"]["logits_that_differ"] == 0 < found["usual"]["logits_that_differ"]
         assert found["exact"]["logits_compared"] == 2 * 12
     # The one file is what the report and the simulation read.
-    [part] = step_costs(Result("gpu_check", target, record))
+    [part] = step_costs(Result("gpu_check.json", record))
     assert [row[0] for row in part.table.rows] == ["tiny: batch 1, 32 cached", "tiny: batch 1, 64 cached"]
     arguments = ["--models", "llama-2-7b", "--gpus", "1", "--gpu", "h100", "--times", str(target)]
     simulated = simulate(simulate_parser().parse_args(arguments), Console(quiet=True))
