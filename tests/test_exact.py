@@ -195,6 +195,20 @@ def test_a_rank_that_adds_in_another_order_is_noticed(monkeypatch: pytest.Monkey
     assert not all(known)
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_results_in_another_order_of_ranks_are_noticed(turned: bool, half_model: PreTrainedModel) -> None:
+    """Results count as the owner's: taken from another rank, the text is not that of plain decoding."""
+    expected = ids(Engine.from_model(half_model, decode=PLAIN, exact=True))
+    decode = replace(DECODES["both in a batch"], home_ranks=0)
+
+    def spoil(engine: Engine) -> None:
+        gather = engine.comm.gather
+        engine.comm.gather = lambda payload: gather(payload).flip(0) if turned else gather(payload)  # type: ignore[method-assign]
+
+    found = generate_on(2, half_model, decode, PROMPTS, PARAMS, spoil, exact=True)
+    assert all(([each.token_ids for each in completions] == expected) is not turned for completions in found)
+
+
 @pytest.mark.parametrize(
     "part, message",
     [("kind", "another kind of processor or version of torch"), ("kernels", "another result of matrix products")],

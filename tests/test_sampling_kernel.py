@@ -48,6 +48,16 @@ def test_a_large_vocabulary_in_any_blocks(params: SamplingParams) -> None:
     )
 
 
+@pytest.mark.parametrize("params", PARAMS[:3], ids=range(3))
+def test_a_part_of_a_vocabulary_has_the_noise_of_its_tokens(params: SamplingParams) -> None:
+    logits = peaked(torch.Generator().manual_seed(5), 8, 3000)
+    selection = Selection.build([(params, range(8))])
+    found, expected = both(logits[:, 1100:], selection.from_token(1100), 1024)
+    assert found == expected
+    if selection.sampled:
+        assert found != both(logits[:, 1100:], selection)[1], "it would be other tokens"
+
+
 def test_views_and_half_precision() -> None:
     selection = Selection.build([(PARAMS[1], [3, 4])])
     for dtype in (torch.bfloat16, torch.float16):

@@ -115,6 +115,10 @@ def check_exact(results: dict[str, dict[str, object]], models: dict[str, PreTrai
         # Two all-reduces for each of 2 layers, one for the embedding where that is split, and the logits.
         assert found["collectives"] == (5 if name.endswith("deepspeed") else 6)
         assert found["num_steps"] < 6 * 24, "drafts were accepted"  # type: ignore[operator]
+        in_parts = not name.endswith("deepspeed")  # which splits the head along its input
+        assert found["same_as_gathered"] and (found["first_token"] is not None) == in_parts, name
+        whole_bytes, part_bytes = found["gathered_bytes"]  # type: ignore[misc]
+        assert part_bytes < 0.7 * whole_bytes if in_parts else part_bytes == whole_bytes, name
         with torch.no_grad():
             whole = models[name.partition("/")[0]](torch.tensor(PROMPTS[2:]), use_cache=False).logits[0]
         torch.testing.assert_close(torch.tensor(found["logits"]), whole, atol=1e-4, rtol=0)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import lpr.cli.generate
 from benchmarks.exactness import PLAIN, SHAPES, Group, Worlds
@@ -35,10 +36,14 @@ class CountCollectives(TorchDispatchMode):
     """Counts the collectives that a forward calls, as they reach the process groups."""
 
     num_calls = 0
+    num_bytes = 0
+    """Of what was gathered."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if "c10d" in func.namespace and ("reduce" in func.name() or "gather" in func.name()):
             self.num_calls += 1
+            if "gather" in func.name():
+                self.num_bytes += sum(each.nbytes for each in tree_leaves(args) if isinstance(each, torch.Tensor))
         return func(*args, **(kwargs or {}))
 
 
@@ -51,7 +56,13 @@ def run_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
     with torch.no_grad(), CountCollectives() as counted:
         logits = engine.model.model(input_ids=inputs, use_cache=False).logits
     prompts = PROMPTS * 2
-    expected = [each.token_ids for each in engine.generate(prompts, PARAMS)]
+    part = engine.model.part
+    engine.model.part = None
+    with CountCollectives() as counted_whole:
+        whole = [each.token_ids for each in engine.generate(prompts, PARAMS)]
+    engine.model.part = part
+    with CountCollectives() as counted_in_parts:
+        expected = [each.token_ids for each in engine.generate(prompts, PARAMS)]
     engine.configure(DECODE)
     inject(case.get("fault"), engine, comm)
     done = engine.generate(prompts, PARAMS)
@@ -64,6 +75,9 @@ def run_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
         "shapes": local_shapes(engine.model.model),
         "kv_heads": engine._like._layers[0][0].shape[1],
         "collectives": counted.num_calls,
+        "first_token": part.first if part is not None else None,
+        "same_as_gathered": whole == expected,
+        "gathered_bytes": [counted_whole.num_bytes, counted_in_parts.num_bytes],
     }
 
 

@@ -33,6 +33,7 @@ from lpr.engine.tenants import TenantTries
 from lpr.engine.times_file import TimesFile
 from lpr.model.loader import Loaded, model_digest, tokenizer_digest
 from lpr.model.packing import pack_projections
+from lpr.model.parallel import vocabulary_part
 from lpr.model.processors import Processor
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import check_compiled, self_check
@@ -113,6 +114,7 @@ class Replica:
             check_rows=partial(check_replica, self.comm) if is_split else None,
             exact=options.exact,
             share_heights=partial(highest_of_replica, self.comm) if is_split else None,
+            part=vocabulary_part(loaded.model) if is_split else None,
         )
         failure, costs = None, None
         try:
@@ -120,6 +122,7 @@ class Replica:
             if compiles:
                 pack_projections(loaded.model)
             self._like = self_check(self.model)
+            self.model.check_part()
             if compiles:
                 self._compile()
             self._longest(decode)
