@@ -86,7 +86,7 @@ FAULTS = {
     "k less one": ("count >= k", "count > k", SamplingParams(temperature=1.5, top_k=3)),
     "top-p of the whole": ("counted = held & (order >= kept)", "counted = held", PARAMS[3]),
     "min-p of the sum": ("weight >= min_p.to(tl.float64)", "weight >= 2 * min_p.to(tl.float64)", PARAMS[4]),
-    "no temperature": ("scores + _gumbel(key, tokens)", "scores * temperature + _gumbel(key, tokens)", PARAMS[0]),
+    "no temperature": ("scores + _gumbel(key, ", "scores * temperature + _gumbel(key, ", PARAMS[0]),
     "another hash": ("x >> 11", "x >> 12", PARAMS[0]),
 }
 
