@@ -339,7 +339,10 @@ class Replica:
     def _meet_ranks(self, times: StepTimes | None) -> None:
         """Make what depends on how many ranks there are, deciding by `times`."""
         self._sizer, self._timed = Sizer(self.sizes, times, self.comm, self._follows), None
-        self._exchange = Exchange(self.sizes, self.decode.max_batch_size, self.comm, self.model.device)
+        carries_trees = self.decode.carries_trees(self.comm.size)
+        self._exchange = Exchange(
+            self.sizes, self.decode.max_batch_size, self.comm, self.model.device, carries_trees
+        )
         self.scheduler.speedup = self._speedup if times is not None else None
         self.scheduler.join_chunk = max(SHORTEST_FILL, times.critical_length()) if times is not None else None
 
@@ -459,11 +462,12 @@ class Replica:
             self.sizes,
             self.model,
             self._exchange,
-            self._sizer.budget,
+            self._sizer.budgets,
             num_command_bytes,
             self.recorder.begin() if self.recorder is not None else untimed,
             self._catch_up,
-            self.scheduler.signature,
+            # With the length of what all draft from, a rank that has learnt something else is found at once.
+            (self.scheduler.signature + len(self.shared)) % 2**64,
         )
         if outcomes and not schedule.filling and captures == self.model.num_captures:
             self._timed = schedule.decoding, outcomes, (time.perf_counter() - began) * 1e3
