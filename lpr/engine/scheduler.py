@@ -27,6 +27,8 @@ MOST_OVERTAKEN = 64
 """A request is admitted before at most this many earlier ones for each step of priority; so none waits for ever."""
 REVIEW_EVERY = 16
 """Steps between two looks at whether wide requests are still worth their ranks."""
+PATIENCE = 2
+"""Steps after a request's end before its ranks go to others: the client's next request may be on its way."""
 
 
 class Schedulable(Holder, Protocol):
@@ -255,7 +257,7 @@ class Scheduler(Generic[R]):
         index, last, wanted = self.running.index(request), self.running.pop(), self._wanted.pop()
         if last is not request:
             self.running[index], self._wanted[index] = last, wanted
-        self._until_review = 0
+        self._until_review = min(self._until_review, PATIENCE)
 
     def regroup(self, kept: Sequence[int | None]) -> list[R]:
         """Go on with other ranks: `kept` says of each which one it was before, None for one without any K/V.
