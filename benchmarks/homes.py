@@ -7,8 +7,8 @@ also when the count is over, so that no run empties. Counting begins with the fi
 for, and ends when `--prompts` more have been submitted. Three policies complete the same prompts with the same engine:
 `split` (all ranks work on every tree), `home` (one rank per request) and `elastic`. Trees are as large as pays by a
 table of step times, and no step is timed: each counts what its busiest rank evaluates (prompts, pending chains, nodes
-and what ranks that join compute), and what such a step would take by the table. Of the host, the driver's processor time
-of drafting and of concluding a step is measured. All token ids are compared with plain decoding's.
+and what ranks that join compute), and what such a step would take by the table. Of the host, the driver's processor
+time for drafting and for concluding a step is measured. All token ids are compared with plain decoding's.
 """
 
 from __future__ import annotations

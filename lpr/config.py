@@ -65,6 +65,11 @@ class DecodeConfig:
     home_ranks: int | Auto = "auto"
     """Ranks that work on a request's tree. auto: all for a single request, one where there are as many requests as
     ranks, and `max_batch_size` then holds per rank. 0: always all."""
+    first_token_ms: int = 0
+    """Wanted time to the first token (TTFT), in milliseconds; requests that can still keep it come first. 0: none."""
+    per_token_ms: int = 0
+    """Wanted time per token after it (TPOT), in milliseconds: requests wait, and prompts are filled in smaller pieces,
+    while others would miss it. 0: none. Both go by the step times of automatic sizes."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work, with the arithmetic in the message; fill in what follows from other fields."""
@@ -78,7 +83,10 @@ class DecodeConfig:
                 isinstance(value, int) and not isinstance(value, bool),
                 f"{field.name} must be {wanted}, not {value!r}",
             )
-            may_be_none = ("window_size", "trie_nodes", "guess_set_size", "num_candidates", "home_ranks")
+            may_be_none = (
+                *("window_size", "trie_nodes", "guess_set_size", "num_candidates", "home_ranks"),
+                *("first_token_ms", "per_token_ms"),
+            )
             least = 0 if field.name in may_be_none else 1
             why = f"be at least {least}" if least else "not be negative"
             _require(value >= least, f"{field.name}={value} must {why}")
@@ -89,6 +97,11 @@ class DecodeConfig:
         _require(
             int(self.ngram_size) >= 2,
             f"ngram_size={self.ngram_size} must be at least 2: a window has ngram_size-1 levels",
+        )
+        _require(
+            self.adaptive or not (self.first_token_ms or self.per_token_ms),
+            "first_token_ms and per_token_ms go by step times, which only automatic sizes have: leave one of "
+            "window_size, trie_nodes and guess_set_size at auto",
         )
         sizes = self.resolved()
         _require(

@@ -283,7 +283,10 @@ def trees_of(drafts: list[Any]) -> list[Any]:
 def send(payload: np.ndarray, draft: Any, results: list[Any], k: int) -> None:
     """Write what a rank says into its payload, int32 [trees, capacity, words], as Exchange does."""
     rows = np.concatenate(
-        [result_rows(result, split[draft.rank].nodes, k) for result, split in zip(results, own_shards(draft), strict=True)]
+        [
+            result_rows(result, split[draft.rank].nodes, k)
+            for result, split in zip(results, own_shards(draft), strict=True)
+        ]
         or [np.empty((0, result_words(k)), np.int32)]
     )
     source, target, words = draft.placement(payload.shape[1])

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lpr.engine import slots as module
-from lpr.engine.scheduler import MOST_OVERTAKEN, Schedule, Scheduler
+from lpr.engine.scheduler import Schedule, Scheduler
 from lpr.engine.slots import RankSlots, SlotMove, num_shared
+from lpr.engine.waiting import MOST_OVERTAKEN
 
 NUM_RANKS = 3
 ALL, ANY = 0, 99
@@ -32,6 +33,7 @@ class Fake:
     homes: list[int] = field(default_factory=list)
     num_computed_tokens: list[int] = field(default_factory=lambda: [0] * NUM_RANKS)
     num_left: int = 1000
+    arrived_ms: float = 0.0
 
     @property
     def num_pending(self) -> int:

@@ -21,7 +21,7 @@ class Budgets:
     """The budgets of the sets of home ranks that a rank belongs to."""
 
     def __init__(self, config: TreeSizes, num_ranks: int = 1, cost: StepTimes | None = None) -> None:
-        """Trees of `config`, which `num_ranks` ranks spend together: all of it or, by the times of `cost`, what pays."""
+        """Trees of `config`, which `num_ranks` ranks spend together: all or, by the times of `cost`, what pays."""
         self._config, self._num_ranks, self._cost = config, num_ranks, cost
         self._by_homes: dict[tuple[int, ...], Budget] = {}
         self._last_used: dict[tuple[int, ...], int] = {}

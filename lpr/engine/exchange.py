@@ -162,9 +162,7 @@ class Exchange:
         results = self._payload[self.first_result(len(draft)) : self.payload_words(len(draft))]
         self._place(local, draft, results.view(-1, self.width), self.carries_trees)
 
-    def _place(
-        self, local: torch.Tensor, draft: StepDraft, table: torch.Tensor, carries_trees: bool = False
-    ) -> None:
+    def _place(self, local: torch.Tensor, draft: StepDraft, table: torch.Tensor, carries_trees: bool = False) -> None:
         """Copy the results of the nodes that this rank owns into `table` [trees * capacity, columns or more]."""
         columns = table[:, : local.shape[1]]
         if self.comm.size == 1 and len(draft) == 1:

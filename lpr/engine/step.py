@@ -2,8 +2,8 @@
 
 A step drafts a token tree per sequence that this rank serves, cuts the trees to what pays, splits every tree over its
 home ranks, evaluates this rank's shards in one forward, gathers the results in the step's only collective, and walks
-the accepted path of every tree. There is no prefill and no decode phase: a sequence has a pending chain of committed tokens whose K/V the rank lacks, and it is
-longer or shorter.
+the accepted path of every tree. There is no prefill and no decode phase: a sequence has a pending chain of committed
+tokens whose K/V the rank lacks, and it is longer or shorter.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 from lpr.config import TreeSizes, result_words
 from lpr.core.budgets import Budgets
-from lpr.core.state import TokenLogprobs
 from lpr.engine.exchange import DesyncError, Exchange, read_logprobs
 from lpr.engine.request import Outcome, Request
 from lpr.model.inputs import Row
@@ -53,7 +52,8 @@ def decode_step(
     `filling` holds requests and numbers of tokens per rank; on a rank whose rows are padded there are either rows of
     the batch or one of these. A rank without work still takes part in the collective, whose header announces the
     driver's commands. `while_busy` is called as soon as the device has work. `signature` is of what
-    else must be the same on all ranks, the homes (`Scheduler.signature`) for one. Also returns the length of the commands in bytes.
+    else must be the same on all ranks, the homes (`Scheduler.signature`) for one. Also returns the length of the
+    commands in bytes.
     """
     comm = exchange.comm
     fills = [fill_row(request, counts[comm.rank], comm.rank) for request, counts in filling if counts[comm.rank]]
@@ -78,7 +78,9 @@ def decode_step(
     end_phase("forward")
     digest = 0
     if comm.size * comm.tp_size > 1:
-        digest = combine([*(each.running.digest for each in batch), *(each.running.digest for each, _ in filling), signature])
+        digest = combine(
+            [*(each.running.digest for each in batch), *(each.running.digest for each, _ in filling), signature]
+        )
     own = local if chosen.num_logprobs is None or local is None else local[:, : result_words(num_candidates)]
     gathered = exchange.gather(own, draft, digest, num_candidates, num_command_bytes)
     if asked:

@@ -35,6 +35,8 @@ class SimRequest:
     priority: int = 0
     tenant: str = ""
     slots: list[int] = field(default_factory=list)
+    arrived_ms: float = 0.0
+    """On the scheduler's own clock."""
 
     @property
     def num_pending(self) -> int:
