@@ -220,7 +220,7 @@ def test_a_prefix_draws_its_request() -> None:
 
 def test_a_rank_that_does_not_speed_up_stays_away() -> None:
     scheduler: Scheduler[Fake] = Scheduler(1, NUM_RANKS, 50, 3, True, True, ANY)
-    scheduler.speedup = lambda request, width: 1.5 if width == 1 else 1.01
+    scheduler.speedup = lambda request, width: 1.5 if width == 1 else 1.005
     scheduler.add(Fake([1] * 9))
     settle(scheduler)
     assert len(scheduler.running[0].homes) == 2

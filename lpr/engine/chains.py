@@ -45,7 +45,7 @@ def rooms(running: Sequence[R], limits: Limits, targets: Targets[R] | None) -> l
 
     A step lasts as long as its busiest rank. So where others wait for it, a rank fills no more than an equal part of
     all that is to be filled, or what takes hardly longer than to decode; and no more than leaves those that decode
-    their time per token, unless a first token would come too late.
+    their time per token, even if a first token then comes too late: that is one request, and they are several.
     """
     most = limits.prefill_chunk
     if not limits.is_elastic and targets is None:
@@ -60,15 +60,8 @@ def rooms(running: Sequence[R], limits: Limits, targets: Targets[R] | None) -> l
     if targets is None:
         return [most] * limits.num_ranks
     decoding = [request for request, count in zip(running, long, strict=True) if not count]
-    urgent = {
-        rank
-        for request, count in zip(running, long, strict=True)
-        if count and targets.is_urgent(request)
-        for rank in request.homes
-    }
     # The step is as long for those that decode on other ranks.
-    kept = targets.chunk(decoding, min(most, limits.join_chunk), most)
-    return [limits.prefill_chunk if rank in urgent else kept for rank in range(limits.num_ranks)]
+    return [targets.chunk(decoding, min(most, limits.join_chunk), most)] * limits.num_ranks
 
 
 def _lacking(request: Chained, ranks: Sequence[int]) -> int:

@@ -14,14 +14,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from lpr.core.step_times import StepTimes, interpolate
 from lpr.engine.homes import rate, yield_of
 
-NEARLY = 0.9
-"""A request that has used so much of its time to the first token is filled whatever that costs others."""
+if TYPE_CHECKING:
+    from lpr.core.step_times import StepTimes
 
 
 class Timed(Protocol):
@@ -67,18 +65,12 @@ class Targets(Generic[R]):
         took = self.times().time(len(request.tokens), 1, len(request.tokens))
         return self.now + took > request.arrived_ms + self.first_token_ms
 
-    def is_urgent(self, request: R) -> bool:
-        """Will a request whose prompt is filled soon be too late?"""
-        waited = self.now - request.arrived_ms
-        took = self.times().time(len(request.tokens), 1, len(request.tokens))
-        return NEARLY * self.first_token_ms < waited + took <= self.first_token_ms
-
     def token_ms(self, request: R, batch: int, width: int) -> float:
         """Expected time per token of a request that `width` ranks serve, where `batch` requests are."""
         seen = self.seen(request)
-        row = self.times().row(batch, len(request.tokens))
+        times, length = self.times(), len(request.tokens)
         grown = yield_of(seen.num_steps, seen.num_tokens, seen.num_nodes)
-        return 1.0 / rate(width, partial(interpolate, row), self.nodes_per_rank, grown, batch)
+        return 1.0 / rate(width, lambda count: times.time(count, batch, length), self.nodes_per_rank, grown, batch)
 
     def allow(self, requests: Sequence[R], batch: int, width: int) -> bool:
         """May `batch` requests run on each of `width` ranks, these among them?"""
@@ -94,7 +86,7 @@ class Targets(Generic[R]):
         seen = [self.seen(each) for each in decoding]
         nodes = sum(each.num_nodes / each.num_steps if each.num_steps else 1.0 for each in seen)
         slowest = min(each.num_tokens / each.num_steps if each.num_steps else 1.0 for each in seen)
-        row = self.times().row(len(decoding), longest)
-        while most > least and interpolate(row, nodes + most) > self.per_token_ms * slowest:
+        times = self.times()
+        while most > least and times.time(nodes + most, len(decoding), longest) > self.per_token_ms * slowest:
             most = max(least, most // 2)
         return most

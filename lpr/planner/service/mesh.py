@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Protocol
 from lpr.core.step_times import StepTimes, interpolate
 from lpr.engine.homes import speedup
 from lpr.engine.scheduler import Scheduler
+from lpr.engine.targets import Seen, Targets
 from lpr.planner.service.requests import Arrivals, SimRequest
 
 
@@ -50,6 +52,10 @@ class Slots:
     """Step times by which the scheduler widens requests; None: whenever a rank is idle."""
     nodes_per_rank: int = 64
     """Of the largest tree that these times are asked about."""
+    first_token_ms: float = math.inf
+    """Target of the scheduler, which needs `times`."""
+    per_token_ms: float = math.inf
+    """The same."""
 
     def scheduler(self) -> Scheduler[SimRequest]:
         """An idle scheduler."""
@@ -65,6 +71,9 @@ class Slots:
         )
         if self.times is not None:
             scheduler.speedup = partial(self._speedup, self.times)
+            if min(self.first_token_ms, self.per_token_ms) < math.inf:
+                times, limits = self.times, (self.first_token_ms, self.per_token_ms)
+                scheduler.targets = Targets(lambda: times, _seen, self.nodes_per_rank, *limits)
         return scheduler
 
     def _speedup(self, times: StepTimes, request: SimRequest, width: int) -> float:
@@ -73,6 +82,10 @@ class Slots:
         emitted = len(request.tokens) - request.num_prompt
         known = self.nodes_per_rank, request.num_steps, emitted, request.num_nodes
         return speedup(width, partial(interpolate, row), *known)
+
+
+def _seen(request: SimRequest) -> Seen:
+    return Seen(request.num_steps, len(request.tokens) - request.num_prompt, request.num_nodes)
 
 
 class MeshRun:
@@ -109,6 +122,8 @@ class MeshRun:
             return []
         seconds, emitted = self._policy.step(schedule.decoding, schedule.filling)
         self.now += seconds
+        if scheduler.targets is not None:
+            scheduler.targets.now += 1e3 * seconds
         for request, counts in schedule.filling:
             request.num_computed_tokens = [
                 computed + count for computed, count in zip(request.num_computed_tokens, counts, strict=True)
