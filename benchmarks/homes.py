@@ -215,10 +215,12 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 
             def run(command: list[str] = command, output: Path = output, num_ranks: int = num_ranks) -> dict[str, Any]:
                 execute(command, options.timeout, options.threads or 1)
-                return {"num_ranks": num_ranks, "runs": json.loads(output.read_text(encoding="utf-8"))}
+                return {}
 
-            found = attempt(run)
-            runs += found.get("runs", [{"num_ranks": num_ranks, **found}])
+            failed = attempt(run)
+            if output.exists():  # also what was counted before a failure
+                runs += json.loads(output.read_text(encoding="utf-8"))
+            runs += [{"num_ranks": num_ranks, **failed}] if failed else []
             advance()
     return {
         "benchmark": "homes",
