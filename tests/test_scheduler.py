@@ -218,6 +218,24 @@ def test_a_prefix_draws_its_request() -> None:
     assert scheduler.num_hits >= 120
 
 
+def test_ranks_that_look_for_work_more_often_choose_alike() -> None:
+    """A driver without work asks for a schedule again and again; its workers wait."""
+    often, seldom = (Scheduler[Fake](1, NUM_RANKS, 50, 3, True, True, ANY) for _ in range(2))
+    for _ in range(5):
+        assert often.schedule().is_empty
+    seen = []
+    for scheduler in (often, seldom):
+        for tokens in ([1] * 9, [2] * 9):
+            scheduler.add(Fake(tokens))
+        settle(scheduler, 1)
+        scheduler.finish(scheduler.running[0])
+        seen.append([])
+        for _ in range(5):
+            settle(scheduler, 1)
+            seen[-1].append([list(request.homes) for request in scheduler.running] + [scheduler.signature])
+    assert seen[0] == seen[1]
+
+
 def test_a_rank_that_does_not_speed_up_stays_away() -> None:
     scheduler: Scheduler[Fake] = Scheduler(1, NUM_RANKS, 50, 3, True, True, ANY)
     scheduler.speedup = lambda request, width: 1.5 if width == 1 else 1.005

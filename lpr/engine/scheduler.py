@@ -240,7 +240,7 @@ class Scheduler(Generic[R]):
         for a whole prompt. The last piece of a chain is evaluated together with the first tree, where rows are not
         padded.
         """
-        if self.num_ranks > 1:
+        if self.num_ranks > 1 and self.running:  # idle ranks look for work more or less often
             self._update_homes()
         room = rooms(self.running, self._limits, self.targets)
         decoding: list[R] = []
@@ -279,7 +279,7 @@ class Scheduler(Generic[R]):
         index, last, wanted = self.running.index(request), self.running.pop(), self._wanted.pop()
         if last is not request:
             self.running[index], self._wanted[index] = last, wanted
-        self._until_review = min(self._until_review, PATIENCE)
+        self._until_review = PATIENCE
 
     def regroup(self, kept: Sequence[int | None]) -> list[R]:
         """Go on with other ranks: `kept` says of each which one it was before, None for one without any K/V.
