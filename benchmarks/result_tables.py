@@ -516,7 +516,8 @@ def homes(facts: Json) -> Table:
         [
             f"{run['num_ranks']}, {run['load']}, {run['policy']} ({mode(run['temperature'])})",
             *(f"{run[name]:.2f}" for name in ("tokens_per_step", "busiest_per_token", "table_ms_per_token")),
-            *(f"{run[name]:.2f}" for name in ("kv_copies", "homes_per_request", "host_ms_per_step")),
+            *(f"{run[name]:.2f}" for name in ("kv_copies", "homes_per_request")),
+            f"{run['host_ms_per_step']:.2f}" if "host_ms_per_step" in run else "",
         ]
         for run in sound(facts["runs"])
     ]

@@ -170,7 +170,7 @@ def test_mutant_own_value_for_an_ancestor(model: PreTrainedModel, monkeypatch: p
             split = draft.shards[index]
             mine = split[self.comm.rank].nodes
             for rank, shard in enumerate(split):
-                tree = draft.served[rank].index(index)
+                tree = draft.served[rank].index(index) if shard.owned else 0
                 for place, node in enumerate(shard.owned):
                     if node in mine:
                         values[rank, tree, place, 0] = self.local[start + mine.index(node), 0]  # type: ignore[attr-defined]
