@@ -1,21 +1,25 @@
 """Home ranks: what real ranks evaluate and hold per committed token, against always splitting and never splitting.
 
-    python -m benchmarks.homes --data classeval.jsonl --output benchmarks/results/homes.json
+    python -m benchmarks.homes --data humaneval.jsonl --output benchmarks/results/homes.json
 
-Ranks are processes of this machine (gloo). So many requests run at any time, from the first prompt to the last; a new
-one is submitted when one ends. Three policies complete the same prompts with the same engine: `split` (all ranks work
-on every tree), `home` (one rank per request) and `elastic`. Trees are as large as pays by a table of step times, and
-nothing is timed: each step counts what its busiest rank evaluates (prompts, pending chains, nodes and what ranks that
-join compute), and what such a step would take by the table. All token ids are compared with plain decoding's.
+Ranks are processes of this machine (gloo). A load is so many requests at any time: when one ends the next is submitted,
+also when the count is over, so that no run empties. Counting begins with the first request that another one makes room
+for, and ends when `--prompts` more have been submitted. Three policies complete the same prompts with the same engine:
+`split` (all ranks work on every tree), `home` (one rank per request) and `elastic`. Trees are as large as pays by a
+table of step times, and no step is timed: each counts what its busiest rank evaluates (prompts, pending chains, nodes
+and what ranks that join compute), and what such a step would take by the table. Of the host, the driver's processor
+time for drafting and for concluding a step is measured. All token ids are compared with plain decoding's.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,13 +28,13 @@ from rich.console import Console
 
 from benchmarks.common import attempt, model_parser, progress, read_json, run_main
 from benchmarks.data import load_prompts
-from benchmarks.engines import params_for
+from benchmarks.engines import StepClock, params_for
 from benchmarks.launch import LAUNCHER, execute
 from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
 from lpr.config import Auto
 from lpr.core.step_times import StepTimes, read_step_times
 from lpr.dist.runtime import World, join
-from lpr.engine.request import Outcome, Request
+from lpr.engine.request import Request
 from lpr.engine.scheduler import Schedule
 
 POLICIES: dict[str, int | Auto] = {"split": 0, "home": 1, "elastic": "auto"}
@@ -57,63 +61,96 @@ class Counter:
     """Per step: tokens whose K/V the ranks hold for running requests, per token of these."""
     widths: list[float] = field(default_factory=list)
     """Per step: home ranks of a request, on average."""
+    host: list[float] = field(default_factory=list)
+    """Per step: milliseconds of the driver's processor for drafting and concluding."""
 
-    def watch(self, engine: Engine) -> None:
-        """Count the engine's steps from now on."""
-        run = engine.run
-
-        def counted(schedule: Schedule[Request], num_command_bytes: int) -> tuple[list[Outcome], int, Any]:
-            running = engine.scheduler.running
-            loads = [0] * engine.comm.size
-            for request, counts in schedule.filling:
-                loads = [load + count for load, count in zip(loads, counts, strict=True)]
-                if request in schedule.decoding:
-                    self.filled += sum(counts)
-            begins = any(request not in schedule.decoding for request, _ in schedule.filling)
-            begins |= any(request.num_output == 0 for request in schedule.decoding)
-            lengths = [len(request.tokens) for request in running]
-            held = sum(sum(request.num_computed_tokens) for request in running)
-            result = run(schedule, num_command_bytes)
-            if result[0]:
-                loads = [load + own for load, own in zip(loads, result[0][0].num_entries, strict=True)]
-            self.num_steps += 1
-            emitted = sum(len(outcome.concluded.emitted) for outcome in result[0])
-            self.num_tokens += emitted
-            if not begins:
-                self.decoding = [self.decoding[0] + emitted, self.decoding[1] + max(loads)]
-            self.busiest += max(loads)
-            self.everybody += sum(loads)
-            self.milliseconds += self.times.time(max(loads), 1, max(lengths))
-            self.copies.append(held / sum(lengths))
-            self.widths.append(sum(len(request.homes) for request in running) / len(running))
-            return result
-
-        engine.run = counted  # type: ignore[method-assign]
+    def run(self, engine: Engine, run: Run, schedule: Schedule[Request], num_command_bytes: int) -> Any:
+        """Take a step by `run`, and count it."""
+        running = engine.scheduler.running
+        loads = [0] * engine.comm.size
+        for request, counts in schedule.filling:
+            loads = [load + count for load, count in zip(loads, counts, strict=True)]
+            if request in schedule.decoding:
+                self.filled += sum(counts)
+        begins = any(request not in schedule.decoding for request, _ in schedule.filling)
+        begins |= any(request.num_output == 0 for request in schedule.decoding)
+        lengths = [len(request.tokens) for request in running]
+        held = sum(sum(request.num_computed_tokens) for request in running)
+        engine.recorder = clock = StepClock(time.thread_time)
+        result = run(schedule, num_command_bytes)
+        engine.recorder = None
+        if result[0]:
+            loads = [load + own for load, own in zip(loads, result[0][0].num_entries, strict=True)]
+            self.host.append(clock.phases["draft"] + clock.phases["commit"])
+        self.num_steps += 1
+        emitted = sum(len(outcome.concluded.emitted) for outcome in result[0])
+        self.num_tokens += emitted
+        if not begins:
+            self.decoding = [self.decoding[0] + emitted, self.decoding[1] + max(loads)]
+        self.busiest += max(loads)
+        self.everybody += sum(loads)
+        self.milliseconds += self.times.time(max(loads), 1, max(lengths))
+        self.copies.append(held / sum(lengths))
+        self.widths.append(sum(len(request.homes) for request in running) / len(running))
+        return result
 
     def figures(self) -> dict[str, Any]:
         """What the steps came to."""
         return {
             "num_tokens": self.num_tokens,
             "tokens_per_step": round(self.num_tokens / self.num_steps, 3),
-            "busiest_per_token": round(self.decoding[1] / self.decoding[0], 3),
+            "busiest_per_token": round(self.decoding[1] / max(1, self.decoding[0]), 3),
             "busiest_per_token_with_prompts": round(self.busiest / self.num_tokens, 3),
             "evaluated_per_token": round(self.everybody / self.num_tokens, 3),
             "joined_per_token": round(self.filled / self.num_tokens, 3),
             "table_ms_per_token": round(self.milliseconds / self.num_tokens, 4),
             "kv_copies": round(sum(self.copies) / len(self.copies), 3),
             "homes_per_request": round(sum(self.widths) / len(self.widths), 3),
+            "host_ms_per_step": round(statistics.median(self.host), 4),
         }
 
 
-def complete(engine: Engine, prompts: Sequence[str], params: Sequence[SamplingParams], load: int) -> list[list[int]]:
-    """The ids of all prompts, of which `load` run at any time while there are as many."""
-    left = list(zip(prompts, params, strict=True))[::-1]
-    requests: list[Request] = []
-    while left or not engine.is_idle:
-        while left and sum(request.finish_reason is None for request in requests) < load:
-            requests.append(engine.submit(*left.pop()))
+Run = Callable[[Schedule[Request], int], Any]
+
+
+def complete(engine: Engine, prompts: Sequence[str], params: Sequence[SamplingParams]) -> list[list[int]]:
+    """The ids of all prompts, by plain decoding of a full batch."""
+    requests = [engine.submit(*each) for each in zip(prompts, params, strict=True)]
+    while not engine.is_idle:
         engine.step()
     return [request.token_ids for request in requests]
+
+
+def count(
+    engine: Engine, prompts: Sequence[str], params: Sequence[SamplingParams], load: int, times: StepTimes
+) -> tuple[list[list[int]], Counter]:
+    """Keep `load` requests running; what all have emitted, and what the steps between the first ones' and the last
+    ones' came to."""
+    counter, run = Counter(times), engine.run
+    left = list(zip(prompts, params, strict=True))[::-1]
+    requests: list[Request] = []
+
+    def counted(schedule: Schedule[Request], num_command_bytes: int) -> Any:
+        if len(requests) > load:
+            return counter.run(engine, run, schedule, num_command_bytes)
+        return run(schedule, num_command_bytes)
+
+    def running() -> list[Request]:
+        return [request for request in requests if request.finish_reason is None]
+
+    engine.run = counted  # type: ignore[method-assign]
+    try:
+        while left or len(running()) == load:
+            while left and len(running()) < load:
+                requests.append(engine.submit(*left.pop()))
+            engine.step()
+    finally:
+        engine.run = run  # type: ignore[method-assign]
+    for request in running():
+        engine.abort(request)
+    while not engine.is_idle:
+        engine.step()
+    return [request.token_ids for request in requests], counter
 
 
 def work(spec: dict[str, Any]) -> None:
@@ -136,35 +173,24 @@ def work(spec: dict[str, Any]) -> None:
             return
         runs = []
         for temperature in spec["temperatures"]:
+            params = params_for(len(spec["prompts"]), spec["max_new_tokens"], temperature, ignore_eos=True)
+            engine.configure(DecodeConfig.autoregressive(max_batch_size=8, max_length=spec["max_length"]))
+            expected = complete(engine, spec["prompts"], params)
             for load in spec["loads"]:
-                prompts = spec["prompts"][: max(spec["fewest"], load)]
-                params = params_for(len(prompts), spec["max_new_tokens"], temperature, ignore_eos=True)
-                engine.configure(DecodeConfig.autoregressive(max_batch_size=8, max_length=spec["max_length"]))
-                expected = complete(engine, prompts, params, 8)
+                number = load + spec["counted"]
                 case = {"num_ranks": comm.size, "temperature": temperature, "load": load}
                 for name, homes in POLICIES.items():
                     engine.configure(replace(decode, home_ranks=homes))
-                    found, counter = count(engine, prompts, params, load, times)
-                    runs.append({**case, "policy": name, **compared(found, expected, counter)})
+                    found, counter = count(engine, spec["prompts"][:number], params[:number], load, times)
+                    runs.append({**case, "policy": name, **compared(found, expected[:number], counter)})
+                    Path(spec["output"]).write_text(json.dumps(runs), encoding="utf-8")
         engine.close()
         Path(spec["output"]).write_text(json.dumps(runs), encoding="utf-8")
 
 
-def count(
-    engine: Engine, prompts: Sequence[str], params: Sequence[SamplingParams], load: int, times: StepTimes
-) -> tuple[list[list[int]], Counter]:
-    """Complete the prompts; their ids, and what the steps came to."""
-    counter, run = Counter(times), engine.run
-    counter.watch(engine)
-    try:
-        return complete(engine, prompts, params, load), counter
-    finally:
-        engine.run = run  # type: ignore[method-assign]
-
-
 def compared(found: Sequence[list[int]], expected: Sequence[list[int]], counter: Counter) -> dict[str, Any]:
     """The figures of a run, if it emitted what plain decoding emits."""
-    different = sum(one != other for one, other in zip(found, expected, strict=True))
+    different = sum(one != other[: len(one)] for one, other in zip(found, expected, strict=True))
     if different:
         return {"failed": f"{different} of {len(found)} prompts got other tokens than plain decoding"}
     return counter.figures()
@@ -175,9 +201,9 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     console.print("ceiling: the better of split and home at every load, and more where neither extreme is best")
     spec = {
         "times": read_json(options.costs),
-        "prompts": load_prompts(options.data, options.prompts),
+        "prompts": load_prompts(options.data, options.prompts + max(options.loads)),
+        "counted": options.prompts,
         "loads": options.loads,
-        "fewest": options.fewest,
         "temperatures": options.temperatures,
         "max_new_tokens": options.max_new_tokens,
         "max_length": options.max_length,
@@ -196,10 +222,12 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 
             def run(command: list[str] = command, output: Path = output, num_ranks: int = num_ranks) -> dict[str, Any]:
                 execute(command, options.timeout, options.threads or 1)
-                return {"num_ranks": num_ranks, "runs": json.loads(output.read_text(encoding="utf-8"))}
+                return {}
 
-            found = attempt(run)
-            runs += found.get("runs", [{"num_ranks": num_ranks, **found}])
+            failed = attempt(run)
+            if output.exists():  # also what was counted before a failure
+                runs += json.loads(output.read_text(encoding="utf-8"))
+            runs += [{"num_ranks": num_ranks, **failed}] if failed else []
             advance()
     return {
         "benchmark": "homes",
@@ -207,7 +235,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         "model": Path(options.model).name if options.model else "bundled",
         "times": Path(options.costs).name,
         "max_new_tokens": options.max_new_tokens,
-        "num_prompts": {str(load): min(options.prompts, max(options.fewest, load)) for load in options.loads},
+        "num_prompts": options.prompts,
         "runs": runs,
     }
 
@@ -220,7 +248,6 @@ def main() -> int:
     parser = model_parser("homes", "What ranks evaluate and hold per token, by how requests are spread over them.")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="N")
     parser.add_argument("--loads", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help="concurrent requests")
-    parser.add_argument("--fewest", type=int, default=4, metavar="N", help="prompts of a run at least (default 4)")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0], metavar="T")
     parser.add_argument("--costs", default=str(TABLE), metavar="FILE", help="step times (default: H100, 7B, estimated)")
     parser.add_argument("--max-length", type=int, default=1024, metavar="N", help="prompt and output (default 1024)")

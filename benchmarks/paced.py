@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lpr.config import NUM_HEADER, TreeSizes, result_words
+from lpr.config import TreeSizes, result_words
 from lpr.core.step_times import StepTimes
 from lpr.dist.comm import SoloComm
 from lpr.engine.engine import Engine
@@ -219,6 +219,7 @@ class PacedModel:
         cache.clear = lambda slot, num_cached: None
         cache.move_slot = self.move_slot
         exchange: Any = engine._exchange
+        self._exchange = exchange
         self._gather, exchange.gather = exchange.gather, self.gather
 
     def move_slot(self, source: int, target: int, num_cached: int) -> None:
@@ -281,7 +282,8 @@ class PacedModel:
         if size > 1:
             everything = everything.repeat(size, 1)
             capacity, width = self._config.owned_capacity(size), result_words(self._config.num_recycled)
-            tables = everything[:, NUM_HEADER:].view(size, -1, capacity, width).numpy()
+            begin = self._exchange.first_result(len(self._draft))
+            tables = everything[:, begin:].view(size, -1, capacity, width).numpy()
             for index, (split, found) in enumerate(zip(self._draft.shards, self._others, strict=True)):
                 for rank in range(1, size):
                     owned = list(split[rank].owned)

@@ -510,16 +510,43 @@ def _values(value: Any) -> list[Any]:
 
 def homes(facts: Json) -> Table:
     """What ranks evaluate and hold per token, by policy and load."""
-    columns = ["ranks, load, policy", "tokens/step", "busiest/token", "table ms/token", "K/V copies", "homes/request"]
+    columns = ["ranks, load, policy", "tokens/step", "busiest/token", "table ms/token", "K/V copies", "homes/request",
+               "host ms/step"]  # fmt: skip
     rows = [
         [
             f"{run['num_ranks']}, {run['load']}, {run['policy']} ({mode(run['temperature'])})",
             *(f"{run[name]:.2f}" for name in ("tokens_per_step", "busiest_per_token", "table_ms_per_token")),
             *(f"{run[name]:.2f}" for name in ("kv_copies", "homes_per_request")),
+            f"{run['host_ms_per_step']:.2f}" if "host_ms_per_step" in run else "",
         ]
         for run in sound(facts["runs"])
     ]
     return Table(f"home ranks, {facts['data']}, {facts['model']} model, times of {facts['times']}", columns, rows)
+
+
+def served(temperature: float, facts: Json) -> Table:
+    """What requests get of simulated services, by load."""
+    columns = [
+        "load, service",
+        "end to end, ms",
+        "first token p50 / p99",
+        "per token p50 / p99",
+        "tokens/s",
+        "goodput/s",
+    ]
+    rows = [
+        [
+            f"{run['load']:g}, {run['service']}",
+            f"{run['end_to_end_ms']:.0f}",
+            *(f"{run[name][0]:.3g} / {run[name][2]:.3g}" for name in ("first_token_ms", "per_token_ms")),
+            f"{run['tokens_per_second']:.0f}",
+            f"{run['goodput']:.3g}",
+        ]
+        for run in sound(facts["runs"])
+        if run["temperature"] == temperature
+    ]
+    title = f"simulated, {facts['gpus']} {facts['machine']}, {facts['model']}, times of {facts['times']} (estimated)"
+    return Table(f"{title}, {mode(temperature)}", columns, rows)
 
 
 TABLES: dict[str, Callable[[Json], list[Table]]] = {
@@ -533,6 +560,7 @@ TABLES: dict[str, Callable[[Json], list[Table]]] = {
     "host": lambda facts: [host(facts)],
     "step": lambda facts: [step_costs(facts), collective(facts), step_parts(facts)],
     "serve": lambda facts: [loads(facts)],
+    "serve_simulated": lambda facts: [served(each, facts) for each in distinct(facts["runs"], "temperature")],
     "plan_service": lambda facts: [simulated_loads(facts)],
     "soak": soak,
     "shared_drafts": shared_drafts,

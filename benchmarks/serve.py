@@ -17,7 +17,7 @@ percentiles are of the requests of all rounds together. A request that fails is 
 The services learn nothing from one request for another (`--share-drafts none`): a load asks the same prompts of every
 setting and, once all prompts are used up, again, so lookahead would otherwise draft from its own earlier answers.
 Settings without prefix reuse meet the typing loads only, as the other loads' prompts have no prefix in common.
-`--url` measures a service that runs already.
+`--url` measures a service that runs already. `--simulate` predicts eight GPUs instead (benchmarks.serve_simulated).
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from rich.console import Console
 
 from benchmarks.common import attempt, model_parser, progress, run_main, whole
 from benchmarks.data import load_prompts
+from benchmarks.serve_simulated import simulate, simulated_parser
 from benchmarks.services import running
 from lpr.config import InputError
 
@@ -317,6 +318,9 @@ def parse_load(text: str) -> tuple[str, float]:
 
 def main() -> int:
     """Run the benchmark from the command line."""
+    if "--simulate" in sys.argv[1:]:
+        arguments = [each for each in sys.argv[1:] if each != "--simulate"]
+        return run_main(simulated_parser(), simulate, arguments)
     parser = model_parser("serve", "The service under load.")
     parser.set_defaults(prompts=100, max_new_tokens=64)
     parser.add_argument("--quick", action="store_true", help="see in two minutes whether all works")

@@ -128,7 +128,8 @@ def time_collective(sizes: Sequence[int], options: argparse.Namespace) -> dict[s
 
 def payload_bytes(decode: DecodeConfig, num_ranks: int) -> int:
     """Bytes that each of `num_ranks` ranks contributes to a step under `decode` (lpr.engine.exchange)."""
-    return 4 * decode.resolved(num_ranks).payload_words(decode.max_batch_size, num_ranks)
+    carries_trees = decode.carries_trees(num_ranks)
+    return 4 * decode.resolved(num_ranks).payload_words(decode.max_batch_size, num_ranks, carries_trees)
 
 
 def gather_times(comm: Comm, device: torch.device, size: int, repeats: int) -> list[float]:

@@ -43,7 +43,8 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             params = params_for(len(prompts), options.max_new_tokens, temperature)
             decode = per_rank(budget, options.window_share)
             total, counter = count_steps(engine, decode, prompts, params, num_ranks, advance)
-            payload = 4 * decode.resolved(num_ranks).payload_words(decode.max_batch_size, num_ranks)
+            sizes, carries_trees = decode.resolved(num_ranks), decode.carries_trees(num_ranks)
+            payload = 4 * sizes.payload_words(decode.max_batch_size, num_ranks, carries_trees)
             case = {"temperature": temperature, "budget_per_rank": budget, "num_ranks": num_ranks}
             found.append({**case, **figures(total, counter), "payload_bytes_per_rank": payload})
     return {

@@ -9,8 +9,13 @@ Auto = Literal["auto"]
 """A size that follows from the measured time of a step and from what drafts earn."""
 
 
-NUM_HEADER = 3
-"""Words before the results in a step's payload: digest low, digest high, length of the driver's commands (rule R3)."""
+NUM_HEADER = 4
+"""Words at the begin of a step's payload: digest low, digest high, length of the driver's commands (rule R3), and how
+many candidates of a node this rank sends."""
+NUM_TREE_HEADER = 3
+"""Words of each tree of a rank, behind these: digest low, digest high, and how many of its nodes the rank owns."""
+NUM_NODE_WORDS = 2
+"""Words of a node besides its result, where ranks do not draft each other's trees (lpr.core.carried)."""
 MAX_LOGPROBS = 20
 """Most alternatives whose log-probabilities a request can ask for."""
 AUTOMATIC = ("window_size", "ngram_size", "guess_set_size", "trie_nodes")
@@ -60,6 +65,11 @@ class DecodeConfig:
     home_ranks: int | Auto = "auto"
     """Ranks that work on a request's tree. auto: all for a single request, one where there are as many requests as
     ranks, and `max_batch_size` then holds per rank. 0: always all."""
+    first_token_ms: int = 0
+    """Wanted time to the first token (TTFT), in milliseconds; requests that can still keep it come first. 0: none."""
+    per_token_ms: int = 0
+    """Wanted time per token after it (TPOT), in milliseconds: requests wait, and prompts are filled in smaller pieces,
+    while others would miss it. 0: none. Both go by the step times of automatic sizes."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work, with the arithmetic in the message; fill in what follows from other fields."""
@@ -73,7 +83,10 @@ class DecodeConfig:
                 isinstance(value, int) and not isinstance(value, bool),
                 f"{field.name} must be {wanted}, not {value!r}",
             )
-            may_be_none = ("window_size", "trie_nodes", "guess_set_size", "num_candidates", "home_ranks")
+            may_be_none = (
+                *("window_size", "trie_nodes", "guess_set_size", "num_candidates", "home_ranks"),
+                *("first_token_ms", "per_token_ms"),
+            )
             least = 0 if field.name in may_be_none else 1
             why = f"be at least {least}" if least else "not be negative"
             _require(value >= least, f"{field.name}={value} must {why}")
@@ -84,6 +97,11 @@ class DecodeConfig:
         _require(
             int(self.ngram_size) >= 2,
             f"ngram_size={self.ngram_size} must be at least 2: a window has ngram_size-1 levels",
+        )
+        _require(
+            self.adaptive or not (self.first_token_ms or self.per_token_ms),
+            "first_token_ms and per_token_ms go by step times, which only automatic sizes have: leave one of "
+            "window_size, trie_nodes and guess_set_size at auto",
         )
         sizes = self.resolved()
         _require(
@@ -102,6 +120,10 @@ class DecodeConfig:
     def autoregressive(cls, **overrides: Any) -> DecodeConfig:
         """Plain decoding, one token a step: no window and no trie."""
         return cls(**{"window_size": 0, "trie_nodes": 0, **overrides})
+
+    def carries_trees(self, num_ranks: int) -> bool:
+        """Do results travel with their nodes, as a rank may not serve all requests?"""
+        return num_ranks > 1 and self.home_ranks != 0
 
     @property
     def adaptive(self) -> bool:
@@ -207,13 +229,14 @@ class TreeSizes:
         """Most nodes of a tree that one of `num_ranks` ranks may evaluate: its own and their ancestors."""
         return min(self.num_nodes, self.owned_capacity(num_ranks) + self.longest_branch)
 
-    def payload_words(self, num_sequences: int, num_ranks: int) -> int:
+    def payload_words(self, num_sequences: int, num_ranks: int, carries_trees: bool = False) -> int:
         """Words (int32) that each of `num_ranks` ranks contributes to the gather of up to `num_sequences` sequences.
 
-        A header, and the result of every node that the rank owns (see `result_words`). The size follows from the
-        configuration alone (rule R2).
+        Headers, and the result of every node that the rank owns (see `result_words`), where ranks have home ranks
+        (`carries_trees`) with the node itself. The size follows from the configuration alone (rule R2).
         """
-        return NUM_HEADER + num_sequences * self.owned_capacity(num_ranks) * result_words(self.num_recycled)
+        of_node = result_words(self.num_recycled) + NUM_NODE_WORDS * carries_trees
+        return NUM_HEADER + num_sequences * (NUM_TREE_HEADER + self.owned_capacity(num_ranks) * of_node)
 
 
 def result_words(k: int) -> int:

@@ -14,7 +14,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from lpr.core import budget, calibration, drafting, step_times, suffix_index
+from lpr.core import budget, budgets, calibration, drafting, step_times, suffix_index
 
 
 def _load() -> tuple[ModuleType | None, str | None]:
@@ -39,6 +39,7 @@ def _constants() -> dict[str, Any]:
             *("WINDOW_MEMORY", "WINDOW_RETURN", "TRUSTED_NODES", "TRUST_MEMORY", "PLAIN_MEMORY", "MOST_PROMISED"),
             *("LONG_MEMORY", "NEAR_PRICE", "WINDOW_SEGMENT", "QUIET_STEPS", "LONGEST_PAUSE", "LONGEST_FAR_PAUSE"),
         ),
+        budgets: ("FORGOTTEN_AFTER",),
     }
     shipped_frequencies, shipped_trials = calibration._SHIPPED
     return {
@@ -73,6 +74,7 @@ if missing:
 if TYPE_CHECKING or _extension is None:
     from lpr.core.accept import accept
     from lpr.core.budget import AcceptanceHistory, AdaptiveBudget, Draft, DraftRequest, FixedBudget
+    from lpr.core.budgets import Budgets
     from lpr.core.calibration import Calibration
     from lpr.core.drafting import Drafter
     from lpr.core.noise_keys import selection_words
@@ -97,6 +99,7 @@ if TYPE_CHECKING or _extension is None:
 __all__ = [
     "AcceptanceHistory",
     "AdaptiveBudget",
+    "Budgets",
     "Calibration",
     "CandidateTable",
     "Conclusion",

@@ -61,6 +61,32 @@ class TableBudget : public AdaptiveBudget {
   nb::object cost_;
 };
 
+// Budgets of one configuration, whose table is None where sizes are fixed.
+class TableBudgets : public Budgets {
+ public:
+  TableBudgets(nb::object config, int64_t num_ranks, nb::object cost)
+      : Budgets([this] { return make(); }), config_(std::move(config)), num_ranks_(num_ranks), cost_(std::move(cost)) {}
+  TableBudgets(const TableBudgets&) = delete;
+
+  nb::object cost() const { return cost_; }
+
+  void set_cost(nb::object cost) {
+    cost_ = cost;
+    for (auto& [homes, entry] : by_homes_)
+      if (auto* budget = dynamic_cast<TableBudget*>(entry.budget.get())) budget->set_cost(cost);
+  }
+
+ private:
+  std::unique_ptr<Budget> make() const {
+    if (cost_.is_none()) return std::make_unique<FixedBudget>(limits_of(config_, num_ranks_));
+    return std::make_unique<TableBudget>(config_, cost_, num_ranks_);
+  }
+
+  nb::object config_;
+  int64_t num_ranks_;
+  nb::object cost_;
+};
+
 void bind_budget(nb::module_& m) {
   nb::class_<AcceptanceHistory>(m, "AcceptanceHistory")
       .def(nb::init<>())
@@ -110,6 +136,14 @@ void bind_budget(nb::module_& m) {
       .def_prop_ro("num_ranks", [](const TableBudget& budget) { return budget.num_ranks; })
       .def_prop_ro("window", [](const TableBudget& budget) { return budget.window; });
   bind_steps(adaptive);
+  nb::class_<Budgets>(m, "AnyBudgets");
+  nb::class_<TableBudgets, Budgets>(m, "Budgets")
+      .def(nb::init<nb::object, int64_t, nb::object>(), "config"_a, "num_ranks"_a = 1, "cost"_a = nb::none())
+      .def_prop_rw("cost", &TableBudgets::cost, &TableBudgets::set_cost)
+      .def("begin_step", &TableBudgets::begin_step)
+      .def("of", [](TableBudgets& budgets, const std::vector<int64_t>& homes) { return &budgets.of(homes); },
+           nb::rv_policy::reference_internal, "homes"_a)
+      .def("__len__", &TableBudgets::size);
 }
 
 void bind_partition(nb::module_& m) {

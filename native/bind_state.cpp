@@ -122,7 +122,9 @@ void bind_state(nb::module_& m) {
       .def_ro("config", &BoundState::config)
       .def_ro("tokens", &BoundState::listed)
       .def_rw("num_computed_tokens", &BoundState::num_computed_tokens)
-      .def_rw("homes", &BoundState::homes)
+      .def_prop_rw("homes", [](const BoundState& state) { return state.homes(); },
+                   [](BoundState& state, std::vector<int64_t> ranks) { state.set_homes(std::move(ranks)); })
+      .def("forget_drafts", &BoundState::forget_drafts)
       .def_ro("table", &BoundState::table)
       .def_ro("drafter", &BoundState::drafter)
       .def_ro("window", &BoundState::window)

@@ -6,19 +6,19 @@ namespace lpr {
 using Row = nb::ndarray<nb::numpy, int32_t, nb::ndim<1>>;
 using Moves = nb::ndarray<nb::numpy, int64_t, nb::ndim<2>>;
 
-Moves paired(std::vector<int64_t>&& sources, const std::vector<int64_t>& targets) {
-  size_t count = sources.size();
-  sources.insert(sources.end(), targets.begin(), targets.end());
-  return owned_array<Moves>(std::move(sources), {2, count});
+Moves stacked(std::vector<int64_t>&& first, std::initializer_list<const std::vector<int64_t>*> others) {
+  size_t count = first.size();
+  for (const std::vector<int64_t>* each : others) first.insert(first.end(), each->begin(), each->end());
+  return owned_array<Moves>(std::move(first), {1 + others.size(), count});
 }
 
 // A step's draft, and the Python objects of its states, which must live as long.
 struct BoundDraft : StepDraft {
   nb::list listed;
 
-  BoundDraft(const nb::sequence& those, const std::vector<int64_t>& depths, Budget& budget, int64_t num_ranks,
+  BoundDraft(const nb::sequence& those, const std::vector<int64_t>& depths, Budgets& budgets, int64_t num_ranks,
              int64_t max_owned, size_t mine, std::optional<Served> rows)
-      : StepDraft(states_of(those), depths, budget, num_ranks, max_owned, mine, std::move(rows)) {
+      : StepDraft(states_of(those), depths, budgets, num_ranks, max_owned, mine, std::move(rows)) {
     for (nb::handle state : those) listed.append(state);
   }
 
@@ -43,32 +43,36 @@ nb::list rows_of(BoundDraft& draft) {
   return rows;
 }
 
-// Of every node that this rank owns, its place among the rows' nodes, and then its place among those of all trees.
+// Of every node that this rank owns, its place among the rows' nodes, its place among those of all trees, and its words.
 Moves placement(const BoundDraft& draft, int64_t capacity) {
-  std::vector<int64_t> sources, targets;
+  std::vector<int64_t> sources, targets, words;
   int64_t start = 0;
   for (size_t row = 0; row < draft.own_trees().size(); row++) {
-    const Shard& shard = draft.own(draft.own_trees()[row]);
+    size_t tree = draft.own_trees()[row];
+    const Shard& shard = draft.own(tree);
     auto from = shard.nodes.begin();
     for (size_t place = 0; place < shard.owned.size(); place++) {
       from = std::lower_bound(from, shard.nodes.end(), shard.owned[place]);
       sources.push_back(start + (from - shard.nodes.begin()));
       targets.push_back(static_cast<int64_t>(row) * capacity + static_cast<int64_t>(place));
+      words.push_back(node_word(*draft.trees[tree], shard.owned[place]));
     }
     start += static_cast<int64_t>(shard.nodes.size());
   }
-  return paired(std::move(sources), targets);
+  return stacked(std::move(sources), {&targets, &words});
 }
 
-nb::list conclude(BoundDraft& draft, Values values, int k, Budget& budget) {
-  size_t most = 0;
+nb::list conclude(BoundDraft& draft, Values values, const Served& counts, const std::vector<int64_t>& ks,
+                  Budgets& budgets) {
+  size_t most = 0, num_ranks = draft.served.size();
   for (const auto& trees : draft.served) most = std::max(most, trees.size());
-  if (values.shape(0) < (draft.shards.empty() ? 0 : draft.shards[0]->size()) || values.shape(1) < most ||
-      static_cast<int64_t>(values.shape(3)) < 1 + k + (k + 3) / 4)
+  int64_t k = ks.empty() ? 0 : *std::max_element(ks.begin(), ks.end());
+  if (values.shape(0) < (most ? num_ranks : 0) || values.shape(1) < most || counts.size() < num_ranks ||
+      ks.size() < num_ranks || static_cast<int64_t>(values.shape(3)) < 1 + k + (k + 3) / 4)
     throw std::invalid_argument("the values do not hold the results of all trees");
-  int64_t strides[3] = {values.stride(0), values.stride(1), values.stride(2)};
+  int64_t strides[3] = {values.stride(0), values.stride(1), values.stride(2)}, width = values.shape(3);
   nb::list all;
-  std::vector<Conclusion> concluded = draft.conclude(values.data(), strides, k, budget);
+  std::vector<Conclusion> concluded = draft.conclude(values.data(), strides, width, counts, ks, budgets);
   for (size_t i = 0; i < concluded.size(); i++) {
     draft.state(i).append(concluded[i].emitted);
     all.append(nb::cast(std::move(concluded[i])));
@@ -93,36 +97,43 @@ void bind_step(nb::module_& m) {
       .def_prop_ro("shards",
                    [](const BoundDraft& draft) {
                      nb::list all;
-                     for (const auto& split : draft.shards) all.append(nb::cast(*split));
+                     for (const auto& split : draft.shards) all.append(split ? nb::cast(*split) : nb::none());
                      return all;
                    })
       .def_ro("rank", &BoundDraft::rank)
       .def_ro("served", &BoundDraft::served)
       .def_prop_ro("mine", [](const BoundDraft& draft) { return draft.own_trees(); })
-      .def_prop_ro("num_entries", [](const BoundDraft& draft) { return draft.num_entries(); })
+      .def_ro("num_entries", &BoundDraft::num_entries)
+      .def_prop_ro("num_owned",
+                   [](const BoundDraft& draft) {
+                     std::vector<size_t> counts;
+                     for (int64_t tree : draft.own_trees()) counts.push_back(draft.own(tree).owned.size());
+                     return counts;
+                   })
       .def("__len__", [](const BoundDraft& draft) { return draft.trees.size(); })
       .def_prop_ro("has_nodes",
                    [](const BoundDraft& draft) {
-                     return std::any_of(draft.trees.begin(), draft.trees.end(),
-                                        [](const auto& tree) { return tree->size() > 1; });
+                     const auto& mine = draft.own_trees();
+                     return std::any_of(mine.begin(), mine.end(),
+                                        [&](int64_t tree) { return draft.trees[tree]->size() > 1; });
                    })
       .def("rows", &rows_of)
       .def("placement", &placement, "capacity"_a)
       .def("sign",
            [](BoundDraft& draft) {
              std::vector<uint64_t> digests;
-             for (size_t i = 0; i < draft.states.size(); i++)
+             for (int64_t i : draft.own_trees())
                digests.push_back(draft.states[i]->sign_tree(*draft.trees[i]));
              return digests;
            })
-      .def("conclude", &conclude, "values"_a, "k"_a, "budget"_a);
+      .def("conclude", &conclude, "values"_a, "counts"_a, "ks"_a, "budgets"_a);
   m.def(
       "draft_step",
-      [](const nb::sequence& states, const std::vector<int64_t>& depths, Budget& budget, int64_t num_ranks,
+      [](const nb::sequence& states, const std::vector<int64_t>& depths, Budgets& budgets, int64_t num_ranks,
          int64_t max_owned, size_t rank, std::optional<Served> served) {
-        return new BoundDraft(states, depths, budget, num_ranks, max_owned, rank, std::move(served));
+        return new BoundDraft(states, depths, budgets, num_ranks, max_owned, rank, std::move(served));
       },
-      "states"_a, "depths"_a, "budget"_a, "num_ranks"_a, "max_owned"_a, "rank"_a, "served"_a.none() = nb::none());
+      "states"_a, "depths"_a, "budgets"_a, "num_ranks"_a, "max_owned"_a, "rank"_a, "served"_a.none() = nb::none());
   m.def(
       "selection_words",
       [](const nb::sequence& choices, const std::vector<Array>& positions) {
@@ -145,7 +156,7 @@ void bind_step(nb::module_& m) {
         for (Conclusion* each : pointers<Conclusion>(concluded)) those.push_back(each);
         if (those.size() != first_rows.size()) throw std::invalid_argument("a first row for each conclusion");
         auto [sources, targets] = cache_moves(those, first_rows);
-        return paired(std::move(sources), targets);
+        return stacked(std::move(sources), {&targets});
       },
       "concluded"_a, "first_rows"_a);
 }

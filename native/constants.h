@@ -22,7 +22,7 @@ struct Constants {
   // lpr.core.budget and step_times
   std::vector<int64_t> knots;
   double window_memory, window_return, trusted_nodes, trust_memory, plain_memory, most_promised, long_memory, near_price;
-  int window_segment, quiet_steps, longest_pause, longest_far_pause;
+  int window_segment, quiet_steps, longest_pause, longest_far_pause, forgotten_after;
 };
 
 inline Constants constants;

@@ -48,6 +48,7 @@ void set_constants(const nb::dict& from) {
   LPR_NUMBER(quiet_steps);
   LPR_NUMBER(longest_pause);
   LPR_NUMBER(longest_far_pause);
+  LPR_NUMBER(forgotten_after);
 #undef LPR_NUMBER
 }
 

@@ -30,12 +30,12 @@ inline std::pair<int64_t, int64_t> workload(const std::vector<const SequenceStat
 inline std::vector<Shard> split(const SequenceState& state, const TokenTree& tree, int64_t num_ranks,
                                 std::optional<int64_t> max_owned) {
   std::vector<int64_t> pending;
-  for (int64_t rank : state.homes) pending.push_back(pending_at(state, rank));
-  int64_t count = state.homes.size();
+  for (int64_t rank : state.homes()) pending.push_back(pending_at(state, rank));
+  int64_t count = state.homes().size();
   std::vector<Shard> shards = partition(tree, count, pending, max_owned);
   if (count == num_ranks) return shards;
   std::vector<Shard> all(num_ranks);
-  for (int64_t i = 0; i < count; i++) all[state.homes[i]] = std::move(shards[i]);
+  for (int64_t i = 0; i < count; i++) all[state.homes()[i]] = std::move(shards[i]);
   return all;
 }
 

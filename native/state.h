@@ -25,9 +25,8 @@ class SequenceState {
  public:
   Tokens tokens;
   std::vector<int64_t> num_computed_tokens;  // per rank: leading tokens whose K/V it holds
-  std::vector<int64_t> homes;                // the ranks that evaluate its trees, ascending
   std::shared_ptr<CandidateTable> table;
-  std::shared_ptr<Drafter> drafter;
+  std::shared_ptr<Drafter> drafter;  // of a home rank, made when it drafts for the first time
   std::optional<JacobiWindow> window;
   AcceptanceHistory acceptance;
   bool is_suspect = false;
@@ -35,15 +34,12 @@ class SequenceState {
 
   SequenceState(Tokens begin, const std::string& params, const Sizes& sizes, std::vector<int64_t> computed,
                 std::shared_ptr<SuffixIndex> shared, int64_t longest, Tokens stop_ids)
-      : tokens(std::move(begin)), num_computed_tokens(std::move(computed)), sizes_(sizes), longest_(longest),
-        stop_ids_(std::move(stop_ids)) {
-    homes.resize(num_computed_tokens.size());
-    std::iota(homes.begin(), homes.end(), 0);
+      : tokens(std::move(begin)), num_computed_tokens(std::move(computed)), sizes_(sizes),
+        shared_(std::move(shared)), longest_(longest), stop_ids_(std::move(stop_ids)) {
+    homes_.resize(num_computed_tokens.size());
+    std::iota(homes_.begin(), homes_.end(), 0);
     if (tokens.empty()) throw std::invalid_argument("a sequence starts with at least one token");
     if (sizes.num_recycled) table = std::make_shared<CandidateTable>();
-    drafter = std::make_shared<Drafter>(sizes.trie_nodes, sizes.branch_length, sizes.trie_capacity,
-                                        sizes.window_size ? sizes.guess_set_size : 0, std::move(shared), table, nullptr);
-    drafter->observe(tokens.data(), tokens.size());
     hash_.update_words(tokens.data(), tokens.size());
     hash_.update(params.data(), params.size());
     hash_.update_words(num_computed_tokens.data(), num_computed_tokens.size());
@@ -51,9 +47,26 @@ class SequenceState {
 
   SequenceState(const SequenceState&) = delete;
 
+  // The ranks that evaluate its trees, ascending. One that joins makes all of them begin to draft anew.
+  const std::vector<int64_t>& homes() const { return homes_; }
+
+  void set_homes(std::vector<int64_t> ranks) {
+    auto is_home = [this](int64_t rank) { return std::find(homes_.begin(), homes_.end(), rank) != homes_.end(); };
+    if (!std::all_of(ranks.begin(), ranks.end(), is_home)) forget_drafts();
+    homes_ = std::move(ranks);
+  }
+
+  // Drop what only home ranks know.
+  void forget_drafts() {
+    drafter.reset();
+    window.reset();
+    probabilities.clear();
+    acceptance = {};
+  }
+
   int64_t num_pending() const {
     int64_t least = tokens.size();
-    for (int64_t rank : homes) least = std::min(least, num_computed_tokens[rank]);
+    for (int64_t rank : homes_) least = std::min(least, num_computed_tokens[rank]);
     return static_cast<int64_t>(tokens.size()) - least;
   }
 
@@ -65,6 +78,7 @@ class SequenceState {
   }
 
   Draft build(int64_t max_depth, DraftRequest request) {
+    if (!drafter) begin_drafting();
     auto tree = std::make_shared<TokenTree>(tokens.back());
     tree->reserve(std::min<int64_t>(1024, 1 + request.nodes));
     if (is_suspect) max_depth = 0;
@@ -79,17 +93,13 @@ class SequenceState {
     return {std::move(tree), probabilities, num_window};
   }
 
+  // A digest of the tree that is about to be evaluated and all before it; only ranks that have drafted it know it.
   uint64_t sign_tree(const TokenTree& tree) {
-    if (num_computed_tokens.size() > 1) {
-      int64_t count = homes.size();
-      hash_.update_words(&count, 1);
-      hash_.update_words(homes.data(), homes.size());
-    }
-    hash_.update_words(tree.tokens.data(), tree.tokens.size());
-    hash_.update_words(tree.parents.data(), tree.parents.size());
+    drafted_.update_words(tree.tokens.data(), tree.tokens.size());
+    drafted_.update_words(tree.parents.data(), tree.parents.size());
     uint64_t calibrated = drafter->calibration->digest();
-    hash_.update(&calibrated, sizeof calibrated);
-    return digest();
+    drafted_.update(&calibrated, sizeof calibrated);
+    return drafted_.digest();
   }
 
   Tokens advance(const TokenTree& tree, const Tokens& path, const TreeResult& result,
@@ -106,8 +116,6 @@ class SequenceState {
       num_computed_tokens[rank] = std::min<int64_t>(held, tokens.size() - 1);
     }
     hash_.update_words(emitted.data(), emitted.size());
-    if (bonus >= 0) drafter->learn(tree, path);
-    drafter->observe(emitted.data(), emitted.size());
     is_suspect = bonus == kNotANumber;
     if (table && result.k) {
       for (int32_t token : tree.tokens) table->prefetch(token);
@@ -116,13 +124,7 @@ class SequenceState {
         table->update(tree.tokens[node], &result.candidates[at], &result.scores[at], result.k);
       }
     }
-    if (window && bonus >= 0) {
-      Tokens next(result.next_tokens.size());
-      std::transform(result.next_tokens.begin(), result.next_tokens.end(), next.begin(), likely);
-      for (const Tokens& ngram : window->advance(tree, next, emitted.size(), tokens)) drafter->pool->add(ngram);
-    } else if (window) {
-      start_window(window->num_columns);
-    }
+    if (drafter) learn(tree, path, result, emitted);
     return emitted;
   }
 
@@ -134,6 +136,30 @@ class SequenceState {
   }
 
  private:
+  // Make what drafts from the tokens, which all home ranks do before the same step.
+  void begin_drafting() {
+    drafter = std::make_shared<Drafter>(sizes_.trie_nodes, sizes_.branch_length, sizes_.trie_capacity,
+                                        sizes_.window_size ? sizes_.guess_set_size : 0, shared_, table, nullptr);
+    drafter->observe(tokens.data(), tokens.size());
+    drafted_ = {};
+    uint64_t begun = digest();
+    drafted_.update(&begun, sizeof begun);
+  }
+
+  // Let the next draft profit from a step that emitted these tokens.
+  void learn(const TokenTree& tree, const Tokens& path, const TreeResult& result, const Tokens& emitted) {
+    bool succeeded = result.next_tokens[path.back()] >= 0;
+    if (succeeded) drafter->learn(tree, path);
+    drafter->observe(emitted.data(), emitted.size());
+    if (window && succeeded) {
+      Tokens next(result.next_tokens.size());
+      std::transform(result.next_tokens.begin(), result.next_tokens.end(), next.begin(), likely);
+      for (const Tokens& ngram : window->advance(tree, next, emitted.size(), tokens)) drafter->pool->add(ngram);
+    } else if (window) {
+      start_window(window->num_columns);
+    }
+  }
+
   void start_window(int64_t columns) {
     window.emplace(static_cast<int>(columns), static_cast<int>(sizes_.ngram_size), tokens);
   }
@@ -146,9 +172,11 @@ class SequenceState {
   }
 
   Sizes sizes_;
+  std::vector<int64_t> homes_;
+  std::shared_ptr<SuffixIndex> shared_;
   int64_t longest_;
   Tokens stop_ids_;
-  Blake2b hash_;
+  Blake2b hash_, drafted_;
 };
 
 }  // namespace lpr

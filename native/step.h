@@ -3,6 +3,8 @@
 
 #include <utility>
 
+#include "budgets.h"
+#include "carried.h"
 #include "rows.h"
 
 namespace lpr {
@@ -38,6 +40,8 @@ struct Conclusion {
   bool may_end = false;
 };
 
+// What a step evaluates of its sequences. Trees and shards are null where other ranks serve the sequence, which alone
+// draft its tree; once concluded, all are there.
 class StepDraft {
  public:
   std::vector<SequenceState*> states;
@@ -45,11 +49,12 @@ class StepDraft {
   std::vector<std::shared_ptr<std::vector<Shard>>> shards;
   size_t rank;
   Served served;
+  std::vector<int64_t> num_entries;  // per rank, the tokens that it has evaluated; once concluded
 
-  // Draft a tree per sequence, cut the trees to what pays, and split them over their home ranks.
-  StepDraft(std::vector<SequenceState*> those, const std::vector<int64_t>& depths, Budget& budget, int64_t num_ranks,
+  // Draft a tree per sequence that this rank serves, cut the trees to what pays, and split them over their home ranks.
+  StepDraft(std::vector<SequenceState*> those, const std::vector<int64_t>& depths, Budgets& budgets, int64_t num_ranks,
             int64_t max_owned, size_t mine, std::optional<Served> rows)
-      : states(std::move(those)), trees(states.size()), rank(mine) {
+      : states(std::move(those)), trees(states.size()), shards(states.size()), rank(mine) {
     if (rows) {
       served = std::move(*rows);
     } else {
@@ -57,68 +62,93 @@ class StepDraft {
       std::iota(all.begin(), all.end(), 0);
       served.assign(num_ranks, all);
     }
-    for (const auto& [homes, members] : groups(num_ranks)) draft_group(homes, members, depths, budget);
-    for (size_t i = 0; i < states.size(); i++)
-      shards.push_back(std::make_shared<std::vector<Shard>>(split(*states[i], *trees[i], num_ranks, max_owned)));
+    budgets.begin_step();
+    for (const auto& [homes, members] : groups()) {
+      draft_group(homes, members, depths, budgets.of(homes));
+      for (size_t i : members)
+        shards[i] = std::make_shared<std::vector<Shard>>(split(*states[i], *trees[i], num_ranks, max_owned));
+    }
   }
 
   const std::vector<int64_t>& own_trees() const { return served[rank]; }
 
-  // Per rank, the tokens that it evaluates: pending chains and nodes.
-  std::vector<int64_t> num_entries() const {
-    std::vector<int64_t> counts(served.size(), 0);
-    for (size_t each = 0; each < served.size(); each++)
-      for (int64_t index : served[each])
-        counts[each] += pending_at(*states[index], each) + static_cast<int64_t>((*shards[index])[each].nodes.size());
-    return counts;
-  }
-
   const Shard& own(size_t tree) const { return (*shards[tree])[rank]; }
 
-  std::vector<Conclusion> conclude(const int32_t* values, const int64_t* strides, int k, Budget& budget) {
+  // `counts` are the nodes that each rank owns of its trees in their order, `ks` the candidates that it sends of a node.
+  std::vector<Conclusion> conclude(const int32_t* values, const int64_t* strides, int64_t width, const Served& counts,
+                                   const std::vector<int64_t>& ks, Budgets& budgets) {
     std::vector<Conclusion> all;
     std::vector<std::vector<int64_t>> places(states.size(), std::vector<int64_t>(served.size(), 0));
     for (size_t each = 0; each < served.size(); each++)
       for (size_t place = 0; place < served[each].size(); place++) places[served[each][place]][each] = place;
+    num_entries.assign(served.size(), 0);
     for (size_t i = 0; i < states.size(); i++) {
-      TreeResult result = results_of(values, strides, places[i], *shards[i], k);
-      Conclusion each{trees[i], shards[i], {}, accept(*trees[i], result.next_tokens), {}, {}, {}, false};
-      if (!SequenceState::has_nan(own(i), result)) each.kept = kept_entries(*states[i], own(i), each.path, rank);
+      SequenceState& state = *states[i];
+      bool is_mine = trees[i] != nullptr;
+      if (!is_mine) {
+        receive(i, values, strides, width, places[i], counts);
+        state.forget_drafts();
+      }
+      int64_t k = std::numeric_limits<int64_t>::max();
+      for (int64_t home : state.homes()) k = std::min(k, ks[home]);
+      TreeResult result = results_of(values, strides, places[i], *shards[i], static_cast<int>(k));
+      Conclusion each{trees[i], shards[i], {}, accept(*trees[i], result.next_tokens), {}, Tokens{}, {}, false};
+      if (is_mine && SequenceState::has_nan(own(i), result))
+        each.kept.reset();
+      else if (is_mine)
+        each.kept = kept_entries(state, own(i), each.path, rank);
       int32_t bonus = result.next_tokens[each.path.back()];
       if (bonus < 0) each.failure = bonus;
-      each.emitted = states[i]->advance(*trees[i], each.path, result, *shards[i]);
-      each.may_end = each.failure || states[i]->may_end(each.emitted);
+      for (int64_t home : state.homes())
+        num_entries[home] += pending_at(state, home) + static_cast<int64_t>((*shards[i])[home].nodes.size());
+      each.emitted = state.advance(*trees[i], each.path, result, *shards[i]);
+      each.may_end = each.failure || state.may_end(each.emitted);
       each.next_tokens = std::move(result.next_tokens);
       all.push_back(std::move(each));
     }
-    std::vector<const TokenTree*> those;
-    std::vector<const Tokens*> paths;
-    for (const Conclusion& each : all) {
-      those.push_back(each.tree.get());
-      paths.push_back(&each.path);
+    for (const auto& [homes, members] : groups()) {
+      std::vector<const TokenTree*> those;
+      std::vector<const Tokens*> paths;
+      std::vector<AcceptanceHistory*> histories;
+      for (size_t i : members) {
+        those.push_back(all[i].tree.get());
+        paths.push_back(&all[i].path);
+        histories.push_back(&states[i]->acceptance);
+      }
+      budgets.of(homes).observe(those, paths, histories);
     }
-    std::vector<AcceptanceHistory*> these = histories();
-    budget.observe(those, paths, these);
     return all;
   }
 
  private:
   using Group = std::pair<std::vector<int64_t>, std::vector<size_t>>;
 
-  // Home ranks, and the sequences that have just these, in order; without sequences all ranks and none.
-  std::vector<Group> groups(int64_t num_ranks) const {
+  // Sets of home ranks, and those of this rank's trees that have just these, both in the order of the sequences.
+  std::vector<Group> groups() const {
+    std::vector<int64_t> mine = own_trees();
+    std::sort(mine.begin(), mine.end());
     std::vector<Group> found;
-    for (size_t i = 0; i < states.size(); i++) {
-      auto same = [&](const Group& each) { return each.first == states[i]->homes; };
+    for (int64_t i : mine) {
+      auto same = [&](const Group& each) { return each.first == states[i]->homes(); };
       auto group = std::find_if(found.begin(), found.end(), same);
-      if (group == found.end()) group = found.insert(found.end(), {states[i]->homes, {}});
+      if (group == found.end()) group = found.insert(found.end(), {states[i]->homes(), {}});
       group->second.push_back(i);
     }
-    if (found.empty()) {
-      found.push_back({std::vector<int64_t>(num_ranks), {}});
-      std::iota(found[0].first.begin(), found[0].first.end(), 0);
-    }
     return found;
+  }
+
+  // Take the tree of a sequence, and its shards, from what its home ranks have sent.
+  void receive(size_t tree, const int32_t* values, const int64_t* strides, int64_t width,
+               const std::vector<int64_t>& places, const Served& counts) {
+    const std::vector<int64_t>& homes = states[tree]->homes();
+    std::vector<int64_t> owned(served.size(), 0);
+    for (int64_t home : homes) owned[home] = counts.at(home).at(places[home]);
+    auto row_of = [&](int64_t home, int64_t i) {
+      return values + home * strides[0] + places[home] * strides[1] + i * strides[2] + width - 2;
+    };
+    auto [read, split] = read_tree(row_of, homes, owned, served.size());
+    trees[tree] = std::move(read);
+    shards[tree] = std::make_shared<std::vector<Shard>>(std::move(split));
   }
 
   void draft_group(const std::vector<int64_t>& homes, const std::vector<size_t>& members,
@@ -131,19 +161,13 @@ class StepDraft {
     for (size_t index : members)
       drafts.push_back(states[index]->build(depths[index], budget.request(states[index]->acceptance)));
     std::vector<Draft*> those;
-    std::vector<AcceptanceHistory*> their_histories;
+    std::vector<AcceptanceHistory*> histories;
     for (size_t i = 0; i < members.size(); i++) {
       those.push_back(&drafts[i]);
-      their_histories.push_back(&states[members[i]]->acceptance);
+      histories.push_back(&states[members[i]]->acceptance);
     }
-    budget.cut(those, their_histories);
+    budget.cut(those, histories);
     for (size_t i = 0; i < members.size(); i++) trees[members[i]] = std::move(drafts[i].tree);
-  }
-
-  std::vector<AcceptanceHistory*> histories() const {
-    std::vector<AcceptanceHistory*> found;
-    for (SequenceState* state : states) found.push_back(&state->acceptance);
-    return found;
   }
 };
 

@@ -205,68 +205,137 @@ def see_index(index: Any, text: list[int], some: list[int], random_: random.Rand
 
 
 def fused(core: Any, plan: Plan) -> list[Any]:
-    """The same steps through the calls that the engine makes, with what goes up and comes back in arrays."""
+    """Steps of all ranks through the calls that the engine makes, with what goes up and comes back in arrays.
+
+    Each rank has states of its own and drafts for those that it serves. After each step all know the same.
+    """
     random_ = random.Random(plan.seed)
-    shared = core.SuffixIndex(plan.sizes.trie_capacity) if plan.shares else None
-    budget_ = core.FixedBudget(plan.sizes, plan.num_ranks)
-    if plan.adaptive:
-        budget_ = core.AdaptiveBudget(plan.sizes, costs_of(random_), plan.num_ranks)
-    states = [new_state(core, plan, random_, shared) for _ in range(plan.num_sequences)]
-    capacity, record = plan.sizes.owned_capacity(plan.num_ranks), []
+    cost = costs_of(random_) if plan.adaptive else None
+    setting, ranks = random_.getstate(), []
+    for _ in range(plan.num_ranks):
+        random_.setstate(setting)
+        shared = core.SuffixIndex(plan.sizes.trie_capacity) if plan.shares else None
+        states = [new_state(core, plan, random_, shared) for _ in range(plan.num_sequences)]
+        ranks.append((states, core.Budgets(plan.sizes, plan.num_ranks, cost)))
+    capacity, k, record = plan.sizes.owned_capacity(plan.num_ranks), plan.sizes.num_recycled, list[Any]()
     for _ in range(plan.num_steps):
-        record.append(list(core.workload(states)))
-        depths = [random_.choice([0, 3, 100]) for _ in states]
-        rank = random_.randrange(plan.num_ranks)
-        served = choose_homes(plan, random_, states) if plan.homes_change else None
-        draft = core.draft_step(states, depths, budget_, plan.num_ranks, capacity, rank, served)
-        mine = list(range(len(states))) if served is None else served[rank]
-        assert (list(draft.mine), len(draft.served)) == (mine, plan.num_ranks)
-        assert list(draft.states) == states and (draft.rank, len(draft)) == (rank, len(states))
-        trees, shards, k = draft.trees, draft.shards, plan.sizes.num_recycled
-        rows = [entries for _, _, entries in draft.rows()]
-        record.append([see_tree(tree, [], 0) for tree in trees] + [row.tolist() for row in rows])
-        record.append([[each[:2] for each in draft.rows()], draft.placement(capacity).tolist(), draft.has_nodes])
-        record.append([list(draft.num_entries), list(core.workload(states, states[0].homes))])
-        each = [core.row_entries(states[i], trees[i], shards[i][rank], rank) for i in mine]
-        assert all(np.array_equal(*pair) for pair in zip(each, rows, strict=True)), "one by one and together"
-        record.append(placed(core, rows, [states[i].num_computed_tokens[rank] for i in mine]))
-        record.append(list(draft.sign()))
-        results = [answers(core, plan, random_, *each) for each in zip(states, trees, strict=True)]
-        places = places_of(draft.served, len(states))
-        payloads = payloads_of(results, shards, capacity, k, places)
-        for place, split in zip(places, shards, strict=True):
-            result = core.TreeResult.from_payloads(payloads, place, split, k)
-            record.append([list(result.next_tokens), [*map(list, result.candidates)], [*map(list, result.scores)]])
-        done = draft.conclude(payloads, k, budget_)
-        for state_, tree_, each in zip(states, trees, done, strict=True):
-            assert each.tree is tree_ and list(each.path) == list(core.accept(tree_, each.next_tokens))
-            record.append(
-                [list(each.path), list(each.emitted), each.kept and list(each.kept), each.failure, each.may_end]
-            )
-            record.append(
-                [state_.digest, list(state_.tokens[-9:]), list(each.next_tokens), len(each.shards), each.is_spoilt]
-            )
-        moved = [done[i] for i in mine]
-        record.append(core.cache_moves(moved, [100 * index for index in range(len(moved))]).tolist())
-        record.append([list(each.num_computed_tokens) for each in states])
+        first = ranks[0][0]
+        record.append([list(core.workload(first)), list(core.workload(first, first[0].homes))])
+        depths = [random_.choice([0, 3, 100]) for _ in first]
+        served = choose_homes(plan, random_, [states for states, _ in ranks]) if plan.homes_change else None
+        drafts = [
+            core.draft_step(states, depths, budgets, plan.num_ranks, capacity, rank, served)
+            for rank, (states, budgets) in enumerate(ranks)
+        ]
+        trees = trees_of(drafts)
+        results = [answers(core, plan, random_, *each) for each in zip(first, trees, strict=True)]
+        payloads = np.full((plan.num_ranks, len(first), capacity, result_words(k) + 2), -9, np.int32)
+        counts, signed = [], dict[int, set[int]]()
+        for rank, ((states, _), draft) in enumerate(zip(ranks, drafts, strict=True)):
+            mine = list(range(len(states))) if served is None else served[rank]
+            assert (list(draft.mine), len(draft.served)) == (mine, plan.num_ranks)
+            assert list(draft.states) == states and (draft.rank, len(draft)) == (rank, len(states))
+            assert [tree is not None for tree in draft.trees] == [i in mine for i in range(len(states))]
+            rows = [entries for _, _, entries in draft.rows()]
+            record.append([see_tree(trees[i], [], 0) for i in mine] + [row.tolist() for row in rows])
+            record.append([[each[:2] for each in draft.rows()], draft.placement(capacity).tolist(), draft.has_nodes])
+            each = [core.row_entries(states[i], trees[i], draft.shards[i][rank], rank) for i in mine]
+            assert all(np.array_equal(*pair) for pair in zip(each, rows, strict=True)), "one by one and together"
+            record.append(placed(core, rows, [states[i].num_computed_tokens[rank] for i in mine]))
+            for i, digest in zip(mine, draft.sign(), strict=True):
+                signed.setdefault(i, set()).add(digest)
+            counts.append(list(draft.num_owned))
+            send(payloads[rank], draft, [results[i] for i in mine], k)
+        record.append([sorted(digests) for digests in signed.values()])
+        assert all(len(digests) == 1 for digests in signed.values()), "ranks that serve a sequence have drafted alike"
+        done = [
+            draft.conclude(payloads, counts, [k] * plan.num_ranks, budgets)
+            for draft, (_, budgets) in zip(drafts, ranks, strict=True)
+        ]
+        seen = [
+            see_conclusion(core, draft, concluded, results, trees)
+            for draft, concluded in zip(drafts, done, strict=True)
+        ]
+        assert all(each == seen[0] for each in seen), "all ranks know the same of all sequences"
+        record.append(seen[0])
+        for i, (result, split) in enumerate(zip(results, drafts[0].shards, strict=True)):
+            places = [list(each).index(i) if i in each else 0 for each in drafts[0].served]
+            read = core.TreeResult.from_payloads(payloads, places, split, k)
+            columns = [list(read.next_tokens), [*map(list, read.candidates)], [*map(list, read.scores)]]
+            assert columns == [list(result.next_tokens), [*map(list, result.candidates)], [*map(list, result.scores)]]
+        for draft, concluded in zip(drafts, done, strict=True):
+            kept = [concluded[i] for i in draft.mine]
+            record.append([(each.kept and list(each.kept), each.is_spoilt) for each in kept])
+            record.append(core.cache_moves(kept, [100 * index for index in range(len(kept))]).tolist())
     return record
 
 
-def choose_homes(plan: Plan, random_: random.Random, states: list[Any]) -> list[list[int]]:
-    """Other home ranks for some of the states; which of these each rank serves, in an order of its own."""
-    for each in states:
-        if random_.random() < 0.5:
-            count = random_.randint(1, plan.num_ranks)
-            each.homes = sorted(random_.sample(range(plan.num_ranks), count))
-    served = [[i for i, each in enumerate(states) if rank in each.homes] for rank in range(plan.num_ranks)]
+def trees_of(drafts: list[Any]) -> list[Any]:
+    """Each sequence's tree, by the first rank that serves it; all ranks that do have the same."""
+    trees: list[Any] = [None] * len(drafts[0])
+    for draft in drafts:
+        for index in draft.mine:
+            trees[index] = trees[index] or draft.trees[index]
+            assert see_tree(trees[index], [], 0) == see_tree(draft.trees[index], [], 0)
+    return trees
+
+
+def send(payload: np.ndarray, draft: Any, results: list[Any], k: int) -> None:
+    """Write what a rank says into its payload, int32 [trees, capacity, words], as Exchange does."""
+    rows = np.concatenate(
+        [
+            result_rows(result, split[draft.rank].nodes, k)
+            for result, split in zip(results, own_shards(draft), strict=True)
+        ]
+        or [np.empty((0, result_words(k)), np.int32)]
+    )
+    source, target, words = draft.placement(payload.shape[1])
+    table = payload.reshape(-1, payload.shape[2])
+    table[target, :-2] = rows[source]
+    table[target, -2:] = words.view(np.int32).reshape(-1, 2)
+
+
+def own_shards(draft: Any) -> list[Any]:
+    """The shards of the trees that a rank serves."""
+    return [draft.shards[index] for index in draft.mine]
+
+
+def result_rows(result: Any, nodes: Any, k: int) -> np.ndarray:
+    """What a rank has computed of some nodes: int32 [nodes, result_words(k)]."""
+    rows = np.zeros((len(nodes), result_words(k)), np.int32)
+    for row, node in zip(rows, nodes, strict=True):
+        row[0] = result.next_tokens[node]
+        row[1 : 1 + k] = result.candidates[node]
+        row[1 + k :].view(np.uint8)[:k] = result.scores[node]
+    return rows
+
+
+def see_conclusion(core: Any, draft: Any, concluded: Any, results: list[Any], trees: list[Any]) -> list[Any]:
+    """What a rank knows after a step, also of sequences that others serve."""
+    seen: list[Any] = [list(draft.num_entries)]
+    for i, (state_, each) in enumerate(zip(draft.states, concluded, strict=True)):
+        assert see_tree(each.tree, [], 0) == see_tree(trees[i], [], 0)
+        assert list(each.next_tokens) == list(results[i].next_tokens)
+        assert list(each.path) == list(core.accept(each.tree, each.next_tokens))
+        shards = [(list(shard.nodes), list(shard.owned)) for shard in each.shards]
+        seen.append([list(each.path), list(each.emitted), each.failure, each.may_end, shards])
+        table = [list(state_.table.get(token)) for token in state_.tokens[-5:]] if state_.table is not None else []
+        seen.append([state_.digest, list(state_.tokens[-9:]), list(state_.num_computed_tokens), table])
+        seen.append([state_.is_suspect, state_.num_pending, list(state_.homes)])
+    return seen
+
+
+def choose_homes(plan: Plan, random_: random.Random, ranks: list[list[Any]]) -> list[list[int]]:
+    """Other home ranks for some of the states, on all ranks; which of them each serves, in an order of its own."""
+    for index in range(plan.num_sequences):
+        if random_.random() < 0.3:
+            homes = sorted(random_.sample(range(plan.num_ranks), random_.randint(1, plan.num_ranks)))
+            for states in ranks:
+                states[index].homes = homes
+    served = [[i for i, each in enumerate(ranks[0]) if rank in each.homes] for rank in range(plan.num_ranks)]
     for each in served:
         random_.shuffle(each)
     return served
-
-
-def places_of(served: Any, num_trees: int) -> list[list[int]]:
-    """Per tree and rank, its number among those that the rank serves."""
-    return [[list(each).index(tree) if tree in each else 0 for each in served] for tree in range(num_trees)]
 
 
 def placed(core: Any, rows: list[np.ndarray], num_cached: list[int]) -> list[int]:
@@ -276,19 +345,3 @@ def placed(core: Any, rows: list[np.ndarray], num_cached: list[int]) -> list[int
     size = batch * longest * (3 + 2 * -(-longest // 64)) + 2 * batch
     core.place_rows(words, batch, longest, range(2, 2 + batch), 5000, num_cached, rows)
     return words[: size + 1].tolist()
-
-
-def payloads_of(results: list[Any], shards: list[Any], capacity: int, k: int, places: list[list[int]]) -> np.ndarray:
-    """What the ranks would have gathered: int32 [ranks, trees, capacity, words of a result + 2], with room to spare."""
-    width = result_words(k)
-    payloads = np.full((len(shards[0]), len(results), capacity, width + 2), -9, np.int32)
-    for index, (result, split) in enumerate(zip(results, shards, strict=True)):
-        for rank, shard in enumerate(split):
-            for place, node in enumerate(shard.owned):
-                row = payloads[rank, places[index][rank], place]
-                row[0] = result.next_tokens[node]
-                row[1 : 1 + k] = result.candidates[node]
-                scores = np.zeros(4 * (width - 1 - k), np.uint8)
-                scores[:k] = result.scores[node]
-                row[1 + k : width] = scores.view(np.int32)
-    return payloads

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 from conftest import tiny_model
 from hypothesis import given, settings
@@ -12,8 +14,13 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 from worlds import ThreadComm, ThreadWorld, run_ranks
 
+import lpr.core.budgets
+import lpr.core.rows
+import lpr.core.suffix_index
+import lpr.engine.step
 from lpr import DecodeConfig, Engine, SamplingParams
-from lpr.engine.exchange import DesyncError
+from lpr.core.state import SequenceState
+from lpr.engine.exchange import DesyncError, Exchange
 from lpr.engine.homes import FILLS_PER_TOKEN, Candidate, choose, speedup
 from lpr.engine.request import Request
 from lpr.engine.scheduler import Scheduler
@@ -193,6 +200,88 @@ def test_mutant_one_rank_lets_others_join_later(model: PreTrainedModel) -> None:
 
     with pytest.raises(DesyncError, match="rank 2"):
         serve(3, model, prepare=hesitate)
+
+
+def test_mutant_home_ranks_draft_on_as_if_nobody_had_joined(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They let the newcomer begin anew alone, which knows less than they do."""
+    monkeypatch.setattr("lpr.engine.replicated.SequenceState", Forgetful)
+    monkeypatch.setattr("lpr.engine.replicated.SuffixIndex", lpr.core.suffix_index.SuffixIndex)
+    for module, names in {"step": ["draft_step", "cache_moves"], "sizing": ["Budgets"]}.items():
+        for name in names:
+            found = lpr.core.budgets.Budgets if name == "Budgets" else getattr(lpr.core.rows, name)
+            monkeypatch.setattr(f"lpr.engine.{module}.{name}", found)
+    with pytest.raises(DesyncError, match="their drafts or tokens are not the same"):
+        serve(3, model)
+
+
+class Forgetful(SequenceState):
+    """Has home ranks without a word to what drafts."""
+
+    @property
+    def homes(self) -> list[int]:
+        return self._homes
+
+    @homes.setter
+    def homes(self, ranks: list[int]) -> None:
+        self._homes = list(ranks)
+
+
+def spoil_words(change: Callable[[np.ndarray], None]) -> Callable[..., np.ndarray]:
+    """What other ranks have sent arrives changed, on rank 2."""
+    results = Exchange._results
+
+    def spoilt(self: Exchange, gathered: np.ndarray, draft: object) -> np.ndarray:
+        values = results(self, gathered, draft)  # type: ignore[arg-type]
+        if self.comm.rank == 2:
+            values = values.copy()
+            change(values[..., -2:])
+        return values
+
+    return spoilt
+
+
+@pytest.mark.parametrize("column", [0, 1])
+def test_mutant_a_rank_reads_anothers_tree_wrongly(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, column: int
+) -> None:
+    """It takes a node for another's child, or for another token: its tokens differ from the next step on."""
+
+    def change(words: np.ndarray) -> None:
+        nodes = words[..., 0] & 0x3FFF
+        if column:
+            words[..., 1] = np.where(nodes > 0, words[..., 1] ^ 1, words[..., 1])
+        else:
+            words[..., 0] &= ~np.int32(0x3FFF << 14)  # all hang from the root
+
+    monkeypatch.setattr(Exchange, "_results", spoil_words(change))
+    with pytest.raises(DesyncError, match="rank 2|does not fit together"):
+        serve(3, model)
+
+
+def test_a_rank_drafts_for_those_that_it_serves_alone(
+    model: PreTrainedModel, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what it sends is of one size, whoever serves whom: a rank that forgets a home must not hang the others."""
+    drafted: list[tuple[int, int, int]] = []
+    draft_step = lpr.engine.step.draft_step
+
+    def watched(*args: Any) -> Any:
+        draft = draft_step(*args)
+        trees = [tree is not None for tree in draft.trees]
+        assert trees == [draft.rank in state.homes for state in draft.states]
+        assert [state.drafter is not None for state in draft.states] == trees or not all(trees)
+        drafted.append((draft.rank, sum(trees), len(draft)))
+        return draft
+
+    monkeypatch.setattr(lpr.engine.step, "draft_step", watched)
+    requests, seen = serve(4, model)
+    assert [request.token_ids for request in requests] == expected
+    assert any(mine < all_trees for _, mine, all_trees in drafted), "some drafted for a part of them only"
+    steps_of_all = sum(count for rank, _, count in drafted if rank == 0)
+    of_busiest = max(sum(mine for rank, mine, _ in drafted if rank == each) for each in range(4))
+    assert of_busiest < 0.8 * steps_of_all and seen
 
 
 # The choice alone.

@@ -121,7 +121,8 @@ def test_few_kv_heads_are_shared_by_ranks(model_type: str) -> None:
 @pytest.mark.parametrize("lp", [1, 2, 8])
 def test_payload_is_that_of_the_exchange(lp: int) -> None:
     decode = DecodeConfig(window_size=7, guess_set_size=7, max_batch_size=3)
-    exchange = Exchange(decode.resolved(lp), 3, ThreadWorld(lp).comm(0), torch.device("cpu"))
+    comm = ThreadWorld(lp).comm(0)
+    exchange = Exchange(decode.resolved(lp), 3, comm, torch.device("cpu"), decode.carries_trees(lp))
     assert payload_bytes(decode, lp) == exchange.payload_bytes
 
 

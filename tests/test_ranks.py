@@ -140,8 +140,8 @@ def perturb_what_is_not_owned(monkeypatch: pytest.MonkeyPatch) -> None:
     def noisy(self: Exchange, local: torch.Tensor, draft: Any) -> None:
         local = local.clone()
         start = 0
-        for split in draft.shards:
-            shard = split[draft.rank]
+        for index in draft.mine:
+            shard = draft.shards[index][draft.rank]
             for i, node in enumerate(shard.nodes):
                 if node not in shard.owned:
                     local[start + i, 0] = (local[start + i, 0] + 1) % 97
@@ -164,14 +164,16 @@ def test_mutant_own_value_for_an_ancestor(model: PreTrainedModel, monkeypatch: p
     perturb_what_is_not_owned(monkeypatch)
     results = Exchange._results
 
-    def own_values(self: Exchange, gathered: np.ndarray) -> np.ndarray:
-        values, start = results(self, gathered).copy(), 0
-        for index, split in enumerate(self.draft.shards):  # type: ignore[attr-defined]
+    def own_values(self: Exchange, gathered: np.ndarray, draft: Any) -> np.ndarray:
+        values, start = results(self, gathered, draft).copy(), 0
+        for index in draft.mine:
+            split = draft.shards[index]
             mine = split[self.comm.rank].nodes
             for rank, shard in enumerate(split):
+                tree = draft.served[rank].index(index) if shard.owned else 0
                 for place, node in enumerate(shard.owned):
                     if node in mine:
-                        values[rank, index, place, 0] = self.local[start + mine.index(node), 0]  # type: ignore[attr-defined]
+                        values[rank, tree, place, 0] = self.local[start + mine.index(node), 0]  # type: ignore[attr-defined]
             start += len(mine)
         return values
 
@@ -193,10 +195,10 @@ def test_mutant_reordered_gather(model: PreTrainedModel, monkeypatch: pytest.Mon
     """Headers in place, results of ranks 0 and 1 exchanged on one rank."""
     results = Exchange._results
 
-    def swapped(self: Exchange, gathered: np.ndarray) -> np.ndarray:
+    def swapped(self: Exchange, gathered: np.ndarray, draft: Any) -> np.ndarray:
         if self.comm.rank == 1:
             gathered = gathered[[1, 0, *range(2, self.comm.size)]]
-        return results(self, gathered)
+        return results(self, gathered, draft)
 
     monkeypatch.setattr(Exchange, "_results", swapped)
     with pytest.raises(DesyncError):

@@ -87,6 +87,12 @@ def synthetic() -> dict[str, Json]:
         "simulate": {"gpt_fast": [check], "runs": None, "models": [
             {"model": "codellama-7b", "gpu": "a100-80gb", "launch": "graphs", "kv": 1024,
              "settings": [{**setting, "temperature": t} for t in (None, 0.0, 0.8)]}]},
+        "serve_simulated": {
+            "gpus": 8, "machine": "h100", "model": "m", "times": "t.json",
+            "claims": [{"temperature": 0.8, "faster_at_low_load": 1.2, "part_at_full_load": 0.9, "holds": False}],
+            "runs": [{"temperature": 0.8, "service": name, "load": load, "end_to_end_ms": 9.0, "goodput": 2.0,
+                      "tokens_per_second": 30.0, "first_token_ms": [1.0, 2.0, 3.0], "per_token_ms": [1.0, 2.0, 3.0]}
+                     for name in ("data parallel", "elastic lp") for load in (0.1, 1.0)]},
     }  # fmt: skip
     return {name: {"benchmark": name, **facts, **CIRCUMSTANCES} for name, facts in found.items()}
 

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lpr.engine import slots as module
-from lpr.engine.scheduler import MOST_OVERTAKEN, Schedule, Scheduler
+from lpr.engine.scheduler import Schedule, Scheduler
 from lpr.engine.slots import RankSlots, SlotMove, num_shared
+from lpr.engine.waiting import MOST_OVERTAKEN
 
 NUM_RANKS = 3
 ALL, ANY = 0, 99
@@ -32,6 +33,7 @@ class Fake:
     homes: list[int] = field(default_factory=list)
     num_computed_tokens: list[int] = field(default_factory=lambda: [0] * NUM_RANKS)
     num_left: int = 1000
+    arrived_ms: float = 0.0
 
     @property
     def num_pending(self) -> int:
@@ -216,9 +218,27 @@ def test_a_prefix_draws_its_request() -> None:
     assert scheduler.num_hits >= 120
 
 
+def test_ranks_that_look_for_work_more_often_choose_alike() -> None:
+    """A driver without work asks for a schedule again and again; its workers wait."""
+    often, seldom = (Scheduler[Fake](1, NUM_RANKS, 50, 3, True, True, ANY) for _ in range(2))
+    for _ in range(5):
+        assert often.schedule().is_empty
+    seen = []
+    for scheduler in (often, seldom):
+        for tokens in ([1] * 9, [2] * 9):
+            scheduler.add(Fake(tokens))
+        settle(scheduler, 1)
+        scheduler.finish(scheduler.running[0])
+        seen.append([])
+        for _ in range(5):
+            settle(scheduler, 1)
+            seen[-1].append([list(request.homes) for request in scheduler.running] + [scheduler.signature])
+    assert seen[0] == seen[1]
+
+
 def test_a_rank_that_does_not_speed_up_stays_away() -> None:
     scheduler: Scheduler[Fake] = Scheduler(1, NUM_RANKS, 50, 3, True, True, ANY)
-    scheduler.speedup = lambda request, width: 1.5 if width == 1 else 1.01
+    scheduler.speedup = lambda request, width: 1.5 if width == 1 else 1.005
     scheduler.add(Fake([1] * 9))
     settle(scheduler)
     assert len(scheduler.running[0].homes) == 2

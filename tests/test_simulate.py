@@ -127,7 +127,7 @@ def test_interpolation() -> None:
 def test_payload_is_that_of_the_exchange() -> None:
     for lp in (1, 2, 8):
         decode = DecodeConfig(window_size=4, guess_set_size=4, trie_nodes=32, max_batch_size=1)
-        expected = 4 * decode.resolved(lp).payload_words(1, lp)
+        expected = 4 * decode.resolved(lp).payload_words(1, lp, decode.carries_trees(lp))
         assert Drafted(0.0, 64 * lp, 1.0, 64.0 * lp).payload_bytes(lp) == expected
 
 

@@ -26,7 +26,8 @@ from lpr.engine.exchange import Exchange
 )
 def test_the_payload_is_that_of_the_exchange(decode: DecodeConfig, num_ranks: int) -> None:
     comm = ThreadWorld(num_ranks).comm(0)
-    exchange = Exchange(decode.resolved(num_ranks), decode.max_batch_size, comm, torch.device("cpu"))
+    sizes, carries_trees = decode.resolved(num_ranks), decode.carries_trees(num_ranks)
+    exchange = Exchange(sizes, decode.max_batch_size, comm, torch.device("cpu"), carries_trees)
     assert payload_bytes(decode, num_ranks) == exchange.payload_bytes
 
 

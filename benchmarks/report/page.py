@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 from string import Template
 
-from benchmarks.report import predicted, steps, times
+from benchmarks.report import predicted, steps, times, under_load
 from benchmarks.report.parts import Part, Result
 from benchmarks.report.plots import DARK, LIGHT, png
 from benchmarks.result_tables import FEWEST, failures, tables_of
@@ -128,6 +128,14 @@ SECTIONS = (
         "plain decoding on one GPU, from the predicted speed of one.",
         "simulate", predicted.simulate,
         command="python -m benchmarks.strong_scaling --simulate --output benchmarks/results/simulate.json",
+    ),
+    Section(
+        "Idle replicas under load, predicted",
+        "No run: the engine's own scheduler over made-up requests, with step times of an H100 that are estimates "
+        "themselves. Eight GPUs serve a 7B model in four ways. Goodput counts the requests that got their first token "
+        "and their tokens within the targets.",
+        "serve_simulated", under_load.served,
+        command="python -m benchmarks.serve --simulate --output benchmarks/results/serve_simulated.json",
     ),
 )  # fmt: skip
 OTHER = Section("Further results", "Numbers without a picture, as they are in the files.", "", without_pictures)

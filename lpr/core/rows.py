@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from lpr.core.accept import accept
-from lpr.core.budget import Budget
+from lpr.core.budgets import Budgets
+from lpr.core.carried import node_words, read_tree
 from lpr.core.partition import Shard, partition
 from lpr.core.state import SequenceState, TreeResult, has_nan_result
 from lpr.core.tree import TokenTree
@@ -17,18 +18,21 @@ from lpr.core.tree import TokenTree
 WORD_BITS = 64
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepDraft:
-    """What a step evaluates of its decoding sequences: a tree of each, split over the ranks."""
+    """What a step evaluates of its decoding sequences: a tree of each that this rank serves, split over its ranks."""
 
     states: Sequence[SequenceState]
-    trees: list[TokenTree]
-    shards: list[list[Shard]]
-    """Per tree, each rank's part of it."""
+    trees: list[TokenTree | None]
+    """None where other ranks serve the sequence, which alone draft its tree; once concluded, all trees."""
+    shards: list[list[Shard] | None]
+    """Per tree, each rank's part of it; None as for `trees`."""
     rank: int
     """This rank."""
     served: Sequence[Sequence[int]]
     """Per rank, the trees that it evaluates, in the order of its rows."""
+    num_entries: list[int] = field(default_factory=list)
+    """Per rank, the tokens that it has evaluated, pending chains and nodes; once concluded."""
 
     def __len__(self) -> int:
         """Number of trees."""
@@ -36,8 +40,8 @@ class StepDraft:
 
     @property
     def has_nodes(self) -> bool:
-        """Is there a tree with more than its root?"""
-        return any(len(tree) > 1 for tree in self.trees)
+        """Has one of this rank's trees more than its root?"""
+        return any(len(self._tree(index)) > 1 for index in self.mine)
 
     @property
     def mine(self) -> Sequence[int]:
@@ -45,61 +49,86 @@ class StepDraft:
         return self.served[self.rank]
 
     @property
-    def num_entries(self) -> list[int]:
-        """Per rank, the tokens that it evaluates: pending chains and nodes."""
-        return [
-            sum(
-                len(state.tokens) - 1 - state.num_computed_tokens[rank] + len(self.shards[index][rank].nodes)
-                for index, state in ((index, self.states[index]) for index in served)
-            )
-            for rank, served in enumerate(self.served)
-        ]
+    def num_owned(self) -> list[int]:
+        """Of each of this rank's trees, the nodes whose results it sends."""
+        return [len(self._shard(index).owned) for index in self.mine]
+
+    def _tree(self, index: int) -> TokenTree:
+        tree = self.trees[index]
+        assert tree is not None, "this rank has not drafted the tree"
+        return tree
+
+    def _shard(self, index: int) -> Shard:
+        split = self.shards[index]
+        assert split is not None, "this rank has not drafted the tree"
+        return split[self.rank]
 
     def rows(self) -> list[tuple[int, int, np.ndarray]]:
         """This rank's part of each tree of its own: tokens computed before, nodes to evaluate, and `row_entries`."""
         found = []
         for index in self.mine:
-            state, shard = self.states[index], self.shards[index][self.rank]
-            entries = row_entries(state, self.trees[index], shard, self.rank)
+            state, shard = self.states[index], self._shard(index)
+            entries = row_entries(state, self._tree(index), shard, self.rank)
             found.append((state.num_computed_tokens[self.rank], len(shard.nodes), entries))
         return found
 
     def placement(self, capacity: int) -> np.ndarray:
-        """Where this rank's results belong, int64 [2, n]: of every node that it owns two places.
+        """Where this rank's results belong, int64 [3, n]: of every node that it owns two places, and its words.
 
-        The first is that among the nodes of all rows, the second that in a table of `capacity` places for each tree.
+        The first place is that among the nodes of all rows, the second that in a table of `capacity` places for each
+        tree. The words say what else travels of the node (see lpr.core.carried).
         """
         sources: list[int] = []
         targets: list[int] = []
+        words = [np.empty(0, np.int64)]
         start = 0
         for place, index in enumerate(self.mine):
-            shard = self.shards[index][self.rank]
+            shard = self._shard(index)
+            words.append(node_words(self._tree(index), shard.owned))
             sources += [start + int(entry) for entry in np.searchsorted(shard.nodes, shard.owned)]
             targets += range(place * capacity, place * capacity + len(shard.owned))
             start += len(shard.nodes)
-        return np.array([sources, targets], np.int64)
+        return np.stack([np.array(sources, np.int64), np.array(targets, np.int64), np.concatenate(words)])
 
     def sign(self) -> list[int]:
-        """The digests of the states with the trees that are about to be evaluated."""
-        return [state.sign_tree(tree) for state, tree in zip(self.states, self.trees, strict=True)]
+        """Of each of this rank's trees a digest that is the same on all ranks which serve it."""
+        return [self.states[index].sign_tree(self._tree(index)) for index in self.mine]
 
-    def conclude(self, values: np.ndarray, k: int, budget: Budget) -> list[Conclusion]:
-        """Accept a path of each tree by what the ranks say of its nodes, and advance the states and `budget`.
+    def conclude(
+        self, values: np.ndarray, counts: Sequence[Sequence[int]], ks: Sequence[int], budgets: Budgets
+    ) -> list[Conclusion]:
+        """Accept a path of each tree by what the ranks say of its nodes, and advance the states and `budgets`.
 
         `values` is int32 [ranks, trees, capacity, result_words(k) or more] (see TreeResult.from_payloads), each rank's
-        trees as `served` says.
+        trees as `served` says. Where this rank does not serve all trees, the last two words are those of
+        lpr.core.carried. `counts` says per rank how many nodes of each of its trees it owns, and `ks` how many
+        candidates it sends of a node.
         """
         concluded, places = [], self.places()
-        for index, (state, tree, split) in enumerate(zip(self.states, self.trees, self.shards, strict=True)):
-            result = TreeResult.from_payloads(values, places[index], split, k)
+        self.num_entries = [0] * len(self.served)
+        for index, state in enumerate(self.states):
+            homes, tree, split = state.homes, self.trees[index], self.shards[index]
+            is_mine = tree is not None
+            if tree is None or split is None:
+                owned = [counts[rank][place] if rank in homes else 0 for rank, place in enumerate(places[index])]
+                tree, split = read_tree(values[..., -2:], homes, places[index], owned, len(self.served))
+                self.trees[index], self.shards[index] = tree, split
+                state.forget_drafts()
+            result = TreeResult.from_payloads(values, places[index], split, min(ks[rank] for rank in homes))
             path = accept(tree, result.next_tokens)
-            kept = kept_entries(state, path, result, split[self.rank], self.rank)
+            kept = kept_entries(state, path, result, split[self.rank], self.rank) if is_mine else []
             bonus = result.next_tokens[path[-1]]
+            for rank in homes:
+                chain = len(state.tokens) - 1 - state.num_computed_tokens[rank]
+                self.num_entries[rank] += chain + len(split[rank].nodes)
             emitted = state.advance(tree, path, result, split)
             failure = bonus if bonus < 0 else None
             may_end = failure is not None or state.may_end(emitted)
             concluded.append(Conclusion(tree, split, result.next_tokens, path, emitted, kept, failure, may_end))
-        budget.observe(self.trees, [each.path for each in concluded], [state.acceptance for state in self.states])
+        for homes, members in groups(self.states, self.mine):
+            trees = [concluded[index].tree for index in members]
+            histories = [self.states[index].acceptance for index in members]
+            budgets.of(homes).observe(trees, [concluded[index].path for index in members], histories)
         return concluded
 
     def places(self) -> list[list[int]]:
@@ -139,40 +168,42 @@ class Conclusion:
 def draft_step(
     states: Sequence[SequenceState],
     depths: Sequence[int],
-    budget: Budget,
+    budgets: Budgets,
     num_ranks: int,
     max_owned: int,
     rank: int,
     served: Sequence[Sequence[int]] | None = None,
 ) -> StepDraft:
-    """Draft a tree per sequence, none deeper than its entry of `depths`, cut all to what pays, and split them.
+    """Draft a tree per sequence that `rank` serves, none deeper than its entry of `depths`; cut all, and split them.
 
     Sequences with the same home ranks share a budget. `served` says per rank which of the sequences have it as a home
     rank, in the order of its rows; default: all of them.
     """
     if served is None:
         served = [list(range(len(states)))] * num_ranks
-    trees = [TokenTree(0)] * len(states)
-    for homes, members in groups(states, num_ranks):
+    trees: list[TokenTree | None] = [None] * len(states)
+    shards: list[list[Shard] | None] = [None] * len(states)
+    budgets.begin_step()
+    for homes, members in groups(states, served[rank]):
         these = [states[index] for index in members]
+        budget = budgets.of(homes)
         budget.begin(len(these), *workload(these, homes, served), len(homes))
         drafts = [
             state.build(depths[index], budget.request(state.acceptance))
             for state, index in zip(these, members, strict=True)
         ]
         budget.cut(drafts, [state.acceptance for state in these])
-        for index, draft in zip(members, drafts, strict=True):
-            trees[index] = draft.tree
-    shards = [split(state, tree, num_ranks, max_owned) for state, tree in zip(states, trees, strict=True)]
+        for state, index, draft in zip(these, members, drafts, strict=True):
+            trees[index], shards[index] = draft.tree, split(state, draft.tree, num_ranks, max_owned)
     return StepDraft(states, trees, shards, rank, served)
 
 
-def groups(states: Sequence[SequenceState], num_ranks: int) -> list[tuple[list[int], list[int]]]:
-    """Home ranks, and the sequences that have just these, in order; without sequences all ranks and none."""
+def groups(states: Sequence[SequenceState], members: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Sets of home ranks, and those of `members` that have just these, both in the order of the states."""
     found: dict[tuple[int, ...], list[int]] = {}
-    for index, state in enumerate(states):
-        found.setdefault(tuple(state.homes), []).append(index)
-    return [(list(homes), members) for homes, members in found.items()] or [(list(range(num_ranks)), [])]
+    for index in sorted(members):
+        found.setdefault(tuple(states[index].homes), []).append(index)
+    return [(list(homes), those) for homes, those in found.items()]
 
 
 def kept_entries(

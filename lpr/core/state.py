@@ -1,7 +1,9 @@
-"""The replicated state of one sequence: its tokens, what drafts its next tree, and a digest of both.
+"""The state of one sequence: its tokens, which all ranks hold, and on its home ranks what drafts its next tree.
 
-Every rank holds the same state and changes it by the same pure functions of the same gathered results. `held` is
-replicated too: each rank knows how many committed tokens every rank has the K/V of.
+Every rank changes what it holds by the same pure functions of the same gathered results. What the caches hold is
+replicated too: each rank knows how many committed tokens every rank has the K/V of. So are recycled candidates, which
+every node's result brings along. All else that drafts is known to home ranks only. A rank that becomes one cannot know
+it, so all of them make it anew from the tokens then.
 """
 
 from __future__ import annotations
@@ -90,24 +92,48 @@ class SequenceState:
         self.tokens = tokens
         self.num_computed_tokens = list(num_computed_tokens or [0] * num_ranks)
         """Per rank: the number of leading tokens whose K/V it holds."""
-        self.homes = list(range(len(self.num_computed_tokens)))
-        """The ranks that evaluate its trees, ascending."""
+        self._homes = list(range(len(self.num_computed_tokens)))
         # Of this request only: what a step drafts then follows from the request and the shared trie, so that a job
         # that is restarted from its output file takes the same steps. (Shared by all requests, 10 ClassEval prompts
         # took 9.77 instead of 9.85 tokens per step greedily, and 2.48 instead of 2.37 at temperature 0.8.)
         self.table = CandidateTable() if config.num_recycled else None
-        self.drafter = Drafter(config, shared, self.table)
-        self.drafter.observe(self.tokens)
+        self._shared = shared
+        self.drafter: Drafter | None = None
+        """Drafts for the home ranks; made when they draft for the first time."""
         self.window: JacobiWindow | None = None
         self.acceptance = AcceptanceHistory()
         self.is_suspect = False
         """Were the last logits not numbers? Then the next tree is the root alone, to tell whose fault it is."""
         self.probabilities: list[float] = []
         """Estimated path probability of each node drafted last; 0 where only the window proposed it."""
+        self._drafted = hashlib.blake2b(digest_size=8)
         self._hash = hashlib.blake2b(array("q", self.tokens).tobytes(), digest_size=8)
         # A rank that samples its nodes by another seed would be followed by all of them, in step and wrong.
         self._hash.update(repr(params).encode())
         self._hash.update(array("q", self.num_computed_tokens).tobytes())
+
+    @property
+    def homes(self) -> list[int]:
+        """The ranks that evaluate its trees, ascending. One that joins makes all of them begin to draft anew."""
+        return self._homes
+
+    @homes.setter
+    def homes(self, ranks: Sequence[int]) -> None:
+        if not set(ranks) <= set(self._homes):
+            self.forget_drafts()
+        self._homes = list(ranks)
+
+    def forget_drafts(self) -> None:
+        """Drop what only home ranks know: on one that does not serve the sequence any more, or on all of them."""
+        self.drafter, self.window, self.probabilities = None, None, []
+        self.acceptance = AcceptanceHistory()
+
+    def _begin_drafting(self) -> Drafter:
+        """Make what drafts from the tokens, which all home ranks do before the same step."""
+        drafter = self.drafter = Drafter(self.config, self._shared, self.table)
+        drafter.observe(self.tokens)
+        self._drafted = hashlib.blake2b(self.digest.to_bytes(8, "little"), digest_size=8)
+        return drafter
 
     @property
     def num_pending(self) -> int:
@@ -116,11 +142,12 @@ class SequenceState:
 
     @property
     def digest(self) -> int:
-        """64-bit digest of the request, every tree evaluated and every token committed so far."""
+        """64-bit digest of the request and every token committed so far, the same on all ranks."""
         return int.from_bytes(self._hash.digest(), "little")
 
     def build(self, max_depth: int, request: DraftRequest) -> Draft:
         """Draft the next tree: the Jacobi window if it runs, and drafts as requested, none deeper than `max_depth`."""
+        drafter = self.drafter or self._begin_drafting()
         tree = TokenTree(self.tokens[-1])
         if self.is_suspect:
             max_depth = 0
@@ -131,7 +158,7 @@ class SequenceState:
         if self.window is not None:
             self.window.add_to(tree, max_depth)
         num_window = len(tree)
-        self.probabilities = self.drafter.draft(tree, request.nodes, max_depth, request.price)
+        self.probabilities = drafter.draft(tree, request.nodes, max_depth, request.price)
         return Draft(tree, self.probabilities, num_window)
 
     def may_end(self, emitted: Sequence[int]) -> bool:
@@ -140,13 +167,12 @@ class SequenceState:
         return is_full or not self._stop_ids.isdisjoint(emitted)
 
     def sign_tree(self, tree: TokenTree) -> int:
-        """The digest with the tree that is about to be evaluated, and who does that."""
-        if len(self.num_computed_tokens) > 1:
-            self._hash.update(array("q", [len(self.homes), *self.homes]).tobytes())
-        self._hash.update(array("q", tree.tokens).tobytes())
-        self._hash.update(array("q", tree.parents).tobytes())
-        self._hash.update(self.drafter.calibration.digest.to_bytes(8, "little"))
-        return self.digest
+        """64-bit digest of this tree, which is about to be evaluated, and all before it; the same on its home ranks."""
+        assert self.drafter is not None, "only ranks that have drafted a tree know it"
+        self._drafted.update(array("q", tree.tokens).tobytes())
+        self._drafted.update(array("q", tree.parents).tobytes())
+        self._drafted.update(self.drafter.calibration.digest.to_bytes(8, "little"))
+        return int.from_bytes(self._drafted.digest(), "little")
 
     def advance(self, tree: TokenTree, path: Sequence[int], result: TreeResult, shards: Sequence[Shard]) -> list[int]:
         """Commit the accepted `path` and its bonus token; return the emitted tokens.
@@ -167,18 +193,26 @@ class SequenceState:
             for before, after, has_nan, shard in zip(self.num_computed_tokens, held, has_nan, shards, strict=True)
         ]
         self._hash.update(array("q", emitted).tobytes())
-        if bonus >= 0:
-            self.drafter.learn(tree, path)
-        self.drafter.observe(emitted)
         self.is_suspect = bonus == NOT_A_NUMBER
         if self.table is not None and result.candidates[0]:
             self.table.update(tree.tokens, result.candidates, result.scores)
-        if self.window is not None and bonus >= 0:
+        if self.drafter is not None:
+            self._learn(self.drafter, tree, path, result, emitted)
+        return emitted
+
+    def _learn(
+        self, drafter: Drafter, tree: TokenTree, path: Sequence[int], result: TreeResult, emitted: Sequence[int]
+    ) -> None:
+        """Let the next draft profit from a step that emitted these tokens."""
+        succeeded = result.next_tokens[path[-1]] >= 0
+        if succeeded:
+            drafter.learn(tree, path)
+        drafter.observe(emitted)
+        if self.window is not None and succeeded:
             for ngram in self.window.advance(tree, likely(result.next_tokens), emitted, self.tokens):
-                self.drafter.pool.add(ngram)
+                drafter.pool.add(ngram)
         elif self.window is not None:
             self.window = JacobiWindow(self.window.num_columns, self.config.ngram_size, self.tokens)
-        return emitted
 
 
 def has_nan_result(shard: Shard, result: TreeResult) -> bool:

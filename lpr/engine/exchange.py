@@ -1,9 +1,10 @@
-"""The payload of a step's one all-gather: a header, and the results of the nodes that a rank owns.
+"""The payload of a step's one all-gather: headers, and the results of the nodes that a rank owns.
 
 Its size follows from the configuration and the number of trees, in powers of two (DESIGN rule R2, see
-`Exchange.payload_words`), so ranks that disagree about anything still meet in the same collective, and the header tells
-them: it carries a digest of the replicated state, which must be equal on
-all ranks, and the length of the commands that the driver broadcasts after the step (rule R3).
+`Exchange.payload_words`), so ranks that disagree about anything still meet in the same collective, and the headers tell
+them. The first one has a digest of what all ranks hold, and the length of the commands that the driver broadcasts after
+the step (rule R3). Each tree has one more, with a digest of what its home ranks alone hold. Where a rank may not serve
+all requests, each node's result travels with the node (lpr.core.carried).
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from lpr.config import NUM_HEADER, TreeSizes, result_words
+from lpr.config import NUM_HEADER, NUM_NODE_WORDS, NUM_TREE_HEADER, TreeSizes, result_words
 from lpr.core.state import TokenLogprobs
 from lpr.dist.comm import Comm
 from lpr.model.exact_check import Heights
@@ -29,17 +30,41 @@ class DesyncError(RuntimeError):
     """The replicated state differs between ranks; the message names the ranks that differ."""
 
 
+@dataclass(frozen=True)
+class Gathered:
+    """What the ranks have sent in a step, as `StepDraft.conclude` takes it, and what the driver announces."""
+
+    values: np.ndarray
+    """int32 [ranks, trees, capacity, words], each rank's trees as `StepDraft.served` says."""
+    counts: list[list[int]]
+    """Per rank and tree of it, the nodes that it owns."""
+    num_candidates: list[int]
+    """Per rank, of each node."""
+    num_command_bytes: int
+
+
 class Exchange:
     """Packs, gathers and unpacks the payloads of one rank, in a buffer made once."""
 
-    def __init__(self, config: TreeSizes, max_batch_size: int, comm: Comm, device: torch.device) -> None:
-        """The exchange of `comm`'s ranks for up to `max_batch_size` trees of `config`, with payloads on `device`."""
+    def __init__(
+        self,
+        config: TreeSizes,
+        max_batch_size: int,
+        comm: Comm,
+        device: torch.device,
+        carries_trees: bool = False,
+    ) -> None:
+        """The exchange of `comm`'s ranks for up to `max_batch_size` trees of `config`, with payloads on `device`.
+
+        `carries_trees`: may a rank not serve all requests (DecodeConfig.carries_trees)?
+        """
         self.config = config
         self.comm = comm
+        self.carries_trees = carries_trees
         self._max_batch_size = max_batch_size
         self.capacity = config.owned_capacity(comm.size)
-        self.width = result_words(config.num_recycled)
-        size = config.payload_words(max_batch_size, comm.size)
+        self.width = result_words(config.num_recycled) + NUM_NODE_WORDS * carries_trees
+        size = config.payload_words(max_batch_size, comm.size, carries_trees)
         self._payload = torch.zeros(size, dtype=torch.int32, device=device)
         self._on_host = self._payload.numpy() if device.type == "cpu" else None
 
@@ -50,11 +75,15 @@ class Exchange:
         digest of the step before has compared: ranks that differ there never come to this step. So this, too, is the
         same on all ranks (rule R2), and there are few sizes.
         """
-        return self.config.payload_words(self._num_rows(num_trees), self.comm.size)
+        return self.config.payload_words(self._num_rows(num_trees), self.comm.size, self.carries_trees)
 
     def _num_rows(self, num_trees: int) -> int:
         """Trees that a rank has room for in such a step; one that serves fewer leaves room empty."""
         return min(1 << (num_trees - 1).bit_length() if num_trees else 0, self._max_batch_size)
+
+    def first_result(self, num_trees: int) -> int:
+        """Where the results begin in the payload of a step of `num_trees` trees."""
+        return NUM_HEADER + self._num_rows(num_trees) * NUM_TREE_HEADER
 
     @property
     def payload_bytes(self) -> int:
@@ -62,79 +91,116 @@ class Exchange:
         return self._payload.numel() * self._payload.element_size()
 
     def gather(
-        self, local: torch.Tensor | None, draft: StepDraft, digest: int, num_command_bytes: int = 0
-    ) -> tuple[np.ndarray, int]:
+        self,
+        local: torch.Tensor | None,
+        draft: StepDraft,
+        digest: int,
+        num_candidates: int,
+        num_command_bytes: int = 0,
+    ) -> Gathered:
         """Share this rank's results; return those of all ranks, and the length of the driver's commands.
 
-        `local` is int32 [nodes, result_words(k)], the results of this rank's part of `draft`, or None when it has none;
-        k is the same on all ranks, and at most what the payload has room for. Returns int32 [ranks, trees, capacity,
-        words], each rank's trees as `draft.served` says, of which `StepDraft.conclude` takes each node's from its
-        owner, also on ranks that evaluated it as an ancestor (rule R1); of the ranks that share a replica there is the
-        first one's (rule R6). Raises DesyncError if the digest of any rank differs.
+        `local` is int32 [nodes, result_words(k)], the results of this rank's part of `draft` with k=`num_candidates`,
+        at most what the payload has room for, or None when it has none. Of every node its owner's value counts, also on
+        ranks that evaluated it as an ancestor (rule R1); of the ranks that share a replica the first one's (rule R6).
+        `digest` is of what all ranks hold. Raises DesyncError if that of any rank differs, or what the home ranks of a
+        request have drafted for it.
         """
-        self._write_header([*_words(digest), num_command_bytes])
+        headers = [*_words(digest), num_command_bytes, num_candidates]
+        is_compared = self.comm.size * self.comm.tp_size > 1
+        for signed, count in zip(draft.sign() if is_compared else [0] * len(draft.mine), draft.num_owned, strict=True):
+            headers += [*_words(signed), count]
+        self._write_headers(headers)
         if local is not None:
             self._pack(local, draft)
         gathered = self.comm.gather(self._payload[: self.payload_words(len(draft))]).numpy()
-        headers = gathered[:, :NUM_HEADER].tolist()
-        check_digests([words[:2] for words in headers])
-        return self._results(gathered), headers[0][2]
+        everybody = gathered[:, : self.first_result(len(draft))].tolist()
+        if is_compared:
+            check_digests([words[:2] for words in everybody])
+            self._check_trees(everybody, draft)
+        first = everybody[:: self.comm.tp_size]
+        counts = [
+            words[NUM_HEADER + 2 :: NUM_TREE_HEADER][: len(trees)]
+            for words, trees in zip(first, draft.served, strict=True)
+        ]
+        return Gathered(self._results(gathered, draft), counts, [words[3] for words in first], everybody[0][2])
 
-    def gather_logprobs(self, local: torch.Tensor | None, draft: StepDraft, n: int) -> list[list[TokenLogprobs]]:
-        """Every node's log-probabilities per tree, from `local` [nodes, 1 + 2n] (`log_probabilities`) of every rank.
+    def _check_trees(self, headers: Sequence[Sequence[int]], draft: StepDraft) -> None:
+        """Raise DesyncError if ranks that serve a tree have drafted it from unequal states."""
+        found: dict[int, tuple[list[int], list[Sequence[int]]]] = {}
+        for rank, words in enumerate(headers):
+            for place, index in enumerate(draft.served[rank // self.comm.tp_size]):
+                begin = NUM_HEADER + place * NUM_TREE_HEADER
+                ranks, digests = found.setdefault(index, ([], []))
+                ranks.append(rank)
+                digests.append(words[begin : begin + 2])
+        for ranks, digests in found.values():
+            if len(ranks) > 1:
+                check_digests(digests, ranks)
+
+    def gather_logprobs(self, local: torch.Tensor | None, draft: StepDraft, n: int) -> np.ndarray:
+        """All ranks' log-probabilities, from `local` [nodes, 1 + 2n] (`log_probabilities`) of every rank.
 
         A collective of its own, for steps in which some request asks for them: n is the same on all ranks. `local` is
-        None on a rank that serves no tree.
+        None on a rank that serves no tree. Returns int32 [ranks, trees, capacity, 1 + 2n] for `read_logprobs`.
         """
         width, num_rows = 1 + 2 * n, self._num_rows(len(draft))
         table = torch.zeros((num_rows * self.capacity, width), dtype=torch.int32, device=self._payload.device)
         if local is not None:
             self._place(local, draft, table)
         gathered = self._authoritative(self.comm.gather(table.flatten()).numpy())
-        values = gathered.reshape(self.comm.size, num_rows, self.capacity, width)
-        found = []
-        for index, (tree, split) in enumerate(zip(draft.trees, draft.shards, strict=True)):
-            places = [list(served).index(index) if index in served else 0 for served in draft.served]
-            rows = _owned(values[range(len(places)), places], len(tree), split)
-            floats = rows.view(np.float32)
-            found.append(
-                [
-                    TokenLogprobs(
-                        float(floats[node, 0]),
-                        list(zip(rows[node, 1 : 1 + n].tolist(), floats[node, 1 + n :].tolist(), strict=True)),
-                    )
-                    for node in range(len(tree))
-                ]
-            )
-        return found
+        return gathered.reshape(self.comm.size, num_rows, self.capacity, width)
 
-    def _write_header(self, words: Sequence[int]) -> None:
-        header = np.array(words, np.int32)
+    def _write_headers(self, words: Sequence[int]) -> None:
+        headers = np.array(words, np.int32)
         if self._on_host is not None:
-            self._on_host[:NUM_HEADER] = header
+            self._on_host[: len(headers)] = headers
         else:
-            copy_over(self._payload[:NUM_HEADER], header)
+            copy_over(self._payload[: len(headers)], headers)
 
     def _pack(self, local: torch.Tensor, draft: StepDraft) -> None:
-        self._place(local, draft, self._payload[NUM_HEADER:].view(-1, self.width))
+        results = self._payload[self.first_result(len(draft)) : self.payload_words(len(draft))]
+        self._place(local, draft, results.view(-1, self.width), self.carries_trees)
 
-    def _place(self, local: torch.Tensor, draft: StepDraft, table: torch.Tensor) -> None:
+    def _place(self, local: torch.Tensor, draft: StepDraft, table: torch.Tensor, carries_trees: bool = False) -> None:
         """Copy the results of the nodes that this rank owns into `table` [trees * capacity, columns or more]."""
         columns = table[:, : local.shape[1]]
         if self.comm.size == 1 and len(draft) == 1:
             columns[: len(local)] = local
             return
-        source, target = to_device(draft.placement(self.capacity), local.device)
+        source, target, words = to_device(draft.placement(self.capacity), local.device)
         columns.index_copy_(0, target, local if self.comm.size == 1 else local.index_select(0, source))
+        if carries_trees:
+            table[:, -NUM_NODE_WORDS:].index_copy_(0, target, words.unsqueeze(-1).view(torch.int32))
 
     def _authoritative(self, gathered: np.ndarray) -> np.ndarray:
         """Of every replica's rows the first: the last bits of what its ranks compute may differ."""
         return gathered[:: self.comm.tp_size]
 
-    def _results(self, gathered: np.ndarray) -> np.ndarray:
+    def _results(self, gathered: np.ndarray, draft: StepDraft) -> np.ndarray:
         """What is behind the headers, int32 [ranks, trees, capacity, words]."""
-        results = self._authoritative(gathered)[:, NUM_HEADER:]
+        results = self._authoritative(gathered)[:, self.first_result(len(draft)) :]
         return results.reshape(self.comm.size, -1, self.capacity, self.width)
+
+
+def read_logprobs(values: np.ndarray, draft: StepDraft) -> list[list[TokenLogprobs]]:
+    """Every node's log-probabilities per tree, from `Exchange.gather_logprobs`, once `draft` is concluded."""
+    found, n = [], values.shape[-1] // 2
+    for index, (tree, split) in enumerate(zip(draft.trees, draft.shards, strict=True)):
+        assert tree is not None and split is not None
+        places = [list(served).index(index) if index in served else 0 for served in draft.served]
+        rows = _owned(values[range(len(places)), places], len(tree), split)
+        floats = rows.view(np.float32)
+        found.append(
+            [
+                TokenLogprobs(
+                    float(floats[node, 0]),
+                    list(zip(rows[node, 1 : 1 + n].tolist(), floats[node, 1 + n :].tolist(), strict=True)),
+                )
+                for node in range(len(tree))
+            ]
+        )
+    return found
 
 
 def _owned(values: np.ndarray, num_nodes: int, split: Sequence[Shard]) -> np.ndarray:
@@ -160,8 +226,8 @@ def check_replica(comm: Comm, rows: Sequence[Row]) -> Callable[[], None]:
         found.update(np.array([row.slot, row.num_cached, len(row.tokens), row.num_results], np.int32).tobytes())
         found.update(row.entries.tobytes())
     payload = torch.from_numpy(np.frombuffer(found.digest(), np.int32).copy())
-    answers = comm.begin_gather_replica(payload)
-    return lambda: check_digests(answers().tolist(), first_rank=comm.rank * comm.tp_size)
+    answers, first = comm.begin_gather_replica(payload), comm.rank * comm.tp_size
+    return lambda: check_digests(answers().tolist(), range(first, first + comm.tp_size))
 
 
 def highest_of_replica(comm: Comm, heights: Heights | str) -> Heights | str:
@@ -181,17 +247,18 @@ def highest_of_replica(comm: Comm, heights: Heights | str) -> Heights | str:
     return replace(heights, model=model, attention=attention, multiple=multiple, head_multiple=head_multiple)
 
 
-def check_digests(digests: Sequence[Sequence[int]], first_rank: int = 0) -> None:
+def check_digests(digests: Sequence[Sequence[int]], ranks: Sequence[int] | None = None) -> None:
     """Raise DesyncError if the rows of `digests` are not all equal; the majority counts as right.
 
-    Row i is that of world rank `first_rank` + i.
+    Row i is that of world rank `ranks[i]`, default: of rank i.
     """
     if digests.count(digests[0]) == len(digests):
         return
     rows = [tuple(row) for row in digests]
     # Of equally frequent digests, Counter keeps the first seen: rank 0's.
     agreed = Counter(rows).most_common(1)[0][0]
-    others = [rank for rank, row in enumerate(rows, first_rank) if row != agreed]
+    named = range(len(rows)) if ranks is None else ranks
+    others = [rank for rank, row in zip(named, rows, strict=True) if row != agreed]
     raise DesyncError(
         f"the replicated state of rank {', '.join(map(str, others))} differs from that of the other "
         f"{len(rows) - len(others)} of {len(rows)} ranks: their drafts or tokens are not the same"

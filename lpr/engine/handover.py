@@ -7,6 +7,7 @@ format of its own; it is soon learnt again, and decides no token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from lpr.config import DecodeConfig, SamplingParams, TreeSizes
 from lpr.core.state import TokenLogprobs
 from lpr.engine.commands import RequestId, Submit
 from lpr.engine.request import Request
+from lpr.engine.scheduler import Scheduler
 from lpr.engine.stats import DecodeStats
 
 
@@ -51,6 +53,7 @@ class Carried(msgspec.Struct, frozen=True, array_like=True):
     place: int = 0
     """In the queue, of one that waits."""
     arrival: int = 0
+    arrived_ms: float = 0.0
 
     @property
     def submit(self) -> Submit:
@@ -71,6 +74,7 @@ class Carried(msgspec.Struct, frozen=True, array_like=True):
             stats.drafted[count.source, count.depth] = count.drafted
             stats.accepted[count.source, count.depth] = count.accepted
         request.slots, request.homes = list(self.slots), list(self.homes)
+        request.arrived_ms = self.arrived_ms
         request.resume(stats, self.logprobs)
         return request
 
@@ -99,6 +103,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     num_arrivals: int
     num_queries: int
     num_hits: int
+    now: float = 0.0
+    """On the clock of the scheduler's targets, if there are any."""
 
 
 def carried(request: Request, place: int = 0, arrival: int = 0) -> Carried:
@@ -123,7 +129,31 @@ def carried(request: Request, place: int = 0, arrival: int = 0) -> Carried:
         homes=list(request.homes),
         place=place,
         arrival=arrival,
+        arrived_ms=request.arrived_ms,
     )
+
+
+def state_of(scheduler: Scheduler[Request], **known: Any) -> State:
+    """The state of a replica: its scheduler's part, and all else that is `known`."""
+    return State(
+        running=[carried(request) for request in scheduler.running],
+        waiting=[carried(request, *at) for *at, request in scheduler.waiting],
+        num_arrivals=scheduler.num_arrivals,
+        num_queries=scheduler.num_queries,
+        num_hits=scheduler.num_hits,
+        now=scheduler.targets.now if scheduler.targets is not None else 0.0,
+        **known,
+    )
+
+
+def resume(scheduler: Scheduler[Request], state: State, running: Sequence[Request], waiting: Sequence[Request]) -> None:
+    """Let an empty scheduler go on with the restored requests of a state."""
+    places = [(each.place, each.arrival) for each in state.waiting]
+    queue = [(*at, request) for at, request in zip(places, waiting, strict=True)]
+    scheduler.resume(running, queue, state.num_arrivals)
+    scheduler.num_queries, scheduler.num_hits = state.num_queries, state.num_hits
+    if scheduler.targets is not None:
+        scheduler.targets.now = state.now
 
 
 def encode(state: State) -> bytes:

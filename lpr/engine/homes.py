@@ -4,7 +4,8 @@ Pure: no tensor, no clock, no world. Every rank chooses by the same replicated f
 
 A request has an *anchor*, one rank among those that serve it already, and anchors are spread evenly. So nobody works
 twice where requests are as many as ranks or more: that is plain data parallelism. Ranks that are nobody's anchor are
-spare, and each widens the request that gains most by it: with a single request all ranks work on its tree.
+spare, and each widens the request that gains most by it, those first that are slower than promised: with a single
+request all ranks work on its tree.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 WORTH_JOINING, WORTH_STAYING = 1.03, 1.01
-"""A spare rank joins a request that it speeds up by at least the first factor, and stays down to the second."""
+"""A spare rank joins a request that it speeds up by at least the first factor, and stays down to the second, as it does
+with one that is about to begin, whose prompt it can fill while others do."""
 WORTH_LEAVING = 1.1
 """It leaves a request for one that it would speed up by this factor more."""
 FILLS_PER_TOKEN = 32
@@ -35,6 +37,8 @@ class Candidate:
     """Most tokens that it may still emit."""
     speedup: Callable[[int], float] = lambda width: math.inf
     """By what factor a further rank speeds it up that has so many."""
+    is_late: Callable[[int], bool] = lambda width: False
+    """Is it slower than promised with so many?"""
 
 
 def choose(requests: Sequence[Candidate], num_ranks: int, most: int) -> list[list[int]]:
@@ -111,18 +115,18 @@ def _widen(
     requests: Sequence[Candidate], homes: Sequence[Sequence[int]], spare: Sequence[int], most: int
 ) -> tuple[int | None, int]:
     """The request that gains most by a further rank, and the one of `spare` that suits it best; None if nobody does."""
-    best: tuple[float, int, bool] | None = None
+    best: tuple[bool, float, int, bool] | None = None
     found: tuple[int | None, int] = None, 0
     for index, request in enumerate(requests):
         width = len(homes[index])
         gain = request.speedup(width) if width < most else 0.0
         here = [rank for rank in spare if rank in request.serving]
-        if gain < (WORTH_STAYING if here else WORTH_JOINING):
+        if gain < (WORTH_STAYING if here or not request.serving else WORTH_JOINING):
             continue
         rank = here[0] if here else min(spare, key=lambda rank: (request.lacking(rank), rank))
         if not here and request.serving and not is_worth_filling(request, rank):
             continue
-        value = gain * (WORTH_LEAVING if here else 1.0), -width, bool(here)
+        value = request.is_late(width), gain * (WORTH_LEAVING if here else 1.0), -width, bool(here)
         if best is None or value > best:
             best, found = value, (index, rank)
     return found
@@ -142,21 +146,26 @@ def speedup(
     `num_tokens` in `num_steps` steps of `num_nodes` nodes altogether. What a tree of n nodes yields is taken to grow by
     the same with every doubling (measured so for the Jacobi window, recycled candidates and the trie).
     """
-    grown = FIRST_YIELD
-    if num_steps:
-        doublings = math.log2(max(2.0, num_nodes / num_steps))
-        seen = max(0.0, num_tokens / num_steps - 1.0) / doublings
-        grown = (FIRST_STEPS * FIRST_YIELD + num_steps * seen) / (FIRST_STEPS + num_steps)
-    return _rate(width + 1, time, nodes_per_rank, grown) / _rate(width, time, nodes_per_rank, grown)
+    grown = yield_of(num_steps, num_tokens, num_nodes)
+    return rate(width + 1, time, nodes_per_rank, grown) / rate(width, time, nodes_per_rank, grown)
 
 
-def _rate(width: int, time: Callable[[float], float], nodes_per_rank: int, grown: float) -> float:
-    """Most tokens per millisecond of `width` ranks."""
+def yield_of(num_steps: int, num_tokens: int, num_nodes: int) -> float:
+    """Tokens a step that each doubling of a request's trees earns, by what its steps have told."""
+    if not num_steps:
+        return FIRST_YIELD
+    doublings = math.log2(max(2.0, num_nodes / num_steps))
+    seen = max(0.0, num_tokens / num_steps - 1.0) / doublings
+    return (FIRST_STEPS * FIRST_YIELD + num_steps * seen) / (FIRST_STEPS + num_steps)
+
+
+def rate(width: int, time: Callable[[float], float], nodes_per_rank: int, grown: float, batch: int = 1) -> float:
+    """Most tokens per millisecond of a request that `width` ranks serve, with `batch` such requests on each of them."""
     best, nodes = 0.0, 1
     while nodes <= max(1, nodes_per_rank * width):
         tokens = 1.0 + grown * math.log2(nodes)
         # What others have accepted comes with the next pending chain, and a run of nodes needs its ancestors.
         again = 2.0 * tokens * (width - 1) / width if nodes > 1 else 0.0
-        best = max(best, tokens / time(max(1.0, nodes / width) + again))
+        best = max(best, tokens / time(batch * (max(1.0, nodes / width) + again)))
         nodes *= 2
     return best

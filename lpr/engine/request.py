@@ -103,6 +103,8 @@ class Request:
     _logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_cached_tokens: int = 0
     """Prompt tokens whose K/V was there already when the request began to run."""
+    arrived_ms: float = 0.0
+    """When it came, on the clock of the scheduler's targets."""
     is_portable: bool = True
     """Can a rank go on with it that did not submit it? Not where its own program brought processors, which are code."""
 

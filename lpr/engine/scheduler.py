@@ -17,16 +17,18 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from heapq import heapify, heappop, heappush
 from typing import Generic, Protocol, TypeVar
 
+from lpr.engine.chains import Limits, fill, in_turn, rooms
 from lpr.engine.homes import Candidate, choose
 from lpr.engine.slots import Holder, RankSlots, SlotMove
+from lpr.engine.targets import Targets
+from lpr.engine.waiting import Entry, Waiting
 
-MOST_OVERTAKEN = 64
-"""A request is admitted before at most this many earlier ones for each step of priority; so none waits for ever."""
 REVIEW_EVERY = 16
 """Steps between two looks at whether wide requests are still worth their ranks."""
+PATIENCE = 2
+"""Steps after a request's end before its ranks go to others: the client's next request may be on its way."""
 
 
 class Schedulable(Holder, Protocol):
@@ -43,6 +45,9 @@ class Schedulable(Holder, Protocol):
     def num_pending(self) -> int:
         """Tokens that some home rank lacks the K/V of, the root included; asked of running requests only."""
         ...
+
+    arrived_ms: float
+    """When it came, on the clock of the targets; written by the scheduler."""
 
     @property
     def num_left(self) -> int:
@@ -98,6 +103,8 @@ class Scheduler(Generic[R]):
     """Most tokens that a rank spends in a step on a request that others decode; default: `prefill_chunk`."""
     speedup: Callable[[R, int], float] | None = None
     """By what factor a further rank speeds a request up that has so many; None: no rank is ever too many."""
+    targets: Targets[R] | None = None
+    """What is promised; None: nothing."""
     running: list[R] = field(default_factory=list)
     num_queries: int = 0
     """Prompt tokens of admitted requests."""
@@ -107,8 +114,7 @@ class Scheduler(Generic[R]):
     """Of every change of a home, a slot or what they hold, since the ranks began to work together."""
     _wanted: list[list[int]] = field(default_factory=list)
     """The home ranks that each running request should have, ascending."""
-    _waiting: list[tuple[int, int, R]] = field(default_factory=list)
-    _arrivals: int = 0
+    _waiting: Waiting[R] = field(default_factory=Waiting)
     _filled_last: bool = False
     _slots: list[RankSlots[R]] = field(default_factory=list)
     _until_review: int = 0
@@ -154,9 +160,9 @@ class Scheduler(Generic[R]):
         return [*self.running, *(request for _, _, request in self.waiting)]
 
     @property
-    def waiting(self) -> list[tuple[int, int, R]]:
+    def waiting(self) -> list[Entry[R]]:
         """The requests without a slot in their order, each with its place in it and the number of its arrival."""
-        return sorted(self._waiting, key=lambda entry: entry[:2])
+        return list(self._waiting)
 
     @property
     def retained(self) -> tuple[int, int]:
@@ -164,9 +170,10 @@ class Scheduler(Generic[R]):
         found = [slots.retained for slots in (self._slots if self.is_elastic else self._slots[:1])]
         return sum(count for count, _ in found), sum(tokens for _, tokens in found)
 
-    def resume(self, running: Sequence[R], waiting: Sequence[tuple[int, int, R]], num_arrivals: int) -> None:
+    def resume(self, running: Sequence[R], waiting: Sequence[Entry[R]], num_arrivals: int) -> None:
         """Take over the requests of another rank's scheduler, in its order; homes and slots are theirs already."""
-        self.running, self._waiting, self._arrivals = list(running), list(waiting), num_arrivals
+        self.running = list(running)
+        self._waiting.resume(waiting, num_arrivals)
         self._wanted = [list(request.homes) for request in running]
         for rank, slots in enumerate(self._slots):
             here = [request for request in running if request.slots[rank] >= 0]
@@ -176,37 +183,35 @@ class Scheduler(Generic[R]):
     @property
     def num_arrivals(self) -> int:
         """Requests that were ever added."""
-        return self._arrivals
+        return self._waiting.num_arrivals
 
     def add(self, request: R) -> None:
         """Let a request wait for a slot."""
-        self._arrivals += 1
-        heappush(self._waiting, (self._arrivals + MOST_OVERTAKEN * request.priority, self._arrivals, request))
+        request.arrived_ms = self.targets.now if self.targets is not None else 0.0
+        self._waiting.add(request)
 
     def withdraw(self, request: R) -> bool:
         """Forget a request that waits; False if it does not."""
-        left = [entry for entry in self._waiting if entry[2] is not request]
-        found = len(left) < len(self._waiting)
-        heapify(left)
-        self._waiting = left
-        return found
+        return self._waiting.remove(request)
 
     def admit(self) -> Admission[R] | None:
         """Give slots to the next waiting request, on the ranks that are to serve it; None if no rank has room for it.
 
-        Requests of several ranks make room for it first.
+        Requests of several ranks make room for it first. With targets it also waits while others would miss theirs.
         """
-        if not self._waiting or len(self.running) >= self.capacity:
+        request = self._waiting.first(self.targets.is_lost if self.targets is not None else None)
+        if request is None or len(self.running) >= self.capacity:
             return None
-        request = self._waiting[0][2]
         request.slots, request.homes = [-1] * self.num_ranks, []
         *wanted, own = self._choose([*self.running, request])
+        if not self._is_allowed(request, own, wanted):
+            return None
         self._want(wanted)
         self._leave()
         own = [rank for rank in own if self._slots[rank].has_room]
         if not own:
             return None
-        heappop(self._waiting)
+        self._waiting.remove(request)
         computed = [0] * self.num_ranks
         for rank in own:
             computed[rank] = self._enter(request, rank)
@@ -220,6 +225,14 @@ class Scheduler(Generic[R]):
         self.num_hits += min(computed[rank] for rank in request.homes)
         return Admission(request, computed)
 
+    def _is_allowed(self, request: R, own: Sequence[int], wanted: Sequence[Sequence[int]]) -> bool:
+        """Do a request and those that have its ranks keep their time per token?"""
+        if self.targets is None:
+            return True
+        beside = [each for each, ranks in zip(self.running, wanted, strict=True) if not set(ranks).isdisjoint(own)]
+        batch = 1 + max(sum(rank in ranks for ranks in wanted) for rank in own)
+        return self.targets.allow([request, *beside], batch, len(own))
+
     def schedule(self) -> Schedule[R]:
         """What the running requests do in the next step.
 
@@ -227,9 +240,9 @@ class Scheduler(Generic[R]):
         for a whole prompt. The last piece of a chain is evaluated together with the first tree, where rows are not
         padded.
         """
-        if self.num_ranks > 1:
+        if self.num_ranks > 1 and self.running:  # idle ranks look for work more or less often
             self._update_homes()
-        room = [self.prefill_chunk] * self.num_ranks
+        room = rooms(self.running, self._limits, self.targets)
         decoding: list[R] = []
         filling: list[tuple[R, list[int]]] = []
         for request, wanted in zip(self.running, self._wanted, strict=True):
@@ -238,13 +251,24 @@ class Scheduler(Generic[R]):
                 decoding.append(request)
                 counts, most = [0] * self.num_ranks, self._join_chunk
             if len(request.homes) < len(wanted):
-                self._fill(request, [rank for rank in wanted if rank not in request.homes], counts, room, most)
+                fill(request, [rank for rank in wanted if rank not in request.homes], counts, room, most)
             if any(counts):
                 filling.append((request, counts))
         if filling and not self.packed:
-            return self._in_turn(decoding, filling)
+            fills_first = not self._filled_last
+            schedule, self._filled_last = in_turn(decoding, filling, fills_first)
+            return Schedule(*schedule)
         self._filled_last = bool(filling)
         return Schedule(decoding, filling)
+
+    def _fill_up(self, request: R, counts: list[int], room: list[int]) -> bool:
+        """Take room for the pending chain on the home ranks; does it end with this piece, and may a tree follow it?"""
+        together = self.packed or all(len(self._slots[rank].running) == 1 for rank in request.homes)
+        return fill(request, request.homes, counts, room, self.prefill_chunk) == 0 and together
+
+    @property
+    def _limits(self) -> Limits:
+        return Limits(self.num_ranks, self.longest_chain, self._join_chunk, self.prefill_chunk, self.is_elastic)
 
     def finish(self, request: R, keep: bool = True) -> None:
         """Take its slots from a running request; the last running one takes its place.
@@ -255,7 +279,7 @@ class Scheduler(Generic[R]):
         index, last, wanted = self.running.index(request), self.running.pop(), self._wanted.pop()
         if last is not request:
             self.running[index], self._wanted[index] = last, wanted
-        self._until_review = 0
+        self._until_review = PATIENCE
 
     def regroup(self, kept: Sequence[int | None]) -> list[R]:
         """Go on with other ranks: `kept` says of each which one it was before, None for one without any K/V.
@@ -279,10 +303,9 @@ class Scheduler(Generic[R]):
         lost = [request for request in self.running if not request.homes]
         self.running = [request for request in self.running if request.homes]
         self._want([list(request.homes) for request in self.running])
-        first = min([0, *(place for place, _, _ in self._waiting)]) - len(lost)
-        for place, request in enumerate(lost, first):  # before all that wait already
+        for request in lost:
             self._give_back(request, True)
-            heappush(self._waiting, (place, 0, request))
+        self._waiting.put_back(lost)
         return lost
 
     def _give_back(self, request: R, keep: bool) -> None:
@@ -294,41 +317,6 @@ class Scheduler(Generic[R]):
         """Retain nothing any more."""
         for slots in self._slots:
             slots.forget()
-
-    # Pending chains.
-
-    def _fill_up(self, request: R, counts: list[int], room: list[int]) -> bool:
-        """Take room for the pending chain on the home ranks; does it end with this piece, and may a tree follow it?"""
-        together = self.packed or all(len(self._slots[rank].running) == 1 for rank in request.homes)
-        lacking = self._fill(request, request.homes, counts, room, self.prefill_chunk)
-        return together and lacking == 0
-
-    def _fill(self, request: R, ranks: Sequence[int], counts: list[int], room: list[int], most: int) -> int:
-        """Take room for up to `most` tokens of the pending chain on some ranks; returns what the worst still lacks."""
-        computed, above, left = request.num_computed_tokens, len(request.tokens) - 1, 0
-        for rank in ranks:
-            if request.slots[rank] < 0:
-                continue
-            lacking = above - computed[rank]
-            counts[rank] = min(lacking, room[rank], most)
-            room[rank] -= counts[rank]
-            left = max(left, lacking - counts[rank])
-        return left
-
-    def _in_turn(self, decoding: list[R], filling: list[tuple[R, list[int]]]) -> Schedule[R]:
-        """Where rows are padded, all of a rank's would become as long as a chunk: it has a step of its own there."""
-        decode_at = {rank for request in decoding for rank in request.homes}
-        conflicts = any(count and rank in decode_at for _, counts in filling for rank, count in enumerate(counts))
-        self._filled_last = not (self._filled_last and conflicts)
-        taken = set() if self._filled_last else decode_at
-        first: list[tuple[R, list[int]]] = []
-        for request, counts in filling:
-            mine = [0 if rank in taken else count for rank, count in enumerate(counts)]
-            taken |= {rank for rank, count in enumerate(mine) if count}
-            if any(mine):
-                first.append((request, mine))
-        fill_at = {rank for _, counts in first for rank, count in enumerate(counts) if count}
-        return Schedule([request for request in decoding if fill_at.isdisjoint(request.homes)], first)
 
     # Home ranks.
 
@@ -348,8 +336,12 @@ class Scheduler(Generic[R]):
         for request in requests:
             lacking = cache(partial(self._lacking, request))
             factor = (lambda width: math.inf) if self.speedup is None else partial(self.speedup, request)
-            candidates.append(Candidate(request.homes, lacking, request.num_left, factor))
+            late = partial(self._is_late, request) if self.targets is not None else (lambda width: False)
+            candidates.append(Candidate(request.homes, lacking, request.num_left, factor, late))
         return choose(candidates, self.num_ranks, self.most_homes)
+
+    def _is_late(self, request: R, width: int) -> bool:
+        return self.targets is not None and self.targets.token_ms(request, 1, width) > self.targets.per_token_ms
 
     def _lacking(self, request: R, rank: int) -> int:
         return len(request.tokens) - 1 - self._slots[rank].held(request)

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import torch
 
 from lpr.config import DecodeConfig, SamplingParams, TreeSizes
-from lpr.core.budget import Budget
 from lpr.core.step_times import KNOTS, SHORTEST_KV, Key, StepTimes, StepTimesTracker, at_knots
 from lpr.dist.comm import Comm, is_driver
 from lpr.engine.request import Outcome, Request
@@ -21,7 +20,7 @@ from lpr.model.cache import TreeCache
 from lpr.model.inputs import Row
 from lpr.model.runner import TreeModel
 from lpr.model.sampling import Selection
-from lpr.native import AdaptiveBudget, FixedBudget
+from lpr.native import Budgets
 
 SHARE_EVERY = 16
 """Steps between two tables that rank 0 sends, at least."""
@@ -54,7 +53,7 @@ def resolve_sizes(decode: DecodeConfig, times: StepTimes | None, num_ranks: int)
 
 
 class Sizer:
-    """The budget of an engine's steps and, where it is adaptive, the table that all ranks decide by."""
+    """The budgets of an engine's steps and, where it is adaptive, the table that all ranks decide by."""
 
     def __init__(self, sizes: TreeSizes, times: StepTimes | None, comm: Comm, follow: bool = True) -> None:
         """Trees of these sizes: all of them in every step or, with a table of step `times`, what pays.
@@ -64,19 +63,17 @@ class Sizer:
         self._longest_tree = sizes.num_nodes
         self._tracker = StepTimesTracker(times) if times is not None and follow and is_driver(comm) else None
         self._since_shared = self._plain = 0
-        self.budget: Budget = FixedBudget(sizes, comm.size)
-        if times is not None:
-            self.budget = AdaptiveBudget(sizes, times, comm.size)
+        self.budgets = Budgets(sizes, comm.size, times)
 
     @property
     def times(self) -> StepTimes | None:
         """The table that all ranks decide by, the same on each of them."""
-        return self.budget.cost if isinstance(self.budget, AdaptiveBudget) else None
+        return self.budgets.cost
 
     @times.setter
     def times(self, table: StepTimes) -> None:
-        if isinstance(self.budget, AdaptiveBudget):
-            self.budget.cost = table
+        if self.budgets.cost is not None:
+            self.budgets.cost = table
 
     def observe(self, batch: Sequence[Request], outcomes: Sequence[Outcome], milliseconds: float) -> StepTimes | None:
         """Take in what a step of `batch` took; on rank 0, the table that all ranks should have by now, mostly none.

@@ -1,9 +1,9 @@
 """One decoding step, the same lines for greedy and sampling, for one rank and for many.
 
-A step drafts a token tree per sequence, cuts the trees to what pays, splits every tree over the ranks, evaluates this
-rank's shards in one forward, gathers the results in the step's only collective, and walks the accepted path. There is
-no prefill and no decode phase: a sequence has a pending chain of committed tokens whose K/V the rank lacks, and it is
-longer or shorter.
+A step drafts a token tree per sequence that this rank serves, cuts the trees to what pays, splits every tree over its
+home ranks, evaluates this rank's shards in one forward, gathers the results in the step's only collective, and walks
+the accepted path of every tree. There is no prefill and no decode phase: a sequence has a pending chain of committed
+tokens whose K/V the rank lacks, and it is longer or shorter.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 
 from lpr.config import TreeSizes, result_words
-from lpr.core.budget import Budget
-from lpr.core.state import TokenLogprobs
-from lpr.engine.exchange import Exchange
+from lpr.core.budgets import Budgets
+from lpr.engine.exchange import DesyncError, Exchange, read_logprobs
 from lpr.engine.request import Outcome, Request
 from lpr.model.inputs import Row
 from lpr.model.processors import ProcessorPath
@@ -42,7 +41,7 @@ def decode_step(
     sizes: TreeSizes,
     model: TreeModel,
     exchange: Exchange,
-    budget: Budget,
+    budgets: Budgets,
     num_command_bytes: int = 0,
     end_phase: PhaseTimer = untimed,
     while_busy: Callable[[], None] = nothing,
@@ -52,15 +51,16 @@ def decode_step(
 
     `filling` holds requests and numbers of tokens per rank; on a rank whose rows are padded there are either rows of
     the batch or one of these. A rank without work still takes part in the collective, whose header announces the
-    driver's commands. `while_busy` is called as soon as the device has work. `signature` is that of the homes
-    (`Scheduler.signature`), which must be the same on all ranks. Also returns the length of the commands in bytes.
+    driver's commands. `while_busy` is called as soon as the device has work. `signature` is of what
+    else must be the same on all ranks, the homes (`Scheduler.signature`) for one. Also returns the length of the
+    commands in bytes.
     """
     comm = exchange.comm
     fills = [fill_row(request, counts[comm.rank], comm.rank) for request, counts in filling if counts[comm.rank]]
     depths = [request.longest - len(request.tokens) - 1 for request in batch]
     draft = draft_step(
         [request.running for request in batch],
-        *(depths, budget, comm.size, exchange.capacity, comm.rank, served_by(batch, comm.size)),
+        *(depths, budgets, comm.size, exchange.capacity, comm.rank, served_by(batch, comm.size)),
     )
     mine, rows = draft.mine, shard_rows(batch, draft, comm.rank)
     end_phase("draft")
@@ -76,22 +76,29 @@ def decode_step(
         model.fill(fills)
     while_busy()
     end_phase("forward")
-    digest = combine([*draft.sign(), *(request.running.digest for request, _ in filling), signature])
+    digest = 0
+    if comm.size * comm.tp_size > 1:
+        digest = combine(
+            [*(each.running.digest for each in batch), *(each.running.digest for each, _ in filling), signature]
+        )
     own = local if chosen.num_logprobs is None or local is None else local[:, : result_words(num_candidates)]
-    values, num_command_bytes = exchange.gather(own, draft, digest, num_command_bytes)
-    logprobs: Sequence[list[TokenLogprobs] | None] = [None] * len(batch)
+    gathered = exchange.gather(own, draft, digest, num_candidates, num_command_bytes)
     if asked:
         behind = local[:, own.shape[1] :] if local is not None and own is not None and own is not local else None
-        logprobs = exchange.gather_logprobs(behind, draft, max(asked))
+        said = exchange.gather_logprobs(behind, draft, max(asked))
     end_phase("gather")
     # Only now: had a rank been lost before, the step would be dropped, and nothing of it may have happened.
-    num_entries = draft.num_entries
     for request, counts in filling:
         count_filled(request, counts)
-    concluded = draft.conclude(values, num_candidates, budget)
+    try:
+        concluded = draft.conclude(gathered.values, gathered.counts, gathered.num_candidates, budgets)
+    except ValueError as failure:
+        raise DesyncError(f"what the ranks have sent in a step does not fit together: {failure}") from failure
     commit(model, rows, [concluded[index] for index in mine])
+    logprobs = read_logprobs(said, draft) if asked else [None] * len(batch)
     end_phase("commit")
-    return [Outcome(each, num_entries, said) for each, said in zip(concluded, logprobs, strict=True)], num_command_bytes
+    outcomes = [Outcome(each, draft.num_entries, said) for each, said in zip(concluded, logprobs, strict=True)]
+    return outcomes, gathered.num_command_bytes
 
 
 def served_by(batch: Sequence[Request], num_ranks: int) -> list[list[int]] | None:

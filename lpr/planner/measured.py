@@ -26,7 +26,8 @@ class Drafted:
 
     def payload_bytes(self, lp: int) -> int:
         """Bytes that a rank contributes to the step's all-gather, as Exchange sizes them."""
-        return 4 * DecodeConfig(window_size=0, trie_nodes=self.budget - 1).resolved().payload_words(1, lp)
+        decode = DecodeConfig(window_size=0, trie_nodes=self.budget - 1)
+        return 4 * decode.resolved().payload_words(1, lp, decode.carries_trees(lp))
 
 
 @dataclass(frozen=True)

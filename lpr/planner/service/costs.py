@@ -38,6 +38,8 @@ class _Work:
     """What one rank evaluates in a step."""
 
     nodes: float = 0.0
+    host: float = 0.0
+    """Milliseconds of its host."""
     prompt: int = 0
     num_rows: int = 0
     num_drafted: int = 0
@@ -93,29 +95,30 @@ class StepCosts:
         """Seconds of a step and the tokens that it brings, as Policy says."""
         ranks = Counter(rank for request in decoding for rank in request.homes)
         work = defaultdict[int, _Work](_Work)
-        host = gather = 0.0
+        gather = 0.0
         emitted = []
         for request in decoding:
             point = self.point(request.temperature, max(ranks[rank] for rank in request.homes), len(request.homes))
             for rank in request.homes:
                 lacking = len(request.tokens) - 1 - request.num_computed_tokens[rank]
                 work[rank].add(point.nodes, lacking, len(request.tokens))
-            host += point.host_ms
+                work[rank].host += point.host_ms  # others do not draft for it
+            request.num_nodes += round(point.nodes) * len(request.homes)
             gather = max(gather, point.gather_ms)
             emitted.append(self._draw(mean_tokens(request, point.tokens_per_step)))
         for request, counts in filling:
             for rank, count in enumerate(counts):
                 if count:
                     work[rank].add(0.0, count, request.num_computed_tokens[rank])
-        return (max(map(self._milliseconds, work.values())) + host + gather) * 1e-3, emitted
+        return (max(map(self._milliseconds, work.values())) + gather) * 1e-3, emitted
 
     def _milliseconds(self, work: _Work) -> float:
         """What one rank takes."""
         pace = self._pace(work.num_drafted)
         if self._prompt_ms:
             drafted = self._times.time(max(work.nodes, 1.0), max(1, work.num_drafted), work.longest)
-            return pace * drafted + work.prompt * self._prompt_ms
-        return pace * self._times.time(work.nodes + work.prompt, work.num_rows, work.longest)
+            return pace * drafted + work.prompt * self._prompt_ms + work.host
+        return pace * self._times.time(work.nodes + work.prompt, work.num_rows, work.longest) + work.host
 
     def _draw(self, mean: float) -> int:
         """Tokens of one step: each further one is accepted with the same probability."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
+from lpr.core.step_times import StepTimes, interpolate
+from lpr.engine.homes import speedup
 from lpr.engine.scheduler import Scheduler
+from lpr.engine.targets import Seen, Targets
 from lpr.planner.service.requests import Arrivals, SimRequest
 
 
@@ -39,46 +44,111 @@ class Slots:
     """Are unequal rows evaluated without padding?"""
     retains: bool = True
     """Do slots keep the prefixes of finished requests?"""
+    most_homes: int | None = None
+    """Most home ranks of a request; 0: always all. Default: as many as there are ranks."""
+    join_chunk: int | None = None
+    """As of Scheduler."""
+    times: StepTimes | None = None
+    """Step times by which the scheduler widens requests; None: whenever a rank is idle."""
+    nodes_per_rank: int = 64
+    """Of the largest tree that these times are asked about."""
+    first_token_ms: float = math.inf
+    """Target of the scheduler, which needs `times`."""
+    per_token_ms: float = math.inf
+    """The same."""
 
     def scheduler(self) -> Scheduler[SimRequest]:
         """An idle scheduler."""
-        return Scheduler(
+        scheduler: Scheduler[SimRequest] = Scheduler(
             self.num_slots,
             self.num_ranks,
             self.prefill_chunk,
             self.longest_chain,
             packed=self.packed,
             retains=self.retains,
-            most_homes=self.num_ranks,
+            most_homes=self.num_ranks if self.most_homes is None else self.most_homes,
+            join_chunk=self.join_chunk,
         )
+        if self.times is not None:
+            scheduler.speedup = partial(self._speedup, self.times)
+            if min(self.first_token_ms, self.per_token_ms) < math.inf:
+                times, limits = self.times, (self.first_token_ms, self.per_token_ms)
+                scheduler.targets = Targets(lambda: times, _seen, self.nodes_per_rank, *limits)
+        return scheduler
+
+    def _speedup(self, times: StepTimes, request: SimRequest, width: int) -> float:
+        """As the engine asks for it (Replica._speedup)."""
+        row = times.row(1, len(request.tokens))
+        emitted = len(request.tokens) - request.num_prompt
+        known = self.nodes_per_rank, request.num_steps, emitted, request.num_nodes
+        return speedup(width, partial(interpolate, row), *known)
 
 
-def simulate_mesh(arrivals: Arrivals, policy: Policy, slots: Slots) -> list[SimRequest]:
-    """Serve all `arrivals` on one mesh; returns the requests as they end. Deterministic, if arrivals and policy are."""
-    scheduler, now, done = slots.scheduler(), 0.0, list[SimRequest]()
-    while True:
-        for request in arrivals.due(now):
-            scheduler.add(request)
+def _seen(request: SimRequest) -> Seen:
+    return Seen(request.num_steps, len(request.tokens) - request.num_prompt, request.num_nodes)
+
+
+class MeshRun:
+    """One mesh on its way."""
+
+    def __init__(self, policy: Policy, slots: Slots) -> None:
+        """An idle mesh at time 0."""
+        self._policy, self._scheduler = policy, slots.scheduler()
+        self.now = 0.0
+        """When its next step begins."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Has it nothing to do?"""
+        return self._scheduler.is_idle
+
+    @property
+    def num_requests(self) -> int:
+        """Waiting and running ones."""
+        return len(self._scheduler.requests)
+
+    def add(self, request: SimRequest) -> None:
+        """Let a request wait for a slot."""
+        self._scheduler.add(request)
+
+    def step(self) -> list[SimRequest]:
+        """Take a step, if there is anything to do; returns the requests that have ended with it."""
+        scheduler = self._scheduler
         while (admission := scheduler.admit()) is not None:
             admission.request.num_computed_tokens = list(admission.num_computed_tokens)
         schedule = scheduler.schedule()
         scheduler.take_moves()
         if schedule.is_empty:
-            upcoming = arrivals.upcoming()
-            if upcoming is None:
-                return done
-            now = max(now, upcoming)
-            continue
-        seconds, emitted = policy.step(schedule.decoding, schedule.filling)
-        now += seconds
+            return []
+        seconds, emitted = self._policy.step(schedule.decoding, schedule.filling)
+        self.now += seconds
+        if scheduler.targets is not None:
+            scheduler.targets.now += 1e3 * seconds
         for request, counts in schedule.filling:
             request.num_computed_tokens = [
                 computed + count for computed, count in zip(request.num_computed_tokens, counts, strict=True)
             ]
         for request, count in zip(schedule.decoding, emitted, strict=True):
-            advance(request, count, now)
-        for request in [each for each in schedule.decoding if each.num_left == 0]:
+            advance(request, count, self.now)
+        ended = [each for each in schedule.decoding if each.num_left == 0]
+        for request in ended:
             scheduler.finish(request)
+        return ended
+
+
+def simulate_mesh(arrivals: Arrivals, policy: Policy, slots: Slots) -> list[SimRequest]:
+    """Serve all `arrivals` on one mesh; returns the requests as they end. Deterministic, if arrivals and policy are."""
+    mesh, done = MeshRun(policy, slots), list[SimRequest]()
+    while True:
+        for request in arrivals.due(mesh.now):
+            mesh.add(request)
+        if mesh.is_idle:
+            upcoming = arrivals.upcoming()
+            if upcoming is None:
+                return done
+            mesh.now = max(mesh.now, upcoming)
+            continue
+        for request in mesh.step():
             arrivals.ended(request)
             done.append(request)
 

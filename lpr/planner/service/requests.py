@@ -30,9 +30,13 @@ class SimRequest:
     ended: float = 0.0
     num_steps: int = 0
     """Decoding steps."""
+    num_nodes: int = 0
+    """Nodes of their trees."""
     priority: int = 0
     tenant: str = ""
     slots: list[int] = field(default_factory=list)
+    arrived_ms: float = 0.0
+    """On the scheduler's own clock."""
 
     @property
     def num_pending(self) -> int:

@@ -1,0 +1,114 @@
+"""A loaded model, made ready and checked on all ranks before anything is decoded."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from lpr.config import DecodeConfig, InputError
+from lpr.core.digest import digest_of
+from lpr.core.step_times import StepTimes
+from lpr.dist.comm import Comm, agree, is_alone, is_driver
+from lpr.engine.exchange import check_replica, highest_of_replica
+from lpr.engine.options import EngineOptions, load_step_times
+from lpr.model.cache import TreeCache
+from lpr.model.loader import Loaded, model_digest, tokenizer_digest
+from lpr.model.packing import pack_projections
+from lpr.model.parallel import vocabulary_part
+from lpr.model.runner import TreeModel
+from lpr.model.self_check import check_compiled, self_check
+
+_KIND = "kind of processor or version of torch (exact mode needs one of all ranks)"
+_THREADS = "number of threads (exact mode needs one of all ranks)"
+_KERNELS = "result of matrix products (exact mode needs the same bits of all ranks)"
+
+
+def prepare(
+    loaded: Loaded, decode: DecodeConfig, options: EngineOptions, comm: Comm
+) -> tuple[TreeModel, TreeCache, StepTimes | None]:
+    """The model as steps evaluate it, a cache like which its cache becomes, and on the driver the given step times.
+
+    Raises InputError if the model cannot run a token tree, with several ranks on every rank if it is so on one, or if
+    one has another model, tokenizer or `decode`.
+    """
+    # Ranks that share weights must not enter a forward with different rows.
+    is_split = comm.tp_mesh is not None
+    model = TreeModel(
+        loaded.model,
+        attention=options.attention,
+        graphs=options.graphs,
+        check_rows=partial(check_replica, comm) if is_split else None,
+        exact=options.exact,
+        share_heights=partial(highest_of_replica, comm) if is_split else None,
+        part=vocabulary_part(loaded.model) if is_split else None,
+    )
+    failure, costs, like = None, None, None
+    try:
+        compiles = _compiles(model, loaded, options, comm)
+        if compiles:
+            pack_projections(loaded.model)
+        like = self_check(model)
+        model.check_part()
+        if compiles:
+            _compile(model, like, options)
+        longest_sequence(loaded, decode)
+        if is_driver(comm):
+            costs = load_step_times(options.costs) if isinstance(options.costs, Path) else options.costs
+    except InputError as error:
+        failure = str(error)
+    facts, replica_facts = {}, {}
+    if not is_alone(comm):
+        facts["configuration"] = digest_of(repr((decode, options.exact)))
+        facts["tokenizer"] = tokenizer_digest(loaded.tokenizer)
+        facts["form of a batch (packed or padded)"] = int(model.packed)
+        replica_facts["model"] = model_digest(loaded.model)
+        for name, value in _machine(model, options).items():
+            (replica_facts if name == _KERNELS else facts)[name] = value
+    agree(comm, failure, facts, replica_facts)
+    assert like is not None
+    return model, like, costs
+
+
+def longest_sequence(loaded: Loaded, decode: DecodeConfig) -> int:
+    """Longest sequence under `decode`; raises InputError if the model has fewer positions."""
+    most, reason = loaded.max_positions, loaded.limit_reason
+    if decode.max_length is not None and most and decode.max_length > most:
+        why = f" ({reason})" if reason else ""
+        raise InputError(f"max_length={decode.max_length} exceeds the model's {most} positions{why}")
+    return decode.max_length or min(most or 4096, 4096)
+
+
+def _compiles(model: TreeModel, loaded: Loaded, options: EngineOptions, comm: Comm) -> bool:
+    """Is the model to be compiled? Raises InputError if it is asked for and cannot be."""
+    wanted, captures = options.compile, model.capturer is not None
+    if wanted == "on" and not captures:
+        raise InputError(f"compile works on captured steps: {model.graph_reason or 'it needs a GPU and graphs=True'}")
+    if wanted == "on" and options.exact:
+        raise InputError("compile adds in an order that the compiler chooses: it cannot be exact")
+    # A model of somebody else is theirs to call as well, and collectives have not been compiled yet.
+    mine = captures and loaded.is_ours and comm.tp_mesh is None
+    return wanted == "on" or (wanted == "auto" and mine and not options.exact)
+
+
+def _compile(model: TreeModel, like: TreeCache, options: EngineOptions) -> None:
+    """Compile a first step; without success steps are as they were, or it is an InputError if it was asked for."""
+    model.compile()
+    check_compiled(model, like)
+    assert model.compiled is not None
+    if options.compile == "on" and model.compiled.reason is not None:
+        raise InputError(f"this model cannot be compiled: {model.compiled.reason}")
+
+
+def _machine(model: TreeModel, options: EngineOptions) -> dict[str, int]:
+    """What decides the bits of a sum besides the program, in exact mode, which needs it to be one; none without."""
+    heights = model.heights
+    if not options.exact or heights is None:  # one that failed says so in its own line
+        return dict.fromkeys((_KIND, _THREADS, _KERNELS), 0)
+    device = model.device
+    is_gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if is_gpu else torch.backends.cpu.get_cpu_capability()
+    kind = (name, torch.__version__, torch.version.cuda if is_gpu else None)
+    rows = (heights.model, heights.attention, heights.multiple, heights.head_multiple, heights.bits)
+    return {_KIND: digest_of(repr(kind)), _THREADS: heights.num_threads or 0, _KERNELS: digest_of(repr(rows))}

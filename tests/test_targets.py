@@ -1,0 +1,114 @@
+"""Targets: who is admitted, how prompts are filled, and the goodput that comes of it."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from lpr import DecodeConfig
+from lpr.config import InputError
+from lpr.core.step_times import KNOTS, StepTimes
+from lpr.engine.chains import Limits, rooms
+from lpr.engine.targets import Seen, Targets
+from lpr.engine.waiting import MOST_OVERTAKEN, Waiting
+from lpr.planner.service.costs import Point, StepCosts
+from lpr.planner.service.mesh import Slots, simulate_mesh
+from lpr.planner.service.requests import PoissonArrivals, SimRequest
+
+TIMES = StepTimes({(1, 256): [2.0 + 0.05 * n for n in KNOTS]})
+"""A step takes 2 ms, and 0.05 ms for each token."""
+FIRST_MS, TOKEN_MS = 400, 4
+
+
+def request(arrived: float = 0.0, prompt: int = 100, output: int = 60) -> SimRequest:
+    return SimRequest(arrived, prompt, output, tokens=[7] * prompt)
+
+
+def targets(first: float = math.inf, token: float = math.inf, now: float = 0.0) -> Targets[SimRequest]:
+    return Targets(lambda: TIMES, lambda each: Seen(0, 0, 0), 1, first, token, now)
+
+
+def running(prompt: int, computed: int, arrived_ms: float = 0.0) -> SimRequest:
+    found = request(prompt=prompt)
+    found.homes, found.slots, found.num_computed_tokens, found.arrived_ms = [0], [0], [computed], arrived_ms
+    return found
+
+
+def test_the_clock_is_the_tables() -> None:
+    asked = targets()
+    asked.pass_step([10, 60], 2, 300)
+    asked.pass_step([0, 0], 0, 300)
+    assert asked.now == pytest.approx(2.0 + 3.0 + 2.05)
+
+
+def test_a_request_is_lost_when_its_prompt_cannot_be_evaluated_in_time() -> None:
+    late = request(prompt=100)  # takes 7 ms
+    late.arrived_ms = 50.0
+    assert not targets(first=20.0, now=62.9).is_lost(late)
+    assert targets(first=20.0, now=63.1).is_lost(late)
+
+
+def test_those_that_can_be_in_time_come_before_those_that_cannot_but_not_for_ever() -> None:
+    queue: Waiting[SimRequest] = Waiting()
+    lost = request()
+    queue.add(lost)
+    for _ in range(MOST_OVERTAKEN):
+        later = request()
+        queue.add(later)
+        assert queue.first(lambda each: each is lost) is later
+        queue.remove(later)
+    queue.add(later := request())
+    assert queue.first(lambda each: each is lost) is lost and later is not lost
+    assert queue.first() is lost
+
+
+def test_as_many_run_beside_each_other_as_keep_their_time_per_token() -> None:
+    """Without drafts a rank's step takes 2 ms and 0.05 ms per request: 8 of them take 2.4 ms a token, 9 take 2.45."""
+    asked = targets(token=2.42)
+    several = [request() for _ in range(9)]
+    assert asked.token_ms(several[0], 8, 1) == pytest.approx(2.4)
+    assert asked.allow(several[:8], 8, 1) and not asked.allow(several, 9, 1)
+    assert targets(token=0.1).allow(several[:1], 1, 1), "somebody must run"
+
+
+def test_prompts_are_filled_in_pieces_that_leave_others_their_time_per_token() -> None:
+    limits = Limits(num_ranks=1, longest_chain=8, join_chunk=16, prefill_chunk=512, is_elastic=False)
+    both = [running(300, 299), running(600, 0)]
+    assert rooms(both, limits, None) == [512]
+    [room] = rooms(both, limits, targets(token=10.0))
+    assert 64 <= room < 160 and TIMES.time(1 + room, 1, 300) <= 10.0
+    assert rooms(both, limits, targets(token=0.1)) == [16], "never so small that it takes for ever"
+    assert rooms(both[1:], limits, targets(token=10.0)) == [512], "nobody waits for it"
+
+
+def goodput(slots: Slots, seed: int = 1) -> tuple[float, int]:
+    """Requests within both targets, as a part, of those that come in bursts faster than a mesh can serve them."""
+    dice = random.Random(seed)
+    arrivals = PoissonArrivals(38.0, 260, lambda now: request(now, prompt=dice.choice((40, 400))), dice)
+    costs = StepCosts(TIMES, {(0.0, 1, 1): Point(1.0, 1.0)}, dice)
+    done = simulate_mesh(arrivals, costs, slots)
+    good = [each for each in done if 1e3 * each.first_seconds <= FIRST_MS and 1e3 * each.token_seconds <= TOKEN_MS]
+    return len(good) / len(done), len(done)
+
+
+def test_targets_raise_goodput() -> None:
+    """The scheduler's own code, with its clock from the table."""
+    slots = Slots(num_slots=32, longest_chain=4, join_chunk=8, retains=False)
+    plain, _ = goodput(slots)
+    asked = Slots(
+        num_slots=32, longest_chain=4, join_chunk=8, retains=False, times=TIMES,
+        first_token_ms=FIRST_MS, per_token_ms=TOKEN_MS,
+    )  # fmt: skip
+    kept, served = goodput(asked)
+    assert served == 260, "nobody waits for ever"
+    assert kept > 1.5 * plain, (kept, plain)
+
+
+def test_targets_need_step_times() -> None:
+    assert DecodeConfig(first_token_ms=200, per_token_ms=8).per_token_ms == 8
+    with pytest.raises(InputError, match="go by step times, which only automatic sizes have"):
+        DecodeConfig(window_size=0, trie_nodes=8, per_token_ms=8)
+    with pytest.raises(InputError, match="first_token_ms=-1"):
+        DecodeConfig(first_token_ms=-1)
