@@ -43,6 +43,7 @@ from rich.console import Console
 from benchmarks.common import OneLineParser, make_parser, progress, run_main, whole
 from benchmarks.limit import StepEnds, fewest_steps
 from lpr.config import DecodeConfig, InputError, TreeSizes
+from lpr.core.suffix_index import as_learnt
 from lpr.native import Drafter, SuffixIndex, TokenTree
 
 Encode = Callable[[str], list[int]]
@@ -239,7 +240,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     tasks = tasks_of(traces, encode, options.traces)
     shared = SuffixIndex(max(config.trie_capacity, options.history_tokens))
     fill(shared, tasks, options.history_tokens)
-    known = [encode(completion) for _, completion in warm]
+    known = [as_learnt(encode(prompt), encode(completion)) for prompt, completion in warm]
     learn(shared, known)
     warm_tokens = len(shared)
     sizes = FixedSizes(config, shared, known)
@@ -247,8 +248,8 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         for task in tasks:
             replay_task(task, sizes)
             if options.learn:
-                learn(shared, [task.completion])
-                sizes.known.append(task.completion)
+                sizes.known.append(as_learnt(task.prompt, task.completion))
+                learn(shared, sizes.known[-1:])
             advance()
     tally = sizes.tally
     ordered = sorted(tally.draft_ms)

@@ -19,6 +19,7 @@ import torch
 from lpr.config import DecodeConfig, InputError, TreeSizes
 from lpr.core.digest import digest_of
 from lpr.core.step_times import StepTimes, interpolate
+from lpr.core.suffix_index import as_learnt
 from lpr.dist.comm import Comm, MeshChangedError, agree, is_alone, is_driver
 from lpr.engine import handover
 from lpr.engine.commands import Abort, Command, Configure, Costs, Drain, Learn, RequestId, Stop, Submit, TakeIn
@@ -500,7 +501,7 @@ class Replica:
         assert self.model.cache is not None
         learnt = self._learnt(request)
         if learnt is not None and self.sizes.trie_nodes and request.num_output:
-            learnt.extend(request.token_ids)
+            learnt.extend(as_learnt(request.prompt_ids, request.token_ids))
             learnt.end_document()
         sound = request.error is None and request.num_output > 0
         if not sound:  # its K/V may be NaN, which would spoil the slot's next request
