@@ -83,6 +83,13 @@ def model_parser(name: str, description: str, many: bool = False, threads: int =
     return parser
 
 
+def add_chat_template(parser: argparse.ArgumentParser) -> None:
+    """The option of benchmarks whose prompts may be messages to a chat model."""
+    parser.add_argument(
+        "--chat-template", action="store_true", help="prompts are messages in the model's chat template"
+    )
+
+
 def run_main(
     parser: OneLineParser,
     measure: Callable[[argparse.Namespace, Console], dict[str, Any]],
