@@ -1,12 +1,13 @@
 """Record what a model says of its own texts, so that drafting is measured without it: `python -m benchmarks.record`.
 
-    python -m benchmarks.record --model FOLDER --chat-template --data classeval.jsonl --prompts 100 --output steps.npz
+    python -m benchmarks.record --model FOLDER --chat-template --data classeval.jsonl --prompts 100 --steps steps.npz
     python -m benchmarks.replay --steps steps.npz --last 50
 
-Every prompt is completed plainly at each temperature, many at a time. Kept are the tokens, and after each of them the
-model's most likely next tokens with their scores, and its hidden state, projected at random to a few bytes (Johnson and
-Lindenstrauss 1984: angles survive that). A file is written after each group of prompts, and a run that finds it goes on
-behind them. Prompts of one group share their padded forwards, so a near tie may be broken otherwise than alone.
+Every prompt is completed plainly at each temperature, many at a time. Kept are the tokens, and after the last of the
+prompt and each of the output the model's most likely next tokens with their scores, and its hidden state, projected at
+random to a few bytes (Johnson and Lindenstrauss 1984: angles survive that). A file is written after each group of
+prompts, and a run that finds it goes on behind them. Prompts of one group share their padded forwards, so a near tie
+may be broken otherwise than alone.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from lpr.model.sampling import candidates as candidates_of
 from lpr.model.sampling import pick
 from lpr.model.selection import Selection
 
+Said = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""After one token: candidates, scores, projection."""
 HIDDEN = 32
 """Bytes of a projected hidden state."""
 
@@ -47,7 +50,7 @@ class Recorded:
     tokens: np.ndarray
     """int32 [n], of the prompt and the output."""
     candidates: np.ndarray
-    """int32 [n, k], most likely first; -1 after the last token, which was not evaluated."""
+    """int32 [n, k], most likely first; -1 where nothing was kept: inside the prompt, and after the last token."""
     scores: np.ndarray
     """uint8 [n, k] (lpr.core.recycle.SCORE_STEPS)."""
     hidden: np.ndarray
@@ -105,44 +108,37 @@ class Recorder:
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
         seen = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         cache = DynamicCache(config=self._model.config)
-        hidden = self._forward(ids, seen, cache)
-        said = [[self._say(hidden[row, width - len(prompt) :])] for row, prompt in enumerate(prompts)]
+        states = self._forward(ids, seen, cache)[:, -1]
         repeats = len(temperatures)
         cache.batch_repeat_interleave(repeats)
+        seen, states = seen.repeat_interleave(repeats, 0), states.repeat_interleave(repeats, 0)
         texts = [
             Recorded(number, temperature, number, len(prompt), *[np.empty(0)] * 4)
             for number, prompt in zip(numbers, prompts, strict=True)
             for temperature in temperatures
         ]
         tokens = [list(prompt) for prompt in prompts for _ in temperatures]
-        said = [list(parts) for parts in said for _ in temperatures]
-        seen = seen.repeat_interleave(repeats, 0)
-        states = hidden[:, -1:].repeat_interleave(repeats, 0)
+        said: list[list[Said]] = [[] for _ in texts]
         running = list(range(len(texts)))
-        for _ in range(self._longest):
-            chosen = self._choose(states, [texts[at] for at in running], [len(tokens[at]) for at in running])
-            for at, token in zip(running, chosen, strict=True):
+        while True:
+            logits = self._model.get_output_embeddings()(states).float()
+            chosen = self._choose(logits, [texts[at] for at in running], [len(tokens[at]) for at in running])
+            for at, token, here in zip(running, chosen, self._say(logits, states), strict=True):
                 tokens[at].append(token)
+                said[at].append(here)
             keep = [row for row, token in enumerate(chosen) if token not in self._stop_ids]
-            if not keep or len(tokens[running[0]]) - texts[running[0]].num_prompt == self._longest:
+            if not keep or len(said[running[0]]) == self._longest:
                 break
             if len(keep) < len(running):
                 running, seen = [running[row] for row in keep], seen[keep]
                 cache.batch_select_indices(torch.tensor(keep))
             seen = torch.cat([seen, torch.ones(len(running), 1, dtype=seen.dtype)], 1)
-            states = self._forward(torch.tensor([[tokens[at][-1]] for at in running]), seen, cache)
-            for row, at in enumerate(running):
-                said[at].append(self._say(states[row]))
-        for text, ids_of, parts in zip(texts, tokens, said, strict=True):
+            states = self._forward(torch.tensor([[tokens[at][-1]] for at in running]), seen, cache)[:, -1]
+        nothing = (np.full(self._k, -1, np.int32), np.full(self._k, 255, np.uint8), np.zeros(HIDDEN, np.int8))
+        for text, ids_of, rows in zip(texts, tokens, said, strict=True):
             text.tokens = np.array(ids_of, np.int32)
-            last = (
-                np.full((1, self._k), -1, np.int32),
-                np.full((1, self._k), 255, np.uint8),
-                np.zeros((1, HIDDEN), np.int8),
-            )
-            text.candidates, text.scores, text.hidden = (
-                np.concatenate([*[part[index] for part in parts], last[index]]) for index in range(3)
-            )
+            all_rows = [*[nothing] * (text.num_prompt - 1), *rows, nothing]
+            text.candidates, text.scores, text.hidden = (np.stack([row[i] for row in all_rows]) for i in range(3))
         return texts
 
     def _forward(self, ids: torch.Tensor, seen: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
@@ -151,22 +147,18 @@ class Recorder:
         body = self._model.base_model
         return body(input_ids=ids, attention_mask=seen, position_ids=positions, past_key_values=cache).last_hidden_state
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._model.get_output_embeddings()(hidden).float()
-
-    def _choose(self, states: torch.Tensor, texts: Sequence[Recorded], positions: Sequence[int]) -> list[int]:
+    def _choose(self, logits: torch.Tensor, texts: Sequence[Recorded], positions: Sequence[int]) -> list[int]:
         params = [SamplingParams(temperature=text.temperature, seed=text.seed) for text in texts]
         selection = Selection.build([(each, [at]) for each, at in zip(params, positions, strict=True)])
-        return pick(self._logits(states[:, -1]), selection).tolist()
+        return list(pick(logits, selection).tolist())
 
-    def _say(self, hidden: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Candidates, scores and projections after tokens with these hidden states [n, width]."""
-        parts = [candidates_of(self._logits(piece), self._k) for piece in hidden.split(64)]
-        candidates = torch.cat([part[0] for part in parts]).to(torch.int32).numpy()
-        scores = torch.cat([part[1] for part in parts]).numpy()
-        projected = hidden.float() @ self._projection.to(hidden.device)
+    def _say(self, logits: torch.Tensor, hidden: torch.Tensor) -> Iterator[Said]:
+        """Per row of logits [n, V] and hidden states [n, width]: candidates, scores and projection."""
+        candidates, scores = candidates_of(logits, self._k)
+        projected = hidden.float() @ self._projection
         projected = projected / projected.norm(dim=-1, keepdim=True).clamp_min(1e-9)
-        return candidates, scores, (projected * 127).round().to(torch.int8).numpy()
+        rows = (candidates.to(torch.int32), scores, (projected * 127).round().to(torch.int8))
+        return zip(*[part.numpy() for part in rows], strict=True)
 
 
 def groups(items: Sequence[int], size: int) -> Iterator[list[int]]:
