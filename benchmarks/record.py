@@ -188,7 +188,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     stop_ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
     recorder = Recorder(model, options.candidates, options.max_new_tokens, stop_ids)
     done = {text.prompt for text in texts}
-    left = [number for number in range(len(prompts)) if number not in done]
+    left = [number for number in range(options.skip, len(prompts)) if number not in done]
     with progress(console, len(left), "recording") as advance:
         for numbers in groups(left, options.together):
             ids = [
@@ -212,6 +212,7 @@ def main() -> int:
     parser.add_argument("--steps", required=True, metavar="FILE", help="the .npz file to write, or to go on with")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     parser.add_argument("--candidates", type=whole, default=8, metavar="K", help="next tokens kept per token (8)")
+    parser.add_argument("--skip", type=whole, default=0, metavar="N", help="leave out the first N prompts")
     parser.add_argument("--together", type=whole, default=8, metavar="N", help="prompts completed at a time (8)")
     return run_main(parser, measure)
 

@@ -34,7 +34,7 @@ def _constants() -> dict[str, Any]:
     numbers = {
         drafting: ("GROWTH", "SHARED_TRUST", "REPLACED_TRUST", "MOST", "DELAY", "POOL_MATCH"),
         suffix_index: ("MAX_MATCH",),
-        calibration: ("RECENT_STAGE", "SEVERAL", "MEMORY", "LEAST"),
+        calibration: ("RECENT_STAGE", "RECENT_KIND", "SEVERAL", "MEMORY", "LEAST"),
         budget: (
             *("WINDOW_MEMORY", "WINDOW_RETURN", "TRUSTED_NODES", "TRUST_MEMORY", "PLAIN_MEMORY", "MOST_PROMISED"),
             *("LONG_MEMORY", "NEAR_PRICE", "WINDOW_SEGMENT", "QUIET_STEPS", "LONGEST_PAUSE", "LONGEST_FAR_PAUSE"),
@@ -48,7 +48,7 @@ def _constants() -> dict[str, Any]:
         "weight": drafting._WEIGHT,
         "novelty": drafting._NOVELTY,
         "recycled": drafting._RECYCLED,
-        "recent_cells": drafting._RECENT_CELLS,
+        "recent_tokens": drafting.RECENT_TOKENS,
         "shipped_frequencies": list(shipped_frequencies),
         "shipped_trials": list(shipped_trials),
         "levels": list(calibration._LEVELS),

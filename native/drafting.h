@@ -8,6 +8,7 @@
 #include "calibration.h"
 #include "pool.h"
 #include "recycle.h"
+#include "selection.h"
 #include "suffix_index.h"
 #include "tree.h"
 
@@ -33,15 +34,41 @@ struct Span {
   uint32_t begin = 0, count = 0;
 };
 
+// By how many octaves the sampling noise raises a token's odds.
+class Noise {
+ public:
+  void begin(std::optional<uint64_t> seed, int64_t position) {
+    seed_ = seed;
+    position_ = position;
+    keys_.clear();
+  }
+
+  bool is_known() const { return seed_.has_value(); }
+
+  int octaves(int depth, int32_t token) {
+    if (!seed_) return 0;
+    while (static_cast<int>(keys_.size()) <= depth)
+      keys_.push_back(noise_key(*seed_, static_cast<int32_t>(position_ + keys_.size())));
+    uint32_t bits = token_bits(keys_[depth], static_cast<uint32_t>(token));
+    return bits ? __builtin_clz(bits) - 1 : 31;
+  }
+
+ private:
+  std::optional<uint64_t> seed_;
+  int64_t position_ = 0;
+  std::vector<uint32_t> keys_;  // per depth of the parent
+};
+
 class Drafter {
  public:
+  const std::optional<uint64_t> seed;  // of a request that samples
   std::shared_ptr<Calibration> calibration;
   std::shared_ptr<NGramPool> pool;
 
   Drafter(int64_t trie_nodes, int64_t branch_length, int64_t trie_capacity, int64_t guess_set_size,
           std::shared_ptr<SuffixIndex> shared, std::shared_ptr<CandidateTable> table,
-          std::shared_ptr<Calibration> calibrated)
-      : calibration(calibrated ? std::move(calibrated) : std::make_shared<Calibration>()),
+          std::shared_ptr<Calibration> calibrated, std::optional<uint64_t> seed = std::nullopt)
+      : seed(seed), calibration(calibrated ? std::move(calibrated) : std::make_shared<Calibration>()),
         pool(std::make_shared<NGramPool>(guess_set_size)), own_(trie_capacity), shared_(std::move(shared)),
         table_(std::move(table)), branch_length_(branch_length), tries_on_(trie_nodes > 0) {}
 
@@ -52,6 +79,7 @@ class Drafter {
       own_.extend(tokens, count);
       for (size_t i = 0; i < count; i++) remember(tokens[i]);
     }
+    num_observed_ += count;
     tail_.insert(tail_.end(), tokens, tokens + count);
     size_t longest = constants.max_match;
     if (tail_.size() > longest) tail_.erase(tail_.begin(), tail_.end() - longest);
@@ -62,13 +90,33 @@ class Drafter {
 
   void learn(const TokenTree& tree, const Tokens& path) { calibration->observe(tree, path, cells_); }
 
+  // Keep what the model ranked highest after each node of the accepted path; before `observe`. Rows of k per node.
+  void keep_candidates(const Tokens& path, const int32_t* candidates, const uint8_t* scores, int k) {
+    if (!tries_on_) return;
+    ranked_.resize(num_observed_ - 1 + path.size());
+    for (size_t i = 0; i < path.size(); i++) {
+      const int32_t* row = candidates + static_cast<size_t>(path[i]) * k;
+      const uint8_t* says = scores + static_cast<size_t>(path[i]) * k;
+      ranked_[num_observed_ - 1 + i] = {static_cast<uint32_t>(ranked_tokens_.size()), static_cast<uint32_t>(k)};
+      ranked_tokens_.insert(ranked_tokens_.end(), row, row + k);
+      ranked_scores_.insert(ranked_scores_.end(), says, says + k);
+    }
+  }
+
  private:
   friend class Search;
+  // What the model ranked highest after the committed token at a position; nothing where that was not asked.
+  CandidateTable::Row ranked(int64_t position) const {
+    if (position >= static_cast<int64_t>(ranked_.size()) || !ranked_[position].count) return {nullptr, nullptr, 0};
+    const Span& row = ranked_[position];
+    return {&ranked_tokens_[row.begin], &ranked_scores_[row.begin], static_cast<int>(row.count)};
+  }
+
   // Keep the latest tokens, each once, the newest first.
   void remember(int32_t token) {
     auto found = std::find(recent_.begin(), recent_.end(), token);
     if (found == recent_.end()) {
-      if (recent_.size() < constants.recent_cells.size()) recent_.push_back(token);
+      if (static_cast<int>(recent_.size()) < constants.recent_tokens) recent_.push_back(token);
       found = recent_.end() - 1;
     }
     std::move_backward(recent_.begin(), found, found + 1);
@@ -82,7 +130,11 @@ class Drafter {
   std::shared_ptr<CandidateTable> table_;
   int64_t branch_length_;
   bool tries_on_;
+  int64_t num_observed_ = 0;
   Tokens tail_, cells_, recent_;
+  std::vector<Span> ranked_;  // by position
+  Tokens ranked_tokens_;
+  std::vector<uint8_t> ranked_scores_;
 };
 
 // The heap of one draft.
@@ -97,6 +149,8 @@ class Search {
     places_.clear();
     tried_.clear();
     tried_tokens_.clear();
+    for (std::vector<Trial>& order : orders_) order.clear();
+    noise_.begin(drafter.seed, drafter.num_observed_);
     expand(0, 1.0, {}, 0, 0, kNothing);
     while (!heap_.empty()) {
       std::pop_heap(heap_.begin(), heap_.end());
@@ -112,7 +166,7 @@ class Search {
       uint8_t source = kTrie;
       int32_t token = payload.token;
       if (payload.kind == kRecentToken) {
-        token = drafter.recent_[payload.order];
+        token = drafter.recent_[recent_order(tree.depths[node])[payload.order].rank];
         try_recent(node, payload.kept, payload.left - next.rank, payload.order + 1, payload.tried);
       } else if (payload.places.count) {
         source = places_[payload.places.begin].source;
@@ -165,6 +219,12 @@ class Search {
     int before;
   };
 
+  // A recent token as a child: how often such ones were right.
+  struct Trial {
+    double frequency;
+    int rank, cell;
+  };
+
   struct Row {
     int32_t token;
     double weight;
@@ -208,7 +268,7 @@ class Search {
         if (find_row(tree_->tokens[child]) < 0) add_row(tree_->tokens[child]);
     }
     total += constants.novelty[std::min<size_t>(offset, constants.novelty.size() - 1)];
-    offer(node, probability, total, first_cell(stage, tree_->depths[node]), offset, has_held, order, tried);
+    offer(node, probability, total, stage, offset, has_held, order, tried);
   }
 
   // Make rows, one per token, of what the evidence says comes next; returns its weight.
@@ -264,7 +324,8 @@ class Search {
   }
 
   // Push the rows as children of `node`, and what they leave of its probability as an escape.
-  void offer(int node, double probability, double total, int first, int offset, bool has_held, int order, int tried) {
+  void offer(int node, double probability, double total, int stage, int offset, bool has_held, int order, int tried) {
+    int depth = tree_->depths[node], first = first_cell(stage, depth);
     double known = 0.0;
     row_cells_.clear();
     for (const Row& row : rows_) {
@@ -273,7 +334,8 @@ class Search {
         kind = row.places.count ? kWindow + constants.several : kWindow;
       else if (row.places.count > 1)
         kind += constants.several;
-      int cell = first + cell_within(kind, row.weight / (total - row.weight));
+      double odds = std::ldexp(row.weight / (total - row.weight), noise_.octaves(depth, row.token));
+      int cell = first + cell_within(kind, odds);
       row_cells_.push_back(cell);
       known += frequencies_[cell];
     }
@@ -294,12 +356,32 @@ class Search {
 
   void try_recent(int node, double kept, double left, int index, int tried) {
     const Tokens& recent = drafter_->recent_;
-    int size = static_cast<int>(recent.size());
-    while (index < size && was_tried(tried, recent[index])) index++;
+    const std::vector<Trial>& order = recent_order(tree_->depths[node]);
+    int size = static_cast<int>(order.size());
+    while (index < size && was_tried(tried, recent[order[index].rank])) index++;
     if (index == size) return;
-    int cell = first_cell(constants.recent_stage, tree_->depths[node]) + constants.recent_cells[index];
-    double probability = std::min(kept * frequencies_[cell], left);
-    push(probability, {kRecentToken, node, 0, cell, {}, index, tried, kept, left});
+    double probability = std::min(kept * order[index].frequency, left);
+    push(probability, {kRecentToken, node, 0, order[index].cell, {}, index, tried, kept, left});
+  }
+
+  // The recent tokens as children of nodes at a depth, in the order of trial: the latest first, or, where the noise is
+  // known, the likeliest.
+  const std::vector<Trial>& recent_order(int depth) {
+    if (static_cast<int>(orders_.size()) <= depth) orders_.resize(depth + 1);
+    std::vector<Trial>& order = orders_[depth];
+    if (!order.empty()) return order;
+    const Tokens& recent = drafter_->recent_;
+    int first = first_cell(constants.recent_stage, depth);
+    for (int rank = 0; rank < static_cast<int>(recent.size()); rank++) {
+      double odds = std::ldexp(1.0 / (rank + 1), noise_.octaves(depth, recent[rank]));
+      int cell = first + cell_within(constants.recent_kind, odds);
+      order.push_back({frequencies_[cell], rank, cell});
+    }
+    if (noise_.is_known())
+      std::sort(order.begin(), order.end(), [](const Trial& a, const Trial& b) {
+        return a.frequency != b.frequency ? a.frequency > b.frequency : a.rank < b.rank;
+      });
+    return order;
   }
 
   // Sources: each appends the evidence for what follows a node.
@@ -340,15 +422,39 @@ class Search {
 
   void one_token() {
     int32_t last = context_.back();
+    own_places_.clear();
     each_trie([&](const SuffixIndex& trie, double trust, uint8_t source) {
       double weight = trust * constants.growth;
-      trie.match_last(last, constants.node_places,
-                      [&](int64_t index) { places_.push_back({weight, &trie, nullptr, index, source}); });
+      trie.match_last(last, constants.node_places, [&](int64_t index) {
+        places_.push_back({weight, &trie, nullptr, index, source});
+        if (source == kTrie) own_places_.push_back(index);
+      });
     });
     if (!drafter_->table_) return;
-    CandidateTable::Row row = drafter_->table_->get(last);
-    for (int i = 0; i < row.size; i++)
-      places_.push_back({constants.recycled[row.scores[i]], nullptr, nullptr, row.tokens[i], kRecycled});
+    find_nearest();
+    if (nearest_.empty()) nearest_.push_back(drafter_->table_->get(last));
+    double share = 1.0 / static_cast<double>(nearest_.size());
+    for (const CandidateTable::Row& row : nearest_)
+      for (int i = 0; i < row.size; i++)
+        places_.push_back({share * constants.recycled[row.scores[i]], nullptr, nullptr, row.tokens[i], kRecycled});
+  }
+
+  // The candidates at those places of the own trie whose context agrees longest, the newest first.
+  void find_nearest() {
+    const SuffixIndex& own = drafter_->own_;
+    const int32_t* last = &context_.back();
+    int64_t reach = std::min<int64_t>(context_.size(), constants.max_match), longest = 0;
+    nearest_.clear();
+    for (int64_t after : own_places_) {
+      CandidateTable::Row row = drafter_->ranked(own.base + after - 1);
+      if (!row.size) continue;
+      int64_t length = 1, most = std::min(reach, after - own.start);
+      while (length < most && own.token(after - 1 - length) == last[-length]) length++;
+      if (length < longest) continue;
+      if (length > longest) nearest_.clear();
+      longest = length;
+      nearest_.push_back(row);
+    }
   }
 
   void one_replaced() {
@@ -383,6 +489,10 @@ class Search {
   std::vector<Place> places_;
   std::vector<Tried> tried_;
   std::vector<Row> rows_;
+  std::vector<std::vector<Trial>> orders_;  // by depth
+  std::vector<int64_t> own_places_;
+  std::vector<CandidateTable::Row> nearest_;
+  Noise noise_;
   Tokens tried_tokens_, row_tokens_, row_of_, row_cells_, context_;
 };
 

@@ -34,7 +34,8 @@ class SequenceState {
   std::vector<double> probabilities;
 
   SequenceState(Tokens begin, const std::string& params, const Sizes& sizes, std::vector<int64_t> computed,
-                std::shared_ptr<SuffixIndex> shared, int64_t longest, Tokens stop_ids)
+                std::shared_ptr<SuffixIndex> shared, int64_t longest, Tokens stop_ids,
+                std::optional<uint64_t> seed)
       : tokens(std::move(begin)), num_computed_tokens(std::move(computed)), sizes_(sizes), longest_(longest),
         stop_ids_(std::move(stop_ids)) {
     homes.resize(num_computed_tokens.size());
@@ -42,7 +43,7 @@ class SequenceState {
     if (tokens.empty()) throw std::invalid_argument("a sequence starts with at least one token");
     if (sizes.num_recycled) table = std::make_shared<CandidateTable>();
     drafter = std::make_shared<Drafter>(sizes.trie_nodes, sizes.branch_length, sizes.trie_capacity,
-                                        sizes.window_size ? sizes.guess_set_size : 0, std::move(shared), table, nullptr);
+                                        sizes.window_size ? sizes.guess_set_size : 0, std::move(shared), table, nullptr, seed);
     drafter->observe(tokens.data(), tokens.size());
     hash_.update_words(tokens.data(), tokens.size());
     hash_.update(params.data(), params.size());
@@ -107,15 +108,16 @@ class SequenceState {
     }
     hash_.update_words(emitted.data(), emitted.size());
     if (bonus >= 0) drafter->learn(tree, path);
-    drafter->observe(emitted.data(), emitted.size());
-    is_suspect = bonus == kNotANumber;
     if (table && result.k) {
       for (int32_t token : tree.tokens) table->prefetch(token);
       for (int node = 0; node < tree.size(); node++) {
         size_t at = static_cast<size_t>(node) * result.k;
         table->update(tree.tokens[node], &result.candidates[at], &result.scores[at], result.k);
       }
+      drafter->keep_candidates(path, result.candidates.data(), result.scores.data(), result.k);
     }
+    drafter->observe(emitted.data(), emitted.size());
+    is_suspect = bonus == kNotANumber;
     if (window && bonus >= 0) {
       Tokens next(result.next_tokens.size());
       std::transform(result.next_tokens.begin(), result.next_tokens.end(), next.begin(), likely);

@@ -23,6 +23,8 @@ from lpr.core.suffix_index import SuffixIndex
 from lpr.core.tree import TokenTree
 from lpr.core.window import JacobiWindow
 
+_MASK64 = 2**64 - 1
+
 
 @dataclass(frozen=True)
 class TokenLogprobs:
@@ -96,7 +98,8 @@ class SequenceState:
         # that is restarted from its output file takes the same steps. (Shared by all requests, 10 ClassEval prompts
         # took 9.77 instead of 9.85 tokens per step greedily, and 2.48 instead of 2.37 at temperature 0.8.)
         self.table = CandidateTable() if config.num_recycled else None
-        self.drafter = Drafter(config, shared, self.table)
+        seed = params.seed & _MASK64 if params.temperature > 0 else None
+        self.drafter = Drafter(config, shared, self.table, seed=seed)
         self.drafter.observe(self.tokens)
         self.window: JacobiWindow | None = None
         self.acceptance = AcceptanceHistory()
@@ -169,10 +172,11 @@ class SequenceState:
         self._hash.update(array("q", emitted).tobytes())
         if bonus >= 0:
             self.drafter.learn(tree, path)
-        self.drafter.observe(emitted)
-        self.is_suspect = bonus == NOT_A_NUMBER
         if self.table is not None and result.candidates[0]:
             self.table.update(tree.tokens, result.candidates, result.scores)
+            self.drafter.keep_candidates(path, result.candidates, result.scores)
+        self.drafter.observe(emitted)
+        self.is_suspect = bonus == NOT_A_NUMBER
         if self.window is not None and bonus >= 0:
             for ngram in self.window.advance(tree, likely(result.next_tokens), emitted, self.tokens):
                 self.drafter.pool.add(ngram)
