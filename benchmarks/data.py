@@ -6,6 +6,7 @@ had again. A file that was fetched once is read from the hub's cache, also witho
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.utils import logging
 from transformers import AutoTokenizer
 
+from lpr import bundled_model
 from lpr.config import InputError
 
 PREFIX = "hub:"
@@ -60,6 +62,12 @@ def load_prompts(path: str, count: int, template: str | Path | None = None) -> l
     if not prompts:
         raise InputError(f"{path} holds no prompts")
     return prompts if template is None else in_chat_template(prompts, template)
+
+
+def prompts_of(options: argparse.Namespace, count: int | None = None, path: str | None = None) -> list[str]:
+    """The prompts that a command line asks for (benchmarks.common.model_parser), or `count` of them, or of `path`."""
+    template = (options.model or bundled_model()) if options.chat_template else None
+    return load_prompts(path or options.data, options.prompts if count is None else count, template)
 
 
 def in_chat_template(prompts: list[str], model: str | Path) -> list[str]:

@@ -23,7 +23,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.common import attempt, model_parser, progress, read_json, run_main
-from benchmarks.data import load_prompts
+from benchmarks.data import prompts_of
 from benchmarks.engines import params_for
 from benchmarks.launch import LAUNCHER, execute
 from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
@@ -169,7 +169,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     console.print("ceiling: the better of split and home at every load, and more where neither extreme is best")
     spec = {
         "times": read_json(options.costs),
-        "prompts": load_prompts(options.data, options.prompts),
+        "prompts": prompts_of(options),
         "loads": options.loads,
         "fewest": options.fewest,
         "temperatures": options.temperatures,

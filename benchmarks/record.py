@@ -24,8 +24,8 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from benchmarks.common import add_chat_template, model_parser, progress, run_main, whole
-from benchmarks.data import load_prompts
+from benchmarks.common import model_parser, progress, run_main, whole
+from benchmarks.data import prompts_of
 from lpr import InputError, SamplingParams, bundled_model
 from lpr.model.sampling import candidates as candidates_of
 from lpr.model.sampling import pick
@@ -180,7 +180,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         texts, found = read_texts(path)
         if found != facts:
             raise InputError(f"{path} was recorded with {found}, not with {facts}")
-    prompts = load_prompts(options.data, options.prompts, template=options.chat_template and name)
+    prompts = prompts_of(options)
     tokenizer = AutoTokenizer.from_pretrained(name)
     dtype = torch.float32 if options.dtype == "auto" else getattr(torch, options.dtype)
     model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
@@ -208,7 +208,6 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 def main() -> int:
     """Run the command line; returns the exit code."""
     parser = model_parser("record", "Record what a model says of its own texts.")
-    add_chat_template(parser)
     parser.add_argument("--steps", required=True, metavar="FILE", help="the .npz file to write, or to go on with")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     parser.add_argument("--candidates", type=whole, default=8, metavar="K", help="next tokens kept per token (8)")

@@ -40,7 +40,7 @@ def _constants() -> dict[str, Any]:
             *("LONG_MEMORY", "NEAR_PRICE", "WINDOW_SEGMENT", "QUIET_STEPS", "LONGEST_PAUSE", "LONGEST_FAR_PAUSE"),
         ),
     }
-    shipped_frequencies, shipped_trials = calibration._SHIPPED
+    frequencies, trials = zip(*calibration._SHIPPED, strict=True)
     return {
         **{name.lower(): getattr(module, name) for module, names in numbers.items() for name in names},
         "root_places": drafting.ROOT_PLACES,
@@ -49,8 +49,8 @@ def _constants() -> dict[str, Any]:
         "novelty": drafting._NOVELTY,
         "recycled": drafting._RECYCLED,
         "recent_tokens": drafting.RECENT_TOKENS,
-        "shipped_frequencies": list(shipped_frequencies),
-        "shipped_trials": list(shipped_trials),
+        "shipped_frequencies": [list(each) for each in frequencies],
+        "shipped_trials": [list(each) for each in trials],
         "levels": list(calibration._LEVELS),
         "num_levels": calibration._NUM_LEVELS,
         "num_kinds": calibration._NUM_KINDS,

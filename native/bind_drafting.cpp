@@ -162,7 +162,7 @@ void bind_evidence(nb::module_& m) {
 
 void bind_drafting(nb::module_& m) {
   nb::class_<Calibration>(m, "Calibration")
-      .def(nb::init<>())
+      .def(nb::init<bool>(), "is_sampled"_a = false)
       .def_ro("frequencies", &Calibration::frequencies)
       .def_ro("trials", &Calibration::trials)
       .def_prop_ro("digest", &Calibration::digest)

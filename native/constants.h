@@ -14,7 +14,7 @@ struct Constants {
   double growth, shared_trust, replaced_trust, most, delay;
   int pool_match, root_places, node_places, max_match, recent_tokens;
   // lpr.core.calibration
-  std::vector<double> shipped_frequencies, shipped_trials;
+  std::vector<std::vector<double>> shipped_frequencies, shipped_trials;  // greedy, sampled
   std::vector<int64_t> levels;
   int num_levels, num_kinds, num_buckets, middle, recent_stage, recent_kind, several;
   double memory, least;

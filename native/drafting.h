@@ -68,7 +68,7 @@ class Drafter {
   Drafter(int64_t trie_nodes, int64_t branch_length, int64_t trie_capacity, int64_t guess_set_size,
           std::shared_ptr<SuffixIndex> shared, std::shared_ptr<CandidateTable> table,
           std::shared_ptr<Calibration> calibrated, std::optional<uint64_t> seed = std::nullopt)
-      : seed(seed), calibration(calibrated ? std::move(calibrated) : std::make_shared<Calibration>()),
+      : seed(seed), calibration(calibrated ? std::move(calibrated) : std::make_shared<Calibration>(seed.has_value())),
         pool(std::make_shared<NGramPool>(guess_set_size)), own_(trie_capacity), shared_(std::move(shared)),
         table_(std::move(table)), branch_length_(branch_length), tries_on_(trie_nodes > 0) {}
 

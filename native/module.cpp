@@ -13,8 +13,8 @@ void set_constants(const nb::dict& from) {
   to.weight = get<std::vector<double>>(from, "weight");
   to.novelty = get<std::vector<double>>(from, "novelty");
   to.recycled = get<std::vector<double>>(from, "recycled");
-  to.shipped_frequencies = get<std::vector<double>>(from, "shipped_frequencies");
-  to.shipped_trials = get<std::vector<double>>(from, "shipped_trials");
+  to.shipped_frequencies = get<std::vector<std::vector<double>>>(from, "shipped_frequencies");
+  to.shipped_trials = get<std::vector<std::vector<double>>>(from, "shipped_trials");
   to.levels = get<std::vector<int64_t>>(from, "levels");
   to.knots = get<std::vector<int64_t>>(from, "knots");
 #define LPR_NUMBER(name) to.name = get<decltype(to.name)>(from, #name)

@@ -102,7 +102,7 @@ class Drafter:
         """
         self.config = config
         self.seed = seed
-        self.calibration = Calibration() if calibration is None else calibration
+        self.calibration = Calibration(seed is not None) if calibration is None else calibration
         self.pool = NGramPool(config.guess_set_size if config.window_size else 0)
         self._own = SuffixIndex(config.trie_capacity)
         self._tries = [(self._own, 1.0, int(Source.TRIE))]
