@@ -8,7 +8,7 @@ A service is started with the bundled model and asked in rounds, each of which h
                   sizes, the time of a prompt's token and of a request outside the engine (from one client's times to
                   the first token, against the prompt's length), and from the service itself, when it ends, its table
                   of step times. What both calibrations of a round took over what that table says is the machine's
-                  pace in that round, at the two batch sizes and in between.
+                  pace in that round, at the two batch sizes and in between; prompts have a pace of their own.
     check         other numbers of clients and Poisson arrivals, with the same prompts, as tokens per step differ much
                   between them: each is simulated by lpr.planner.service with the same arrivals and lengths, and
                   compared.
@@ -30,7 +30,7 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -219,33 +219,22 @@ class Asking:
 
 @dataclass(frozen=True)
 class Pace:
-    """How much longer steps took in a round than the table says."""
+    """How long things took in a round."""
 
     batch: int
     alone: float
-    """With one request."""
+    """How much longer than the table says steps took with one request."""
     full: float
     """With `batch`; in between by the logarithm."""
+    request_ms: float = 0.0
+    """A request outside the engine."""
+    prompt_ms: float = 0.0
+    """Each token of a prompt."""
 
     def factor(self, count: int) -> float:
-        """That of a step of `count` requests."""
+        """How much longer than the table says a step of `count` requests takes."""
         part = math.log(max(1, count)) / math.log(self.batch) if self.batch > 1 else 0.0
         return float(self.alone ** (1 - part) * self.full**part)
-
-
-@dataclass(frozen=True)
-class Paced:
-    """The planner's policy on a machine that is faster or slower than its table."""
-
-    costs: StepCosts
-    pace: Pace
-
-    def step(
-        self, decoding: Sequence[SimRequest], filling: Sequence[tuple[SimRequest, Sequence[int]]]
-    ) -> tuple[float, Sequence[int]]:
-        """As lpr.planner.service.mesh.Policy says."""
-        seconds, emitted = self.costs.step(decoding, filling)
-        return seconds * self.pace.factor(len(decoding)), emitted
 
 
 class Simulator:
@@ -263,9 +252,7 @@ class Simulator:
         self._options, self._temperature, self._times = options, temperature, times
         self._points = measured_points(calibration.speeds(temperature), options.batch)
         self._spread = calibration.pace_spread
-        base, self._prompt_ms = prompt_times
-        first = self._points[temperature, 1, 1]
-        self._request_ms = max(0.0, base - times.time(first.nodes))
+        self._prompt_times = prompt_times
         self._paces = [self._pace(number, calibration) for number in range(options.rounds)]
 
     def compare(self, kind: str, size: float, rounds: Sequence[Round]) -> dict[str, Any]:
@@ -276,16 +263,16 @@ class Simulator:
             "end_to_end_ms_p50": 1e3 * statistics.median([each.seconds for each in answers]),
             "tokens_per_second": sum(each.num_tokens for each in answers) / sum(each.seconds for each in rounds),
         }
-        runs = [self._run(kind, size, each, f"{number} {seed}", self._paces[number])
+        runs = [(self._run(kind, size, each, f"{number} {seed}", self._paces[number]), self._paces[number].request_ms)
                 for seed in range(SEEDS) for number, each in enumerate(rounds)]  # fmt: skip
-        requests, outside = [request for run in runs for request in run], self._request_ms
-        seconds = sum(max(each.ended for each in run) for run in runs)
+        requests = [(request, outside) for run, outside in runs for request in run]
+        seconds = sum(max(each.ended for each in run) for run, _ in runs)
         simulated = {
-            "ttft_ms_p50": outside + 1e3 * statistics.median([each.first_seconds for each in requests]),
-            "end_to_end_ms_p50": outside + 1e3 * statistics.median([each.ended - each.arrived for each in requests]),
-            "tokens_per_second": sum(each.num_output for each in requests) / seconds,
+            "ttft_ms_p50": statistics.median([ms + 1e3 * each.first_seconds for each, ms in requests]),
+            "end_to_end_ms_p50": statistics.median([ms + 1e3 * (each.ended - each.arrived) for each, ms in requests]),
+            "tokens_per_second": sum(each.num_output for each, _ in requests) / seconds,
         }
-        steps = sum(each.num_steps for each in answers), sum(each.num_steps for each in requests)
+        steps = sum(each.num_steps for each in answers), sum(each.num_steps for each, _ in requests)
         return {
             "name": "greedy" if self._temperature == 0 else f"T {self._temperature:g}",
             "case": f"{kind}:{size:g}",
@@ -293,18 +280,35 @@ class Simulator:
             "measured": {name: round(value, 2) for name, value in measured.items()},
             "simulated": {name: round(value, 2) for name, value in simulated.items()},
             "measured_tokens_per_step": round(sum(each.num_tokens for each in answers) / steps[0], 3),
-            "simulated_tokens_per_step": round(sum(each.num_output for each in requests) / steps[1], 3),
+            "simulated_tokens_per_step": round(sum(each.num_output for each, _ in requests) / steps[1], 3),
             "simulated_over_measured": {name: round(simulated[name] / measured[name], 3) for name in measured},
         }
 
     def _pace(self, number: int, calibration: Calibration) -> Pace:
-        """How fast the machine was in one round: what its two calibrations took over what the table says."""
-        pace = Pace(self._options.batch, 1.0, 1.0)
+        """How fast the machine was in one round, by what its two calibrations took.
+
+        The answers of one client say how much longer than usual prompts took; what is left of their time are steps,
+        and of the time to an empty prompt's first token, what a request takes outside the engine.
+        """
         few, many = (calibration.rounds[clients][number] for clients in (1, self._options.batch))
-        alone = few.seconds - 1e-3 * self._request_ms * len(few.answers)
-        factor = alone / self._seconds("closed", 1, few, pace)
-        pace = Pace(self._options.batch, factor, factor)
-        return replace(pace, full=factor * many.seconds / self._seconds("closed", self._options.batch, many, pace))
+        base, slope = self._prompt_times
+        usual = [1e-3 * (base + slope * each.num_prompt) for each in few.answers]
+        slower = statistics.median([(each.ttft or 0.0) / ms for each, ms in zip(few.answers, usual, strict=True)])
+        base, slope = base * slower, slope * slower
+        first_ms = self._times.time(self._points[self._temperature, 1, 1].nodes)
+
+        def alone(factor: float) -> Pace:
+            return Pace(self._options.batch, factor, factor, max(0.0, base - factor * first_ms), slope)
+
+        def alone_seconds(factor: float) -> float:
+            outside = 1e-3 * alone(factor).request_ms * len(few.answers)
+            return outside + self._seconds("closed", 1, few, alone(factor))
+
+        pace = alone(solve(alone_seconds, few.seconds))
+        size = self._options.batch
+        return replace(
+            pace, full=solve(lambda full: self._seconds("closed", size, many, replace(pace, full=full)), many.seconds)
+        )
 
     def _seconds(self, kind: str, size: float, measured: Round, pace: Pace) -> float:
         """What a load takes, on average."""
@@ -325,8 +329,22 @@ class Simulator:
 
         demand = Demand(rate=size) if kind == "poisson" else Demand(clients=int(size))
         arrivals = make_arrivals(demand, len(measured.answers), make, 0)  # one_round's own seed
-        costs = StepCosts(self._times, self._points, random.Random(f"{seed} steps"), self._prompt_ms)
-        return simulate_mesh(arrivals, Paced(costs, pace), Slots(num_slots=self._options.batch, retains=False))
+        costs = StepCosts(self._times, self._points, random.Random(f"{seed} steps"), pace.prompt_ms, pace.factor)
+        return simulate_mesh(arrivals, costs, Slots(num_slots=self._options.batch, retains=False))
+
+
+def solve(seconds: Callable[[float], float], wanted: float) -> float:
+    """The factor at which `seconds`, which is nearly linear in it, is as `wanted`, by secants; 0.1 to 10."""
+    low, high = 1.0, 2.0
+    found = seconds(low), seconds(high)
+    for _ in range(3):
+        if found[0] == found[1]:
+            break
+        better = min(10.0, max(0.1, low + (high - low) * (wanted - found[0]) / (found[1] - found[0])))
+        if better in (low, high):
+            break
+        low, high, found = high, better, (found[1], seconds(better))
+    return high if abs(found[1] - wanted) <= abs(found[0] - wanted) else low
 
 
 def kept_times(cache: Path) -> StepTimes:

@@ -100,7 +100,8 @@ def scaled(client: Client) -> Iterator[tuple[str, Any]]:
 def main() -> None:
     # What `serve run --working-dir .` does: the workers import the application by its name.
     os.environ["PYTHONPATH"] = os.pathsep.join([LAUNCH, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-    os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    # Without the last, Ray's workers leave the processor to everything else on the machine, the other tests too.
+    os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver="-v" in sys.argv, object_store_memory=80 << 20)
     port = free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port})

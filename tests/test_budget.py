@@ -280,20 +280,21 @@ def test_times_between_and_beyond_the_knots() -> None:
 @pytest.mark.parametrize("cost", [FLAT, RISING, DEAR], ids=["flat", "rising", "dear"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_text_does_not_depend_on_the_sizes(cost: StepTimes, temperature: float) -> None:
-    params = [SamplingParams(max_new_tokens=40, temperature=temperature, seed=seed) for seed in range(5)]
+    prompts, decode = PROMPTS[:4], DecodeConfig(max_batch_size=3, max_nodes=64)
+    params = [SamplingParams(max_new_tokens=24, temperature=temperature, seed=seed) for seed in range(4)]
     plain = Engine.from_pretrained(lpr.bundled_model(), DecodeConfig.autoregressive(), device="cpu")
-    expected = [each.token_ids for each in plain.generate(PROMPTS[:5], params)]
-    engine = Engine.from_pretrained(lpr.bundled_model(), DecodeConfig(max_batch_size=3), device="cpu", costs=cost)
-    done = engine.generate(PROMPTS[:5], params)
+    expected = [each.token_ids for each in plain.generate(prompts, params)]
+    engine = Engine.from_pretrained(lpr.bundled_model(), decode, device="cpu", costs=cost)
+    done = engine.generate(prompts, params)
     assert [each.token_ids for each in done] == expected
     steps, nodes = (sum(getattr(each.stats, name) for each in done) for name in ("num_steps", "num_nodes"))
     if cost is DEAR:
         assert nodes < 1.1 * steps, "plain decoding, but for steps that evaluate a prompt anyway"
         assert steps > 0.95 * sum(each.stats.num_tokens for each in done)
     else:
-        assert nodes > (20 if cost is FLAT else 1.5) * steps
-    again = Engine.from_pretrained(lpr.bundled_model(), DecodeConfig(max_batch_size=3), device="cpu", costs=cost)
-    assert [each.stats for each in again.generate(PROMPTS[:5], params)] == [each.stats for each in done]
+        assert nodes > (20 if cost is FLAT else 1.3) * steps
+    again = Engine.from_pretrained(lpr.bundled_model(), decode, device="cpu", costs=cost)
+    assert [each.stats for each in again.generate(prompts, params)] == [each.stats for each in done]
 
 
 def test_sizes_are_measured_at_the_start() -> None:

@@ -186,6 +186,9 @@ def test_compiled_code_is_kept_on_disk(tmp_path: Path, monkeypatch: pytest.Monke
     """What is compiled again, as in a second process, is read."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    # A new folder has neither of these, and each takes longer than the compilation.
+    monkeypatch.setattr(torch._inductor.config, "cpp_cache_precompile_headers", False)
+    monkeypatch.setattr(torch._inductor.config.cpp, "vec_isa_ok", True)
     said = []
     for _ in range(2):
         torch._dynamo.reset()

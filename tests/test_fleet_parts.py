@@ -173,24 +173,29 @@ def test_a_hostile_store_is_never_waited_for(behave, monkeypatch):
     monkeypatch.setattr(store, "MOST_ANSWER", 1 << 20)
     monkeypatch.setattr(sender, "QUEUE", 100)
     monkeypatch.setattr(sharing, "FLUSH_SECONDS", 0.0)
+    asked = set()
+    send = store.Metered.sendall
+    monkeypatch.setattr(store.Metered, "sendall", lambda *of: asked.add(threading.get_ident()) or send(*of))
     hostile = Hostile(behave)
     options = FleetOptions(draft_store=hostile.url)
     drafts = sharing.SharedDrafts(
         options, fingerprint="f", model="m", vocab_size=100, origin=b"o" * 8, positions={"": "1-0"}
     )
     try:
-        longest = 0.0
+        times = []
         for _ in range(300):
             began = time.monotonic()
             drafts.finished("", [1, 2], [3, 4])
             drafts.follow("t")
             assert drafts.take() is None or behave is wrong_types
-            longest = max(longest, time.monotonic() - began)
+            times.append(time.monotonic() - began)
         end = time.monotonic() + 20
         while not (drafts.counts.read_errors and drafts.counts.write_errors):
             assert time.monotonic() < end, drafts.counts
             time.sleep(0.01)
-        assert longest < 0.4, "the step loop has waited for the store"
+        # A machine that is busy with other tests holds up one step or two; a store that is waited for, every step.
+        assert sorted(times)[-5] < 0.4, "the step loop has waited for the store"
+        assert asked and threading.get_ident() not in asked, "the step loop has asked the store itself"
         assert drafts.counts.unsent >= 100 and drafts.counts.send_queue <= 100 and drafts.counts.learnt == 0
     finally:
         drafts.close()

@@ -191,7 +191,7 @@ def test_named_runs_are_valid(path: Path) -> None:
 
 def test_interrupt_leaves_what_is_finished(tmp_path: Path) -> None:
     """A real process, interrupted when its first lines are written."""
-    source, target = write_prompts(tmp_path / "in.jsonl", PROMPTS * 400), tmp_path / "out.jsonl"
+    source, target = write_prompts(tmp_path / "in.jsonl", PROMPTS * 60), tmp_path / "out.jsonl"
     command = [sys.executable, "-m", "lpr.generate", "--prompts", str(source), "--output", str(target)]
     # At this temperature no draft helps; equal prompts decoded greedily would all be done before the signal comes.
     command += ["--max-new-tokens", "100", "--temperature", "1.5", "--max-batch-size", "2"]

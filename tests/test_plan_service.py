@@ -145,6 +145,8 @@ def test_steps_cost_what_the_table_says() -> None:
     assert took == pytest.approx((TIMES.time(entries, 3) + 2 * 0.5 + 1.0) * 1e-3) and len(emitted) == 2
     apart = StepCosts(TIMES, {(0.0, 8, 1): Point(3.0, 10.0)}, random.Random(0), prompt_ms=0.3)
     assert apart.step(requests, [(long, [50])])[0] == pytest.approx((TIMES.time(20, 2) + 54 * 0.3) * 1e-3)
+    slow = StepCosts(TIMES, {(0.0, 8, 1): Point(3.0, 10.0)}, random.Random(0), 0.3, {2: 1.5}.__getitem__)
+    assert slow.step(requests, [(long, [50])])[0] == pytest.approx((1.5 * TIMES.time(20, 2) + 54 * 0.3) * 1e-3)
 
 
 def test_tokens_of_a_step_have_the_mean_that_was_measured() -> None:
@@ -357,7 +359,7 @@ def test_the_comparison_finds_a_service_that_is_its_own_simulation(monkeypatch: 
     assert len(ratios(TIMES)) == 3 and all(ratio == pytest.approx(1, abs=0.1) for ratio in ratios(TIMES))
     slower = StepTimes({key: [2 * ms for ms in row] for key, row in TIMES.rows.items()})
     assert all(ratio == pytest.approx(1, abs=0.2) for ratio in ratios(slower)), "the pace makes up for it"
-    monkeypatch.setattr(Pace, "factor", lambda self, count: 2.0)
+    monkeypatch.setattr(Pace, "factor", lambda self, count: 4.0)
     assert not all(ratio == pytest.approx(1, abs=0.25) for ratio in ratios(TIMES)), "a wrong pace is noticed"
 
 

@@ -121,7 +121,7 @@ LONG += ["--home-ranks", "0"]  # one after the other on all ranks, so that outpu
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_prompts(tmp_path_factory.mktemp("many") / "in.jsonl", PROMPTS * 2)
+    return write_prompts(tmp_path_factory.mktemp("many") / "in.jsonl", PROMPTS)
 
 
 def test_a_killed_rank_ends_the_job(many: Path, tmp_path: Path) -> None:

@@ -31,8 +31,13 @@ class SnapshotKeeper:
         key_of: Callable[[str], str],
         tenants: Callable[[], Sequence[str]],
         wake: Callable[[], None],
+        *,
+        unreadable: Callable[[Exception], None],
     ) -> None:
-        """Keep snapshots in `place`, each tenant's `every` so many seconds; `wake` makes the step loop look here."""
+        """Keep snapshots in `place`, each tenant's `every` so many seconds.
+
+        `wake` makes the step loop look here, and `unreadable` is told why a snapshot could not be read.
+        """
         self.wanted: str | None = None
         """The tenant of whom the step loop should say what was learnt (`offer`)."""
         self._store = store
@@ -42,6 +47,7 @@ class SnapshotKeeper:
         self._key_of = key_of
         self._tenants = tenants
         self._wake = wake
+        self._unreadable = unreadable
         self._offers: queue.SimpleQueue[tuple[str, np.ndarray, str]] = queue.SimpleQueue()
         self._written: dict[str, int] = {}
         """By tenant, a hash of what this replica wrote last."""
@@ -60,8 +66,8 @@ class SnapshotKeeper:
             if data is None:
                 return None
             history, read_to = from_bytes(stream, data)
-        except Exception:  # a cold start, no more: whatever an object store's library may raise
-            self._counts.snapshot_errors += 1
+        except Exception as failure:  # a cold start, no more: whatever an object store's library may raise
+            self._unreadable(failure)
             return None
         self._counts.snapshots_loaded += 1
         return Batch(tenant, history, read_to)

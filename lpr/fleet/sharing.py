@@ -74,7 +74,8 @@ class SharedDrafts:
             place = place_of(options.draft_snapshots)
             every = options.draft_snapshot_every
             self._keeper = SnapshotKeeper(
-                *(self._stores[2], place, every, self.counts, self._key_of, lambda: self._reader.tenants, wake)
+                *(self._stores[2], place, every, self.counts, self._key_of, lambda: self._reader.tenants, wake),
+                unreadable=self._failed("cannot read a snapshot", "snapshot_errors"),
             )
             self._workers.append(
                 Worker("draft-snapshots", self._keeper.work, self._failed("cannot keep a snapshot", "snapshot_errors"))
@@ -151,7 +152,8 @@ class SharedDrafts:
             if time.monotonic() - said >= SAY_SECONDS:
                 said = time.monotonic()
                 why = (str(failure).splitlines() or [""])[0][:200]
-                line = f"lpr.serve: shared drafts: {what}: {type(failure).__name__}: {why}; requests go on without"
-                print(line, file=sys.stderr, flush=True)
+                line = f"lpr.serve: shared drafts: {what}: {type(failure).__name__}: {why}; requests go on without\n"
+                sys.stderr.write(line)  # in one piece, as several threads say such things
+                sys.stderr.flush()
 
         return note

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lpr.core.step_times import KNOTS, SHORTEST_KV, StepTimes
@@ -59,12 +59,21 @@ Points = Mapping[tuple[float, int, int], Point]
 class StepCosts:
     """As Policy says: a step takes as long as its busiest rank, and a rank what the table says of what it evaluates."""
 
-    def __init__(self, times: StepTimes, points: Points, dice: random.Random, prompt_ms: float = 0.0) -> None:
+    def __init__(
+        self,
+        times: StepTimes,
+        points: Points,
+        dice: random.Random,
+        prompt_ms: float = 0.0,
+        pace: Callable[[int], float] = lambda num_requests: 1.0,
+    ) -> None:
         """The point of the nearest temperature counts, of the next larger batch and the next smaller width.
 
-        `prompt_ms`, if it is not 0, are the milliseconds of a prompt's token, in place of the table's.
+        `prompt_ms`, if it is not 0, are the milliseconds of a prompt's token, in place of the table's. `pace` is how
+        much longer than the table says a step takes that decodes for so many requests.
         """
         self._times, self._points, self._dice, self._prompt_ms = times, points, dice, prompt_ms
+        self._pace = pace
         self._temperatures, self._batches, self._widths = (sorted(set(each)) for each in zip(*points, strict=True))
         self._found: dict[tuple[float, int, int], Point] = {}
 
@@ -102,10 +111,11 @@ class StepCosts:
 
     def _milliseconds(self, work: _Work) -> float:
         """What one rank takes."""
+        pace = self._pace(work.num_drafted)
         if self._prompt_ms:
             drafted = self._times.time(max(work.nodes, 1.0), max(1, work.num_drafted), work.longest)
-            return drafted + work.prompt * self._prompt_ms
-        return self._times.time(work.nodes + work.prompt, work.num_rows, work.longest)
+            return pace * drafted + work.prompt * self._prompt_ms
+        return pace * self._times.time(work.nodes + work.prompt, work.num_rows, work.longest)
 
     def _draw(self, mean: float) -> int:
         """Tokens of one step: each further one is accepted with the same probability."""
