@@ -36,18 +36,7 @@ def test_the_steps_of_a_model_are_recorded_and_replayed(tmp_path, capsys, monkey
     data, steps = tmp_path / "prompts.jsonl", tmp_path / "steps.npz"
     prompts = ["def add(a, b):\n", "class Account:\n    def __init__(self):\n        self.balance"]
     data.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-    command = [
-        "record",
-        "--data",
-        str(data),
-        "--steps",
-        str(steps),
-        "--max-new-tokens",
-        "12",
-        "--together",
-        "2",
-        "--json",
-    ]
+    command = f"record --data {data} --steps {steps} --json --together 2 --max-new-tokens".split()
     for count in ("1", "2"):  # the second run goes on behind the first
         monkeypatch.setattr(sys, "argv", [*command, "12", "--prompts", count])
         assert record.main() == 0

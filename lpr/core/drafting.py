@@ -15,10 +15,9 @@ replaced, none), and shares out the probability kept back. So the budget goes to
 sure of itself and to breadth where it is not, and a source costs nothing until its turn comes. Nodes that the
 tree held before (the Jacobi window's) are children like others, which cost no budget.
 
-*Candidates of the nearest context.* What the model ranked highest after each committed token is kept by its place in
-the text. After a token, the places count whose context agrees longest; a token that has none is looked up in the table.
-
-*Sampling noise* is known where a request has a seed, and changes a child's odds (lpr.core.known_noise).
+Candidates are kept for each committed token. Those count that followed the last token in the context that agrees
+longest; where there is none, the table's. A request's sampling noise is known and changes a child's odds
+(lpr.core.known_noise).
 """
 
 from __future__ import annotations
