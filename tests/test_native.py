@@ -134,7 +134,7 @@ def test_pools_and_tables_are_equal(seed: int, size: int, keys: int) -> None:
 
 @needs_native
 @pytest.mark.parametrize(
-    "name", ["novelty", "recent_tokens", "max_match", "shipped_frequencies", "trust_memory", "several", "delay"]
+    "name", ["novelty", "node_places", "max_match", "shipped_frequencies", "trust_memory", "several", "delay"]
 )
 def test_a_core_with_one_other_number_is_found_out(name: str) -> None:
     """The comparison itself can fail: each of these numbers decides what is drafted."""
