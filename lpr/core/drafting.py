@@ -214,7 +214,7 @@ class Drafter:
     def _nearest(self, places: list[int], context: list[int]) -> list[Iterator[tuple[int, int]]]:
         """The candidates at those `places` of the own trie whose context agrees longest, the newest first."""
         tokens, start, reach = self._own.tokens, self._own.start, min(len(context), MAX_MATCH)
-        longest, rows = 0, []
+        longest, rows = 0, list[Iterator[tuple[int, int]]]()
         for after in places:
             row = self._ranked.get(self._own.base + after - 1)
             if row is None:
