@@ -78,7 +78,7 @@ def in_chat_template(prompts: list[str], model: str | Path) -> list[str]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
         chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
-        return [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+        return [str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)) for chat in chats]
     except (OSError, ValueError) as error:
         raise InputError(f"--chat-template: {str(error).strip().splitlines()[0]}") from error
 

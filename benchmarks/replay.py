@@ -326,7 +326,7 @@ def replay(tasks: Sequence[Task], sizes: FixedSizes, learns: bool, console: Cons
             replay_task(task, sizes)
             if learns:
                 sizes.known.append(as_learnt(task.prompt, task.completion))
-                learn(sizes.shared, sizes.known[-1:])
+                learn(sizes.shared, [as_learnt(task.prompt, task.completion)])
             advance()
     tally = sizes.tally
     ordered = sorted(tally.draft_ms)
