@@ -64,7 +64,7 @@ def convert(gguf: Path, folder: Path) -> dict[str, Any]:
     for name in ("quantization_config", "_name_or_path", "dtype"):
         fields.pop(name, None)
     # transformers refuses to save a model that it has loaded from GGUF, so its weights go into another one.
-    model = LlamaForCausalLM(LlamaConfig(**fields))
+    model: Any = LlamaForCausalLM(LlamaConfig(**fields))
     model.load_state_dict(loaded.state_dict())
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -72,7 +72,8 @@ def save_texts(path: Path, texts: Sequence[Recorded], facts: dict[str, Any]) -> 
     arrays |= {name: np.concatenate([getattr(text, name) for text in texts]) for name in _PER_TOKEN}
     arrays["lengths"] = np.array([len(text.tokens) for text in texts])
     fresh = path.with_name(path.name + ".new.npz")
-    np.savez_compressed(fresh, **(arrays | {f"fact_{name}": np.array(value) for name, value in facts.items()}))
+    arrays |= {f"fact_{name}": np.array(value) for name, value in facts.items()}
+    np.savez_compressed(fresh, **arrays)
     fresh.replace(path)
 
 
