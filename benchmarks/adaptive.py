@@ -22,7 +22,7 @@ from rich.console import Console
 
 from benchmarks.common import model_parser, progress, run_main
 from benchmarks.data import prompts_of
-from benchmarks.engines import Loaded, engines_over, load_model, params_for, plain, split_budget
+from benchmarks.engines import OneModel, engines_over, load_model, params_for, plain, split_budget
 from benchmarks.race import Lpr, Race, run_race
 from lpr import DecodeConfig, Engine
 
@@ -41,20 +41,20 @@ def grid(sizes: Sequence[int]) -> dict[str, DecodeConfig]:
     return decodes
 
 
-def contestants(loaded: Loaded, decodes: dict[str, DecodeConfig]) -> dict[str, Lpr]:
+def contestants(model: OneModel, decodes: dict[str, DecodeConfig]) -> dict[str, Lpr]:
     """An engine each that has learnt nothing."""
-    return {name: Lpr(engine, TURN) for name, engine in engines_over(loaded, decodes).items()}
+    return {name: Lpr(engine, TURN) for name, engine in engines_over(model, decodes).items()}
 
 
-def traps(loaded: Loaded, prompts: Sequence[list[int]], max_new_tokens: int) -> list[dict[str, Any]]:
+def traps(model: OneModel, prompts: Sequence[list[int]], max_new_tokens: int) -> list[dict[str, Any]]:
     """Plain against automatic where drafts must fail."""
-    rng, racers = random.Random(0), contestants(loaded, grid([]))
+    rng, racers = random.Random(0), contestants(model, grid([]))
     vocabulary = racers[PLAIN].engine.model.vocab_size
     noise = [[rng.randrange(vocabulary) for _ in range(64)] for _ in prompts]
     hot = params_for(len(prompts), max_new_tokens, 1.5, ignore_eos=True)
     cases: list[dict[str, Any]] = []
     for name, each in (("random tokens, temperature 1.5", noise), ("text, temperature 1.5", prompts)):
-        race = run_race(contestants(loaded, grid([])), each, hot)
+        race = run_race(contestants(model, grid([])), each, hot)
         cases.append({"case": name, **figures(race)})
     warm = params_for(len(prompts), max_new_tokens, 0.8, ignore_eos=True)
     mislead(racers, prompts, warm, rng)
@@ -96,16 +96,16 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Race every data set and temperature, then the traps."""
     texts = {Path(path).stem: prompts_of(options, options.prompts + 1, path) for path in options.data}
     console.print("ceiling: the best of the grid's fixed sizes, chosen afterwards per data set and temperature")
-    loaded = load_model(options)
-    races, encode = [], contestants(loaded, {PLAIN: plain()})[PLAIN].engine.encode
+    model = load_model(options)
+    races, encode = [], contestants(model, {PLAIN: plain()})[PLAIN].engine.encode
     sets = {data: [encode(text) for text in found] for data, found in texts.items()}
     with progress(console, len(options.temperatures) * sum(map(len, sets.values()))) as advance:
         for data, prompts in sets.items():
             for temperature in options.temperatures:
                 params = params_for(len(prompts), options.max_new_tokens, temperature, ignore_eos=True)
-                race = run_race(contestants(loaded, grid(options.sizes)), prompts, params, advance)
+                race = run_race(contestants(model, grid(options.sizes)), prompts, params, advance)
                 races.append(summary(data, temperature, race))
-    cases = traps(loaded, next(iter(sets.values())), options.max_new_tokens)
+    cases = traps(model, next(iter(sets.values())), options.max_new_tokens)
     return {"benchmark": "adaptive", "races": races, "traps": cases, "max_new_tokens": options.max_new_tokens}
 
 

@@ -223,6 +223,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         environment = {"TMPDIR": str(keeps), "TORCHINDUCTOR_CACHE_DIR": str(Path(folder) / "torch")}
         flags = ["--no-access-log", "--lp", str(options.lp), "--dtype", options.dtype]
         flags += ["--max-batch-size", str(options.batch), "--request-timeout", "900", "--shutdown-timeout", "50"]
+        flags += ["--exact"] if options.exact else []
         for name in ("model", "device"):
             flags += [f"--{name}", getattr(options, name)] if getattr(options, name) else []
         with running(flags, options.threads, more=environment) as service:
@@ -278,6 +279,7 @@ def make_chaos_parser() -> OneLineParser:
     parser.add_argument("--model", metavar="M", help="folder or hub id (default: the bundled model)")
     parser.add_argument("--device", metavar="D", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     parser.add_argument("--dtype", default="float32", help="float32 (default): others round by a product's height")
+    parser.add_argument("--exact", action="store_true", help="the same bits for every shape of a step (exact mode)")
     parser.add_argument("--folder", metavar="DIR", help="where the run keeps temporary files (default: the system's)")
     return parser
 

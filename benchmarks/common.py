@@ -83,6 +83,7 @@ def model_parser(name: str, description: str, many: bool = False, threads: int =
     parser.add_argument("--model", metavar="M", help="folder or hub id (default: the bundled model)")
     parser.add_argument("--device", metavar="D", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    parser.add_argument("--exact", action="store_true", help="the same bits for every shape of a step (exact mode)")
     return parser
 
 

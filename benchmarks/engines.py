@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
+from lpr import DecodeConfig, Engine, EngineOptions, SamplingParams, bundled_model
 from lpr.core.partition import partition
 from lpr.core.state import num_computed_after
 from lpr.engine.stats import DecodeStats
@@ -19,18 +20,28 @@ from lpr.model.loader import Loaded, load
 
 
 def load_engine(options: argparse.Namespace, decode: DecodeConfig | None = None) -> Engine:
-    """The engine that `--model`, `--dtype` and `--device` ask for."""
-    return Engine.from_pretrained(options.model or bundled_model(), decode, dtype=options.dtype, device=options.device)
+    """The engine that `--model`, `--dtype`, `--device` and `--exact` ask for."""
+    found = load_model(options)
+    return Engine(found.loaded, decode, found.options)
 
 
-def load_model(options: argparse.Namespace) -> Loaded:
-    """The model that `--model`, `--dtype` and `--device` ask for, to be shared by several engines."""
-    return load(options.model or bundled_model(), options.dtype, options.device)
+@dataclass(frozen=True)
+class OneModel:
+    """A model for several engines, and how they run it."""
+
+    loaded: Loaded
+    options: EngineOptions
 
 
-def engines_over(loaded: Loaded, decodes: Mapping[str, DecodeConfig]) -> dict[str, Engine]:
+def load_model(options: argparse.Namespace) -> OneModel:
+    """The model that `--model`, `--dtype` and `--device` ask for, to be run as `--exact` says."""
+    loaded = load(str(options.model or bundled_model()), options.dtype, options.device)
+    return OneModel(loaded, EngineOptions(dtype=options.dtype, device=options.device, exact=options.exact))
+
+
+def engines_over(model: OneModel, decodes: Mapping[str, DecodeConfig]) -> dict[str, Engine]:
     """An engine for each configuration, over one model."""
-    return {name: Engine(loaded, decode) for name, decode in decodes.items()}
+    return {name: Engine(model.loaded, decode, model.options) for name, decode in decodes.items()}
 
 
 def switch(engine: Engine, decode: DecodeConfig) -> None:

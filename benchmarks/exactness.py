@@ -16,10 +16,10 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from rich.console import Console
@@ -44,7 +44,15 @@ TRIE = DecodeConfig(window_size=0, trie_nodes=24, max_batch_size=1)
 BOTH = DecodeConfig(window_size=4, trie_nodes=16, max_batch_size=1)
 BATCH = DecodeConfig(window_size=4, trie_nodes=16, max_batch_size=4, prefill_chunk=32)
 PLAIN = DecodeConfig.autoregressive(max_batch_size=1)
+WAIT = 36000.0
+"""Seconds that ranks wait for each other: they share a core, and may be stopped while something else is measured."""
 Ids = list[list[int]]
+T = TypeVar("T")
+
+
+def in_batches(decode: DecodeConfig) -> DecodeConfig:
+    """`decode` with four requests in a step."""
+    return replace(decode, max_batch_size=4)
 
 
 @dataclass
@@ -66,10 +74,15 @@ SHAPES = {
     "both, batch of 4, fills of 32": Shape(BATCH),
     "the same again, prefixes found": Shape(BATCH, again=True),
     "taken up again in the middle": Shape(BATCH, delivered=True),
-    "both, batch of 4, 2 ranks": Shape(BATCH, num_ranks=2),
-    "both, batch of 4, 4 ranks": Shape(BATCH, num_ranks=4),
+    "window, batch of 4": Shape(in_batches(WINDOW)),
+    "trie, batch of 4": Shape(in_batches(TRIE)),
+    "window, 2 ranks": Shape(WINDOW, num_ranks=2),
+    "trie, 4 ranks": Shape(TRIE, num_ranks=4),
+    "both, batch of 4, 2 ranks that share every tree": Shape(replace(BATCH, home_ranks=0), num_ranks=2),
+    "both, batch of 4, 4 ranks that share every tree": Shape(replace(BATCH, home_ranks=0), num_ranks=4),
+    "both, batch of 4, 4 ranks, home ranks": Shape(BATCH, num_ranks=4),
 }
-USUAL = ("window", "trie", "both")
+USUAL = ("window, batch of 4", "trie, batch of 4", "both, batch of 4, fills of 32")
 """Shapes that are tried without exact mode too."""
 
 
@@ -113,7 +126,7 @@ class Watch:
                 index = self.prompts[tuple(request.tokens[: request.num_prompt])]
                 for entry in self.on_path(row, index):
                     if entry >= first:
-                        values = logits[start + entry - first].contiguous().view(torch.uint8).numpy()
+                        values = logits[start + entry - first].cpu().contiguous().view(torch.uint8).numpy()
                         key = index, int(row.positions[entry]) + 1
                         self.digests.setdefault(key, set()).add(
                             hashlib.blake2b(values.tobytes(), digest_size=16).digest()
@@ -144,35 +157,64 @@ def decode(engine: Engine, shape: Shape, prompts: Ids, params: Sequence[Sampling
     return requests
 
 
+class Worlds:
+    """Engines of one model: alone, and as ranks of worlds, each loaded and checked once."""
+
+    def __init__(self, model: Any, dtype: str, exact: bool, engine: Engine | None = None) -> None:
+        """None yet, but for an `engine` to be alone; `model` is a folder, a hub id, or a model in memory."""
+        self.exact = exact
+        self._model, self._dtype = model, dtype
+        self._tokenizer: Any = None
+        self._made: dict[int, list[Engine]] = {1: [engine]} if engine is not None else {}
+
+    def engines(self, num_ranks: int) -> list[Engine]:
+        """An engine for each of so many ranks, which share the model."""
+        if isinstance(self._model, str | Path):
+            loaded = load(str(self._model), self._dtype, "cpu")
+            self._model, self._tokenizer = loaded.model, loaded.tokenizer
+        if num_ranks not in self._made:
+            world = ThreadWorld(num_ranks, timeout=WAIT)
+            self._made[num_ranks] = [self._make(None)] if num_ranks == 1 else run_ranks(world, self._make, WAIT)
+        return self._made[num_ranks]
+
+    def run(self, num_ranks: int, program: Callable[[Engine], T]) -> list[T]:
+        """What `program` returns on each of `num_ranks` ranks, in order."""
+        engines = self.engines(num_ranks)
+        if num_ranks == 1:
+            return [program(engines[0])]
+        world = cast("ThreadComm", engines[0].comm).world
+        return run_ranks(world, lambda comm: program(engines[comm.rank]), WAIT)
+
+    def _make(self, comm: ThreadComm | None) -> Engine:
+        engine = Engine.from_model(self._model, decode=PLAIN, comm=cast("Comm | None", comm), exact=self.exact)
+        engine.tokenizer = self._tokenizer
+        return engine
+
+
 @dataclass
 class Group:
     """A few prompts and what plain decoding makes of them."""
 
-    model: Any
+    worlds: Worlds
     prompts: Ids
     params: Sequence[SamplingParams]
-    exact: bool
     outputs: Ids = field(default_factory=list)
     digests: dict[tuple[int, int], set[bytes]] = field(default_factory=dict)
 
-    def run(self, engine: Engine, names: Sequence[str]) -> dict[str, Any]:
+    def run(self, names: Sequence[str]) -> dict[str, Any]:
         """What each of the shapes `names` gives, compared with plain decoding."""
-        engine.configure(PLAIN)
-        plain = Watch()
-        plain.attach(engine, self.prompts)
-        requests = decode(engine, Shape(PLAIN), self.prompts, self.params, [[] for _ in self.prompts])
-        self.outputs, self.digests = [list(request.token_ids) for request in requests], plain.digests
-        return {name: self.compare(engine, SHAPES[name]) for name in names}
+        self.decode_plainly()
+        return {name: self.compare(SHAPES[name]) for name in names}
 
-    def compare(self, engine: Engine, shape: Shape) -> dict[str, Any]:
+    def decode_plainly(self) -> None:
+        """Find what the others are compared with."""
+        [(self.outputs, self.digests, _)] = self.worlds.run(1, lambda engine: self.watched(engine, Shape(PLAIN), None))
+
+    def compare(self, shape: Shape) -> dict[str, Any]:
         """How many ids and logits of one shape differ."""
-        began = time.perf_counter()
-        if shape.num_ranks == 1:
-            if not shape.again:
-                engine.configure(shape.decode)
-            found = [self.watched(engine, shape)]
-        else:
-            found = run_ranks(ThreadWorld(shape.num_ranks, timeout=600.0), self.rank_of(shape), timeout=7200.0)
+        began = time.process_time()
+        texts = [[*prompt, *output] for prompt, output in zip(self.prompts, self.outputs, strict=True)]
+        found = self.worlds.run(shape.num_ranks, lambda engine: self.watched(engine, shape, texts))
         outputs, num_steps = found[0][0], found[0][2]
         digests: dict[tuple[int, int], set[bytes]] = {}
         for ids, mine, _ in found:
@@ -180,7 +222,7 @@ class Group:
                 raise RuntimeError("ranks differ")
             for key, each in mine.items():
                 digests.setdefault(key, set()).update(each)
-        chosen = self.chosen(shape) if self.exact else set(digests)
+        chosen = self.chosen(shape) if self.worlds.exact else set(digests)
         return {
             "prompts": len(self.prompts),
             "tokens": sum(map(len, outputs)),
@@ -188,7 +230,7 @@ class Group:
             "outputs_that_differ": sum(mine != theirs for mine, theirs in zip(outputs, self.outputs, strict=True)),
             "logits_compared": len(chosen),
             "logits_that_differ": sum(digests.get(key) != self.digests.get(key) for key in chosen),
-            "seconds": round(time.perf_counter() - began, 1),
+            "cpu_seconds": round(time.process_time() - began, 1),
         }
 
     def chosen(self, shape: Shape) -> set[tuple[int, int]]:
@@ -199,24 +241,18 @@ class Group:
             keys |= {(index, len(prompt) + at) for at in range(first, len(output))}
         return keys
 
-    def watched(self, engine: Engine, shape: Shape) -> tuple[Ids, dict[tuple[int, int], set[bytes]], int]:
-        """Outputs, digests and steps on one rank."""
-        texts = [[*prompt, *output] for prompt, output in zip(self.prompts, self.outputs, strict=True)]
+    def watched(
+        self, engine: Engine, shape: Shape, texts: Ids | None
+    ) -> tuple[Ids, dict[tuple[int, int], set[bytes]], int]:
+        """Outputs, digests of the logits on the path of `texts`, where known, and steps on one rank."""
+        if not shape.again:
+            engine.configure(shape.decode)
         watch = Watch(texts)
         watch.attach(engine, self.prompts)
-        requests = decode(engine, shape, self.prompts, self.params, self.outputs)
+        outputs = self.outputs or [[] for _ in self.prompts]
+        requests = decode(engine, shape, self.prompts, self.params, outputs)
         steps = sum(request.completion().stats.num_steps for request in requests)
         return [list(request.token_ids) for request in requests], watch.digests, steps
-
-    def rank_of(self, shape: Shape) -> Callable[[ThreadComm], Any]:
-        """The program of a rank."""
-
-        def program(comm: ThreadComm) -> Any:
-            as_comm = cast("Comm", comm)
-            engine = Engine.from_model(self.model, decode=shape.decode, comm=as_comm, exact=self.exact)
-            return self.watched(engine, shape)
-
-        return program
 
 
 def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
@@ -231,10 +267,14 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     for dtype in options.dtypes:
         if all(run["dtype"] != dtype for run in result["runs"]):
             result["runs"].append({"dtype": dtype, "prompts": 0, "exact": {}, "as usual": {}})
+    both = (True, False)
+    worlds = {(dtype, exact): Worlds(options.model, dtype, exact) for dtype in options.dtypes for exact in both}
     for first in range(0, options.prompts, GROUP):
         for run in result["runs"]:
             if run["prompts"] == first and run["dtype"] in options.dtypes:
-                add_group(run, options, first)
+                for exact in both:
+                    add_group(run["exact" if exact else "as usual"], worlds[run["dtype"], exact], options, first)
+                run["prompts"] += min(GROUP, options.prompts - first)
                 console.print(f"{run['dtype']}: {run['prompts']} prompts")
                 if path is not None:
                     write_json(path, {**result, **circumstances()})
@@ -245,26 +285,20 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     return result
 
 
-def add_group(run: dict[str, Any], options: argparse.Namespace, first: int) -> None:
-    """Decode the prompts from `first` on and add what was counted to `run`."""
+def add_group(sums: dict[str, Any], worlds: Worlds, options: argparse.Namespace, first: int) -> None:
+    """Decode the prompts from `first` on and add what was counted to `sums`."""
     texts = [*PROMPTS, *(one + other for one, other in pairwise(PROMPTS))]
-    count = min(GROUP, options.prompts - first)
-    for exact in (True, False):
-        loaded = load(options.model, run["dtype"], "cpu")
-        engine = Engine(loaded, PLAIN, EngineOptions(exact=exact))
-        prompts = [engine.encode(text) for text in texts[first : first + count]]
-        params = [
-            SamplingParams(
-                max_new_tokens=options.tokens, temperature=TEMPERATURES[seed % 2], seed=seed, ignore_eos=True
-            )
-            for seed in range(first, first + count)
-        ]
-        found = Group(loaded.model, prompts, params, exact).run(engine, tuple(SHAPES) if exact else USUAL)
-        sums = run["exact" if exact else "as usual"]
-        for name, counts in found.items():
-            before = sums.get(name, {})
-            sums[name] = {key: round(before.get(key, 0) + value, 1) for key, value in counts.items()}
-    run["prompts"] += count
+    seeds = range(first, first + min(GROUP, options.prompts - first))
+    engine = worlds.engines(1)[0]
+    prompts = [engine.encode(texts[seed]) for seed in seeds]
+    params = [
+        SamplingParams(max_new_tokens=options.tokens, temperature=TEMPERATURES[seed % 2], seed=seed, ignore_eos=True)
+        for seed in seeds
+    ]
+    found = Group(worlds, prompts, params).run(tuple(SHAPES) if worlds.exact else USUAL)
+    for name, counts in found.items():
+        before = sums.get(name, {})
+        sums[name] = {key: round(before.get(key, 0) + value, 1) for key, value in counts.items()}
 
 
 def cost(options: argparse.Namespace, dtype: str) -> dict[str, Any]:

@@ -127,6 +127,7 @@ def attempt(case: Case, options: argparse.Namespace, num_prompts: int, folder: P
     command += ["--prompts", str(prompts), "--output", str(output), "--json", "--max-batch-size", "1", *case.flags]
     command += ["--temperature", str(case.temperature), "--max-new-tokens", str(options.max_new_tokens)]
     command += ["--dtype", options.dtype, "--tp-backend", options.tp_backend]
+    command += ["--exact"] if options.exact else []
     for name in ("model", "device"):
         if getattr(options, name) is not None:
             command += [f"--{name}", getattr(options, name)]

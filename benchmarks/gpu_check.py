@@ -2,9 +2,11 @@
 
     python -m benchmarks.gpu_check --minutes 8
 
-Each section stands alone: one that fails is recorded with its reason and the rest goes on, and no section begins after
-the time is up. Results are in benchmarks/results/gpu_check.json, written after every section, and the tables of step
-times that `StepTimes.from_json` reads in benchmarks/results/tn_<gpu>_<model>.json.
+Each section stands alone: one that fails is recorded with its reason and the rest goes on. On a GPU each has a budget
+of seconds (BUDGETS): it is begun only if that much is left, and cut off when it has used it up, so the whole ends in
+time; what was skipped or cut says so. Results are in benchmarks/results/gpu_check.json, written after every section,
+which `python -m benchmarks.report` and `python -m benchmarks.simulate --times` read; each model's table of step times,
+as `StepTimes.from_json` reads it, is in benchmarks/results/tn_<gpu>_<model>.json as well.
 `--device cpu --tiny` runs the same program on any machine, to test it.
 """
 
@@ -14,10 +16,12 @@ import gc
 import importlib.util
 import json
 import re
+import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,14 +37,51 @@ from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
 from lpr.dist.runtime import World, join, leave
 from tests.prompts import PROMPTS
 
+BUDGETS = {
+    "environment": 5, "kernels": 75, "bandwidth": 5, "build": 35, "t(n)": 40, "end_to_end:codellama-7b": 40,
+    "profile": 10, "transformers": 20, "correctness": 30, "sampling": 25, "exact": 35, "end_to_end": 25,
+    "host_share": 10, "ranks": 40, "attention": 45, "compiled": 100, "compiled:transformers": 75,
+}  # fmt: skip
+"""Seconds of a section on a GPU, by its name or the part of it in front of a colon: estimates for an H100. The sections
+up to `ranks` of two processes are within 8 minutes together; the rest takes what those leave."""
+
+
+class BudgetError(BaseException):
+    """A section has used up its seconds. No Exception: none of its own fallbacks must take this for a failure."""
+
+
+@contextmanager
+def at_most(seconds: float | None) -> Iterator[None]:
+    """Raise BudgetError in the main thread after so many seconds, as soon as Python runs again; None: never."""
+
+    def ring(*_: object) -> None:
+        raise BudgetError(f"cut off after its {seconds:g} s")
+
+    if seconds is None:
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
 
 class Report:
     """Runs sections and keeps what they return, fail with, or have no time for."""
 
-    def __init__(self, path: Path, minutes: float, only: Sequence[str]) -> None:
-        """Results go to `path`; no section begins after `minutes`; `only` names the wanted ones, if any."""
+    def __init__(
+        self, path: Path, minutes: float, only: Sequence[str], budgets: Mapping[str, float] | None = None
+    ) -> None:
+        """Results go to `path`; no section begins after `minutes`; `only` names the wanted ones, if any.
+
+        `budgets` are the sections' seconds, as BUDGETS; without them a section takes what it takes.
+        """
         self.path = path
         self.only = only
+        self.budgets = budgets or {}
         self.began = time.perf_counter()
         self.deadline = self.began + 60 * minutes
         self.console = Console(stderr=True)
@@ -51,23 +92,32 @@ class Report:
         """Until the time is up."""
         return self.deadline - time.perf_counter()
 
-    def run(self, name: str, section: Callable[[], dict[str, Any]], needs: float = 0.0) -> Any:
-        """The section's result, or None; one that `needs` more seconds than are left is not begun."""
+    def budget(self, name: str) -> float | None:
+        """Seconds of a section; None: what it takes."""
+        return self.budgets.get(name, self.budgets.get(name.split(":")[0]))
+
+    def run(self, name: str, section: Callable[[], dict[str, Any]]) -> Any:
+        """The section's result, or None: it is not begun if its budget is more than what is left."""
         if self.only and name.split(":")[0] not in self.only:
             return None
-        began, result = time.perf_counter(), None
-        if self.seconds_left < needs:
-            record: dict[str, Any] = {"skipped": f"needs {needs:.0f} s, {max(0.0, self.seconds_left):.0f} s are left"}
+        began, result, seconds = time.perf_counter(), None, self.budget(name)
+        if self.seconds_left < (seconds or 0.0):
+            left = max(0.0, self.seconds_left)
+            record: dict[str, Any] = {"skipped": f"needs {seconds or 0:.0f} s, {left:.0f} s are left"}
         else:
             try:
-                result = section()
+                with at_most(seconds):
+                    result = section()
                 record = dict(result)
+            except BudgetError as cut:
+                record = {"cut": str(cut)}
             except Exception as failure:  # a failed section is a result
                 where = traceback.format_exc().strip().splitlines()[-12:]
                 record = {"failed": reason(failure), "traceback": where}
         record["seconds"] = round(time.perf_counter() - began, 2)
         self.sections[name] = record
-        state = next((f"{word}: {record[word]}" for word in ("failed", "skipped") if word in record), "done")
+        words = ("failed", "skipped", "cut")
+        state = next((f"{word}: {record[word]}" for word in words if word in record), "done")
         self.console.print(f"{name}: {state} ({record['seconds']} s)", markup=False, highlight=False, soft_wrap=True)
         self.write()
         gc.collect()
@@ -77,8 +127,11 @@ class Report:
 
     def write(self) -> dict[str, Any]:
         """The results so far, on disk."""
-        failed = [name for name, record in self.sections.items() if "failed" in record]
-        record = {"benchmark": "gpu_check", "failed_sections": failed, **circumstances(), "sections": self.sections}
+        named = {
+            f"{word}_sections": [name for name, record in self.sections.items() if word in record]
+            for word in ("failed", "skipped", "cut")
+        }
+        record = {"benchmark": "gpu_check", **named, **circumstances(), "sections": self.sections}
         record["total_seconds"] = round(time.perf_counter() - self.began, 1)
         write_json(self.path, record)
         return record
@@ -149,11 +202,12 @@ def work_as_rank(target: Path, sizes: parts.Sizes, tp: int) -> int:
     return 0
 
 
-def write_table(folder: Path, gpu: str, name: str, times: dict[str, Any], sizes: parts.Sizes) -> str:
-    """The step times of a model as a table for simulations; the file's name."""
+def write_table(folder: Path, gpu: str, name: str, times: dict[str, Any], sizes: parts.Sizes) -> dict[str, Any]:
+    """The step times of a model as a table for the report and simulations, which is also a file of its own."""
     form = "graphs" if any(row["form"] == "graphs" for row in times["rows"]) else "eager"
     rows = [row for row in times["rows"] if row["form"] == form]
     table = {
+        "name": name,
         "nodes": rows[0]["nodes"],
         "rows": [{"batch": 1, "kv": row["kv"], "ms": row["ms"]} for row in rows],
         "source": f"measured by benchmarks.gpu_check on {gpu}: {name} with random weights in {sizes.dtype}, {form}, "
@@ -161,7 +215,7 @@ def write_table(folder: Path, gpu: str, name: str, times: dict[str, Any], sizes:
     }
     path = folder / f"tn_{re.sub('[^a-z0-9]+', '-', gpu.lower())}_{name}.json"
     write_json(path, table)
-    return path.name
+    return table
 
 
 def large_model(report: Report, name: str, sizes: parts.Sizes, bytes_per_s: float | None) -> None:
@@ -178,9 +232,9 @@ def large_model(report: Report, name: str, sizes: parts.Sizes, bytes_per_s: floa
         found = parts.step_times(name, held["model"], sizes, bytes_per_s)
         return {**found, "table": write_table(report.path.parent, gpu, name, found, sizes)}
 
-    if report.run(f"build:{name}", build, needs=30 if sizes.device.type == "cuda" else 0) is None:
+    if report.run(f"build:{name}", build) is None:
         return
-    report.run(f"t(n):{name}", times, needs=20 if sizes.device.type == "cuda" else 0)
+    report.run(f"t(n):{name}", times)
     if name == next(iter(sizes.models)):
         report.run(f"end_to_end:{name}", lambda: parts.large_end_to_end(held["model"], sizes))
         report.run(f"profile:{name}", lambda: parts.profile_step(held["model"], sizes))
@@ -205,18 +259,16 @@ def check(report: Report, sizes: parts.Sizes) -> None:
     report.run("host_share", lambda: parts.host_share(sizes, prompts[-1]))
     num_gpus = torch.cuda.device_count() if on_gpu else 0
     for count in (2, 4) if on_gpu else (2,):
-        report.run(f"ranks:{count}", partial(ranks, count, sizes, expected, 100.0), needs=20 * on_gpu)
+        report.run(f"ranks:{count}", partial(ranks, count, sizes, expected, 100.0))
     for tp in (2, 4, 8):
         if tp <= num_gpus:
-            report.run(f"ranks:tp {tp}", partial(ranks, tp, sizes, expected, 100.0, tp), needs=30)
+            report.run(f"ranks:tp {tp}", partial(ranks, tp, sizes, expected, 100.0, tp))
     for name in names[1:][::-1]:  # the largest first: it says most about what drafts cost
         large_model(report, name, sizes, bytes_per_s)
     if on_gpu:
-        report.run("attention", lambda: kernels.attention(sizes, bytes_per_s), needs=45)
-        report.run("compiled", lambda: compiled(sizes, parts.compiled_step), needs=100)
-        report.run(
-            "compiled:transformers", lambda: compiled(sizes, partial(parts.stock_rates, compiled=True)), needs=75
-        )
+        report.run("attention", lambda: kernels.attention(sizes, bytes_per_s))
+        report.run("compiled", lambda: compiled(sizes, parts.compiled_step))
+        report.run("compiled:transformers", lambda: compiled(sizes, partial(parts.stock_rates, compiled=True)))
 
 
 def compiled(sizes: parts.Sizes, part: Callable[..., dict[str, Any]]) -> dict[str, Any]:
@@ -243,10 +295,12 @@ def main() -> int:
     sizes = parts.Sizes.tiny(device) if options.tiny else parts.Sizes.real(device)
     if options.worker:
         return work_as_rank(Path(options.worker), sizes, options.tp)
-    report = Report(Path(options.output), options.minutes, options.sections)
+    budgets = BUDGETS if device.type == "cuda" else {}
+    report = Report(Path(options.output), options.minutes, options.sections, budgets)
     check(report, sizes)
     record = report.write()
-    print(json.dumps({"output": report.path.name, "failed_sections": record["failed_sections"]}))
+    said = {name: names for name, names in record.items() if name.endswith("_sections")}
+    print(json.dumps({"output": report.path.name, **said}))
     return 1 if record["failed_sections"] else 0
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.engines import StepClock, switch
+from benchmarks.engines import StepClock, plain, switch
+from benchmarks.exactness import Group, Worlds
 from benchmarks.race import stock_generate
 from lpr import DecodeConfig, Engine, InputError, SamplingParams, bundled_model
 from lpr.config import AUTOMATIC
@@ -378,22 +379,32 @@ def large_end_to_end(model: PreTrainedModel, sizes: Sizes) -> dict[str, Any]:
 
 
 def exact_mode(sizes: Sizes, prompts: Sequence[str]) -> dict[str, Any]:
-    """Ids of the bundled model in half precision, plain against lookahead, without and with `exact`, or why not."""
+    """The bundled model in half precision, without and with `exact`: bits of logits, and ids with graphs, or why not.
+
+    Logits are those of benchmarks.exactness: of each token of plain decoding, against a window and a batch of trees.
+    """
     half = torch.bfloat16 if sizes.device.type == "cuda" else sizes.dtype
     result: dict[str, Any] = {"dtype": str(half), "prompts": len(prompts)}
+    params = SamplingParams(max_new_tokens=sizes.max_new_tokens, ignore_eos=True)
+    both = DecodeConfig(window_size=5, trie_nodes=32, max_batch_size=4)
     for exact in (False, True):
+        load = partial(
+            Engine.from_pretrained, bundled_model(), plain(), dtype=half, device=str(sizes.device), exact=exact
+        )
+        try:
+            engine = load(graphs=False)
+        except InputError as refused:
+            result["refused"] = str(refused)
+            return result
+        ids = [engine.encode(prompt) for prompt in prompts]
+        group = Group(Worlds(None, str(half), exact, engine=engine), ids, [params] * len(ids))
+        result["exact" if exact else "usual"] = group.run(["window", "both, batch of 4, fills of 32"])
+        engine.close()
         found = []
-        for decode in (
-            DecodeConfig.autoregressive(max_batch_size=1), DecodeConfig(window_size=5, trie_nodes=32, max_batch_size=4)
-        ):  # fmt: skip
-            try:
-                engine = Engine.from_pretrained(
-                    bundled_model(), decode, dtype=half, device=str(sizes.device), exact=exact
-                )
-            except InputError as refused:
-                result["refused"] = str(refused)
-                return result
-            found.append(_ids(engine, prompts, SamplingParams(max_new_tokens=sizes.max_new_tokens)))
+        for decode in (plain(), both):
+            engine = load()
+            engine.configure(decode)
+            found.append(_ids(engine, prompts, params))
             engine.close()
         result["equal with exact" if exact else "equal without"] = _same(*found)
     return result

@@ -123,7 +123,13 @@ def work(spec: dict[str, Any]) -> None:
     world = World.from_environment()
     with join(world, spec["device"], spec["timeout"]) as comm:
         engine = Engine.from_pretrained(
-            spec["model"], decode, comm=comm, device=spec["device"], dtype=spec["dtype"], costs=times
+            spec["model"],
+            decode,
+            comm=comm,
+            device=spec["device"],
+            dtype=spec["dtype"],
+            costs=times,
+            exact=spec["exact"],
         )
         if comm.rank:
             engine.work()
@@ -178,6 +184,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         "model": str(options.model or bundled_model()),
         "device": options.device or "cpu",
         "dtype": options.dtype,
+        "exact": options.exact,
         "timeout": options.timeout,
     }
     runs: list[dict[str, Any]] = []

@@ -164,7 +164,7 @@ def ask_all(
 ) -> Asked:
     """Start a service, ask it everything in rounds, and end it."""
     flags = ["--no-access-log", "--dtype", options.dtype, "--max-batch-size", str(options.batch)]
-    flags += ["--share-drafts", "none", "--no-prefix-reuse"]
+    flags += ["--share-drafts", "none", "--no-prefix-reuse", *(["--exact"] if options.exact else [])]
     for name in ("model", "device"):
         flags += [f"--{name}", getattr(options, name)] if getattr(options, name) else []
     asked = Asked({each: Calibration() for each in options.temperatures}, NO_TIMES)

@@ -248,6 +248,7 @@ def flags_of(setting: str, options: argparse.Namespace) -> list[str]:
     ]
     for name in ("model", "device"):
         flags += [f"--{name}", getattr(options, name)] if getattr(options, name) else []
+    flags += ["--exact"] if options.exact else []
     return [*flags, "--share-drafts", "none", *SETTINGS[setting]]
 
 

@@ -66,12 +66,25 @@ def simulate_parser() -> OneLineParser:
     return parser
 
 
+def table_of(values: Any, options: argparse.Namespace) -> Any:
+    """The table of step times in a file: itself, or in a result of benchmarks.gpu_check that of one of the models."""
+    if not isinstance(values, dict) or values.get("benchmark") != "gpu_check":
+        return values
+    tables = [section["table"] for section in values["sections"].values() if "table" in section]
+    chosen = [table for table in tables if table["name"] in options.models] or tables
+    if not chosen:
+        raise InputError(f"--times {options.times}: it measured no step times")
+    return chosen[0]
+
+
 def simulate(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Check, predict, compare."""
     if options.refresh:
         write_json(package_file("measured.json"), measurements_of(RESULTS))
     machines = machines_of(options)
     values = read_json(options.times) if options.times else None
+    if values is not None:
+        values = table_of(values, options)
     times = read_step_times(values, f"--times {options.times}") if options.times else None
     compared = compare_runs(read_json(options.check_runs)) if options.check_runs else None
     assumed = Assumed(read_measured(measured_values()), Inputs(), times, options.kv, options.gpus, options.temperatures)

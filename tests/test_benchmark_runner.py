@@ -14,10 +14,13 @@ import pytest
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from benchmarks.common import attempt, make_parser, run_main
-from benchmarks.engines import count_steps, params_for, split_budget
+from benchmarks import fleet, plan_service, serve
+from benchmarks.common import attempt, make_parser, model_parser, run_main
+from benchmarks.engines import count_steps, engines_over, load_engine, load_model, params_for, plain, split_budget
 from benchmarks.race import Output, run_race
 from lpr import Engine, InputError, SamplingParams
+from lpr.cli.generate import parse as parse_generate
+from lpr.serve.options import parse as parse_serve
 
 ROOT = Path(__file__).parent.parent
 
@@ -89,6 +92,35 @@ def test_counted_steps_are_those_of_the_engine(llama: PreTrainedModel) -> None:
         counted[num_ranks] = counter
     assert counted[1].num_pending == 0 == counted[1].num_evaluated - counted[1].num_nodes, "one rank lacks nothing"
     assert counted[2].num_pending > 0 and engine.recorder is None
+
+
+@pytest.mark.parametrize("exact", [[], ["--exact"]], ids=["as usual", "exact"])
+def test_exact_mode_is_a_flag_of_every_command_that_decodes(exact: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flag that is parsed and lost on its way would pass for evidence of exact mode."""
+    wanted = bool(exact)
+    assert parse_generate(["--prompt", "x", *exact]).options.exact is wanted
+    assert parse_serve(exact).engine.exact is wanted
+    options = model_parser("made", "x").parse_args(["--data", "file", "--device", "cpu", *exact])
+    assert load_engine(options, plain()).model.exact is wanted
+    assert engines_over(load_model(options), {"one": plain()})["one"].model.exact is wanted
+    more = {"lp": 1, "batch": 2, "tp_backend": "transformers", "temperatures": [0.0], "rounds": 1, "timeout": 1.0}
+    asked = argparse.Namespace(**vars(options), **more)
+    commands = [serve.flags_of("plain", asked)]
+
+    class StartedError(Exception):
+        pass
+
+    def started(command: list[str], *_: Any, **__: Any) -> Any:
+        commands.append(command)
+        raise StartedError
+
+    monkeypatch.setattr(plan_service, "running", started)
+    monkeypatch.setattr(fleet, "execute", started)
+    with pytest.raises(StartedError):
+        plan_service.ask_all(asked, ["x"], [("closed", 1.0)], Console(quiet=True))
+    with pytest.raises(StartedError):
+        fleet.attempt(fleet.Case("x", 0.0, 1, 1, fleet.PLAIN), asked, 1, Path("/tmp/none"), Path("x"))
+    assert [("--exact" in command) for command in commands] == [wanted] * 3
 
 
 def test_a_missing_package_is_one_line() -> None:

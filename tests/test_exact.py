@@ -6,7 +6,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,8 +17,9 @@ from worlds import ThreadComm, ThreadWorld, generate_on, run_ranks
 
 import lpr.model.inputs
 import lpr.model.self_check
-from benchmarks.exactness import SHAPES, Group
+from benchmarks.exactness import SHAPES, Group, Worlds
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
+from lpr.dist.comm import Comm
 from lpr.model import exact, exact_check
 from lpr.model.cache import TreeCache
 from lpr.model.inputs import Row
@@ -156,15 +157,15 @@ def test_without_it_bits_differ(half_model: PreTrainedModel) -> None:
 
 def half_group(exact: bool = True) -> Group:
     params = [replace(each, max_new_tokens=16) for each in PARAMS[2:5]]
-    return Group(tiny_model(spread=0.12).to(torch.bfloat16), PROMPTS[2:5], params, exact)
+    return Group(Worlds(tiny_model(spread=0.12).to(torch.bfloat16), "bfloat16", exact), PROMPTS[2:5], params)
 
 
 @pytest.mark.parametrize("exact_mode", [True, False])
 def test_ids_and_logits_of_the_evidence(exact_mode: bool) -> None:
     """What benchmarks.exactness runs for hours: batches, fills, prefixes, restarts and ranks, in a small way."""
     group = half_group(exact_mode)
-    names = [name for name in SHAPES if "4 ranks" not in name] if exact_mode else ["both"]
-    found = group.run(Engine.from_model(group.model, decode=PLAIN, exact=exact_mode), names)
+    names = [name for name in SHAPES if "4 ranks" not in name] if exact_mode else ["both, batch of 4, fills of 32"]
+    found = group.run(names)
     for name, counts in found.items():
         assert counts["logits_compared"] >= 3 * 8, name
         assert (counts["outputs_that_differ"], counts["logits_that_differ"] > 0) == (0, not exact_mode), name
@@ -172,8 +173,10 @@ def test_ids_and_logits_of_the_evidence(exact_mode: bool) -> None:
 
 def test_a_rank_that_adds_in_another_order_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     params = [SamplingParams(max_new_tokens=8)]
-    group = Group(tiny_model(spread=0.12), [TEXT], params, exact=True)  # three blocks: the sum of two has one order
-    group.run(Engine.from_model(group.model, decode=PLAIN, exact=True), [])
+    model = tiny_model(spread=0.12)
+    group = Group(Worlds(model, "float32", exact=True), [TEXT], params)  # three blocks: the sum of two has one order
+    group.decode_plainly()
+    texts = [TEXT + group.outputs[0]]
     add, step = exact._sum_in_order, threading.local()
 
     def by_rank(parts: torch.Tensor, dim: int, start: torch.Tensor | None = None) -> torch.Tensor:
@@ -182,14 +185,54 @@ def test_a_rank_that_adds_in_another_order_is_noticed(monkeypatch: pytest.Monkey
 
     def program(comm: ThreadComm) -> Any:
         step.rank = comm.rank
-        engine = Engine.from_model(group.model, decode=SHAPES["window"].decode, comm=comm, exact=True)
-        return group.watched(engine, SHAPES["window"])
+        engine = Engine.from_model(model, decode=SHAPES["window"].decode, comm=comm, exact=True)
+        return group.watched(engine, SHAPES["window"], texts)
 
     monkeypatch.setattr(exact, "_sum_in_order", by_rank)
     monkeypatch.setattr(lpr.model.self_check, "_inexact_step", lambda runner: None)
     found = run_ranks(ThreadWorld(2), program)
     known = [digests[key] == group.digests[key] for _, digests, _ in found for key in digests if key in group.digests]
     assert not all(known)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_results_in_another_order_of_ranks_are_noticed(turned: bool, half_model: PreTrainedModel) -> None:
+    """Results count as the owner's: taken from another rank, the text is not that of plain decoding."""
+    expected = ids(Engine.from_model(half_model, decode=PLAIN, exact=True))
+    decode = replace(DECODES["both in a batch"], home_ranks=0)
+
+    def spoil(engine: Engine) -> None:
+        gather = engine.comm.gather
+        engine.comm.gather = lambda payload: gather(payload).flip(0) if turned else gather(payload)  # type: ignore[method-assign]
+
+    found = generate_on(2, half_model, decode, PROMPTS, PARAMS, spoil, exact=True)
+    assert all(([each.token_ids for each in completions] == expected) is not turned for completions in found)
+
+
+@pytest.mark.parametrize(
+    "part, message",
+    [("kind", "another kind of processor or version of torch"), ("kernels", "another result of matrix products")],
+)
+def test_ranks_of_unlike_machines_are_refused(part: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text would be right on each of them and differ between them, as one continues what another has begun."""
+    rank, model = threading.local(), tiny_model()
+    capability, batched = torch.backends.cpu.get_cpu_capability, exact_check._batched
+
+    def another(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return batched(rows, weight, bias) + (1e-6 if rank.number and part == "kernels" else 0.0)
+
+    monkeypatch.setattr(exact_check, "_batched", another)
+    name = "get_cpu_capability"
+    monkeypatch.setattr(torch.backends.cpu, name, lambda: "AVX2" if rank.number and part == "kind" else capability())
+
+    def program(comm: ThreadComm) -> str:
+        rank.number = comm.rank
+        with pytest.raises(InputError) as refused:
+            Engine.from_model(model, decode=PLAIN, comm=cast("Comm", comm), exact=True)
+        Engine.from_model(model, decode=PLAIN, comm=cast("Comm", comm))  # without exact mode they may differ
+        return str(refused.value)
+
+    assert all(line.startswith(f"rank 1 has {message}") for line in run_ranks(ThreadWorld(2), program))
 
 
 # What cannot be exact, and seeded faults.

@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from benchmarks import gpu_check, gpu_parts
 from benchmarks.gpu_check import Report
+from benchmarks.report.parts import Result
+from benchmarks.report.times import step_costs
+from benchmarks.simulate import simulate, simulate_parser
 from lpr.core.step_times import StepTimes
 
 ROOT = Path(__file__).parent.parent
@@ -44,6 +50,16 @@ def test_every_section_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert [row["kv"] for row in rows] == [32, 64] and all(min(row["ms"]) > row["floor_ms"] > 0 for row in rows)
     table = json.loads((tmp_path / "tn_cpu_tiny.json").read_text())
     assert StepTimes.from_json(table).time(8, kv=64) > 0 and "tiny" in table["source"]
+    for kind in ("window", "both, batch of 4, fills of 32"):
+        found = {name: record["sections"]["exact"][name][kind] for name in ("exact", "usual")}
+        assert found["exact"]["logits_that_differ"] == 0 < found["usual"]["logits_that_differ"]
+        assert found["exact"]["logits_compared"] == 2 * 12
+    # The one file is what the report and the simulation read.
+    [part] = step_costs(Result("gpu_check.json", record))
+    assert [row[0] for row in part.table.rows] == ["tiny: batch 1, 32 cached", "tiny: batch 1, 64 cached"]
+    arguments = ["--models", "llama-2-7b", "--gpus", "1", "--gpu", "h100", "--times", str(target)]
+    simulated = simulate(simulate_parser().parse_args(arguments), Console(quiet=True))
+    assert simulated["times_source"] == table["source"]
 
 
 def test_a_failed_section_is_recorded_and_the_rest_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,6 +74,49 @@ def test_a_failed_section_is_recorded_and_the_rest_goes_on(tmp_path: Path, monke
     assert record["sections"]["bandwidth"]["failed"] == "ValueError: first line"
     assert "broken" in "".join(record["sections"]["bandwidth"]["traceback"])
     assert "floor_ms" not in record["sections"]["t(n):tiny"]["rows"][0], "no floor without a bandwidth"
+
+
+def test_a_section_is_cut_off_at_its_budget_and_not_begun_without_it(tmp_path: Path) -> None:
+    """A section that hangs, or swallows what it takes for a failure, must not take the others' time."""
+
+    def slow() -> dict[str, Any]:
+        while True:
+            with suppress(Exception):
+                time.sleep(5.0)
+
+    report = Report(tmp_path / "out.json", 0.1, (), {"slow": 0.2, "long": 7.0, "quick": 1.0})
+    began = time.perf_counter()
+    assert report.run("slow:one", slow) is None and time.perf_counter() - began < 3
+    assert report.run("long", lambda: {"ran": True}) is None and report.run("quick", lambda: {"ran": True})
+    record = report.write()
+    assert record["sections"]["slow:one"]["cut"] == "cut off after its 0.2 s"
+    assert "needs 7 s" in record["sections"]["long"]["skipped"]
+    assert (record["cut_sections"], record["skipped_sections"], record["failed_sections"]) == (
+        ["slow:one"],
+        ["long"],
+        [],
+    )
+
+
+def test_the_plan_fits_eight_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What tells most comes first, and all of that fits; every section has a budget."""
+    began: list[str] = []
+
+    def run(self: Report, name: str, section: Any) -> Any:
+        assert self.budget(name), name
+        began.append(name)
+        return {"ids": {}, "bytes_per_s": 1.0}
+
+    monkeypatch.setattr(Report, "run", run)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    report = Report(tmp_path / "out.json", 8.0, (), gpu_check.BUDGETS)
+    gpu_check.check(report, gpu_parts.Sizes.real(torch.device("cuda")))
+    assert began[:6] == [
+        "environment", "kernels", "bandwidth", "build:codellama-7b", "t(n):codellama-7b", "end_to_end:codellama-7b"
+    ]  # fmt: skip
+    assert {"sampling", "exact", "ranks:tp 2", "ranks:tp 8", "attention", "compiled"} < set(began)
+    first = began[: began.index("ranks:2") + 1]
+    assert sum(report.budget(name) or 0.0 for name in first) <= 8 * 60
 
 
 def test_no_section_begins_after_the_time_is_up(tmp_path: Path) -> None:

@@ -1,29 +1,75 @@
-"""Defects of the CUDA path that a review found without a GPU, each by what shows it without one."""
+"""Defects of the CUDA path that a review found without a GPU, each by what shows it without one.
+
+DEFECTS says, by the numbers of that review, where each is held to be mended: here, or where its subject is tested.
+"""
 
 from __future__ import annotations
 
 import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from conftest import tiny_model
-from pretend_gpu import PretendGpu, gpu, guard
+from fake_graphs import FakeCapturer
+from pretend_gpu import PretendGpu, gpu, guard, to_gpu
 from torch.distributed import HashStore  # noqa: TID251 - a store of one process, no group
 
+import lpr.model.runner
+from lpr import DecodeConfig, native
+from lpr.config import NUM_HEADER
+from lpr.dist import runtime
 from lpr.dist.runtime import World, memory_of, sharing
+from lpr.engine.exchange import Exchange
 from lpr.model import loader
 from lpr.model.graphs import GraphRunner, uncapturable
 from lpr.model.inputs import Row, build_inputs
 from lpr.model.kernels import hook
 from lpr.model.runner import TreeModel
 from lpr.model.selection import Selection
+from lpr.model.self_check import self_check
 from lpr.model.static_inputs import WIDE_KV, StaticShape, static_shape
 
 __all__ = ["gpu", "guard"]
+
+DEFECTS = {
+    "1 a replica hangs at exit": ("gpu_defects", "release_drops_graphs_that_a_command_has_frozen"),
+    "2 captures in every request": ("gpu_defects", "lengths_and_noise_keys_make_few_shapes"),
+    "2 captures after the start": ("pretend_gpu", "kernel_and_graphs"),
+    "3 logits processors switch graphs off": ("pretend_gpu", "processors"),
+    "4 breaks of the compiled graph": ("compiled", "a_forward_is_one_graph"),
+    "4 an import in the forward": ("gpu_defects", "the_kernel_is_imported_before_a_forward"),
+    "5 blocking copies of the mask": ("gpu_defects", "the_mask_travels_pinned"),
+    "6 noise and sorts over the vocabulary": ("sampling_kernel", "the_same_ids_as_the_specification"),
+    "6 the kernel is what samples": ("pretend_gpu", "kernel_and_graphs"),
+    "7 drafting in Python": ("gpu_defects", "drafting_a_large_tree_is_native"),
+    "8 a failed capture": ("pretend_gpu", "a_failed_capture_leaves_the_stream_and_names_its_cause"),
+    "9 Llama 4 is refused": ("gpu_defects", "experts_that_do_not_read_the_setting_are_not_refused_for_it"),
+    "9 Falcon, GPT-Neo, Phi-MoE copy": ("graphs", "a_forward_that_waits_is_named_and_evaluated_directly"),
+    "10 heights after a failed capture": ("gpu_defects", "after_a_failed_capture_steps_stay_as_high_as_a_replay"),
+    "11 an error on one rank": ("gpu_defects", "an_error_on_one_rank_does_not_wait_for_the_others"),
+    "12 loading through the host": ("gpu_defects", "a_model_is_read_straight_to_a_gpu"),
+    "13 ranks that see one GPU": ("gpu_defects", "ranks_that_see_one_gpu_each_do_not_share_it"),
+    "14 a step's time-out covers loading": ("gpu_defects", "loading_has_a_time_out_of_its_own"),
+    "15 the check of rows": ("gpu_defects", "rows_are_compared_while_the_step_is_prepared"),
+    "16 the payload of a full batch": ("gpu_defects", "the_payload_is_that_of_the_running_batch"),
+    "16 pageable": ("pretend_gpu", "faults_are_noticed"),
+    "17 the drop-in waits for each token": ("pretend_gpu", "the_drop_in_waits_once_a_step_and_not_for_each_token"),
+    "18 errors of a compiler: attention": ("gpu_defects", "a_compilers_error_is_no_runtime_error_and_sdpa_takes_over"),
+    "18 errors of a compiler: captures": ("gpu_defects", "after_a_failed_capture_steps_stay_as_high_as_a_replay"),
+}
+"""By number and subject: test file and test."""
+
+
+def test_every_defect_has_a_test() -> None:
+    assert {int(name.split()[0]) for name in DEFECTS} == set(range(1, 19))
+    for name, (file, test) in DEFECTS.items():
+        assert f"def test_{test}(" in (Path(__file__).parent / f"test_{file}.py").read_text(), name
 
 
 def test_the_mask_travels_pinned(gpu: PretendGpu) -> None:
@@ -137,3 +183,126 @@ def test_ranks_that_see_one_gpu_each_do_not_share_it(
         found = list(pool.map(lambda rank: sharing(store, World(rank, 2, rank, 0, True), memories[rank]), range(2)))
     assert found == expected
     assert memory_of(None) == memory_of(None), "on a CPU all ranks of a machine share its memory"
+
+
+class Mesh:
+    """Stands for a DeviceMesh of two replicas."""
+
+    shape = (2, 1)
+
+    def get_group(self, axis: str) -> str:
+        return axis
+
+    def get_local_rank(self, axis: str) -> int:
+        return 0
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A world of two GPUs with NCCL, in which nothing meets: what is done to the process groups, in order."""
+    done: list[Any] = []
+
+    def end(how: str) -> None:
+        done.append(how)
+        monkeypatch.setattr(runtime.dist, "is_initialized", lambda: False)
+
+    def init(backend: str, timeout: timedelta, **_: Any) -> None:
+        done.append((backend, timeout.total_seconds()))
+        monkeypatch.setattr(runtime.dist, "is_initialized", lambda: True)
+
+    channel = SimpleNamespace(close=lambda: None)
+    monkeypatch.setattr(runtime, "_connect", lambda *_: None)
+    monkeypatch.setattr(runtime, "_die_with_launcher", lambda: None)
+    monkeypatch.setattr(runtime, "memory_of", lambda device: "gpu")
+    monkeypatch.setattr(runtime, "sharing", lambda *_: (1, 1))
+    monkeypatch.setattr(runtime, "StoreChannel", lambda *_: channel)
+    monkeypatch.setattr(runtime, "init_device_mesh", lambda *_, **__: Mesh())
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(runtime.dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(runtime.dist, "init_process_group", init)
+    monkeypatch.setattr(runtime.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(runtime.dist, "barrier", lambda: done.append("barrier"))
+    monkeypatch.setattr(runtime.dist, "destroy_process_group", lambda: end("destroy"))
+    monkeypatch.setattr(runtime.dist.distributed_c10d, "_abort_process_group", lambda: end("abort"))
+    set_timeout = lambda limit, group: done.append((group, limit.total_seconds()))  # noqa: E731
+    monkeypatch.setattr(runtime.dist.distributed_c10d, "_set_pg_timeout", set_timeout)
+    return done
+
+
+TWO = World(rank=0, size=2, local_rank=0, attempt=0, launched=True)
+
+
+def test_an_error_on_one_rank_does_not_wait_for_the_others(groups: list[Any]) -> None:
+    """Destroying an NCCL group is a collective: the others do not come to it, and the process would hang."""
+    with pytest.raises(ZeroDivisionError), runtime.join(TWO, "cuda:0", 60.0):
+        raise ZeroDivisionError
+    assert "abort" in groups and "destroy" not in groups and "barrier" not in groups
+    groups.clear()
+    with runtime.join(TWO, "cuda:0", 60.0):
+        pass
+    assert groups[-2:] == ["barrier", "destroy"], "who ends well waits for the others"
+
+
+def test_loading_has_a_time_out_of_its_own(groups: list[Any]) -> None:
+    with runtime.join(TWO, "cuda:0", 30.0, load_timeout=3600.0) as comm:
+        assert groups == [("nccl", 3600.0), ("lp", 3600.0), ("tp", 3600.0)]
+        groups.clear()
+        comm.loaded()
+        assert [seconds for _, seconds in groups] == [30.0] * 3 and {"lp", "tp"} < {group for group, _ in groups}
+
+
+def test_the_payload_is_that_of_the_running_batch() -> None:
+    """At lp 8 a full batch of 8 is eight times a single tree, whichever runs."""
+    sizes = DecodeConfig(window_size=8, trie_nodes=64).resolved(8)
+    comm: Any = SimpleNamespace(size=8, tp_size=1, rank=0, gather=lambda payload: payload[None])
+    exchange = Exchange(sizes, 8, comm, torch.device("cpu"))
+    words = [exchange.payload_words(count) - NUM_HEADER for count in range(9)]
+    assert words[0] == 0 and words[8] == 8 * words[1] > 0
+    assert words[3] == words[4] == 4 * words[1] and exchange.payload_bytes == 4 * (words[8] + NUM_HEADER)
+
+
+def test_drafting_a_large_tree_is_native() -> None:
+    """Every rank drafts the whole tree of every request: 512 nodes took Python 6 ms, longer than a step of 7B."""
+    assert native.draft_step.__module__.endswith("_native"), "tests/test_native.py compares it with the specification"
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_rows_are_compared_while_the_step_is_prepared(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of a replica ask each other before every forward: the answer travels while the inputs are made."""
+    events: list[str] = []
+
+    def noted(name: str, inner: Any) -> Any:
+        return lambda *args, **kwargs: (events.append(name), inner(*args, **kwargs))[1]
+
+    def ask(rows: Any) -> Any:
+        events.append("ask")
+        return lambda: events.append("answer")
+
+    model = tiny_model()
+    runner = TreeModel(model, check_rows=ask)
+    runner.capturer = FakeCapturer() if graphs else None
+    runner.allocate(1, 64, 8, self_check(runner))
+    monkeypatch.setattr(StaticShape, "place", noted("inputs", StaticShape.place))
+    monkeypatch.setattr(lpr.model.runner, "build_inputs", noted("inputs", build_inputs))
+    model.forward = noted("forward", model.forward)
+    row = Row(0, 0, [1, 2, 3], [-1, 0, 1], [0, 1, 2], 3)
+    for _ in range(2):
+        events.clear()
+        runner.evaluate([row], Selection.build([]), 0)
+        assert events[:3] == ["ask", "inputs", "answer"] and "ask" not in events[1:] and "answer" not in events[3:]
+    events.clear()
+    runner.fill([row])
+    assert events == ["ask", "inputs", "answer", "forward"]
+
+
+def test_a_compilers_error_is_no_runtime_error_and_sdpa_takes_over(
+    gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise CompilerError("ptxas is missing")
+
+    monkeypatch.setattr("lpr.model.kernels.attention_kernel.tree_attention", broken)
+    runner = TreeModel(to_gpu(tiny_model()))
+    assert runner.attention == "triton"
+    self_check(runner)
+    assert runner.attention == "sdpa" and "using 'sdpa': ptxas is missing" in caplog.text

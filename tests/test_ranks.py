@@ -280,7 +280,7 @@ def test_ranks_of_a_replica_compare_rows_before_a_forward() -> None:
     def program(comm: ThreadComm) -> str:
         rows = [Row(0, 4, [5, 6 + (comm.rank == 1 and comm.tp_rank == 2)], [-1, 0], [4, 5], 1)]
         try:
-            check_replica(comm, rows)
+            check_replica(comm, rows)()
         except DesyncError as error:
             return str(error)
         return "fine"

@@ -48,6 +48,16 @@ def test_a_large_vocabulary_in_any_blocks(params: SamplingParams) -> None:
     )
 
 
+@pytest.mark.parametrize("params", PARAMS[:3], ids=range(3))
+def test_a_part_of_a_vocabulary_has_the_noise_of_its_tokens(params: SamplingParams) -> None:
+    logits = peaked(torch.Generator().manual_seed(5), 8, 3000)
+    selection = Selection.build([(params, range(8))])
+    found, expected = both(logits[:, 1100:], selection.from_token(1100), 1024)
+    assert found == expected
+    if selection.sampled:
+        assert found != both(logits[:, 1100:], selection)[1], "it would be other tokens"
+
+
 def test_views_and_half_precision() -> None:
     selection = Selection.build([(PARAMS[1], [3, 4])])
     for dtype in (torch.bfloat16, torch.float16):
@@ -76,7 +86,7 @@ FAULTS = {
     "k less one": ("count >= k", "count > k", SamplingParams(temperature=1.5, top_k=3)),
     "top-p of the whole": ("counted = held & (order >= kept)", "counted = held", PARAMS[3]),
     "min-p of the sum": ("weight >= min_p.to(tl.float64)", "weight >= 2 * min_p.to(tl.float64)", PARAMS[4]),
-    "no temperature": ("scores + _gumbel(key, tokens)", "scores * temperature + _gumbel(key, tokens)", PARAMS[0]),
+    "no temperature": ("scores + _gumbel(key, ", "scores * temperature + _gumbel(key, ", PARAMS[0]),
     "another hash": ("x >> 11", "x >> 12", PARAMS[0]),
 }
 

@@ -85,6 +85,27 @@ def test_exact_mode_gives_the_bits_of_plain_decoding_under_the_same_split(
                 assert counts["logits_compared"] == 3 * 16 and counts["steps"] < 3 * 16
 
 
+def test_exact_mode_of_two_processes_gives_the_bits_of_one(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Trees that two processes share (gloo); a process with another number of threads, or another height, is found."""
+    model = str(folders["llama"])
+    cases = {f"ranks/{dtype}": {"model": model, "dtype": dtype} for dtype in ("float32", "bfloat16")}
+    cases["ranks/threads"] = {"model": model, "dtype": "bfloat16", "fault": "threads"}
+    cases["ranks/height"] = {"model": model, "dtype": "float32", "fault": "height"}
+    done = launch(2, {"tp": 1, "cases": cases}, tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    reports = [json.loads((tmp_path / f"out.{rank}").read_text()) for rank in range(2)]
+    for report in reports:
+        refused = report.pop("ranks/threads")["error"]
+        assert refused.startswith("InputError: rank 1 has another number of threads (exact mode needs one"), refused
+    assert reports[1].pop("ranks/height")["differ"] > 0 and reports[0].pop("ranks/height")["differ"] == 0
+    for name in reports[0]:
+        found = [report[name] for report in reports]
+        assert [each["mesh"] for each in found] == [[2, 1]] * 2
+        assert all(each["same_ids"] and each["differ"] == 0 and each["steps"] < 3 * 16 for each in found), found
+        chosen = [{tuple(key) for key in each["chosen_here"]} for each in found]
+        assert min(map(len, chosen)) > 5 and len(chosen[0] | chosen[1]) == 3 * 16, "both evaluate a part of the text"
+
+
 def check_exact(results: dict[str, dict[str, object]], models: dict[str, PreTrainedModel], mesh: list[int]) -> None:
     """Text equal to plain decoding in the same layout, and logits equal to the whole model's."""
     for name, found in results.items():
@@ -94,6 +115,10 @@ def check_exact(results: dict[str, dict[str, object]], models: dict[str, PreTrai
         # Two all-reduces for each of 2 layers, one for the embedding where that is split, and the logits.
         assert found["collectives"] == (5 if name.endswith("deepspeed") else 6)
         assert found["num_steps"] < 6 * 24, "drafts were accepted"  # type: ignore[operator]
+        in_parts = not name.endswith("deepspeed")  # which splits the head along its input
+        assert found["same_as_gathered"] and (found["first_token"] is not None) == in_parts, name
+        whole_bytes, part_bytes = found["gathered_bytes"]  # type: ignore[misc]
+        assert part_bytes < 0.7 * whole_bytes if in_parts else part_bytes == whole_bytes, name
         with torch.no_grad():
             whole = models[name.partition("/")[0]](torch.tensor(PROMPTS[2:]), use_cache=False).logits[0]
         torch.testing.assert_close(torch.tensor(found["logits"]), whole, atol=1e-4, rtol=0)

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import lpr.cli.generate
-from benchmarks.exactness import Group
+from benchmarks.exactness import PLAIN, SHAPES, Group, Worlds
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.dist.comm import CommError, ProcessComm
 from lpr.dist.runtime import World, join, leave
@@ -35,10 +36,14 @@ class CountCollectives(TorchDispatchMode):
     """Counts the collectives that a forward calls, as they reach the process groups."""
 
     num_calls = 0
+    num_bytes = 0
+    """Of what was gathered."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if "c10d" in func.namespace and ("reduce" in func.name() or "gather" in func.name()):
             self.num_calls += 1
+            if "gather" in func.name():
+                self.num_bytes += sum(each.nbytes for each in tree_leaves(args) if isinstance(each, torch.Tensor))
         return func(*args, **(kwargs or {}))
 
 
@@ -51,7 +56,13 @@ def run_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
     with torch.no_grad(), CountCollectives() as counted:
         logits = engine.model.model(input_ids=inputs, use_cache=False).logits
     prompts = PROMPTS * 2
-    expected = [each.token_ids for each in engine.generate(prompts, PARAMS)]
+    part = engine.model.part
+    engine.model.part = None
+    with CountCollectives() as counted_whole:
+        whole = [each.token_ids for each in engine.generate(prompts, PARAMS)]
+    engine.model.part = part
+    with CountCollectives() as counted_in_parts:
+        expected = [each.token_ids for each in engine.generate(prompts, PARAMS)]
     engine.configure(DECODE)
     inject(case.get("fault"), engine, comm)
     done = engine.generate(prompts, PARAMS)
@@ -64,6 +75,9 @@ def run_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
         "shapes": local_shapes(engine.model.model),
         "kv_heads": engine._like._layers[0][0].shape[1],
         "collectives": counted.num_calls,
+        "first_token": part.first if part is not None else None,
+        "same_as_gathered": whole == expected,
+        "gathered_bytes": [counted_whole.num_bytes, counted_in_parts.num_bytes],
     }
 
 
@@ -73,8 +87,36 @@ def exact_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
     engine = Engine.from_pretrained(case["model"], plain, comm=comm, exact=True, dtype=case["dtype"])
     assert engine.model.exact and engine.model.heights is not None
     params = [replace(each, max_new_tokens=16) for each in PARAMS[2:5]]
-    found = Group(None, PROMPTS, params, exact=True).run(engine, ["both, batch of 4, fills of 32", "window"])
+    worlds = Worlds(None, case["dtype"], exact=True, engine=engine)
+    found = Group(worlds, PROMPTS, params).run(["both, batch of 4, fills of 32", "window"])
     return {"found": found, "mesh": [comm.size, comm.tp_size], "shapes": local_shapes(engine.model.model)}
+
+
+def exact_ranks_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
+    """Trees that the processes share, in exact mode, against plain decoding that this one has done alone."""
+    alone = Engine.from_pretrained(case["model"], PLAIN, exact=True, dtype=case["dtype"])
+    params = [replace(each, max_new_tokens=16) for each in PARAMS[2:5]]
+    group = Group(Worlds(None, case["dtype"], exact=True, engine=alone), PROMPTS, params)
+    group.decode_plainly()
+    if case.get("fault") == "threads" and comm.rank:
+        torch.set_num_threads(torch.get_num_threads() + 1)
+    try:
+        engine = Engine.from_pretrained(case["model"], PLAIN, comm=comm, exact=True, dtype=case["dtype"])
+    finally:
+        torch.set_num_threads(1)
+    if case.get("fault") == "height" and comm.rank:
+        assert engine.model.heights is not None
+        engine.model.heights = replace(engine.model.heights, model=1, attention=1)
+    shape = SHAPES["both, batch of 4, 2 ranks that share every tree"]
+    texts = [[*prompt, *output] for prompt, output in zip(PROMPTS, group.outputs, strict=True)]
+    outputs, digests, steps = group.watched(engine, shape, texts)
+    return {
+        "same_ids": outputs == group.outputs,
+        "steps": steps,
+        "chosen_here": [list(key) for key in digests if key in group.digests],
+        "differ": sum(digests[key] != group.digests[key] for key in digests if key in group.digests),
+        "mesh": [comm.size, comm.tp_size],
+    }
 
 
 def load_only(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
@@ -127,7 +169,7 @@ def run_cases(job: dict[str, dict[str, dict[str, str]]], world: World, report: P
         assert isinstance(comm, ProcessComm)
         for name, case in job["cases"].items():
             try:
-                kinds = {"load": load_only, "exact": exact_case}
+                kinds = {"load": load_only, "exact": exact_case, "ranks": exact_ranks_case}
                 results[name] = kinds.get(name.partition("/")[0], run_case)(case, comm)
             except (InputError, DesyncError, CommError) as failure:
                 results[name] = {"error": f"{type(failure).__name__}: {failure}"}

@@ -93,7 +93,7 @@ class ThreadComm:
 
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         """World rank `rank` of `world`."""
-        self._world = world
+        self.world = world
         self._world_rank = rank
         self.rank, self.tp_rank = divmod(rank, world.tp)
         self.size, self.tp_size = world.size // world.tp, world.tp
@@ -105,21 +105,21 @@ class ThreadComm:
     def gather(self, payload: torch.Tensor) -> torch.Tensor:
         """As Comm.gather; ranks with unequal payloads are an error here, where NCCL would hang."""
         self.gathered_bytes.append(payload.numel() * payload.element_size())
-        payloads = self._world.exchange(self._world_rank, payload.detach().cpu().clone())
+        payloads = self.world.exchange(self._world_rank, payload.detach().cpu().clone())
         try:
             return torch.stack(payloads)  # type: ignore[arg-type]
         except RuntimeError as failure:
             raise CommError("ranks gathered payloads of different sizes") from failure
 
-    def gather_replica(self, payload: torch.Tensor) -> torch.Tensor:
-        """As Comm.gather_replica; every rank of the world takes part, as there is one barrier only."""
-        first = self.rank * self.tp_size
-        return torch.stack(self._world.exchange(self._world_rank, payload)[first : first + self.tp_size])  # type: ignore[arg-type]
+    def begin_gather_replica(self, payload: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """As Comm.begin_gather_replica; every rank of the world takes part, as there is one barrier only."""
+        mine = slice(self.rank * self.tp_size, (self.rank + 1) * self.tp_size)
+        return lambda: torch.stack(self.world.exchange(self._world_rank, payload)[mine])  # type: ignore[arg-type]
 
     def broadcast(self, message: bytes, length: int) -> bytes:
         """As Comm.broadcast."""
         self.num_broadcasts += 1
-        received = self._world.exchange(self._world_rank, message)[0]
+        received = self.world.exchange(self._world_rank, message)[0]
         assert isinstance(received, bytes) and len(received) == length
         return received
 

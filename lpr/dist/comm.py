@@ -7,7 +7,7 @@ follows only when world rank 0, the *driver*, has announced commands, in a step'
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -98,8 +98,11 @@ class Comm(Protocol):
         """
         ...
 
-    def gather_replica(self, payload: torch.Tensor) -> torch.Tensor:
-        """The `payload` (on the host) of each rank of this replica, as [tp_size, P]. Raises CommError."""
+    def begin_gather_replica(self, payload: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Send this rank's `payload` (on the host) to its replica's ranks; what is returned waits for theirs.
+
+        That is [tp_size, P]. Nothing else may be gathered along `tp` meanwhile. Raises CommError.
+        """
         ...
 
     def broadcast(self, message: bytes, length: int) -> bytes:
@@ -131,9 +134,9 @@ class SoloComm:
         """The payload itself."""
         return self._download.read(payload)[None]
 
-    def gather_replica(self, payload: torch.Tensor) -> torch.Tensor:
+    def begin_gather_replica(self, payload: torch.Tensor) -> Callable[[], torch.Tensor]:
         """The payload itself."""
-        return payload[None]
+        return lambda: payload[None]
 
     def broadcast(self, message: bytes, length: int) -> bytes:
         """The message itself."""
@@ -179,14 +182,22 @@ class ProcessComm:
         except RuntimeError as failure:
             raise CommError(_reason(failure)) from failure
 
-    def gather_replica(self, payload: torch.Tensor) -> torch.Tensor:
+    def begin_gather_replica(self, payload: torch.Tensor) -> Callable[[], torch.Tensor]:
         """An all-gather along `tp`, on the host: a GPU's stream need not be waited for."""
         gathered = torch.empty(payload.numel() * self.tp_size, dtype=payload.dtype)
         try:
-            self._all_gather(gathered, payload, group=self._tp_group)
+            work = self._all_gather(gathered, payload, group=self._tp_group, async_op=True)
         except RuntimeError as failure:
             raise CommError(_reason(failure)) from failure
-        return gathered.view(self.tp_size, -1)
+
+        def wait() -> torch.Tensor:
+            try:
+                work.wait()
+            except RuntimeError as failure:
+                raise CommError(_reason(failure)) from failure
+            return gathered.view(self.tp_size, -1)
+
+        return wait
 
     def broadcast(self, message: bytes, length: int) -> bytes:
         """One broadcast of bytes; no rank unpickles anything."""

@@ -20,6 +20,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -151,9 +152,11 @@ class ElasticComm:
         self._num_broadcasts = 0
         return found
 
-    def gather_replica(self, payload: torch.Tensor) -> torch.Tensor:
-        """As Comm.gather_replica; a lost rank of this replica is the loss of this replica."""
-        return payload[None] if self._tp_group is None else self._tp_group.gather(payload)
+    def begin_gather_replica(self, payload: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """As Comm.begin_gather_replica; a lost rank of this replica is the loss of this replica."""
+        if self._tp_group is None:
+            return lambda: payload[None]
+        return partial(self._tp_group.gather, payload)
 
     def broadcast(self, message: bytes, length: int) -> bytes:
         """As Comm.broadcast; b"" if the driver of the mesh was lost and nobody has the message."""

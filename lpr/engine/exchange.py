@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -146,8 +147,10 @@ def _owned(values: np.ndarray, num_nodes: int, split: Sequence[Shard]) -> np.nda
     return table
 
 
-def check_replica(comm: Comm, rows: Sequence[Row]) -> None:
-    """Raise DesyncError unless all ranks of this replica are about to evaluate the same `rows`.
+def check_replica(comm: Comm, rows: Sequence[Row]) -> Callable[[], None]:
+    """Ask whether all ranks of this replica are about to evaluate the same `rows`.
+
+    What is returned waits for the answer, and raises DesyncError if they are not. In between the step is prepared.
 
     Ranks that share weights meet in every layer, long before the step's gather can compare digests. Rows of unequal
     height would abort the process there (gloo) or wait for the time-out (NCCL), and no error would name the rank.
@@ -157,7 +160,8 @@ def check_replica(comm: Comm, rows: Sequence[Row]) -> None:
         found.update(np.array([row.slot, row.num_cached, len(row.tokens), row.num_results], np.int32).tobytes())
         found.update(row.entries.tobytes())
     payload = torch.from_numpy(np.frombuffer(found.digest(), np.int32).copy())
-    check_digests(comm.gather_replica(payload).tolist(), first_rank=comm.rank * comm.tp_size)
+    answers = comm.begin_gather_replica(payload)
+    return lambda: check_digests(answers().tolist(), first_rank=comm.rank * comm.tp_size)
 
 
 def highest_of_replica(comm: Comm, heights: Heights | str) -> Heights | str:
@@ -168,13 +172,13 @@ def highest_of_replica(comm: Comm, heights: Heights | str) -> Heights | str:
     found = [0, 0, 0, 0] if isinstance(heights, str) else [
         heights.model, heights.attention, heights.multiple, heights.head_multiple
     ]  # fmt: skip
-    everybody = comm.gather_replica(torch.tensor(found, dtype=torch.int32))
+    everybody = comm.begin_gather_replica(torch.tensor(found, dtype=torch.int32))()
     if isinstance(heights, str):
         return heights
     if not everybody.all():
         return "of another rank's shard"
     model, attention, multiple, head_multiple = everybody.amax(0).tolist()
-    return Heights(model, attention, heights.num_threads, multiple, head_multiple)
+    return replace(heights, model=model, attention=attention, multiple=multiple, head_multiple=head_multiple)
 
 
 def check_digests(digests: Sequence[Sequence[int]], first_rank: int = 0) -> None:

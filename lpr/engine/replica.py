@@ -34,6 +34,7 @@ from lpr.engine.tenants import TenantTries
 from lpr.engine.times_file import TimesFile
 from lpr.model.loader import Loaded, model_digest, tokenizer_digest
 from lpr.model.packing import pack_projections
+from lpr.model.parallel import vocabulary_part
 from lpr.model.processors import Processor
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import check_compiled, self_check
@@ -55,6 +56,11 @@ class StepRecorder(Protocol):
     def record(self, batch: Sequence[Request], outcomes: Sequence[Outcome], chunks: Sequence[Chunk]) -> None:
         """Take down the step that has just been timed, which advanced `batch` together."""
         ...
+
+
+_KIND = "kind of processor or version of torch (exact mode needs one of all ranks)"
+_THREADS = "number of threads (exact mode needs one of all ranks)"
+_KERNELS = "result of matrix products (exact mode needs the same bits of all ranks)"
 
 
 class Replica:
@@ -109,6 +115,7 @@ class Replica:
             check_rows=partial(check_replica, self.comm) if is_split else None,
             exact=options.exact,
             share_heights=partial(highest_of_replica, self.comm) if is_split else None,
+            part=vocabulary_part(loaded.model) if is_split else None,
         )
         failure, costs = None, None
         try:
@@ -116,6 +123,7 @@ class Replica:
             if compiles:
                 pack_projections(loaded.model)
             self._like = self_check(self.model)
+            self.model.check_part()
             if compiles:
                 self._compile()
             self._longest(decode)
@@ -129,7 +137,8 @@ class Replica:
             facts["tokenizer"] = tokenizer_digest(loaded.tokenizer)
             facts["form of a batch (packed or padded)"] = int(self.model.packed)
             replica_facts["model"] = model_digest(loaded.model)
-            facts["kind of machine, which exact mode needs to be one"] = self._machine()
+            for name, value in self._machine().items():
+                (replica_facts if name == _KERNELS else facts)[name] = value
         agree(self.comm, failure, facts, replica_facts)
         return costs
 
@@ -154,13 +163,17 @@ class Replica:
         if self.options.compile == "on" and self.model.compiled.reason is not None:
             raise InputError(f"this model cannot be compiled: {self.model.compiled.reason}")
 
-    def _machine(self) -> int:
-        """What decides the bits of a sum besides the program, in exact mode; 0 without."""
-        if not self.options.exact:
-            return 0
+    def _machine(self) -> dict[str, int]:
+        """What decides the bits of a sum besides the program, in exact mode, which needs it to be one; none without."""
+        heights = self.model.heights
+        if not self.options.exact or heights is None:  # one that failed says so in its own line
+            return dict.fromkeys((_KIND, _THREADS, _KERNELS), 0)
         device = self.model.device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
-        return digest_of(repr((name, torch.__version__, self.model.heights)))
+        is_gpu = device.type == "cuda"
+        name = torch.cuda.get_device_name(device) if is_gpu else torch.backends.cpu.get_cpu_capability()
+        kind = (name, torch.__version__, torch.version.cuda if is_gpu else None)
+        rows = (heights.model, heights.attention, heights.multiple, heights.head_multiple, heights.bits)
+        return {_KIND: digest_of(repr(kind)), _THREADS: heights.num_threads or 0, _KERNELS: digest_of(repr(rows))}
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt; raises InputError for one that is empty or not of this model's vocabulary."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import gcd
@@ -55,6 +56,8 @@ class Heights:
     """Rows of a step are a multiple of this; see `_multiple`."""
     head_multiple: int = 1
     """Rows of logits are a multiple of this."""
+    bits: int = 0
+    """A digest of the bits that the products gave: machines with other kernels have another one."""
 
 
 def find_heights(model: nn.Module) -> Heights | str:
@@ -63,14 +66,14 @@ def find_heights(model: nn.Module) -> Heights | str:
     Returns, in place of heights, the first product that changes still at more than MOST_FILLED rows: padding does not
     mend that.
     """
-    attention = 1
+    attention, bits = 1, hashlib.blake2b(digest_size=8)
     for size in ((64, 64), (128, 64), (64, 128)):
-        attention = max(attention, _least(_batched, *size, _MOST_LOGITS, torch.float32))
+        attention = max(attention, _least(_batched, *size, _MOST_LOGITS, torch.float32, bits))
     if attention > MOST_FILLED:
         return f"of attention in float32 with {attention - 1} rows"
     least, dtype = 1 if _all_known(model) else _UNKNOWN_HEIGHT, next(model.parameters()).dtype
     for name, size, multiply, most in _products(model):
-        least = max(least, _least(multiply, *size, most, dtype))
+        least = max(least, _least(multiply, *size, most, dtype, bits))
         if least > MOST_FILLED:
             return f"{name} {size} in {str(dtype)[6:]} with {least - 1} rows"
     widths = [width for _, size, _, most in _products(model) if most == _MOST_ROWS for width in size]
@@ -78,7 +81,8 @@ def find_heights(model: nn.Module) -> Heights | str:
     config: Any = getattr(model, "config", None)
     capped = config is not None and getattr(config.get_text_config(), "final_logit_softcapping", None)
     head = _multiple(config.get_text_config().vocab_size) if capped else 1
-    return Heights(least, attention, torch.get_num_threads(), multiple, head)
+    digest = int.from_bytes(bits.digest(), "little")
+    return Heights(least, attention, torch.get_num_threads(), multiple, head, digest)
 
 
 def _multiple(width: int) -> int:
@@ -86,10 +90,11 @@ def _multiple(width: int) -> int:
     return _VECTOR // gcd(_VECTOR, width)
 
 
-def _least(multiply: Product, num_in: int, num_out: int, most: int, dtype: torch.dtype) -> int:
-    """The least height from which on `multiply` gives a row the same bits as with `most` rows."""
+def _least(multiply: Product, num_in: int, num_out: int, most: int, dtype: torch.dtype, bits: hashlib.blake2b) -> int:
+    """The least height from which on `multiply` gives a row the same bits as with `most` rows; `bits` takes them in."""
     rows, weight, bias = cancelling(num_in, num_out, most, dtype)
     whole = multiply(rows, weight, bias)
+    bits.update(whole.contiguous().view(torch.uint8).numpy().tobytes())
     for height in reversed([each for each in _HEIGHTS if each < most]):
         first = (most - height) // 2
         if not torch.equal(multiply(rows[first : first + height], weight, bias), whole[first : first + height]):

@@ -162,11 +162,13 @@ class GraphRunner:
         tree_bits: bool = False,
         max_graphs: int = MAX_GRAPHS,
         height: int = 1,
+        meet: Callable[[], None] = lambda: None,
     ) -> None:
         """Graphs of `compute`, on a cache of `num_slots` slots with `rows_per_slot` rows each.
 
         `logits` is the forward in `compute`, by which the first capture is checked. With `tree_bits` attention reads
         who is whose ancestor in bits, and no dense mask is made. Shapes have a multiple of `height` entries.
+        `meet` is called when a step's words are in place, before anything is captured or replayed.
         """
         self._compute = compute
         self._logits = logits
@@ -176,6 +178,7 @@ class GraphRunner:
         self._tree_bits = tree_bits
         self.max_graphs = max_graphs
         self._height = height
+        self._meet = meet
         self.reason: str | None = None
         """Why no further step is captured, once something has failed."""
         self.is_wrong = False
@@ -224,6 +227,7 @@ class GraphRunner:
 
     def _replay(self, shape: StaticShape, rows: Sequence[Row], selection: Selection) -> torch.Tensor | None:
         self._place(shape, rows, selection)
+        self._meet()
         replay = self._graph(shape)
         if replay is None:
             return None

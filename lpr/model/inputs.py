@@ -151,6 +151,8 @@ class StepInputs:
     folded_masks: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     cache_storages: set[int] = field(default_factory=set)
     """Addresses of the K/V that the cache handed out, by which packed attention knows that it got them unchanged."""
+    in_parts: bool = False
+    """Does a head that ranks share give this rank's part of the logits, and not all of them gathered?"""
     layer_rules: dict[int | None, Any] = field(default_factory=dict)
     """What kinds of layers see (lpr.model.kernels.hook), by their window or chunk, as the model's steps have found."""
 

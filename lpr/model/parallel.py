@@ -1,8 +1,9 @@
 """Tensor parallelism: one replica of a model on the ranks of a `tp` group, by transformers or by DeepSpeed.
 
 The only module that knows how a layer is split. Whoever splits it, the result is the same kind of model: every rank
-takes the same tokens, holds its heads' K/V, and returns the logits of the whole vocabulary. Both backends can leave a
-layer whole without saying so, which costs memory at best; so every shape is checked after loading.
+takes the same tokens, holds its heads' K/V, and returns the logits of the whole vocabulary, or those of its own part of
+the head, where a step asks for them (lpr.model.parts). Both backends can leave a layer whole without saying so, which
+costs memory at best; so every shape is checked after loading.
 
 `transformers` (default) follows the model's own plan and reads only this rank's part of a checkpoint. `deepspeed`
 (AutoTP) also splits families without a plan; see `_load_with_deepspeed` for what it costs.
@@ -25,7 +26,7 @@ import torch.distributed as dist
 import transformers.distributed.mixin as transformers_mixin
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
@@ -184,6 +185,53 @@ def check_shards(
         inside = _IN_LAYER.search(name) and not _MAY_BE_WHOLE.search(name)
         if not axes and len(shape) > 1 and num_parts > 1 and (inside or name in ends):
             raise InputError(f"tensor parallelism over {tp} ranks left {name} {shape} whole on every rank")
+
+
+# A vocabulary in parts.
+
+
+@dataclass(frozen=True)
+class VocabularyPart:
+    """This rank's rows of an output head that is split along the vocabulary."""
+
+    head: nn.Linear
+    first: int
+    """The first token of them."""
+    group: dist.ProcessGroup
+
+    def gather(self, words: torch.Tensor) -> torch.Tensor:
+        """The int32 `words` [n, w] of each of the ranks that share the head, [ranks, n, w]."""
+        found = words.new_empty(dist.get_world_size(self.group), *words.shape)
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        all_gather(found.flatten(0, 1), words.contiguous(), group=self.group)
+        return found
+
+    def install(self, wanted: Callable[[], bool]) -> None:
+        """Let the head give this rank's logits alone whenever `wanted` says so."""
+        gathered = self.head.forward
+
+        def forward(states: torch.Tensor) -> torch.Tensor:
+            if not wanted():
+                return gathered(states)
+            bias = self.head.bias
+            return nn.functional.linear(states, local(self.head.weight), local(bias) if bias is not None else None)
+
+        self.head.forward = forward  # type: ignore[method-assign, assignment]
+
+
+def vocabulary_part(model: PreTrainedModel) -> VocabularyPart | None:
+    """This rank's part of the head, where transformers has split it; None where it is whole, or a rank has nothing."""
+    head: Any = model.get_output_embeddings()
+    weight = getattr(head, "weight", None)
+    if not isinstance(head, nn.Linear) or not isinstance(weight, DTensor) or weight.placements != (Shard(0),):
+        return None
+    size, count = weight.shape[0], weight.device_mesh.size()
+    share = -(-size // count)
+    first = share * weight.device_mesh.get_local_rank()
+    if share * (count - 1) >= size:
+        return None
+    assert len(local(weight)) == min(share, size - first)
+    return VocabularyPart(head, first, weight.device_mesh.get_group())
 
 
 # transformers.

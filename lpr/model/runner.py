@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from lpr.config import InputError
 from lpr.model import exact_check
-from lpr.model.attention import TREE_ATTENTION, TREE_MASK_ONLY, step_scope
+from lpr.model.attention import TREE_ATTENTION, TREE_MASK_ONLY, current_step, step_scope
 from lpr.model.cache import TreeCache
 from lpr.model.compiled import CompiledForward
 from lpr.model.families import adapt
@@ -23,6 +23,8 @@ from lpr.model.graphs import Capturer, CudaCapturer, GraphRunner, is_capturing, 
 from lpr.model.inputs import Row, StepInputs, build_inputs, round_up
 from lpr.model.kernels.hook import EXACT_KERNELS, KERNELS, load_kernel
 from lpr.model.memory import cache_shortage, free_bytes
+from lpr.model.parallel import VocabularyPart
+from lpr.model.parts import choose_among_parts, choose_in_part, may_be_in_parts
 from lpr.model.pinned import HEIGHT, pin_heights
 from lpr.model.sampling import Selection, candidates, choose, four_to_a_word, log_probabilities
 
@@ -44,13 +46,15 @@ class TreeModel:
         packed: bool | None = None,
         attention: str = "auto",
         graphs: bool = True,
-        check_rows: Callable[[Sequence[Row]], None] | None = None,
+        check_rows: Callable[[Sequence[Row]], Callable[[], None]] | None = None,
         exact: bool = False,
         share_heights: Callable[[exact_check.Heights | str], exact_check.Heights | str] | None = None,
+        part: VocabularyPart | None = None,
     ) -> None:
         """Switch `model` (any transformers causal LM) to tree attention; the cache comes with `allocate`.
 
-        `check_rows` is called with the rows of every forward, before it.
+        `check_rows` is called with the rows of every forward as soon as they are known, and what it returns just before
+        anything is launched.
 
         The buckets pad the shapes of a step. On a GPU a few shapes repeat, as captured graphs and tuned kernels
         need; on a CPU every padded node costs its full arithmetic. For the same reason rows are packed on a CPU only,
@@ -59,6 +63,8 @@ class TreeModel:
 
         `exact` makes logits the same bits for every shape of a step (lpr.model.exact), if `self_check` finds it can.
         Ranks that share weights agree on the rows that this takes by `share_heights`.
+
+        With a `part` of the vocabulary, ranks choose each among their own logits wherever that can be.
 
         `attention` is one of ATTENTION. "auto" is "triton" on a GPU, which `self_check` then verifies with this model
         before it is kept, and "sdpa" elsewhere. Raises InputError for a choice that cannot work.
@@ -77,10 +83,14 @@ class TreeModel:
         self._layer_rules: dict[int | None, Any] = {}
         self.cache: TreeCache | None = None
         self._check_rows = check_rows
+        self._answer: Callable[[], None] | None = None
         self.attention_is_open = attention == "auto"
         """May `self_check` fall back to "sdpa"?"""
         self.exact = exact
         self._share_heights = share_heights
+        self.part = part
+        if part is not None:
+            part.install(lambda: (step := current_step()) is not None and step.in_parts)
         self.heights: exact_check.Heights | None = None
         """Rows of the products of a step in exact mode, at least; `why_not_exact` finds how few are enough."""
         self.set_attention(self._choose_attention() if attention == "auto" else attention)
@@ -167,7 +177,15 @@ class TreeModel:
                 logits = partial(self.logits, cache=cache)
                 bits, height = self.attention in KERNELS, self.heights.multiple if self.heights is not None else 1
                 self.graphs = GraphRunner(
-                    self._compute, logits, self.capturer, self.device, num_slots, rows, bits, height=height
+                    self._compute,
+                    logits,
+                    self.capturer,
+                    self.device,
+                    num_slots,
+                    rows,
+                    bits,
+                    height=height,
+                    meet=self._meet,
                 )
         if self.graphs is not None:
             self.graphs.limit(max_nodes)
@@ -206,6 +224,7 @@ class TreeModel:
         return self._call(inputs, cache)
 
     def _call(self, inputs: StepInputs, cache: TreeCache) -> torch.Tensor:
+        self._meet()
         extra = {"position_ids": inputs.positions} if self._accepts_positions else {}
         inputs.layer_rules = self._layer_rules
         with step_scope(inputs):
@@ -221,9 +240,17 @@ class TreeModel:
     def fill(self, rows: Sequence[Row]) -> None:
         """Compute the K/V of pieces of pending chains; nothing is chosen."""
         assert self.cache is not None
-        if self._check_rows is not None:
-            self._check_rows(rows)
+        self._ask(rows)
         self.logits(self._inputs(rows), self.cache)
+
+    def _ask(self, rows: Sequence[Row]) -> None:
+        self._answer = self._check_rows(rows) if self._check_rows is not None else None
+
+    def _meet(self) -> None:
+        """Wait, once, for what `check_rows` has begun with."""
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            answer()
 
     @torch.no_grad()
     def evaluate(self, rows: Sequence[Row], selection: Selection, num_candidates: int) -> torch.Tensor:
@@ -233,8 +260,7 @@ class TreeModel:
         which four share a word; behind them what `log_probabilities` returns, if the selection asks for it. They are
         overwritten by the next call.
         """
-        if self._check_rows is not None:
-            self._check_rows(rows)
+        self._ask(rows)
         assert self.cache is not None
         logits = None
         if self.graphs is not None and not selection.processor_paths and selection.num_logprobs is None:
@@ -243,14 +269,51 @@ class TreeModel:
                 return replayed
         elif self.graphs is not None:  # logits processors are code, which no graph holds; log-probabilities are rare
             logits = self.graphs.logits(rows)
+        selection = selection.to(self.device)
         if logits is None:
-            logits = self.logits(self._inputs(rows), self.cache)
-        return self._results(logits, selection.to(self.device), num_candidates)
+            inputs = self._inputs(rows)
+            inputs.in_parts = self._in_parts(selection)
+            logits = self.logits(inputs, self.cache)
+            if inputs.in_parts:
+                return self._results_of_parts(logits, selection, num_candidates)
+        return self._results(logits, selection, num_candidates)
+
+    def check_part(self) -> None:
+        """Choose among gathered logits after all, on all ranks, where the head's part is not a part of the logits."""
+        if self.part is None:
+            return
+        found = []
+        for in_parts in (False, True):
+            cache = TreeCache(1, 256)
+            inputs = self.inputs([Row(0, 0, [1, 2, 3], [-1, 0, 1], [0, 1, 2], 3)], 256)
+            inputs.in_parts = in_parts
+            found.append(self.logits(inputs, cache).float())
+        whole, mine = found
+        there = whole[:, self.part.first : self.part.first + mine.shape[1]]
+        same = mine.shape == there.shape and torch.allclose(mine, there, atol=1e-3 * float(whole.max() - whole.min()))
+        if not self.part.gather(torch.tensor([[int(same)]], dtype=torch.int32, device=self.device)).all():
+            self.part = None
+
+    def _in_parts(self, selection: Selection) -> bool:
+        return self.part is not None and may_be_in_parts(selection)
 
     def _compute(self, inputs: StepInputs, selection: Selection, num_candidates: int) -> torch.Tensor:
         """All of a step that a graph holds."""
         assert self.cache is not None
-        return self._results(self.compiled_logits(inputs, self.cache), selection, num_candidates, fixed_shapes=True)
+        inputs.in_parts = self._in_parts(selection)
+        logits = self.compiled_logits(inputs, self.cache)
+        results = self._results_of_parts if inputs.in_parts else self._results
+        return results(logits, selection, num_candidates, fixed_shapes=True)
+
+    def _results_of_parts(
+        self, logits: torch.Tensor, selection: Selection, num_candidates: int, fixed_shapes: bool = False
+    ) -> torch.Tensor:
+        """As `_results`, of this rank's part of the logits."""
+        assert self.part is not None
+        mine = choose_in_part(logits, selection, self.part.first, num_candidates, fixed_shapes)
+        chosen, tokens, scores = choose_among_parts(self.part.gather(mine), selection, num_candidates)
+        columns = [chosen[:, None], tokens, four_to_a_word(scores)] if num_candidates else [chosen[:, None]]
+        return torch.cat(columns, 1).to(torch.int32)
 
     def _results(
         self, logits: torch.Tensor, selection: Selection, num_candidates: int, fixed_shapes: bool = False

@@ -27,7 +27,16 @@ from lpr.model import sampling_cpu, sampling_native, sampling_reference
 from lpr.model.sampling_cpu import best_tokens
 from lpr.model.selection import Selection
 
-__all__ = ["Selection", "candidates", "choose", "four_to_a_word", "gpu_pick", "log_probabilities", "pick"]
+__all__ = [
+    "Selection",
+    "candidates",
+    "choose",
+    "four_to_a_word",
+    "gpu_pick",
+    "log_probabilities",
+    "pick",
+    "score_steps",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +61,8 @@ def pick(logits: torch.Tensor, selection: Selection, fixed_shapes: bool = False)
         best = logits.float().max(-1)  # unlike argmax it also shows a NaN, at the same price
         return torch.where(best.values.isnan(), NOT_A_NUMBER, best.indices)
     if on_cpu:
-        return (sampling_cpu if native.choose_rows is None else sampling_native).draw(logits, selection)
+        in_python = native.choose_rows is None or selection.first_token  # the extension counts from token 0
+        return (sampling_cpu if in_python else sampling_native).draw(logits, selection)
     if logits.is_cuda:
         return gpu_pick(logits.device)(logits, selection)
     return sampling_reference.pick(logits, selection)
@@ -99,9 +109,13 @@ def candidates(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor
     """The k most likely next tokens [n, k] int64 of every row and their scores [n, k] uint8 (see SCORE_STEPS)."""
     scores = logits.float()
     top, tokens = scores.topk(min(k, scores.shape[1]), dim=-1)
-    log_probs = top - scores.logsumexp(-1, keepdim=True)
+    return tokens, score_steps(top - scores.logsumexp(-1, keepdim=True))
+
+
+def score_steps(log_probs: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities as uint8 scores (see SCORE_STEPS)."""
     steps = (log_probs * -SCORE_STEPS).round().nan_to_num(nan=MAX_SCORE)
-    return tokens, steps.clamp(0, MAX_SCORE).to(torch.uint8)
+    return steps.clamp(0, MAX_SCORE).to(torch.uint8)
 
 
 def four_to_a_word(scores: torch.Tensor) -> torch.Tensor:

@@ -93,22 +93,25 @@ def _draw_unlimited(logits: torch.Tensor, selection: Selection, rows: np.ndarray
             if not good.any():
                 continue
             part, scaled, first, best = part[good], scaled[good] if not good.all() else scaled, first[good], best[good]
-            reach = best + gumbel_of_pairs(key, first.astype(np.uint32))
-            tokens = _possible_winners(scaled, reach - np.abs(reach) * np.float32(1e-6), key, first)
-            noise = gumbel_of_pairs(key, tokens)
+            start = np.uint32(selection.first_token)
+            reach = best + gumbel_of_pairs(key, first.astype(np.uint32) + start)
+            tokens = _possible_winners(scaled, reach - np.abs(reach) * np.float32(1e-6), key, first, start)
+            noise = gumbel_of_pairs(key, tokens + start)
             for row, scores in zip(part, scaled, strict=True):
                 chosen[row] = tokens[(scores[tokens] + noise).argmax()]  # of equal ones the lowest id
 
 
-def _possible_winners(scaled: np.ndarray, reach: np.ndarray, key: np.ndarray, first: np.ndarray) -> np.ndarray:
-    """The ids [m] uint32, ascending, of tokens whose scores [n, V] can reach `reach` [n] with the noise of `key`.
+def _possible_winners(
+    scaled: np.ndarray, reach: np.ndarray, key: np.ndarray, first: np.ndarray, start: np.uint32
+) -> np.ndarray:
+    """The columns [m] uint32, ascending, of tokens whose scores [n, V] can reach `reach` [n] with the noise of `key`.
 
-    The `first` [n], whose totals are within reach, are among them.
+    Column 0 is token `start`. The `first` [n], whose totals are within reach, are among them.
     Most need a noise that is rare: the hash alone tells that they lack it, without a logarithm.
     """
     near = np.flatnonzero((scaled >= (reach - np.float32(RARE_NOISE))[:, None]).any(0)).astype(np.uint32)
     far = np.flatnonzero((scaled >= (reach - np.float32(LARGEST_NOISE))[:, None]).any(0)).astype(np.uint32)
-    return np.unique(np.concatenate([first.astype(np.uint32), near, far[bits_of_pairs(key, far) <= RARE_BITS]]))
+    return np.unique(np.concatenate([first.astype(np.uint32), near, far[bits_of_pairs(key, far + start) <= RARE_BITS]]))
 
 
 def _draw_limited(logits: torch.Tensor, selection: Selection, rows: np.ndarray, chosen: np.ndarray) -> None:

@@ -20,7 +20,8 @@ def pick(logits: torch.Tensor, selection: Selection) -> torch.Tensor:
     scaled = scores / torch.where(warm, selection.temperature[:, None], torch.ones_like(scores[:, :1]))
     if selection.filtered:
         scaled = limit(scaled, selection)
-    noise = gumbel(selection.keys[:, None], torch.arange(scores.shape[1], device=scores.device)[None])
+    tokens = torch.arange(scores.shape[1], device=scores.device) + selection.first_token
+    noise = gumbel(selection.keys[:, None], tokens[None])
     best = torch.where(warm, scaled + noise[selection.key_of], scores).max(-1)
     broken |= warm[:, 0] & ~best.values.isfinite()
     return torch.where(broken, NOT_A_NUMBER, best.indices)

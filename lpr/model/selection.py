@@ -35,6 +35,8 @@ class Selection:
         """Is any row sampled at all?"""
         self.filtered = filtered
         """Has any row a top-k, top-p or min-p limit?"""
+        self.first_token = 0
+        """The token of the first column of the logits; not 0 where they are a part of the vocabulary."""
         self.processor_paths: list[ProcessorPath] = []
         """The sequences whose choices go through logits processors."""
         self.num_logprobs: int | None = None
@@ -65,7 +67,14 @@ class Selection:
         words = to_device(self.words(), device)
         there = Selection(words, self.num_keys, self.num_rows, self.sampled, self.filtered)
         there.processor_paths, there.num_logprobs = self.processor_paths, self.num_logprobs
+        there.first_token = self.first_token
         return there
+
+    def from_token(self, first: int) -> Selection:
+        """The same for logits whose first column is that token's."""
+        part = Selection(self._words, self.num_keys, self.num_rows, self.sampled, self.filtered)
+        part.first_token = first
+        return part
 
     def words(self) -> np.ndarray:
         """On the host: int32 [5n + u]."""
@@ -115,4 +124,6 @@ class Selection:
         keys = self._words[5 * self.num_rows :][self.key_of[rows]]
         columns[0] = torch.arange(len(index), device=self._words.device)
         words = torch.cat([columns.flatten(), keys])
-        return Selection(words, len(index), len(index), sampled=True, filtered=self.filtered)
+        found = Selection(words, len(index), len(index), sampled=True, filtered=self.filtered)
+        found.first_token = self.first_token
+        return found

@@ -100,9 +100,12 @@ def _largest(row_at, vocabulary, BLOCK: tl.constexpr):
 @triton.jit
 def choose_rows(
     logits_at, keys_at, key_of_at, temperature_at, top_k_at, top_p_at, min_p_at, chosen_at,
-    vocabulary, row_stride, NOT_A_NUMBER: tl.constexpr, LIMITED: tl.constexpr, BLOCK: tl.constexpr,
+    vocabulary, row_stride, first_token, NOT_A_NUMBER: tl.constexpr, LIMITED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The choice of row `program_id(0)`; rows without a temperature take their first largest logit."""
+    """The choice of row `program_id(0)`; rows without a temperature take their first largest logit.
+
+    The noise is that of tokens from `first_token` on; the choice is a column.
+    """
     row = tl.program_id(0).to(tl.int64)
     row_at = logits_at + row * row_stride
     temperature = tl.load(temperature_at + row)
@@ -136,7 +139,7 @@ def choose_rows(
                 scores = _scores(row_at, tokens, held, temperature)
                 order = _ordered(scores)
                 left = held & (order >= kept) & ((order > end) | ((order == end) & (tokens < end_token)))
-                totals = tl.where(left, scores + _gumbel(key, tokens), float("-inf"))
+                totals = tl.where(left, scores + _gumbel(key, tokens + first_token), float("-inf"))
                 here = tl.max(totals, 0)
                 place = tl.min(tl.where((totals == here) & left, tokens, LAST_TOKEN), 0)
                 its_score = tl.max(tl.where(tokens == place, scores, float("-inf")), 0)

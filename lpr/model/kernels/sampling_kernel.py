@@ -32,7 +32,7 @@ def pick(logits: torch.Tensor, selection: Selection, block: int = BLOCK) -> torc
     with where:
         choose_rows[(num_rows,)](
             logits, selection.keys, selection.key_of, selection.temperature, selection.top_k, selection.top_p,
-            selection.min_p, chosen, vocabulary, logits.stride(0), NOT_A_NUMBER=NOT_A_NUMBER,
+            selection.min_p, chosen, vocabulary, logits.stride(0), selection.first_token, NOT_A_NUMBER=NOT_A_NUMBER,
             LIMITED=selection.filtered, BLOCK=min(block, triton.next_power_of_2(vocabulary)), num_warps=NUM_WARPS,
         )  # fmt: skip
     return chosen
