@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.common import model_parser, progress, run_main
-from benchmarks.data import load_prompts
+from benchmarks.data import prompts_of
 from benchmarks.engines import count_steps, load_engine, params_for, split_budget
 from lpr.engine.stats import DecodeStats
 
@@ -27,7 +27,7 @@ KINDS = ("window", "trie", "both")
 
 def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Run every kind at every budget and temperature."""
-    prompts, engine = load_prompts(options.data, options.prompts), load_engine(options)
+    prompts, engine = prompts_of(options), load_engine(options)
     console.print(f"ceiling: {options.max_new_tokens} tokens per step (a whole output at once); plain decoding: 1")
     cases = list(product(options.temperatures, KINDS, options.budgets))
     found = []

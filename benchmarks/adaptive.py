@@ -21,7 +21,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.common import model_parser, progress, run_main
-from benchmarks.data import load_prompts
+from benchmarks.data import prompts_of
 from benchmarks.engines import OneModel, engines_over, load_model, params_for, plain, split_budget
 from benchmarks.race import Lpr, Race, run_race
 from lpr import DecodeConfig, Engine
@@ -94,7 +94,7 @@ def figures(race: Race) -> dict[str, Any]:
 
 def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Race every data set and temperature, then the traps."""
-    texts = {Path(path).stem: load_prompts(path, options.prompts + 1) for path in options.data}
+    texts = {Path(path).stem: prompts_of(options, options.prompts + 1, path) for path in options.data}
     console.print("ceiling: the best of the grid's fixed sizes, chosen afterwards per data set and temperature")
     model = load_model(options)
     races, encode = [], contestants(model, {PLAIN: plain()})[PLAIN].engine.encode

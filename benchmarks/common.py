@@ -76,6 +76,9 @@ def model_parser(name: str, description: str, many: bool = False, threads: int =
     what = "JSON lines of ClassEval, HumanEval, GSM8K, ..., or hub:classeval, hub:humaneval, hub:gsm8k, hub:mt_bench"
     parser.add_argument("--data", required=True, metavar="FILE", nargs="+" if many else None, help=what)
     parser.add_argument("--prompts", type=whole, default=20, metavar="N", help="use the first N prompts (default 20)")
+    parser.add_argument(
+        "--chat-template", action="store_true", help="prompts are messages in the model's chat template"
+    )
     parser.add_argument("--max-new-tokens", type=whole, default=256, metavar="N", help="tokens per prompt (256)")
     parser.add_argument("--model", metavar="M", help="folder or hub id (default: the bundled model)")
     parser.add_argument("--device", metavar="D", help="cpu, cuda or cuda:N (default: a GPU if there is one)")

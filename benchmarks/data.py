@@ -6,6 +6,7 @@ had again. A file that was fetched once is read from the hub's cache, also witho
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,9 @@ from typing import Any
 
 from huggingface_hub import hf_hub_download
 from huggingface_hub.utils import logging
+from transformers import AutoTokenizer
 
+from lpr import bundled_model
 from lpr.config import InputError
 
 PREFIX = "hub:"
@@ -45,8 +48,11 @@ FILES = {
 """HumanEval and GSM8K are published as parquet only, which `read_records` needs pyarrow for."""
 
 
-def load_prompts(path: str, count: int) -> list[str]:
-    """The first `count` prompts of a data set, a file or a name such as hub:gsm8k; raises InputError."""
+def load_prompts(path: str, count: int, template: str | Path | None = None) -> list[str]:
+    """The first `count` prompts of a data set, a file or a name such as hub:gsm8k; raises InputError.
+
+    With `template`, a model's folder or hub id, each is a user's message in that model's chat template.
+    """
     prompts = []
     for record in read_records(fetch(path) if path.startswith(PREFIX) else Path(path))[:count]:
         found = [record[name] for name in PROMPT_FIELDS if name in record] if isinstance(record, dict) else []
@@ -55,7 +61,26 @@ def load_prompts(path: str, count: int) -> list[str]:
         prompts.append(found[0][0] if isinstance(found[0], list) else found[0])
     if not prompts:
         raise InputError(f"{path} holds no prompts")
-    return prompts
+    return prompts if template is None else in_chat_template(prompts, template)
+
+
+def prompts_of(options: argparse.Namespace, count: int | None = None, path: str | None = None) -> list[str]:
+    """The prompts that a command line asks for (benchmarks.common.model_parser), or `count` of them, or of `path`."""
+    template = (options.model or bundled_model()) if options.chat_template else None
+    return load_prompts(path or options.data, options.prompts if count is None else count, template)
+
+
+def in_chat_template(prompts: list[str], model: str | Path) -> list[str]:
+    """Each prompt as the only message of a chat, to be answered; raises InputError if the model has no template.
+
+    The text begins with the special tokens that the template writes, so it is encoded without further ones.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        return [str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)) for chat in chats]
+    except (OSError, ValueError) as error:
+        raise InputError(f"--chat-template: {str(error).strip().splitlines()[0]}") from error
 
 
 def read_records(path: Path) -> list[Any]:

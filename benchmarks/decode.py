@@ -18,7 +18,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from benchmarks.common import model_parser, progress, run_main
-from benchmarks.data import load_prompts
+from benchmarks.data import prompts_of
 from benchmarks.engines import engines_over, load_model, params_for, plain, split_budget
 from benchmarks.race import Contestant, Lpr, Race, Stock, run_race
 from lpr import DecodeConfig, bundled_model
@@ -30,7 +30,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Race all contestants over all prompts."""
     decodes = {PLAIN: plain(), AUTO: DecodeConfig(max_batch_size=1)}
     decodes |= {f"lpr {kind} {size}": split_budget(kind, size) for kind in options.kinds for size in options.budgets}
-    texts = load_prompts(options.data, options.prompts + 1)
+    texts = prompts_of(options, options.prompts + 1)
     engines = engines_over(load_model(options), decodes)
     model = engines[PLAIN].model
     stock: Any = AutoModelForCausalLM.from_pretrained(options.model or bundled_model(), dtype=model.model.dtype)

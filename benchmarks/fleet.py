@@ -32,7 +32,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.common import OneLineParser, model_parser, progress, run_main, whole
-from benchmarks.data import load_prompts
+from benchmarks.data import prompts_of
 from benchmarks.engines import split_budget
 from benchmarks.launch import LAUNCHER, RunFailedError, execute
 from lpr.config import InputError
@@ -194,7 +194,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Run every case, in rounds, so that a machine whose speed drifts does so for all."""
     if not options.repeats:
         raise InputError("--repeats 0 must be at least 1")
-    prompts = {path: load_prompts(path, options.prompts) for path in options.data}
+    prompts = {path: prompts_of(options, path=path) for path in options.data}
     cases = plan(options.data, options.temperatures, options.meshes, options.budgets)
     console.print("ceiling: tokens/s of plain decoding with the same tp, times tokens per step, if no step took longer")
     runs: dict[Case, list[Run]] = {case: [] for case in cases}

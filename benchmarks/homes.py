@@ -27,7 +27,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.common import attempt, model_parser, progress, read_json, run_main
-from benchmarks.data import load_prompts
+from benchmarks.data import prompts_of
 from benchmarks.engines import StepClock, params_for
 from benchmarks.launch import LAUNCHER, execute
 from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
@@ -201,7 +201,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     console.print("ceiling: the better of split and home at every load, and more where neither extreme is best")
     spec = {
         "times": read_json(options.costs),
-        "prompts": load_prompts(options.data, options.prompts + max(options.loads)),
+        "prompts": prompts_of(options, options.prompts + max(options.loads)),
         "counted": options.prompts,
         "loads": options.loads,
         "temperatures": options.temperatures,

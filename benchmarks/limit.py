@@ -72,6 +72,22 @@ class Phrases:
         return length
 
 
+LONGEST_BLOCK, LOOP = 32, 64
+"""A text loops if a block of up to so many tokens repeats itself over more than so many tokens."""
+
+
+def loops(tokens: Sequence[int]) -> bool:
+    """Does the text repeat itself at once? Such a text flatters whoever copies."""
+    text = np.array(tokens)
+    for period in range(1, LONGEST_BLOCK + 1):
+        run = 0
+        for same in (text[period:] == text[:-period]).tolist():
+            run = run + 1 if same else 0
+            if run + period > LOOP and run >= period:
+                return True
+    return False
+
+
 def fewest_steps(prompt: Sequence[int], completion: Sequence[int], known: Iterable[Sequence[int]] = ()) -> int:
     """Steps in which the limit writes `completion`: each is a longest phrase of the text so far, and one more token."""
     phrases = Phrases(known, [*prompt, *completion])

@@ -39,7 +39,7 @@ import httpx
 from rich.console import Console
 
 from benchmarks.common import model_parser, progress, run_main, whole
-from benchmarks.data import load_prompts
+from benchmarks.data import prompts_of
 from benchmarks.serve import Answer, Round, one_round, parse_load
 from benchmarks.services import running
 from lpr.config import InputError
@@ -129,7 +129,7 @@ class Asked:
 
 def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Ask, calibrate, simulate, compare."""
-    prompts = load_prompts(options.data, options.prompts)
+    prompts = prompts_of(options)
     loads = [parse_load(each) for each in options.loads]
     if any(kind not in ("closed", "poisson") for kind, _ in loads):
         raise InputError("--loads: closed:C and poisson:R can be simulated, bursts and typing cannot")

@@ -5,6 +5,10 @@ the accepted path of each draft is walked along the recorded tokens, the next on
 and completion are tokenised separately, without special tokens, because a model continues the tokens of its
 prompt. Recycled candidates and the Jacobi window need a model and are off here.
 
+With `--steps FILE` the texts are those of benchmarks.record at one `--temperature`, with what the model said after each
+token, so candidates are recycled, from accepted nodes only, and the sampling noise is known. `without_loops` are the
+same figures without the outputs in which a block of tokens repeats (benchmarks.limit.loops).
+
 Each line of a trace file is a JSON object with the strings `prompt` and `completion`. `--warm FILE` puts the
 completions of its tasks into the shared trie before the first task; the same file serves for both:
 
@@ -32,20 +36,25 @@ import math
 import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 
 from benchmarks.common import OneLineParser, make_parser, progress, run_main, whole
-from benchmarks.limit import StepEnds, fewest_steps
+from benchmarks.limit import StepEnds, fewest_steps, loops
+from benchmarks.record import Recorded, read_texts
 from lpr.config import DecodeConfig, InputError, TreeSizes
-from lpr.native import Drafter, SuffixIndex, TokenTree
+from lpr.core.suffix_index import as_learnt
+from lpr.native import CandidateTable, Drafter, SuffixIndex, TokenTree
 
 Encode = Callable[[str], list[int]]
+T = TypeVar("T")
+_MAIN = ("tokens_per_step", "limit_tokens_per_step", "share_of_limit", "num_tokens", "num_steps")
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,21 @@ class Task:
 
     prompt: list[int]
     completion: list[int]
+    recorded: Recorded | None = None
+    """What the model said after each token."""
+
+    @property
+    def seed(self) -> int | None:
+        """That of a sampled text."""
+        return self.recorded.seed if self.recorded is not None and self.recorded.temperature > 0 else None
+
+    def said(self, done: int, count: int) -> tuple[list[list[int]], list[list[int]]]:
+        """Candidates and scores after up to `count` tokens, from the last before the completion's first `done` on."""
+        if self.recorded is None:
+            return [], []
+        begin = len(self.prompt) - 1 + done
+        end = min(begin + count, len(self.prompt) + len(self.completion) - 1)
+        return self.recorded.candidates[begin:end].tolist(), self.recorded.scores[begin:end].tolist()
 
 
 @dataclass
@@ -119,7 +143,7 @@ def load_tokenizer(name: str) -> Encode:
         raise InputError(f"cannot load tokenizer {name!r}: {str(error).strip().splitlines()[0]}") from error
 
 
-def select(pairs: list[tuple[str, str]], first: int | None, last: int | None) -> list[tuple[str, str]]:
+def select(pairs: list[T], first: int | None, last: int | None) -> list[T]:
     """The first `first` of the pairs, or the last `last`, or all of them."""
     if first is not None:
         return pairs[:first]
@@ -202,10 +226,12 @@ class FixedSizes:
 
 def replay_task(task: Task, sizes: FixedSizes) -> None:
     """Decode one recorded task step by step, adding to `sizes.tally`."""
-    drafter, tally = Drafter(sizes.config, sizes.shared, None), sizes.tally
+    table, tally = CandidateTable() if task.recorded is not None else None, sizes.tally
+    drafter = Drafter(sizes.config, sizes.shared, table, seed=task.seed)
     drafter.observe(task.prompt)
     sizes.begin_task()
     sizes.ends.begin(task.prompt)
+    ranked: defaultdict[int, set[int]] = defaultdict(set)
     tally.fewest_steps += fewest_steps(task.prompt, task.completion, sizes.known)
     done, root = 0, task.prompt[-1]
     while done < len(task.completion):
@@ -214,12 +240,19 @@ def replay_task(task: Task, sizes: FixedSizes) -> None:
         path, emitted = follow(tree, task.completion, done)
         sizes.observe(tree, path)
         if len(emitted) == len(path):  # else the text ended on a drafted node
-            sizes.ends.end(len(path) - 1, tree.tokens[path[-1]], emitted[-1])
+            last = tree.tokens[path[-1]]
+            sizes.ends.end(len(path) - 1, last, emitted[-1], ranked[last])
         sizes.ends.read(emitted)
+        tokens, (candidates, scores) = [tree.tokens[node] for node in path], task.said(done, len(path))
+        for token, row in zip(tokens, candidates, strict=False):
+            ranked[token].update(row)
         root, done = emitted[-1], done + len(emitted)
         start = time.thread_time()
         drafter.learn(tree, path)
         tally.learn_ms.append((time.thread_time() - start) * 1e3)
+        if table is not None and candidates:
+            table.update(tokens[: len(candidates)], candidates, scores)
+            drafter.keep_candidates(range(len(candidates)), candidates, scores)
         drafter.observe(emitted)
         tally.num_accepted += len(path) - 1
         tally.num_steps += 1
@@ -227,34 +260,77 @@ def replay_task(task: Task, sizes: FixedSizes) -> None:
     tally.num_tokens += len(task.completion)
 
 
+def recorded_tasks(options: argparse.Namespace) -> list[Task]:
+    """The texts of `--steps` at one temperature; raises InputError if there are none."""
+    texts, _ = read_texts(options.steps)
+    texts = [text for text in texts if abs(text.temperature - options.temperature) < 1e-6 and len(text.output) > 1]
+    texts = [text for text in sorted(texts, key=lambda text: text.prompt) if text.prompt >= options.skip]
+    tasks = [Task(text.tokens[: text.num_prompt].tolist(), text.output, text) for text in texts]
+    tasks = select(tasks, options.first, options.last)
+    if not tasks:
+        raise InputError(f"{options.steps} holds no such texts at temperature {options.temperature:g}")
+    return tasks
+
+
 def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Replay as the command line says; the facts and results of the JSON line."""
-    tokenizer = options.tokenizer or default_tokenizer()
-    traces = select(read_traces(options.traces), options.first, options.last)
-    warm = select(read_traces(options.warm), options.warm_first, options.warm_last) if options.warm else []
+    if (options.traces is None) == (options.steps is None):
+        raise InputError("give either --traces or --steps")
     config = DecodeConfig(
         window_size=0, trie_nodes=options.budget, branch_length=options.branch_length or max(1, options.budget)
     ).resolved()
-    encode = load_tokenizer(tokenizer)
-    tasks = tasks_of(traces, encode, options.traces)
+    if options.steps:
+        if options.warm or options.history_tokens:
+            raise InputError("--steps is replayed without --warm and --history-tokens")
+        tasks, known, name = recorded_tasks(options), [], None
+    else:
+        tokenizer = options.tokenizer or default_tokenizer()
+        encode, name = load_tokenizer(tokenizer), Path(tokenizer).name
+        traces = select(read_traces(options.traces)[options.skip :], options.first, options.last)
+        warm = select(read_traces(options.warm), options.warm_first, options.warm_last) if options.warm else []
+        tasks = tasks_of(traces, encode, options.traces)
+        known = [as_learnt(encode(prompt), encode(completion)) for prompt, completion in warm]
     shared = SuffixIndex(max(config.trie_capacity, options.history_tokens))
     fill(shared, tasks, options.history_tokens)
-    known = [encode(completion) for _, completion in warm]
     learn(shared, known)
-    warm_tokens = len(shared)
-    sizes = FixedSizes(config, shared, known)
+    warm_tokens, num_warm = len(shared), len(known)
+    console.print(f"ceiling: every drafted token right, {config.branch_length + 1} tokens per step")
+    found = replay(tasks, FixedSizes(config, shared, known), options.learn, console)
+    if options.steps:
+        straight = [task for task in tasks if not loops(task.completion)]
+        found["looping_outputs"] = round(1 - len(straight) / len(tasks), 4)
+        if straight and len(straight) < len(tasks):
+            again = replay(straight, FixedSizes(config, SuffixIndex(config.trie_capacity)), options.learn, console)
+            found["without_loops"] = {name: again[name] for name in _MAIN}
+    return {
+        "benchmark": "replay",
+        **found,
+        "setting": "warm" if num_warm or options.history_tokens else "cold",
+        "learn": options.learn,
+        "traces": options.traces or f"{Path(options.steps).stem} at temperature {options.temperature:g}",
+        "first_prompt": options.skip,
+        "num_tasks": len(tasks),
+        "budget": options.budget,
+        "branch_length": config.branch_length,
+        "warm": options.warm,
+        "num_warm_tasks": num_warm,
+        "num_warm_tokens": warm_tokens,
+        "tokenizer": name,
+    }
+
+
+def replay(tasks: Sequence[Task], sizes: FixedSizes, learns: bool, console: Console) -> dict[str, Any]:
+    """Replay the tasks, whose completions enter the shared trie if it `learns`; what came of it."""
     with progress(console, len(tasks), "replay") as advance:
         for task in tasks:
             replay_task(task, sizes)
-            if options.learn:
-                learn(shared, [task.completion])
-                sizes.known.append(task.completion)
+            if learns:
+                sizes.known.append(as_learnt(task.prompt, task.completion))
+                learn(sizes.shared, [as_learnt(task.prompt, task.completion)])
             advance()
     tally = sizes.tally
     ordered = sorted(tally.draft_ms)
-    console.print(f"ceiling: every drafted token right, {config.branch_length + 1} tokens per step")
     return {
-        "benchmark": "replay",
         "tokens_per_step": round(tally.num_tokens / tally.num_steps, 4),
         "limit_tokens_per_step": round(tally.num_tokens / tally.fewest_steps, 4),
         "share_of_limit": round(tally.fewest_steps / tally.num_steps, 4),
@@ -265,25 +341,18 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         "learn_ms_per_step": round(statistics.median(tally.learn_ms), 4),
         "expected_per_step": round(tally.expected / tally.num_steps, 4),
         "accepted_per_step": round(tally.num_accepted / tally.num_steps, 4),
-        "setting": "warm" if warm or options.history_tokens else "cold",
-        "learn": options.learn,
-        "traces": options.traces,
-        "num_tasks": len(tasks),
         "num_tokens": tally.num_tokens,
         "num_steps": tally.num_steps,
-        "budget": options.budget,
-        "branch_length": config.branch_length,
-        "warm": options.warm,
-        "num_warm_tasks": len(warm),
-        "num_warm_tokens": warm_tokens,
-        "tokenizer": Path(tokenizer).name,
     }
 
 
 def build_parser() -> OneLineParser:
     """The command line."""
     parser = make_parser("replay", "Measure drafting on recorded completions.")
-    parser.add_argument("--traces", required=True, metavar="FILE", help="JSON lines with prompt and completion")
+    parser.add_argument("--traces", metavar="FILE", help="JSON lines with prompt and completion")
+    parser.add_argument("--steps", metavar="FILE", help="what benchmarks.record has written, instead of --traces")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="of the texts of --steps (0)")
+    parser.add_argument("--from", dest="skip", type=whole, default=0, metavar="N", help="leave out the first N")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--first", type=whole, metavar="N", help="replay the first N tasks only")
     which.add_argument("--last", type=whole, metavar="N", help="replay the last N tasks only")

@@ -40,7 +40,7 @@ import httpx
 from rich.console import Console
 
 from benchmarks.common import attempt, model_parser, progress, run_main, whole
-from benchmarks.data import load_prompts
+from benchmarks.data import prompts_of
 from benchmarks.serve_simulated import simulate, simulated_parser
 from benchmarks.services import running
 from lpr.config import InputError
@@ -257,7 +257,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Every load against every setting, in rounds."""
     if options.quick:
         options = argparse.Namespace(**{**vars(options), **QUICK})
-    prompts = load_prompts(options.data, options.prompts)
+    prompts = prompts_of(options)
     loads = [parse_load(each) for each in options.loads]
     unknown = [name for name in options.settings if name not in SETTINGS]
     if unknown:

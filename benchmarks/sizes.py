@@ -36,6 +36,7 @@ from benchmarks.replay import (
 )
 from lpr.config import DecodeConfig
 from lpr.core.step_times import KNOTS, SHORTEST_KV, StepTimes, read_step_times
+from lpr.core.suffix_index import as_learnt
 from lpr.native import AcceptanceHistory, AdaptiveBudget, Draft, Drafter, SuffixIndex, TokenTree
 
 Learnt = Callable[[], SuffixIndex]
@@ -145,7 +146,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         pairs = read_traces(path)
         tasks = tasks_of(select(pairs, None, options.last), encode, path)
         for num_warm in [0, options.warm_first] if options.warm_first else [0]:
-            learnt = partial(trie_of, [encode(text) for _, text in pairs[:num_warm]])
+            learnt = partial(trie_of, [as_learnt(encode(prompt), encode(text)) for prompt, text in pairs[:num_warm]])
             with progress(console, len(options.sizes) + len(tables), "replay") as advance:
                 races = compare(tasks, tables, learnt, options.sizes, options.max_nodes, advance)
             run = {"traces": Path(path).name, "num_tasks": len(tasks), "num_warm_tasks": num_warm, "races": races}

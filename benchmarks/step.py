@@ -34,7 +34,7 @@ from rich.console import Console
 
 import lpr.model.runner
 from benchmarks.common import OneLineParser, finish, make_parser, model_parser, run_main, whole
-from benchmarks.data import load_prompts
+from benchmarks.data import prompts_of
 from benchmarks.engines import StepClock, load_engine, params_for, switch
 from benchmarks.launch import LAUNCHER, RunFailedError, execute
 from lpr import DecodeConfig, Engine
@@ -73,7 +73,7 @@ def timed(function: Callable[..., Any], spent: list[float]) -> Callable[..., Any
 
 def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Time the parts of every step of a few requests, per node budget."""
-    prompts, engine = load_prompts(options.data, options.prompts), load_engine(options)
+    prompts, engine = prompts_of(options), load_engine(options)
     console.print("ceiling: a step that is all forward; target: 0.3 ms outside it at 64 nodes")
     most = max(options.budgets)
     cached = options.kv or [kv for kv in CACHED if kv + most <= engine.max_length]

@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.common import model_parser, progress, run_main
-from benchmarks.data import load_prompts
+from benchmarks.data import prompts_of
 from benchmarks.engines import RankCounter, count_steps, load_engine, params_for
 from benchmarks.simulate import simulate, simulate_parser
 from lpr import DecodeConfig
@@ -34,7 +34,7 @@ def per_rank(budget: int, window_share: float) -> DecodeConfig:
 
 def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Run every budget, temperature and number of ranks."""
-    prompts, engine = load_prompts(options.data, options.prompts), load_engine(options)
+    prompts, engine = prompts_of(options), load_engine(options)
     console.print("ceiling: as many times as ranks, if every rank's nodes paid as the first's; the paper: 1.5x on 8")
     cases = list(product(options.temperatures, options.budgets, options.ranks))
     found = []

@@ -34,14 +34,14 @@ def _constants() -> dict[str, Any]:
     numbers = {
         drafting: ("GROWTH", "SHARED_TRUST", "REPLACED_TRUST", "MOST", "DELAY", "POOL_MATCH"),
         suffix_index: ("MAX_MATCH",),
-        calibration: ("RECENT_STAGE", "SEVERAL", "MEMORY", "LEAST"),
+        calibration: ("RECENT_STAGE", "RECENT_KIND", "SEVERAL", "MEMORY", "LEAST"),
         budget: (
             *("WINDOW_MEMORY", "WINDOW_RETURN", "TRUSTED_NODES", "TRUST_MEMORY", "PLAIN_MEMORY", "MOST_PROMISED"),
             *("LONG_MEMORY", "NEAR_PRICE", "WINDOW_SEGMENT", "QUIET_STEPS", "LONGEST_PAUSE", "LONGEST_FAR_PAUSE"),
         ),
         budgets: ("FORGOTTEN_AFTER",),
     }
-    shipped_frequencies, shipped_trials = calibration._SHIPPED
+    frequencies, trials = zip(*calibration._SHIPPED, strict=True)
     return {
         **{name.lower(): getattr(module, name) for module, names in numbers.items() for name in names},
         "root_places": drafting.ROOT_PLACES,
@@ -49,9 +49,9 @@ def _constants() -> dict[str, Any]:
         "weight": drafting._WEIGHT,
         "novelty": drafting._NOVELTY,
         "recycled": drafting._RECYCLED,
-        "recent_cells": drafting._RECENT_CELLS,
-        "shipped_frequencies": list(shipped_frequencies),
-        "shipped_trials": list(shipped_trials),
+        "recent_tokens": drafting.RECENT_TOKENS,
+        "shipped_frequencies": [list(each) for each in frequencies],
+        "shipped_trials": [list(each) for each in trials],
         "levels": list(calibration._LEVELS),
         "num_levels": calibration._NUM_LEVELS,
         "num_kinds": calibration._NUM_KINDS,

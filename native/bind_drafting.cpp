@@ -162,7 +162,7 @@ void bind_evidence(nb::module_& m) {
 
 void bind_drafting(nb::module_& m) {
   nb::class_<Calibration>(m, "Calibration")
-      .def(nb::init<>())
+      .def(nb::init<bool>(), "is_sampled"_a = false)
       .def_ro("frequencies", &Calibration::frequencies)
       .def_ro("trials", &Calibration::trials)
       .def_prop_ro("digest", &Calibration::digest)
@@ -171,14 +171,16 @@ void bind_drafting(nb::module_& m) {
       .def(
           "__init__",
           [](Drafter* self, const nb::object& config, std::shared_ptr<SuffixIndex> shared,
-             std::shared_ptr<CandidateTable> table, std::shared_ptr<Calibration> calibration) {
+             std::shared_ptr<CandidateTable> table, std::shared_ptr<Calibration> calibration,
+             std::optional<uint64_t> seed) {
             Sizes sizes = sizes_of(config);
             new (self) Drafter(sizes.trie_nodes, sizes.branch_length, sizes.trie_capacity,
                                sizes.window_size ? sizes.guess_set_size : 0, std::move(shared), std::move(table),
-                               std::move(calibration));
+                               std::move(calibration), seed);
           },
           "config"_a, "shared"_a.none() = nb::none(), "table"_a.none() = nb::none(),
-          "calibration"_a.none() = nb::none())
+          "calibration"_a.none() = nb::none(), "seed"_a.none() = nb::none())
+      .def_ro("seed", &Drafter::seed)
       .def_ro("calibration", &Drafter::calibration)
       .def_ro("pool", &Drafter::pool)
       .def(
@@ -186,7 +188,23 @@ void bind_drafting(nb::module_& m) {
           "tokens"_a)
       .def("draft", &Drafter::draft, "tree"_a, "budget"_a, "max_depth"_a = nb::none(),
            "price"_a.none() = nb::none())
-      .def("learn", &Drafter::learn, "tree"_a, "path"_a);
+      .def("learn", &Drafter::learn, "tree"_a, "path"_a)
+      .def(
+          "keep_candidates",
+          [](Drafter& drafter, const Tokens& path, const std::vector<Tokens>& candidates,
+             const std::vector<std::vector<uint8_t>>& scores) {
+            int k = candidates.empty() ? 0 : static_cast<int>(candidates[0].size());
+            Tokens tokens;
+            std::vector<uint8_t> says;
+            for (const Tokens& row : candidates) tokens.insert(tokens.end(), row.begin(), row.end());
+            for (const std::vector<uint8_t>& row : scores) says.insert(says.end(), row.begin(), row.end());
+            for (int32_t node : path)
+              if (node < 0 || static_cast<size_t>(node) >= candidates.size() || tokens.size() != k * candidates.size() ||
+                  says.size() != tokens.size())
+                throw std::invalid_argument("a node of the path has no candidates and scores");
+            drafter.keep_candidates(path, tokens.data(), says.data(), k);
+          },
+          "path"_a, "candidates"_a, "scores"_a);
 }
 
 }  // namespace lpr

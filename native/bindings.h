@@ -58,7 +58,7 @@ struct BoundState : SequenceState {
              const nb::object& stop_ids)
       : SequenceState(nb::cast<Tokens>(tokens_), nb::cast<std::string>(nb::repr(params_)), sizes_of(config_),
                       counts(computed, num_ranks), std::move(shared),
-                      longest.value_or(std::numeric_limits<int64_t>::max()), each_of(stop_ids)),
+                      longest.value_or(std::numeric_limits<int64_t>::max()), each_of(stop_ids), seed_of(params_)),
         params(std::move(params_)), config(std::move(config_)), listed(std::move(tokens_)) {}
 
   void append(const Tokens& emitted) {
@@ -69,6 +69,12 @@ struct BoundState : SequenceState {
   static std::vector<int64_t> counts(const nb::object& computed, int64_t num_ranks) {
     if (!computed.is_none() && nb::len(computed)) return nb::cast<std::vector<int64_t>>(computed);
     return std::vector<int64_t>(num_ranks, 0);
+  }
+
+  // Of a request that samples.
+  static std::optional<uint64_t> seed_of(const nb::object& params) {
+    if (nb::cast<double>(params.attr("temperature")) <= 0) return std::nullopt;
+    return nb::cast<uint64_t>(params.attr("seed").attr("__and__")(~uint64_t{0}));
   }
 
   static Tokens each_of(const nb::object& ids) {

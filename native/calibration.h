@@ -25,7 +25,10 @@ inline int cell_within(int kind, double odds) {
 
 class Calibration {
  public:
-  std::vector<double> frequencies = constants.shipped_frequencies, trials = constants.shipped_trials;
+  std::vector<double> frequencies, trials;
+
+  explicit Calibration(bool is_sampled = false)
+      : frequencies(constants.shipped_frequencies.at(is_sampled)), trials(constants.shipped_trials.at(is_sampled)) {}
 
   uint64_t digest() const { return hash_.digest(); }
 

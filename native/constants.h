@@ -11,13 +11,12 @@ namespace lpr {
 struct Constants {
   // lpr.core.drafting
   std::vector<double> weight, novelty, recycled;
-  std::vector<int64_t> recent_cells;
   double growth, shared_trust, replaced_trust, most, delay;
-  int pool_match, root_places, node_places, max_match;
+  int pool_match, root_places, node_places, max_match, recent_tokens;
   // lpr.core.calibration
-  std::vector<double> shipped_frequencies, shipped_trials;
+  std::vector<std::vector<double>> shipped_frequencies, shipped_trials;  // greedy, sampled
   std::vector<int64_t> levels;
-  int num_levels, num_kinds, num_buckets, middle, recent_stage, several;
+  int num_levels, num_kinds, num_buckets, middle, recent_stage, recent_kind, several;
   double memory, least;
   // lpr.core.budget and step_times
   std::vector<int64_t> knots;

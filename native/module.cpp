@@ -13,9 +13,8 @@ void set_constants(const nb::dict& from) {
   to.weight = get<std::vector<double>>(from, "weight");
   to.novelty = get<std::vector<double>>(from, "novelty");
   to.recycled = get<std::vector<double>>(from, "recycled");
-  to.recent_cells = get<std::vector<int64_t>>(from, "recent_cells");
-  to.shipped_frequencies = get<std::vector<double>>(from, "shipped_frequencies");
-  to.shipped_trials = get<std::vector<double>>(from, "shipped_trials");
+  to.shipped_frequencies = get<std::vector<std::vector<double>>>(from, "shipped_frequencies");
+  to.shipped_trials = get<std::vector<std::vector<double>>>(from, "shipped_trials");
   to.levels = get<std::vector<int64_t>>(from, "levels");
   to.knots = get<std::vector<int64_t>>(from, "knots");
 #define LPR_NUMBER(name) to.name = get<decltype(to.name)>(from, #name)
@@ -28,11 +27,13 @@ void set_constants(const nb::dict& from) {
   LPR_NUMBER(root_places);
   LPR_NUMBER(node_places);
   LPR_NUMBER(max_match);
+  LPR_NUMBER(recent_tokens);
   LPR_NUMBER(num_levels);
   LPR_NUMBER(num_kinds);
   LPR_NUMBER(num_buckets);
   LPR_NUMBER(middle);
   LPR_NUMBER(recent_stage);
+  LPR_NUMBER(recent_kind);
   LPR_NUMBER(several);
   LPR_NUMBER(memory);
   LPR_NUMBER(least);

@@ -33,9 +33,10 @@ class SequenceState {
   std::vector<double> probabilities;
 
   SequenceState(Tokens begin, const std::string& params, const Sizes& sizes, std::vector<int64_t> computed,
-                std::shared_ptr<SuffixIndex> shared, int64_t longest, Tokens stop_ids)
+                std::shared_ptr<SuffixIndex> shared, int64_t longest, Tokens stop_ids,
+                std::optional<uint64_t> seed)
       : tokens(std::move(begin)), num_computed_tokens(std::move(computed)), sizes_(sizes),
-        shared_(std::move(shared)), longest_(longest), stop_ids_(std::move(stop_ids)) {
+        shared_(std::move(shared)), longest_(longest), stop_ids_(std::move(stop_ids)), seed_(seed) {
     homes_.resize(num_computed_tokens.size());
     std::iota(homes_.begin(), homes_.end(), 0);
     if (tokens.empty()) throw std::invalid_argument("a sequence starts with at least one token");
@@ -139,7 +140,7 @@ class SequenceState {
   // Make what drafts from the tokens, which all home ranks do before the same step.
   void begin_drafting() {
     drafter = std::make_shared<Drafter>(sizes_.trie_nodes, sizes_.branch_length, sizes_.trie_capacity,
-                                        sizes_.window_size ? sizes_.guess_set_size : 0, shared_, table, nullptr);
+                                        sizes_.window_size ? sizes_.guess_set_size : 0, shared_, table, nullptr, seed_);
     drafter->observe(tokens.data(), tokens.size());
     drafted_ = {};
     uint64_t begun = digest();
@@ -150,6 +151,7 @@ class SequenceState {
   void learn(const TokenTree& tree, const Tokens& path, const TreeResult& result, const Tokens& emitted) {
     bool succeeded = result.next_tokens[path.back()] >= 0;
     if (succeeded) drafter->learn(tree, path);
+    if (table && result.k) drafter->keep_candidates(path, result.candidates.data(), result.scores.data(), result.k);
     drafter->observe(emitted.data(), emitted.size());
     if (window && succeeded) {
       Tokens next(result.next_tokens.size());
@@ -176,6 +178,7 @@ class SequenceState {
   std::shared_ptr<SuffixIndex> shared_;
   int64_t longest_;
   Tokens stop_ids_;
+  std::optional<uint64_t> seed_;  // of a request that samples
   Blake2b hash_, drafted_;
 };
 

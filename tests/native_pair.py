@@ -97,7 +97,7 @@ def run(core: Any, plan: Plan) -> list[Any]:
 
 def new_state(core: Any, plan: Plan, random_: random.Random, shared: Any) -> Any:
     tokens = [random_.randrange(plan.vocabulary) for _ in range(random_.randint(1, 40))]
-    params = SamplingParams(seed=random_.randrange(1000))
+    params = SamplingParams(seed=random_.randrange(-5, 1000), temperature=random_.choice([0.0, 0.8]))
     computed = [random_.randrange(len(tokens)) for _ in range(plan.num_ranks)] if random_.random() < 0.5 else None
     stop_ids = frozenset(random_.randrange(plan.vocabulary) for _ in range(random_.randrange(3)))
     return core.SequenceState(tokens, params, plan.sizes, plan.num_ranks, shared, computed, len(tokens) + 40, stop_ids)

@@ -80,8 +80,9 @@ def test_a_calibration_that_starts_wrong_comes_nearer_by_what_is_accepted():
     assert sum(ratios[-4:]) / 4 > 1.2 * sum(ratios[:2]) / 2
 
 
-def test_shipped_frequencies_are_probabilities_that_grow_with_the_score():
-    frequencies = Calibration().frequencies
+@pytest.mark.parametrize("is_sampled", [False, True])
+def test_shipped_frequencies_are_probabilities_that_grow_with_the_score(is_sampled):
+    frequencies = Calibration(is_sampled).frequencies
     for stage in range(NUM_STAGES):
         for depth in (0, 1, 2, 6, 16, 60):
             for kind in range(2 * SEVERAL + 1):

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lpr.config import DecodeConfig, TreeSizes
+from lpr.core import drafting
 from lpr.core.budget import AcceptanceHistory, AdaptiveBudget
 from lpr.core.drafting import Drafter
+from lpr.core.noise_keys import noise_key
 from lpr.core.pool import NGramPool
 from lpr.core.recycle import CandidateTable
 from lpr.core.step_times import KNOTS, StepTimes
 from lpr.core.suffix_index import SuffixIndex
 from lpr.core.tree import Source, TokenTree
+from lpr.model.noise import gumbel
 
 TEXT = st.lists(st.integers(0, 5), min_size=1, max_size=60)
 
@@ -245,6 +249,70 @@ def test_recycled_candidates_extend_a_draft_where_the_trie_is_silent():
     assert chain(tree)[:3] == [40, 41, 42]
     assert tree.sources[1] == Source.RECYCLED
     assert 44 in tree.children[0]
+
+
+def drafted_beside_two_contexts():
+    """7 came after 5 and then after 6, and the model ranked 50 and then 60 highest after it; now it comes after 5."""
+    table = CandidateTable()
+    table.update([7], [[70]], [[1]])
+    drafter = Drafter(retrieval(), None, table)
+    for before, candidate in ((5, 50), (6, 60)):
+        drafter.observe([1, before, 7])
+        drafter.keep_candidates([0], [[candidate]], [[1]])
+    drafter.observe([2, 5, 7])
+    tree = TokenTree(7)
+    drafter.draft(tree, 8)
+    return {tree.tokens[node] for node in tree.children[0].values()}
+
+
+def test_candidates_come_from_the_nearest_context(monkeypatch):
+    assert drafted_beside_two_contexts() & {50, 60, 70} == {50}
+    monkeypatch.setattr(drafting, "MAX_MATCH", 1)  # the context is not looked at
+    assert drafted_beside_two_contexts() & {50, 60, 70} == {50, 60}
+
+
+def test_candidates_of_the_table_count_where_the_text_has_none():
+    table = CandidateTable()
+    table.update([7], [[70]], [[1]])
+    drafter = Drafter(retrieval(), None, table)
+    drafter.observe([5, 7, 5, 7])
+    tree = TokenTree(7)
+    drafter.draft(tree, 8)
+    assert tree.find(0, 70) > 0
+
+
+def hits_of_one_node(seed: int, off: int = 0, length: int = 300) -> float:
+    """How often one drafted node is what argmax(log q + noise) chooses among eight tokens, all as likely."""
+    tokens, table = list(range(8)), CandidateTable()
+    table.update(tokens, [tokens] * 8, [[33] * 8] * 8)  # exp(-33 / 16) = 1/8
+    drafter = Drafter(retrieval(trie_capacity=1), None, table, seed=seed)
+    drafter.observe([0] * (1 + off))
+    last, hits = 0, 0
+    for position in range(1, length):
+        tree = TokenTree(last)
+        drafter.draft(tree, 1)
+        noise = gumbel(torch.tensor([noise_key(seed, position)]), torch.arange(8))
+        last = int(noise.argmax())
+        hits += tree.tokens[1:] == [last]
+        drafter.learn(tree, [0, 1] if tree.tokens[1:] == [last] else [0])
+        drafter.observe([last])
+    return hits / length
+
+
+def test_the_sampling_noise_tells_which_of_several_candidates_comes():
+    assert min(hits_of_one_node(seed) for seed in (0, 7, 2**64 - 1)) > 0.6
+    assert max(hits_of_one_node(seed, off=1) for seed in (0, 7)) < 0.3, "the noise of another position tells nothing"
+
+
+def test_a_greedy_request_has_no_noise():
+    trees = []
+    for seed in (None, None, 3):
+        drafter = Drafter(retrieval(), None, None, seed=seed)
+        drafter.observe([1, 2, 3, 4, 5, 6, 7, 8, 9])
+        trees.append(TokenTree(9))
+        drafter.draft(trees[-1], 4)
+    assert trees[0].tokens == trees[1].tokens == [9, 9, 8, 7, 6], "the latest tokens first"
+    assert trees[2].tokens != trees[0].tokens
 
 
 def test_max_depth_bounds_a_draft():

@@ -10,12 +10,16 @@ from pathlib import Path
 
 import pytest
 from prompts import PROMPTS
+from transformers import AutoTokenizer
 
 import lpr
 import lpr.cli.generate
+import lpr.cli.jobs
 from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.cli.generate import main, parse
 from lpr.config import InputError
+from lpr.core.suffix_index import MAX_MATCH
+from lpr.engine.trie_file import read_trie
 
 
 def write_prompts(path: Path, prompts: list[str]) -> Path:
@@ -73,6 +77,38 @@ def test_a_restarted_job_still_reports_its_bad_lines(
     assert main(arguments) == 2
     assert target.read_bytes() == before
     assert json.loads(capsys.readouterr().out)["completed"] == 1
+
+
+def check_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that is begun again behind its second line must know what an undisturbed one knows."""
+    source, target = write_prompts(tmp_path / "in.jsonl", PROMPTS[:3]), tmp_path / "out.jsonl"
+    arguments = ["--prompts", str(source), "--output", str(target), "--max-new-tokens", "12", "--max-batch-size", "1"]
+    assert main([*arguments, "--trie", str(tmp_path / "whole")]) == 0
+    undisturbed = target.read_bytes()
+    target.write_bytes(b"".join(undisturbed.splitlines(keepends=True)[:2]))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert main([*arguments, "--trie", str(tmp_path / "again")]) == 0
+    assert target.read_bytes() == undisturbed
+    whole, again = (read_trie(tmp_path / name) for name in ("whole", "again"))
+    assert whole.tolist() == again.tolist(), "what was learnt differs"
+    first = json.loads(undisturbed.splitlines()[0])
+    tokenizer = AutoTokenizer.from_pretrained(lpr.bundled_model())
+    context = tokenizer(PROMPTS[0])["input_ids"][-MAX_MATCH:]
+    assert whole.tolist()[: len(context) + 12] == [*context, *first["token_ids"]]
+
+
+def test_a_restarted_job_learns_outputs_behind_their_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check_restart(tmp_path, monkeypatch)
+
+
+def test_a_restarted_job_that_forgets_the_prompts_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(lpr.cli.jobs, "as_learnt", lambda prompt_ids, token_ids: token_ids)
+    with pytest.raises(AssertionError, match="what was learnt differs|assert b"):
+        check_restart(tmp_path, monkeypatch)
 
 
 def test_shows_a_prompt(capsys: pytest.CaptureFixture[str]) -> None:

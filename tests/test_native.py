@@ -134,7 +134,7 @@ def test_pools_and_tables_are_equal(seed: int, size: int, keys: int) -> None:
 
 @needs_native
 @pytest.mark.parametrize(
-    "name", ["novelty", "recent_cells", "max_match", "shipped_frequencies", "trust_memory", "several", "delay"]
+    "name", ["novelty", "node_places", "max_match", "shipped_frequencies", "trust_memory", "several", "delay"]
 )
 def test_a_core_with_one_other_number_is_found_out(name: str) -> None:
     """The comparison itself can fail: each of these numbers decides what is drafted."""
@@ -143,9 +143,10 @@ def test_a_core_with_one_other_number_is_found_out(name: str) -> None:
     expected = run(PURE, plan)
     value = numbers[name]
     if isinstance(value, list):
-        other: Any = [each + type(each)(1) if i % 3 else each for i, each in enumerate(value)]
         if name == "shipped_frequencies":
-            other = [float(np.nextafter(each, 0)) for each in value]
+            other: Any = [[float(np.nextafter(each, 0)) for each in row] for row in value]
+        else:
+            other = [each + type(each)(1) if i % 3 else each for i, each in enumerate(value)]
     else:
         other = value - 1 if isinstance(value, int) else value * 0.9
     try:

@@ -56,6 +56,21 @@ def test_what_one_tenant_writes_does_not_speed_another_up(llama, num_ranks):
     check_apart(llama, num_ranks)
 
 
+def check_first_step(model):
+    """A prompt that comes again is drafted from its very first step: the output is known behind the prompt's end."""
+    engine = Engine.from_model(model, decode=DECODE)
+    steps = [engine.generate([PROMPT], GREEDY)[0].stats for _ in range(2)]
+    # 16 nodes and a bonus token a step, as a chain: nothing is left to find out.
+    assert steps[1].num_steps == -(-steps[1].num_tokens // 17), "the first step had no draft"
+
+
+def test_an_output_is_learnt_behind_its_prompt(llama, monkeypatch):
+    check_first_step(llama)
+    monkeypatch.setattr("lpr.engine.replica.as_learnt", lambda prompt_ids, token_ids: token_ids)
+    with pytest.raises(AssertionError, match="had no draft"):
+        check_first_step(llama)
+
+
 def everybodys_drafts(monkeypatch):
     monkeypatch.setattr(Replica, "_learnt", lambda self, request: self.shared)
 

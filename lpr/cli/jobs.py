@@ -19,6 +19,7 @@ from lpr.cli.display import Run, comparison_table, show_stream
 from lpr.cli.jsonl import OrderedWriter, PromptLine
 from lpr.cli.trace import traced
 from lpr.config import DecodeConfig, InputError, SamplingParams
+from lpr.core.suffix_index import as_learnt
 from lpr.engine.engine import Engine
 from lpr.engine.request import Completion, Request
 from lpr.engine.stats import DecodeStats
@@ -133,7 +134,8 @@ class FileJob:
     def _complete(self, engine: Engine) -> None:
         if not self.takes_over:
             # The drafts of a restarted job are those of an undisturbed one.
-            engine.learn(*[record.get("token_ids", []) for record in self.writer.kept])
+            finished = [record for record in self.writer.kept if record.get("token_ids")]
+            engine.learn(*[as_learnt(engine.encode(each["prompt"]), each["token_ids"]) for each in finished])
         # Requests have the numbers of their lines: a rank that takes the lost driver's place finds them by these.
         submitted = {
             engine.requests[line.number]: line

@@ -14,6 +14,10 @@ comes, the next source is asked, in order of falling context (two tokens, one to
 replaced, none), and shares out the probability kept back. So the budget goes to depth where a long match is
 sure of itself and to breadth where it is not, and a source costs nothing until its turn comes. Nodes that the
 tree held before (the Jacobi window's) are children like others, which cost no budget.
+
+Candidates are kept for each committed token. Those count that followed the last token in the context that agrees
+longest; where there is none, the table's. A request's sampling noise is known and changes a child's odds
+(lpr.core.known_noise).
 """
 
 from __future__ import annotations
@@ -21,11 +25,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import islice
+from math import ldexp
 from typing import Any
 
 from lpr.config import TreeSizes
 from lpr.core.budget import Price
 from lpr.core.calibration import RECENT_KIND, RECENT_STAGE, SEVERAL, Calibration, cell_within, first_cell
+from lpr.core.known_noise import KnownNoise
 from lpr.core.pool import NGramPool
 from lpr.core.recycle import MAX_SCORE, CandidateTable, probability_of
 from lpr.core.suffix_index import MAX_MATCH, SuffixIndex
@@ -65,7 +71,6 @@ _WEIGHT = [GROWTH**length for length in range(MAX_MATCH + 1)]
 _NOVELTY = [NOVELTY / GROWTH**offset for offset in range(MAX_MATCH + 1)]
 _RECYCLED = [RECYCLED_WEIGHT * probability_of(score) for score in range(MAX_SCORE + 1)]
 _RECYCLED_SOURCE = int(Source.RECYCLED)
-_RECENT_CELLS = [cell_within(RECENT_KIND, 1.0 / (rank + 1)) for rank in range(RECENT_TOKENS)]
 _HELD = int(Source.WINDOW)
 _HELD_TOO = _HELD + SEVERAL
 _ESCAPE = -1
@@ -84,13 +89,15 @@ class Drafter:
         shared: SuffixIndex | None = None,
         table: CandidateTable | None = None,
         calibration: Calibration | None = None,
+        seed: int | None = None,
     ) -> None:
         """A drafter that reads, and does not write, the `shared` trie and the `table` of recycled candidates.
 
-        It reads `calibration` and writes it in `learn`; without one it makes its own.
+        It reads `calibration` and writes it in `learn`, or makes its own. `seed`: of a request that samples, 64 bits.
         """
         self.config = config
-        self.calibration = Calibration() if calibration is None else calibration
+        self.seed = seed
+        self.calibration = Calibration(seed is not None) if calibration is None else calibration
         self.pool = NGramPool(config.guess_set_size if config.window_size else 0)
         self._own = SuffixIndex(config.trie_capacity)
         self._tries = [(self._own, 1.0, int(Source.TRIE))]
@@ -98,6 +105,9 @@ class Drafter:
             self._tries.append((shared, SHARED_TRUST, int(Source.SHARED_TRIE)))
         self._table = table
         self._tail: list[int] = []
+        self._num_observed = 0
+        self._ranked: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
+        """By the number of tokens before it: what the model ranked highest after a committed token, with scores."""
         self._cells: list[int] = []  # of the last draft's nodes
         self._recent: dict[int, None] = {}  # in the order of last use
         self._sources: list[FindPlaces] = [self._ngrams]
@@ -113,6 +123,7 @@ class Drafter:
                 recent.pop(token, None)
                 recent[token] = None
         self._tail = [*self._tail, *tokens[-MAX_MATCH:]][-MAX_MATCH:]
+        self._num_observed += len(tokens)
 
     def draft(
         self, tree: TokenTree, budget: int, max_depth: int | None = None, price: Price | None = None
@@ -132,7 +143,8 @@ class Drafter:
             return probabilities
         recent = list(islice(reversed(self._recent), RECENT_TOKENS))
         limit = len(tree) + max(0, budget)
-        search = _Search(tree, self._sources, self._tail, recent, self.calibration.frequencies, limit, price)
+        noise = KnownNoise(self.seed, self._num_observed)
+        search = _Search(tree, self._sources, self._tail, recent, self.calibration.frequencies, limit, price, noise)
         search.expand(0, 1.0, [], 0)
         for node, probability, places, offset, cell in search:
             if node == len(probabilities):
@@ -153,6 +165,17 @@ class Drafter:
     def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
         """Calibrate by the accepted `path` of `tree`, which the last draft made; before `observe`."""
         self.calibration.observe(tree, path, self._cells)
+
+    def keep_candidates(
+        self, path: Sequence[int], candidates: Sequence[Sequence[int]], scores: Sequence[Sequence[int]]
+    ) -> None:
+        """Keep what the model ranked highest after each node of the accepted `path`; before `observe`.
+
+        `candidates` and `scores` are those of all nodes of the tree (see CandidateTable.update).
+        """
+        if self.config.trie_nodes:
+            for place, node in enumerate(path, self._num_observed - 1):
+                self._ranked[place] = (candidates[node], scores[node])
 
     # Sources: each returns the evidence for what follows `context`, the tokens up to and including a node.
 
@@ -181,9 +204,29 @@ class Drafter:
             for index in trie.match_last(last, NODE_PLACES):
                 places.append((weight, tokens, index, source))
         if self._table is not None:
-            for token, score in self._table.get(last):
-                places.append((_RECYCLED[score], (token,), 0, _RECYCLED_SOURCE))
+            rows = self._nearest([index for _, _, index, source in places if source == Source.TRIE], context)
+            share = 1.0 / max(1, len(rows))
+            for row in rows or [self._table.get(last)]:
+                for token, score in row:
+                    places.append((share * _RECYCLED[score], (token,), 0, _RECYCLED_SOURCE))
         return places
+
+    def _nearest(self, places: list[int], context: list[int]) -> list[Iterator[tuple[int, int]]]:
+        """The candidates at those `places` of the own trie whose context agrees longest, the newest first."""
+        tokens, start, reach = self._own.tokens, self._own.start, min(len(context), MAX_MATCH)
+        longest, rows = 0, list[Iterator[tuple[int, int]]]()
+        for after in places:
+            row = self._ranked.get(self._own.base + after - 1)
+            if row is None:
+                continue
+            length, most = 1, min(reach, after - start)
+            while length < most and tokens[after - 1 - length] == context[-1 - length]:
+                length += 1
+            if length >= longest:
+                if length > longest:
+                    longest, rows = length, []
+                rows.append(zip(*row, strict=True))
+        return rows
 
     def _one_replaced(self, context: list[int], depth: int) -> list[Place]:
         """Where the tokens before the last were seen: text that goes on after one replaced token."""
@@ -213,6 +256,7 @@ class _Search:
         frequencies: Sequence[float],
         limit: int,
         price: Price | None,
+        noise: KnownNoise,
     ) -> None:
         """A search that adds no node to a tree of `limit` nodes, and ends below the floor of `price`."""
         self._tree = tree
@@ -222,6 +266,8 @@ class _Search:
         self._frequencies = frequencies
         self._limit = limit
         self._price = price
+        self._noise = noise
+        self._orders: dict[int, list[tuple[float, int, int]]] = {}
         self._heap: list[tuple[float, int, int, int, Any, int]] = []
         self._serial = 0
 
@@ -267,14 +313,16 @@ class _Search:
                 rows[token] = [0.0]
         total += _NOVELTY[offset] if offset < MAX_MATCH else _NOVELTY[MAX_MATCH]
         frequencies = self._frequencies
-        first = first_cell(stage, self._tree.depths[node])
+        depth = self._tree.depths[node]
+        first = first_cell(stage, depth)
         known = 0.0
         for token, row in rows.items():
             if token in held:
                 kind = _HELD_TOO if len(row) > 1 else _HELD
             else:
                 kind = row[1][3] if len(row) == 2 else row[1][3] + SEVERAL
-            row[0] = cell = first + cell_within(kind, row[0] / (total - row[0]))
+            octaves = self._noise.octaves(depth, token)
+            row[0] = cell = first + cell_within(kind, ldexp(row[0] / (total - row[0]), octaves))
             known += frequencies[cell]
         scale = probability if known <= MOST else probability * MOST / known
         for token, row in rows.items():
@@ -303,7 +351,7 @@ class _Search:
             source = int(Source.TRIE)
             if token == _RECENT:
                 index, kept, left, tried, cell = payload
-                token = self._recent[index]
+                token = self._recent[self._recent_order(tree.depths[node])[index][1]]
                 self._try_recent(node, kept, left + rank, index + 1, tried)
             else:
                 cell, *places = payload
@@ -315,15 +363,31 @@ class _Search:
 
     def _try_recent(self, node: int, kept: float, left: float, index: int, tried: Tried) -> None:
         """Offer `node` the next recent token that has not been tried; `left` is what earlier ones left of `kept`."""
-        recent = self._recent
-        while index < len(recent) and recent[index] in tried:
+        recent, order = self._recent, self._recent_order(self._tree.depths[node])
+        while index < len(order) and recent[order[index][1]] in tried:
             index += 1
-        if index < len(recent):
+        if index < len(order):
             self._serial += 1
-            cell = first_cell(RECENT_STAGE, self._tree.depths[node]) + _RECENT_CELLS[index]
-            probability = min(kept * self._frequencies[cell], left)
+            frequency, _, cell = order[index]
+            probability = min(kept * -frequency, left)
             payload = (index, kept, left, tried, cell)
             heappush(self._heap, (-probability, self._serial, node, _RECENT, payload, 0))
+
+    def _recent_order(self, depth: int) -> list[tuple[float, int, int]]:
+        """The recent tokens below nodes at `depth`, the latest or, by known noise, the likeliest first.
+
+        Each is (-frequency, rank, cell).
+        """
+        order = self._orders.get(depth)
+        if order is None:
+            first, order = first_cell(RECENT_STAGE, depth), []
+            for rank, token in enumerate(self._recent):
+                cell = first + cell_within(RECENT_KIND, ldexp(1.0 / (rank + 1), self._noise.octaves(depth, token)))
+                order.append((-self._frequencies[cell], rank, cell))
+            if self._noise.is_known:
+                order.sort()
+            self._orders[depth] = order
+        return order
 
     def _context(self, node: int) -> list[int]:
         """The last tokens up to and including `node`; enough of them for the longest match."""

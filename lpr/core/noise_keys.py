@@ -28,6 +28,11 @@ def noise_key(seed: int, position: int) -> int:
     return mix32(mix32(mix32(low ^ 0x9E3779B9) ^ high) ^ (position & MASK32))
 
 
+def token_bits(key: int, token: int) -> int:
+    """The 32-bit hash that the noise of `token` is made of (lpr.model.noise.gumbel); smaller is more noise."""
+    return mix32(mix32(token ^ key) ^ ((key * 0x85EBCA6B) & MASK32))
+
+
 def selection_words(choices: Sequence[Choice], positions: Sequence[np.ndarray]) -> np.ndarray:
     """How every token of a step is chosen: int32 [5n + u] for n tokens with u noise keys.
 

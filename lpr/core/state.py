@@ -25,6 +25,8 @@ from lpr.core.suffix_index import SuffixIndex
 from lpr.core.tree import TokenTree
 from lpr.core.window import JacobiWindow
 
+_MASK64 = 2**64 - 1
+
 
 @dataclass(frozen=True)
 class TokenLogprobs:
@@ -130,7 +132,8 @@ class SequenceState:
 
     def _begin_drafting(self) -> Drafter:
         """Make what drafts from the tokens, which all home ranks do before the same step."""
-        drafter = self.drafter = Drafter(self.config, self._shared, self.table)
+        seed = self.params.seed & _MASK64 if self.params.temperature > 0 else None
+        drafter = self.drafter = Drafter(self.config, self._shared, self.table, seed=seed)
         drafter.observe(self.tokens)
         self._drafted = hashlib.blake2b(self.digest.to_bytes(8, "little"), digest_size=8)
         return drafter
@@ -207,6 +210,8 @@ class SequenceState:
         succeeded = result.next_tokens[path[-1]] >= 0
         if succeeded:
             drafter.learn(tree, path)
+        if self.table is not None and result.candidates[0]:
+            drafter.keep_candidates(path, result.candidates, result.scores)
         drafter.observe(emitted)
         if self.window is not None and succeeded:
             for ngram in self.window.advance(tree, likely(result.next_tokens), emitted, self.tokens):

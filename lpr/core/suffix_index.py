@@ -215,6 +215,14 @@ class SuffixIndex:
         return found
 
 
+def as_learnt(prompt_ids: Sequence[int], token_ids: Sequence[int]) -> list[int]:
+    """A finished output as a document: behind as much of its prompt as a match looks at.
+
+    A prompt that comes again then finds it at its very first step. More of the prompt gains nothing (dev/LOG.md).
+    """
+    return [*prompt_ids[-MAX_MATCH:], *token_ids]
+
+
 def _chains(keys: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Per index of `keys`, the previous one of `places` with an equal key (or -1); and each key's latest place."""
     order = places[np.argsort(keys[places], kind="stable")]

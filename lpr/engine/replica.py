@@ -13,6 +13,7 @@ import numpy as np
 
 from lpr.config import InputError
 from lpr.core.step_times import StepTimes
+from lpr.core.suffix_index import as_learnt
 from lpr.engine.commands import Abort, Command, Configure, Costs, Drain, Learn, RequestId, Stop, Submit, TakeIn
 from lpr.engine.exchange import DesyncError
 from lpr.engine.replicated import ReplicatedState
@@ -184,7 +185,7 @@ class Replica(ReplicatedState):
         assert self.model.cache is not None
         learnt = self._learnt(request)
         if learnt is not None and self.sizes.trie_nodes and request.num_output:
-            learnt.extend(request.token_ids)
+            learnt.extend(as_learnt(request.prompt_ids, request.token_ids))
             learnt.end_document()
         sound = request.error is None and request.num_output > 0
         if not sound:  # its K/V may be NaN, which would spoil the slot's next request

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from lpr.core.suffix_index import END, MAX_MATCH
+from lpr.core.suffix_index import END, as_learnt
 
 VERSION = 1
 FIELD = b"d"
@@ -44,9 +44,8 @@ _decoder = msgspec.msgpack.Decoder(Entry)
 
 
 def encode(origin: bytes, number: bytes, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> tuple[bytes, int]:
-    """The entry of an output as bytes, and how many tokens it holds: of the prompt at most `MAX_MATCH`."""
-    tail = list(prompt_ids[-MAX_MATCH:])
-    tokens = np.array([*tail, *token_ids][-MOST_TOKENS:], "<i4")
+    """The entry of an output as bytes, and how many tokens it holds: of the prompt what `as_learnt` takes."""
+    tokens = np.array(as_learnt(prompt_ids, token_ids)[-MOST_TOKENS:], "<i4")
     num_prompt = max(0, len(tokens) - len(token_ids))
     return msgspec.msgpack.encode(Entry(VERSION, origin, number, num_prompt, tokens.tobytes())), len(tokens)
 

@@ -1,0 +1,221 @@
+"""Record what a model says of its own texts, so that drafting is measured without it: `python -m benchmarks.record`.
+
+    python -m benchmarks.record --model FOLDER --chat-template --data classeval.jsonl --prompts 100 --steps steps.npz
+    python -m benchmarks.replay --steps steps.npz --last 50
+
+Every prompt is completed plainly at each temperature, many at a time. Kept are the tokens, and after the last of the
+prompt and each of the output the model's most likely next tokens with their scores, and its hidden state, projected at
+random to a few bytes (Johnson and Lindenstrauss 1984: angles survive that). A file is written after each group of
+prompts, and a run that finds it goes on behind them. Prompts of one group share their padded forwards, so a near tie
+may be broken otherwise than alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+from benchmarks.common import model_parser, progress, run_main, whole
+from benchmarks.data import prompts_of
+from lpr import InputError, SamplingParams, bundled_model
+from lpr.model.sampling import candidates as candidates_of
+from lpr.model.sampling import pick
+from lpr.model.selection import Selection
+
+Said = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""After one token: candidates, scores, projection."""
+HIDDEN = 32
+"""Bytes of a projected hidden state."""
+
+
+@dataclass
+class Recorded:
+    """A text that a model has written, and what it said after each token of it; the arrays have a row per token."""
+
+    prompt: int
+    """Number of the prompt in its file, from 0."""
+    temperature: float
+    seed: int
+    num_prompt: int
+    """Tokens of the prompt."""
+    tokens: np.ndarray
+    """int32 [n], of the prompt and the output."""
+    candidates: np.ndarray
+    """int32 [n, k], most likely first; -1 where nothing was kept: inside the prompt, and after the last token."""
+    scores: np.ndarray
+    """uint8 [n, k] (lpr.core.recycle.SCORE_STEPS)."""
+    hidden: np.ndarray
+    """int8 [n, 32], directions only."""
+
+    @property
+    def output(self) -> list[int]:
+        """The tokens behind the prompt."""
+        return list(self.tokens[self.num_prompt :].tolist())
+
+
+_PER_TEXT = ("prompt", "temperature", "seed", "num_prompt")
+_PER_TOKEN = ("tokens", "candidates", "scores", "hidden")
+
+
+def save_texts(path: Path, texts: Sequence[Recorded], facts: dict[str, Any]) -> None:
+    """Write a file of recorded texts, as a whole or not at all."""
+    arrays: dict[str, Any] = {name: np.array([getattr(text, name) for text in texts]) for name in _PER_TEXT}
+    arrays |= {name: np.concatenate([getattr(text, name) for text in texts]) for name in _PER_TOKEN}
+    arrays["lengths"] = np.array([len(text.tokens) for text in texts])
+    fresh = path.with_name(path.name + ".new.npz")
+    arrays |= {f"fact_{name}": np.array(value) for name, value in facts.items()}
+    np.savez_compressed(fresh, **arrays)
+    fresh.replace(path)
+
+
+def read_texts(path: str | Path) -> tuple[list[Recorded], dict[str, Any]]:
+    """The texts of a file of recorded steps and its facts; raises InputError."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = dict(file)
+        ends = np.cumsum(arrays["lengths"])[:-1]
+        rows = [np.split(arrays[name], ends) for name in _PER_TOKEN]
+        heads = [arrays[name].tolist() for name in _PER_TEXT]
+    except (OSError, ValueError, KeyError, EOFError) as failure:
+        raise InputError(f"{path} holds no recorded steps: {failure}") from failure
+    facts = {name.removeprefix("fact_"): arrays[name].item() for name in arrays if name.startswith("fact_")}
+    return [Recorded(*each) for each in zip(*heads, *rows, strict=True)], facts
+
+
+class Recorder:
+    """Completes groups of prompts with a model, plainly, and keeps what it says."""
+
+    def __init__(self, model: Any, num_candidates: int, max_new_tokens: int, stop_ids: Sequence[int]) -> None:
+        """Outputs have at most `max_new_tokens`; one of `stop_ids` ends them."""
+        self._model, self._k, self._longest, self._stop_ids = model, num_candidates, max_new_tokens, set(stop_ids)
+        generator = torch.Generator().manual_seed(0)
+        self._projection = torch.randn(model.config.hidden_size, HIDDEN, generator=generator)
+
+    @torch.inference_mode()
+    def record(
+        self, prompts: Sequence[list[int]], numbers: Sequence[int], temperatures: Sequence[float]
+    ) -> list[Recorded]:
+        """One text per prompt and temperature; a prompt's number in its file is its seed."""
+        width = max(map(len, prompts))
+        ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+        seen = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        cache = DynamicCache(config=self._model.config)
+        states = self._forward(ids, seen, cache)[:, -1]
+        repeats = len(temperatures)
+        cache.batch_repeat_interleave(repeats)
+        seen, states = seen.repeat_interleave(repeats, 0), states.repeat_interleave(repeats, 0)
+        texts = [
+            Recorded(number, temperature, number, len(prompt), *[np.empty(0)] * 4)
+            for number, prompt in zip(numbers, prompts, strict=True)
+            for temperature in temperatures
+        ]
+        tokens = [list(prompt) for prompt in prompts for _ in temperatures]
+        said: list[list[Said]] = [[] for _ in texts]
+        running = list(range(len(texts)))
+        while True:
+            logits = self._model.get_output_embeddings()(states).float()
+            chosen = self._choose(logits, [texts[at] for at in running], [len(tokens[at]) for at in running])
+            for at, token, here in zip(running, chosen, self._say(logits, states), strict=True):
+                tokens[at].append(token)
+                said[at].append(here)
+            keep = [row for row, token in enumerate(chosen) if token not in self._stop_ids]
+            if not keep or len(said[running[0]]) == self._longest:
+                break
+            if len(keep) < len(running):
+                running, seen = [running[row] for row in keep], seen[keep]
+                cache.batch_select_indices(torch.tensor(keep))
+            seen = torch.cat([seen, torch.ones(len(running), 1, dtype=seen.dtype)], 1)
+            states = self._forward(torch.tensor([[tokens[at][-1]] for at in running]), seen, cache)[:, -1]
+        nothing = (np.full(self._k, -1, np.int32), np.full(self._k, 255, np.uint8), np.zeros(HIDDEN, np.int8))
+        for text, ids_of, rows in zip(texts, tokens, said, strict=True):
+            text.tokens = np.array(ids_of, np.int32)
+            all_rows = [*[nothing] * (text.num_prompt - 1), *rows, nothing]
+            text.candidates, text.scores, text.hidden = (np.stack([row[i] for row in all_rows]) for i in range(3))
+        return texts
+
+    def _forward(self, ids: torch.Tensor, seen: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
+        """Last hidden states [rows, tokens, width] behind what the cache holds."""
+        positions = (seen.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+        body = self._model.base_model
+        return body(input_ids=ids, attention_mask=seen, position_ids=positions, past_key_values=cache).last_hidden_state
+
+    def _choose(self, logits: torch.Tensor, texts: Sequence[Recorded], positions: Sequence[int]) -> list[int]:
+        params = [SamplingParams(temperature=text.temperature, seed=text.seed) for text in texts]
+        selection = Selection.build([(each, [at]) for each, at in zip(params, positions, strict=True)])
+        return list(pick(logits, selection).tolist())
+
+    def _say(self, logits: torch.Tensor, hidden: torch.Tensor) -> Iterator[Said]:
+        """Per row of logits [n, V] and hidden states [n, width]: candidates, scores and projection."""
+        candidates, scores = candidates_of(logits, self._k)
+        projected = hidden.float() @ self._projection
+        projected = projected / projected.norm(dim=-1, keepdim=True).clamp_min(1e-9)
+        rows = (candidates.to(torch.int32), scores, (projected * 127).round().to(torch.int8))
+        return zip(*[part.numpy() for part in rows], strict=True)
+
+
+def groups(items: Sequence[int], size: int) -> Iterator[list[int]]:
+    """`items`, `size` at a time."""
+    for start in range(0, len(items), size):
+        yield list(items[start : start + size])
+
+
+def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Record what is not in the file yet."""
+    path = Path(options.steps)
+    name = options.model or bundled_model()
+    facts = {
+        "model": Path(str(name)).name, "data": Path(options.data).name, "max_new_tokens": options.max_new_tokens,
+        "chat_template": bool(options.chat_template),
+    }  # fmt: skip
+    texts: list[Recorded] = []
+    if path.exists():
+        texts, found = read_texts(path)
+        if found != facts:
+            raise InputError(f"{path} was recorded with {found}, not with {facts}")
+    prompts = prompts_of(options)
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    dtype = torch.float32 if options.dtype == "auto" else getattr(torch, options.dtype)
+    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
+    ends = model.generation_config.eos_token_id
+    stop_ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    recorder = Recorder(model, options.candidates, options.max_new_tokens, stop_ids)
+    done = {text.prompt for text in texts}
+    left = [number for number in range(options.skip, len(prompts)) if number not in done]
+    with progress(console, len(left), "recording") as advance:
+        for numbers in groups(left, options.together):
+            ids = [
+                tokenizer.encode(prompts[number], add_special_tokens=not options.chat_template) for number in numbers
+            ]
+            texts += recorder.record(ids, numbers, options.temperatures)
+            save_texts(path, texts, facts)
+            advance(len(numbers))
+    return {
+        "benchmark": "record",
+        **facts,
+        "num_texts": len(texts),
+        "num_tokens": sum(len(text.output) for text in texts),
+    }
+
+
+def main() -> int:
+    """Run the command line; returns the exit code."""
+    parser = model_parser("record", "Record what a model says of its own texts.")
+    parser.add_argument("--steps", required=True, metavar="FILE", help="the .npz file to write, or to go on with")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
+    parser.add_argument("--candidates", type=whole, default=8, metavar="K", help="next tokens kept per token (8)")
+    parser.add_argument("--skip", type=whole, default=0, metavar="N", help="leave out the first N prompts")
+    parser.add_argument("--together", type=whole, default=8, metavar="N", help="prompts completed at a time (8)")
+    return run_main(parser, measure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,382 @@
+// The search of one draft (lpr/core/drafting.py); drafting.h, which has the evidence that it reads, includes it.
+#pragma once
+
+#include "drafting.h"
+#include "known_noise.h"
+
+namespace lpr {
+
+// The heap of one draft.
+class Search {
+ public:
+  void run(Drafter& drafter, TokenTree& tree, int limit, int64_t deepest, Price* price, std::vector<double>& found) {
+    drafter_ = &drafter;
+    tree_ = &tree;
+    frequencies_ = drafter.calibration->frequencies.data();
+    heap_.clear();
+    payloads_.clear();
+    places_.clear();
+    tried_.clear();
+    tried_tokens_.clear();
+    for (std::vector<Trial>& order : orders_) order.clear();
+    noise_.begin(drafter.seed, drafter.num_observed_);
+    expand(0, 1.0, {}, 0, 0, kNothing);
+    while (!heap_.empty()) {
+      std::pop_heap(heap_.begin(), heap_.end());
+      Rank next = heap_.back();
+      heap_.pop_back();
+      if (price && next.rank < price->floor) return;
+      Payload payload = payloads_[next.serial];
+      int node = payload.node;
+      if (payload.kind == kEscape) {
+        expand(node, payload.kept, {}, 0, payload.order, payload.tried);
+        continue;
+      }
+      uint8_t source = kTrie;
+      int32_t token = payload.token;
+      if (payload.kind == kRecentToken) {
+        token = drafter.recent_[recent_order(tree.depths[node])[payload.order].rank];
+        try_recent(node, payload.kept, payload.left - next.rank, payload.order + 1, payload.tried);
+      } else if (payload.places.count) {
+        source = places_[payload.places.begin].source;
+      }
+      if (tree.size() == limit && tree.find(node, token) < 0) return;
+      int child = tree.add(node, token, source);
+      if (child == static_cast<int>(found.size())) {
+        found.push_back(next.rank);
+        drafter.cells_.push_back(payload.cell);
+        if (price) price->take(next.rank);
+      } else {
+        found[child] = next.rank;
+        drafter.cells_[child] = payload.cell;
+      }
+      if (tree.depths[child] < deepest) {
+        if (payload.places.count)
+          expand(child, next.rank, payload.places, payload.order, 0, kNothing);
+        else
+          ask_later(child, next.rank, 0, kNothing);
+      }
+    }
+  }
+
+ private:
+  static constexpr int kNothing = -1;  // no token was tried
+  enum Kind : uint8_t { kChild, kEscape, kRecentToken };
+
+  struct Rank {
+    double rank;
+    uint32_t serial;
+    bool operator<(const Rank& other) const {
+      return rank != other.rank ? rank < other.rank : serial > other.serial;
+    }
+  };
+
+  struct Payload {
+    Kind kind;
+    int node;
+    int32_t token;
+    int cell;
+    Span places;
+    int order;  // a child: offset of its evidence; an escape: the next source; a recent token: its number
+    int tried;
+    double kept, left;
+  };
+
+  // Tokens that need no second trial: those of one stage, and what was tried before it.
+  struct Tried {
+    Span tokens;
+    int before;
+  };
+
+  // A recent token as a child: how often such ones were right.
+  struct Trial {
+    double frequency;
+    int rank, cell;
+  };
+
+  struct Row {
+    int32_t token;
+    double weight;
+    Span places;
+  };
+
+  bool was_tried(int tried, int32_t token) const {
+    for (; tried != kNothing; tried = tried_[tried].before) {
+      const int32_t* begin = tried_tokens_.data() + tried_[tried].tokens.begin;
+      const int32_t* end = begin + tried_[tried].tokens.count;
+      if (std::find(begin, end, token) != end) return true;
+    }
+    return false;
+  }
+
+  void push(double rank, const Payload& payload) {
+    heap_.push_back({rank, static_cast<uint32_t>(payloads_.size())});
+    payloads_.push_back(payload);
+    std::push_heap(heap_.begin(), heap_.end());
+  }
+
+  void expand(int node, double probability, Span evidence, int offset, int order, int tried) {
+    bool has_held = order == 0 && tried == kNothing && tree_->first_child[node] >= 0;
+    int stage = 0;
+    double total;
+    while (true) {
+      total = gather(evidence, offset, tried);
+      if (!rows_.empty()) break;
+      if (order == drafter_->num_sources()) {
+        if (has_held) break;
+        try_recent(node, probability, probability, 0, tried);
+        return;
+      }
+      evidence = ask(order, node);
+      offset = 0;
+      stage = order++;
+    }
+    scatter(evidence);
+    if (has_held) {
+      for (int child = tree_->first_child[node]; child >= 0; child = tree_->next_sibling[child])
+        if (find_row(tree_->tokens[child]) < 0) add_row(tree_->tokens[child]);
+    }
+    total += constants.novelty[std::min<size_t>(offset, constants.novelty.size() - 1)];
+    offer(node, probability, total, stage, offset, has_held, order, tried);
+  }
+
+  // Make rows, one per token, of what the evidence says comes next; returns its weight.
+  double gather(Span evidence, int offset, int tried) {
+    rows_.clear();
+    row_tokens_.clear();
+    row_of_.clear();
+    double total = 0.0;
+    for (uint32_t i = 0; i < evidence.count; i++) {
+      const Place& place = places_[evidence.begin + i];
+      int32_t token = place.token(offset);
+      int row = kNothing;
+      if (token >= 0) {
+        total += place.weight;
+        if (tried == kNothing || !was_tried(tried, token)) {
+          row = find_row(token);
+          if (row < 0) row = add_row(token);
+          rows_[row].weight += place.weight;  // 0 plus the first weight is that weight
+          rows_[row].places.count++;
+        }
+      }
+      row_of_.push_back(row);
+    }
+    return total;
+  }
+
+  // Put each row's places side by side.
+  void scatter(Span evidence) {
+    uint32_t end = static_cast<uint32_t>(places_.size());
+    for (Row& row : rows_) {
+      row.places.begin = end;
+      end += row.places.count;
+      row.places.count = 0;
+    }
+    places_.resize(end);
+    for (uint32_t i = 0; i < evidence.count; i++) {
+      if (row_of_[i] == kNothing) continue;
+      Span& mine = rows_[row_of_[i]].places;
+      places_[mine.begin + mine.count++] = places_[evidence.begin + i];
+    }
+  }
+
+  int find_row(int32_t token) const {
+    for (size_t i = 0; i < row_tokens_.size(); i++)
+      if (row_tokens_[i] == token) return static_cast<int>(i);
+    return -1;
+  }
+
+  int add_row(int32_t token) {
+    row_tokens_.push_back(token);
+    rows_.push_back({token, 0.0, {}});
+    return static_cast<int>(rows_.size()) - 1;
+  }
+
+  // Push the rows as children of `node`, and what they leave of its probability as an escape.
+  void offer(int node, double probability, double total, int stage, int offset, bool has_held, int order, int tried) {
+    int depth = tree_->depths[node], first = first_cell(stage, depth);
+    double known = 0.0;
+    row_cells_.clear();
+    for (const Row& row : rows_) {
+      int kind = row.places.count ? places_[row.places.begin].source : kWindow;
+      if (has_held && tree_->find(node, row.token) >= 0)
+        kind = row.places.count ? kWindow + constants.several : kWindow;
+      else if (row.places.count > 1)
+        kind += constants.several;
+      double odds = std::ldexp(row.weight / (total - row.weight), noise_.octaves(depth, row.token));
+      int cell = first + cell_within(kind, odds);
+      row_cells_.push_back(cell);
+      known += frequencies_[cell];
+    }
+    double scale = known <= constants.most ? probability : probability * constants.most / known;
+    for (size_t i = 0; i < rows_.size(); i++) {
+      Payload child{kChild, node, rows_[i].token, row_cells_[i], rows_[i].places, offset + 1, kNothing, 0.0, 0.0};
+      push(scale * frequencies_[row_cells_[i]], child);
+    }
+    Span tokens{static_cast<uint32_t>(tried_tokens_.size()), static_cast<uint32_t>(row_tokens_.size())};
+    tried_tokens_.insert(tried_tokens_.end(), row_tokens_.begin(), row_tokens_.end());
+    tried_.push_back({tokens, tried});
+    ask_later(node, probability - scale * known, order, static_cast<int>(tried_.size()) - 1);
+  }
+
+  void ask_later(int node, double kept, int order, int tried) {
+    push(constants.delay * kept, {kEscape, node, 0, -1, {}, order, tried, kept, 0.0});
+  }
+
+  void try_recent(int node, double kept, double left, int index, int tried) {
+    const Tokens& recent = drafter_->recent_;
+    const std::vector<Trial>& order = recent_order(tree_->depths[node]);
+    int size = static_cast<int>(order.size());
+    while (index < size && was_tried(tried, recent[order[index].rank])) index++;
+    if (index == size) return;
+    double probability = std::min(kept * order[index].frequency, left);
+    push(probability, {kRecentToken, node, 0, order[index].cell, {}, index, tried, kept, left});
+  }
+
+  // The recent tokens as children of nodes at a depth, in the order of trial: the latest first, or, where the noise is
+  // known, the likeliest.
+  const std::vector<Trial>& recent_order(int depth) {
+    if (static_cast<int>(orders_.size()) <= depth) orders_.resize(depth + 1);
+    std::vector<Trial>& order = orders_[depth];
+    if (!order.empty()) return order;
+    const Tokens& recent = drafter_->recent_;
+    int first = first_cell(constants.recent_stage, depth);
+    for (int rank = 0; rank < static_cast<int>(recent.size()); rank++) {
+      double odds = std::ldexp(1.0 / (rank + 1), noise_.octaves(depth, recent[rank]));
+      int cell = first + cell_within(constants.recent_kind, odds);
+      order.push_back({frequencies_[cell], rank, cell});
+    }
+    if (noise_.is_known())
+      std::sort(order.begin(), order.end(), [](const Trial& a, const Trial& b) {
+        return a.frequency != b.frequency ? a.frequency > b.frequency : a.rank < b.rank;
+      });
+    return order;
+  }
+
+  // Sources: each appends the evidence for what follows a node.
+
+  Span ask(int order, int node) {
+    uint32_t begin = static_cast<uint32_t>(places_.size());
+    set_context(node);
+    int depth = tree_->depths[node];
+    if (!drafter_->tries_on_) {
+      ngrams(depth);
+    } else if (order == 0) {
+      two_tokens(depth);
+    } else if (order == 1) {
+      one_token();
+    } else {
+      one_replaced();
+    }
+    return {begin, static_cast<uint32_t>(places_.size()) - begin};
+  }
+
+  void two_tokens(int depth) {
+    ngrams(depth);
+    int limit = depth ? constants.node_places : constants.root_places;
+    each_trie([&](const SuffixIndex& trie, double trust, uint8_t source) {
+      trie.match(context_.data(), context_.size(), limit, [&](int64_t index, int length) {
+        places_.push_back({trust * constants.weight[length], &trie, nullptr, index, source});
+      });
+    });
+  }
+
+  void ngrams(int depth) {
+    if (depth) return;
+    const std::vector<Tokens>* found = drafter_->pool->get(context_.back());
+    if (!found) return;
+    for (auto ngram = found->rbegin(); ngram != found->rend(); ++ngram)  // the newest first
+      places_.push_back({constants.weight[constants.pool_match], nullptr, &*ngram, 1, kPool});
+  }
+
+  void one_token() {
+    int32_t last = context_.back();
+    own_places_.clear();
+    each_trie([&](const SuffixIndex& trie, double trust, uint8_t source) {
+      double weight = trust * constants.growth;
+      trie.match_last(last, constants.node_places, [&](int64_t index) {
+        places_.push_back({weight, &trie, nullptr, index, source});
+        if (source == kTrie) own_places_.push_back(index);
+      });
+    });
+    if (!drafter_->table_) return;
+    find_nearest();
+    if (nearest_.empty()) nearest_.push_back(drafter_->table_->get(last));
+    double share = 1.0 / static_cast<double>(nearest_.size());
+    for (const CandidateTable::Row& row : nearest_)
+      for (int i = 0; i < row.size; i++)
+        places_.push_back({share * constants.recycled[row.scores[i]], nullptr, nullptr, row.tokens[i], kRecycled});
+  }
+
+  // The candidates at those places of the own trie whose context agrees longest, the newest first.
+  void find_nearest() {
+    const SuffixIndex& own = drafter_->own_;
+    const int32_t* last = &context_.back();
+    int64_t reach = std::min<int64_t>(context_.size(), constants.max_match), longest = 0;
+    nearest_.clear();
+    for (int64_t after : own_places_) {
+      CandidateTable::Row row = drafter_->ranked(own.base + after - 1);
+      if (!row.size) continue;
+      int64_t length = 1, most = std::min(reach, after - own.start);
+      while (length < most && own.token(after - 1 - length) == last[-length]) length++;
+      if (length < longest) continue;
+      if (length > longest) nearest_.clear();
+      longest = length;
+      nearest_.push_back(row);
+    }
+  }
+
+  void one_replaced() {
+    each_trie([&](const SuffixIndex& trie, double trust, uint8_t source) {
+      trie.match(context_.data(), context_.size() - 1, constants.node_places, [&](int64_t index, int length) {
+        double weight = constants.replaced_trust * trust * constants.weight[length - 1];
+        places_.push_back({weight, &trie, nullptr, index + 1, source});
+      });
+    });
+  }
+
+  template <typename Use>
+  void each_trie(Use use) {
+    use(drafter_->own_, 1.0, kTrie);
+    if (drafter_->shared_) use(*drafter_->shared_, constants.shared_trust, kSharedTrie);
+  }
+
+  // The last tokens up to and including `node`; enough of them for the longest match.
+  void set_context(int node) {
+    context_ = drafter_->tail_;
+    size_t tail = context_.size();
+    for (int left = constants.max_match; node && left; node = tree_->parents[node], left--)
+      context_.push_back(tree_->tokens[node]);
+    std::reverse(context_.begin() + tail, context_.end());
+  }
+
+  Drafter* drafter_ = nullptr;
+  TokenTree* tree_ = nullptr;
+  const double* frequencies_ = nullptr;
+  std::vector<Rank> heap_;
+  std::vector<Payload> payloads_;
+  std::vector<Place> places_;
+  std::vector<Tried> tried_;
+  std::vector<Row> rows_;
+  std::vector<std::vector<Trial>> orders_;  // by depth
+  std::vector<int64_t> own_places_;
+  std::vector<CandidateTable::Row> nearest_;
+  Noise noise_;
+  Tokens tried_tokens_, row_tokens_, row_of_, row_cells_, context_;
+};
+
+inline std::vector<double> Drafter::draft(TokenTree& tree, int64_t budget, std::optional<int64_t> max_depth,
+                                          Price* price) {
+  int64_t deepest = max_depth ? std::min(branch_length_, *max_depth) : branch_length_;
+  std::vector<double> probabilities(tree.size(), 0.0);
+  probabilities[0] = 1.0;
+  cells_.assign(tree.size(), -1);
+  if (deepest < 1 || (budget < 1 && tree.size() == 1)) return probabilities;
+  if (tail_.empty()) throw std::out_of_range("a draft continues observed tokens, and there are none");
+  static thread_local Search search;  // its arenas stay warm
+  int limit = static_cast<int>(tree.size() + std::max<int64_t>(0, budget));
+  search.run(*this, tree, limit, deepest, price, probabilities);
+  return probabilities;
+}
+
+}  // namespace lpr

