@@ -358,7 +358,7 @@ def test_a_rank_that_decides_by_its_own_clock_is_caught() -> None:
     def program(comm):  # type: ignore[no-untyped-def]
         cost = DEAR if comm.rank == 1 else FLAT
         engine = Engine.from_model(model, decode=DecodeConfig(max_nodes=32), comm=comm, costs=FLAT)
-        engine._sizer.budget.cost = cost
+        engine._sizer.budgets.cost = cost
         return engine.generate([TEXT], SamplingParams(max_new_tokens=40))
 
     with pytest.raises(DesyncError, match="rank 1"):

@@ -92,7 +92,9 @@ def test_more_requests_than_slots(engine: Engine) -> None:
 
 def test_submit_step_and_abort(engine: Engine) -> None:
     expected = engine.generate([PROMPT], SamplingParams(max_new_tokens=50))[0].token_ids
-    requests = [engine.submit(PROMPT, SamplingParams(max_new_tokens=50)) for _ in range(5)]
+    # What was generated before is drafted whole, so the one to be aborted in mid-request is another text.
+    requests = [engine.submit([9, 8, 30, 2], SamplingParams(max_new_tokens=50, temperature=1.5, ignore_eos=True))]
+    requests += [engine.submit(PROMPT, SamplingParams(max_new_tokens=50)) for _ in range(4)]
     engine.step()
     engine.abort(requests[0])
     engine.abort(requests[4])

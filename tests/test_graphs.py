@@ -77,7 +77,7 @@ def test_the_same_text_on_several_ranks(
 
     for completions in generate_on(num_ranks, model, DECODE, PROMPTS, MIXED, prepare):
         assert [each.token_ids for each in completions] == expected["mixed"]
-    assert len(capturers) == num_ranks and all(each.num_replays > 20 for each in capturers)
+    assert len(capturers) == num_ranks and all(each.num_replays > 10 for each in capturers)
 
 
 @pytest.mark.parametrize(
@@ -393,7 +393,8 @@ def to_meta(engine: Engine) -> None:
 @pytest.mark.parametrize("graphs", [False, True])
 def test_a_step_waits_for_the_device_once(num_ranks: int, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     comm = BlindComm(num_ranks)
-    decode = DecodeConfig(window_size=5, trie_nodes=24, max_batch_size=3)
+    # Every rank drafts every tree, as results that are made up hold none.
+    decode = DecodeConfig(window_size=5, trie_nodes=24, max_batch_size=3, home_ranks=0)
     engine = Engine.from_model(tiny_model(), decode=decode, comm=comm)
     to_meta(engine)
     moved = []
@@ -414,7 +415,7 @@ def test_a_step_waits_for_the_device_once(num_ranks: int, graphs: bool, monkeypa
             while any(request.finish_reason is None for request in requests):
                 engine.step()
                 num_steps += 1
-        assert comm.num_gathers == num_steps > 2
+        assert comm.num_gathers == num_steps > 1
     assert moved or num_ranks > 1, "accepted paths were moved into place"
     if capturer is not None:
         assert engine.model.graph_reason is None and capturer.num_replays >= 4

@@ -124,27 +124,15 @@ def no_compaction(patch: pytest.MonkeyPatch) -> None:
 def accepts_an_unchosen_child(patch: pytest.MonkeyPatch) -> None:
     results = Exchange._results
 
-    def mutant(self, gathered):  # type: ignore[no-untyped-def]
+    def mutant(self, gathered, draft):  # type: ignore[no-untyped-def]
         """The model is said to have chosen the root's first child, whatever it chose."""
-        values = results(self, gathered).copy()
-        for index, tree in enumerate(self.draft.trees):
+        values = results(self, gathered, draft).copy()
+        for index, tree in enumerate(draft.trees):
             if len(tree) > 1 and tree.find(0, int(values[0, index, 0, 0])) < 0:
                 values[0, index, 0, 0] = tree.tokens[1]
         return values
 
-    watch_drafts(patch)
     patch.setattr(Exchange, "_results", mutant)
-
-
-def watch_drafts(patch: pytest.MonkeyPatch) -> None:
-    """An exchange keeps the draft of the running step in `draft`."""
-    gather = Exchange.gather
-
-    def watched(self, local, draft, *rest):  # type: ignore[no-untyped-def]
-        self.draft = draft
-        return gather(self, local, draft, *rest)
-
-    patch.setattr(Exchange, "gather", watched)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ from lpr.engine.exchange import Exchange
 from lpr.model.cache import TreeCache
 from lpr.model.noise import gumbel
 from lpr.model.processors import Processor, ProcessorPath
+from lpr.native import StepDraft
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [(3 * i) % 89 for i in range(40)], [9, 9, 4, 2] * 6]
 TREES = DecodeConfig(window_size=5, ngram_size=4, guess_set_size=4, trie_nodes=24, max_batch_size=2)
@@ -216,8 +217,8 @@ def guesses_taken_for_choices(patch: pytest.MonkeyPatch) -> None:
     """Nodes that no processor was asked about count as chosen by the raw logits, and so does the path."""
     results = Exchange._results
 
-    def mutant(self: Exchange, gathered: np.ndarray) -> np.ndarray:
-        values = results(self, gathered).copy()
+    def mutant(self: Exchange, gathered: np.ndarray, draft: StepDraft) -> np.ndarray:
+        values = results(self, gathered, draft).copy()
         values[..., 0] = np.reshape(likely(values[..., 0].flatten().tolist()), values.shape[:3])
         return values
 

@@ -72,6 +72,7 @@ def test_only_a_job_that_begins_again_learns_what_it_had_written(
     output.write_text(json.dumps({"line": 1, "prompt": "one", "text": "", "token_ids": [4, 5]}) + "\n")
     engine = Engine.from_model(llama, decode=DecodeConfig(window_size=0, trie_nodes=8))
     engine.learn([1, 2, 3])
+    monkeypatch.setattr(engine, "encode", lambda text: [9])
     trie = engine.save_trie(tmp_path / "kept.safetensors")
     calls: list[object] = []
     monkeypatch.setattr(engine, "load_trie", lambda path: calls.append(path))
@@ -79,4 +80,4 @@ def test_only_a_job_that_begins_again_learns_what_it_had_written(
     writer = OrderedWriter(output, read_prompts(prompts), resume=True)
     with FileJob(writer, SamplingParams(), {}, Keeping(trie), as_json=False, takes_over=takes_over) as job:
         assert job.run(engine) == 0
-    assert calls == ([] if takes_over else [trie, [[4, 5]]])
+    assert calls == ([] if takes_over else [trie, [[9, 4, 5]]])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import lpr.engine.replica
+import lpr.engine.replicated
 from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.core.step_times import StepTimes
 from lpr.engine.times_file import TimesFile
@@ -25,13 +25,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """An entry per measurement from now on."""
-    measure, calls = lpr.engine.replica.measure_step_times, []
+    measure, calls = lpr.engine.replicated.measure_step_times, []
 
     def count(*args: object) -> StepTimes:
         calls.append(None)
         return measure(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(lpr.engine.replica, "measure_step_times", count)
+    monkeypatch.setattr(lpr.engine.replicated, "measure_step_times", count)
     return calls
 
 
