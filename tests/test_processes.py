@@ -121,7 +121,7 @@ LONG += ["--home-ranks", "0"]  # one after the other on all ranks, so that outpu
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_prompts(tmp_path_factory.mktemp("many") / "in.jsonl", PROMPTS)
+    return write_prompts(tmp_path_factory.mktemp("many") / "in.jsonl", PROMPTS[:16])
 
 
 def test_a_killed_rank_ends_the_job(many: Path, tmp_path: Path) -> None:
@@ -174,7 +174,6 @@ def test_a_restarted_job_resumes(many: Path, tmp_path: Path) -> None:
     [
         (["--model", "/no/such/model"], "rank 0: model folder"),
         (["--prompt", ""], "the prompt is empty"),
-        (["--tp", "4"], "--tp 4 does not divide the 2 ranks of this job; 1, 2 would"),
     ],
 )
 def test_bad_input_under_torchrun_is_one_message(arguments: list[str], message: str) -> None:
@@ -200,7 +199,6 @@ leave(World.from_environment(), main(arguments))
     ("arguments", "message"),
     [
         ("['--trie-nodes', str(16 + rank)]", "rank 1 has another set of arguments than rank 0"),
-        ("['--model', ['{good}', '{bad}'][rank]]", "rank 1 has another set of arguments than rank 0"),
     ],
 )
 def test_ranks_that_differ(arguments: str, message: str, tmp_path: Path) -> None:
