@@ -16,8 +16,6 @@ from conftest import tiny_model
 from prompts import PROMPTS
 from test_generate import write_prompts
 
-import lpr
-
 ROOT = Path(__file__).parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 JOB = ["--max-new-tokens", "40", "--trie-nodes", "16", "--window-size", "5", "--max-batch-size", "1"]
@@ -195,19 +193,12 @@ leave(World.from_environment(), main(arguments))
 """
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("['--trie-nodes', str(16 + rank)]", "rank 1 has another set of arguments than rank 0"),
-    ],
-)
-def test_ranks_that_differ(arguments: str, message: str, tmp_path: Path) -> None:
+def test_ranks_that_differ(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
-    arguments = arguments.format(good=lpr.bundled_model(), bad=tmp_path / "none")
-    program.write_text(PROGRAM.format(arguments=arguments))
+    program.write_text(PROGRAM.format(arguments="['--trie-nodes', str(16 + rank)]"))
     done = run([*TORCHRUN, "--nproc_per_node=2", str(program)])
     assert done.returncode != 0
-    assert done.stderr.count(f"lpr.generate: error: {message}") == 1
+    assert done.stderr.count("lpr.generate: error: rank 1 has another set of arguments than rank 0") == 1
     assert "exitcode  : 2" in done.stderr
 
 

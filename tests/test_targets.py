@@ -6,8 +6,9 @@ import math
 import random
 
 import pytest
+from conftest import tiny_model
 
-from lpr import DecodeConfig
+from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.config import InputError
 from lpr.core.step_times import KNOTS, StepTimes
 from lpr.engine.chains import Limits, rooms
@@ -112,3 +113,20 @@ def test_targets_need_step_times() -> None:
         DecodeConfig(window_size=0, trie_nodes=8, per_token_ms=8)
     with pytest.raises(InputError, match="first_token_ms=-1"):
         DecodeConfig(first_token_ms=-1)
+
+
+def test_an_engine_admits_by_the_time_per_token() -> None:
+    """Steps of two sequences are too slow by the table: they are decoded one after the other, to the same text."""
+    model = tiny_model()
+    slow_together = StepTimes({(1, 256): [2.0] * len(KNOTS), (4, 256): [90.0] * len(KNOTS)})
+    prompts, params = [[3, 4, 5 + i, 6] for i in range(4)], SamplingParams(max_new_tokens=8)
+    found = []
+    for per_token_ms in (0, 4):
+        decode = DecodeConfig(max_batch_size=4, max_nodes=8, per_token_ms=per_token_ms)
+        engine = Engine.from_model(model, decode=decode, costs=slow_together)
+        requests, together = [engine.submit(prompt, params) for prompt in prompts], 0
+        while not engine.is_idle:
+            engine.step()
+            together = max(together, len(engine.scheduler.running))
+        found.append((together > 1, [request.completion().token_ids for request in requests]))
+    assert found == [(True, found[0][1]), (False, found[0][1])]
