@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
@@ -214,7 +213,7 @@ def replay(result: Result) -> list[Part]:
     """Drafting on recorded completions: tokens per step, and how long a draft takes."""
     known = tables.replay_runs(result.facts)
     runs = [run for run, _ in known]
-    labels = [f"{run['traces'].rsplit('.', 1)[0]},\n{setting}" for run, setting in known]
+    labels = [f"{run['traces'].removesuffix('.jsonl')},\n{setting}, {run['budget']} nodes" for run, setting in known]
     counts = [setting in ("cold", "warm") for _, setting in known]
 
     def draw(theme: Theme) -> Figure:
@@ -251,7 +250,7 @@ def _ends(result: Result) -> list[Part]:
     known = [(run, setting) for run, setting in tables.replay_runs(result.facts) if run.get("ends")]
     if not known:
         return []
-    labels = [f"{Path(run['traces']).stem},\n{setting}" for run, setting in known]
+    labels = [f"{run['traces'].removesuffix('.jsonl')},\n{setting}, {run['budget']} nodes" for run, setting in known]
     causes = [cause for cause in Cause if any(each["cause"] == cause for run, _ in known for each in run["ends"])]
 
     def draw(theme: Theme) -> Figure:

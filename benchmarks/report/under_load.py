@@ -30,8 +30,8 @@ def _loads(temperature: float, result: Result) -> Part:
         for axes, title in ((latency, "end to end, ms, mean"), (goodput, "requests a second within both targets")):
             axes.set_title(title)
             axes.set_xlabel("load (1: data parallelism with drafts is never idle)")
-            axes.set_ylim(bottom=0)
         latency.set_yscale("log")
+        goodput.set_ylim(bottom=0)
         goodput.legend(frameon=False, fontsize=8)
         return figure
 

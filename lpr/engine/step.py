@@ -51,8 +51,8 @@ def decode_step(
 
     `filling` holds requests and numbers of tokens per rank; on a rank whose rows are padded there are either rows of
     the batch or one of these. A rank without work still takes part in the collective, whose header announces the
-    driver's commands. `while_busy` is called as soon as the device has work. `signature` is of what
-    else must be the same on all ranks, the homes (`Scheduler.signature`) for one. Also returns the length of the
+    driver's commands. `while_busy` is called as soon as the device has work. `signature` is of
+    what else must be the same on all ranks, the homes (`Scheduler.signature`) for one. Also returns the length of the
     commands in bytes.
     """
     comm = exchange.comm
