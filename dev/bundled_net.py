@@ -1,0 +1,140 @@
+"""The bundled model's network: its losses written out, text that gets stuck, and its export."""
+
+import json
+import os
+import pathlib
+import shutil
+
+import numpy as np
+import torch
+import torch.nn.functional as nn_f
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+
+def make_model(args, vocab):
+    """Return a fresh Llama model in fp32, with the projections into the residual stream starting at zero."""
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=vocab,
+            hidden_size=args.hidden,
+            intermediate_size=args.intermediate,
+            num_hidden_layers=args.layers,
+            num_attention_heads=args.hidden // 64,
+            num_key_value_heads=max(1, args.hidden // 128),
+            head_dim=64,
+            max_position_embeddings=4096,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            rms_norm_eps=1e-5,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=0,
+            pad_token_id=1,
+        )
+    ).float()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    return model.to(args.device)
+
+
+def load_model(folder, vocab, device):
+    """Return a trained model in fp32, with rows for added tokens: the mean of all rows, and a little noise."""
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    before = model.config.vocab_size
+    if before < vocab:
+        model.resize_token_embeddings(vocab, mean_resizing=False)
+        with torch.no_grad():
+            weight = model.get_input_embeddings().weight
+            rows = weight[:before]
+            weight[before:] = rows.mean(0) + 0.1 * rows.std(0) * torch.randn(vocab - before, rows.shape[1])
+    return model.to(device)
+
+
+def token_losses(model, ids):
+    """Return the negative log-likelihood of ids[:, 1:], computed in bf16 from the fp32 master weights.
+
+    It is the forward pass of LlamaForCausalLM written out, with the projections of one input fused, so that
+    it compiles into few kernels; `evaluate` compares the two.
+    """
+    cfg, bf16 = model.config, torch.bfloat16
+    batch, length = ids.shape[0], ids.shape[1] - 1
+    heads, kv, dim = cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim
+    position = torch.arange(length, device=ids.device, dtype=torch.float32)
+    frequency = 10000.0 ** (-torch.arange(0, dim, 2, device=ids.device, dtype=torch.float32) / dim)
+    angle = position[:, None] * frequency[None]
+    cos, sin = angle.cos().to(bf16), angle.sin().to(bf16)
+
+    def norm(x, module):
+        wide = x.float()
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + cfg.rms_norm_eps)
+        return (wide * scale * module.weight).to(bf16)
+
+    def rotate(x):
+        left, right = x[..., : dim // 2], x[..., dim // 2 :]
+        return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+
+    embedding = model.model.embed_tokens.weight.to(bf16)
+    h = nn_f.embedding(ids[:, :-1], embedding)
+    for layer in model.model.layers:
+        att, mlp = layer.self_attn, layer.mlp
+        x = norm(h, layer.input_layernorm)
+        weight = torch.cat([att.q_proj.weight, att.k_proj.weight, att.v_proj.weight])
+        qkv = nn_f.linear(x, weight.to(bf16))
+        q, k, v = qkv.view(batch, length, heads + 2 * kv, dim).transpose(1, 2).split([heads, kv, kv], 1)
+        k, v = rotate(k).repeat_interleave(heads // kv, 1), v.repeat_interleave(heads // kv, 1)
+        out = nn_f.scaled_dot_product_attention(rotate(q), k, v, is_causal=True)
+        out = out.transpose(1, 2).reshape(batch, length, heads * dim)
+        h = h + nn_f.linear(out, att.o_proj.weight.to(bf16))
+        x = norm(h, layer.post_attention_layernorm)
+        gate, up = nn_f.linear(x, torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).to(bf16)).chunk(2, -1)
+        h = h + nn_f.linear(nn_f.silu(gate) * up, mlp.down_proj.weight.to(bf16))
+    logits = nn_f.linear(norm(h, model.model.norm), embedding).view(-1, cfg.vocab_size).float()
+    return nn_f.cross_entropy(logits, ids[:, 1:].reshape(-1), reduction="none").view(batch, length)
+
+
+def batch_loss(model, ids, weight, scale):
+    """Return the summed training loss, and the summed likelihood loss of all positions of positive weight.
+
+    Positive weights multiply the negative log-likelihood, negative ones the unlikelihood -log(1 - p) (Welleck et al.
+    2019); zero leaves a position out. weight[:, i] belongs to the prediction of ids[:, i + 1].
+    """
+    nll = token_losses(model, ids)
+    unlikelihood = -torch.log((1 - torch.exp(-nll)).clamp_min(1e-4))
+    loss = torch.where(weight >= 0, nll * weight, -weight * unlikelihood)
+    return loss.sum() * scale, (nll.detach() * (weight > 0)).sum()
+
+
+def make_repetition(row, weight, rng, newlines):
+    """Turn one row of tokens into text that gets stuck, and mark the stuck part, in place.
+
+    This is the pseudo-repetition of DITTO (Xu et al. 2022) with the unlikelihood loss of Welleck et al. (2019): a
+    real prefix, whose last line or lines, or any last few tokens, then repeat up to the end. The first copies stay
+    ordinary text, because short repetition is normal in code.
+    """
+    period = int(min(1 + rng.exponential(14), 64))
+    start = int(rng.integers(max(96, period), len(row) // 2))
+    ends = np.flatnonzero(newlines[row[:start]])
+    if len(ends) > 4 and rng.random() < 0.7:
+        start = int(ends[-1]) + 1
+        period = start - 1 - int(ends[-1 - int(rng.integers(1, 4))])
+    row[start:] = np.resize(row[start - period : start], len(row) - start)
+    weight[start + max(2 * period, 10) - 1 :] = -1.0
+
+
+def export(model, weights, args, card):
+    """Write the checkpoint in bf16; every file is replaced atomically, so a reader never sees half of one."""
+    out = pathlib.Path(args.out)
+    temp = out.parent / (out.name + ".tmp")
+    shutil.rmtree(temp, ignore_errors=True)
+    out.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(pathlib.Path(args.work) / "tokenizer", temp)
+    copy = LlamaForCausalLM(model.config)
+    copy.load_state_dict({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]})
+    copy.generation_config = GenerationConfig(eos_token_id=0, pad_token_id=1, do_sample=False)
+    copy.to(torch.bfloat16).save_pretrained(temp)
+    (temp / "training.json").write_text(json.dumps(card, indent=1))
+    for path in temp.iterdir():
+        path.chmod(0o644)
+        os.replace(path, out / path.name)
+    temp.rmdir()

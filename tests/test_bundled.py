@@ -1,0 +1,141 @@
+"""The bundled model's recipe: holes, weights of what is inside them, loops; and what the model is said to be."""
+
+from __future__ import annotations
+
+import random
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import lpr
+
+ROOT = Path(__file__).parent.parent
+TEXT = "import os\n\n\ndef size(path):\n    # bytes\n    found = os.stat(path)\n    return found.st_size\n\n\nx = 1\n"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def recipe():
+    """The folder of the recipe's modules, which import each other by their names."""
+    sys.path.insert(0, str(ROOT / "dev"))
+    yield
+    sys.path.remove(str(ROOT / "dev"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    import bundled_text
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    bundled_text.save_tokenizer(AutoTokenizer.from_pretrained(lpr.bundled_model()), folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def test_holes_leave_nothing_out():
+    from bundled_text import line_hole, make_hole, pieces_of
+
+    rng = random.Random(0)
+    assert "".join(pieces_of(TEXT * 40, rng)) == TEXT * 40
+    for _ in range(500):
+        assert "".join(make_hole(TEXT, rng)) == TEXT
+    lines = {line_hole(TEXT, rng) for _ in range(50)}
+    assert {middle for _, middle, _ in lines} == {
+        "def size(path):",
+        "    # bytes",
+        "    found = os.stat(path)",
+        "    return found.st_size",
+    }
+    assert all("".join(hole) == TEXT and hole[0].endswith("\n") and hole[2].startswith("\n") for hole in lines)
+
+
+def test_ids_keep_the_vocabulary_and_gain_the_marks(tokenizer):
+    from bundled_text import FIM, encode
+    from transformers import AutoTokenizer
+
+    before = AutoTokenizer.from_pretrained(lpr.bundled_model())
+    assert len(tokenizer) % 8 == 0 and len(set(tokenizer.convert_tokens_to_ids(list(FIM)))) == 3
+    assert tokenizer(TEXT).input_ids == before(TEXT).input_ids
+    plain, num_holes = encode(tokenizer, [TEXT], 0.0, random.Random(0))
+    assert num_holes == 0 and plain.tolist() == [*before(TEXT).input_ids, 0]
+    holed, num_holes = encode(tokenizer, [TEXT * 3], 1.0, random.Random(0))
+    assert num_holes >= 1
+    prefix, suffix, middle = tokenizer.convert_tokens_to_ids(list(FIM))
+    order = [token for token in holed.tolist() if token in (prefix, suffix, middle, 0)]
+    assert order == [prefix, suffix, middle, 0] * num_holes
+
+
+def test_the_service_asks_as_the_recipe_trains(tokenizer, monkeypatch):
+    """`suffix` finds the added tokens, and its prompts are the ids that were trained on."""
+    import bundled_text
+
+    from lpr.serve.fim import filler
+    from lpr.serve.tokens import Tokens
+
+    monkeypatch.setattr(bundled_text, "make_hole", bundled_text.line_hole)
+    trained, _ = bundled_text.encode(tokenizer, [TEXT], 1.0, random.Random(3))
+    ask = filler(Tokens(tokenizer.backend_tokenizer.to_str()))
+    assert ask is not None and tokenizer.convert_tokens_to_ids("<|fim_pad|>") in ask.end_ids
+    asked = {}
+    for middle in ("def size(path):", "    # bytes", "    found = os.stat(path)", "    return found.st_size"):
+        prefix, suffix = TEXT.split(middle + "\n")
+        asked[middle] = [*ask.prompt(prefix, "\n" + suffix), *tokenizer(middle).input_ids, 0]
+    assert trained.tolist() in asked.values()
+
+
+def test_weights_of_a_batch(tokenizer, tmp_path):
+    from bundled_text import FIM
+    from train_bundled import Batches
+
+    prefix, suffix, middle = tokenizer.convert_tokens_to_ids(list(FIM))
+    np.array([prefix, 5, suffix, 6, middle, 7, 8, 0] * 300, dtype=np.uint16).tofile(tmp_path / "train.bin")
+    np.savez(
+        tmp_path / "stuck.npz",
+        ids=np.array([9, 9, 4, 4], dtype=np.uint16), weight=np.array([1, 0, -1, -1], dtype=np.int8), starts=[0],
+    )  # fmt: skip
+    args = Namespace(seed=1, tokens=2048, middle_weight=3.0, stuck_share=1.0)
+    batches = Batches(tmp_path, args, tokenizer)
+    ids, weight = batches.get({"step": 0, "block": 0}, 2048, 0.0, 0.0)
+    inside = weight[0] == 3
+    assert ids[0, 1:][inside].unique().tolist() == [0, 7, 8] and int(inside.sum()) == 3 * 256
+    ids, weight = batches.get({"step": 0, "block": 0}, 2048, 0.0, 1.0)
+    assert ids[0, :6].tolist() == [9, 9, 4, 4, 9, 9] and weight[0, :5].tolist() == [0, -1, -1, 1, 0]
+    ids, weight = batches.get({"step": 0, "block": 0}, 2048, 1.0, 0.0)
+    stuck = torch.nonzero(weight[0] < 0)[:, 0] + 1
+    assert len(stuck) > 900 and int(stuck[-1]) == 2048
+    tail = ids[0, int(stuck[0]) :]
+    assert any(torch.equal(tail[period:], tail[:-period]) for period in range(1, 600))
+
+
+def test_loops_are_found():
+    from bundled_measures import find_loop, four_gram_loop
+
+    assert find_loop([1, 2, 3, *[4, 5] * 40], 32, 64) == (3, 2)
+    assert find_loop([1, 2, 3, *[4, 5] * 32], 32, 64) == (0, 0)
+    assert find_loop(list(range(300)), 32, 64) == (0, 0)
+    assert four_gram_loop([7, *[1, 2, 3, 4] * 9]) and not four_gram_loop([1, 2, 3, 4] * 8)
+
+
+def test_a_wider_model_says_the_same(tokenizer):
+    """Rows for added tokens change no other logit; the losses written out are those of the library."""
+    from bundled_net import batch_loss, load_model, token_losses
+
+    ids = torch.tensor([tokenizer(TEXT).input_ids])
+    narrow, wide = (load_model(lpr.bundled_model(), size, "cpu") for size in (0, len(tokenizer)))
+    with torch.no_grad():
+        logits = [model(ids).logits for model in (narrow, wide)]
+        library = torch.nn.functional.cross_entropy(logits[1][0, :-1], ids[0, 1:], reduction="none")
+        ours = token_losses(wide, ids)
+    size = logits[0].shape[-1]
+    assert wide.config.vocab_size == len(tokenizer) and torch.allclose(logits[0], logits[1][..., :size], atol=1e-4)
+    assert torch.allclose(ours[0], library, atol=0.2) and abs(float(ours.mean() - library.mean())) < 0.02
+    weight = torch.ones(ours.shape)
+    weight[0, 0], weight[0, 1], weight[0, 2] = 0.0, -2.0, 3.0
+    with torch.no_grad():
+        loss, nll = batch_loss(wide, ids, weight, 0.5)
+    unlikelihood = -torch.log1p(-torch.exp(-ours[0, 1]))
+    assert float(loss) == pytest.approx(float(ours[0, 3:].sum() + 3 * ours[0, 2] + 2 * unlikelihood) / 2, rel=1e-3)
+    assert float(nll) == pytest.approx(float(ours[0, 2:].sum()), rel=1e-3)
