@@ -1,0 +1,76 @@
+"""LADE, the lookahead decoding of Fu et al. (2024): hao-ai-lab/LookaheadDecoding.
+
+It replaces methods of transformers 4.36.2's Llama. Its sizes here are the paper's for a 7B model: W 15, N 5, G 15.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from typing import Any
+
+from benchmarks.peers.recipe import Peer
+from benchmarks.peers.worker import Complete, Request, main
+
+PEER = Peer(
+    name="lade",
+    module="benchmarks.peers.lade",
+    variants={
+        "W15 N5 G15, the prompt in its pool": "POOL_FROM_PROMPT=1, as its minimal.py",
+        "W15 N5 G15": "its default: the pool holds what its window found",
+    },
+    why="Nothing is learnt from one prompt for the next.",
+    repository="https://github.com/hao-ai-lab/LookaheadDecoding",
+    commit="eed010da9c7b1867912675d480feec5629e0c2d0",
+    folders={"lade": "lade"},
+    requirements=("torch=={torch}", "transformers==4.36.2", "numpy<2", "einops"),
+    changes=(
+        "transformers 4.36.2 as it asks for, but torch as lpr has it instead of one below 2.1.1, with eager attention: "
+        "it knows no other",
+        "config.json in the form of transformers 4 (rope_theta at the top)",
+        "prompts as token ids: transformers 4.36 cannot read the tokenizer's files",
+    ),
+    old_weights=True,
+)
+
+
+def start(folder: str) -> Complete:
+    """Load the model and patch transformers as LADE does."""
+    os.environ["USE_LADE"] = "1"
+    import lade
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    lade.augment_all()
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, torch_dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    forward, counted = model.jforward_multilevel, [0]
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        counted[0] += 1
+        return forward(*args, **kwargs)
+
+    model.jforward_multilevel = counting
+
+    def complete(request: Request) -> tuple[list[int], int]:
+        pool = int(request["variant"].endswith("pool"))
+        lade.config_lade(WINDOW_SIZE=15, LEVEL=5, GUESS_SET_SIZE=15, DEBUG=0, POOL_FROM_PROMPT=pool)
+        random.seed(request["seed"])
+        torch.manual_seed(request["seed"])
+        ids = torch.tensor([request["prompt"]])
+        counted[0] = 0
+        how: dict[str, Any] = {"do_sample": False}
+        if request["temperature"]:
+            how = {"do_sample": True, "temperature": request["temperature"], "top_k": 0, "top_p": 1.0}
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=request["max_new_tokens"], pad_token_id=0, **how
+        )
+        return out[0, ids.shape[1] :].tolist(), counted[0]
+
+    return complete
+
+
+if __name__ == "__main__":
+    sys.exit(main(start))

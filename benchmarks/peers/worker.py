@@ -1,0 +1,77 @@
+"""The process that a peer runs in: it answers one request after the other, as JSON lines.
+
+A request has `variant`, `prompt` (ids), `max_new_tokens`, `temperature`, `seed`, `stop_ids`, `separators` (the ids of
+comma, period and blank), `text` (what plain decoding wrote, for replays) and `fresh`: forget what was learnt from
+earlier requests. The answer has `ids`, `steps` (forward passes that emitted tokens, the prompt's included), `seconds`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+Request = dict[str, Any]
+Complete = Callable[[Request], tuple[list[int], int]]
+"""Completes a request: its ids and its steps."""
+SOFTWARE = ("torch", "transformers", "numpy")
+
+
+def main(start: Callable[[str], Complete]) -> int:
+    """Serve requests from stdin until it ends; `start` loads the model. Its folder and the threads are given."""
+    folder, threads = sys.argv[1], int(sys.argv[2])
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever else is printed is no answer
+    if threads:
+        _set_threads(threads)
+    complete = start(folder)
+    _say(answers, {"software": {"python": platform.python_version(), **_software()}})
+    for line in sys.stdin:
+        _say(answers, _answer(complete, json.loads(line)))
+    return 0
+
+
+def cut(ids: list[int], request: Request) -> list[int]:
+    """What of `ids` was asked for: up to the first stop token and not more than the limit."""
+    ids = ids[: request["max_new_tokens"]]
+    ends = [at for at, token in enumerate(ids) if token in request["stop_ids"]]
+    return ids[: ends[0] + 1] if ends else ids
+
+
+def _answer(complete: Complete, request: Request) -> dict[str, Any]:
+    began = time.perf_counter()
+    try:
+        ids, steps = complete(request)
+    except Exception as failure:  # whatever a peer raises is its result
+        traceback.print_exc()
+        return {"failed": f"{type(failure).__name__}: {failure}"[:300]}
+    return {"ids": cut(ids, request), "steps": steps, "seconds": time.perf_counter() - began}
+
+
+def _say(answers: Any, value: dict[str, Any]) -> None:
+    answers.write(json.dumps(value) + "\n")
+    answers.flush()
+
+
+def _set_threads(threads: int) -> None:
+    try:
+        import torch
+    except ImportError:  # a replay needs none
+        return
+    torch.set_num_threads(threads)
+
+
+def _software() -> dict[str, str]:
+    found = {}
+    for name in SOFTWARE:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
