@@ -134,7 +134,7 @@ class DecodeConfig:
         """The sizes of a tree that `num_ranks` ranks evaluate: W, G and the trie's nodes grow with their number.
 
         Of automatic sizes, these are the most that a step may spend: `nodes_per_rank` (default: `max_nodes`) on each
-        rank, a quarter of them for the Jacobi window where it runs.
+        rank, a quarter of them for the Jacobi window where it earns more than they would elsewhere.
         """
         most = (self.max_nodes if nodes_per_rank is None else nodes_per_rank) * num_ranks
         levels = int(self.ngram_size) - 1

@@ -14,7 +14,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from lpr.core import budget, budgets, calibration, drafting, step_times, suffix_index
+from lpr import config
+from lpr.core import budget, budgets, calibration, drafting, evaluated, step_times, suffix_index
 
 
 def _load() -> tuple[ModuleType | None, str | None]:
@@ -32,7 +33,9 @@ def _load() -> tuple[ModuleType | None, str | None]:
 def _constants() -> dict[str, Any]:
     """The numbers of the specification, which the extension takes over: each is said in one place."""
     numbers = {
-        drafting: ("GROWTH", "SHARED_TRUST", "REPLACED_TRUST", "MOST", "DELAY", "POOL_MATCH"),
+        config: ("NUM_HEADER", "NUM_TREE_HEADER"),
+        drafting: ("GROWTH", "SHARED_TRUST", "REPLACED_TRUST", "BESIDE_TRUST", "MOST", "DELAY", "POOL_MATCH"),
+        evaluated: ("MOST_BESIDE", "PAIR_BITS"),
         suffix_index: ("MAX_MATCH",),
         calibration: ("RECENT_STAGE", "RECENT_KIND", "SEVERAL", "MEMORY", "LEAST"),
         budget: (

@@ -133,6 +133,8 @@ void bind_budget(nb::module_& m) {
   adaptive
       .def(nb::init<const nb::object&, nb::object, int64_t>(), "config"_a, "cost"_a, "num_ranks"_a = 1)
       .def_prop_rw("cost", &TableBudget::cost, &TableBudget::set_cost)
+      .def_prop_rw("beside", [](const TableBudget& budget) { return budget.beside; },
+                   [](TableBudget& budget, double tokens) { budget.beside = tokens; })
       .def_prop_ro("num_ranks", [](const TableBudget& budget) { return budget.num_ranks; })
       .def_prop_ro("window", [](const TableBudget& budget) { return budget.window; });
   bind_steps(adaptive);

@@ -175,8 +175,8 @@ void bind_drafting(nb::module_& m) {
              std::optional<uint64_t> seed) {
             Sizes sizes = sizes_of(config);
             new (self) Drafter(sizes.trie_nodes, sizes.branch_length, sizes.trie_capacity,
-                               sizes.window_size ? sizes.guess_set_size : 0, std::move(shared), std::move(table),
-                               std::move(calibration), seed);
+                               sizes.window_size ? sizes.guess_set_size : 0, sizes.ngram_size, std::move(shared),
+                               std::move(table), std::move(calibration), seed);
           },
           "config"_a, "shared"_a.none() = nb::none(), "table"_a.none() = nb::none(),
           "calibration"_a.none() = nb::none(), "seed"_a.none() = nb::none())
@@ -191,20 +191,20 @@ void bind_drafting(nb::module_& m) {
       .def("learn", &Drafter::learn, "tree"_a, "path"_a)
       .def(
           "keep_candidates",
-          [](Drafter& drafter, const Tokens& path, const std::vector<Tokens>& candidates,
+          [](Drafter& drafter, const TokenTree& tree, const Tokens& path, const std::vector<Tokens>& candidates,
              const std::vector<std::vector<uint8_t>>& scores) {
             int k = candidates.empty() ? 0 : static_cast<int>(candidates[0].size());
             Tokens tokens;
             std::vector<uint8_t> says;
             for (const Tokens& row : candidates) tokens.insert(tokens.end(), row.begin(), row.end());
             for (const std::vector<uint8_t>& row : scores) says.insert(says.end(), row.begin(), row.end());
-            for (int32_t node : path)
-              if (node < 0 || static_cast<size_t>(node) >= candidates.size() || tokens.size() != k * candidates.size() ||
-                  says.size() != tokens.size())
-                throw std::invalid_argument("a node of the path has no candidates and scores");
-            drafter.keep_candidates(path, tokens.data(), says.data(), k);
+            auto is_node = [&](int32_t node) { return node >= 0 && node < tree.size(); };
+            if (static_cast<int>(candidates.size()) != tree.size() || tokens.size() != k * candidates.size() ||
+                says.size() != tokens.size() || path.empty() || !std::all_of(path.begin(), path.end(), is_node))
+              throw std::invalid_argument("a node of the tree has no candidates and scores, or the path none in it");
+            drafter.keep_candidates(tree, path, tokens.data(), says.data(), k);
           },
-          "path"_a, "candidates"_a, "scores"_a);
+          "tree"_a, "path"_a, "candidates"_a, "scores"_a);
 }
 
 }  // namespace lpr

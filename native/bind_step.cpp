@@ -62,17 +62,37 @@ Moves placement(const BoundDraft& draft, int64_t capacity) {
   return stacked(std::move(sources), {&targets, &words});
 }
 
-nb::list conclude(BoundDraft& draft, Values values, const Served& counts, const std::vector<int64_t>& ks,
-                  Budgets& budgets) {
-  size_t most = 0, num_ranks = draft.served.size();
+using Said = nb::ndarray<const int32_t, nb::ndim<2>, nb::device::cpu>;
+
+// The headers that `num_ranks` ranks or more have sent, of so many trees each.
+Headers headers_of(const Said& said, size_t num_ranks, size_t most) {
+  if (said.shape(0) < num_ranks || (said.shape(0) && said.stride(1) != 1) ||
+      static_cast<int64_t>(said.shape(1)) < constants.num_header + static_cast<int64_t>(most) * constants.num_tree_header)
+    throw std::invalid_argument("the headers are not those of all ranks");
+  return {said.data(), static_cast<int64_t>(said.shape(0)), said.stride(0)};
+}
+
+size_t most_served(const BoundDraft& draft) {
+  size_t most = 0;
   for (const auto& trees : draft.served) most = std::max(most, trees.size());
-  int64_t k = ks.empty() ? 0 : *std::max_element(ks.begin(), ks.end());
-  if (values.shape(0) < (most ? num_ranks : 0) || values.shape(1) < most || counts.size() < num_ranks ||
-      ks.size() < num_ranks || static_cast<int64_t>(values.shape(3)) < 1 + k + (k + 3) / 4)
+  return most;
+}
+
+nb::list conclude(BoundDraft& draft, Values values, Said said, Budgets& budgets) {
+  size_t most = most_served(draft), num_ranks = draft.served.size();
+  Headers headers = headers_of(said, num_ranks, most);
+  int64_t k = 0, owned = 0;
+  for (size_t rank = 0; rank < num_ranks; rank++) {
+    k = std::max<int64_t>(k, headers.num_candidates(rank));
+    for (size_t place = 0; place < draft.served[rank].size(); place++)
+      owned = std::max<int64_t>(owned, static_cast<uint32_t>(headers.num_owned(rank, place)));
+  }
+  if (static_cast<int64_t>(values.shape(2)) < owned || values.shape(0) < (most ? num_ranks : 0) || values.shape(1) < most ||
+      static_cast<int64_t>(values.shape(3)) < 1 + k + (k + 3) / 4)
     throw std::invalid_argument("the values do not hold the results of all trees");
   int64_t strides[3] = {values.stride(0), values.stride(1), values.stride(2)}, width = values.shape(3);
   nb::list all;
-  std::vector<Conclusion> concluded = draft.conclude(values.data(), strides, width, counts, ks, budgets);
+  std::vector<Conclusion> concluded = draft.conclude(values.data(), strides, width, headers, budgets);
   for (size_t i = 0; i < concluded.size(); i++) {
     draft.state(i).append(concluded[i].emitted);
     all.append(nb::cast(std::move(concluded[i])));
@@ -104,12 +124,6 @@ void bind_step(nb::module_& m) {
       .def_ro("served", &BoundDraft::served)
       .def_prop_ro("mine", [](const BoundDraft& draft) { return draft.own_trees(); })
       .def_ro("num_entries", &BoundDraft::num_entries)
-      .def_prop_ro("num_owned",
-                   [](const BoundDraft& draft) {
-                     std::vector<size_t> counts;
-                     for (int64_t tree : draft.own_trees()) counts.push_back(draft.own(tree).owned.size());
-                     return counts;
-                   })
       .def("__len__", [](const BoundDraft& draft) { return draft.trees.size(); })
       .def_prop_ro("has_nodes",
                    [](const BoundDraft& draft) {
@@ -119,14 +133,22 @@ void bind_step(nb::module_& m) {
                    })
       .def("rows", &rows_of)
       .def("placement", &placement, "capacity"_a)
-      .def("sign",
-           [](BoundDraft& draft) {
-             std::vector<uint64_t> digests;
-             for (int64_t i : draft.own_trees())
-               digests.push_back(draft.states[i]->sign_tree(*draft.trees[i]));
-             return digests;
-           })
-      .def("conclude", &conclude, "values"_a, "counts"_a, "ks"_a, "budgets"_a);
+      .def(
+          "headers",
+          [](const BoundDraft& draft, uint64_t digest, int32_t num_command_bytes, int32_t num_candidates,
+             bool is_compared) {
+            Tokens words = draft.headers(digest, num_command_bytes, num_candidates, is_compared);
+            size_t count = words.size();
+            return owned_array<Row>(std::move(words), {count});
+          },
+          "digest"_a, "num_command_bytes"_a, "num_candidates"_a, "is_compared"_a)
+      .def(
+          "agrees",
+          [](const BoundDraft& draft, Said said) {
+            return draft.agrees(headers_of(said, draft.served.size(), most_served(draft)));
+          },
+          "said"_a)
+      .def("conclude", &conclude, "values"_a, "said"_a, "budgets"_a);
   m.def(
       "draft_step",
       [](const nb::sequence& states, const std::vector<int64_t>& depths, Budgets& budgets, int64_t num_ranks,

@@ -38,8 +38,9 @@ inline double time_at(double per_rank, const StepRow& row) {
 // Expected tokens and time of a step while its trees are drafted, one after the other.
 class ExpectedTokens {
  public:
-  ExpectedTokens(int64_t count, int64_t pending, int64_t held, int64_t limit, int64_t num_ranks, const StepRow& row)
-      : tokens_(count), base_(count * (1 + held)), pending_(pending), most_(count * limit), num_ranks_(num_ranks),
+  ExpectedTokens(int64_t count, double beside, int64_t pending, int64_t held, int64_t limit, int64_t num_ranks,
+                 const StepRow& row)
+      : tokens_(static_cast<double>(count) + beside), base_(count * (1 + held)), pending_(pending), most_(count * limit), num_ranks_(num_ranks),
         row_(row) {
     rate_ = tokens_ / times(0);
     node_ms_ = cheapest(0);
@@ -171,6 +172,7 @@ class AdaptiveBudget : public Budget {
  public:
   bool window = false;
   int64_t num_ranks = 1;
+  double beside = 0.0;  // tokens that other requests are expected to get in the running step
   std::function<StepRow(int64_t batch, int64_t kv)> row_of;  // by the table of step times that all ranks share
 
   AdaptiveBudget(std::vector<TreeLimits> by_homes, std::function<StepRow(int64_t, int64_t)> rows)
@@ -198,7 +200,8 @@ class AdaptiveBudget : public Budget {
     if (history.pause) return {0, std::nullopt, 0};
     int64_t held = window ? window_nodes_ : 0;
     if (!expected_)
-      expected_ = std::make_shared<ExpectedTokens>(count_, pending_, held, limit_, num_ranks, row_of(count_, kv_));
+      expected_ =
+          std::make_shared<ExpectedTokens>(count_, beside, pending_, held, limit_, num_ranks, row_of(count_, kv_));
     return {limit_ - held, Price(expected_, history.trust(all_.trust())), window ? columns_ : 0};
   }
 
@@ -223,9 +226,10 @@ class AdaptiveBudget : public Budget {
       held += drafts[i]->num_window;
     }
     std::sort(gains.begin(), gains.end(), std::greater<>());
-    std::vector<double> tokens = {static_cast<double>(count_)};
+    double without = static_cast<double>(count_) + beside;
+    std::vector<double> tokens = {without};
     double sum = 0.0;
-    for (double gain : gains) tokens.push_back(static_cast<double>(count_) + (sum += gain));
+    for (double gain : gains) tokens.push_back(without + (sum += gain));
     size_t best = 0;
     double best_rate = -kInfinity, near_price = 0.0, first_rate = 0.0, first_time = 0.0;
     for (size_t k = 0; k < tokens.size(); k++) {
@@ -304,12 +308,22 @@ class AdaptiveBudget : public Budget {
 
   void weigh_window(const std::vector<double>& tokens, const StepRow& row) {
     double count = static_cast<double>(count_);
+    int64_t held = count_ * window_nodes_, left = count_ * limit_ - held, drafted = static_cast<int64_t>(tokens.size()) - 1;
     double more = count * (window ? yield_[0] : yield_[0] + yield_[1]), less = window ? count * yield_[1] : 0.0;
     double best_wide = -kInfinity, best_plain = -kInfinity;
-    for (size_t k = 0; k < tokens.size(); k++) {
-      int64_t size = static_cast<int64_t>(k) + count_;
-      best_wide = std::max(best_wide, (tokens[k] + more) / times(size + count_ * window_nodes_, pending_, row));
-      best_plain = std::max(best_plain, std::max(tokens[k] - less, count) / times(size, pending_, row));
+    for (int64_t k = 0; k <= (window ? drafted : std::min(drafted, left)); k++)
+      best_wide = std::max(best_wide, (tokens[k] + more) / times(k + (count_ + held), pending_, row));
+    auto weigh_plain = [&](double expected, int64_t k) {
+      if (window) expected = std::max(expected - less, count + beside);
+      best_plain = std::max(best_plain, expected / times(k + count_, pending_, row));
+    };
+    for (int64_t k = 0; k <= drafted; k++) weigh_plain(tokens[k], k);
+    if (window && drafted && drafted >= left) {  // all nodes were spent: what further ones would promise
+      double last = (tokens[drafted] - tokens[drafted - 1]) * static_cast<double>(drafted), sum = 0.0;
+      for (int64_t k = 1; k <= held; k++) {
+        sum += last / (static_cast<double>(drafted) + static_cast<double>(k));
+        weigh_plain(tokens[drafted] + sum, drafted + k);
+      }
     }
     segment_wide_ += best_wide;
     segment_plain_ += best_plain;

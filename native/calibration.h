@@ -1,7 +1,7 @@
 // What drafted tokens turned out to be worth (lpr/core/calibration.py).
 #pragma once
 
-#include <cmath>
+#include <cstring>
 
 #include "blake2b.h"
 #include "constants.h"
@@ -16,11 +16,17 @@ inline int first_cell(int stage, int depth) {
   return (stage * constants.num_levels + level) * constants.num_kinds * constants.num_buckets;
 }
 
-inline int cell_within(int kind, double odds) {
-  int octave;
-  std::frexp(odds, &octave);
-  int bucket = std::min(std::max(octave + constants.middle, 0), constants.num_buckets - 1);
-  return kind * constants.num_buckets + bucket;
+// The exponent that frexp gives, without its call: of a number that is not negative and not denormal.
+inline int octave_of(double odds) {
+  uint64_t bits;
+  std::memcpy(&bits, &odds, sizeof bits);
+  return bits ? static_cast<int>(bits >> 52) - 1022 : 0;
+}
+
+// The cell of odds that are raised by so many octaves.
+inline int cell_within(int kind, double odds, int octaves) {
+  int octave = odds == 0.0 ? 0 : octave_of(odds) + octaves;
+  return kind * constants.num_buckets + std::min(std::max(octave + constants.middle, 0), constants.num_buckets - 1);
 }
 
 class Calibration {

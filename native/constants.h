@@ -9,9 +9,12 @@
 namespace lpr {
 
 struct Constants {
+  // lpr.config
+  int num_header, num_tree_header;
   // lpr.core.drafting
   std::vector<double> weight, novelty, recycled;
-  double growth, shared_trust, replaced_trust, most, delay;
+  double growth, shared_trust, replaced_trust, beside_trust, most, delay;
+  int most_beside, pair_bits;  // lpr.core.evaluated
   int pool_match, root_places, node_places, max_match, recent_tokens;
   // lpr.core.calibration
   std::vector<std::vector<double>> shipped_frequencies, shipped_trials;  // greedy, sampled

@@ -6,6 +6,7 @@
 
 #include "budget.h"
 #include "calibration.h"
+#include "evaluated.h"
 #include "pool.h"
 #include "recycle.h"
 #include "suffix_index.h"
@@ -39,12 +40,12 @@ class Drafter {
   std::shared_ptr<Calibration> calibration;
   std::shared_ptr<NGramPool> pool;
 
-  Drafter(int64_t trie_nodes, int64_t branch_length, int64_t trie_capacity, int64_t guess_set_size,
+  Drafter(int64_t trie_nodes, int64_t branch_length, int64_t trie_capacity, int64_t guess_set_size, int64_t ngram_size,
           std::shared_ptr<SuffixIndex> shared, std::shared_ptr<CandidateTable> table,
           std::shared_ptr<Calibration> calibrated, std::optional<uint64_t> seed = std::nullopt)
       : seed(seed), calibration(calibrated ? std::move(calibrated) : std::make_shared<Calibration>(seed.has_value())),
         pool(std::make_shared<NGramPool>(guess_set_size)), own_(trie_capacity), shared_(std::move(shared)),
-        table_(std::move(table)), branch_length_(branch_length), tries_on_(trie_nodes > 0) {}
+        table_(std::move(table)), branch_length_(branch_length), ngram_size_(ngram_size), tries_on_(trie_nodes > 0) {}
 
   Drafter(const Drafter&) = delete;
 
@@ -52,6 +53,8 @@ class Drafter {
     if (tries_on_) {
       own_.extend(tokens, count);
       for (size_t i = 0; i < count; i++) remember(tokens[i]);
+    } else if (pool->guess_set_size) {  // a trie knows them itself
+      pool->add_text(tail_, tokens, count, ngram_size_);
     }
     num_observed_ += count;
     tail_.insert(tail_.end(), tokens, tokens + count);
@@ -64,28 +67,16 @@ class Drafter {
 
   void learn(const TokenTree& tree, const Tokens& path) { calibration->observe(tree, path, cells_); }
 
-  // Keep what the model ranked highest after each node of the accepted path; before `observe`. Rows of k per node.
-  void keep_candidates(const Tokens& path, const int32_t* candidates, const uint8_t* scores, int k) {
+  // Keep what the model ranked highest after the nodes of the tree; before `observe`. Rows of k per node.
+  void keep_candidates(const TokenTree& tree, const Tokens& path, const int32_t* candidates, const uint8_t* scores,
+                       int k) {
     if (!tries_on_) return;
-    ranked_.resize(num_observed_ - 1 + path.size());
-    for (size_t i = 0; i < path.size(); i++) {
-      const int32_t* row = candidates + static_cast<size_t>(path[i]) * k;
-      const uint8_t* says = scores + static_cast<size_t>(path[i]) * k;
-      ranked_[num_observed_ - 1 + i] = {static_cast<uint32_t>(ranked_tokens_.size()), static_cast<uint32_t>(k)};
-      ranked_tokens_.insert(ranked_tokens_.end(), row, row + k);
-      ranked_scores_.insert(ranked_scores_.end(), says, says + k);
-    }
+    int32_t before = tail_.size() > 1 ? tail_[tail_.size() - 2] : -1;
+    evaluated_.keep(tree, path, num_observed_, before, candidates, scores, k);
   }
 
  private:
   friend class Search;
-  // What the model ranked highest after the committed token at a position; nothing where that was not asked.
-  CandidateTable::Row ranked(int64_t position) const {
-    if (position >= static_cast<int64_t>(ranked_.size()) || !ranked_[position].count) return {nullptr, nullptr, 0};
-    const Span& row = ranked_[position];
-    return {&ranked_tokens_[row.begin], &ranked_scores_[row.begin], static_cast<int>(row.count)};
-  }
-
   // Keep the latest tokens, each once, the newest first.
   void remember(int32_t token) {
     auto found = std::find(recent_.begin(), recent_.end(), token);
@@ -102,13 +93,11 @@ class Drafter {
   SuffixIndex own_;
   std::shared_ptr<SuffixIndex> shared_;
   std::shared_ptr<CandidateTable> table_;
-  int64_t branch_length_;
+  int64_t branch_length_, ngram_size_;
   bool tries_on_;
   int64_t num_observed_ = 0;
   Tokens tail_, cells_, recent_;
-  std::vector<Span> ranked_;  // by position
-  Tokens ranked_tokens_;
-  std::vector<uint8_t> ranked_scores_;
+  EvaluatedNodes evaluated_;
 };
 
 }  // namespace lpr

@@ -18,10 +18,15 @@ void set_constants(const nb::dict& from) {
   to.levels = get<std::vector<int64_t>>(from, "levels");
   to.knots = get<std::vector<int64_t>>(from, "knots");
 #define LPR_NUMBER(name) to.name = get<decltype(to.name)>(from, #name)
+  LPR_NUMBER(num_header);
+  LPR_NUMBER(num_tree_header);
   LPR_NUMBER(growth);
   LPR_NUMBER(shared_trust);
   LPR_NUMBER(replaced_trust);
   LPR_NUMBER(most);
+  LPR_NUMBER(beside_trust);
+  LPR_NUMBER(most_beside);
+  LPR_NUMBER(pair_bits);
   LPR_NUMBER(delay);
   LPR_NUMBER(pool_match);
   LPR_NUMBER(root_places);

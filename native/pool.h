@@ -40,6 +40,14 @@ class NGramPool {
     if (static_cast<int64_t>(ngrams.size()) > guess_set_size) ngrams.erase(ngrams.begin());
   }
 
+  // The n-grams of `size` tokens that end in `tokens`, a text that follows `before`.
+  void add_text(const Tokens& before, const int32_t* tokens, size_t count, size_t size) {
+    Tokens text = before;
+    text.insert(text.end(), tokens, tokens + count);
+    for (size_t end = std::max(size, before.size() + 1); end <= text.size(); end++)
+      add(Tokens(text.begin() + (end - size), text.begin() + end));
+  }
+
   // The n-grams that start with `token`, the oldest first; null if there are none. The token counts as used now.
   const std::vector<Tokens>* get(int32_t token) {
     auto found = by_key_.find(token);

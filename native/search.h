@@ -18,7 +18,7 @@ class Search {
     places_.clear();
     tried_.clear();
     tried_tokens_.clear();
-    for (std::vector<Trial>& order : orders_) order.clear();
+    for (Trials& each : trials_) each.is_begun = false;
     noise_.begin(drafter.seed, drafter.num_observed_);
     expand(0, 1.0, {}, 0, 0, kNothing);
     while (!heap_.empty()) {
@@ -35,7 +35,7 @@ class Search {
       uint8_t source = kTrie;
       int32_t token = payload.token;
       if (payload.kind == kRecentToken) {
-        token = drafter.recent_[recent_order(tree.depths[node])[payload.order].rank];
+        token = drafter.recent_[recent_trial(tree.depths[node], payload.order)->rank];
         try_recent(node, payload.kept, payload.left - next.rank, payload.order + 1, payload.tried);
       } else if (payload.places.count) {
         source = places_[payload.places.begin].source;
@@ -92,6 +92,17 @@ class Search {
   struct Trial {
     double frequency;
     int rank, cell;
+    bool operator<(const Trial& other) const {
+      return frequency != other.frequency ? frequency < other.frequency : rank > other.rank;
+    }
+  };
+
+  // The recent tokens as children of nodes at a depth; where the noise is known a heap, whose best ones have been moved
+  // to its end one after the other.
+  struct Trials {
+    std::vector<Trial> tokens;
+    bool is_begun = false;
+    int num_ordered = 0;
   };
 
   struct Row {
@@ -203,8 +214,7 @@ class Search {
         kind = row.places.count ? kWindow + constants.several : kWindow;
       else if (row.places.count > 1)
         kind += constants.several;
-      double odds = std::ldexp(row.weight / (total - row.weight), noise_.octaves(depth, row.token));
-      int cell = first + cell_within(kind, odds);
+      int cell = first + cell_within(kind, row.weight / (total - row.weight), noise_.octaves(depth, row.token));
       row_cells_.push_back(cell);
       known += frequencies_[cell];
     }
@@ -225,32 +235,43 @@ class Search {
 
   void try_recent(int node, double kept, double left, int index, int tried) {
     const Tokens& recent = drafter_->recent_;
-    const std::vector<Trial>& order = recent_order(tree_->depths[node]);
-    int size = static_cast<int>(order.size());
-    while (index < size && was_tried(tried, recent[order[index].rank])) index++;
-    if (index == size) return;
-    double probability = std::min(kept * order[index].frequency, left);
-    push(probability, {kRecentToken, node, 0, order[index].cell, {}, index, tried, kept, left});
+    int depth = tree_->depths[node];
+    const Trial* trial = recent_trial(depth, index);
+    while (trial && was_tried(tried, recent[trial->rank])) trial = recent_trial(depth, ++index);
+    if (!trial) return;
+    double probability = std::min(kept * trial->frequency, left);
+    push(probability, {kRecentToken, node, 0, trial->cell, {}, index, tried, kept, left});
   }
 
-  // The recent tokens as children of nodes at a depth, in the order of trial: the latest first, or, where the noise is
-  // known, the likeliest.
-  const std::vector<Trial>& recent_order(int depth) {
-    if (static_cast<int>(orders_.size()) <= depth) orders_.resize(depth + 1);
-    std::vector<Trial>& order = orders_[depth];
-    if (!order.empty()) return order;
-    const Tokens& recent = drafter_->recent_;
-    int first = first_cell(constants.recent_stage, depth);
-    for (int rank = 0; rank < static_cast<int>(recent.size()); rank++) {
-      double odds = std::ldexp(1.0 / (rank + 1), noise_.octaves(depth, recent[rank]));
-      int cell = first + cell_within(constants.recent_kind, odds);
-      order.push_back({frequencies_[cell], rank, cell});
+  // The recent token that is tried as number `index` as a child of nodes at a depth: the latest first, or, where the
+  // noise is known, the likeliest. Null beyond the last. Few of them are ever asked for, so a heap puts them in order.
+  const Trial* recent_trial(int depth, int index) {
+    if (static_cast<int>(trials_.size()) <= depth) trials_.resize(depth + 1);
+    Trials& here = trials_[depth];
+    int count = static_cast<int>(drafter_->recent_.size());
+    if (index >= count) return nullptr;
+    if (!here.is_begun) {
+      here.tokens.clear();
+      here.num_ordered = 0;
+      here.is_begun = true;
     }
-    if (noise_.is_known())
-      std::sort(order.begin(), order.end(), [](const Trial& a, const Trial& b) {
-        return a.frequency != b.frequency ? a.frequency > b.frequency : a.rank < b.rank;
-      });
-    return order;
+    if (!noise_.is_known()) {
+      while (static_cast<int>(here.tokens.size()) <= index) here.tokens.push_back(trial_of(here.tokens.size(), depth));
+      return &here.tokens[index];
+    }
+    if (here.tokens.empty()) {
+      for (int rank = 0; rank < count; rank++) here.tokens.push_back(trial_of(rank, depth));
+      std::make_heap(here.tokens.begin(), here.tokens.end());
+    }
+    for (; here.num_ordered <= index; here.num_ordered++)
+      std::pop_heap(here.tokens.begin(), here.tokens.end() - here.num_ordered);
+    return &here.tokens[count - 1 - index];
+  }
+
+  Trial trial_of(int rank, int depth) {
+    int octaves = noise_.octaves(depth, drafter_->recent_[rank]);
+    int cell = first_cell(constants.recent_stage, depth) + cell_within(constants.recent_kind, 1.0 / (rank + 1), octaves);
+    return {frequencies_[cell], rank, cell};
   }
 
   // Sources: each appends the evidence for what follows a node.
@@ -264,7 +285,7 @@ class Search {
     } else if (order == 0) {
       two_tokens(depth);
     } else if (order == 1) {
-      one_token();
+      one_token(depth);
     } else {
       one_replaced();
     }
@@ -289,7 +310,7 @@ class Search {
       places_.push_back({constants.weight[constants.pool_match], nullptr, &*ngram, 1, kPool});
   }
 
-  void one_token() {
+  void one_token(int depth) {
     int32_t last = context_.back();
     own_places_.clear();
     each_trie([&](const SuffixIndex& trie, double trust, uint8_t source) {
@@ -300,30 +321,21 @@ class Search {
       });
     });
     if (!drafter_->table_) return;
-    find_nearest();
-    if (nearest_.empty()) nearest_.push_back(drafter_->table_->get(last));
-    double share = 1.0 / static_cast<double>(nearest_.size());
-    for (const CandidateTable::Row& row : nearest_)
-      for (int i = 0; i < row.size; i++)
-        places_.push_back({share * constants.recycled[row.scores[i]], nullptr, nullptr, row.tokens[i], kRecycled});
+    drafter_->evaluated_.nearest(drafter_->own_, own_places_, context_, rows_said_);
+    if (rows_said_.empty()) rows_said_.push_back(drafter_->table_->get(last));
+    add_candidates(1.0);
+    if (depth > constants.max_match) return;
+    const int32_t* below = context_.data() + context_.size() - depth;
+    drafter_->evaluated_.beside(drafter_->num_observed_, below, depth, rows_said_);
+    add_candidates(constants.beside_trust);
   }
 
-  // The candidates at those places of the own trie whose context agrees longest, the newest first.
-  void find_nearest() {
-    const SuffixIndex& own = drafter_->own_;
-    const int32_t* last = &context_.back();
-    int64_t reach = std::min<int64_t>(context_.size(), constants.max_match), longest = 0;
-    nearest_.clear();
-    for (int64_t after : own_places_) {
-      CandidateTable::Row row = drafter_->ranked(own.base + after - 1);
-      if (!row.size) continue;
-      int64_t length = 1, most = std::min(reach, after - own.start);
-      while (length < most && own.token(after - 1 - length) == last[-length]) length++;
-      if (length < longest) continue;
-      if (length > longest) nearest_.clear();
-      longest = length;
-      nearest_.push_back(row);
-    }
+  // Rows of candidates and scores, which share their weight.
+  void add_candidates(double trust) {
+    double share = trust / static_cast<double>(std::max<size_t>(1, rows_said_.size()));
+    for (const CandidateTable::Row& row : rows_said_)
+      for (int i = 0; i < row.size; i++)
+        places_.push_back({share * constants.recycled[row.scores[i]], nullptr, nullptr, row.tokens[i], kRecycled});
   }
 
   void one_replaced() {
@@ -358,9 +370,9 @@ class Search {
   std::vector<Place> places_;
   std::vector<Tried> tried_;
   std::vector<Row> rows_;
-  std::vector<std::vector<Trial>> orders_;  // by depth
+  std::vector<Trials> trials_;  // by depth
   std::vector<int64_t> own_places_;
-  std::vector<CandidateTable::Row> nearest_;
+  std::vector<CandidateTable::Row> rows_said_;
   Noise noise_;
   Tokens tried_tokens_, row_tokens_, row_of_, row_cells_, context_;
 };

@@ -139,8 +139,9 @@ class SequenceState {
  private:
   // Make what drafts from the tokens, which all home ranks do before the same step.
   void begin_drafting() {
-    drafter = std::make_shared<Drafter>(sizes_.trie_nodes, sizes_.branch_length, sizes_.trie_capacity,
-                                        sizes_.window_size ? sizes_.guess_set_size : 0, shared_, table, nullptr, seed_);
+    int64_t guesses = sizes_.window_size ? sizes_.guess_set_size : 0;
+    drafter = std::make_shared<Drafter>(sizes_.trie_nodes, sizes_.branch_length, sizes_.trie_capacity, guesses,
+                                        sizes_.ngram_size, shared_, table, nullptr, seed_);
     drafter->observe(tokens.data(), tokens.size());
     drafted_ = {};
     uint64_t begun = digest();
@@ -151,7 +152,7 @@ class SequenceState {
   void learn(const TokenTree& tree, const Tokens& path, const TreeResult& result, const Tokens& emitted) {
     bool succeeded = result.next_tokens[path.back()] >= 0;
     if (succeeded) drafter->learn(tree, path);
-    if (table && result.k) drafter->keep_candidates(path, result.candidates.data(), result.scores.data(), result.k);
+    if (table && result.k) drafter->keep_candidates(tree, path, result.candidates.data(), result.scores.data(), result.k);
     drafter->observe(emitted.data(), emitted.size());
     if (window && succeeded) {
       Tokens next(result.next_tokens.size());

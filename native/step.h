@@ -30,6 +30,19 @@ inline TreeResult results_of(const int32_t* values, const int64_t* strides, cons
   return all;
 }
 
+// What ranks say besides their results (lpr/core/headers.py): a row of words of each.
+struct Headers {
+  const int32_t* words;
+  int64_t num_ranks, stride;
+
+  const int32_t* row(int64_t rank) const { return words + rank * stride; }
+  int32_t num_candidates(int64_t rank) const { return row(rank)[3]; }
+  const int32_t* of_tree(int64_t rank, int64_t place) const {
+    return row(rank) + constants.num_header + place * constants.num_tree_header;
+  }
+  int32_t num_owned(int64_t rank, int64_t place) const { return of_tree(rank, place)[2]; }
+};
+
 // What a step did to one sequence.
 struct Conclusion {
   std::shared_ptr<TokenTree> tree;
@@ -74,9 +87,41 @@ class StepDraft {
 
   const Shard& own(size_t tree) const { return (*shards[tree])[rank]; }
 
-  // `counts` are the nodes that each rank owns of its trees in their order, `ks` the candidates that it sends of a node.
-  std::vector<Conclusion> conclude(const int32_t* values, const int64_t* strides, int64_t width, const Served& counts,
-                                   const std::vector<int64_t>& ks, Budgets& budgets) {
+  Tokens headers(uint64_t digest, int32_t num_command_bytes, int32_t num_candidates, bool is_compared) const {
+    Tokens words;
+    auto add = [&](uint64_t signature) {
+      words.push_back(static_cast<int32_t>(static_cast<uint32_t>(signature)));
+      words.push_back(static_cast<int32_t>(static_cast<uint32_t>(signature >> 32)));
+    };
+    add(digest);
+    words.push_back(num_command_bytes);
+    words.push_back(num_candidates);
+    for (int64_t tree : own_trees()) {
+      add(is_compared ? states[tree]->sign_tree(*trees[tree]) : 0);
+      words.push_back(static_cast<int32_t>(own(tree).owned.size()));
+    }
+    return words;
+  }
+
+  // Do all ranks hold the same by their headers, of which there are as many for each replica?
+  bool agrees(const Headers& said) const {
+    std::vector<const int32_t*> first(states.size(), nullptr);  // per tree, what the first rank that serves it signed
+    for (int64_t rank = 0; rank < said.num_ranks; rank++) {
+      if (!std::equal(said.row(rank), said.row(rank) + 2, said.row(0))) return false;
+      const std::vector<int64_t>& served_there = served[rank * served.size() / said.num_ranks];
+      for (size_t place = 0; place < served_there.size(); place++) {
+        const int32_t*& known = first[served_there[place]];
+        const int32_t* here = said.of_tree(rank, place);
+        if (!known) known = here;
+        if (!std::equal(here, here + 2, known)) return false;
+      }
+    }
+    return true;
+  }
+
+  // `said` are the headers of the ranks whose results `values` are.
+  std::vector<Conclusion> conclude(const int32_t* values, const int64_t* strides, int64_t width, const Headers& said,
+                                   Budgets& budgets) {
     std::vector<Conclusion> all;
     std::vector<std::vector<int64_t>> places(states.size(), std::vector<int64_t>(served.size(), 0));
     for (size_t each = 0; each < served.size(); each++)
@@ -86,12 +131,12 @@ class StepDraft {
       SequenceState& state = *states[i];
       bool is_mine = trees[i] != nullptr;
       if (!is_mine) {
-        receive(i, values, strides, width, places[i], counts);
+        receive(i, values, strides, width, places[i], said);
         state.forget_drafts();
       }
-      int64_t k = std::numeric_limits<int64_t>::max();
-      for (int64_t home : state.homes()) k = std::min(k, ks[home]);
-      TreeResult result = results_of(values, strides, places[i], *shards[i], static_cast<int>(k));
+      int32_t k = std::numeric_limits<int32_t>::max();
+      for (int64_t home : state.homes()) k = std::min(k, said.num_candidates(home));
+      TreeResult result = results_of(values, strides, places[i], *shards[i], k);
       Conclusion each{trees[i], shards[i], {}, accept(*trees[i], result.next_tokens), {}, Tokens{}, {}, false};
       if (is_mine && SequenceState::has_nan(own(i), result))
         each.kept.reset();
@@ -139,10 +184,10 @@ class StepDraft {
 
   // Take the tree of a sequence, and its shards, from what its home ranks have sent.
   void receive(size_t tree, const int32_t* values, const int64_t* strides, int64_t width,
-               const std::vector<int64_t>& places, const Served& counts) {
+               const std::vector<int64_t>& places, const Headers& said) {
     const std::vector<int64_t>& homes = states[tree]->homes();
     std::vector<int64_t> owned(served.size(), 0);
-    for (int64_t home : homes) owned[home] = counts.at(home).at(places[home]);
+    for (int64_t home : homes) owned[home] = said.num_owned(home, places[home]);
     auto row_of = [&](int64_t home, int64_t i) {
       return values + home * strides[0] + places[home] * strides[1] + i * strides[2] + width - 2;
     };

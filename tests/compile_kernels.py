@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from lpr.model.kernels.attention_code import attend, combine
 from lpr.model.kernels.attention_kernel import choose_tiles
 from lpr.model.kernels.exact_code import add_splits, attend_exactly
+from lpr.model.kernels.parts_code import list_winners, weigh_prefixes
 from lpr.model.kernels.sampling_code import choose_rows
 from lpr.model.kernels.sampling_kernel import BLOCK, NUM_WARPS
 
@@ -42,7 +43,9 @@ def signature(kernel: Any, dtype: torch.dtype, constants: dict[str, Any]) -> tup
         "bits_at": "*i64", "positions_at": "*i64", "cached_at": "*i32", "entries_at": "*i32",
         "keys_at": "*i64", "key_of_at": "*i64", "temperature_at": "*fp32", "top_k_at": "*i64", "top_p_at": "*fp32",
         "min_p_at": "*fp32", "chosen_at": "*i64", "path_at": "*i32", "shared_at": "*i32", "part_acc_at": "*fp32",
-        "part_top_at": "*fp32", "part_total_at": "*fp32", "scale": "fp32", "softcap": "fp32",
+        "part_top_at": "*fp32", "part_total_at": "*fp32", "scale": "fp32", "softcap": "fp32", "scores_at": "*fp32",
+        "tokens_at": "*i32", "totals_at": "*fp32", "kept_at": "*fp32", "top_at": "*fp32", "before_at": "*fp64",
+        "whole_at": "*fp64",
     }  # fmt: skip
     signature, aligned = {}, {}
     for index, name in enumerate(kernel.arg_names):
@@ -91,6 +94,9 @@ def main() -> None:
             constants = {"NOT_A_NUMBER": -1, "LIMITED": limited, "BLOCK": BLOCK}
             about = {"kernel": "choose_rows", "dtype": str(dtype), "limited": limited}
             compiled.append({**about, **build(choose_rows, 90, dtype, constants, num_warps=NUM_WARPS)})
+        for kernel in (list_winners, weigh_prefixes):
+            made = build(kernel, 90, dtype, {"LENGTH": 64, "BLOCK": BLOCK}, num_warps=NUM_WARPS)
+            compiled.append({"kernel": kernel.__name__, "dtype": str(dtype), **made})
     print(json.dumps(compiled))
 
 

@@ -201,6 +201,13 @@ class ElasticWorld:
         self._threads.append(thread)
         thread.start()
 
+    def await_end(self, replica: int) -> None:
+        """Wait until a replica has ended."""
+        until = time.monotonic() + WAIT
+        while self.register(replica).dead_reason(replica) is None:
+            assert time.monotonic() < until, f"replica {replica} goes on"
+            time.sleep(0.01)
+
     def found(self, epoch: int, replica: int) -> None:
         """Let a replica that has loaded be the first of a new mesh."""
         register = self.register(replica)

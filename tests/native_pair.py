@@ -107,6 +107,8 @@ def take_step(
     core: Any, plan: Plan, random_: random.Random, states: list[Any], budget_: Any, record: list[Any]
 ) -> None:
     """One step as lpr.engine.step takes it, with answers made up."""
+    if plan.adaptive:
+        budget_.beside = random_.choice([0.0, 0.0, 2.7])
     budget_.begin(len(states), random_.choice([0, 0, 3]), max(len(each.tokens) for each in states))
     depths = [random_.choice([0, 3, 100, 100, 100]) for _ in states]
     requests = [budget_.request(each.acceptance) for each in states]
@@ -230,7 +232,7 @@ def fused(core: Any, plan: Plan) -> list[Any]:
         trees = trees_of(drafts)
         results = [answers(core, plan, random_, *each) for each in zip(first, trees, strict=True)]
         payloads = np.full((plan.num_ranks, len(first), capacity, result_words(k) + 2), -9, np.int32)
-        counts, signed = [], dict[int, set[int]]()
+        said = np.full((plan.num_ranks, 4 + 3 * len(first)), -9, np.int32)
         for rank, ((states, _), draft) in enumerate(zip(ranks, drafts, strict=True)):
             mine = list(range(len(states))) if served is None else served[rank]
             assert (list(draft.mine), len(draft.served)) == (mine, plan.num_ranks)
@@ -242,16 +244,19 @@ def fused(core: Any, plan: Plan) -> list[Any]:
             each = [core.row_entries(states[i], trees[i], draft.shards[i][rank], rank) for i in mine]
             assert all(np.array_equal(*pair) for pair in zip(each, rows, strict=True)), "one by one and together"
             record.append(placed(core, rows, [states[i].num_computed_tokens[rank] for i in mine]))
-            for i, digest in zip(mine, draft.sign(), strict=True):
-                signed.setdefault(i, set()).add(digest)
-            counts.append(list(draft.num_owned))
+            said[rank, : 4 + 3 * len(mine)] = draft.headers(2**64 - 7, rank, k, True)
             send(payloads[rank], draft, [results[i] for i in mine], k)
-        record.append([sorted(digests) for digests in signed.values()])
-        assert all(len(digests) == 1 for digests in signed.values()), "ranks that serve a sequence have drafted alike"
-        done = [
-            draft.conclude(payloads, counts, [k] * plan.num_ranks, budgets)
-            for draft, (_, budgets) in zip(drafts, ranks, strict=True)
-        ]
+        record.append(said.tolist())
+        assert all(draft.agrees(said) for draft in drafts), "ranks that serve a sequence have drafted alike"
+        last = len(said[-1]) if served is None else 4 + 3 * len(served[-1])
+        compared = [place for place in range(last) if place < 2 or (place > 3 and (place - 4) % 3 < 2)]
+        for place in compared:
+            other = said.copy()
+            other[-1, place] += 1
+            noticed = [not draft.agrees(other) for draft in drafts]
+            assert all(noticed) or place > 3 or plan.num_ranks == 1, "what all ranks hold is compared"
+            record.append(noticed)
+        done = [draft.conclude(payloads, said, budgets) for draft, (_, budgets) in zip(drafts, ranks, strict=True)]
         seen = [
             see_conclusion(core, draft, concluded, results, trees)
             for draft, concluded in zip(drafts, done, strict=True)

@@ -339,20 +339,22 @@ def _launch(
     return out.transpose(1, 2)
 
 
-def sampling_kernel(logits: Any, selection: Selection) -> torch.Tensor:
+def sampling_kernel(logits: Any, selection: Selection) -> tuple[torch.Tensor, torch.Tensor]:
     """Stands for the sampling kernel, likewise."""
     for name, each in {"logits": logits, "the selection": selection.keys}.items():
         if not isinstance(each, OnGpu):
             raise PretendError(f"the sampling kernel was given {name} on the CPU")
     out = logits.new_empty(len(logits), dtype=torch.int64)
+    totals = logits.new_empty(len(logits), dtype=torch.float32)
 
     def run() -> None:
         sizes = (selection.num_keys, selection.num_rows, selection.sampled, selection.filtered)
         there = Selection(held(selection._words), *sizes)
-        out.held.copy_(sampling_reference.pick(held(logits), there))
+        for made, found in zip((out, totals), sampling_reference.choose(held(logits), there), strict=True):
+            made.held.copy_(found)
 
     current_gpu().launch(run)
-    return out
+    return out, totals
 
 
 def load_guard(folder: Path) -> None:
@@ -405,7 +407,7 @@ def gpu(guard: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
     attention_kernel = pytest.importorskip("lpr.model.kernels.attention_kernel")
     monkeypatch.setattr(attention_kernel, "tree_attention", kernel)
     monkeypatch.setattr("lpr.model.kernels.exact_kernel.tree_attention", exact_kernel)
-    monkeypatch.setattr("lpr.model.kernels.sampling_kernel.pick", sampling_kernel)
+    monkeypatch.setattr("lpr.model.kernels.sampling_kernel.choose", sampling_kernel)
     gpu_pick.cache_clear()
     with PretendGpu() as machine:
         yield machine

@@ -156,6 +156,24 @@ def test_the_window_runs_where_nodes_are_free_and_stops_where_it_earns_nothing()
     assert not budget.window
 
 
+@pytest.mark.parametrize(("tail", "runs"), [(0.1, False), (1e-5, True)])
+def test_the_window_takes_nodes_from_the_last_of_the_search(tail: float, runs: bool) -> None:
+    """Where nodes cost nothing and all are spent, they go to whoever earns more."""
+    config = DecodeConfig().resolved()
+    budget = AdaptiveBudget(config, StepTimes({(1, 256): [10.0 for _ in KNOTS]}))
+    seen = []
+    for _ in range(100):
+        budget.begin(1, 0, 0)
+        request = budget.request(AcceptanceHistory())
+        held = config.num_window_nodes if request.window else 0
+        assert request.nodes + held == config.num_nodes - 1
+        draft = chain([1.0, 1.0, *[tail] * (request.nodes - 2)], held + 1)
+        budget.cut([draft], [AcceptanceHistory()])
+        budget.observe([draft.tree], [[0, held + 1, held + 2]], [AcceptanceHistory()])
+        seen.append(budget.window)
+    assert seen[16:] == [runs] * 84
+
+
 # The table of step times.
 
 

@@ -258,7 +258,7 @@ def drafted_beside_two_contexts():
     drafter = Drafter(retrieval(), None, table)
     for before, candidate in ((5, 50), (6, 60)):
         drafter.observe([1, before, 7])
-        drafter.keep_candidates([0], [[candidate]], [[1]])
+        drafter.keep_candidates(TokenTree(7), [0], [[candidate]], [[1]])
     drafter.observe([2, 5, 7])
     tree = TokenTree(7)
     drafter.draft(tree, 8)

@@ -1,7 +1,8 @@
 """Exact attention as a Triton kernel, in Triton's interpreter: bits that do not depend on the tree, and its reference.
 
-Without a GPU these tests say that the kernel's construction is right: the interpreter's products are NumPy's. On a
-machine with a GPU they run the compiled kernel.
+Without a GPU these tests say that the kernel's construction is right. The interpreter's products are NumPy's, whose
+BLAS adds in another order by the place of a row on some processors, which a GPU's tensor cores do not; so they are
+made without BLAS here. On a machine with a GPU the tests run the compiled kernel.
 """
 
 from __future__ import annotations
@@ -25,6 +26,20 @@ from lpr.model.kernels import exact_kernel
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def products_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter's matrix products, each row of which is the same wherever it stands."""
+    from triton.runtime import interpreter
+
+    def dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+        one, other = (each.data.astype(d.data.dtype) for each in (a, b))
+        return interpreter.TensorHandle(np.einsum("mk,kn->mn", one, other) + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+
+
 RULES: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"window": 70},

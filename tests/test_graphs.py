@@ -165,7 +165,9 @@ def test_shapes_are_few_and_hold_their_steps() -> None:
 def test_no_more_graphs_than_allowed(
     model: PreTrainedModel, expected: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(GraphRunner.__init__, "__defaults__", (2, 1, lambda: None))  # graphs; height; meet
+    monkeypatch.setattr(
+        GraphRunner.__init__, "__defaults__", (2, 1, lambda: None, False)
+    )  # graphs, height, meet, parts
     engine = Engine.from_model(model, decode=DECODE)
     capturer = captured(engine)
     graphs, sizes = engine.model.graphs, []

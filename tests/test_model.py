@@ -140,3 +140,36 @@ def test_stock_generate_still_works_after_the_switch() -> None:
     TreeModel(model)
     after = model.generate(prompt, attention_mask=mask, max_new_tokens=20, do_sample=False, pad_token_id=0)
     assert torch.equal(before, after)
+
+
+def prompt_logits(runner: TreeModel, prompts: list[list[int]]) -> torch.Tensor:
+    """The logits of the last token of each prompt, evaluated together from nothing."""
+    rows = [
+        Row(slot, 0, tokens, list(range(-1, len(tokens) - 1)), list(range(len(tokens))), 1)
+        for slot, tokens in enumerate(prompts)
+    ]
+    return runner.logits(build_inputs(rows, 64, torch.device("cpu"), packed=True), TreeCache(len(rows), 64))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral", "gemma2", "gpt2"])
+def test_prompts_need_no_mask(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes later in a prompt is hidden without a mask; branches, later pieces and other rules have one."""
+    model = tiny_model(family, **FAMILIES[family])
+    runner = TreeModel(model)
+    prompts = [[5, 17, 9, 4, 80, 3, 3, 41, 7, 12, 60, 2], [8, 8, 1]]
+    blocks = [build_inputs([row], 64, torch.device("cpu")).blocks[0] for row in pieces()]
+    assert [block.is_causal for block in blocks] == [True, False, False]
+    found = prompt_logits(runner, prompts)
+    for prompt, mine in zip(prompts, found, strict=True):
+        torch.testing.assert_close(mine, sequential(model, prompt)[-1], rtol=1e-4, atol=1e-4)
+    monkeypatch.setattr("lpr.model.inputs._is_prompt", lambda row: False)
+    torch.testing.assert_close(found, prompt_logits(runner, prompts), rtol=1e-5, atol=1e-5)
+
+
+def pieces() -> list[Row]:
+    """A prompt, one with a branch at its end, and a later piece."""
+    return [
+        Row(0, 0, [5, 6, 7], [-1, 0, 1], [0, 1, 2], 1),
+        Row(0, 0, [5, 6, 7], [-1, 0, 0], [0, 1, 1], 2),
+        Row(0, 3, [5, 6, 7], [-1, 0, 1], [3, 4, 5], 1),
+    ]

@@ -134,7 +134,18 @@ def test_pools_and_tables_are_equal(seed: int, size: int, keys: int) -> None:
 
 @needs_native
 @pytest.mark.parametrize(
-    "name", ["novelty", "node_places", "max_match", "shipped_frequencies", "trust_memory", "several", "delay"]
+    "name",
+    [
+        "novelty",
+        "node_places",
+        "max_match",
+        "shipped_frequencies",
+        "trust_memory",
+        "several",
+        "delay",
+        "beside_trust",
+        "pair_bits",
+    ],
 )
 def test_a_core_with_one_other_number_is_found_out(name: str) -> None:
     """The comparison itself can fail: each of these numbers decides what is drafted."""
@@ -229,8 +240,8 @@ def test_both_cores_have_the_same_names() -> None:
         assert public - set(dir(native)) <= SPECIFICATION_ONLY, name
 
 
-SPECIFICATION_ONLY = {"verify", "previous_pair", "previous_token", "singles", "pairs", "places"}
-"""The executable specification of a tree, and the insides of the suffix index and of a step's draft."""
+SPECIFICATION_ONLY = {"verify", "add_text", "previous_pair", "previous_token", "singles", "pairs", "places"}
+"""The executable specification of a tree, and the insides of the pool, the suffix index and a step's draft."""
 
 
 def assert_equal(first: list[Any], second: list[Any]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import tiny_model
@@ -35,6 +36,7 @@ from lpr.model.cache import TreeCache
 from lpr.model.graphs import CudaCapturer
 from lpr.model.kernels.mask import TreeMask
 from lpr.model.packing import PackedLinear
+from lpr.model.processors import ROW_BY_ROW, OutputPenalty, Pick, ProcessorPath, Processors
 from lpr.model.sampling import gpu_pick
 from lpr.model.selection import Selection
 
@@ -49,7 +51,15 @@ MIXED = [
     )
     for i in range(len(PROMPTS))
 ]
-PROCESSED = [SamplingParams(max_new_tokens=12, repetition_penalty=1.2, no_repeat_ngram_size=3)] * len(PROMPTS)
+PROCESSED = [
+    SamplingParams(
+        max_new_tokens=12, repetition_penalty=1.2, no_repeat_ngram_size=3, frequency_penalty=0.3 * (i % 2),
+        min_new_tokens=4, stop_token_ids=(95, 96), logit_bias=((5, 1.5), (9, -2.0)), temperature=0.8 * (i % 2),
+        top_p=(1.0, 0.9)[i // 2 % 2], seed=i,
+    )
+    for i in range(len(PROMPTS))
+]  # fmt: skip
+PLAIN = DecodeConfig.autoregressive()
 SETS = {"greedy": GREEDY, "mixed": MIXED, "processed": PROCESSED}
 
 
@@ -60,7 +70,7 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def expected(model: PreTrainedModel) -> dict[str, list[list[int]]]:
-    engine = Engine.from_model(copy.deepcopy(model), decode=DecodeConfig.autoregressive())
+    engine = Engine.from_model(copy.deepcopy(model), decode=PLAIN)
     return {name: ids(engine, params) for name, params in SETS.items()}
 
 
@@ -112,10 +122,74 @@ def test_without_graphs_and_without_the_kernel(
 
 
 def test_processors(gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]]) -> None:
-    engine = Engine.from_model(to_gpu(copy.deepcopy(model)), decode=DECODE)
+    """One wait a step, as every other step has."""
     replays = gpu.num_replays
-    assert ids(engine, PROCESSED) == expected["processed"]
-    assert engine.model.graph_reason is None and gpu.num_replays > replays + 10
+    check(gpu, model, expected, ("processed",))
+    assert gpu.num_replays > replays + 5
+
+
+def a_processor_that_waits(patch: pytest.MonkeyPatch) -> None:
+    penalty = OutputPenalty.__call__
+
+    def mutant(self: OutputPenalty, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        torch.bincount(input_ids[0])
+        return penalty(self, input_ids, scores)
+
+    patch.setattr(OutputPenalty, "__call__", mutant)
+
+
+def processors_along_the_path(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Processors, "are_row_by_row", False)
+
+
+def paths_of_other_nodes(patch: pytest.MonkeyPatch) -> None:
+    call = Processors.__call__
+    patch.setattr(Processors, "__call__", lambda self, ids, scores: call(self, ids.flip(0), scores))
+
+
+def choices_in_the_order_of_depths(patch: pytest.MonkeyPatch) -> None:
+    choose_all = ProcessorPath.choose_all
+
+    def mutant(self: ProcessorPath, logits: torch.Tensor, chosen: torch.Tensor, pick: Pick) -> bool:
+        return choose_all(self, logits, chosen, lambda scores, rows: pick(scores, np.sort(rows)))
+
+    patch.setattr(ProcessorPath, "choose_all", mutant)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [a_processor_that_waits, processors_along_the_path, paths_of_other_nodes, choices_in_the_order_of_depths],
+)
+def test_faults_of_processors_are_noticed(
+    fault: Callable[[pytest.MonkeyPatch], None],
+    gpu: PretendGpu,
+    model: PreTrainedModel,
+    expected: dict[str, list[list[int]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        check(gpu, model, expected, ("processed",), graphs=False)
+
+
+def test_a_processor_that_fails_for_all_nodes_is_asked_along_the_path(gpu: PretendGpu, model: PreTrainedModel) -> None:
+    """A node that no chosen text leads to may fail without anybody hearing of it; one on the path is named."""
+    prompt = PROMPTS[0]
+    whole = Engine.from_model(copy.deepcopy(model), decode=PLAIN).generate([prompt], PROCESSED[0])[0].token_ids
+
+    class Failing(OutputPenalty):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            ids = held(input_ids)[:, len(prompt) :]
+            if input_ids.shape[1] > len(prompt) + 7 or (ids != torch.tensor(whole)[: ids.shape[1]]).any():
+                raise ValueError("no such path")
+            return scores
+
+    engine = Engine.from_model(to_gpu(copy.deepcopy(model)), decode=DECODE, graphs=False)
+    for are_known in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("lpr.model.processors.ROW_BY_ROW", ROW_BY_ROW | ({Failing} if are_known else set()))
+            done = engine.generate([prompt], PROCESSED[0], [Failing(len(prompt), 0, 0)])[0]
+        assert done.token_ids == whole[:8] and done.error == "logits processor Failing failed: ValueError: no such path"
 
 
 @pytest.mark.parametrize(
@@ -145,7 +219,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_give_the_cpus_ids(family: str, gpu: PretendGpu) -> None:
     model = tiny_model(family, spread=0.12, **FAMILIES[family])
-    expected = ids(Engine.from_model(copy.deepcopy(model), decode=DecodeConfig.autoregressive()), MIXED)
+    expected = ids(Engine.from_model(copy.deepcopy(model), decode=PLAIN), MIXED)
     engine = Engine.from_model(to_gpu(model), decode=SMALL)
     captured = gpu.num_captures
     gpu.events.clear()
@@ -198,10 +272,13 @@ def test_ranks_with_a_gpu_each(gpu: PretendGpu, model: PreTrainedModel, expected
         assert found == [expected["greedy"], expected["mixed"]]
 
 
-def test_the_drop_in_waits_once_a_step_and_not_for_each_token(gpu: PretendGpu, model: PreTrainedModel) -> None:
+@pytest.mark.parametrize("penalty", [1.0, 1.1])
+def test_the_drop_in_waits_once_a_step_and_not_for_each_token(
+    penalty: float, gpu: PretendGpu, model: PreTrainedModel
+) -> None:
     there = to_gpu(copy.deepcopy(model))
     prompt = torch.tensor([PROMPTS[0], PROMPTS[0]])
-    wanted = {"eos_token_id": 50, "pad_token_id": 0, "do_sample": False}
+    wanted = {"eos_token_id": 50, "pad_token_id": 0, "do_sample": False, "repetition_penalty": penalty}
     waits = []
     for count in (30, 10, 30):  # the first one makes the engine
         expected = model.generate(prompt, max_new_tokens=count, **wanted)

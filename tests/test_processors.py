@@ -19,10 +19,19 @@ from test_lossless import stock_greedy
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    InfNanRemoveLogitsProcessor,
     LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
     PreTrainedModel,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
 )
@@ -39,7 +48,18 @@ from lpr.core.tree import TokenTree
 from lpr.engine.exchange import Exchange
 from lpr.model.cache import TreeCache
 from lpr.model.noise import gumbel
-from lpr.model.processors import Processor, ProcessorPath
+from lpr.model.processors import (
+    ROW_BY_ROW,
+    Forced,
+    LogitBias,
+    OutputPenalty,
+    Processor,
+    ProcessorPath,
+    Processors,
+    is_row_by_row,
+)
+from lpr.model.sampling import pick
+from lpr.model.selection import Selection
 from lpr.native import StepDraft
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [(3 * i) % 89 for i in range(40)], [9, 9, 4, 2] * 6]
@@ -258,6 +278,71 @@ def test_plain_decoding_notices(
     fault(monkeypatch)
     with pytest.raises(AssertionError):
         check(engine, model, case)
+
+
+def row_by_row() -> list[Processor]:
+    eos = torch.tensor([3, 9])
+    return [
+        Forced([4, 5, 6, 7, 8, 9, 1], 4), ForcedBOSTokenLogitsProcessor(7), ForcedEOSTokenLogitsProcessor(7, eos),
+        InfNanRemoveLogitsProcessor(), LogitBias([(3, 1.5), (8, -2.0)], torch.device("cpu")),
+        MinLengthLogitsProcessor(9, eos), MinNewTokensLengthLogitsProcessor(4, 4, eos),
+        NoBadWordsLogitsProcessor([[4], [2, 3]]), NoRepeatNGramLogitsProcessor(2), OutputPenalty(2, 0.7, 0.3),
+        RepetitionPenaltyLogitsProcessor(1.3), SequenceBiasLogitsProcessor({(2, 3): 4.0, (5,): -1.0}),
+        SuppressTokensAtBeginLogitsProcessor([1, 2], 6), SuppressTokensLogitsProcessor([5, 6]),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("processor", row_by_row(), ids=lambda each: type(each).__name__)
+def test_paths_of_one_length_can_be_asked_about_together(processor: Processor) -> None:
+    generator = torch.Generator().manual_seed(4)
+    changed = False
+    for length in (1, 2, 6, 7, 30):
+        ids = torch.randint(0, 12, (40, length), generator=generator)
+        scores = torch.randn(40, 11, generator=generator) * 5  # token 11 is one that the model cannot say
+        scores[0, 3], scores[1, 5] = torch.nan, -torch.inf
+        apart = torch.cat([processor(*each) for each in zip(ids.split(1), scores.split(1), strict=True)])
+        together = processor(ids, scores.clone())
+        assert torch.equal(together.view(torch.int32), apart.view(torch.int32))
+        changed |= not torch.equal(together.view(torch.int32), scores.view(torch.int32))
+    assert changed and is_row_by_row(processor)
+
+
+def test_every_row_by_row_processor_is_compared() -> None:
+    assert {type(each) for each in row_by_row()} == ROW_BY_ROW
+    ignoring = RepetitionPenaltyLogitsProcessor(1.3, prompt_ignore_length=torch.tensor([2, 3]))
+    assert not is_row_by_row(ignoring) and not is_row_by_row(sticky)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_all_nodes_of_a_tree_are_chosen_for_as_along_their_paths(temperature: float) -> None:
+    """A node whose logits are not numbers says so, even where a processor would repair it: it is asked once more."""
+    generator = torch.Generator().manual_seed(6)
+    parents = [-1, 0, 0, 1, 2, 3, 2, 5]
+    tokens = torch.randint(0, 12, (8,), generator=generator).tolist()
+    logits = torch.randn(20, 12, generator=generator) * 3
+    logits[9, 4] = torch.nan
+    functions = [RepetitionPenaltyLogitsProcessor(1.3), OutputPenalty(2, 0.7, 0.3), Forced([1], 7)]
+    for start, spoilt in ((0, None), (7, 2), (9, 0)):
+        params = SamplingParams(temperature=temperature, top_k=5)
+        selection = Selection.build([(params, range(20))])
+
+        def choices(scores: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
+            return pick(scores, selection.rows(rows))  # noqa: B023 - called at once
+
+        path = ProcessorPath(Processors(functions), [1, 2, 3, 4, 5, tokens[0]], start, tokens, parents)
+        together = pick(logits, selection)
+        untouched = together.clone()
+        assert path.choose_all(logits, together, choices)
+        for node in range(len(tokens)):
+            above, up = [], node
+            while up > 0:
+                above.insert(0, tokens[up])
+                up = parents[up]
+            scores = path.processors(torch.tensor([[*path.tokens, *above]]), logits[start + node][None].clone())
+            alone = int(choices(scores, np.array([start + node])))
+            assert together[start + node] == (NOT_A_NUMBER if node == spoilt else alone)
+        outside = [row for row in range(20) if not start <= row < start + 8]
+        assert torch.equal(together[outside], untouched[outside])
 
 
 def test_min_new_tokens_and_stop_token_ids(model: PreTrainedModel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,9 @@ CONFIGS = {
         window_size=2, ngram_size=2, guess_set_size=1, trie_nodes=1, branch_length=3, max_batch_size=2
     ),
 }
+
+SHARED = replace(CONFIGS["both"], home_ranks=0)
+"""Every rank works on every tree, also when there are more requests than ranks: ancestors are evaluated by several."""
 
 
 @pytest.fixture(scope="module")
@@ -133,9 +137,9 @@ def test_rank_zero_leads(model: PreTrainedModel, expected: list[list[int]]) -> N
 # Seeded faults: what would make replicas drift apart must be found, at the step at which it happens.
 
 
-def perturb_what_is_not_owned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks compute ancestors that they do not own a little differently, as GEMMs of other heights do."""
-    pack = Exchange._pack
+def perturb_what_is_not_owned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Ranks compute ancestors that they do not own a little differently, as GEMMs of other heights do; these nodes."""
+    pack, perturbed = Exchange._pack, list[int]()
 
     def noisy(self: Exchange, local: torch.Tensor, draft: Any) -> None:
         local = local.clone()
@@ -145,19 +149,22 @@ def perturb_what_is_not_owned(monkeypatch: pytest.MonkeyPatch) -> None:
             for i, node in enumerate(shard.nodes):
                 if node not in shard.owned:
                     local[start + i, 0] = (local[start + i, 0] + 1) % 97
+                    perturbed.append(node)
             start += len(shard.nodes)
         self.local, self.draft = local, draft  # type: ignore[attr-defined]
         pack(self, local, draft)
 
     monkeypatch.setattr(Exchange, "_pack", noisy)
+    return perturbed
 
 
 def test_a_node_has_its_owners_value(
     model: PreTrainedModel, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    perturb_what_is_not_owned(monkeypatch)
-    for completions in generate_on(3, model, CONFIGS["both"], PROMPTS, PARAMS):
+    perturbed = perturb_what_is_not_owned(monkeypatch)
+    for completions in generate_on(3, model, SHARED, PROMPTS, PARAMS):
         assert [each.token_ids for each in completions] == expected
+    assert perturbed
 
 
 def test_mutant_own_value_for_an_ancestor(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +186,7 @@ def test_mutant_own_value_for_an_ancestor(model: PreTrainedModel, monkeypatch: p
 
     monkeypatch.setattr(Exchange, "_results", own_values)
     with pytest.raises(DesyncError, match=r"the replicated state of rank \d"):
-        generate_on(3, model, CONFIGS["both"], PROMPTS, PARAMS)
+        generate_on(3, model, SHARED, PROMPTS, PARAMS)
 
 
 def test_mutant_another_trie_on_one_rank(model: PreTrainedModel) -> None:

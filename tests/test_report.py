@@ -25,7 +25,8 @@ from PIL import Image
 from benchmarks.report import plots
 from benchmarks.report.page import SECTIONS, Report
 from benchmarks.report.parts import Result
-from benchmarks.result_tables import SOURCES, failures
+from benchmarks.result_tables.parts import failures
+from benchmarks.result_tables.steps import SOURCES
 
 Json = dict[str, Any]
 CIRCUMSTANCES = {

@@ -17,7 +17,8 @@ from typing import Protocol
 import numpy as np
 
 from lpr.config import TreeSizes
-from lpr.core.step_times import KNOTS, SHORTEST_KV, StepTimes, last_slope, times_at
+from lpr.core.beside import Rows
+from lpr.core.step_times import KNOTS, SHORTEST_KV, last_slope, times_at
 from lpr.core.tree import Source, TokenTree
 
 WINDOW_SEGMENT = 16
@@ -217,7 +218,7 @@ class FixedBudget:
 class AdaptiveBudget:
     """Trees of the size that promises the most tokens per millisecond."""
 
-    def __init__(self, config: TreeSizes, cost: StepTimes, num_ranks: int = 1) -> None:
+    def __init__(self, config: TreeSizes, cost: Rows, num_ranks: int = 1) -> None:
         """Sizes up to those of `config`, by the times of `cost`, for trees that `num_ranks` ranks evaluate."""
         self.cost = cost
         self._parts = sizes_by_homes(config, num_ranks)
@@ -231,6 +232,8 @@ class AdaptiveBudget:
         if self._window_nodes:
             earned = total(self._first_yield)
             self.window = (1 + earned) / self._time(1 + self._window_nodes) > 1 / self._time(1)
+        self.beside = 0.0
+        """Tokens that other requests are expected to get in the running step, which lasts as long for all."""
         self._segment: list[tuple[float, float]] = []
         self._all = AcceptanceHistory()
         self._step = (1, 0, SHORTEST_KV)
@@ -275,7 +278,7 @@ class AdaptiveBudget:
             for draft, history in zip(drafts, histories, strict=True)
         ]
         gains = np.sort(np.concatenate(falling))[::-1]
-        tokens = count + np.concatenate([[0.0], np.cumsum(gains)])
+        tokens = count + self.beside + np.concatenate([[0.0], np.cumsum(gains)])
         sizes = sum(draft.num_window for draft in drafts) + np.arange(len(tokens))
         times = self._times(sizes, pending, row)
         rates = tokens / times
@@ -314,7 +317,7 @@ class AdaptiveBudget:
         key = (*sizes, self.num_ranks)
         if self._prices is None or self._prices[0] is not found or self._prices[1] != key:
             self._prices = (found, key, *self._price_nodes(np.array(found), *sizes))
-        return ExpectedTokens(count, *self._prices[2:])
+        return ExpectedTokens(count + self.beside, *self._prices[2:])
 
     def _price_nodes(self, row: np.ndarray, count: int, pending: int, held: int) -> tuple[list[float], list[float]]:
         """Milliseconds of the step by its drafted nodes, and the least that further ones cost on average."""
@@ -328,13 +331,25 @@ class AdaptiveBudget:
         return times.tolist(), cheapest.tolist()
 
     def _weigh_window(self, tokens: np.ndarray, count: int, pending: int, row: Sequence[float]) -> None:
-        """Compare the step with and without a window; switch at the end of a segment."""
+        """Compare the step with and without a window; switch at the end of a segment.
+
+        Its nodes are taken from those that a step may have, so where these are all spent it must earn more than the
+        last of them promise; or, while it runs, than further ones would, which are taken to promise 1/n.
+        """
         by_window, by_pool = self._yield
-        wide = tokens + count * (by_window if self.window else by_window + by_pool)
-        plain = np.maximum(tokens - (count * by_pool if self.window else 0.0), count)
-        sizes = np.arange(len(tokens)) + count
-        best_wide = (wide / self._times(sizes + count * self._window_nodes, pending, row)).max()
-        self._segment.append((float(best_wide), float((plain / self._times(sizes, pending, row)).max())))
+        held, drafted = count * self._window_nodes, len(tokens) - 1
+        left = count * self._limit - held
+        if self.window:
+            wide, plain = tokens + count * by_window, tokens
+            if drafted and drafted >= left:
+                further = (tokens[-1] - tokens[-2]) * drafted / (drafted + np.arange(1.0, held + 1))
+                plain = np.concatenate([plain, tokens[-1] + np.cumsum(further)])
+            plain = np.maximum(plain - count * by_pool, count + self.beside)
+        else:
+            wide, plain = tokens[: left + 1] + count * (by_window + by_pool), tokens
+        best_wide = (wide / self._times(np.arange(len(wide)) + (count + held), pending, row)).max()
+        best_plain = (plain / self._times(np.arange(len(plain)) + count, pending, row)).max()
+        self._segment.append((float(best_wide), float(best_plain)))
         if len(self._segment) == WINDOW_SEGMENT:
             self.window = total([each for each, _ in self._segment]) > total([each for _, each in self._segment])
             self._segment.clear()

@@ -39,6 +39,8 @@ def read_tree(
     `words` is int32 [ranks, trees, capacity, 2]; `places` says the tree's number per rank and `counts` how many nodes
     a rank owns. ValueError if these are no tree.
     """
+    if not all(0 <= counts[rank] <= words.shape[2] for rank in homes):
+        raise ValueError("the nodes that ranks have sent are no tree")
     mine = [words[rank, places[rank], : counts[rank]] for rank in homes]
     rows = np.concatenate(mine)
     numbers = rows[:, 0] & _NODE

@@ -15,14 +15,14 @@ replaced, none), and shares out the probability kept back. So the budget goes to
 sure of itself and to breadth where it is not, and a source costs nothing until its turn comes. Nodes that the
 tree held before (the Jacobi window's) are children like others, which cost no budget.
 
-Candidates are kept for each committed token. Those count that followed the last token in the context that agrees
-longest; where there is none, the table's. A request's sampling noise is known and changes a child's odds
-(lpr.core.known_noise).
+Candidates are kept by where they were said (lpr.core.evaluated): those count that followed the last token in the
+context that agrees longest, and those beside the node in the tree before; where there are none, the table's. A
+request's sampling noise is known and changes a child's odds (lpr.core.known_noise).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import islice
 from math import ldexp
@@ -31,6 +31,7 @@ from typing import Any
 from lpr.config import TreeSizes
 from lpr.core.budget import Price
 from lpr.core.calibration import RECENT_KIND, RECENT_STAGE, SEVERAL, Calibration, cell_within, first_cell
+from lpr.core.evaluated import EvaluatedNodes
 from lpr.core.known_noise import KnownNoise
 from lpr.core.pool import NGramPool
 from lpr.core.recycle import MAX_SCORE, CandidateTable, probability_of
@@ -58,6 +59,8 @@ POOL_MATCH = 3
 """A pooled n-gram weighs as much as a match of this length: the model itself guessed it nearby."""
 RECYCLED_WEIGHT = 128.0
 """Weight that a token's recycled candidates share, each by its probability."""
+BESIDE_TRUST = 0.5
+"""Factor of the candidates beside a node (lpr.core.evaluated), where one token before it differs."""
 MOST = 0.999
 """Most that the children of one stage can be worth together."""
 DELAY = 0.25
@@ -106,8 +109,7 @@ class Drafter:
         self._table = table
         self._tail: list[int] = []
         self._num_observed = 0
-        self._ranked: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
-        """By the number of tokens before it: what the model ranked highest after a committed token, with scores."""
+        self._evaluated = EvaluatedNodes()
         self._cells: list[int] = []  # of the last draft's nodes
         self._recent: dict[int, None] = {}  # in the order of last use
         self._sources: list[FindPlaces] = [self._ngrams]
@@ -122,6 +124,8 @@ class Drafter:
             for token in tokens:
                 recent.pop(token, None)
                 recent[token] = None
+        elif self.pool.guess_set_size:  # a trie knows them itself
+            self.pool.add_text(self._tail, tokens, self.config.ngram_size)
         self._tail = [*self._tail, *tokens[-MAX_MATCH:]][-MAX_MATCH:]
         self._num_observed += len(tokens)
 
@@ -167,15 +171,19 @@ class Drafter:
         self.calibration.observe(tree, path, self._cells)
 
     def keep_candidates(
-        self, path: Sequence[int], candidates: Sequence[Sequence[int]], scores: Sequence[Sequence[int]]
+        self,
+        tree: TokenTree,
+        path: Sequence[int],
+        candidates: Sequence[Sequence[int]],
+        scores: Sequence[Sequence[int]],
     ) -> None:
-        """Keep what the model ranked highest after each node of the accepted `path`; before `observe`.
+        """Keep what the model ranked highest after the nodes of `tree` that accepted `path`; before `observe`.
 
         `candidates` and `scores` are those of all nodes of the tree (see CandidateTable.update).
         """
         if self.config.trie_nodes:
-            for place, node in enumerate(path, self._num_observed - 1):
-                self._ranked[place] = (candidates[node], scores[node])
+            before = self._tail[-2] if len(self._tail) > 1 else -1
+            self._evaluated.keep(tree, path, self._num_observed, before, candidates, scores)
 
     # Sources: each returns the evidence for what follows `context`, the tokens up to and including a node.
 
@@ -204,29 +212,13 @@ class Drafter:
             for index in trie.match_last(last, NODE_PLACES):
                 places.append((weight, tokens, index, source))
         if self._table is not None:
-            rows = self._nearest([index for _, _, index, source in places if source == Source.TRIE], context)
-            share = 1.0 / max(1, len(rows))
-            for row in rows or [self._table.get(last)]:
-                for token, score in row:
-                    places.append((share * _RECYCLED[score], (token,), 0, _RECYCLED_SOURCE))
+            own = [index for _, _, index, source in places if source == Source.TRIE]
+            rows = self._evaluated.nearest(self._own, own, context)
+            _add_candidates(places, [zip(*row, strict=True) for row in rows] or [self._table.get(last)], 1.0)
+            if depth <= MAX_MATCH:
+                rows = self._evaluated.beside(self._num_observed, context[len(context) - depth :])
+                _add_candidates(places, [zip(*row, strict=True) for row in rows], BESIDE_TRUST)
         return places
-
-    def _nearest(self, places: list[int], context: list[int]) -> list[Iterator[tuple[int, int]]]:
-        """The candidates at those `places` of the own trie whose context agrees longest, the newest first."""
-        tokens, start, reach = self._own.tokens, self._own.start, min(len(context), MAX_MATCH)
-        longest, rows = 0, list[Iterator[tuple[int, int]]]()
-        for after in places:
-            row = self._ranked.get(self._own.base + after - 1)
-            if row is None:
-                continue
-            length, most = 1, min(reach, after - start)
-            while length < most and tokens[after - 1 - length] == context[-1 - length]:
-                length += 1
-            if length >= longest:
-                if length > longest:
-                    longest, rows = length, []
-                rows.append(zip(*row, strict=True))
-        return rows
 
     def _one_replaced(self, context: list[int], depth: int) -> list[Place]:
         """Where the tokens before the last were seen: text that goes on after one replaced token."""
@@ -237,6 +229,14 @@ class Drafter:
             for index, length in trie.match(before, NODE_PLACES):
                 places.append((REPLACED_TRUST * trust * _WEIGHT[length - 1], tokens, index + 1, source))
         return places
+
+
+def _add_candidates(places: list[Place], rows: Sequence[Iterable[tuple[int, int]]], trust: float) -> None:
+    """Add rows of candidates and scores, which share their weight, to `places`."""
+    share = trust / max(1, len(rows))
+    for row in rows:
+        for token, score in row:
+            places.append((share * _RECYCLED[score], (token,), 0, _RECYCLED_SOURCE))
 
 
 class _Search:

@@ -38,6 +38,15 @@ class NGramPool:
         if len(row) > self.guess_set_size:
             del row[next(iter(row))]
 
+    def add_text(self, before: Sequence[int], tokens: Sequence[int], size: int) -> None:
+        """Remember the n-grams of `size` tokens that end in `tokens`, a text that follows `before`.
+
+        The prompt's are what the authors' code calls POOL_FROM_PROMPT.
+        """
+        text = [*before, *tokens]
+        for end in range(max(size, len(before) + 1), len(text) + 1):
+            self.add(text[end - size : end])
+
     def get(self, token: int) -> list[tuple[int, ...]]:
         """The n-grams that start with `token`, the newest first; the token counts as used now."""
         row = self._rows.pop(token, None)

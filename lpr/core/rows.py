@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from lpr.core import headers
 from lpr.core.accept import accept
 from lpr.core.budgets import Budgets
 from lpr.core.carried import node_words, read_tree
@@ -48,11 +49,6 @@ class StepDraft:
         """The trees that this rank evaluates."""
         return self.served[self.rank]
 
-    @property
-    def num_owned(self) -> list[int]:
-        """Of each of this rank's trees, the nodes whose results it sends."""
-        return [len(self._shard(index).owned) for index in self.mine]
-
     def _tree(self, index: int) -> TokenTree:
         tree = self.trees[index]
         assert tree is not None, "this rank has not drafted the tree"
@@ -90,19 +86,25 @@ class StepDraft:
             start += len(shard.nodes)
         return np.stack([np.array(sources, np.int64), np.array(targets, np.int64), np.concatenate(words)])
 
-    def sign(self) -> list[int]:
-        """Of each of this rank's trees a digest that is the same on all ranks which serve it."""
-        return [self.states[index].sign_tree(self._tree(index)) for index in self.mine]
+    def headers(self, digest: int, num_command_bytes: int, num_candidates: int, is_compared: bool) -> np.ndarray:
+        """What this rank says besides its results (see lpr.core.headers), int32 [words].
 
-    def conclude(
-        self, values: np.ndarray, counts: Sequence[Sequence[int]], ks: Sequence[int], budgets: Budgets
-    ) -> list[Conclusion]:
+        `digest` is of what all ranks hold. Trees are signed if there is a rank to compare them with.
+        """
+        signed = [self.states[index].sign_tree(self._tree(index)) if is_compared else 0 for index in self.mine]
+        owned = [len(self._shard(index).owned) for index in self.mine]
+        return headers.pack(digest, num_command_bytes, num_candidates, signed, owned)
+
+    def agrees(self, said: np.ndarray) -> bool:
+        """Do all ranks hold the same by their headers, int32 [world ranks, words]?"""
+        return headers.agree(said, self.served)
+
+    def conclude(self, values: np.ndarray, said: np.ndarray, budgets: Budgets) -> list[Conclusion]:
         """Accept a path of each tree by what the ranks say of its nodes, and advance the states and `budgets`.
 
         `values` is int32 [ranks, trees, capacity, result_words(k) or more] (see TreeResult.from_payloads), each rank's
         trees as `served` says. Where this rank does not serve all trees, the last two words are those of
-        lpr.core.carried. `counts` says per rank how many nodes of each of its trees it owns, and `ks` how many
-        candidates it sends of a node.
+        lpr.core.carried. `said` are the headers of these ranks, int32 [ranks, words].
         """
         concluded, places = [], self.places()
         self.num_entries = [0] * len(self.served)
@@ -110,11 +112,13 @@ class StepDraft:
             homes, tree, split = state.homes, self.trees[index], self.shards[index]
             is_mine = tree is not None
             if tree is None or split is None:
-                owned = [counts[rank][place] if rank in homes else 0 for rank, place in enumerate(places[index])]
+                where = enumerate(places[index])
+                owned = [headers.num_owned(said, rank, place) if rank in homes else 0 for rank, place in where]
                 tree, split = read_tree(values[..., -2:], homes, places[index], owned, len(self.served))
                 self.trees[index], self.shards[index] = tree, split
                 state.forget_drafts()
-            result = TreeResult.from_payloads(values, places[index], split, min(ks[rank] for rank in homes))
+            num_candidates = min(headers.num_candidates(said, rank) for rank in homes)
+            result = TreeResult.from_payloads(values, places[index], split, num_candidates)
             path = accept(tree, result.next_tokens)
             kept = kept_entries(state, path, result, split[self.rank], self.rank) if is_mine else []
             bonus = result.next_tokens[path[-1]]

@@ -211,7 +211,7 @@ class SequenceState:
         if succeeded:
             drafter.learn(tree, path)
         if self.table is not None and result.candidates[0]:
-            drafter.keep_candidates(path, result.candidates, result.scores)
+            drafter.keep_candidates(tree, path, result.candidates, result.scores)
         drafter.observe(emitted)
         if self.window is not None and succeeded:
             for ngram in self.window.advance(tree, likely(result.next_tokens), emitted, self.tokens):

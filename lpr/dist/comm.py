@@ -53,6 +53,13 @@ class Membership(Protocol):
         """Does this rank load for a mesh that may run already? Then `await_welcome` comes before the first step."""
         ...
 
+    def compare(self, facts: Mapping[str, int]) -> None:
+        """Raise InputError if this rank differs from the mesh in one of `facts`, digests under what they are of.
+
+        Those that start a mesh have met and `agree`d; a newcomer loads alone, and asks before it is ready to join.
+        """
+        ...
+
     def adopt(self) -> list[int | None]:
         """Take on the mesh as it is now: for each replica its place before, None for a newcomer."""
         ...

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from lpr.config import InputError
 from lpr.dist.channel import CommError, HostChannel
 from lpr.dist.comm import Membership, MeshChangedError
 from lpr.dist.group import Group
@@ -249,6 +250,15 @@ class ElasticComm:
                 return
 
     # Membership.
+
+    def compare(self, facts: Mapping[str, int]) -> None:
+        """As Membership.compare."""
+        theirs = self._register.facts(facts)
+        different = [name for name, value in facts.items() if theirs.get(name) != value]
+        if different:
+            raise InputError(
+                f"replica {self._replica} cannot join: it has another {' and another '.join(different)} than the mesh"
+            )
 
     def adopt(self) -> list[int | None]:
         """As Membership.adopt."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -114,6 +114,12 @@ class Register:
         with _store_errors():
             found = self.store.compare_set(f"epoch/{epoch}/members", "", msgspec.json.encode(decision).decode())
         return msgspec.json.decode(found, type=Decision)
+
+    def facts(self, mine: Mapping[str, int]) -> dict[str, int]:
+        """What must be equal on all members with this one's place in its replica, as the first of them has said it."""
+        with _store_errors():
+            found = self.store.compare_set(f"facts/{self.member.tp_rank}", "", msgspec.json.encode(mine).decode())
+        return msgspec.json.decode(found, type=dict[str, int])
 
     def leave(self, epoch: int) -> None:
         """Let those that still work in an epoch know that this member does not."""

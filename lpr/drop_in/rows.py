@@ -25,7 +25,7 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from lpr.config import InputError, SamplingParams
-from lpr.model.processors import Processor
+from lpr.model.processors import Processor, is_row_by_row
 
 # These treat all rows of a batch alike. Every other processor or criterion may hold something per row (as
 # PrefixConstrainedLogitsProcessor does), so it sees a batch of as many rows as it would have, each of them this row.
@@ -107,7 +107,13 @@ class OutputRow:
 
     @property
     def processors(self) -> list[Processor]:
-        """What the engine is to call; nothing if there is nothing to do."""
+        """What the engine is to call; nothing if there is nothing to do.
+
+        Where nothing else is to be done, these are the functions themselves: some need no waiting for the device.
+        """
+        alike = not self._pads.numel() and all(map(is_row_by_row, self._functions))
+        if alike and not (self.batch.keeps_scores or self.batch.keeps_logits):
+            return list(self._functions)
         return [self._process] if self._functions or self.batch.keeps_scores or self.batch.keeps_logits else []
 
     def _process(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

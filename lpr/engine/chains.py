@@ -20,6 +20,10 @@ class Chained(Timed, Protocol):
     num_computed_tokens: list[int]
 
 
+MANY = 8
+"""With more requests than this decoding, prompts are filled in parts. With fewer, the request that waits for its parts
+loses more than the others save: parts only save where several ranks fill in the same step (dev/LOG.md)."""
+
 R = TypeVar("R", bound=Chained)
 Fill = tuple[R, list[int]]
 """A request, and how many tokens of its chain each rank computes."""
@@ -43,8 +47,8 @@ class Limits:
 def rooms(running: Sequence[R], limits: Limits, targets: Targets[R] | None) -> list[int]:
     """Tokens of long chains that each rank may compute in a step.
 
-    A step lasts as long as its busiest rank. So where others wait for it, a rank fills no more than an equal part of
-    all that is to be filled, or what takes hardly longer than to decode; and no more than leaves those that decode
+    A step lasts as long as its busiest rank. So where many others wait for it, a rank fills no more than an equal part
+    of all that is to be filled, or what takes hardly longer than to decode; and no more than leaves those that decode
     their time per token, even if a first token then comes too late: that is one request, and they are several.
     """
     most = limits.prefill_chunk
@@ -54,7 +58,7 @@ def rooms(running: Sequence[R], limits: Limits, targets: Targets[R] | None) -> l
     long = [count if count > limits.longest_chain else 0 for count in lacking]
     if not any(long) or all(long):
         return [most] * limits.num_ranks
-    if limits.is_elastic:
+    if limits.is_elastic and long.count(0) > MANY:
         total = sum(count * len(request.homes) for count, request in zip(long, running, strict=True))
         most = min(most, max(limits.join_chunk, total // limits.num_ranks))
     if targets is None:

@@ -13,11 +13,13 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 import numpy as np
 import torch
 
 from lpr.config import NUM_HEADER, NUM_NODE_WORDS, NUM_TREE_HEADER, TreeSizes, result_words
+from lpr.core.headers import tree_digests
 from lpr.core.state import TokenLogprobs
 from lpr.dist.comm import Comm
 from lpr.model.exact_check import Heights
@@ -36,10 +38,8 @@ class Gathered:
 
     values: np.ndarray
     """int32 [ranks, trees, capacity, words], each rank's trees as `StepDraft.served` says."""
-    counts: list[list[int]]
-    """Per rank and tree of it, the nodes that it owns."""
-    num_candidates: list[int]
-    """Per rank, of each node."""
+    headers: np.ndarray
+    """int32 [ranks, words] (lpr.core.headers)."""
     num_command_bytes: int
 
 
@@ -106,37 +106,22 @@ class Exchange:
         `digest` is of what all ranks hold. Raises DesyncError if that of any rank differs, or what the home ranks of a
         request have drafted for it.
         """
-        headers = [*_words(digest), num_command_bytes, num_candidates]
         is_compared = self.comm.size * self.comm.tp_size > 1
-        for signed, count in zip(draft.sign() if is_compared else [0] * len(draft.mine), draft.num_owned, strict=True):
-            headers += [*_words(signed), count]
-        self._write_headers(headers)
+        self._write_headers(draft.headers(digest, num_command_bytes, num_candidates, is_compared))
         if local is not None:
             self._pack(local, draft)
         gathered = self.comm.gather(self._payload[: self.payload_words(len(draft))]).numpy()
-        everybody = gathered[:, : self.first_result(len(draft))].tolist()
-        if is_compared:
-            check_digests([words[:2] for words in everybody])
-            self._check_trees(everybody, draft)
-        first = everybody[:: self.comm.tp_size]
-        counts = [
-            words[NUM_HEADER + 2 :: NUM_TREE_HEADER][: len(trees)]
-            for words, trees in zip(first, draft.served, strict=True)
-        ]
-        return Gathered(self._results(gathered, draft), counts, [words[3] for words in first], everybody[0][2])
+        everybody = gathered[:, : self.first_result(len(draft))]
+        if is_compared and not draft.agrees(everybody):
+            self._name_unequal(everybody, draft)
+        return Gathered(self._results(gathered, draft), self._authoritative(everybody), int(everybody[0, 2]))
 
-    def _check_trees(self, headers: Sequence[Sequence[int]], draft: StepDraft) -> None:
-        """Raise DesyncError if ranks that serve a tree have drafted it from unequal states."""
-        found: dict[int, tuple[list[int], list[Sequence[int]]]] = {}
-        for rank, words in enumerate(headers):
-            for place, index in enumerate(draft.served[rank // self.comm.tp_size]):
-                begin = NUM_HEADER + place * NUM_TREE_HEADER
-                ranks, digests = found.setdefault(index, ([], []))
-                ranks.append(rank)
-                digests.append(words[begin : begin + 2])
-        for ranks, digests in found.values():
-            if len(ranks) > 1:
-                check_digests(digests, ranks)
+    def _name_unequal(self, everybody: np.ndarray, draft: StepDraft) -> NoReturn:
+        """Raise DesyncError about the ranks whose headers differ, or that have drafted a tree from unequal states."""
+        check_digests(everybody[:, :2].tolist())
+        for signed in tree_digests(everybody, draft.served).values():
+            check_digests([digest for _, digest in signed], [rank for rank, _ in signed])
+        raise AssertionError("the headers differ, and no rank's does")
 
     def gather_logprobs(self, local: torch.Tensor | None, draft: StepDraft, n: int) -> np.ndarray:
         """All ranks' log-probabilities, from `local` [nodes, 1 + 2n] (`log_probabilities`) of every rank.
@@ -151,8 +136,7 @@ class Exchange:
         gathered = self._authoritative(self.comm.gather(table.flatten()).numpy())
         return gathered.reshape(self.comm.size, num_rows, self.capacity, width)
 
-    def _write_headers(self, words: Sequence[int]) -> None:
-        headers = np.array(words, np.int32)
+    def _write_headers(self, headers: np.ndarray) -> None:
         if self._on_host is not None:
             self._on_host[: len(headers)] = headers
         else:
@@ -263,8 +247,3 @@ def check_digests(digests: Sequence[Sequence[int]], ranks: Sequence[int] | None 
         f"the replicated state of rank {', '.join(map(str, others))} differs from that of the other "
         f"{len(rows) - len(others)} of {len(rows)} ranks: their drafts or tokens are not the same"
     )
-
-
-def _words(digest: int) -> list[int]:
-    """A 64-bit digest as two signed 32-bit words."""
-    return [(word ^ 0x80000000) - 0x80000000 for word in (digest & 0xFFFFFFFF, digest >> 32)]

@@ -31,7 +31,8 @@ def prepare(
     """The model as steps evaluate it, a cache like which its cache becomes, and on the driver the given step times.
 
     Raises InputError if the model cannot run a token tree, with several ranks on every rank if it is so on one, or if
-    one has another model, tokenizer or `decode`.
+    one has another model, tokenizer or `decode`; in exact mode also another kind of machine. A replica that joins a
+    running mesh is compared with those that began it.
     """
     # Ranks that share weights must not enter a forward with different rows.
     is_split = comm.tp_mesh is not None
@@ -59,7 +60,7 @@ def prepare(
     except InputError as error:
         failure = str(error)
     facts, replica_facts = {}, {}
-    if not is_alone(comm):
+    if not is_alone(comm) or comm.membership is not None:
         facts["configuration"] = digest_of(repr((decode, options.exact)))
         facts["tokenizer"] = tokenizer_digest(loaded.tokenizer)
         facts["form of a batch (packed or padded)"] = int(model.packed)
@@ -67,6 +68,8 @@ def prepare(
         for name, value in _machine(model, options).items():
             (replica_facts if name == _KERNELS else facts)[name] = value
     agree(comm, failure, facts, replica_facts)
+    if comm.membership is not None:
+        comm.membership.compare({**facts, **replica_facts})
     assert like is not None
     return model, like, costs
 

@@ -135,6 +135,7 @@ class Replica(ReplicatedState):
         """
         began, captures = time.perf_counter(), self.model.num_captures
         self._new_times = None
+        self._sizer.begin_step(schedule.decoding, schedule.filling)
         outcomes, num_command_bytes = decode_step(
             schedule.decoding,
             schedule.filling,
@@ -148,6 +149,8 @@ class Replica(ReplicatedState):
             # With the length of what all draft from, a rank that has learnt something else is found at once.
             (self.scheduler.signature + len(self.shared)) % 2**64,
         )
+        if outcomes:
+            self._sizer.end_step(outcomes[0].num_entries)
         if self.scheduler.targets is not None:
             pass_step(self.scheduler.targets, schedule, outcomes, self.comm.size)
         if outcomes and not schedule.filling and captures == self.model.num_captures:

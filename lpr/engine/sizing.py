@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from lpr.config import DecodeConfig, SamplingParams, TreeSizes
+from lpr.core.beside import Beside, TimesBeside, Work
 from lpr.core.step_times import KNOTS, SHORTEST_KV, Key, StepTimes, StepTimesTracker, at_knots
 from lpr.dist.comm import Comm, is_driver
 from lpr.engine.request import Outcome, Request
@@ -20,7 +21,7 @@ from lpr.model.cache import TreeCache
 from lpr.model.inputs import Row
 from lpr.model.runner import TreeModel
 from lpr.model.sampling import Selection
-from lpr.native import Budgets
+from lpr.native import AdaptiveBudget, Budgets
 
 SHARE_EVERY = 16
 """Steps between two tables that rank 0 sends, at least."""
@@ -52,6 +53,10 @@ def resolve_sizes(decode: DecodeConfig, times: StepTimes | None, num_ranks: int)
     return decode.resolved(num_ranks, min(longest, decode.max_nodes))
 
 
+FIRST_TOKENS, FIRST_STEPS = 2.0, 4
+"""Tokens that a step brings to a request before any has told, and for how many steps that counts."""
+
+
 class Sizer:
     """The budgets of an engine's steps and, where it is adaptive, the table that all ranks decide by."""
 
@@ -64,6 +69,8 @@ class Sizer:
         self._tracker = StepTimesTracker(times) if times is not None and follow and is_driver(comm) else None
         self._since_shared = self._plain = 0
         self.budgets = Budgets(sizes, comm.size, times)
+        self._rank, self._num_ranks = comm.rank, comm.size
+        self._beside, self._work = Beside(comm.size), Work([], [], [])
 
     @property
     def times(self) -> StepTimes | None:
@@ -74,6 +81,38 @@ class Sizer:
     def times(self, table: StepTimes) -> None:
         if self.budgets.cost is not None:
             self.budgets.cost = table
+
+    def begin_step(self, batch: Sequence[Request], filling: Sequence[tuple[Request, Sequence[int]]]) -> None:
+        """Price the trees of a step by what other ranks do in it."""
+        if self._num_ranks == 1 or self.times is None or not batch:
+            return
+        served, pending, fills = ([0] * self._num_ranks for _ in range(3))
+        for request in batch:
+            above, computed = len(request.tokens) - 1, request.num_computed_tokens
+            for rank in request.homes:
+                served[rank] += 1
+                pending[rank] += above - computed[rank]
+        for _, counts in filling:
+            fills = [before + count for before, count in zip(fills, counts, strict=True)]
+        self._work = work = Work(served, pending, fills)
+        sets = {tuple(request.homes) for request in batch}
+        # Nobody asks where all share their homes, and counting tokens is work that would wait for the device.
+        expected = [_tokens_per_step(request) if len(sets) > 1 else 0.0 for request in batch]
+        for homes in [each for each in sets if self._rank in each]:
+            budget = self.budgets.of(homes)
+            assert isinstance(budget, AdaptiveBudget), "there is a table"
+            own, others = max(fills[rank] for rank in homes), self._beside.others(work, homes)
+            budget.cost = TimesBeside(self.times, own, others) if own or others else self.times
+            budget.beside = 0.0
+            for request, tokens in zip(batch, expected, strict=True):
+                if tuple(request.homes) != homes:
+                    budget.beside += tokens
+
+    def end_step(self, loads: Sequence[int]) -> None:
+        """Take in how many tokens the ranks have evaluated for the batch of `begin_step`."""
+        if self._work.served:
+            self._beside.observe(self._work, loads)
+            self._work = Work([], [], [])
 
     def observe(self, batch: Sequence[Request], outcomes: Sequence[Outcome], milliseconds: float) -> StepTimes | None:
         """Take in what a step of `batch` took; on rank 0, the table that all ranks should have by now, mostly none.
@@ -101,6 +140,11 @@ class Sizer:
         self._since_shared = 0
         table = self._tracker.table()
         return table if table.differs(self.times, SHARE_PART) else None
+
+
+def _tokens_per_step(request: Request) -> float:
+    stats = request.stats
+    return (FIRST_TOKENS * FIRST_STEPS + stats.num_tokens) / (FIRST_STEPS + stats.num_steps)
 
 
 def measure_step_times(

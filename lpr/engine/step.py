@@ -91,7 +91,7 @@ def decode_step(
     for request, counts in filling:
         count_filled(request, counts)
     try:
-        concluded = draft.conclude(gathered.values, gathered.counts, gathered.num_candidates, budgets)
+        concluded = draft.conclude(gathered.values, gathered.headers, budgets)
     except ValueError as failure:
         raise DesyncError(f"what the ranks have sent in a step does not fit together: {failure}") from failure
     commit(model, rows, [concluded[index] for index in mine])

@@ -131,7 +131,9 @@ def _attend_row(
     if sinks is not None:
         sink = sinks.float().view(num_kv_heads, group, 1, 1)
         highest = torch.maximum(highest, sink)
-    weights = F.pad(scores.sub_(highest).exp_(), (0, -num_kv % BLOCK))
+    weights = scores.sub_(highest).exp_()
+    if num_kv % BLOCK:  # a padding of nothing is a copy as well
+        weights = F.pad(weights, (0, -num_kv % BLOCK))
     num_shared = weights.shape[3] if tail is None else tail.num_shared
     apart = None
     if tail is not None:
@@ -140,7 +142,9 @@ def _attend_row(
         weights[:, :, -count:, tail.floor : num_shared] = 0
     shared = weights[..., :num_shared].unflatten(3, (-1, BLOCK))  # [Hk, G, T, blocks, BLOCK]
     values = value[:, :num_shared].float()
-    values = F.pad(values, (0, 0, 0, num_shared - values.shape[1])).view(num_kv_heads, -1, BLOCK, value.shape[2])
+    if num_shared > values.shape[1]:
+        values = F.pad(values, (0, 0, 0, num_shared - values.shape[1]))
+    values = values.reshape(num_kv_heads, -1, BLOCK, value.shape[2])
     total = _sum_in_order(shared.sum(-1), 3)
     products = shared.permute(0, 3, 1, 2, 4).flatten(2, 3) @ values  # [Hk, blocks, G * T, Dv]
     out = _sum_in_order(products, 1).view(num_kv_heads, group, length, -1)

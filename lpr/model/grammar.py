@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from lpr.config import InputError
+from lpr.model.transfer import to_device
 
 _tokenizers: WeakKeyDictionary[Any, dict[int, Any]] = WeakKeyDictionary()
 """llguidance's tokenizers, which take seconds to build for a large vocabulary, by ours and the vocabulary's size."""
@@ -50,7 +51,7 @@ class Grammar:
 
         llguidance.numpy.fill_next_token_bitmask(self._matcher, self._mask, 0)
         bits = np.unpackbits(self._mask.view(np.uint8)[0], bitorder="little")[: scores.shape[1]]
-        allowed = torch.from_numpy(bits.astype(bool)).to(scores.device)
+        allowed = to_device(bits.astype(bool), scores.device)
         return scores.masked_fill(~allowed[None], float("-inf"))
 
     def _start(self, vocab_size: int) -> None:

@@ -163,12 +163,14 @@ class GraphRunner:
         max_graphs: int = MAX_GRAPHS,
         height: int = 1,
         meet: Callable[[], None] = lambda: None,
+        in_parts: bool = False,
     ) -> None:
         """Graphs of `compute`, on a cache of `num_slots` slots with `rows_per_slot` rows each.
 
         `logits` is the forward in `compute`, by which the first capture is checked. With `tree_bits` attention reads
         who is whose ancestor in bits, and no dense mask is made. Shapes have a multiple of `height` entries.
-        `meet` is called when a step's words are in place, before anything is captured or replayed.
+        `meet` is called when a step's words are in place, before anything is captured or replayed. Where the vocabulary
+        is `in_parts`, steps with limits and without are other graphs.
         """
         self._compute = compute
         self._logits = logits
@@ -179,6 +181,7 @@ class GraphRunner:
         self.max_graphs = max_graphs
         self._height = height
         self._meet = meet
+        self._in_parts = in_parts
         self.reason: str | None = None
         """Why no further step is captured, once something has failed."""
         self.is_wrong = False
@@ -205,7 +208,7 @@ class GraphRunner:
     def shape_of(self, rows: Sequence[Row], selection: Selection, num_candidates: int) -> StaticShape | None:
         """The shape whose graph evaluates a step; None if it has none."""
         limits = self._num_slots, self._rows_per_slot, self.max_entries
-        return static_shape(rows, selection, num_candidates, *limits, self._tree_bits, self._height)
+        return static_shape(rows, selection, num_candidates, *limits, self._tree_bits, self._height, self._in_parts)
 
     def evaluate(self, rows: Sequence[Row], selection: Selection, num_candidates: int) -> torch.Tensor | None:
         """As TreeModel.evaluate, valid until the next call; None if the step has to be evaluated directly."""
@@ -336,7 +339,8 @@ class GraphRunner:
             shapes = [(1, size, length, 0) for size, length in product(sizes, short) if size <= length]
         return [
             StaticShape(
-                0, batch, size, length, rows, num_candidates if size > 1 else 0, num_keys, num_keys > 0, self._tree_bits
+                0, batch, size, length, rows, num_candidates if size > 1 else 0, num_keys, filtered, self._tree_bits
             )
             for batch, size, length, num_keys in sorted(shapes, reverse=True)
+            for filtered in ((True, False) if num_keys and self._in_parts else (num_keys > 0,))
         ]

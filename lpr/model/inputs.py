@@ -90,9 +90,12 @@ class Block:
     given_kv_positions: torch.Tensor | None
     """[B, KV] int64: `kv_positions`; None: what `tree_mask` says, made when somebody asks."""
     visible: torch.Tensor | None
-    """[B, T, KV] bool: may the entry attend to the cache row? None where `tree_mask` says it in bits, or all may."""
+    """[B, T, KV] bool: may the entry attend to the cache row? None where `tree_mask` or `is_causal` says it, or
+    all may."""
     tree_mask: TreeMask | None = None
     """What the GPU kernels take for a mask."""
+    is_causal: bool = False
+    """Are the entries a sequence from its first token on, each of which sees itself and those before it?"""
     run: tuple[int, int] | None = None
     """Slot and first row of the cache that the entries of a single row are written to, if there is no padding."""
     tails: list[Tail | None] | None = None
@@ -111,7 +114,7 @@ class Block:
     @property
     def is_open(self) -> bool:
         """May every entry attend to all KV cache rows?"""
-        return self.visible is None and self.tree_mask is None
+        return self.visible is None and self.tree_mask is None and not self.is_causal
 
     def entries(self, states: torch.Tensor) -> torch.Tensor:
         """The part [1, H, T, D] of packed queries or outputs [1, H, N, D], as a view."""
@@ -203,17 +206,19 @@ def build_inputs(
         is_open = is_run and num_entries == 1 and not tree_bits and heights is None
         if is_open:  # a plain step: nothing is hidden, and attention without a mask is a tenth of it faster
             num_kv = group[0].num_cached + 1
+        is_causal = is_run and num_entries == num_kv > 1 and heights is None and _is_prompt(group[0])
         arrays = (
             _one_entry(group[0], rows_per_slot)
             if is_open
-            else _rectangle(group, num_entries, num_kv, rows_per_slot, tree_bits)
+            else _rectangle(group, num_entries, num_kv, rows_per_slot, tree_bits or is_causal)
         )
         entries, kv_positions, visible = (to_device(array, device) for array in arrays)
         block = Block(start, group[0].slot, rows_per_slot, num_kv, entries[1], kv_positions, visible)
         if is_run:
             block.run = group[0].slot, group[0].num_cached
-        if tree_bits or is_open:
+        if tree_bits or is_open or is_causal:
             block.visible = None
+        block.is_causal = is_causal and not tree_bits
         if tree_bits:
             parents, cached = [row.parents for row in group], [row.num_cached for row in group]
             block.tree_mask = build_mask(parents, cached, entries[1], device)
@@ -236,6 +241,11 @@ def build_inputs(
         logits_to_keep=_logits_to_keep(rows, blocks, device, heights),
         heights=heights,
     )
+
+
+def _is_prompt(row: Row) -> bool:
+    """Is `row` a sequence from its first token on, without a branch?"""
+    return not row.num_cached and np.array_equal(row.parents, np.arange(-1, row.num_entries - 1))
 
 
 def _fewest_entries(rows: Sequence[Row], heights: Heights | None) -> int:
@@ -269,7 +279,7 @@ def _same_shape(rows: Sequence[Row], node_bucket: int, kv_bucket: int) -> bool:
 
 
 def _rectangle(
-    rows: Sequence[Row], num_entries: int, num_kv: int, rows_per_slot: int, tree_bits: bool
+    rows: Sequence[Row], num_entries: int, num_kv: int, rows_per_slot: int, without_mask: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """A block's arrays: tokens, positions and cache rows of its entries [3, B, T]; kv_positions; visible."""
     assert all(row.slot == rows[0].slot + index for index, row in enumerate(rows)), "a block's slots are neighbours"
@@ -277,7 +287,7 @@ def _rectangle(
     tokens, positions, write_rows = entries
     kv_positions = np.empty((len(rows), num_kv), np.int64)
     kv_positions[:] = np.arange(num_kv)
-    visible = np.zeros((len(rows), num_entries, 0 if tree_bits else num_kv), bool)
+    visible = np.zeros((len(rows), num_entries, 0 if without_mask else num_kv), bool)
     for index, row in enumerate(rows):
         count, cached = row.num_entries, row.num_cached
         start = num_entries - count
@@ -289,7 +299,7 @@ def _rectangle(
         tokens[index, start:] = row.tokens
         positions[index, start:] = row.positions
         kv_positions[index, cached : cached + count] = row.positions
-        if tree_bits:
+        if without_mask:
             continue
         visible[index, start:, :cached] = True
         visible[index, start:, cached : cached + count] = ancestor_matrix(row.parents)

@@ -3,23 +3,43 @@
 Where the output head is split along the vocabulary, every rank would otherwise gather the logits [n, V] of all and
 choose from them: n * V values through the links, and the same search on each rank. Here a rank makes the noise of its
 own tokens only and sends the best total of score and noise, its token, its few likeliest tokens and the sum of its
-weights. The best of the best is what `sampling.pick` chooses from the whole row. Limits (top-k, top-p, min-p) compare a
-token with all others, so rows with limits are chosen from gathered logits, as are log-probabilities and processors.
+weights. The best of the best is what `sampling.pick` chooses from the whole row.
+
+Limits (top-k, top-p, min-p) compare a token with all others, which takes two exchanges and a kernel that a CPU lacks
+(kernels.parts_code): first each rank's list of tokens that would win under some limits, and its TOP_K largest scores;
+then, per listed token, the weight in front of it. A CPU chooses from gathered logits there, as ranks do everywhere for
+a larger top-k, for log-probabilities and for processors.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
 import torch
 
+from lpr.config import SamplingParams
 from lpr.core.accept import NOT_A_NUMBER
+from lpr.model import sampling_reference
 from lpr.model.noise import gumbel
-from lpr.model.sampling import pick, score_steps
-from lpr.model.selection import Selection
+from lpr.model.sampling import pick, pick_with_totals, score_steps
+from lpr.model.selection import TOP_K, Selection
+
+logger = logging.getLogger(__name__)
+
+LENGTH = 64
+"""Tokens that a rank lists per row. Of V tokens log(V) + 0.6 are expected, 12 of 128k, if the scores are all equal,
+and fewer if not: a list that is longer has a probability below 1e-22 (a sum of independent records), and says that the
+row has no choice, never another one."""
 
 
-def may_be_in_parts(selection: Selection) -> bool:
-    """Can what `selection` asks for be chosen part by part?"""
-    return not (selection.filtered or selection.processor_paths or selection.num_logprobs is not None)
+def may_be_in_parts(selection: Selection, with_limits: bool = False) -> bool:
+    """Can what `selection` asks for be chosen part by part, with limits only where `with_limits` says they can?"""
+    if selection.processor_paths or selection.num_logprobs is not None:
+        return False
+    return not selection.filtered or (with_limits and not selection.is_wide)
 
 
 def choose_in_part(
@@ -31,26 +51,34 @@ def choose_in_part(
     the k largest logits, and their tokens. A total is NaN where the part has no choice, and -inf where it has no token.
     """
     scores = logits.float()
-    chosen = pick(logits, selection.from_token(first), fixed_shapes)
-    place = chosen.clamp_min(0)
-    best = scores.gather(1, place[:, None])[:, 0]
-    if selection.sampled:
-        warm = selection.temperature > 0
-        noise = gumbel(selection.keys[selection.key_of], place + first)
-        totals = torch.where(warm, best / torch.where(warm, selection.temperature, 1.0) + noise, best)
-        empty = warm & (scores.amax(-1) == -torch.inf)
+    if selection.sampled and (logits.is_cuda or fixed_shapes):
+        chosen, totals = pick_with_totals(logits, selection.from_token(first))
+        place = chosen.clamp_min(0)
+        empty = (selection.temperature > 0) & (scores.amax(-1) == -torch.inf)
     else:
-        totals, empty = best, torch.zeros_like(chosen, dtype=torch.bool)
+        chosen = pick(logits, selection.from_token(first), fixed_shapes)
+        place = chosen.clamp_min(0)
+        totals, empty = scores.gather(1, place[:, None])[:, 0], torch.zeros_like(chosen, dtype=torch.bool)
+        if selection.sampled:
+            warm = selection.temperature > 0
+            noise = gumbel(selection.keys[selection.key_of], place + first)
+            empty = warm & (scores.amax(-1) == -torch.inf)
+            totals = torch.where(warm, totals / torch.where(warm, selection.temperature, 1.0) + noise, totals)
     totals = torch.where(chosen < 0, torch.nan, totals)
     columns = [torch.where(empty, -torch.inf, totals)[:, None].view(torch.int32), (place + first)[:, None].int()]
-    if num_candidates:
-        top, tokens = scores.topk(min(num_candidates, scores.shape[1]), dim=-1)
-        missing = num_candidates - top.shape[1]
-        top = torch.nn.functional.pad(top, (0, missing), value=-torch.inf)
-        tokens = torch.nn.functional.pad(tokens + first, (0, missing))
-        sums = scores.logsumexp(-1, keepdim=True)
-        columns += [sums.view(torch.int32), top.contiguous().view(torch.int32), tokens.int()]
-    return torch.cat(columns, 1)
+    return torch.cat([*columns, *_likeliest(scores, first, num_candidates)], 1)
+
+
+def _likeliest(scores: torch.Tensor, first: int, num_candidates: int) -> list[torch.Tensor]:
+    """The last 1 + 2k words of a row, none if k is 0: of the logarithm of all weights, k logits and their tokens."""
+    if not num_candidates:
+        return []
+    top, tokens = scores.topk(min(num_candidates, scores.shape[1]), dim=-1)
+    missing = num_candidates - top.shape[1]
+    top = torch.nn.functional.pad(top, (0, missing), value=-torch.inf)
+    tokens = torch.nn.functional.pad(tokens + first, (0, missing))
+    sums = scores.logsumexp(-1, keepdim=True)
+    return [sums.view(torch.int32), top.contiguous().view(torch.int32), tokens.int()]
 
 
 def choose_among_parts(
@@ -66,10 +94,129 @@ def choose_among_parts(
     broken = totals.isnan().any(0)
     if selection.sampled:
         broken |= (selection.temperature > 0) & ~best.isfinite()
-    chosen = torch.where(broken, NOT_A_NUMBER, chosen)
-    k = num_candidates
-    sums, top = (parts[..., at : at + width].contiguous().view(torch.float32) for at, width in ((2, 1), (3, k)))
-    flat = top.transpose(0, 1).flatten(1)
-    top, place = flat.topk(k, dim=-1)
-    found = parts[..., 3 + k :].transpose(0, 1).flatten(1).gather(1, place).long()
-    return chosen, found, score_steps(top - sums.logsumexp(0) if k else top)
+    return torch.where(broken, NOT_A_NUMBER, chosen), *_likeliest_of_all(parts[..., 2:], num_candidates)
+
+
+def _likeliest_of_all(words: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """From int32 [ranks, n, 1 + 2k] of `_likeliest`: the k candidates [n, k] int64 and their scores uint8."""
+    sums, top = (words[..., at : at + width].contiguous().view(torch.float32) for at, width in ((0, 1), (1, k)))
+    top, place = _side_by_side(top).topk(k, dim=-1)
+    found = _side_by_side(words[..., 1 + k :]).gather(1, place).long()
+    return found, score_steps(top - sums.logsumexp(0) if k else top)
+
+
+def _side_by_side(parts: torch.Tensor) -> torch.Tensor:
+    """[ranks, n, w] as [n, ranks * w]."""
+    return parts.transpose(0, 1).flatten(1)
+
+
+# With limits.
+
+
+def list_in_part(
+    logits: torch.Tensor, selection: Selection, first: int, num_candidates: int, length: int = LENGTH
+) -> torch.Tensor:
+    """What a rank sends first: int32 [n, 3 * length + TOP_K (+ 1 + 2k)] of its part `logits` [n, v].
+
+    Scores, tokens and totals of `find_winners`, its largest scores by temperature, and its likeliest tokens.
+    """
+    scores = logits.float()
+    listed = _kernels().find_winners(logits, selection.from_token(first), length)
+    warm = selection.temperature > 0
+    scaled = scores.topk(min(TOP_K, scores.shape[1]), dim=-1).values
+    scaled = scaled / torch.where(warm, selection.temperature, 1.0)[:, None]
+    scaled = torch.nn.functional.pad(scaled, (0, TOP_K - scaled.shape[1]), value=-torch.inf)
+    columns = [each.contiguous().view(torch.int32) for each in (*listed, scaled)]
+    return torch.cat([*columns, *_likeliest(scores, first, num_candidates)], 1)
+
+
+def weigh_in_part(
+    logits: torch.Tensor, selection: Selection, first: int, parts: torch.Tensor, length: int = LENGTH
+) -> torch.Tensor:
+    """What a rank sends then: int32 [n, 2m + 2], the bits of `weigh`'s float64 for the m listed tokens, and of all."""
+    listed, kept, top = _listed(parts, selection, length)
+    before, whole = _kernels().weigh(logits, selection.from_token(first), listed, kept, top)
+    return torch.cat([before, whole[:, None]], 1).view(torch.int32)
+
+
+def choose_within_limits(
+    parts: torch.Tensor, weights: torch.Tensor, selection: Selection, num_candidates: int, length: int = LENGTH
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `choose_among_parts`, from what the ranks sent first and then, int32 [ranks, n, words] each."""
+    (scores, tokens, totals), kept, top = _listed(parts, selection, length)
+    sums = weights.contiguous().view(torch.float64)
+    total = sums[0]
+    for each in sums[1:]:  # one after the other: the same bits on every rank, with any backend
+        total = total + each
+    before, whole = total[:, :-1], total[:, -1:]
+    ids = tokens.long()
+    of_top = torch.where(scores == top[:, None], ids, torch.iinfo(torch.int64).max)
+    top_p, min_p = selection.top_p[:, None], selection.min_p[:, None].double()
+    allowed = (before < top_p.double() * whole) | (top_p >= 1) | (ids == of_top.amin(1, keepdim=True))
+    allowed &= (scores >= kept[:, None]) & ((scores.double() - top[:, None].double()).exp() >= min_p)
+    allowed |= selection.temperature[:, None] == 0
+    broken = totals.isnan().any(1)
+    totals = torch.where(allowed, totals, -torch.inf)
+    best = totals.amax(1)
+    chosen = torch.where(totals == best[:, None], ids, torch.iinfo(torch.int64).max).amin(1)
+    broken |= (selection.temperature > 0) & ~best.isfinite()
+    found = _likeliest_of_all(parts[..., 3 * length + TOP_K :], num_candidates)
+    return torch.where(broken, NOT_A_NUMBER, chosen), *found
+
+
+def _kernels() -> Any:
+    """Imported where they are called: without Triton there are none."""
+    return import_module("lpr.model.kernels.sampling_kernel")
+
+
+def _listed(
+    parts: torch.Tensor, selection: Selection, length: int
+) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor, torch.Tensor]:
+    """The lists of all parts [n, m], scores, tokens and totals; the score [n] that top-k keeps, and the largest."""
+    words = [_side_by_side(each) for each in parts[..., : 3 * length + TOP_K].split([length] * 3 + [TOP_K], -1)]
+    scores, totals, scaled = (words[at].contiguous().view(torch.float32) for at in (0, 2, 3))
+    at = (selection.top_k - 1).clamp(0, TOP_K - 1)[:, None]
+    kth = scaled.topk(min(TOP_K, scaled.shape[1]), dim=-1).values.gather(1, at)[:, 0]
+    kept = torch.where(selection.top_k > 0, kth, -torch.inf)
+    return (scores, words[1], totals), kept, scores.amax(1)
+
+
+def choose_by_parts(
+    logits: torch.Tensor,
+    selection: Selection,
+    first: int,
+    gather: Callable[[torch.Tensor], torch.Tensor],
+    num_candidates: int,
+    fixed_shapes: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `choose_among_parts`, by all ranks that `gather` int32 [n, w] to [ranks, n, w]."""
+    if not selection.filtered:
+        parts = gather(choose_in_part(logits, selection, first, num_candidates, fixed_shapes))
+        return choose_among_parts(parts, selection, num_candidates)
+    parts = gather(list_in_part(logits, selection, first, num_candidates))
+    weights = gather(weigh_in_part(logits, selection, first, parts))
+    return choose_within_limits(parts, weights, selection, num_candidates)
+
+
+def limits_work(device: torch.device) -> bool:
+    """Do the kernels that choose with limits part by part work here? Tried once, against the specification."""
+    if device.type != "cuda":
+        return False
+    try:
+        logits = torch.randn(16, 1000, generator=torch.Generator().manual_seed(3)).mul(4).to(device)
+        for params in _TRIED:
+            selection = Selection.build([(params, range(16))], device)
+            edges = ((0, 600), (600, 1000))
+            parts = torch.stack([list_in_part(logits[:, a:b], selection, a, 0) for a, b in edges])
+            weights = torch.stack([weigh_in_part(logits[:, a:b], selection, a, parts) for a, b in edges])
+            chosen = choose_within_limits(parts, weights, selection, 0)[0]
+            if not torch.equal(chosen, sampling_reference.pick(logits, selection)):
+                raise RuntimeError(f"they chose other tokens with {params}")
+        return True
+    except Exception as failure:  # whatever a compiler or driver raises
+        lines = str(failure).strip().splitlines() or [""]
+        logger.warning("limits are applied to gathered logits, which is slower: %s", lines[0])
+        return False
+
+
+_TRIED = (SamplingParams(temperature=0.8, top_p=0.9), SamplingParams(temperature=1.0, top_k=40, min_p=0.01))

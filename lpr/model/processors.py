@@ -19,18 +19,32 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import (
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    InfNanRemoveLogitsProcessor,
+    MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
 )
 
 from lpr.config import SamplingParams
 from lpr.core.accept import NOT_A_NUMBER, PROCESSOR_FAILED, as_guess
 from lpr.model.grammar import Grammar
+from lpr.model.transfer import to_device
 
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Pick = Callable[[torch.Tensor, np.ndarray], torch.Tensor]
+"""`pick(scores [m, V], rows [m])` chooses the next tokens [m] int64 of rows of the step, or says NOT_A_NUMBER."""
+
+NOTHING_LEFT = "the logits processors left no token to choose"
 
 
 class Processors:
@@ -42,8 +56,13 @@ class Processors:
         self.failure: str | None = None
         """Why the last failed node failed, in one line, on the rank that evaluated it."""
 
+    @property
+    def are_row_by_row(self) -> bool:
+        """May many paths of one length be asked about in one call, with the results of a call each?"""
+        return all(is_row_by_row(function) for function in self.functions)
+
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor | None:
-        """The processed scores [1, V] after a path [1, L], or None if a processor failed."""
+        """The processed scores [m, V] after paths [m, L], or None if a processor failed; m is 1 unless row by row."""
         shape = scores.shape
         for function in self.functions:
             name = getattr(function, "__name__", type(function).__name__)
@@ -80,7 +99,7 @@ class Processors:
         if params.logit_bias:
             functions.append(LogitBias(params.logit_bias, device))
         if params.min_new_tokens and stop_ids:
-            ids = torch.tensor(sorted(stop_ids), device=device)
+            ids = to_device(np.array(sorted(stop_ids), np.int64), device)
             functions.append(MinNewTokensLengthLogitsProcessor(num_prompt, params.min_new_tokens, ids, str(device)))
         if params.grammar:
             functions.append(Grammar(params.grammar, num_prompt, tokenizer))
@@ -100,8 +119,11 @@ class OutputPenalty:
         self.frequency = frequency
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Scores [1, V] after the path `input_ids` [1, L]."""
-        counts = torch.bincount(input_ids[0, self.num_prompt :], minlength=scores.shape[1])
+        """Scores [m, V] after paths `input_ids` [m, L]."""
+        num_rows, vocabulary = scores.shape
+        output = input_ids[:, self.num_prompt :].clamp(max=vocabulary)  # what the model cannot say: a spare column
+        counts = torch.zeros(num_rows, vocabulary + 1, dtype=torch.int64, device=scores.device)
+        counts = counts.scatter_add_(1, output, torch.ones_like(output))[:, :vocabulary]
         return scores - self.frequency * counts - self.presence * (counts > 0)
 
 
@@ -114,12 +136,12 @@ class Forced:
         self.num_prompt = num_prompt
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Scores [1, V] after the path `input_ids` [1, L]."""
+        """Scores [m, V] after paths `input_ids` [m, L]."""
         place = input_ids.shape[1] - self.num_prompt
         if place >= len(self.ids):
             return scores
         only = torch.full_like(scores, -torch.inf)
-        only[0, self.ids[place]] = 0.0
+        only[:, self.ids[place]] = 0.0
         return only
 
 
@@ -128,12 +150,30 @@ class LogitBias:
 
     def __init__(self, pairs: Sequence[tuple[int, float]], device: torch.device) -> None:
         """Pairs of a token id and its bias."""
-        self.ids = torch.tensor([token for token, _ in pairs], device=device)
-        self.biases = torch.tensor([bias for _, bias in pairs], device=device)
+        self.ids = to_device(np.array([token for token, _ in pairs], np.int64), device)
+        self.biases = to_device(np.array([bias for _, bias in pairs], np.float32), device)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Scores [1, V] after any path."""
-        return scores.index_add(1, self.ids, self.biases[None].to(scores.dtype))
+        """Scores [m, V] after any paths."""
+        return scores.index_add(1, self.ids, self.biases.to(scores.dtype).expand(len(scores), -1))
+
+
+ROW_BY_ROW: frozenset[type] = frozenset(
+    {
+        Forced, ForcedBOSTokenLogitsProcessor, ForcedEOSTokenLogitsProcessor, InfNanRemoveLogitsProcessor, LogitBias,
+        MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor, NoBadWordsLogitsProcessor,
+        NoRepeatNGramLogitsProcessor, OutputPenalty, RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor,
+        SuppressTokensAtBeginLogitsProcessor, SuppressTokensLogitsProcessor,
+    }
+)  # fmt: skip
+"""Processors, of exactly these types, that keep no state of the text and compute each row element by element."""
+
+
+def is_row_by_row(function: Processor) -> bool:
+    """Is `function` one of ROW_BY_ROW? With an ignored length for each row of a batch, the rows are not alike."""
+    return type(function) in ROW_BY_ROW and not isinstance(
+        getattr(function, "prompt_ignore_length", None), torch.Tensor
+    )
 
 
 @dataclass
@@ -150,12 +190,53 @@ class ProcessorPath:
     node_parents: Sequence[int]
     """Their parents, as indices into `node_tokens`; parents come first."""
 
-    def follow(self, logits: torch.Tensor, chosen: torch.Tensor, pick: Callable[[torch.Tensor, int], int]) -> None:
-        """Replace this sequence's part of `chosen` [n]: processed choices along their own path, guesses elsewhere.
+    def follow(self, logits: torch.Tensor, chosen: torch.Tensor, pick: Pick) -> None:
+        """Replace this sequence's part of `chosen` [n] by processed choices; `logits` are the step's [n, V].
 
-        `logits` are the step's [n, V]; `pick(scores [1, V], row)` chooses the next token of a row or says -1. Each
-        call of `pick` waits for the device, as many processors do themselves.
+        On a device for which the host would wait, all nodes are chosen for where the processors permit it.
         """
+        if logits.device.type != "cpu" and self.processors.are_row_by_row:
+            if self.choose_all(logits, chosen, pick):
+                return
+            self.processors.failure = None
+        self.walk(logits, chosen, pick)
+
+    def choose_all(self, logits: torch.Tensor, chosen: torch.Tensor, pick: Pick) -> bool:
+        """Processed choices for every node, by one call for each depth, without waiting; False if a processor failed.
+
+        Which one failed, and whether on the path, is for `walk` to say.
+        """
+        paths: list[list[int]] = []  # below the root
+        for parent, token in zip(self.node_parents, self.node_tokens, strict=True):
+            paths.append([*paths[parent], token] if parent >= 0 else [])
+        order = sorted(range(len(paths)), key=lambda node: len(paths[node]))
+        flat = [token for node in order for token in paths[node]]
+        # One copy holds all that the device has to know.
+        words = to_device(np.array([*order, *self.tokens, *flat], np.int64), logits.device)
+        nodes, committed, rest = words.split([len(order), len(self.tokens), len(flat)])
+        scores = logits[self.start : self.start + len(order)].index_select(0, nodes).float()
+        depths = [len(paths[node]) for node in order]
+        processed: list[torch.Tensor] = []
+        for depth in range(depths[-1] + 1):
+            count, above = depths.count(depth), sum(len(each) for each in processed)
+            below, rest = rest[: count * depth].view(count, depth), rest[count * depth :]
+            input_ids = torch.cat([committed.expand(count, -1), below], 1)
+            found = self.processors(input_ids, scores[above : above + count])
+            if found is None:
+                return False
+            processed.append(found)
+        codes = pick(torch.cat(processed), self.start + np.array(order))
+        mine = chosen[self.start : self.start + len(order)]
+        broken = mine.index_select(0, nodes) == NOT_A_NUMBER
+        self.processors.failure = NOTHING_LEFT  # the only way in which a node can fail from here on
+        codes = torch.where((codes == NOT_A_NUMBER) & ~broken, PROCESSOR_FAILED, codes)
+        if len(order) > 1:
+            codes = torch.where(broken, NOT_A_NUMBER, codes)
+        mine.index_copy_(0, nodes, codes)
+        return True
+
+    def walk(self, logits: torch.Tensor, chosen: torch.Tensor, pick: Pick) -> None:
+        """Processed choices along their own path, guesses elsewhere; each call of `pick` waits for the device."""
         mine = chosen[self.start : self.start + len(self.node_tokens)]
         broken = mine == NOT_A_NUMBER
         mine.copy_(torch.where(broken, mine, as_guess(0) - mine))
@@ -163,7 +244,7 @@ class ProcessorPath:
         edges = {
             (up, token): node for node, (up, token) in enumerate(zip(self.node_parents, self.node_tokens, strict=True))
         }
-        input_ids = torch.tensor([self.tokens], device=logits.device)
+        input_ids = to_device(np.array([self.tokens], np.int64), logits.device)
         node: int | None = 0
         while node is not None:
             # Alone in its step a root cannot have caught another node's NaN; a processor may be there to repair it.
@@ -171,11 +252,12 @@ class ProcessorPath:
                 return
             row = self.start + node
             scores = self.processors(input_ids, logits[row : row + 1].to(torch.float32, copy=True))
-            code = PROCESSOR_FAILED if scores is None else pick(scores, row)
+            picked = None if scores is None else pick(scores, np.array([row]))
+            code = PROCESSOR_FAILED if picked is None else int(picked)
             if code == NOT_A_NUMBER and not is_broken[node]:
-                self.processors.failure = "the logits processors left no token to choose"
+                self.processors.failure = NOTHING_LEFT
                 code = PROCESSOR_FAILED
             mine[node] = code
             node = edges.get((node, code))
-            if node is not None:
-                input_ids = torch.cat([input_ids, input_ids.new_tensor([[code]])], 1)
+            if node is not None and picked is not None:
+                input_ids = torch.cat([input_ids, picked.view(1, 1)], 1)

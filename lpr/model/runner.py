@@ -24,7 +24,7 @@ from lpr.model.inputs import Row, StepInputs, build_inputs, round_up
 from lpr.model.kernels.hook import EXACT_KERNELS, KERNELS, load_kernel
 from lpr.model.memory import cache_shortage, free_bytes
 from lpr.model.parallel import VocabularyPart
-from lpr.model.parts import choose_among_parts, choose_in_part, may_be_in_parts
+from lpr.model.parts import choose_by_parts, limits_work, may_be_in_parts
 from lpr.model.pinned import HEIGHT, pin_heights
 from lpr.model.sampling import Selection, candidates, choose, four_to_a_word, log_probabilities
 
@@ -89,6 +89,7 @@ class TreeModel:
         self.exact = exact
         self._share_heights = share_heights
         self.part = part
+        self._limits_in_parts = False
         if part is not None:
             part.install(lambda: (step := current_step()) is not None and step.in_parts)
         self.heights: exact_check.Heights | None = None
@@ -186,6 +187,7 @@ class TreeModel:
                     bits,
                     height=height,
                     meet=self._meet,
+                    in_parts=self.part is not None,
                 )
         if self.graphs is not None:
             self.graphs.limit(max_nodes)
@@ -291,11 +293,13 @@ class TreeModel:
         whole, mine = found
         there = whole[:, self.part.first : self.part.first + mine.shape[1]]
         same = mine.shape == there.shape and torch.allclose(mine, there, atol=1e-3 * float(whole.max() - whole.min()))
-        if not self.part.gather(torch.tensor([[int(same)]], dtype=torch.int32, device=self.device)).all():
+        words = torch.tensor([[int(same), int(limits_work(self.device))]], dtype=torch.int32, device=self.device)
+        same, self._limits_in_parts = self.part.gather(words).all(0)[0].tolist()
+        if not same:
             self.part = None
 
     def _in_parts(self, selection: Selection) -> bool:
-        return self.part is not None and may_be_in_parts(selection)
+        return self.part is not None and may_be_in_parts(selection, self._limits_in_parts)
 
     def _compute(self, inputs: StepInputs, selection: Selection, num_candidates: int) -> torch.Tensor:
         """All of a step that a graph holds."""
@@ -310,8 +314,9 @@ class TreeModel:
     ) -> torch.Tensor:
         """As `_results`, of this rank's part of the logits."""
         assert self.part is not None
-        mine = choose_in_part(logits, selection, self.part.first, num_candidates, fixed_shapes)
-        chosen, tokens, scores = choose_among_parts(self.part.gather(mine), selection, num_candidates)
+        chosen, tokens, scores = choose_by_parts(
+            logits, selection, self.part.first, self.part.gather, num_candidates, fixed_shapes
+        )
         columns = [chosen[:, None], tokens, four_to_a_word(scores)] if num_candidates else [chosen[:, None]]
         return torch.cat(columns, 1).to(torch.int32)
 

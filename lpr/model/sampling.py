@@ -7,7 +7,7 @@ another rank could leave in a different place. So sampled text depends on the pr
 however it was drafted (DESIGN rule R4).
 
 `sampling_reference.pick` says what is chosen; on a CPU `sampling_native.draw` (without the extension
-`sampling_cpu.draw`) and on a GPU `kernels.sampling_kernel.pick` find the same with far less work.
+`sampling_cpu.draw`) and on a GPU `kernels.sampling_kernel.choose` find the same with far less work.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ __all__ = [
     "gpu_pick",
     "log_probabilities",
     "pick",
+    "pick_with_totals",
     "score_steps",
 ]
 
@@ -48,7 +49,7 @@ def choose(logits: torch.Tensor, selection: Selection, fixed_shapes: bool = Fals
     """
     chosen = pick(logits, selection, fixed_shapes)
     for path in selection.processor_paths:
-        path.follow(logits, chosen, lambda scores, row: int(pick(scores, selection.row(row), fixed_shapes)))
+        path.follow(logits, chosen, lambda scores, rows: pick(scores, selection.rows(rows), fixed_shapes))
     return chosen
 
 
@@ -63,29 +64,32 @@ def pick(logits: torch.Tensor, selection: Selection, fixed_shapes: bool = False)
     if on_cpu:
         in_python = native.choose_rows is None or selection.first_token  # the extension counts from token 0
         return (sampling_cpu if in_python else sampling_native).draw(logits, selection)
-    if logits.is_cuda:
-        return gpu_pick(logits.device)(logits, selection)
-    return sampling_reference.pick(logits, selection)
+    return pick_with_totals(logits, selection)[0]
+
+
+def pick_with_totals(logits: torch.Tensor, selection: Selection) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `pick` of sampled rows by operators of fixed shapes, and the totals of score and noise of what is chosen."""
+    return (gpu_pick(logits.device) if logits.is_cuda else sampling_reference.choose)(logits, selection)
 
 
 @lru_cache
-def gpu_pick(device: torch.device) -> Callable[[torch.Tensor, Selection], torch.Tensor]:
-    """What samples on a GPU: the kernel, if it is there and works, else the specification, with a warning in the log.
+def gpu_pick(device: torch.device) -> Callable[[torch.Tensor, Selection], tuple[torch.Tensor, torch.Tensor]]:
+    """What samples on a GPU, with totals: the kernel, if it works here, else the specification, with a warning.
 
     The first call compiles and tries it, so it must not be made while a graph is captured: the self-check makes it.
     """
     try:
-        kernel: Callable[[torch.Tensor, Selection], torch.Tensor] = import_module(_KERNEL).pick
+        kernel: Callable[..., tuple[torch.Tensor, torch.Tensor]] = import_module(_KERNEL).choose
         logits = torch.randn(64, 1000, generator=torch.Generator().manual_seed(3)).mul(4).to(device)
         for params in _TRIED:
             selection = Selection.build([(params, range(64))], device)
-            if not torch.equal(kernel(logits, selection), sampling_reference.pick(logits, selection)):
+            if not torch.equal(kernel(logits, selection)[0], sampling_reference.pick(logits, selection)):
                 raise RuntimeError(f"it chose other tokens with {params}")
         return kernel
     except Exception as failure:  # whatever a compiler or driver raises
         lines = str(failure).strip().splitlines() or [""]
         logger.warning("the sampling kernel does not work here, sampling is slower: %s", lines[0])
-        return sampling_reference.pick
+        return sampling_reference.choose
 
 
 _KERNEL = "lpr.model.kernels.sampling_kernel"

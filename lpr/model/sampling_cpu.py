@@ -53,9 +53,12 @@ def best_tokens(scores: torch.Tensor) -> torch.Tensor:
 
     numpy finds it several times as fast as torch, and like torch takes a NaN for the largest.
     """
-    found = scores.numpy().argmax(1)
-    best = scores.numpy()[np.arange(len(found)), found]
-    return torch.from_numpy(np.where(np.isnan(best), NOT_A_NUMBER, found))
+    values = scores.numpy()
+    found = values.argmax(1)
+    spoilt = np.isnan(values[np.arange(len(found)), found])
+    if spoilt.any():
+        found[spoilt] = NOT_A_NUMBER
+    return torch.from_numpy(found)
 
 
 def _chunks(rows: np.ndarray, logits: torch.Tensor) -> Iterator[np.ndarray]:

@@ -11,10 +11,15 @@ from lpr.model.selection import Selection
 
 def pick(logits: torch.Tensor, selection: Selection) -> torch.Tensor:
     """The argmax [n] int64 of tempered, limited, noised logits [n, V]; NOT_A_NUMBER where there is no such thing."""
+    return choose(logits, selection)[0]
+
+
+def choose(logits: torch.Tensor, selection: Selection) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `pick`, and what the chosen tokens have of score and noise [n] float32, a NaN where there is no choice."""
     scores = logits.float()
     if not selection.sampled:
         best = scores.max(-1)  # unlike argmax it also shows a NaN, at the same price
-        return torch.where(best.values.isnan(), NOT_A_NUMBER, best.indices)
+        return torch.where(best.values.isnan(), NOT_A_NUMBER, best.indices), best.values
     broken = scores.amax(-1).isnan()
     warm = selection.temperature[:, None] > 0
     scaled = scores / torch.where(warm, selection.temperature[:, None], torch.ones_like(scores[:, :1]))
@@ -24,7 +29,7 @@ def pick(logits: torch.Tensor, selection: Selection) -> torch.Tensor:
     noise = gumbel(selection.keys[:, None], tokens[None])
     best = torch.where(warm, scaled + noise[selection.key_of], scores).max(-1)
     broken |= warm[:, 0] & ~best.values.isfinite()
-    return torch.where(broken, NOT_A_NUMBER, best.indices)
+    return torch.where(broken, NOT_A_NUMBER, best.indices), torch.where(broken, torch.nan, best.values)
 
 
 def limit(scaled: torch.Tensor, selection: Selection) -> torch.Tensor:

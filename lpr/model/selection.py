@@ -15,6 +15,8 @@ from lpr.model.transfer import to_device
 from lpr.native import selection_words
 
 _MASK64 = 2**64 - 1
+TOP_K = 64
+"""The largest top-k that ranks with a part of the vocabulary each apply together (lpr.model.parts)."""
 
 
 class Selection:
@@ -37,6 +39,8 @@ class Selection:
         """Has any row a top-k, top-p or min-p limit?"""
         self.first_token = 0
         """The token of the first column of the logits; not 0 where they are a part of the vocabulary."""
+        self.is_wide = False
+        """Has a row a top-k beyond TOP_K?"""
         self.processor_paths: list[ProcessorPath] = []
         """The sequences whose choices go through logits processors."""
         self.num_logprobs: int | None = None
@@ -58,7 +62,9 @@ class Selection:
         words = selection_words(choices, positions)
         count = sum(map(len, positions))
         filtered = any([p.temperature > 0 and bool(p.top_k or p.top_p < 1 or p.min_p) for p, _ in requests])
-        return cls(torch.from_numpy(words), len(words) - 5 * count, count, True, filtered).to(device)
+        found = cls(torch.from_numpy(words), len(words) - 5 * count, count, True, filtered)
+        found.is_wide = any([p.temperature > 0 and p.top_k > TOP_K for p, _ in requests])
+        return found.to(device)
 
     def to(self, device: torch.device | None) -> Selection:
         """The same on `device`, by one copy that nobody waits for."""
@@ -67,7 +73,7 @@ class Selection:
         words = to_device(self.words(), device)
         there = Selection(words, self.num_keys, self.num_rows, self.sampled, self.filtered)
         there.processor_paths, there.num_logprobs = self.processor_paths, self.num_logprobs
-        there.first_token = self.first_token
+        there.first_token, there.is_wide = self.first_token, self.is_wide
         return there
 
     def from_token(self, first: int) -> Selection:
@@ -113,12 +119,10 @@ class Selection:
         """[n] float32; 0 is off."""
         return self._column(4).view(torch.float32)
 
-    def row(self, index: int) -> Selection:
-        """The selection of one row alone."""
-        return self.rows(np.array([index])) if self.sampled else self
-
     def rows(self, index: np.ndarray) -> Selection:
-        """The selection of the rows `index`, in this order, each with a key of its own; of sampled ones only."""
+        """The selection of the rows `index`, in this order, each with a key of its own."""
+        if not self.sampled:
+            return self
         rows = to_device(index.astype(np.int64), self._words.device)
         columns = self._words[: 5 * self.num_rows].view(5, -1)[:, rows]
         keys = self._words[5 * self.num_rows :][self.key_of[rows]]

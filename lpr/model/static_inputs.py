@@ -51,9 +51,12 @@ class StaticShape:
     num_keys: int
     """Noise keys; 0: no row is sampled."""
     filtered: bool
-    """Are limits applied? Always where rows are sampled: without limits they do nothing, and shapes are fewer."""
+    """Are limits applied? Always where rows are sampled, unless the vocabulary is in parts: without limits they do
+    nothing, and shapes are fewer."""
     tree_bits: bool = False
     """Does attention read the ancestors in bits, in place of a dense mask?"""
+    is_wide: bool = False
+    """Is a vocabulary in parts gathered for a limit that needs the whole of it?"""
     only_logits: bool = False
     """Does the graph end at the logits [B * T, V]? What logits processors get is chosen from outside of it."""
 
@@ -134,7 +137,9 @@ class StaticShape:
             logits_to_keep=self.num_entries,
         )
         num_rows = self.batch * self.num_entries if self.num_keys else 0
-        return inputs, Selection(parts["selection"], self.num_keys, num_rows, self.num_keys > 0, self.filtered)
+        selection = Selection(parts["selection"], self.num_keys, num_rows, self.num_keys > 0, self.filtered)
+        selection.is_wide = self.is_wide
+        return inputs, selection
 
     def _visible(self, mask: TreeMask) -> torch.Tensor:
         """[B, T, KV] bool; padding sees the first cache row, to stay finite."""
@@ -151,10 +156,11 @@ def static_shape(
     max_entries: int,
     tree_bits: bool = False,
     height: int = 1,
+    in_parts: bool = False,
 ) -> StaticShape | None:
     """The smallest shape that holds `rows`; None if there is none of up to `max_entries` entries a row.
 
-    It has a multiple of `height` entries.
+    It has a multiple of `height` entries. Where the vocabulary is `in_parts`, limits cost an exchange of their own.
 
     A shape is one block: rows that are not neighbouring slots in order have none.
     """
@@ -171,7 +177,8 @@ def static_shape(
     kv_bucket = min(bucket_of(num_kv, (*WIDE_KV, rows_per_slot) if tree_bits else KV_BUCKETS), rows_per_slot)
     num_keys = num_keys if selection.sampled else 0
     sizes = (first, batch, num_entries, kv_bucket, rows_per_slot, num_candidates)
-    return _known_shape(*sizes, num_keys, selection.sampled, tree_bits)
+    filtered = selection.filtered if in_parts else selection.sampled
+    return _known_shape(*sizes, num_keys, filtered, tree_bits, in_parts and selection.is_wide)
 
 
 @lru_cache(maxsize=1024)

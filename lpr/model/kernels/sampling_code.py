@@ -98,18 +98,48 @@ def _largest(row_at, vocabulary, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _best_before(
+    row_at, temperature, key, kept, end, end_token, vocabulary, first_token, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The best total of score and noise among tokens that have a larger score than `end`, or this one and a lower id.
+
+    The total, -inf where there is none, its first token, and its score.
+    """
+    best = tl.full([], float("-inf"), tl.float32)
+    chosen = tl.full([], 0, tl.int32)
+    score = tl.full([], float("-inf"), tl.float32)
+    for start in range(0, vocabulary, BLOCK):
+        tokens = start + tl.arange(0, BLOCK)
+        held = tokens < vocabulary
+        scores = _scores(row_at, tokens, held, temperature)
+        order = _ordered(scores)
+        left = held & (order >= kept) & ((order > end) | ((order == end) & (tokens < end_token)))
+        totals = tl.where(left, scores + _gumbel(key, tokens + first_token), float("-inf"))
+        here = tl.max(totals, 0)
+        place = tl.min(tl.where((totals == here) & left, tokens, LAST_TOKEN), 0)
+        its_score = tl.max(tl.where(tokens == place, scores, float("-inf")), 0)
+        better = here > best
+        chosen = tl.where(better, place, chosen)
+        score = tl.where(better, its_score, score)
+        best = tl.maximum(here, best)
+    return best, chosen, score
+
+
+@triton.jit
 def choose_rows(
-    logits_at, keys_at, key_of_at, temperature_at, top_k_at, top_p_at, min_p_at, chosen_at,
+    logits_at, keys_at, key_of_at, temperature_at, top_k_at, top_p_at, min_p_at, chosen_at, totals_at,
     vocabulary, row_stride, first_token, NOT_A_NUMBER: tl.constexpr, LIMITED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The choice of row `program_id(0)`; rows without a temperature take their first largest logit.
 
-    The noise is that of tokens from `first_token` on; the choice is a column.
+    The noise is that of tokens from `first_token` on; the choice is a column. With it comes its total of score and
+    noise, or NaN where there is no choice.
     """
     row = tl.program_id(0).to(tl.int64)
     row_at = logits_at + row * row_stride
     temperature = tl.load(temperature_at + row)
     top, chosen, broken = _largest(row_at, vocabulary, BLOCK)
+    total = top
     if temperature > 0:
         top = tl.math.div_rn(top, temperature)
         finite = (top < float("inf")) & (top > float("-inf"))
@@ -130,23 +160,9 @@ def choose_rows(
         end_token = tl.full([], 0, tl.int32)
         searching = broken == 0
         while searching:
-            best = tl.full([], float("-inf"), tl.float32)
-            chosen = tl.full([], 0, tl.int32)
-            score = tl.full([], float("-inf"), tl.float32)
-            for start in range(0, vocabulary, BLOCK):
-                tokens = start + tl.arange(0, BLOCK)
-                held = tokens < vocabulary
-                scores = _scores(row_at, tokens, held, temperature)
-                order = _ordered(scores)
-                left = held & (order >= kept) & ((order > end) | ((order == end) & (tokens < end_token)))
-                totals = tl.where(left, scores + _gumbel(key, tokens + first_token), float("-inf"))
-                here = tl.max(totals, 0)
-                place = tl.min(tl.where((totals == here) & left, tokens, LAST_TOKEN), 0)
-                its_score = tl.max(tl.where(tokens == place, scores, float("-inf")), 0)
-                better = here > best
-                chosen = tl.where(better, place, chosen)
-                score = tl.where(better, its_score, score)
-                best = tl.maximum(here, best)
+            total, chosen, score = _best_before(
+                row_at, temperature, key, kept, end, end_token, vocabulary, first_token, BLOCK
+            )
             searching = False
             if LIMITED:
                 end = _ordered(score)
@@ -170,4 +186,5 @@ def choose_rows(
                     allowed = (before < top_p.to(tl.float64) * whole) | (top_p >= 1.0) | (is_first == 1)
                     allowed = allowed & (weight >= min_p.to(tl.float64))
                     searching = allowed == 0
+    tl.store(totals_at + row, tl.where(broken > 0, float("nan"), total))
     tl.store(chosen_at + row, tl.where(broken > 0, NOT_A_NUMBER, chosen).to(tl.int64))

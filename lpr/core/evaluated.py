@@ -1,0 +1,108 @@
+"""What the model said of evaluated nodes, on the accepted path and off it, told apart by more than their token.
+
+*By the token before.* A tree's nodes are evaluated in many contexts that the text never takes, and each one's
+candidates are good wherever its last two tokens come again. The table of recycled candidates knows the last alone.
+
+*Beside the root.* A step ends where none of a node's children is what the model chose. Those children stand where the
+next root does, and what hangs below them at the places behind it. So their candidates are the model's own guesses at
+the next tokens, made from the whole text but for one token: what an iteration of Jacobi decoding computes (Santilli et
+al. 2023, arXiv 2305.10427; Fu et al. 2024), with the draft as the guess and at no further node. They are of most use
+where the root's token is new to the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from lpr.core.suffix_index import MAX_MATCH, SuffixIndex
+from lpr.core.tree import TokenTree
+
+Ranked = tuple[Sequence[int], Sequence[int]]
+"""Candidates of a node, most likely first, and their scores (lpr.core.recycle)."""
+
+PAIR_BITS = 12
+"""Pairs of tokens are kept in 2^12 slots, each pair in one that its hash chooses, the newest alone (rule R8)."""
+MOST_BESIDE = 4
+"""Rejected children of one node that are followed, those drafted first."""
+
+
+class EvaluatedNodes:
+    """What the steps of one request said; known to its home ranks."""
+
+    __slots__ = ("_beside", "_by_place", "_candidates", "_children", "_num_tokens", "_pairs", "_scores")
+
+    def __init__(self) -> None:
+        self._by_place: dict[int, Ranked] = {}
+        """By the number of tokens before it: what was said after a committed token."""
+        self._pairs: dict[int, tuple[int, int, Ranked]] = {}
+        self._children: Sequence[Mapping[int, int]] = []
+        self._beside: list[int] = []
+        self._candidates: Sequence[Sequence[int]] = []
+        self._scores: Sequence[Sequence[int]] = []
+        self._num_tokens = -1  # of the sequence, when the next root stands beside those children
+
+    def keep(
+        self,
+        tree: TokenTree,
+        path: Sequence[int],
+        num_tokens: int,
+        before: int,
+        candidates: Sequence[Sequence[int]],
+        scores: Sequence[Sequence[int]],
+    ) -> None:
+        """Take in a step that accepted `path`, in a sequence of `num_tokens` whose last is the root.
+
+        `before` is the token before the root, -1 for none; `candidates` and `scores` are those of all nodes.
+        """
+        tokens, parents = tree.tokens, tree.parents
+        for node, ranked in enumerate(zip(candidates, scores, strict=True)):
+            left = tokens[parents[node]] if node else before
+            if left >= 0:
+                self._pairs[_slot(left, tokens[node])] = (left, tokens[node], ranked)
+        for place, node in enumerate(path, num_tokens - 1):
+            self._by_place[place] = (candidates[node], scores[node])
+        self._children, self._candidates, self._scores = tree.children, candidates, scores
+        self._beside = list(tree.children[path[-1]].values())[:MOST_BESIDE]
+        self._num_tokens = num_tokens + len(path)
+
+    def nearest(self, trie: SuffixIndex, places: Sequence[int], context: Sequence[int]) -> list[Ranked]:
+        """What was said where the text agrees longest with `context`, at those `places` of its trie; the newest first.
+
+        Where that is the last token only, what was said after the last two in another tree.
+        """
+        tokens, start, reach = trie.tokens, trie.start, min(len(context), MAX_MATCH)
+        longest, rows = 0, list[Ranked]()
+        for after in places:
+            row = self._by_place.get(trie.base + after - 1)
+            if row is None:
+                continue
+            length, most = 1, min(reach, after - start)
+            while length < most and tokens[after - 1 - length] == context[-1 - length]:
+                length += 1
+            if length >= longest:
+                if length > longest:
+                    longest, rows = length, []
+                rows.append(row)
+        if longest < 2 <= len(context):
+            left, last = context[-2], context[-1]
+            found = self._pairs.get(_slot(left, last))
+            if found is not None and found[:2] == (left, last):
+                return [found[2]]
+        return rows
+
+    def beside(self, num_tokens: int, below: Sequence[int]) -> list[Ranked]:
+        """What was said beside the node that the tokens `below` the root lead to; none if the last step is not known.
+
+        `num_tokens` is the length of the sequence now.
+        """
+        nodes, children = self._beside, self._children
+        if num_tokens != self._num_tokens:
+            return []
+        for token in below:
+            nodes = [children[node][token] for node in nodes if token in children[node]]
+        return [(self._candidates[node], self._scores[node]) for node in nodes]
+
+
+def _slot(left: int, last: int) -> int:
+    """Where a pair of tokens is kept."""
+    return ((left * 0x9E3779B1 + last) * 0x85EBCA77 & 0xFFFFFFFF) >> (32 - PAIR_BITS)

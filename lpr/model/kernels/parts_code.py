@@ -1,0 +1,92 @@
+"""The device code of limited choices in a vocabulary that several ranks hold in parts.
+
+Whatever top-k, top-p and min-p say, they allow a prefix of a row's tokens in the order (score descending, id
+ascending), as in `sampling_code`. What is the best of a prefix is the best of one part's share of it too. So each rank
+lists the best of every prefix of its part: the best of all, the best of those before that one, and so on, about
+log(V) tokens. Among all lists is the choice, whatever the limits are. Then each rank adds up the weights of its own
+tokens in front of each listed one, and the sums of all ranks say which of them the limits allow.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lpr.model.kernels.sampling_code import LEAST, _best_before, _largest, _ordered, _scores
+
+
+@triton.jit
+def list_winners(
+    logits_at, keys_at, key_of_at, temperature_at, scores_at, tokens_at, totals_at, vocabulary, row_stride,
+    first_token, LENGTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The list of row `program_id(0)`; of a row without a temperature its first largest logit."""
+    row = tl.program_id(0).to(tl.int64)
+    row_at = logits_at + row * row_stride
+    temperature = tl.load(temperature_at + row)
+    top, first, broken = _largest(row_at, vocabulary, BLOCK)
+    place_at = row * LENGTH
+    if temperature > 0:
+        broken = tl.where(top < float("inf"), broken, 1)  # a part of -inf alone has nothing, and others may
+        key = tl.load(keys_at + tl.load(key_of_at + row)).to(tl.uint32)
+        kept = tl.full([], LEAST, tl.int64)
+        end = tl.full([], LEAST, tl.int64) - 1
+        end_token = tl.full([], 0, tl.int32)
+        left = LENGTH + 1
+        while left > 0:
+            total, token, score = _best_before(
+                row_at, temperature, key, kept, end, end_token, vocabulary, first_token, BLOCK
+            )
+            end = _ordered(score)
+            end_token = token
+            if total > float("-inf"):
+                left -= 1
+                if left > 0:
+                    at = place_at + LENGTH - left
+                    tl.store(scores_at + at, score)
+                    tl.store(tokens_at + at, token + first_token)
+                    tl.store(totals_at + at, total)
+                else:
+                    broken = 1
+            else:
+                left = 0
+    else:
+        tl.store(scores_at + place_at, top)
+        tl.store(tokens_at + place_at, first + first_token)
+        tl.store(totals_at + place_at, top)
+    if broken > 0:
+        tl.store(totals_at + place_at, float("nan"))
+
+
+@triton.jit
+def weigh_prefixes(
+    logits_at, temperature_at, scores_at, tokens_at, totals_at, kept_at, top_at, before_at, whole_at, vocabulary,
+    row_stride, first_token, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """This part's weight in front of listed token `program_id(1)` of row `program_id(0)`, and the part's own."""
+    row = tl.program_id(0).to(tl.int64)
+    element = tl.program_id(1)
+    at = row * tl.num_programs(1) + element
+    row_at = logits_at + row * row_stride
+    temperature = tl.load(temperature_at + row)
+    listed = tl.load(totals_at + at) > float("-inf")
+    if (temperature > 0) & (listed | (element == 0)):
+        end = _ordered(tl.load(scores_at + at))
+        end_token = tl.load(tokens_at + at) - first_token
+        kept = _ordered(tl.load(kept_at + row))
+        top = tl.load(top_at + row).to(tl.float64)
+        before = tl.full([], 0.0, tl.float64)
+        whole = tl.full([], 0.0, tl.float64)
+        for start in range(0, vocabulary, BLOCK):
+            tokens = start + tl.arange(0, BLOCK)
+            held = tokens < vocabulary
+            scores = _scores(row_at, tokens, held, temperature)
+            order = _ordered(scores)
+            counted = held & (order >= kept)
+            weights = tl.where(counted, tl.exp(scores.to(tl.float64) - top), 0.0)
+            earlier = counted & ((order > end) | ((order == end) & (tokens < end_token)))
+            whole += tl.sum(weights, 0)
+            before += tl.sum(tl.where(earlier, weights, 0.0), 0)
+        tl.store(before_at + at, before)
+        if element == 0:
+            tl.store(whole_at + row, whole)
