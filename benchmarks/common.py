@@ -5,7 +5,7 @@ A benchmark is a parser and a function that measures; the rest is here:
     def measure(options, console):
         with progress(console, len(cases)) as advance:
             ...
-        return {"benchmark": "name", "runs": [...]}  # its tables: benchmarks/result_tables.py, or every value as it is
+        return {"benchmark": "name", "runs": [...]}  # its tables: benchmarks/result_tables, or every value as it is
 
     def main() -> int:
         parser = make_parser("name", "What it measures.")
@@ -34,7 +34,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.result_tables import failures, tables_of
+from benchmarks.result_tables import tables_of
+from benchmarks.result_tables.parts import failures
 from lpr.config import InputError
 
 RESULTS = Path(__file__).parent / "results"
@@ -191,9 +192,11 @@ def circumstances() -> dict[str, Any]:
         pass
     words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]  # folders of this machine
     changed = _git("status", "--porcelain", "--", "../lpr")
+    program = Path(sys.argv[0])
+    name = program.parent.name if program.stem == "__main__" else program.stem  # a package's command
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": " ".join(["python -m", f"benchmarks.{Path(sys.argv[0]).stem}", *words]),
+        "command": " ".join(["python -m", f"benchmarks.{name}", *words]),
         "commit": _git("rev-parse", "--short", "HEAD") + ("+changes" if changed else ""),
         "cpu": cpu,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,

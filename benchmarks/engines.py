@@ -66,11 +66,13 @@ def split_budget(kind: str, budget: int) -> DecodeConfig:
     return DecodeConfig(window_size=columns, guess_set_size=columns, trie_nodes=trie, max_batch_size=1)
 
 
-def params_for(count: int, max_new_tokens: int, temperature: float, ignore_eos: bool = False) -> list[SamplingParams]:
+def params_for(
+    count: int, max_new_tokens: int, temperature: float, ignore_eos: bool = False, first_seed: int = 0
+) -> list[SamplingParams]:
     """One seed per prompt; without end-of-text tokens all contestants have as much to do."""
     return [
         SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, ignore_eos=ignore_eos)
-        for seed in range(count)
+        for seed in range(first_seed, first_seed + count)
     ]
 
 
@@ -110,6 +112,13 @@ class RankCounter:
         """The next step is the first of a sequence of `num_tokens`; it computes them on every rank."""
         self.num_tokens = num_tokens
         self.num_computed_tokens = [num_tokens - 1] * self.num_ranks
+
+    def add(self, other: RankCounter) -> None:
+        """Add what another one has counted."""
+        self.num_nodes += other.num_nodes
+        self.num_evaluated += other.num_evaluated
+        self.num_pending += other.num_pending
+        self.largest_shards += other.largest_shards
 
     def begin(self) -> Callable[[str], None]:
         """A step begins; its phases are of no interest."""

@@ -30,11 +30,12 @@ from benchmarks.common import attempt, model_parser, progress, read_json, run_ma
 from benchmarks.data import prompts_of
 from benchmarks.engines import StepClock, params_for
 from benchmarks.launch import LAUNCHER, execute
+from benchmarks.recorded_forward import RecordedForward, recorded_texts
 from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
 from lpr.config import Auto
 from lpr.core.step_times import StepTimes, read_step_times
 from lpr.dist.runtime import World, join
-from lpr.engine.request import Request
+from lpr.engine.request import Prompt, Request
 from lpr.engine.scheduler import Schedule
 
 POLICIES: dict[str, int | Auto] = {"split": 0, "home": 1, "elastic": "auto"}
@@ -113,7 +114,7 @@ class Counter:
 Run = Callable[[Schedule[Request], int], Any]
 
 
-def complete(engine: Engine, prompts: Sequence[str], params: Sequence[SamplingParams]) -> list[list[int]]:
+def complete(engine: Engine, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[list[int]]:
     """The ids of all prompts, by plain decoding of a full batch."""
     requests = [engine.submit(*each) for each in zip(prompts, params, strict=True)]
     while not engine.is_idle:
@@ -122,7 +123,7 @@ def complete(engine: Engine, prompts: Sequence[str], params: Sequence[SamplingPa
 
 
 def count(
-    engine: Engine, prompts: Sequence[str], params: Sequence[SamplingParams], load: int, times: StepTimes
+    engine: Engine, prompts: Sequence[Prompt], params: Sequence[SamplingParams], load: int, times: StepTimes
 ) -> tuple[list[list[int]], Counter]:
     """Keep `load` requests running; what all have emitted, and what the steps between the first ones' and the last
     ones' came to."""
@@ -168,20 +169,31 @@ def work(spec: dict[str, Any]) -> None:
             costs=times,
             exact=spec["exact"],
         )
+        prompts: Sequence[Prompt] = spec["prompts"]
+        texts = []
+        if spec["recorded"]:
+            texts = recorded_texts(
+                *(spec["recorded"], engine.tokenizer, spec["counted"] + max(spec["loads"])),
+                *(spec["prompt_tokens"], spec["max_new_tokens"]),
+            )
+            prompts = [prompt for prompt, _ in texts]
+            RecordedForward(engine, texts)
         if comm.rank:
             engine.work()
             return
         runs = []
         for temperature in spec["temperatures"]:
-            params = params_for(len(spec["prompts"]), spec["max_new_tokens"], temperature, ignore_eos=True)
-            engine.configure(DecodeConfig.autoregressive(max_batch_size=8, max_length=spec["max_length"]))
-            expected = complete(engine, spec["prompts"], params)
+            params = params_for(len(prompts), spec["max_new_tokens"], temperature, ignore_eos=True)
+            expected = [output for _, output in texts]
+            if not texts:
+                engine.configure(DecodeConfig.autoregressive(max_batch_size=8, max_length=spec["max_length"]))
+                expected = complete(engine, prompts, params)
             for load in spec["loads"]:
                 number = load + spec["counted"]
                 case = {"num_ranks": comm.size, "temperature": temperature, "load": load}
                 for name, homes in POLICIES.items():
                     engine.configure(replace(decode, home_ranks=homes))
-                    found, counter = count(engine, spec["prompts"][:number], params[:number], load, times)
+                    found, counter = count(engine, prompts[:number], params[:number], load, times)
                     runs.append({**case, "policy": name, **compared(found, expected[:number], counter)})
                     Path(spec["output"]).write_text(json.dumps(runs), encoding="utf-8")
         engine.close()
@@ -201,7 +213,9 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     console.print("ceiling: the better of split and home at every load, and more where neither extreme is best")
     spec = {
         "times": read_json(options.costs),
-        "prompts": prompts_of(options, options.prompts + max(options.loads)),
+        "prompts": [] if options.recorded else prompts_of(options, options.prompts + max(options.loads)),
+        "recorded": options.data if options.recorded else None,
+        "prompt_tokens": options.prompt_tokens,
         "counted": options.prompts,
         "loads": options.loads,
         "temperatures": options.temperatures,
@@ -232,7 +246,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     return {
         "benchmark": "homes",
         "data": Path(options.data).name,
-        "model": Path(options.model).name if options.model else "bundled",
+        "model": "recorded" if options.recorded else Path(options.model).name if options.model else "bundled",
         "times": Path(options.costs).name,
         "max_new_tokens": options.max_new_tokens,
         "num_prompts": options.prompts,
@@ -251,6 +265,8 @@ def main() -> int:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0], metavar="T")
     parser.add_argument("--costs", default=str(TABLE), metavar="FILE", help="step times (default: H100, 7B, estimated)")
     parser.add_argument("--max-length", type=int, default=1024, metavar="N", help="prompt and output (default 1024)")
+    parser.add_argument("--recorded", action="store_true", help="answer from the traces of --data, greedily, no model")
+    parser.add_argument("--prompt-tokens", type=int, default=300, metavar="N", help="of traces, at most (default 300)")
     parser.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="seconds per world (default 3600)")
     return run_main(parser, measure)
 

@@ -3,8 +3,8 @@
     python -m benchmarks.record --model FOLDER --chat-template --data classeval.jsonl --prompts 100 --steps steps.npz
     python -m benchmarks.replay --steps steps.npz --last 50
 
-Every prompt is completed plainly at each temperature, many at a time. Kept are the tokens, and after the last of the
-prompt and each of the output the model's most likely next tokens with their scores, and its hidden state, projected at
+Every prompt is completed plainly at each temperature, many at a time. Kept are the tokens, and after each of them, in
+the prompt too, the model's most likely next tokens with their scores, and its hidden state, projected at
 random to a few bytes (Johnson and Lindenstrauss 1984: angles survive that). A file is written after each group of
 prompts, and a run that finds it goes on behind them. Prompts of one group share their padded forwards, so a near tie
 may be broken otherwise than alone.
@@ -35,6 +35,8 @@ Said = tuple[np.ndarray, np.ndarray, np.ndarray]
 """After one token: candidates, scores, projection."""
 HIDDEN = 32
 """Bytes of a projected hidden state."""
+_PIECE = 128
+"""Tokens of a prompt whose logits are made together."""
 
 
 @dataclass
@@ -50,7 +52,7 @@ class Recorded:
     tokens: np.ndarray
     """int32 [n], of the prompt and the output."""
     candidates: np.ndarray
-    """int32 [n, k], most likely first; -1 where nothing was kept: inside the prompt, and after the last token."""
+    """int32 [n, k], most likely first; -1 after the last token, where nothing is known."""
     scores: np.ndarray
     """uint8 [n, k] (lpr.core.recycle.SCORE_STEPS)."""
     hidden: np.ndarray
@@ -109,7 +111,9 @@ class Recorder:
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
         seen = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         cache = DynamicCache(config=self._model.config)
-        states = self._forward(ids, seen, cache)[:, -1]
+        everywhere = self._forward(ids, seen, cache)
+        inside = [self._inside(row[width - len(prompt) :]) for row, prompt in zip(everywhere, prompts, strict=True)]
+        states = everywhere[:, -1]
         repeats = len(temperatures)
         cache.batch_repeat_interleave(repeats)
         seen, states = seen.repeat_interleave(repeats, 0), states.repeat_interleave(repeats, 0)
@@ -136,9 +140,9 @@ class Recorder:
             seen = torch.cat([seen, torch.ones(len(running), 1, dtype=seen.dtype)], 1)
             states = self._forward(torch.tensor([[tokens[at][-1]] for at in running]), seen, cache)[:, -1]
         nothing = (np.full(self._k, -1, np.int32), np.full(self._k, 255, np.uint8), np.zeros(HIDDEN, np.int8))
-        for text, ids_of, rows in zip(texts, tokens, said, strict=True):
+        for number, (text, ids_of, rows) in enumerate(zip(texts, tokens, said, strict=True)):
             text.tokens = np.array(ids_of, np.int32)
-            all_rows = [*[nothing] * (text.num_prompt - 1), *rows, nothing]
+            all_rows = [*inside[number // repeats], *rows, nothing]
             text.candidates, text.scores, text.hidden = (np.stack([row[i] for row in all_rows]) for i in range(3))
         return texts
 
@@ -147,6 +151,14 @@ class Recorder:
         positions = (seen.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
         body = self._model.base_model
         return body(input_ids=ids, attention_mask=seen, position_ids=positions, past_key_values=cache).last_hidden_state
+
+    def _inside(self, states: torch.Tensor) -> list[Said]:
+        """What the model says inside a prompt of these hidden states [n, width]: after all of its tokens but the last.
+
+        A piece at a time, as logits of a whole prompt are large.
+        """
+        pieces = states[:-1].split(_PIECE)
+        return [row for piece in pieces for row in self._say(self._model.get_output_embeddings()(piece).float(), piece)]
 
     def _choose(self, logits: torch.Tensor, texts: Sequence[Recorded], positions: Sequence[int]) -> list[int]:
         params = [SamplingParams(temperature=text.temperature, seed=text.seed) for text in texts]

@@ -50,6 +50,7 @@ from benchmarks.limit import StepEnds, fewest_steps, loops
 from benchmarks.record import Recorded, read_texts
 from lpr.config import DecodeConfig, InputError, TreeSizes
 from lpr.core.suffix_index import as_learnt
+from lpr.core.tree import Source
 from lpr.native import CandidateTable, Drafter, SuffixIndex, TokenTree
 
 Encode = Callable[[str], list[int]]
@@ -252,7 +253,9 @@ def replay_task(task: Task, sizes: FixedSizes) -> None:
         tally.learn_ms.append((time.thread_time() - start) * 1e3)
         if table is not None and candidates:
             table.update(tokens[: len(candidates)], candidates, scores)
-            drafter.keep_candidates(range(len(candidates)), candidates, scores)
+            known = TokenTree(tokens[0])
+            known.add_chain(0, tokens[1 : len(candidates)], Source.TRIE)
+            drafter.keep_candidates(known, range(len(known)), candidates, scores)
         drafter.observe(emitted)
         tally.num_accepted += len(path) - 1
         tally.num_steps += 1

@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.common import model_parser, progress, run_main
+from benchmarks.common import model_parser, progress, run_main, whole
 from benchmarks.data import prompts_of
 from benchmarks.engines import RankCounter, count_steps, load_engine, params_for
 from benchmarks.simulate import simulate, simulate_parser
@@ -34,22 +34,30 @@ def per_rank(budget: int, window_share: float) -> DecodeConfig:
 
 def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Run every budget, temperature and number of ranks."""
-    prompts, engine = prompts_of(options), load_engine(options)
+    prompts, engine = prompts_of(options)[options.skip :], load_engine(options)
     console.print("ceiling: as many times as ranks, if every rank's nodes paid as the first's; the paper: 1.5x on 8")
     cases = list(product(options.temperatures, options.budgets, options.ranks))
+    seeds = {temperature: options.seeds if temperature else 1 for temperature in options.temperatures}
     found = []
-    with progress(console, len(cases) * len(prompts)) as advance:
+    with progress(console, sum(seeds[temperature] for temperature, _, _ in cases) * len(prompts)) as advance:
         for temperature, budget, num_ranks in cases:
-            params = params_for(len(prompts), options.max_new_tokens, temperature)
             decode = per_rank(budget, options.window_share)
-            total, counter = count_steps(engine, decode, prompts, params, num_ranks, advance)
+            total, counter, by_seed = DecodeStats(), RankCounter(num_ranks, 0), []
+            for seed in range(seeds[temperature]):  # each knows nothing of what the others have sampled
+                params = params_for(len(prompts), options.max_new_tokens, temperature, first_seed=seed * len(prompts))
+                stats, mine = count_steps(engine, decode, prompts, params, num_ranks, advance)
+                by_seed.append(round(stats.tokens_per_step, 3))
+                total.add(stats)
+                counter.add(mine)
             sizes, carries_trees = decode.resolved(num_ranks), decode.carries_trees(num_ranks)
             payload = 4 * sizes.payload_words(decode.max_batch_size, num_ranks, carries_trees)
             case = {"temperature": temperature, "budget_per_rank": budget, "num_ranks": num_ranks}
-            found.append({**case, **figures(total, counter), "payload_bytes_per_rank": payload})
+            counts = figures(total, counter)
+            found.append({**case, **counts, "by_seed": by_seed, "payload_bytes_per_rank": payload})
     return {
         "benchmark": "strong_scaling",
         "data": Path(options.data).name,
+        "first_prompt": options.skip,
         "num_prompts": len(prompts),
         "max_new_tokens": options.max_new_tokens,
         "window_share": options.window_share,
@@ -81,9 +89,11 @@ def main() -> int:
         parser.add_argument("--simulate", action="store_true", help="predict time instead of counting steps")
         return run_main(parser, simulate)
     parser = model_parser("strong_scaling", "Tokens per step against the number of ranks.")
+    parser.add_argument("--skip", type=whole, default=0, metavar="N", help="leave out the first N prompts")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--budgets", type=int, nargs="+", default=[32, 64])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
+    parser.add_argument("--seeds", type=whole, default=1, metavar="N", help="of each prompt at temperatures above 0")
     parser.add_argument("--window-share", type=float, default=0.5, help="part of the budget for window and pool")
     return run_main(parser, measure)
 

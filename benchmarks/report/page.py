@@ -13,7 +13,8 @@ from string import Template
 from benchmarks.report import predicted, steps, times, under_load
 from benchmarks.report.parts import Part, Result
 from benchmarks.report.plots import DARK, LIGHT, png
-from benchmarks.result_tables import FEWEST, failures, tables_of
+from benchmarks.result_tables import tables_of
+from benchmarks.result_tables.parts import FEWEST, failures
 
 NUMBER = re.compile(r"[-\d]|failed$|nan$")
 PAPER = "lookahead decoding (Fu, Bailis, Stoica, Zhang, ICML 2024, arXiv 2402.02057)"
@@ -111,8 +112,8 @@ SECTIONS = (
     Section(
         "Drafting alone",
         "Recorded completions of other models, replayed: how many tokens per step the trie would have earned, and how "
-        "long drafting takes. Cold: nothing known but the prompt; warm: outputs of other tasks known. Runs with a long "
-        "history only time queries.",
+        "long drafting takes. Cold: nothing known but the prompt; warm: outputs of other tasks known. The limit copies "
+        "the longest phrase of the text so far in every step. Runs with a long history only time queries.",
         "replay", steps.replay,
         command="python -m benchmarks.replay --traces FILE.jsonl [--warm FILE.jsonl] --budget 64 (prints one run)",
     ),

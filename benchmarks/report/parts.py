@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.report.plots import Draw
-from benchmarks.result_tables import Json, Table
+from benchmarks.result_tables.parts import Json, Table
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from benchmarks import result_tables as tables
 from benchmarks.report.parts import Part, Result
 from benchmarks.report.plots import MARKERS, Theme, beside, end_labels, panels, rank_axis
-from benchmarks.result_tables import Json, best_meshes, distinct, mode
+from benchmarks.result_tables import predicted as tables
+from benchmarks.result_tables.parts import Json, distinct, mode
+from benchmarks.result_tables.predicted import best_meshes
 
 PAPER_TIMES = 4
 """Lookahead parallelism on 8 A100 against plain decoding on one, at most (Fu et al.: ClassEval, CodeLlama 7B, 13B)."""

@@ -7,7 +7,6 @@ from dataclasses import replace
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from benchmarks import result_tables as tables
 from benchmarks.limit import Cause
 from benchmarks.report.parts import Part, Result
 from benchmarks.report.plots import (
@@ -22,7 +21,9 @@ from benchmarks.report.plots import (
     rank_axis,
     stacked,
 )
-from benchmarks.result_tables import SOURCES, Json, distinct, mode, sound
+from benchmarks.result_tables import steps as tables
+from benchmarks.result_tables.parts import Json, distinct, mode, sound
+from benchmarks.result_tables.steps import SOURCES
 
 PAPER_STEPS = (1.4, 1.5)
 """Fewer steps on 8 GPUs than on 1: lookahead decoding (Fu et al., ICML 2024, arXiv 2402.02057)."""
@@ -220,9 +221,17 @@ def replay(result: Result) -> list[Part]:
         figure, (left, right) = panels(2, 1.0 + 0.38 * len(runs))
         palette = {"cold": theme.colors[0], "warm": theme.colors[1]}
         values = [run["tokens_per_step"] * count for run, count in zip(runs, counts, strict=True)]
+        limits = {at: run["limit_tokens_per_step"] for at, run in enumerate(runs) if "limit_tokens_per_step" in run}
         texts = [f"{value:.2f}" if value else "only times drafting" for value in values]
-        bars(left, labels, values, [palette.get(setting, theme.soft) for _, setting in known], texts)
+        colors = [palette.get(setting, theme.soft) for _, setting in known]
+        bars(left, labels, values, colors, ["" if at in limits else text for at, text in enumerate(texts)])
         left.axvline(1, color=theme.soft, linestyle="--", linewidth=1.2)
+        if limits:
+            left.plot(list(limits.values()), list(limits), "d", color=theme.colors[4], label="limit: longest phrases")
+            for at, limit in limits.items():
+                beside(left, f"{texts[at]} of {limit:.2f}", max(limit, values[at]), at)
+            left.set_xlim(0, 1.5 * max(*values, *limits.values()))
+            legend(left, 1)
         left.set_xlabel("tokens per step (plain decoding: 1)")
         medians = [run["draft_ms_per_step"] for run in runs]
         slow = [run["draft_ms_p99"] for run in runs]

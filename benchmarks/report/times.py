@@ -8,10 +8,11 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks import result_tables as tables
 from benchmarks.report.parts import Part, Result
 from benchmarks.report.plots import MARKERS, Theme, bars, beside, end_labels, legend, panels, rank_axis, stacked
-from benchmarks.result_tables import Json, Table, over_plain, race_title, sizes_title, sound
+from benchmarks.result_tables import times as tables
+from benchmarks.result_tables.parts import Json, Table, sound
+from benchmarks.result_tables.times import over_plain, race_title, sizes_title
 
 DEVICE_PARTS = {"forward": "forward", "choose": "choice of tokens", "candidates": "recycled candidates"}
 HOST_PARTS = {

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from matplotlib.figure import Figure
 
-from benchmarks import result_tables as tables
 from benchmarks.report.parts import Part, Result
 from benchmarks.report.plots import MARKERS, Theme, panels
-from benchmarks.result_tables import Json, distinct, mode
+from benchmarks.result_tables import under_load as tables
+from benchmarks.result_tables.parts import Json, distinct, mode
 
 
 def served(result: Result) -> list[Part]:
