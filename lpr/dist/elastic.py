@@ -23,7 +23,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import msgspec
-import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -32,7 +31,8 @@ from lpr.dist.channel import CommError, HostChannel
 from lpr.dist.comm import Membership, MeshChangedError
 from lpr.dist.group import Group
 from lpr.dist.heart import Heart
-from lpr.dist.register import Arrival, Decision, Member, Register
+from lpr.dist.register import Arrival, Decision, Register
+from lpr.dist.results import Result, Results
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +42,6 @@ MOST_RESULTS = 16
 """Results that a rank keeps: idle ranks broadcast without gathers, and after so many they gather once."""
 MOST_RECOVERIES = 20
 """Meshes in a row in which no collective ends, after which a rank gives up."""
-MOST_LEFT = 4
-"""Longer messages of a rank that stay in the register: those of the last epochs."""
 WELCOME_POLL = 0.05
 """Seconds between two looks of a newcomer at whether it is welcome."""
 
@@ -92,10 +90,7 @@ class ElasticComm:
         """Has this rank come to where the engine takes on another mesh, the same place on all survivors?"""
         self.channel: HostChannel = self
         self.membership: Membership | None = self
-        self._completed = 0
-        """Number of the last collective."""
-        self._results: dict[int, torch.Tensor | bytes] = {}
-        """By number, since the last gather: what this rank has received, or was handed."""
+        self._results = Results(register)
         self._num_broadcasts = 0
         """Since the last gather."""
         self._num_recoveries = 0
@@ -105,8 +100,6 @@ class ElasticComm:
         """Number and bytes of a broadcast that the driver repeats, for ranks that have not seen it announced."""
         self._unsettled: list[int] = []
         """Newcomers that may not have come yet: nobody waits for them when the mesh breaks."""
-        self._left: list[str] = []
-        """Keys of what this rank has left in the register for others."""
         self._group: Group | None = None
         self._old_group: Group | None = None
         self._join_group(f"load/{self._replica}" if joins else FIRST_EPOCH)
@@ -134,8 +127,7 @@ class ElasticComm:
 
     def gather(self, payload: torch.Tensor) -> torch.Tensor:
         """As Comm.gather; raises MeshChangedError where the mesh is no more and nobody has the result."""
-        number = self._completed + 1
-        while number not in self._results:
+        while self._results.next is None:
             if self._is_stale:
                 self._is_due = True
                 raise MeshChangedError(f"the mesh of replicas {self._view} is now one of {self._replicas}")
@@ -144,12 +136,11 @@ class ElasticComm:
             except CommError as failure:
                 self._recover(failure)
                 continue
-            self._results[number] = rows
+            self._results.add(rows)
             self._unsettled = []
-        found = self._done(number)
+        found = self._end()
         assert isinstance(found, torch.Tensor)
-        # All have begun this one, so nobody needs what was before.
-        self._results = {later: result for later, result in self._results.items() if later >= number}
+        self._results.forget_earlier()
         self._num_broadcasts = 0
         return found
 
@@ -161,16 +152,15 @@ class ElasticComm:
 
     def broadcast(self, message: bytes, length: int) -> bytes:
         """As Comm.broadcast; b"" if the driver of the mesh was lost and nobody has the message."""
-        number = self._completed + 1
-        while number not in self._results:
+        while self._results.next is None:
             self._is_due = self._is_stale
             if self._view[0] != self._replicas[0]:
                 return b""
             try:
-                self._results[number] = self._live_group().broadcast(message, length)
+                self._results.add(self._live_group().broadcast(message, length))
             except CommError as failure:
                 self._recover(failure, length)
-        found = self._done(number)
+        found = self._end()
         assert isinstance(found, bytes)
         self._num_broadcasts += 1
         if self._num_broadcasts >= MOST_RESULTS:
@@ -192,10 +182,10 @@ class ElasticComm:
     def wait(self) -> int:
         """As HostChannel.wait; 0 when the mesh has changed."""
         while True:
-            found = self._results.get(self._completed + 1)
+            found = self._results.next
             if isinstance(found, bytes):
                 return len(found)
-            if self._repeated[0] == self._completed + 1:
+            if self._repeated[0] == self._results.completed + 1:
                 return self._repeated[1]
             if self._is_stale:
                 self._is_due = True
@@ -271,21 +261,22 @@ class ElasticComm:
         """As Membership.take_in."""
         epoch = self._epoch + 1
         # Ranks that lost their group before they had the command find here that it is decided, and what they missed.
-        self._leave_results(epoch)
+        self._results.leave(epoch)
         planned = [*self._replicas, *(each for each in newcomers if each not in self._replicas)]
         decision = self._register.decide(epoch, Decision(planned, planned=True))
         if self._replica not in decision.replicas:
             raise CommError(f"the others have gone on without replica {self._replica}")
         self._unsettled = [each for each in decision.replicas if each not in self._replicas]
         self._old_group, self._group = self._group, None
-        self._results.clear()  # who takes part has them all
+        self._results.forget()  # who takes part has them all
         self._num_broadcasts = 0
         self._enter(epoch, decision.replicas)
 
     def meet(self, state: bytes) -> None:
         """As Membership.meet."""
         if state:
-            self._leave(f"epoch/{self._epoch}/state", msgspec.msgpack.encode((self._completed, state)))
+            said = msgspec.msgpack.encode((self._results.completed, state))
+            self._register.leave_behind(f"epoch/{self._epoch}/state", said)
             for replica in self._unsettled:
                 self._register.welcome(self._epoch, replica)
         try:
@@ -316,7 +307,7 @@ class ElasticComm:
         state = None
         if decision.replicas != [self._replica]:
             found = self._register.get(f"epoch/{epoch}/state", self._timeout, self._is_broken)
-            self._completed, state = msgspec.msgpack.decode(found, type=tuple[int, bytes])
+            self._results.completed, state = msgspec.msgpack.decode(found, type=tuple[int, bytes])
         self._join_group(f"epoch/{epoch}")
         return state
 
@@ -354,15 +345,10 @@ class ElasticComm:
         self._num_announced = 0
         self._heart.watch(epoch, self._replicas)
 
-    def _known(self) -> int:
-        """Number of the last collective whose result this rank has."""
-        return max([self._completed, *self._results])
-
-    def _done(self, number: int) -> torch.Tensor | bytes:
-        """Take the result of the next collective."""
-        self._completed = number
+    def _end(self) -> Result:
+        """Count the next collective as ended; its result."""
         self._num_recoveries = 0
-        return self._results[number]
+        return self._results.end()
 
     def _recover(self, failure: CommError, num_bytes: int = 0) -> None:
         """Go on with the survivors: agree on who they are, and on the last collective.
@@ -381,11 +367,11 @@ class ElasticComm:
         self._register.leave(self._epoch)
         before = [each for each in self._replicas if each not in self._unsettled]
         epoch = self._epoch + 1
-        decision = self._register.meet(epoch, before, Arrival(self._known(), num_bytes), self._timeout)
+        decision = self._register.meet(epoch, before, Arrival(self._results.known, num_bytes), self._timeout)
         if decision.planned:
             # Others have the command by which all go to this epoch; this rank gets it as a result that it missed.
             members = self._register.members(decision.replicas)
-            self._take_results(epoch, [member for member in members if self._register.has_left(_results(epoch, member))])
+            self._results.take(epoch, self._results.holders(epoch, members), self._timeout, self._is_broken)
             return
         if self._replica not in decision.replicas:
             raise CommError(f"the others have gone on without replica {self._replica}")
@@ -405,48 +391,13 @@ class ElasticComm:
         known = [arrival.known for arrival in arrivals.values()]
         ahead = [member for member, arrival in arrivals.items() if arrival.known == max(known)]
         if min(known) < max(known) and ahead[0] == self._register.member:
-            self._leave_results(epoch)
-        if self._known() < max(known):
-            self._take_results(epoch, ahead[:1])
+            self._results.leave(epoch)
+        if self._results.known < max(known):
+            self._results.take(epoch, ahead[:1], self._timeout, self._is_broken)
         driver = arrivals.get(self._register.members(self._replicas)[0])
         self._repeated = (0, 0)
         if driver is not None and driver.broadcast and self._view[0] == self._replicas[0]:
             self._repeated = (driver.known + 1, driver.broadcast)
-
-    def _leave(self, key: str, data: bytes) -> None:
-        """Leave something in the register, and free what is too old to be asked for."""
-        self._register.put(key, data)
-        self._left.append(key)
-        if len(self._left) > MOST_LEFT:
-            self._register.forget(self._left.pop(0))
-
-    def _leave_results(self, epoch: int) -> None:
-        rows = {number: _pack(result) for number, result in self._results.items()}
-        self._leave(_results(epoch, self._register.member), msgspec.msgpack.encode(rows))
-
-    def _take_results(self, epoch: int, members: Sequence[Member]) -> None:
-        """Take over what one of `members` has left; raises CommError."""
-        if not members:
-            raise CommError("nobody has left the results that this rank missed")
-        found = self._register.get(_results(epoch, members[0]), self._timeout, self._is_broken)
-        for number, packed in msgspec.msgpack.decode(found, type=dict[int, tuple[int, bytes]]).items():
-            if number > self._known():
-                self._results[number] = _unpack(*packed)
-
-
-def _results(epoch: int, member: Member) -> str:
-    return f"epoch/{epoch}/results/{member.key}"
-
-
-def _pack(result: torch.Tensor | bytes) -> tuple[int, bytes]:
-    """A result as its number of rows, 0 for a broadcast's, and bytes."""
-    return (0, result) if isinstance(result, bytes) else (len(result), result.numpy().tobytes())
-
-
-def _unpack(num_rows: int, data: bytes) -> torch.Tensor | bytes:
-    if not num_rows:
-        return data
-    return torch.from_numpy(np.frombuffer(data, np.int32).copy()).view(num_rows, -1)
 
 
 class _BrokenError(CommError):

@@ -25,6 +25,8 @@ from lpr.dist.channel import BEAT_EVERY, CommError, gone
 
 PIECE_BYTES = 1 << 20
 """Longest value that is written to the store at once: it takes 8 MiB at most."""
+MOST_LEFT = 4
+"""Longer messages of a member that stay in the register: those of the last epochs."""
 POLL = 0.01
 """Seconds between two looks at who has arrived: agreeing takes a few of them."""
 
@@ -68,6 +70,8 @@ class Register:
         self.store = store
         self.member = member
         self.tp_size = tp_size
+        self._left: list[str] = []
+        """Keys of what `leave_behind` has left."""
 
     def members(self, replicas: Sequence[int]) -> list[Member]:
         """The members of `replicas`, in the order of their world ranks."""
@@ -202,6 +206,13 @@ class Register:
             for number, piece in enumerate(pieces):
                 self.store.set(f"{key}/{number}", piece)  # type: ignore[arg-type]  # bytes work, the stub says str
             self.store.set(f"{key}/size", str(len(pieces)))  # last, so that who sees it sees all
+
+    def leave_behind(self, key: str, data: bytes) -> None:
+        """Leave `data` for others as long as the last few of this kind are kept."""
+        self.put(key, data)
+        self._left.append(key)
+        if len(self._left) > MOST_LEFT:
+            self.forget(self._left.pop(0))
 
     def get(self, key: str, timeout: float, is_hopeless: Callable[[], bool]) -> bytes:
         """What somebody leaves under `key`; raises CommError after `timeout` seconds, or when `is_hopeless`."""
