@@ -13,8 +13,9 @@ from starlette.types import Receive
 
 from lpr.config import SamplingParams
 from lpr.serve.errors import ApiError
+from lpr.serve.jobs import Job
 from lpr.serve.messages import Chunk, TokenLogprobs, Usage
-from lpr.serve.service import Job, Service
+from lpr.serve.service import Service
 
 
 class DisconnectedError(Exception):

@@ -1,4 +1,4 @@
-"""The front's state: which requests are open, which of them the driver has, and in what order the others wait.
+"""The front's state: the open requests (lpr.serve.jobs), and what is known of the driver that works on them.
 
 The driver is given as many requests as it has slots, and one more, so that a freed slot never waits for its next
 request; the others wait here, where their priority counts and where a restart of the ranks cannot lose them.
@@ -7,18 +7,18 @@ request; the others wait here, where their priority counts and where a restart o
 from __future__ import annotations
 
 import asyncio
-import heapq
 import itertools
 import math
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
 from lpr.config import SamplingParams
 from lpr.serve.errors import ApiError
+from lpr.serve.jobs import Job, Jobs
 from lpr.serve.messages import (
     Abort,
     Chunk,
@@ -35,46 +35,10 @@ from lpr.serve.messages import (
     ToFront,
     beyond,
 )
-from lpr.serve.suspects import acquit, blame, most_suspect
+from lpr.serve.suspects import acquit, blame
 
-SECONDS_PER_PRIORITY = 10.0
-"""A request of priority p waits as one that came 10 p seconds later: an order that no request starves in."""
 STALE_PULSE = 5.0
 """Seconds without a pulse (sent every second) after which the driver counts as stopped."""
-
-
-@dataclass(eq=False)
-class Job:
-    """One prompt on its way to one text."""
-
-    id: int
-    prompt_ids: list[int]
-    params: SamplingParams
-    priority: int = 0
-    tenant: str = ""
-    details: bool = False
-    arrived: float = field(default_factory=time.monotonic)
-    given: float | None = None
-    """When the driver got it."""
-    first: float | None = None
-    """When its first token came."""
-    latest: float | None = None
-    ended: float | None = None
-    token_ids: list[int] = field(default_factory=list)
-    """Delivered so far; with the prompt, all that a restarted engine needs to go on."""
-    num_characters: int = 0
-    """Of text delivered so far."""
-    deaths: int = 0
-    """How often in a row all ranks died while they worked on this, without a token in between."""
-    lone_deaths: int = 0
-    """How often in a row they worked on nothing else then."""
-    finish_reason: str | None = None
-    chunks: asyncio.Queue[Chunk] = field(default_factory=asyncio.Queue)
-
-    @property
-    def order(self) -> float:
-        """Waiting jobs are taken from the lowest to the highest."""
-        return self.arrived + SECONDS_PER_PRIORITY * max(-1e9, min(1e9, self.priority))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,12 +90,7 @@ class Service:
         """Told for how many seconds the running requests stood still."""
         self._send = send
         self._ids = itertools.count(1)
-        self._jobs: dict[int, Job] = {}
-        self._waiting: list[tuple[float, int, Job]] = []
-        self._given: dict[int, Job] = {}
-        """What the driver has, in the order in which it got it."""
-        self._again: list[Job] = []
-        """What a lost driver had, in the same order."""
+        self._jobs = Jobs()
         self._interrupted: list[Job] = []
         """What was in slots when the driver was lost, until it is known whether all ranks died."""
         self._active = time.monotonic()
@@ -155,13 +114,12 @@ class Service:
     @property
     def num_running(self) -> int:
         """Requests in slots."""
-        slots = self.facts.max_batch_size if self.facts is not None else 0
-        return min(len(self._given), slots)
+        return min(self._jobs.num_given, self._num_slots)
 
     @property
     def num_queued_tokens(self) -> int:
         """Prompt tokens of the requests that the driver has not got."""
-        return sum(len(job.prompt_ids) for job in self._jobs.values() if job.id not in self._given)
+        return self._jobs.num_queued_tokens
 
     def check_ready(self) -> Facts:
         """What is served; raises ApiError (503) before the model was loaded once, and while the server shuts down."""
@@ -203,9 +161,8 @@ class Service:
         """
         job = Job(next(self._ids), prompt_ids, params, priority, tenant, details)
         job.chunks = chunks if chunks is not None else job.chunks
-        self._jobs[job.id] = job
+        self._jobs.add(job)
         self._idle.clear()
-        heapq.heappush(self._waiting, (job.order, job.id, job))
         for tell in self.on_open:
             tell(job)
         self._pump()
@@ -213,7 +170,7 @@ class Service:
 
     def cancel(self, job: Job, reason: str = "abort") -> None:
         """Forget a job that is not finished, here and on all ranks."""
-        if job.id not in self._jobs:
+        if job not in self._jobs:
             return
         if job.given is not None:  # also where a lost driver had it: the ranks that go on hold it
             self._send(Abort(job.id))
@@ -226,11 +183,11 @@ class Service:
 
     def hand_back(self) -> int:
         """End all open requests, as the time to finish them is over; returns how many there were."""
-        jobs = list(self._jobs.values())
-        for job in jobs:
+        number = len(self._jobs)
+        for job in self._jobs:
             job.chunks.put_nowait(Chunk(job.id, [], "", "error", "the server shut down before this was finished"))
             self.cancel(job, "error")
-        return len(jobs)
+        return number
 
     # What the driver says.
 
@@ -260,7 +217,7 @@ class Service:
     def lost(self) -> None:
         """The driver is gone: what it had waits for the next one."""
         if self.up:
-            self._interrupted = self._in_slots()
+            self._interrupted = self._jobs.in_slots(self._num_slots)
             if self._interrupted and self._paused is None:
                 self._paused = self._active
             self.outage = "the driver was lost; another rank takes over, or all begin again"
@@ -268,8 +225,7 @@ class Service:
         self.load = Load(epoch=self.load.epoch)
         self.loading = None
         self.ready.clear()
-        self._again = [*self._given.values(), *self._again]
-        self._given.clear()
+        self._jobs.take_back()
 
     def died(self, how: str) -> bool:
         """All ranks are gone; `how` says what they did ("ended with code 1"). Was there a request that they worked on?
@@ -282,8 +238,8 @@ class Service:
             self.outage = "all ranks were lost and are started again"
         self._restarted = True
         self._note_ranks(0)
-        running, self._interrupted = [job for job in self._interrupted if job.id in self._jobs], []
-        poison = blame(running, self._jobs.values())
+        running, self._interrupted = [job for job in self._interrupted if job in self._jobs], []
+        poison = blame(running, self._jobs)
         if poison is not None:
             self._tell("poison")
             times = f"all ranks died {poison.deaths} times in a row as they worked on this request"
@@ -293,7 +249,7 @@ class Service:
     def give_up(self, reason: str) -> None:
         """End all open requests: there will be no ranks any more."""
         self.lost()
-        for job in list(self._jobs.values()):
+        for job in self._jobs:
             self._fail(job, reason)
 
     @property
@@ -350,7 +306,7 @@ class Service:
         self._interrupted, self._restarted, self.outage, self.up = [], False, "", True
         self.welcomed = time.monotonic()
         self._note_ranks(facts.lp * facts.tp)
-        self._send(Resume([job.id for job in self._again], self.tenants))
+        self._send(Resume([job.id for job in self._jobs.taken_back], self.tenants))
         self.ready.set()
         self._pump()
 
@@ -380,14 +336,12 @@ class Service:
         for tell in self.on_event:
             tell(event, count)
 
-    def _in_slots(self) -> list[Job]:
-        """What the driver works on: it takes requests in the order in which it gets them."""
-        slots = self.facts.max_batch_size if self.facts is not None else 0
-        return list(itertools.islice(self._given.values(), slots))
+    @property
+    def _num_slots(self) -> int:
+        return self.facts.max_batch_size if self.facts is not None else 0
 
     def _pump(self) -> None:
-        while self.up and (job := self._next()) is not None:
-            self._given[job.id] = job
+        while self.up and (job := self._jobs.give(self._num_slots)) is not None:
             self._active = time.monotonic()
             job.given = job.given if job.given is not None else self._active
             self._send(
@@ -401,25 +355,6 @@ class Service:
                     details=job.details,
                 )
             )
-
-    def _next(self) -> Job | None:
-        """The request that the driver gets next; None if it has enough."""
-        suspect = most_suspect([*self._given.values(), *self._again])
-        if suspect is not None:
-            # Nothing else is begun until it has shown a token: if the ranks die again, it is known which one did it.
-            if suspect not in self._again:
-                return None
-            self._again.remove(suspect)
-            return suspect
-        if self.facts is None or len(self._given) > self.facts.max_batch_size:
-            return None
-        if self._again:
-            return self._again.pop(0)
-        while self._waiting:
-            job = heapq.heappop(self._waiting)[2]
-            if job.id in self._jobs:
-                return job
-        return None
 
     def _deliver(self, chunk: Chunk) -> None:
         job = self._jobs.get(chunk.id)
@@ -448,10 +383,7 @@ class Service:
     def _end(self, job: Job, chunk: Chunk) -> None:
         job.finish_reason = chunk.finish_reason
         job.ended = time.monotonic()
-        self._jobs.pop(job.id, None)
-        self._given.pop(job.id, None)
-        if job in self._again:
-            self._again.remove(job)
+        self._jobs.remove(job)
         if chunk.finish_reason in ("stop", "length"):
             self._durations.append(job.ended - (job.given or job.arrived))
         for tell in self.on_end:
@@ -461,9 +393,8 @@ class Service:
 
     def _wait(self) -> int:
         """Seconds after which a place in the queue is likely, from 1 to 60."""
-        slots = self.facts.max_batch_size if self.facts is not None else 1
         mean = sum(self._durations) / len(self._durations) if self._durations else 1.0
-        return max(1, min(60, math.ceil(mean * len(self._jobs) / max(1, slots) / 4)))
+        return max(1, min(60, math.ceil(mean * len(self._jobs) / max(1, self._num_slots) / 4)))
 
 
 def _identity(facts: Facts) -> Facts:
