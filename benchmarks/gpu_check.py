@@ -30,6 +30,7 @@ import torch
 from rich.console import Console
 
 from benchmarks import gpu_kernels as kernels
+from benchmarks import gpu_models as models
 from benchmarks import gpu_parts as parts
 from benchmarks.common import RESULTS, OneLineParser, circumstances, reason, write_json
 from benchmarks.launch import LAUNCHER, execute
@@ -223,22 +224,22 @@ def large_model(report: Report, name: str, sizes: parts.Sizes, bytes_per_s: floa
     held: dict[str, Any] = {}
 
     def build() -> dict[str, Any]:
-        model = parts.random_model(sizes.models[name], sizes)
+        model = models.random_model(sizes.models[name], sizes)
         held["model"] = model
-        return {"parameters": sum(weight.numel() for weight in model.parameters()), "self_check": parts.checks(model)}
+        return {"parameters": sum(weight.numel() for weight in model.parameters()), "self_check": models.checks(model)}
 
     def times() -> dict[str, Any]:
         gpu = torch.cuda.get_device_name() if sizes.device.type == "cuda" else sizes.device.type
-        found = parts.step_times(name, held["model"], sizes, bytes_per_s)
+        found = models.step_times(name, held["model"], sizes, bytes_per_s)
         return {**found, "table": write_table(report.path.parent, gpu, name, found, sizes)}
 
     if report.run(f"build:{name}", build) is None:
         return
     report.run(f"t(n):{name}", times)
     if name == next(iter(sizes.models)):
-        report.run(f"end_to_end:{name}", lambda: parts.large_end_to_end(held["model"], sizes))
-        report.run(f"profile:{name}", lambda: parts.profile_step(held["model"], sizes))
-        report.run(f"transformers:{name}", lambda: parts.stock_rates(held["model"], sizes, compiled=False))
+        report.run(f"end_to_end:{name}", lambda: models.large_end_to_end(held["model"], sizes))
+        report.run(f"profile:{name}", lambda: models.profile_step(held["model"], sizes))
+        report.run(f"transformers:{name}", lambda: models.stock_rates(held["model"], sizes, compiled=False))
 
 
 def check(report: Report, sizes: parts.Sizes) -> None:
@@ -267,13 +268,13 @@ def check(report: Report, sizes: parts.Sizes) -> None:
         large_model(report, name, sizes, bytes_per_s)
     if on_gpu:
         report.run("attention", lambda: kernels.attention(sizes, bytes_per_s))
-        report.run("compiled", lambda: compiled(sizes, parts.compiled_step))
-        report.run("compiled:transformers", lambda: compiled(sizes, partial(parts.stock_rates, compiled=True)))
+        report.run("compiled", lambda: compiled(sizes, models.compiled_step))
+        report.run("compiled:transformers", lambda: compiled(sizes, partial(models.stock_rates, compiled=True)))
 
 
 def compiled(sizes: parts.Sizes, part: Callable[..., dict[str, Any]]) -> dict[str, Any]:
     """A part that compiles the first of the large models."""
-    return part(parts.random_model(next(iter(sizes.models.values())), sizes), sizes)
+    return part(models.random_model(next(iter(sizes.models.values())), sizes), sizes)
 
 
 def main() -> int:

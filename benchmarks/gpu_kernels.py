@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from benchmarks.common import attempt
-from benchmarks.gpu_parts import Sizes, median_ms, tree_step, wait
+from benchmarks.gpu_models import tree_step
+from benchmarks.gpu_parts import Sizes, median_ms, wait
 from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
 from lpr.model import sampling, sampling_reference
 from lpr.model.attention import additive

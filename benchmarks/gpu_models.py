@@ -1,0 +1,232 @@
+"""The parts of benchmarks.gpu_check that take models of real shapes with random weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from benchmarks.engines import switch
+from benchmarks.gpu_parts import Sizes, generate, median_ms, rate, wait
+from lpr import DecodeConfig, Engine, InputError, SamplingParams
+from lpr.model.cache import TreeCache
+from lpr.model.graphs import CudaCapturer
+from lpr.model.inputs import Row, build_inputs
+from lpr.model.packing import pack_projections
+from lpr.model.runner import TreeModel
+from lpr.model.sampling import Selection
+from lpr.model.self_check import self_check
+from lpr.model.static_inputs import NODE_BUCKETS, StaticShape, static_shape
+from lpr.planner.facts import config_from
+
+
+def random_model(shape: dict[str, Any], sizes: Sizes) -> PreTrainedModel:
+    """A model of the configuration `shape` with random weights, made on the device."""
+    torch.manual_seed(0)
+    with torch.device(sizes.device):
+        return AutoModelForCausalLM.from_config(config_from(shape), dtype=sizes.dtype).eval()
+
+
+def tree_step(num_cached: int, count: int, vocab_size: int) -> tuple[list[Row], Selection]:
+    """A greedy step of one random tree of `count` nodes below `num_cached` committed tokens."""
+    generator = torch.Generator().manual_seed(count)
+    parents = [-1] + [int(torch.randint(node, (), generator=generator)) for node in range(1, count)]
+    depths = [0] * count
+    for node in range(1, count):
+        depths[node] = depths[parents[node]] + 1
+    tokens = torch.randint(vocab_size, (count,), generator=generator).tolist()
+    return [Row(0, num_cached, tokens, parents, [num_cached + depth for depth in depths], count)], Selection.build([])
+
+
+def shapes_like(runner: TreeModel) -> TreeCache:
+    """A cache that has seen one forward, for its layer shapes."""
+    like = TreeCache(1, 32)
+    rows, _ = tree_step(0, 2, runner.vocab_size)
+    runner.logits(build_inputs(rows, 32, runner.device), like)
+    return like
+
+
+def step_times(name: str, model: PreTrainedModel, sizes: Sizes, bytes_per_s: float | None) -> dict[str, Any]:
+    """t(n) of `model` for every cached length, as graphs and eager, and the floor: bytes read over bandwidth."""
+    embedding: Any = model.get_input_embeddings().weight
+    weights = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    if not model.config.tie_word_embeddings:
+        weights -= embedding.numel() * embedding.element_size()
+    result: dict[str, Any] = {"weight_bytes": weights, "rows": []}
+    for graphs in (True, False):
+        runner = TreeModel(model, graphs=graphs)
+        runner.allocate(1, max(sizes.lengths), max(sizes.nodes), shapes_like(runner))
+        if graphs and runner.graphs is None:
+            continue
+        assert runner.cache is not None
+        per_token = sum(pool[:, 0].numel() * pool.element_size() for pool in runner.cache._pools)
+        for length in sizes.lengths:
+            nodes = sizes.nodes if graphs or sizes.device.type != "cuda" else sizes.few_nodes
+            times = []
+            for count in nodes:
+                rows, selection = tree_step(length, count, runner.vocab_size)
+                times.append(median_ms(partial(runner.evaluate, rows, selection, 8), sizes.device))
+            row: dict[str, Any] = {"form": "graphs" if graphs else "eager", "kv": length, "nodes": list(nodes)}
+            row["ms"] = [round(each, 4) for each in times]
+            if bytes_per_s:
+                row["floor_ms"] = round((weights + length * per_token) / bytes_per_s * 1e3, 4)
+                row["over_floor"] = [round(each / row["floor_ms"], 3) for each in times]
+            result["rows"].append(row)
+        if graphs:
+            result["graphs"] = {"captured": runner.num_captures, "reason": runner.graph_reason}
+            result["replay_equals_program"] = replay_equals_program(runner, sizes)
+    return result
+
+
+def words_of(shape: StaticShape, rows: Sequence[Row], selection: Selection) -> torch.Tensor:
+    """A step's words on the host."""
+    words = torch.empty(shape.num_words, dtype=torch.int32)
+    shape.place(words.numpy(), rows, selection)
+    return words
+
+
+def replay_equals_program(runner: TreeModel, sizes: Sizes) -> dict[str, bool]:
+    """Is a replayed graph's result that of its own uncaptured program, bit for bit, for a step it was not made from?"""
+    found, graphs = {}, runner.graphs
+    assert graphs is not None
+    for count in sizes.few_nodes:
+        rows, selection = tree_step(sizes.lengths[0] - 3, max(1, count - 1), runner.vocab_size)
+        replayed = graphs.evaluate(rows, selection, 8)
+        shape = graphs.shape_of(rows, selection, 8)
+        if replayed is None or shape is None:
+            continue
+        replayed = replayed.clone()
+        with torch.no_grad():
+            words = words_of(shape, rows, selection).to(sizes.device)
+            results = run_static(runner, shape, words)
+        found[str(count)] = bool(torch.equal(replayed, results[-rows[0].num_results :]))
+    return found
+
+
+def checks(model: PreTrainedModel) -> str:
+    """What the self-check at load says of a model."""
+    try:
+        self_check(TreeModel(model, graphs=False))
+    except InputError as failure:
+        return str(failure)
+    return "passed"
+
+
+def profile_step(model: PreTrainedModel, sizes: Sizes) -> dict[str, Any]:
+    """Where one step of 64 nodes spends its time, eager and as a graph: the operators that take longest."""
+    from torch.profiler import ProfilerActivity, profile
+
+    on_gpu = sizes.device.type == "cuda"
+    result: dict[str, Any] = {}
+    for graphs in (False, True) if on_gpu else (False,):
+        runner = TreeModel(model, graphs=graphs)
+        runner.allocate(1, max(sizes.lengths), max(sizes.nodes), shapes_like(runner))
+        evaluate = partial(
+            runner.evaluate, *tree_step(sizes.lengths[0], sizes.few_nodes[-2], runner.vocab_size), num_candidates=8
+        )
+        wall = median_ms(evaluate, sizes.device)
+        start = time.perf_counter()
+        evaluate()
+        host = (time.perf_counter() - start) * 1e3
+        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on_gpu else [])
+        with profile(activities=activities) as profiler:
+            evaluate()
+            wait(sizes.device)
+        attribute = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+        spent = sorted(profiler.key_averages(), key=lambda each: -getattr(each, attribute))
+        total = sum(getattr(each, attribute) for each in spent)
+        result["graphs" if graphs else "eager"] = {
+            "wall_ms": round(wall, 3),
+            "launch_ms": round(host, 3),
+            "total_us": round(total, 1),
+            "top": [
+                {"name": each.key[:90], "count": each.count, "us": round(getattr(each, attribute), 1)}
+                for each in spent[:15]
+            ],
+        }
+    return result
+
+
+def stock_rates(model: PreTrainedModel, sizes: Sizes, compiled: bool) -> dict[str, Any]:
+    """Tokens per second of transformers' own greedy decoding of a large model."""
+    prompt, tokens = list(range(3, 67)), 32
+    more = {"cache_implementation": "static"} if compiled else {}
+    model.set_attn_implementation("sdpa")
+    return rate(lambda ids: generate(model, ids, tokens, **more), [prompt, prompt], sizes.device)
+
+
+def large_end_to_end(model: PreTrainedModel, sizes: Sizes) -> dict[str, Any]:
+    """Tokens per second of a large model, plain and with drafts, greedy and sampled, one request at a time.
+
+    Its weights are random, so how many drafts are accepted says nothing of a real text: the time of a step does, with
+    everything that a step does. The texts of plain decoding and lookahead are compared, too: in half precision they
+    may part where two logits are close.
+    """
+    prompt, tokens = list(range(3, 67)), 64 if sizes.device.type == "cuda" else sizes.max_new_tokens
+    lookahead = DecodeConfig(window_size=8, trie_nodes=32, max_batch_size=1)
+    engine = Engine.from_model(model, decode=lookahead, graphs=True)
+    result: dict[str, Any] = {"attention": engine.model.attention, "tokens": tokens}
+    texts: dict[str, list[list[int]]] = {}
+    for name, decode in (("plain", DecodeConfig.autoregressive(max_batch_size=1)), ("lookahead", lookahead)):
+        switch(engine, decode)
+        for kind, temperature in (("greedy", 0.0), ("sampled", 0.8)):
+            params = SamplingParams(
+                max_new_tokens=tokens, temperature=temperature, top_p=0.95 if temperature else 1.0, ignore_eos=True
+            )
+            engine.generate([prompt], params)  # warms up
+            wait(sizes.device)
+            began = time.perf_counter()
+            done = engine.generate([prompt], params)[0]
+            seconds = time.perf_counter() - began
+            texts.setdefault(kind, []).append(done.token_ids)
+            result[f"{name}, {kind}"] = {
+                "tokens_per_s": round(tokens / seconds, 1),
+                "tokens_per_step": round(done.stats.num_tokens / done.stats.num_steps, 3),
+                "ms_per_step": round(1e3 * seconds / done.stats.num_steps, 3),
+            }
+    result["same_text"] = {kind: one == other for kind, (one, other) in texts.items()}
+    result["captured"], result["graph_reason"] = engine.model.num_captures, engine.model.graph_reason
+    engine.close()
+    return result
+
+
+def run_static(runner: TreeModel, shape: StaticShape, words: torch.Tensor) -> torch.Tensor:
+    """What a graph of `shape` does, without a graph."""
+    inputs, selection = shape.read(words)
+    return runner._compute(inputs, selection, 8)
+
+
+def compiled_step(model: PreTrainedModel, sizes: Sizes) -> dict[str, Any]:
+    """A step of one token and one of a tree through torch.compile, captured as graphs: what fusion would gain."""
+    plain, fused = TreeModel(model, graphs=False), dict[str, Any]()
+    on_gpu = sizes.device.type == "cuda"
+    plain.allocate(1, max(sizes.lengths), max(sizes.nodes), shapes_like(plain))
+    assert plain.cache is not None
+    capturer = CudaCapturer(sizes.device) if on_gpu else None
+    for count in (1, max(2, sizes.few_nodes[-2])):
+        step = tree_step(sizes.lengths[0], count, plain.vocab_size)
+        shape = static_shape(*step, 8, 1, plain.cache.rows_per_slot, NODE_BUCKETS[-1])
+        assert shape is not None
+        words = words_of(shape, *step).to(sizes.device)
+        times = {}
+        for compiled in (False, True):
+            torch._dynamo.reset()
+            model._compiled_call_impl = None
+            if compiled:
+                pack_projections(model)
+                plain.compile()
+            began = time.perf_counter()
+            with torch.no_grad():
+                program = partial(run_static, plain, shape, words)
+                run = capturer.capture(program) if capturer is not None else program
+                name = "compiled" if compiled else "plain"
+                run()
+                times[f"{name}_first_s"] = round(time.perf_counter() - began, 2)
+                times[f"{name}_ms"] = round(median_ms(run, sizes.device), 4)
+        fused[f"{shape.num_entries} entries"] = times
+    fused["cost"] = plain.compiled.describe() if plain.compiled is not None else None
+    return fused
