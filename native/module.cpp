@@ -71,6 +71,7 @@ NB_MODULE(_native, m) {
   bind_rows(m);
   bind_step(m);
   bind_sampling(m);
+  bind_attention(m);
 }
 
 }  // namespace lpr

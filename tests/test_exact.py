@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,10 +19,10 @@ from worlds import ThreadComm, ThreadWorld, generate_on, run_ranks
 import lpr.model.inputs
 import lpr.model.self_check
 from benchmarks.exactness import SHAPES, Group, Worlds
-from lpr import DecodeConfig, Engine, InputError, SamplingParams
+from lpr import DecodeConfig, Engine, InputError, SamplingParams, native
 from lpr.dist.comm import Comm
 from lpr.engine.exchange import DesyncError
-from lpr.model import exact, exact_check
+from lpr.model import exact, exact_check, exact_native
 from lpr.model.cache import TreeCache
 from lpr.model.inputs import Row
 from lpr.model.runner import TreeModel
@@ -35,6 +36,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16, "num_key_value_heads": 1},
 }
 TEXT = [(7 * i * i + 3 * i) % 97 for i in range(150)]
+
+
+NATIVE = pytest.param("native", marks=pytest.mark.skipif(native.attend_in_order is None, reason="no extension"))
+
+
+@pytest.fixture
+def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention as it is without the extension."""
+    monkeypatch.setattr(exact_native, "attends", lambda device: False)
+
+
+@pytest.fixture(params=[NATIVE, "torch"])
+def attention(request: pytest.FixtureRequest) -> str:
+    """Both ways to attend."""
+    if request.param == "torch":
+        request.getfixturevalue("by_torch")
+    return str(request.param)
 
 
 def checked(model: PreTrainedModel) -> TreeModel:
@@ -90,19 +108,19 @@ def check_pieces(runner: TreeModel) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_shape_of_a_step_gives_the_same_bits(family: str, dtype: torch.dtype) -> None:
+def test_every_shape_of_a_step_gives_the_same_bits(family: str, dtype: torch.dtype, attention: str) -> None:
     runner = checked(tiny_model(family, **FAMILIES[family]).to(dtype))
     check_pieces(runner)
     check_trees(runner, 2)
 
 
-def test_attention_is_the_usual_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_is_the_usual_one(attention: str) -> None:
     model = tiny_model("gemma2", **FAMILIES["gemma2"])
     usual, same = TreeModel(model), checked(model)
     assert torch.allclose(in_pieces(usual, TEXT, [100, 50]), in_pieces(same, TEXT, [100, 50]), atol=1e-4)
 
 
-def test_rows_of_a_batch_do_not_change_each_other() -> None:
+def test_rows_of_a_batch_do_not_change_each_other(attention: str) -> None:
     runner = checked(tiny_model().to(torch.bfloat16))
     alone = in_pieces(runner, TEXT[:40], [30, 10])[30:]
     for packed in (False, True):
@@ -172,7 +190,7 @@ def test_ids_and_logits_of_the_evidence(exact_mode: bool) -> None:
         assert (counts["outputs_that_differ"], counts["logits_that_differ"] > 0) == (0, not exact_mode), name
 
 
-def test_a_rank_that_adds_in_another_order_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_adds_in_another_order_is_noticed(monkeypatch: pytest.MonkeyPatch, by_torch: None) -> None:
     params = [SamplingParams(max_new_tokens=8)]
     model = tiny_model(spread=0.12)
     group = Group(Worlds(model, "float32", exact=True), [TEXT], params)  # three blocks: the sum of two has one order
@@ -222,12 +240,12 @@ def test_results_in_another_order_of_ranks_are_noticed(turned: bool, half_model:
 def test_ranks_of_unlike_machines_are_refused(part: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Text would be right on each of them and differ between them, as one continues what another has begun."""
     rank, model = threading.local(), tiny_model()
-    capability, batched = torch.backends.cpu.get_cpu_capability, exact_check._batched
+    capability, linear = torch.backends.cpu.get_cpu_capability, exact_check._linear_alone
 
     def another(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return batched(rows, weight, bias) + (1e-6 if rank.number and part == "kernels" else 0.0)
+        return linear(rows, weight, bias) + (1e-6 if rank.number and part == "kernels" else 0.0)
 
-    monkeypatch.setattr(exact_check, "_batched", another)
+    monkeypatch.setattr(exact_check, "_linear_alone", another)
     name = "get_cpu_capability"
     monkeypatch.setattr(torch.backends.cpu, name, lambda: "AVX2" if rank.number and part == "kind" else capability())
 
@@ -277,7 +295,7 @@ def two_threads() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_several_threads(dtype: torch.dtype, two_threads: None) -> None:
+def test_several_threads(dtype: torch.dtype, two_threads: None, attention: str) -> None:
     runner = checked(tiny_model("llama").to(dtype))
     assert runner.heights is not None and runner.heights.num_threads == 2
     check_pieces(runner)
@@ -361,14 +379,63 @@ def flat_tails(patch: pytest.MonkeyPatch, runner: TreeModel) -> None:
     runner.heights = replace(runner.heights, attention=1)
 
 
+def paths_from_their_ends(patch: pytest.MonkeyPatch, runner: TreeModel) -> None:
+    """The last entry of a step adds from its own position back to the first."""
+    find = exact_native.find_paths
+
+    def mutant(mask: torch.Tensor) -> exact_native.Paths:
+        paths = find(mask)
+        last = paths.starts[-2]
+        return exact_native.Paths(np.concatenate([paths.rows[:last], paths.rows[last:][::-1]]), paths.starts)
+
+    patch.setattr(exact_native, "find_paths", mutant)
+
+
+def a_sibling_is_seen(patch: pytest.MonkeyPatch, runner: TreeModel) -> None:
+    """The last entry of a step sees the row in front of its own, whose entry may be of another branch."""
+    find = exact_native.find_paths
+
+    def mutant(mask: torch.Tensor) -> exact_native.Paths:
+        seen = mask.clone()
+        seen[-1, int((mask[-1] == 0).nonzero()[-1]) - 1] = 0
+        return find(seen)
+
+    patch.setattr(exact_native, "find_paths", mutant)
+
+
+def steps_of_another_rounding(patch: pytest.MonkeyPatch, runner: TreeModel) -> None:
+    """A step of several entries rounds otherwise than plain decoding, by one unit of the last place."""
+    attend = exact_native.attend
+
+    def mutant(query: torch.Tensor, *rest: Any) -> torch.Tensor:
+        out = attend(query, *rest)
+        return out if query.shape[2] < 16 else out * (1 + 2**-23)
+
+    patch.setattr(exact_native, "attend", mutant)
+
+
+def notice(fault: Callable[[pytest.MonkeyPatch, TreeModel], None], patch: pytest.MonkeyPatch) -> None:
+    runner = checked(tiny_model("qwen3", **FAMILIES["qwen3"], num_attention_heads=2))
+    fault(patch, runner)
+    with pytest.raises(AssertionError):
+        check_pieces(runner)
+        check_trees(runner)
+
+
 @pytest.mark.parametrize(
     "fault", [off_by_one, order_of_cache_rows, heights_that_vary, blocks_from_the_last, flat_tails]
 )
 def test_faults_are_noticed(
+    fault: Callable[[pytest.MonkeyPatch, TreeModel], None], monkeypatch: pytest.MonkeyPatch, by_torch: None
+) -> None:
+    notice(fault, monkeypatch)
+
+
+@pytest.mark.skipif(native.attend_in_order is None, reason="no extension")
+@pytest.mark.parametrize(
+    "fault", [heights_that_vary, paths_from_their_ends, a_sibling_is_seen, steps_of_another_rounding]
+)
+def test_faults_of_the_extension_are_noticed(
     fault: Callable[[pytest.MonkeyPatch, TreeModel], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = checked(tiny_model("qwen3", **FAMILIES["qwen3"], num_attention_heads=2))
-    fault(monkeypatch, runner)
-    with pytest.raises(AssertionError):
-        check_pieces(runner)
-        check_trees(runner)
+    notice(fault, monkeypatch)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
-from lpr.model import exact
+from lpr.model import exact, exact_native
 from lpr.model.inputs import Block, StepInputs
 
 TREE_ATTENTION = "lpr_tree"
@@ -170,30 +170,27 @@ def _exact_attention(
         raise TypeError("exact attention takes no bias on scores")
     assert step.heights is not None
     group, height = query.shape[1] // key.shape[1], step.heights.attention
+
+    def attend(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, block: Block
+    ) -> torch.Tensor:
+        assert mask is not None
+        if exact_native.attends(query.device):
+            paths = step.once_per_mask(mask, lambda: list(map(exact_native.find_paths, mask[:, 0])))
+            return exact_native.attend(query, key, value, paths, scale, softcap, s_aux)
+        assert block.tails is not None
+        floor = step.once_per_mask(mask, lambda: exact.score_floor(mask, group, height))
+        return exact.attend(query, key, value, floor, block.tails, height, scale, softcap, s_aux)
+
     if not isinstance(masks, list):
-        tails = step.blocks[0].tails
-        assert masks is not None and tails is not None
-        floor = _score_floor(step, masks, group, height)
-        out = exact.attend(query, key, value, floor, tails, height, scale, softcap, s_aux)
-        return out.transpose(1, 2).contiguous()
+        return attend(query, key, value, masks, step.blocks[0]).transpose(1, 2).contiguous()
     if not step.cache_storages.issuperset(map(_address, (key, value))):
         raise TypeError("this attention needs padded inputs")
     packed = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
     for block, mask in zip(step.blocks, masks, strict=True):
-        assert block.tails is not None and mask is not None
-        parts = block.cached(key), block.cached(value)
-        floor = _score_floor(step, mask, group, height)
-        out = exact.attend(block.entries(query), *parts, floor, block.tails, height, scale, softcap, s_aux)
+        out = attend(block.entries(query), block.cached(key), block.cached(value), mask, block)
         block.entries(packed.transpose(1, 2)).copy_(out)
     return packed
-
-
-def _score_floor(step: StepInputs, mask: torch.Tensor, group: int, height: int) -> torch.Tensor:
-    """`exact.score_floor`, made once per mask and step, as all layers of a kind share it."""
-    known = step.folded_masks.get(id(mask))
-    if known is None:
-        known = step.folded_masks[id(mask)] = (mask, exact.score_floor(mask, group, height))
-    return known[1]
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -246,11 +243,7 @@ def _folded_mask(mask: torch.Tensor, group: int) -> torch.Tensor:
     step = current_step()
     if step is None or torch.compiler.is_compiling():  # the compiler makes one of equal copies itself
         return mask.repeat(1, 1, group, 1)
-    known = step.folded_masks.get(id(mask))
-    if known is None:
-        # The mask is kept beside its copy, so that its id cannot be given to another tensor meanwhile.
-        known = step.folded_masks[id(mask)] = (mask, mask.repeat(1, 1, group, 1))
-    return known[1]
+    return step.once_per_mask(mask, lambda: mask.repeat(1, 1, group, 1))
 
 
 def _attend_with_extras(

@@ -12,6 +12,9 @@ Rounding depends on the order of additions. Where a token stands among others mu
   first branches, the *tail*, each entry below has its values gathered in the order of positions. All before is shared.
 
 Attention is computed in float32 and rounded once.
+
+This is how it is done without the extension. With it, lpr.model.exact_native takes every entry by itself, five times as
+fast; both keep the promise, and their bits differ from each other's.
 """
 
 from __future__ import annotations

@@ -8,20 +8,23 @@ tells them apart. Rows of equal shape, a single one above all, are one block in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import lcm
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from lpr.core.rows import WORD_BITS
+from lpr.model import exact_native
 from lpr.model.exact import BLOCK, Tail, find_tail
 from lpr.model.exact_check import Heights
 from lpr.model.kernels.mask import Paths, TreeMask, build_mask
 from lpr.model.transfer import to_device
 from lpr.native import ancestor_words
+
+T = TypeVar("T")
 
 
 class Row:
@@ -99,7 +102,7 @@ class Block:
     run: tuple[int, int] | None = None
     """Slot and first row of the cache that the entries of a single row are written to, if there is no padding."""
     tails: list[Tail | None] | None = None
-    """[B]: where entries branch, for exact attention on a CPU."""
+    """[B]: where entries branch, for exact attention by matrix products."""
     paths: Paths | None = None
     """Where an entry's keys lie, for exact attention on a GPU: found by the first layer that asks."""
 
@@ -151,13 +154,22 @@ class StepInputs:
     """What the model is told of them: a number of last entries of every row, or indices int64 among N."""
     heights: Heights | None = None
     """Rows of matrix products, at least, for exact attention."""
-    folded_masks: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    made_of_masks: dict[int, tuple[torch.Tensor, Any]] = field(default_factory=dict)
+    """By the id of a mask: the mask, so that no other tensor gets its id meanwhile, and what was made of it."""
     cache_storages: set[int] = field(default_factory=set)
     """Addresses of the K/V that the cache handed out, by which packed attention knows that it got them unchanged."""
     in_parts: bool = False
     """Does a head that ranks share give this rank's part of the logits, and not all of them gathered?"""
     layer_rules: dict[int | None, Any] = field(default_factory=dict)
     """What kinds of layers see (lpr.model.kernels.hook), by their window or chunk, as the model's steps have found."""
+
+    def once_per_mask(self, mask: torch.Tensor, make: Callable[[], T]) -> T:
+        """What `make` makes of `mask` for the first layer that asks; all layers of a kind share the mask."""
+        known = self.made_of_masks.get(id(mask))
+        if known is None:
+            known = self.made_of_masks[id(mask)] = (mask, make())
+        made: T = known[1]
+        return made
 
     @property
     def packed(self) -> bool:
@@ -222,7 +234,7 @@ def build_inputs(
         if tree_bits:
             parents, cached = [row.parents for row in group], [row.num_cached for row in group]
             block.tree_mask = build_mask(parents, cached, entries[1], device)
-        if heights is not None and not tree_bits:
+        if heights is not None and not tree_bits and not exact_native.attends(device):
             block.tails = [find_tail(row.parents.tolist(), row.num_cached) for row in group]
         parts.append(entries)
         blocks.append(block)

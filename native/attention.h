@@ -1,0 +1,187 @@
+// Attention of one sequence's entries, each over its own path in the order of positions (lpr.model.exact_native).
+//
+// Every sum is written out lane by lane, and no multiplication is fused with an addition, so that the bits of an entry
+// depend neither on the entries beside it nor on the machine's vectors: a vector type of 16 floats means the same
+// additions with SSE, AVX2 and AVX-512, of which the processor's own is taken when the program runs.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__gnu_linux__)
+#define LPR_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define LPR_CLONES
+#endif
+#define LPR_UNROLL _Pragma("GCC unroll 4")  // so that sums stay in registers
+#define LPR_INLINE __attribute__((always_inline)) inline
+
+namespace lpr {
+
+constexpr int kLanes = 16;
+constexpr int kMostQueries = 4;  // heads of a group that share the rows that are read
+typedef float Lanes __attribute__((vector_size(64)));
+typedef float HalfLanes __attribute__((vector_size(32)));
+typedef float QuarterLanes __attribute__((vector_size(16)));
+typedef int32_t LaneWords __attribute__((vector_size(64)));
+
+// Rows of floats, `stride` apart, in whole blocks of lanes.
+struct States {
+  const float* data;
+  int64_t stride;
+  int num_blocks;
+  const float* at(int64_t row) const { return data + row * stride; }
+};
+
+// Where an entry's keys lie: cache rows in the order of positions.
+struct Path {
+  const int32_t* rows;
+  int count;
+};
+
+LPR_INLINE void load(Lanes& to, const float* from) { std::memcpy(&to, from, sizeof(to)); }
+
+// The sum of the lanes, halves upon halves.
+LPR_INLINE float sum_of(const Lanes& lanes) {
+  HalfLanes low, high;
+  std::memcpy(&low, &lanes, sizeof(low));
+  std::memcpy(&high, reinterpret_cast<const char*>(&lanes) + sizeof(low), sizeof(high));
+  low += high;
+  QuarterLanes first, second;
+  std::memcpy(&first, &low, sizeof(first));
+  std::memcpy(&second, reinterpret_cast<const char*>(&low) + sizeof(first), sizeof(second));
+  first += second;
+  return (first[0] + first[2]) + (first[1] + first[3]);
+}
+
+// e^x for x <= 0, within two units of the last place; 0 below -87 (Cephes' polynomial, Moshier).
+LPR_INLINE void exponential(Lanes& x) {
+  const Lanes low = Lanes{} - 87.0f;
+  LaneWords is_small = x < low;
+  Lanes held = is_small ? low : x;
+  Lanes scaled = held * 1.44269504088896341f - 0.5f;
+  LaneWords whole = __builtin_convertvector(scaled, LaneWords);  // towards zero: rounds to the nearest, as held <= 0
+  Lanes n = __builtin_convertvector(whole, Lanes);
+  Lanes r = held - n * 0.693359375f;
+  r = r - n * -2.12194440e-4f;
+  Lanes p = Lanes{} + 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  LaneWords power = (whole + 127) << 23;
+  Lanes factor;
+  std::memcpy(&factor, &power, sizeof(factor));
+  p = p * factor;
+  LaneWords is_nan = x != x;
+  x = is_nan ? x : (is_small ? Lanes{} : p);
+}
+
+// Scores of Q queries with the keys along a path; [Q][padded], -inf behind the path.
+template <int Q>
+LPR_INLINE void score(const float* queries, const States& keys, const Path& path, float* scores, int padded) {
+  int width = keys.num_blocks * kLanes;
+  for (int i = 0; i < path.count; i++) {
+    const float* key = keys.at(path.rows[i]);
+    Lanes sums[Q] = {}, part, query;
+    for (int block = 0; block < keys.num_blocks; block++) {
+      load(part, key + block * kLanes);
+      LPR_UNROLL
+      for (int q = 0; q < Q; q++) {
+        load(query, queries + q * width + block * kLanes);
+        sums[q] += query * part;
+      }
+    }
+    LPR_UNROLL
+    for (int q = 0; q < Q; q++) scores[q * padded + i] = sum_of(sums[q]);
+  }
+  for (int q = 0; q < Q; q++)
+    std::fill(scores + q * padded + path.count, scores + (q + 1) * padded, -std::numeric_limits<float>::infinity());
+}
+
+// Make weights of scores, in place; their sum. A sink adds to it without a value (GPT-OSS).
+LPR_INLINE float weigh(float* scores, int count, int padded, float softcap, const float* sink) {
+  if (softcap > 0)
+    for (int i = 0; i < count; i++) scores[i] = std::tanh(scores[i] / softcap) * softcap;
+  Lanes most = Lanes{} - std::numeric_limits<float>::infinity(), part;
+  for (int i = 0; i < padded; i += kLanes) {
+    load(part, scores + i);
+    most = part > most ? part : most;
+  }
+  float highest = sink ? *sink : -std::numeric_limits<float>::infinity();
+  for (int lane = 0; lane < kLanes; lane++) highest = std::max(highest, most[lane]);
+  Lanes total = Lanes{};
+  for (int i = 0; i < padded; i += kLanes) {
+    load(part, scores + i);
+    part = part - highest;
+    exponential(part);
+    std::memcpy(scores + i, &part, sizeof(part));
+    total += part;
+  }
+  float sum = sum_of(total);
+  if (sink) {
+    Lanes own = Lanes{} + (*sink - highest);
+    exponential(own);
+    sum += own[0];
+  }
+  return sum;
+}
+
+// Weighted values of N blocks of columns from `first` on, added in the order of the path, over the sums of weights.
+template <int Q, int N>
+LPR_INLINE void mix(const float* weights, int padded, const States& values, const Path& path, const float* totals,
+                    int first, float* out) {
+  Lanes sums[Q][N] = {}, part[N];
+  for (int i = 0; i < path.count; i++) {
+    const float* value = values.at(path.rows[i]) + first * kLanes;
+    LPR_UNROLL
+    for (int block = 0; block < N; block++) load(part[block], value + block * kLanes);
+    LPR_UNROLL
+    for (int q = 0; q < Q; q++) {
+      float weight = weights[q * padded + i];
+      LPR_UNROLL
+      for (int block = 0; block < N; block++) sums[q][block] += part[block] * weight;
+    }
+  }
+  LPR_UNROLL
+  for (int q = 0; q < Q; q++) {
+    LPR_UNROLL
+    for (int block = 0; block < N; block++) {
+      Lanes mean = sums[q][block] / totals[q];
+      std::memcpy(out + (q * values.num_blocks + first + block) * kLanes, &mean, sizeof(mean));
+    }
+  }
+}
+
+template <int Q>
+LPR_INLINE void attend_queries(const float* queries, const States& keys, const States& values, const Path& path,
+                               float softcap, const float* sinks, float* scores, float* out) {
+  int padded = (path.count + kLanes - 1) / kLanes * kLanes;
+  score<Q>(queries, keys, path, scores, padded);
+  float totals[Q];
+  for (int q = 0; q < Q; q++)
+    totals[q] = weigh(scores + q * padded, path.count, padded, softcap, sinks ? sinks + q : nullptr);
+  int first = 0;
+  for (; first + 4 <= values.num_blocks; first += 4) mix<Q, 4>(scores, padded, values, path, totals, first, out);
+  for (; first < values.num_blocks; first++) mix<Q, 1>(scores, padded, values, path, totals, first, out);
+}
+
+// Up to kMostQueries scaled queries of heads that share keys and values, over one path; `queries` and `out` are [Q, blocks
+// of 16] of the keys and of the values.
+LPR_CLONES inline void attend_path(int num_queries, const float* queries, const States& keys, const States& values,
+                                   const Path& path, float softcap, const float* sinks, float* scores, float* out) {
+  switch (num_queries) {
+    case 1: attend_queries<1>(queries, keys, values, path, softcap, sinks, scores, out); break;
+    case 2: attend_queries<2>(queries, keys, values, path, softcap, sinks, scores, out); break;
+    case 3: attend_queries<3>(queries, keys, values, path, softcap, sinks, scores, out); break;
+    case 4: attend_queries<4>(queries, keys, values, path, softcap, sinks, scores, out); break;
+  }
+}
+
+}  // namespace lpr
