@@ -30,7 +30,7 @@ from rich.console import Console
 from benchmarks.common import model_parser, progress, run_main, whole
 from benchmarks.data import prompts_of
 from benchmarks.engines import load_engine, params_for, split_budget, switch
-from benchmarks.limit import fewest_steps, loops
+from benchmarks.limit import Counted, beside_limit, count_output
 from benchmarks.record import groups
 from lpr import Completion, DecodeConfig, Engine, InputError, SamplingParams
 from lpr.core.suffix_index import as_learnt
@@ -91,39 +91,23 @@ def complete(
 
 
 def figures_of(prompts: Sequence[list[int]], outputs: Sequence[Completion], is_cold: bool) -> dict[str, Any]:
-    """What one configuration's steps came to, beside the limit of the same outputs, and without those that loop."""
-    total = DecodeStats()
-    counts, known = [], list[list[int]]()  # per output: tokens, steps, those of the limit, whether it loops
+    """What one configuration's steps came to, beside the limit of the same outputs."""
+    total, counted, known = DecodeStats(), list[Counted](), list[list[int]]()
     for prompt, output in zip(prompts, outputs, strict=True):
-        ids = output.token_ids
-        counts.append((len(ids), output.stats.num_steps, fewest_steps(prompt, ids, known), loops(ids)))
-        if not is_cold:
-            known.append(as_learnt(prompt, ids))
+        counted.append(count_output(prompt, output.token_ids, output.stats.num_steps, known))
         total.add(output.stats)
-    straight = [each for each in counts if not each[3]]
-    found = {**figures(total), **beside_limit(counts), "looping_outputs": round(1 - len(straight) / len(counts), 4)}
-    return {**found, "without_loops": beside_limit(straight)} if 0 < len(straight) < len(counts) else found
-
-
-def beside_limit(counts: Sequence[tuple[int, int, int, bool]]) -> dict[str, Any]:
-    """Tokens per step of some outputs and of the limit."""
-    tokens, steps, fewest = (sum(each[place] for each in counts) for place in range(3))
-    return {
-        "tokens_per_step": round(tokens / steps, 4),
-        "limit_tokens_per_step": round(tokens / fewest, 4),
-        "share_of_limit": round(fewest / steps, 4),
-    }
+        if not is_cold:
+            known.append(as_learnt(prompt, output.token_ids))
+    return {**figures(total), **beside_limit(counted)}
 
 
 def figures(total: DecodeStats) -> dict[str, Any]:
     """What one configuration's steps came to."""
     return {
         "nodes_per_step": round(total.num_nodes / total.num_steps, 1),
-        "num_tokens": total.num_tokens,
         "accepted_per_step": {
             name: round(count.accepted / total.num_steps, 3) for name, count in total.sources.items()
         },
-        "num_steps": total.num_steps,
         "by_depth": [
             {"source": source, "up_to_depth": depth, **vars(count)}
             for (source, depth), count in sorted(total.by_depth.items())
