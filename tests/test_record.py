@@ -13,6 +13,7 @@ import lpr
 from benchmarks import data_sets, real_model, record, replay
 from benchmarks.data import load_prompts
 from benchmarks.limit import loops
+from benchmarks.peers.recorded import lookup_steps
 from benchmarks.record import Recorded, read_texts, save_texts
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 
@@ -91,6 +92,18 @@ def test_data_sets_are_replayed_at_all_temperatures_and_sizes(tmp_path, capsys, 
         alone = facts(capsys, "--steps", steps[1], "--budget", budget, "--branch-length", budget)
         for run in (runs["b", 0.0, budget], runs["a", 0.0, budget]["without_loops"]):
             assert {name: run[name] for name in replay._MAIN} == {name: alone[name] for name in replay._MAIN}
+
+
+def test_prompt_lookup_takes_the_steps_of_its_drafts():
+    assert lookup_steps([1, 2, 3, 4, 5], [1, 2, 3, 4, 5]) == 2, "one token, and all that followed it before"
+    assert lookup_steps([1, 2, 3], [7, 8, 9]) == 3, "nothing to find"
+    assert lookup_steps([*range(20), 0, 1], [*range(2, 20)]) == 2, "a draft has ten tokens"
+
+
+def test_peers_that_are_not_installed_are_said(tmp_path, capsys, monkeypatch):
+    save_texts(tmp_path / "a.npz", [text_of(0, [1, 2, 3, 4], 2)], {"model": "m"})
+    monkeypatch.setattr(sys, "argv", ["data_sets", "--steps", str(tmp_path / "a.npz"), "--peers", str(tmp_path)])
+    assert data_sets.main() == 2 and "arctic is not installed" in capsys.readouterr().err
 
 
 def test_the_sampling_noise_of_recorded_texts_is_known(tmp_path, capsys, monkeypatch):

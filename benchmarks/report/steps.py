@@ -247,6 +247,7 @@ def data_sets(result: Result) -> list[Part]:
     return [
         Part("data_sets", draw, tables.data_sets(result.facts), headline),
         Part("data_sets_straight", None, straight),
+        *([Part("data_sets_peers", None, tables.replayed_peers(result.facts))] if result.facts.get("peers") else []),
     ]
 
 

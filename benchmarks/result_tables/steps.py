@@ -103,6 +103,24 @@ def data_sets(facts: Json, is_straight: bool = False) -> Table:
     return Table(title, [*columns, *(f"{budget} nodes" for budget in budgets)], rows)
 
 
+def replayed_peers(facts: Json) -> Table:
+    """Tokens per step of peers on the same texts; in brackets of outputs without loops."""
+    runs = sound(facts.get("peers", []))
+    places = list(dict.fromkeys((run["data"], run["temperature"]) for run in runs))
+    cells = {(run["peer"], run["data"], run["temperature"]): run for run in runs}
+    rows = []
+    for peer in distinct(runs, "peer"):
+        found = [cells[peer, *place] for place in places if (peer, *place) in cells]
+        rows.append([peer, *(_with_straight(run) for run in found)])
+    columns = [f"{data}, {mode(temperature)}" for data, temperature in places]
+    return Table("peers that draft from text, on the same texts (without loops)", ["tokens per step", *columns], rows)
+
+
+def _with_straight(run: Json) -> str:
+    without = run.get("without_loops")
+    return f"{run['tokens_per_step']:.2f}" + (f" ({without['tokens_per_step']:.2f})" if without else "")
+
+
 def largest_of_both(facts: Json) -> list[Json]:
     """The runs with all sources, or else with those there are, and the largest budget."""
     kinds = distinct(sound(facts["runs"]), "kind")
