@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
@@ -54,7 +55,8 @@ def replayed_peers(work: Path) -> Iterator[dict[str, CountSteps]]:
 def lookup_steps(prompt: Sequence[int], output: Sequence[int]) -> int:
     """The steps of a text by transformers' own search for what follows its last tokens elsewhere."""
     text = torch.tensor([[*prompt, *output]])
-    search = PromptLookupCandidateGenerator(num_output_tokens=LOOKUP_TOKENS, max_length=text.shape[1] + LOOKUP_TOKENS)
+    longest = text.shape[1] + LOOKUP_TOKENS
+    search: Any = PromptLookupCandidateGenerator(num_output_tokens=LOOKUP_TOKENS, max_length=longest)
     at, steps = len(prompt), 0
     while at < text.shape[1]:
         drafted = search.get_candidates(text[:, :at])[0][0, at:].tolist()
