@@ -2,8 +2,9 @@
 
     python -m benchmarks.decode --data classeval.jsonl --output benchmarks/results/decode.json
 
-Every prompt is completed by all contestants in turn (benchmarks/race.py). Ratios are of medians over prompts, after one
-warm-up prompt. All must emit the same tokens; a difference is counted.
+Every prompt is completed by all contestants in turn (benchmarks/race.py). Ratios are of medians over prompts, after a
+few tokens of a warm-up prompt. `speedup_by_prompt` is over transformers for each prompt, whose seconds were measured
+side by side. All must emit the same tokens; a difference is counted.
 """
 
 from __future__ import annotations
@@ -11,18 +12,20 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from benchmarks.common import model_parser, progress, run_main
+from benchmarks.common import model_parser, progress, run_main, whole
 from benchmarks.data import prompts_of
 from benchmarks.engines import engines_over, load_model, params_for, plain, split_budget
 from benchmarks.race import Contestant, Lpr, Race, Stock, run_race
 from lpr import DecodeConfig, bundled_model
 
+WARM_UP_TOKENS = 32
 STOCK, PLAIN, AUTO = "transformers greedy", "lpr autoregressive", "lpr auto"
 
 
@@ -30,7 +33,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Race all contestants over all prompts."""
     decodes = {PLAIN: plain(), AUTO: DecodeConfig(max_batch_size=1)}
     decodes |= {f"lpr {kind} {size}": split_budget(kind, size) for kind in options.kinds for size in options.budgets}
-    texts = prompts_of(options, options.prompts + 1)
+    texts = prompts_of(options, options.skip + options.prompts + 1)[options.skip :]
     engines = engines_over(load_model(options), decodes)
     model = engines[PLAIN].model
     stock: Any = AutoModelForCausalLM.from_pretrained(options.model or bundled_model(), dtype=model.model.dtype)
@@ -42,11 +45,14 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     }
     console.print("ceiling: seconds of plain decoding divided by tokens per step, if a step with a tree took no longer")
     prompts = [engines[PLAIN].encode(text) for text in texts]
+    first, *params = params_for(len(prompts), options.max_new_tokens, 0.0)
+    params = [replace(first, max_new_tokens=min(WARM_UP_TOKENS, options.max_new_tokens)), *params]
     with progress(console, len(prompts)) as advance:
-        race = run_race(contestants, prompts, params_for(len(prompts), options.max_new_tokens, 0.0), advance)
+        race = run_race(contestants, prompts, params, advance)
     return {
         "benchmark": "decode",
         "data": Path(options.data).name,
+        "first_prompt": options.skip + 1,
         "num_prompts": len(prompts) - 1,
         "max_new_tokens": options.max_new_tokens,
         "device": str(model.device),
@@ -64,6 +70,9 @@ def results_of(race: Race) -> list[dict[str, Any]]:
             "median_seconds": round(medians[name], 4),
             "speedup_over_transformers": round(medians[STOCK] / medians[name], 3),
             "speedup_over_autoregressive": round(medians[PLAIN] / medians[name], 3),
+            "speedup_by_prompt": [
+                round(stock / own, 3) for stock, own in zip(race.tallies[STOCK].seconds, tally.seconds, strict=True)
+            ],
             "tokens_per_step": round(race.num_tokens / tally.num_steps, 3) if tally.num_steps else None,
             "prompts_with_other_tokens": tally.num_different,
         }
@@ -74,7 +83,8 @@ def results_of(race: Race) -> list[dict[str, Any]]:
 def main() -> int:
     """Run the command line; returns the exit code."""
     parser = model_parser("decode", "Wall clock of completions against transformers.")
-    parser.add_argument("--budgets", type=int, nargs="+", default=[16, 32, 64])
+    parser.add_argument("--skip", type=whole, default=0, metavar="N", help="leave out the first N prompts")
+    parser.add_argument("--budgets", type=int, nargs="*", default=[16, 32, 64])
     parser.add_argument("--kinds", nargs="+", default=["trie", "both"], choices=["window", "trie", "both"])
     return run_main(parser, measure)
 

@@ -98,6 +98,42 @@ def fewest_steps(prompt: Sequence[int], completion: Sequence[int], known: Iterab
     return steps
 
 
+@dataclass(frozen=True)
+class Counted:
+    """An output: its tokens, the steps that wrote it, those of the limit, and whether it loops."""
+
+    num_tokens: int
+    num_steps: int
+    fewest_steps: int
+    loops: bool
+
+
+def count_output(
+    prompt: Sequence[int], output: Sequence[int], num_steps: int, known: Iterable[Sequence[int]] = ()
+) -> Counted:
+    """An output that was written in so many steps, where the `known` texts could be copied from, too."""
+    return Counted(len(output), num_steps, fewest_steps(prompt, output, known), loops(output))
+
+
+def beside_limit(outputs: Sequence[Counted]) -> dict[str, Any]:
+    """Tokens per step of some outputs and of the limit, for a result file, and again without those that loop."""
+    straight = [each for each in outputs if not each.loops]
+    found = {**_figures(outputs), "looping_outputs": round(1 - len(straight) / len(outputs), 4)}
+    return {**found, "without_loops": _figures(straight)} if straight else found
+
+
+def _figures(outputs: Sequence[Counted]) -> dict[str, Any]:
+    tokens = sum(each.num_tokens for each in outputs)
+    steps, fewest = sum(each.num_steps for each in outputs), sum(each.fewest_steps for each in outputs)
+    return {
+        "tokens_per_step": round(tokens / steps, 4),
+        "limit_tokens_per_step": round(tokens / fewest, 4),
+        "share_of_limit": round(fewest / steps, 4),
+        "num_tokens": tokens,
+        "num_steps": steps,
+    }
+
+
 @dataclass
 class StepEnds:
     """Counts why steps of one request after the other ended."""

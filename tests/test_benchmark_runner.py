@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ import pytest
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from benchmarks import fleet, plan_service, serve
+from benchmarks import ablation, fleet, plan_service, serve
+from benchmarks.ablation import complete, figures_of
 from benchmarks.common import attempt, make_parser, model_parser, run_main
 from benchmarks.engines import count_steps, engines_over, load_engine, load_model, params_for, plain, split_budget
+from benchmarks.limit import fewest_steps
 from benchmarks.race import Output, run_race
 from lpr import Engine, InputError, SamplingParams
 from lpr.cli.generate import parse as parse_generate
@@ -92,6 +95,36 @@ def test_counted_steps_are_those_of_the_engine(llama: PreTrainedModel) -> None:
         counted[num_ranks] = counter
     assert counted[1].num_pending == 0 == counted[1].num_evaluated - counted[1].num_nodes, "one rank lacks nothing"
     assert counted[2].num_pending > 0 and engine.recorder is None
+
+
+def test_requests_side_by_side_take_the_steps_that_each_takes_alone(llama: PreTrainedModel) -> None:
+    engine = Engine.from_model(llama, decode=split_budget("trie", 16))
+    prompts = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 9, 9, 9], [5, 6, 7, 5, 6, 7, 5, 6]]
+    params = params_for(3, 24, 0.0, ignore_eos=True)
+    found = {}
+    for together, is_cold in ((1, True), (3, True), (1, False)):
+        decode = replace(split_budget("trie", 16), max_batch_size=together)
+        outputs = complete(engine, decode, prompts, params, is_cold, lambda: None)
+        found[together, is_cold] = [(output.token_ids, output.stats.num_steps) for output in outputs]
+        figures = figures_of(prompts, outputs, is_cold)
+        fewest = [fewest_steps(prompt, output.token_ids) for prompt, output in zip(prompts, outputs, strict=True)]
+        if not is_cold:
+            fewest[2] = 1  # the first output again, which is known then
+        assert figures["num_tokens"] == 72 and figures["num_steps"] == sum(
+            steps for _, steps in found[together, is_cold]
+        )
+        assert figures["limit_tokens_per_step"] == round(72 / sum(fewest), 4)
+        assert figures["share_of_limit"] == round(sum(fewest) / figures["num_steps"], 4)
+    alone = found[1, True]
+    assert found[3, True] == alone and alone[0] == alone[2], "no request drafts from another's output"
+    learnt = found[1, False]
+    assert learnt[2][0] == alone[2][0] and learnt[2][1] < alone[2][1], "but where that is not asked for"
+
+
+def test_together_needs_cold(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["ablation", "--data", "none.jsonl", "--together", "2"])
+    assert ablation.main() == 2
+    assert capsys.readouterr().err.startswith("benchmarks.ablation: --together needs --cold")
 
 
 @pytest.mark.parametrize("exact", [[], ["--exact"]], ids=["as usual", "exact"])

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import lpr
-from benchmarks import real_model, record, replay
+from benchmarks import data_sets, real_model, record, replay
 from benchmarks.data import load_prompts
 from benchmarks.limit import loops
+from benchmarks.peers.recorded import lookup_steps
 from benchmarks.record import Recorded, read_texts, save_texts
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 
@@ -71,6 +72,38 @@ def test_recorded_candidates_are_recycled_and_loops_are_said(tmp_path, capsys):
     assert result["without_loops"]["num_tokens"] == 70 + 26
     assert result["without_loops"]["tokens_per_step"] < result["tokens_per_step"]
     assert facts(capsys, "--steps", tmp_path / "a.npz", "--from", 2, "--budget", 8)["num_tasks"] == 1
+
+
+def test_data_sets_are_replayed_at_all_temperatures_and_sizes(tmp_path, capsys, monkeypatch):
+    looping = text_of(0, [1, 2, 3, *[4, 5, 6] * 40], 3)
+    straight = text_of(1, [1, 2, 3, *range(10, 40), *range(10, 40)], 3)
+    sampled = [text_of(prompt, [1, 2, 3, *range(10, 40, 2), 7, *range(10, 40, 3)], 3, 0.8) for prompt in (0, 1)]
+    save_texts(tmp_path / "a.npz", [looping, straight, *sampled], {"model": "m"})
+    save_texts(tmp_path / "b.npz", [straight], {"model": "m"})
+    steps = [str(tmp_path / f"{name}.npz") for name in "ab"]
+    monkeypatch.setattr(sys, "argv", ["data_sets", "--json", "--steps", *steps, "--budgets", "4", "32"])
+    assert data_sets.main() == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    runs = {(run["data"], run["temperature"], run["budget"]): run for run in result["runs"]}
+    assert list(runs) == [("a", 0.0, 4), ("a", 0.0, 32), ("a", 0.8, 4), ("a", 0.8, 32), ("b", 0.0, 4), ("b", 0.0, 32)]
+    assert runs["a", 0.0, 32]["looping_outputs"] == 0.5 and runs["a", 0.8, 32]["looping_outputs"] == 0
+    assert runs["a", 0.0, 4]["tokens_per_step"] < runs["a", 0.0, 32]["tokens_per_step"]
+    for budget in (4, 32):
+        alone = facts(capsys, "--steps", steps[1], "--budget", budget, "--branch-length", budget)
+        for run in (runs["b", 0.0, budget], runs["a", 0.0, budget]["without_loops"]):
+            assert {name: run[name] for name in replay._MAIN} == {name: alone[name] for name in replay._MAIN}
+
+
+def test_prompt_lookup_takes_the_steps_of_its_drafts():
+    assert lookup_steps([1, 2, 3, 4, 5], [1, 2, 3, 4, 5]) == 2, "one token, and all that followed it before"
+    assert lookup_steps([1, 2, 3], [7, 8, 9]) == 3, "nothing to find"
+    assert lookup_steps([*range(20), 0, 1], [*range(2, 20)]) == 2, "a draft has ten tokens"
+
+
+def test_peers_that_are_not_installed_are_said(tmp_path, capsys, monkeypatch):
+    save_texts(tmp_path / "a.npz", [text_of(0, [1, 2, 3, 4], 2)], {"model": "m"})
+    monkeypatch.setattr(sys, "argv", ["data_sets", "--steps", str(tmp_path / "a.npz"), "--peers", str(tmp_path)])
+    assert data_sets.main() == 2 and "arctic is not installed" in capsys.readouterr().err
 
 
 def test_the_sampling_noise_of_recorded_texts_is_known(tmp_path, capsys, monkeypatch):

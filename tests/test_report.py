@@ -84,6 +84,13 @@ def synthetic() -> dict[str, Json]:
                  {"cause": cause.value, "at": at, "steps": 3, "share": 0.1}
                  for at in ("root", "deeper") for cause in Cause]}
             for warm, tokens in ((None, 0), ("t.jsonl", 9), (None, 1000000))]},
+        "data_sets": {"recorded": {}, "runs": [
+            {"data": name, "temperature": t, "budget": budget, "looping_outputs": 0.25, "tokens_per_step": 5.25,
+             "limit_tokens_per_step": 9.25, "share_of_limit": 0.568,
+             "without_loops": {"tokens_per_step": 3.75, "limit_tokens_per_step": 6.5, "share_of_limit": 0.577}}
+            for name in ("a", "b") for t in (0.0, 0.8) for budget in (8, 64)], "peers": [
+                {"data": "a", "temperature": t, "peer": "p", "tokens_per_step": 7.125,
+                 "without_loops": {"tokens_per_step": 6.625}} for t in (0.0, 0.8)]},
         "gpu_check": {"t": {"nodes": [1, 2, 4], "rows": [{"batch": 1, "kv": 256, "ms": [3.0, 3.1, 3.5]}]}},
         "simulate": {"gpt_fast": [check], "runs": None, "models": [
             {"model": "codellama-7b", "gpu": "a100-80gb", "launch": "graphs", "kv": 1024,
@@ -132,7 +139,8 @@ def test_every_section_is_there_with_its_numbers(made: Path) -> None:
         assert f'<section id="{section.anchor}">' in html and f'href="#{section.anchor}"' in html
     text = text_of(html)
     assert "missing" not in text and "cannot be shown" not in text and "failed" not in text
-    for number in ("1.75x", "1.4x to 1.5x", "25.0 %", "1.01x", "0.990x", "3.50", "4.50", "90 to 110", "a remark"):
+    pictured = ("1.75x", "1.4x to 1.5x", "25.0 %", "1.01x", "0.990x", "3.50", "4.50", "90 to 110")
+    for number in (*pictured, "9.25", "3.75", "6.50", "7.12 (6.62)", "a remark"):
         assert number in text, number
     for fact in ("abc1234", "2031-02-03 04:05 UTC", "Frobnicator 9", "3 x Quux", "python -m benchmarks.made --up"):
         assert text.count(fact) >= 2 * len(synthetic()), f"{fact}: below the pictures and in the table of files"
@@ -154,6 +162,16 @@ def test_pictures_are_valid_and_the_same_as_in_the_page(made: Path) -> None:
             picture.load()
             assert picture.format == "PNG" and picture.width == 320 and len(picture.convert("L").getcolors()) > 8
     assert html.count("data:image/png") == len(files)
+
+
+def test_held_out_prompts_are_shown_beside_their_limit(report: Callable[..., Report]) -> None:
+    result = synthetic()["ablation"]
+    figures = {"limit_tokens_per_step": 8.4, "share_of_limit": 0.777, "looping_outputs": 0.25}
+    result["runs"] = [{**run, **figures} for run in result["runs"] if run["kind"] == "trie"]
+    made = report(ablation=result)
+    assert not any("ablation" in note for note in made.notes), "it may lack the window"
+    text = text_of(made.html("in"))
+    assert "beside the limit of longest phrases" in text and "8.40 77.7 % 25 %" in text
 
 
 def test_missing_results_are_named_with_their_command(report: Callable[..., Report]) -> None:

@@ -118,6 +118,14 @@ SECTIONS = (
         command="python -m benchmarks.replay --traces FILE.jsonl [--warm FILE.jsonl] --budget 64 (prints one run)",
     ),
     Section(
+        "Drafting on four data sets",
+        "SmolLM2-135M-Instruct has completed prompts of four data sets in its chat template; its recorded texts are "
+        "replayed, each by itself. An output that repeats itself flatters whoever copies, so the second table leaves "
+        "such outputs out. The limit copies the longest phrase of the text so far in every step.",
+        "data_sets", steps.data_sets,
+        command="python -m benchmarks.data_sets --steps FILE.npz [...] --output benchmarks/results/data_sets.json",
+    ),
+    Section(
         "Time of a step against its nodes, t(n)",
         "While t(n) is flat, further nodes cost nothing; where it rises, they must earn their time.",
         "gpu_check", times.step_costs,

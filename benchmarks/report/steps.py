@@ -154,7 +154,9 @@ def ablation(result: Result) -> list[Part]:
     top = [max((cells[key], key) for key in cells if key[0] == temperature) for temperature in temperatures]
     found = "; ".join(f"{mode(key[0])}: {value:.1f} ({words[key[1]]}, {key[2]} nodes)" for value, key in top)
     headline = f"Most tokens per step on one rank: {found}."
-    return [Part("sources", draw, tables.sources(result.facts), headline)]
+    beside_limit = tables.limits(result.facts)
+    more = [Part("limits", None, beside_limit)] if beside_limit.rows else []
+    return [Part("sources", draw, tables.sources(result.facts), headline), *more]
 
 
 def depths(result: Result) -> list[Part]:
@@ -208,6 +210,45 @@ def _largest(counts: list[Json]) -> str:
     name, most = max(accepted.items(), key=lambda item: item[1])
     total = max(1, sum(accepted.values()))
     return f"{SOURCES[name]}, {100 * most / total:.0f} %"
+
+
+def data_sets(result: Result) -> list[Part]:
+    """Tokens per step on recorded texts of several data sets, by nodes."""
+    runs = sound(result.facts["runs"])
+    temperatures, budgets, names = (distinct(runs, key) for key in ("temperature", "budget", "data"))
+    cells = {(run["data"], run["temperature"], run["budget"]): run["tokens_per_step"] for run in runs}
+
+    def draw(theme: Theme) -> Figure:
+        figure, grid = panels(len(temperatures), 3.2)
+        for axes, temperature in zip(grid, temperatures, strict=True):
+            labels, highest = [], 1.0
+            for number, name in enumerate(names):
+                points = [(b, cells[name, temperature, b]) for b in sorted(budgets) if (name, temperature, b) in cells]
+                if not points:
+                    continue
+                color = theme.colors[number % len(theme.colors)]
+                axes.plot(*zip(*points, strict=True), MARKERS[number % len(MARKERS)] + "-", color=color)
+                labels.append((*points[-1], f"{name}: {points[-1][1]:.1f}", color))
+                highest = max(highest, points[-1][1])
+            rank_axis(axes, sorted(budgets), "drafted nodes of a step", room=2.4)
+            axes.set_ylim(0, 1.12 * highest)
+            end_labels(axes, labels)
+            axes.set_title(mode(temperature))
+            axes.set_ylabel("tokens per step")
+        return figure
+
+    middle = sorted(budgets)[len(budgets) // 2]
+    found = "; ".join(
+        f"{name}, {mode(temperature)}: {cells[name, temperature, middle]:.1f}"
+        for name in names for temperature in temperatures if (name, temperature, middle) in cells
+    )  # fmt: skip
+    headline = f"Tokens per step on a model's recorded texts with {middle} nodes. {found}."
+    straight = tables.data_sets(result.facts, is_straight=True)
+    return [
+        Part("data_sets", draw, tables.data_sets(result.facts), headline),
+        Part("data_sets_straight", None, straight),
+        *([Part("data_sets_peers", None, tables.replayed_peers(result.facts))] if result.facts.get("peers") else []),
+    ]
 
 
 def replay(result: Result) -> list[Part]:

@@ -9,7 +9,18 @@ from collections.abc import Callable
 
 from benchmarks.result_tables.parts import Json, Table, distinct, every_value
 from benchmarks.result_tables.predicted import check, predictions
-from benchmarks.result_tables.steps import depths, ends, peers, replay, scaling, sources, speedup
+from benchmarks.result_tables.steps import (
+    data_sets,
+    depths,
+    ends,
+    limits,
+    peers,
+    replay,
+    replayed_peers,
+    scaling,
+    sources,
+    speedup,
+)
 from benchmarks.result_tables.times import collective, decode, fleet, host, races, sizes, step_costs, step_parts, traps
 from benchmarks.result_tables.under_load import homes, loads, served, shared_drafts, simulated_loads, soak
 
@@ -23,7 +34,12 @@ def tables_of(facts: Json) -> list[Table]:
 TABLES: dict[str, Callable[[Json], list[Table]]] = {
     "homes": lambda facts: [homes(facts)],
     "strong_scaling": lambda facts: [scaling(facts), speedup(facts)],
-    "ablation": lambda facts: [sources(facts), depths(facts)],
+    "ablation": lambda facts: [sources(facts), depths(facts), *([limits(facts)] if limits(facts).rows else [])],
+    "data_sets": lambda facts: [
+        data_sets(facts),
+        data_sets(facts, is_straight=True),
+        *([replayed_peers(facts)] if facts.get("peers") else []),
+    ],
     "replay": lambda facts: [replay(facts), *([ends(facts)] if ends(facts).rows else [])],
     "decode": lambda facts: [decode(facts)],
     "adaptive": lambda facts: [races(facts), traps(facts)],

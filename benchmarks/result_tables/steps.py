@@ -73,9 +73,59 @@ def sources(facts: Json) -> Table:
     return Table(workload(facts), ["mode", "source", *(f"{budget} nodes" for budget in budgets)], rows)
 
 
+def limits(facts: Json) -> Table:
+    """How near the steps come to copying the longest phrase in each, where that was counted."""
+    rows = [
+        [mode(run["temperature"]), run["kind"], str(run["budget"]), f"{run['tokens_per_step']:.2f}", *_limit(run),
+         *_loops(run), *_limit(run.get("without_loops", {}))]
+        for run in sound(facts["runs"]) if "share_of_limit" in run
+    ]  # fmt: skip
+    columns = ["mode", "source", "nodes", "tokens/step", "limit", "of it", "looping", "without", "limit", "of it"]
+    return Table(f"{workload(facts)}, beside the limit of longest phrases", columns, rows)
+
+
+def data_sets(facts: Json, is_straight: bool = False) -> Table:
+    """Tokens per step on recorded texts of several data sets, by nodes; of outputs without loops if `is_straight`."""
+    runs, rows = sound(facts["runs"]), []
+    budgets = sorted(distinct(runs, "budget"))
+    for data in distinct(runs, "data"):
+        for temperature in distinct(runs, "temperature"):
+            found = {run["budget"]: run for run in runs if (run["data"], run["temperature"]) == (data, temperature)}
+            if not found:
+                continue
+            counted = {budget: run.get("without_loops", {}) if is_straight else run for budget, run in found.items()}
+            first = next(iter(counted.values()))
+            values = [f"{run['tokens_per_step']:.2f}" if run else "" for run in map(counted.get, budgets)]
+            looping = [] if is_straight else [_loops(next(iter(found.values())))[0]]
+            rows.append([data, mode(temperature), *looping, _limit(first)[0], *values])
+    columns = ["data", "mode", *([] if is_straight else ["looping"]), "limit"]
+    title = "tokens per step by drafted nodes" + (", outputs without loops" if is_straight else "")
+    return Table(title, [*columns, *(f"{budget} nodes" for budget in budgets)], rows)
+
+
+def replayed_peers(facts: Json) -> Table:
+    """Tokens per step of peers on the same texts; in brackets of outputs without loops."""
+    runs = sound(facts.get("peers", []))
+    places = list(dict.fromkeys((run["data"], run["temperature"]) for run in runs))
+    cells = {(run["peer"], run["data"], run["temperature"]): run for run in runs}
+    rows = []
+    for peer in distinct(runs, "peer"):
+        found = [cells[peer, *place] for place in places if (peer, *place) in cells]
+        rows.append([peer, *(_with_straight(run) for run in found)])
+    columns = [f"{data}, {mode(temperature)}" for data, temperature in places]
+    return Table("peers that draft from text, on the same texts (without loops)", ["tokens per step", *columns], rows)
+
+
+def _with_straight(run: Json) -> str:
+    without = run.get("without_loops")
+    return f"{run['tokens_per_step']:.2f}" + (f" ({without['tokens_per_step']:.2f})" if without else "")
+
+
 def largest_of_both(facts: Json) -> list[Json]:
-    """The runs with all sources and the largest budget."""
-    runs = [run for run in sound(facts["runs"]) if run["kind"] == "both"]
+    """The runs with all sources, or else with those there are, and the largest budget."""
+    kinds = distinct(sound(facts["runs"]), "kind")
+    kind = next((each for each in ("both", "trie", "window") if each in kinds), "")
+    runs = [run for run in sound(facts["runs"]) if run["kind"] == kind]
     return [run for run in runs if run["budget"] == max(each["budget"] for each in runs)]
 
 
@@ -100,7 +150,8 @@ def depths(facts: Json) -> Table:
         for run in runs
         for each in sorted(run["by_depth"], key=lambda each: (order.index(each["source"]), each["up_to_depth"]))
     ]  # fmt: skip
-    title = f"{workload(facts)}, window and trie together, {runs[0]['budget']} nodes" if runs else ""
+    which = {"both": "window and trie together", "trie": "the trie", "window": "the window"}
+    title = f"{workload(facts)}, {which[runs[0]['kind']]}, {runs[0]['budget']} nodes" if runs else ""
     return Table(title, ["mode", "source", "depth", "drafted/step", "accepted/step", "share accepted"], rows)
 
 
@@ -141,7 +192,7 @@ def replay(facts: Json) -> Table:
 def _limit(run: Json) -> list[str]:
     """Tokens per step of the longest phrases, and how near the run comes to it."""
     limit = run.get("limit_tokens_per_step")
-    return ["", ""] if limit is None else [f"{limit:.2f}", f"{100 * run['share_of_limit']:.0f} %"]
+    return ["", ""] if limit is None else [f"{limit:.2f}", f"{100 * run['share_of_limit']:.1f} %"]
 
 
 def _loops(run: Json) -> list[str]:

@@ -1,0 +1,96 @@
+"""Drafting on recorded texts of several data sets, by nodes of a step: `python -m benchmarks.data_sets`.
+
+    python -m benchmarks.record --model FOLDER --chat-template --data gsm8k_test.jsonl --temperatures 0 0.2 0.8 \\
+        --steps gsm8k.npz
+    python -m benchmarks.data_sets --steps gsm8k.npz humaneval.npz --budgets 8 64 512
+
+Each file (benchmarks.record) is replayed at each of its temperatures with trees of up to so many drafted nodes, as
+benchmarks.replay does with one: candidates of accepted nodes only, no text drafted from another. An output that repeats
+itself flatters whoever copies, so the figures are given without such outputs, too.
+
+`--peers DIR`, the work folder of benchmarks.peers, also counts the steps of peers that draft from text alone
+(benchmarks.peers.recorded).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.common import make_parser, progress, run_main, whole
+from benchmarks.limit import beside_limit, count_output
+from benchmarks.peers.recorded import CountSteps, replayed_peers
+from benchmarks.record import Recorded, read_texts
+from benchmarks.replay import FixedSizes, Task, replay_task
+from lpr import DecodeConfig
+from lpr.native import SuffixIndex
+
+
+def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Replay every file at every temperature of it and every budget."""
+    files = {Path(path).stem: read_texts(path) for path in options.steps}
+    texts = {name: [text for text in found if len(text.output) > 1] for name, (found, _) in files.items()}
+    by_temperature = {
+        (name, temperature): [text for text in each if abs(text.temperature - temperature) < 1e-6]
+        for name, each in texts.items()
+        for temperature in sorted({round(text.temperature, 6) for text in each})
+    }
+    console.print("ceiling: every drafted token right, and one more")
+    runs, peers, none = [], [], dict[str, CountSteps]()
+    with (
+        progress(console, len(by_temperature), "replay") as advance,
+        replayed_peers(options.peers) if options.peers else nullcontext(none) as known_peers,
+    ):
+        for (name, temperature), chosen in by_temperature.items():
+            case = {"data": name, "temperature": temperature}
+            runs += [
+                {**case, "budget": budget, **replay_texts(chosen, lpr_steps(budget))} for budget in options.budgets
+            ]
+            peers += [
+                {**case, "peer": peer, **replay_texts(chosen, peer_steps(count))} for peer, count in known_peers.items()
+            ]
+            advance()
+    facts = {name: found for name, (_, found) in files.items()}
+    return {"benchmark": "data_sets", "recorded": facts, "runs": runs, "peers": peers}
+
+
+def lpr_steps(budget: int) -> Callable[[Recorded], int]:
+    """The steps of a text with trees of up to `budget` drafted nodes."""
+    config = DecodeConfig(window_size=0, trie_nodes=budget, branch_length=max(1, budget)).resolved()
+
+    def count(text: Recorded) -> int:
+        sizes = FixedSizes(config, SuffixIndex(config.trie_capacity))
+        replay_task(Task(text.tokens[: text.num_prompt].tolist(), text.output, text), sizes)
+        return sizes.tally.num_steps
+
+    return count
+
+
+def peer_steps(count: CountSteps) -> Callable[[Recorded], int]:
+    """The same of a peer."""
+    return lambda text: count(text.tokens[: text.num_prompt].tolist(), text.output)
+
+
+def replay_texts(texts: Sequence[Recorded], steps_of: Callable[[Recorded], int]) -> dict[str, Any]:
+    """Tokens per step of some texts, each by itself, and of those that do not loop."""
+    counted = [count_output(text.tokens[: text.num_prompt].tolist(), text.output, steps_of(text)) for text in texts]
+    return {"num_texts": len(counted), **beside_limit(counted)}
+
+
+def main() -> int:
+    """Run the command line; returns the exit code."""
+    parser = make_parser("data_sets", "Drafting on recorded texts of several data sets, by nodes of a step.")
+    parser.add_argument("--steps", required=True, nargs="+", metavar="FILE", help="what benchmarks.record has written")
+    parser.add_argument("--budgets", type=whole, nargs="+", default=[8, 16, 32, 64, 128, 256, 512], metavar="N")
+    parser.add_argument("--peers", type=Path, metavar="DIR", help="work folder of benchmarks.peers: replay peers, too")
+    return run_main(parser, measure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""Peers that draft from text alone, replayed over a model's recorded texts: no model, so any temperature costs seconds.
+
+Whoever verifies a draft by sampling accepts what the text goes on with, as often as the model says it. So the steps
+that a recorded text takes are those of a run that happens to write it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+from benchmarks.peers import arctic
+from benchmarks.peers.environment import installed, python_of
+from benchmarks.peers.process import Process
+from lpr.config import InputError
+
+CountSteps = Callable[[list[int], list[int]], int]
+"""The steps of a text, given its prompt and its output."""
+LOOKUP_TOKENS = 10
+
+
+@contextmanager
+def replayed_peers(work: Path) -> Iterator[dict[str, CountSteps]]:
+    """Who can be replayed, by name: Arctic's suffix tree as installed in `work`, and transformers' prompt lookup.
+
+    Each text is drafted for by itself. Raises InputError where Arctic's is not installed.
+    """
+    if not installed(arctic.PEER, work):
+        raise InputError(f"arctic is not installed in {work}; python -m benchmarks.peers install --only arctic")
+    with Process(
+        python_of(arctic.PEER, work), arctic.PEER.module, work, 1, work / arctic.PEER.name / "log.txt"
+    ) as process:
+
+        def replay(variant: str, prompt: list[int], output: list[int]) -> int:
+            request = {
+                "variant": variant, "prompt": prompt, "text": output, "fresh": True, "max_new_tokens": len(output),
+                "stop_ids": [],
+            }  # fmt: skip
+            return int(process.complete(request)["steps"])
+
+        def arctic_as(variant: str) -> CountSteps:
+            return lambda prompt, output: replay(variant, prompt, output)
+
+        yield {
+            "transformers, prompt lookup": lookup_steps,
+            **{f"arctic, {variant}": arctic_as(variant) for variant in arctic.PEER.variants},
+        }
+
+
+def lookup_steps(prompt: Sequence[int], output: Sequence[int]) -> int:
+    """The steps of a text by transformers' own search for what follows its last tokens elsewhere."""
+    text = torch.tensor([[*prompt, *output]])
+    longest = text.shape[1] + LOOKUP_TOKENS
+    search: Any = PromptLookupCandidateGenerator(num_output_tokens=LOOKUP_TOKENS, max_length=longest)
+    at, steps = len(prompt), 0
+    while at < text.shape[1]:
+        drafted = search.get_candidates(text[:, :at])[0][0, at:].tolist()
+        for token, came in zip(drafted, text[0, at:].tolist(), strict=False):
+            if token != came:
+                break
+            at += 1
+        at += 1
+        steps += 1
+    return steps
