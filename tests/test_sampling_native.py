@@ -52,7 +52,6 @@ def test_rows_in_doubt_are_rare_and_others_need_no_second_look(
 @pytest.mark.parametrize("count", [1, 3])
 def test_threads_and_rows_without_a_choice(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: count)
-    sampling_native._threads.cache_clear()
     logits = peaked(torch.Generator().manual_seed(9), 7, 9000)
     logits[1, 77], logits[3], logits[4, 5] = torch.nan, -torch.inf, torch.inf
     for params in PARAMS:

@@ -7,15 +7,15 @@ own width that takes about as long as PyTorch's attention, which adds as its blo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 
 import numpy as np
 import torch
 
 from lpr import native
+from lpr.model.threads import share_out
 
 
 @dataclass(frozen=True)
@@ -58,42 +58,33 @@ def attend(
     `paths` has one element per sequence. Computed in float32 and rounded once; an entry that sees nothing gets zeros.
     """
     batch, num_heads, length, _ = query.shape
-    asked = (query.float() * scale).numpy()
-    out = torch.empty(batch, num_heads, length, value.shape[-1])
-    found, cap = out.numpy(), softcap or 0.0
+    asked, out = (query.float() * scale).numpy(), torch.empty(batch, num_heads, length, value.shape[-1])
     own_sinks = None if sinks is None else sinks.float().contiguous().numpy()
-    num_kv_heads = key.shape[1]
-    group = num_heads // num_kv_heads
-    count = min(torch.get_num_threads(), num_kv_heads)
-    edges = [num_kv_heads * part // count for part in range(count + 1)]
     for row, path in enumerate(paths):
-        keys, values = _wide(key[row]), _wide(value[row])
-
-        def work(begin: int, end: int, row: int, path: Paths, keys: np.ndarray, values: np.ndarray) -> None:
-            heads = slice(begin * group, end * group)
-            extra = None if own_sinks is None else own_sinks[heads]
-            parts = asked[row, heads], keys[begin:end], values[begin:end]
-            _attend_in_order()(*parts, path.rows, path.starts, cap, extra, found[row, heads])
-
-        each = partial(work, row=row, path=path, keys=keys, values=values)
-        if count < 2:
-            each(0, num_kv_heads)
-        else:
-            list(_threads(count).map(each, edges[:-1], edges[1:]))
+        states = asked[row], _wide(key[row]), _wide(value[row])
+        share_out(partial(_attend_heads, *states, path, softcap or 0.0, own_sinks, out[row].numpy()), key.shape[1])
     return out.to(query.dtype)
+
+
+def _attend_heads(
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    path: Paths,
+    softcap: float,
+    sinks: np.ndarray | None,
+    out: np.ndarray,
+    heads: slice,
+) -> None:
+    """Write the part of `out` [Hq, T, Dv] that the `heads` of K and V answer."""
+    assert native.attend_in_order is not None
+    group = len(query) // len(key)
+    own = slice(heads.start * group, heads.stop * group)
+    extra = None if sinks is None else sinks[own]
+    native.attend_in_order(query[own], key[heads], value[heads], path.rows, path.starts, softcap, extra, out[own])
 
 
 def _wide(states: torch.Tensor) -> np.ndarray:
     """`states` in float32, the values of a row beside each other."""
     wide = states.float()
     return (wide if wide.stride(-1) == 1 else wide.contiguous()).numpy()
-
-
-@lru_cache(maxsize=1)
-def _threads(count: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(count, thread_name_prefix="lpr-attention")
-
-
-def _attend_in_order() -> Callable[..., None]:
-    assert native.attend_in_order is not None
-    return native.attend_in_order

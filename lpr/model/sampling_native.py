@@ -7,8 +7,6 @@ a limit asks for it. Rows of which rounding would decide are left to lpr.model.s
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -17,6 +15,7 @@ from lpr import native
 from lpr.core.accept import NOT_A_NUMBER
 from lpr.model import sampling_cpu
 from lpr.model.selection import Selection
+from lpr.model.threads import share_out
 
 _NONE, _DOUBT = -1, -2
 """What the extension says of a row without a choice, and of one that is too close to call."""
@@ -57,18 +56,8 @@ def _choose(logits: torch.Tensor, selection: Selection, rows: np.ndarray) -> np.
     def work(part: slice) -> None:
         _choose_rows()(scores[part], *[each[part] for each in columns], found[part])
 
-    count = min(torch.get_num_threads(), len(rows))
-    if count < 2:
-        work(slice(None))
-    else:
-        edges = np.linspace(0, len(rows), count + 1).astype(int)
-        list(_threads(count).map(work, map(slice, edges[:-1], edges[1:])))
+    share_out(work, len(rows))
     return found
-
-
-@lru_cache(maxsize=1)
-def _threads(count: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(count, thread_name_prefix="lpr-sampling")
 
 
 def _choose_rows() -> Callable[..., None]:

@@ -1,0 +1,25 @@
+"""Work of the extension on a CPU, which holds no lock, shared out to threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+
+import torch
+
+
+def share_out(work: Callable[[slice], None], number: int) -> None:
+    """Do `work` on equal parts of `number` things, by as many threads as torch uses."""
+    num_threads = torch.get_num_threads()
+    count = min(num_threads, number)
+    if count < 2:
+        work(slice(0, number))
+        return
+    edges = [number * part // count for part in range(count + 1)]
+    list(_pool(num_threads).map(work, map(slice, edges[:-1], edges[1:])))
+
+
+@lru_cache(maxsize=1)
+def _pool(num_threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(num_threads, thread_name_prefix="lpr")
