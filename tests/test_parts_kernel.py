@@ -198,7 +198,7 @@ IN_KERNELS = {
     "tokens of the part": ("token + first_token)", "token)", NARROW),
     "the best of all alone": ("left -= 1", "left = tl.where(left > LENGTH, left - 1, 0)", NARROW),
     "borders by the part's columns": ("tl.load(tokens_at + at) - first_token", "tl.load(tokens_at + at)", NARROW),
-    "top-p of the whole": ("counted = held & (order >= kept)", "counted = held", BOTH),
+    "top-p of the whole": ("_ordered(tl.load(kept_at + row))", "tl.full([], LEAST, tl.int64)", BOTH),
 }
 
 

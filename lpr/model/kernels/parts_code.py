@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lpr.model.kernels.sampling_code import LEAST, _best_before, _largest, _ordered, _scores
+from lpr.model.kernels.sampling_code import LEAST, _best_before, _largest, _ordered, _weights_before
 
 
 @triton.jit
@@ -74,19 +74,8 @@ def weigh_prefixes(
         end = _ordered(tl.load(scores_at + at))
         end_token = tl.load(tokens_at + at) - first_token
         kept = _ordered(tl.load(kept_at + row))
-        top = tl.load(top_at + row).to(tl.float64)
-        before = tl.full([], 0.0, tl.float64)
-        whole = tl.full([], 0.0, tl.float64)
-        for start in range(0, vocabulary, BLOCK):
-            tokens = start + tl.arange(0, BLOCK)
-            held = tokens < vocabulary
-            scores = _scores(row_at, tokens, held, temperature)
-            order = _ordered(scores)
-            counted = held & (order >= kept)
-            weights = tl.where(counted, tl.exp(scores.to(tl.float64) - top), 0.0)
-            earlier = counted & ((order > end) | ((order == end) & (tokens < end_token)))
-            whole += tl.sum(weights, 0)
-            before += tl.sum(tl.where(earlier, weights, 0.0), 0)
+        top = tl.load(top_at + row)
+        before, whole = _weights_before(row_at, temperature, top, kept, end, end_token, vocabulary, BLOCK)
         tl.store(before_at + at, before)
         if element == 0:
             tl.store(whole_at + row, whole)

@@ -126,6 +126,27 @@ def _best_before(
 
 
 @triton.jit
+def _weights_before(row_at, temperature, top, kept, end, end_token, vocabulary, BLOCK: tl.constexpr):
+    """Weights against the score `top`: of the kept tokens in front of token `end_token` with score `end`, and of all.
+
+    The first is 0 for nothing but the first token, as that one weighs 1 where `top` is the row's.
+    """
+    before = tl.full([], 0.0, tl.float64)
+    whole = tl.full([], 0.0, tl.float64)
+    for start in range(0, vocabulary, BLOCK):
+        tokens = start + tl.arange(0, BLOCK)
+        held = tokens < vocabulary
+        scores = _scores(row_at, tokens, held, temperature)
+        order = _ordered(scores)
+        counted = held & (order >= kept)
+        weights = tl.where(counted, tl.exp(scores.to(tl.float64) - top.to(tl.float64)), 0.0)
+        earlier = counted & ((order > end) | ((order == end) & (tokens < end_token)))
+        whole += tl.sum(weights, 0)
+        before += tl.sum(tl.where(earlier, weights, 0.0), 0)
+    return before, whole
+
+
+@triton.jit
 def choose_rows(
     logits_at, keys_at, key_of_at, temperature_at, top_k_at, top_p_at, min_p_at, chosen_at, totals_at,
     vocabulary, row_stride, first_token, NOT_A_NUMBER: tl.constexpr, LIMITED: tl.constexpr, BLOCK: tl.constexpr,
@@ -168,22 +189,9 @@ def choose_rows(
                 end = _ordered(score)
                 end_token = chosen
                 if (top_p < 1.0) | (min_p > 0.0):
-                    before = tl.full([], 0.0, tl.float64)
-                    whole = tl.full([], 0.0, tl.float64)
-                    is_first = 1
-                    for start in range(0, vocabulary, BLOCK):
-                        tokens = start + tl.arange(0, BLOCK)
-                        held = tokens < vocabulary
-                        scores = _scores(row_at, tokens, held, temperature)
-                        order = _ordered(scores)
-                        counted = held & (order >= kept)
-                        weights = tl.where(counted, tl.exp(scores.to(tl.float64) - top.to(tl.float64)), 0.0)
-                        earlier = counted & ((order > end) | ((order == end) & (tokens < end_token)))
-                        whole += tl.sum(weights, 0)
-                        before += tl.sum(tl.where(earlier, weights, 0.0), 0)
-                        is_first = tl.where(tl.max(earlier.to(tl.int32), 0) > 0, 0, is_first)
+                    before, whole = _weights_before(row_at, temperature, top, kept, end, end_token, vocabulary, BLOCK)
                     weight = tl.exp(score.to(tl.float64) - top.to(tl.float64))
-                    allowed = (before < top_p.to(tl.float64) * whole) | (top_p >= 1.0) | (is_first == 1)
+                    allowed = (before < top_p.to(tl.float64) * whole) | (top_p >= 1.0) | (before == 0.0)
                     allowed = allowed & (weight >= min_p.to(tl.float64))
                     searching = allowed == 0
     tl.store(totals_at + row, tl.where(broken > 0, float("nan"), total))
