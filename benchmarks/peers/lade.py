@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from benchmarks.peers.recipe import Peer
-from benchmarks.peers.worker import Complete, Request, main
+from benchmarks.peers.worker import Calls, Complete, Request, how_to_choose, main
 
 PEER = Peer(
     name="lade",
@@ -46,13 +46,7 @@ def start(folder: str) -> Complete:
     model: Any = AutoModelForCausalLM.from_pretrained(
         folder, torch_dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    forward, counted = model.jforward_multilevel, [0]
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        counted[0] += 1
-        return forward(*args, **kwargs)
-
-    model.jforward_multilevel = counting
+    calls = Calls(model, "jforward_multilevel")
 
     def complete(request: Request) -> tuple[list[int], int]:
         pool = int(request["variant"].endswith("pool"))
@@ -60,14 +54,10 @@ def start(folder: str) -> Complete:
         random.seed(request["seed"])
         torch.manual_seed(request["seed"])
         ids = torch.tensor([request["prompt"]])
-        counted[0] = 0
-        how: dict[str, Any] = {"do_sample": False}
-        if request["temperature"]:
-            how = {"do_sample": True, "temperature": request["temperature"], "top_k": 0, "top_p": 1.0}
-        out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=request["max_new_tokens"], pad_token_id=0, **how
-        )
-        return out[0, ids.shape[1] :].tolist(), counted[0]
+        calls.number, mask = 0, torch.ones_like(ids)
+        most, how = request["max_new_tokens"], how_to_choose(request)
+        out = model.generate(ids, attention_mask=mask, max_new_tokens=most, pad_token_id=0, **how)
+        return out[0, ids.shape[1] :].tolist(), calls.number
 
     return complete
 

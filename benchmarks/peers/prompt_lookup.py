@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from benchmarks.peers.recipe import Peer
-from benchmarks.peers.worker import Complete, Request, main
+from benchmarks.peers.worker import Calls, Complete, Request, how_to_choose, main
 
 PLAIN, LOOKUP = "generate", "prompt lookup, 10 tokens"
 PEER = Peer(
@@ -23,25 +23,16 @@ def start(folder: str) -> Complete:
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    forward, counted = model.forward, [0]
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        counted[0] += 1
-        return forward(*args, **kwargs)
-
-    model.forward = counting
+    calls = Calls(model, "forward")
 
     def complete(request: Request) -> tuple[list[int], int]:
         torch.manual_seed(request["seed"])
         ids = torch.tensor([request["prompt"]])
-        counted[0] = 0
-        how: dict[str, Any] = {"do_sample": False}
-        if request["temperature"]:
-            how = {"do_sample": True, "temperature": request["temperature"], "top_k": 0, "top_p": 1.0}
+        calls.number, how = 0, how_to_choose(request)
         if request["variant"] == LOOKUP:
             how["prompt_lookup_num_tokens"] = 10
         out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=request["max_new_tokens"], **how)
-        return out[0, ids.shape[1] :].tolist(), counted[0]
+        return out[0, ids.shape[1] :].tolist(), calls.number
 
     return complete
 

@@ -44,6 +44,28 @@ def cut(ids: list[int], request: Request) -> list[int]:
     return ids[: ends[0] + 1] if ends else ids
 
 
+class Calls:
+    """Counts the calls of a model's method, which it replaces."""
+
+    def __init__(self, model: Any, name: str) -> None:
+        """Of `model`, from now on."""
+        self.number = 0
+        method = getattr(model, name)
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            self.number += 1
+            return method(*args, **kwargs)
+
+        setattr(model, name, counting)
+
+
+def how_to_choose(request: Request) -> dict[str, Any]:
+    """What `generate` of transformers is told of a request's temperature."""
+    if not request["temperature"]:
+        return {"do_sample": False}
+    return {"do_sample": True, "temperature": request["temperature"], "top_k": 0, "top_p": 1.0}
+
+
 def _answer(complete: Complete, request: Request) -> dict[str, Any]:
     began = time.perf_counter()
     try:

@@ -23,6 +23,8 @@ from lpr.model.runner import TreeModel
 from lpr.model.sampling import Selection
 from lpr.native import AdaptiveBudget, Budgets
 
+FIRST_TOKENS, FIRST_STEPS = 2.0, 4
+"""Tokens that a step brings to a request before any has told, and for how many steps that counts."""
 SHARE_EVERY = 16
 """Steps between two tables that rank 0 sends, at least."""
 SAMPLE_PLAIN = 4
@@ -51,10 +53,6 @@ def resolve_sizes(decode: DecodeConfig, times: StepTimes | None, num_ranks: int)
         return decode.resolved(num_ranks)
     longest = max(FEWEST_NODES, times.longest(LONGEST_STEP))
     return decode.resolved(num_ranks, min(longest, decode.max_nodes))
-
-
-FIRST_TOKENS, FIRST_STEPS = 2.0, 4
-"""Tokens that a step brings to a request before any has told, and for how many steps that counts."""
 
 
 class Sizer:
