@@ -41,7 +41,7 @@ from benchmarks.leaks import Traces
 from benchmarks.services import running
 from lpr.config import InputError
 
-RANK = "lpr.serve.rank"
+RANK = "lpr.serve.ranks.rank"
 """What the command of a rank names; that of a launcher names more."""
 SUPERVISOR = "lpr.dist.supervisor"
 LAUNCHERS = ("torch.distributed.run", SUPERVISOR)

@@ -31,7 +31,7 @@ from lpr.engine.request import Request
 from lpr.model.cache import TreeCache
 from lpr.model.inputs import Row, StepInputs
 from lpr.model.loader import load
-from lpr.model.selection import Selection
+from lpr.model.sampling.selection import Selection
 from tests.prompts import PROMPTS
 from tests.worlds import ThreadComm, ThreadWorld, run_ranks
 

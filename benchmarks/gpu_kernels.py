@@ -15,11 +15,11 @@ from benchmarks.common import attempt
 from benchmarks.gpu_models import tree_step
 from benchmarks.gpu_parts import Sizes, median_ms, wait
 from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
-from lpr.model import sampling, sampling_reference
 from lpr.model.attention import additive
 from lpr.model.graphs import CudaCapturer
 from lpr.model.kernels.mask import build_mask
-from lpr.model.selection import Selection
+from lpr.model.sampling import choice, specification
+from lpr.model.sampling.selection import Selection
 
 VOCABULARIES = (32_016, 128_256)
 LIMITS = {
@@ -33,7 +33,7 @@ LIMITS = {
 def warm_up(sizes: Sizes) -> dict[str, Any]:
     """Compile what the first engine needs, and say what it got: attention, sampling, captures, and their seconds."""
     began = time.perf_counter()
-    picked = sampling.gpu_pick(sizes.device) if sizes.device.type == "cuda" else sampling_reference.pick
+    picked = choice.gpu_pick(sizes.device) if sizes.device.type == "cuda" else specification.pick
     sampling_s = time.perf_counter() - began
     began = time.perf_counter()
     engine = Engine.from_pretrained(
@@ -41,7 +41,7 @@ def warm_up(sizes: Sizes) -> dict[str, Any]:
     )
     found = {
         "attention": engine.model.attention,
-        "sampling": "kernel" if picked is not sampling_reference.pick else "specification",
+        "sampling": "kernel" if picked is not specification.pick else "specification",
         "captured": engine.model.num_captures,
         "graph_reason": engine.model.graph_reason,
         "compiled": engine.model.compiled.describe() if engine.model.compiled is not None else None,
@@ -63,7 +63,7 @@ def choices(sizes: Sizes) -> dict[str, Any]:
         logits = logits.to(sizes.device, sizes.dtype)
         for name, params in LIMITS.items():
             selection = Selection.build([(params, range(count))]).to(sizes.device)
-            versions = {"us": sampling.pick, "specification_us": sampling_reference.pick}
+            versions = {"us": choice.pick, "specification_us": specification.pick}
             same = torch.equal(*(version(logits, selection) for version in versions.values()))
             row: dict[str, Any] = {"vocabulary": vocabulary, "rows": count, "limits": name, "same_ids": same}
             for column, version in versions.items():

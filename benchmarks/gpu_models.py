@@ -18,7 +18,7 @@ from lpr.model.graphs import CudaCapturer
 from lpr.model.inputs import Row, build_inputs
 from lpr.model.packing import pack_projections
 from lpr.model.runner import TreeModel
-from lpr.model.sampling import Selection
+from lpr.model.sampling.selection import Selection
 from lpr.model.self_check import self_check
 from lpr.model.static_inputs import NODE_BUCKETS, StaticShape, static_shape
 from lpr.planner.facts import config_from

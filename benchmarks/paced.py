@@ -27,7 +27,7 @@ from lpr.core.step_times import StepTimes
 from lpr.dist.comm import SoloComm
 from lpr.engine.engine import Engine
 from lpr.model.inputs import Row
-from lpr.model.sampling import Selection
+from lpr.model.sampling.selection import Selection
 from lpr.model.static_inputs import NODE_BUCKETS, static_shape
 
 SCORE_STEP = 24

@@ -27,9 +27,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from benchmarks.common import model_parser, progress, run_main, whole
 from benchmarks.data import prompts_of
 from lpr import InputError, SamplingParams, bundled_model
-from lpr.model.sampling import candidates as candidates_of
-from lpr.model.sampling import pick
-from lpr.model.selection import Selection
+from lpr.model.sampling.choice import candidates as candidates_of
+from lpr.model.sampling.choice import pick
+from lpr.model.sampling.selection import Selection
 
 Said = tuple[np.ndarray, np.ndarray, np.ndarray]
 """After one token: candidates, scores, projection."""

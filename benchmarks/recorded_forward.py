@@ -17,7 +17,7 @@ from benchmarks.replay import read_traces
 from lpr.config import InputError
 from lpr.engine.engine import Engine
 from lpr.model.inputs import Row
-from lpr.model.sampling import Selection
+from lpr.model.sampling.selection import Selection
 
 Text = tuple[list[int], list[int]]
 """Tokens of a prompt and of its completion."""

@@ -23,7 +23,7 @@ from benchmarks.common import RESULTS, OneLineParser, circumstances, write_json
 from benchmarks.gpu_models import shapes_like, tree_step
 from lpr import SamplingParams
 from lpr.model.runner import TreeModel
-from lpr.model.sampling import Selection
+from lpr.model.sampling.selection import Selection
 
 SHAPE = dict(
     vocab_size=262_144, hidden_size=640, intermediate_size=2048, num_hidden_layers=18, num_attention_heads=4,

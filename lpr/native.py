@@ -134,10 +134,10 @@ __all__ = [
 ]
 
 choose_rows: Callable[..., None] | None = getattr(_extension, "choose_rows", None)
-"""Chooses the tokens of rows of logits (lpr.model.sampling_native); without the extension torch and numpy do it."""
+"""Chooses the tokens of rows of logits (lpr.model.sampling.in_cpp); without the extension torch and numpy do it."""
 
 attend_in_order: Callable[..., None] | None = getattr(_extension, "attend_in_order", None)
-"""Exact attention (lpr.model.exact_native); without the extension torch's matrix products do it, in another order."""
+"""Exact attention (lpr.model.exact.in_order); without the extension torch's matrix products do it, in another order."""
 
 if _extension is not None:
     globals().update({name: getattr(_extension, name) for name in __all__ if name not in ("is_native", "missing")})

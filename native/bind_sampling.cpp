@@ -1,4 +1,4 @@
-// Choosing tokens on a CPU (lpr.model.sampling_native): rows of logits in, ids out, without the interpreter's lock.
+// Choosing tokens on a CPU (lpr.model.sampling.in_cpp): rows of logits in, ids out, without the interpreter's lock.
 #include "bindings.h"
 #include "sampling.h"
 

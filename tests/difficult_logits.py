@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 
 from lpr.config import SamplingParams
-from lpr.model.selection import Selection
+from lpr.model.sampling.selection import Selection
 
 
 def peaked(generator: torch.Generator, num_rows: int, vocabulary: int) -> torch.Tensor:

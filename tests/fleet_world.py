@@ -14,8 +14,8 @@ from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.fleet.options import FleetOptions
 from lpr.fleet.sharing import SharedDrafts
 from lpr.fleet.store import stream_of
-from lpr.serve.driver import Driver
 from lpr.serve.messages import Chunk, Load, Resume, Stepped, Stop, Submit
+from lpr.serve.ranks.driver import Driver
 
 DECODE = DecodeConfig(window_size=0, trie_nodes=16, num_candidates=0, max_batch_size=2)
 PROMPTS = ("def fibonacci(n):\n    ", "class Stack:\n    def __init__(self):\n", "import os\n\ndef read_lines(path):\n")

@@ -29,11 +29,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lpr.model import sampling_reference
 from lpr.model.kernels import reference
 from lpr.model.kernels.mask import Paths, TreeMask
-from lpr.model.sampling import gpu_pick
-from lpr.model.selection import Selection
+from lpr.model.sampling import specification
+from lpr.model.sampling.choice import gpu_pick
+from lpr.model.sampling.selection import Selection
 
 CUDA = torch.device("cuda", 0)
 GUARD = """
@@ -350,7 +350,7 @@ def sampling_kernel(logits: Any, selection: Selection) -> tuple[torch.Tensor, to
     def run() -> None:
         sizes = (selection.num_keys, selection.num_rows, selection.sampled, selection.filtered)
         there = Selection(held(selection._words), *sizes)
-        for made, found in zip((out, totals), sampling_reference.choose(held(logits), there), strict=True):
+        for made, found in zip((out, totals), specification.choose(held(logits), there), strict=True):
             made.held.copy_(found)
 
     current_gpu().launch(run)

@@ -16,7 +16,8 @@ from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.model.cache import TreeCache
 from lpr.model.inputs import Block, Row, StepInputs, build_inputs
 from lpr.model.runner import TreeModel
-from lpr.model.sampling import Selection, choose
+from lpr.model.sampling.choice import choose
+from lpr.model.sampling.selection import Selection
 from lpr.model.self_check import self_check
 
 LENGTHS = (1, 70, 9, 23, 130, 2, 40, 5, 64, 17)

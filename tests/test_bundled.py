@@ -72,8 +72,8 @@ def test_the_service_asks_as_the_recipe_trains(tokenizer, monkeypatch):
     """`suffix` finds the added tokens, and its prompts are the ids that were trained on."""
     import bundled_text
 
-    from lpr.serve.fim import filler
-    from lpr.serve.tokens import Tokens
+    from lpr.serve.text.fim import filler
+    from lpr.serve.text.tokens import Tokens
 
     monkeypatch.setattr(bundled_text, "make_hole", bundled_text.line_hole)
     trained, _ = bundled_text.encode(tokenizer, [TEXT], 1.0, random.Random(3))

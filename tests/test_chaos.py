@@ -70,7 +70,7 @@ def test_only_ranks_are_hit():
         def __init__(self, *words, status="running"):
             self.cmdline, self.status = lambda: list(words), lambda: status
 
-    assert chaos.is_rank(Process("python", "-m", "lpr.serve.rank", "--lp", "3"))
-    assert not chaos.is_rank(Process("python", "-m", "lpr.dist.supervisor", "3", "1", "lpr.serve.rank"))
+    assert chaos.is_rank(Process("python", "-m", "lpr.serve.ranks.rank", "--lp", "3"))
+    assert not chaos.is_rank(Process("python", "-m", "lpr.dist.supervisor", "3", "1", "lpr.serve.ranks.rank"))
     assert not chaos.is_rank(Process("python", "-m", "lpr.serve", "--lp", "3"))
-    assert not chaos.is_rank(Process("python", "-m", "lpr.serve.rank", status=psutil.STATUS_STOPPED))
+    assert not chaos.is_rank(Process("python", "-m", "lpr.serve.ranks.rank", status=psutil.STATUS_STOPPED))

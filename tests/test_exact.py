@@ -22,8 +22,8 @@ from benchmarks.exactness import SHAPES, Group, Worlds
 from lpr import DecodeConfig, Engine, InputError, SamplingParams, native
 from lpr.dist.comm import Comm
 from lpr.engine.exchange import DesyncError
-from lpr.model import exact, exact_check, exact_native
 from lpr.model.cache import TreeCache
+from lpr.model.exact import check, in_order, products
 from lpr.model.inputs import Row
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
@@ -44,7 +44,7 @@ NATIVE = pytest.param("native", marks=pytest.mark.skipif(native.attend_in_order 
 @pytest.fixture
 def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention as it is without the extension."""
-    monkeypatch.setattr(exact_native, "attends", lambda device: False)
+    monkeypatch.setattr(in_order, "attends", lambda device: False)
 
 
 @pytest.fixture(params=[NATIVE, "torch"])
@@ -169,9 +169,9 @@ def test_the_same_ids_in_bfloat16(decode: str, num_ranks: int, half_model: PreTr
 def test_without_it_bits_differ(half_model: PreTrainedModel) -> None:
     """What exact mode is for: if this ever fails, the tests above prove nothing."""
     runner = TreeModel(half_model, exact=False)
-    for check in (check_pieces, check_trees):
+    for fails in (check_pieces, check_trees):
         with pytest.raises(AssertionError):
-            check(runner)
+            fails(runner)
 
 
 def half_group(exact: bool = True) -> Group:
@@ -196,7 +196,7 @@ def test_a_rank_that_adds_in_another_order_is_noticed(monkeypatch: pytest.Monkey
     group = Group(Worlds(model, "float32", exact=True), [TEXT], params)  # three blocks: the sum of two has one order
     group.decode_plainly()
     texts = [TEXT + group.outputs[0]]
-    add, step = exact._sum_in_order, threading.local()
+    add, step = products._sum_in_order, threading.local()
 
     def by_rank(parts: torch.Tensor, dim: int, start: torch.Tensor | None = None) -> torch.Tensor:
         turned = getattr(step, "rank", 0) == 1 and start is None
@@ -207,7 +207,7 @@ def test_a_rank_that_adds_in_another_order_is_noticed(monkeypatch: pytest.Monkey
         engine = Engine.from_model(model, decode=SHAPES["window"].decode, comm=comm, exact=True)
         return group.watched(engine, SHAPES["window"], texts)
 
-    monkeypatch.setattr(exact, "_sum_in_order", by_rank)
+    monkeypatch.setattr(products, "_sum_in_order", by_rank)
     monkeypatch.setattr(lpr.model.self_check, "_inexact_step", lambda runner: None)
     found = run_ranks(ThreadWorld(2), program)
     known = [digests[key] == group.digests[key] for _, digests, _ in found for key in digests if key in group.digests]
@@ -240,12 +240,12 @@ def test_results_in_another_order_of_ranks_are_noticed(turned: bool, half_model:
 def test_ranks_of_unlike_machines_are_refused(part: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Text would be right on each of them and differ between them, as one continues what another has begun."""
     rank, model = threading.local(), tiny_model()
-    capability, linear = torch.backends.cpu.get_cpu_capability, exact_check._linear_alone
+    capability, linear = torch.backends.cpu.get_cpu_capability, check._linear_alone
 
     def another(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return linear(rows, weight, bias) + (1e-6 if rank.number and part == "kernels" else 0.0)
 
-    monkeypatch.setattr(exact_check, "_linear_alone", another)
+    monkeypatch.setattr(check, "_linear_alone", another)
     name = "get_cpu_capability"
     monkeypatch.setattr(torch.backends.cpu, name, lambda: "AVX2" if rank.number and part == "kind" else capability())
 
@@ -316,9 +316,9 @@ def test_a_number_of_threads_that_nobody_asked_the_machine_about() -> None:
 def test_products_are_asked_from_which_height_on_they_agree(dtype: torch.dtype) -> None:
     """The answer is checked with other rows than those it was found with, of a product whose errors nothing hides."""
     model = torch.nn.Sequential(torch.nn.Linear(64, 48, bias=False)).to(dtype)
-    heights = exact_check.find_heights(model)
-    assert isinstance(heights, exact_check.Heights)
-    rows, weight, _ = exact_check.cancelling(64, 48, 120, dtype)
+    heights = check.find_heights(model)
+    assert isinstance(heights, check.Heights)
+    rows, weight, _ = check.cancelling(64, 48, 120, dtype)
     whole = F.linear(rows, weight)
     assert whole.abs().max() > 0, "errors show"
     for height in range(heights.model, 40):
@@ -330,7 +330,7 @@ def test_a_product_that_changes_with_its_height_is_named(monkeypatch: pytest.Mon
     def changing(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return F.linear(rows, weight) * (1 + 1e-3 * (len(rows) < 33))
 
-    monkeypatch.setattr(exact_check, "_linear_alone", changing)
+    monkeypatch.setattr(check, "_linear_alone", changing)
     with pytest.raises(InputError, match=r"q_proj \(64, 64\) in float32 with 32 rows rounds otherwise"):
         self_check(TreeModel(tiny_model(), exact=True))
 
@@ -344,15 +344,15 @@ def test_a_model_whose_layers_depend_on_the_height_is_refused() -> None:
 
 
 def off_by_one(patch: pytest.MonkeyPatch, runner: TreeModel) -> None:
-    def mutant(parents: list[int], num_cached: int) -> exact.Tail | None:
+    def mutant(parents: list[int], num_cached: int) -> products.Tail | None:
         tail = find_tail(parents, num_cached)
         if tail is None:
             return None
         rows = torch.cat([torch.full((len(tail.rows), 1), tail.floor - 1), tail.rows[:, :-1]], 1)
         held = torch.cat([torch.ones(len(rows), 1, dtype=torch.bool), tail.held[:, :-1]], 1)
-        return tail if tail.floor == 0 else exact.Tail(tail.floor - 1, rows, held, tail.num_shared)
+        return tail if tail.floor == 0 else products.Tail(tail.floor - 1, rows, held, tail.num_shared)
 
-    find_tail = exact.find_tail
+    find_tail = products.find_tail
     patch.setattr(lpr.model.inputs, "find_tail", mutant)
 
 
@@ -366,12 +366,12 @@ def heights_that_vary(patch: pytest.MonkeyPatch, runner: TreeModel) -> None:
 
 
 def blocks_from_the_last(patch: pytest.MonkeyPatch, runner: TreeModel) -> None:
-    add = exact._sum_in_order
+    add = products._sum_in_order
 
     def mutant(parts: torch.Tensor, dim: int, start: torch.Tensor | None = None) -> torch.Tensor:
         return add(parts.flip(dim) if start is None else parts, dim, start)
 
-    patch.setattr(exact, "_sum_in_order", mutant)
+    patch.setattr(products, "_sum_in_order", mutant)
 
 
 def flat_tails(patch: pytest.MonkeyPatch, runner: TreeModel) -> None:
@@ -381,37 +381,37 @@ def flat_tails(patch: pytest.MonkeyPatch, runner: TreeModel) -> None:
 
 def paths_from_their_ends(patch: pytest.MonkeyPatch, runner: TreeModel) -> None:
     """The last entry of a step adds from its own position back to the first."""
-    find = exact_native.find_paths
+    find = in_order.find_paths
 
-    def mutant(mask: torch.Tensor) -> exact_native.Paths:
+    def mutant(mask: torch.Tensor) -> in_order.Paths:
         paths = find(mask)
         last = paths.starts[-2]
-        return exact_native.Paths(np.concatenate([paths.rows[:last], paths.rows[last:][::-1]]), paths.starts)
+        return in_order.Paths(np.concatenate([paths.rows[:last], paths.rows[last:][::-1]]), paths.starts)
 
-    patch.setattr(exact_native, "find_paths", mutant)
+    patch.setattr(in_order, "find_paths", mutant)
 
 
 def a_sibling_is_seen(patch: pytest.MonkeyPatch, runner: TreeModel) -> None:
     """The last entry of a step sees the row in front of its own, whose entry may be of another branch."""
-    find = exact_native.find_paths
+    find = in_order.find_paths
 
-    def mutant(mask: torch.Tensor) -> exact_native.Paths:
+    def mutant(mask: torch.Tensor) -> in_order.Paths:
         seen = mask.clone()
         seen[-1, int((mask[-1] == 0).nonzero()[-1]) - 1] = 0
         return find(seen)
 
-    patch.setattr(exact_native, "find_paths", mutant)
+    patch.setattr(in_order, "find_paths", mutant)
 
 
 def steps_of_another_rounding(patch: pytest.MonkeyPatch, runner: TreeModel) -> None:
     """A step of several entries rounds otherwise than plain decoding, by one unit of the last place."""
-    attend = exact_native.attend
+    attend = in_order.attend
 
     def mutant(query: torch.Tensor, *rest: Any) -> torch.Tensor:
         out = attend(query, *rest)
         return out if query.shape[2] < 16 else out * (1 + 2**-23)
 
-    patch.setattr(exact_native, "attend", mutant)
+    patch.setattr(in_order, "attend", mutant)
 
 
 def notice(fault: Callable[[pytest.MonkeyPatch, TreeModel], None], patch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lpr import native
-from lpr.model import exact_native
+from lpr.model.exact import in_order
 
 pytestmark = pytest.mark.skipif(native.attend_in_order is None, reason="no extension")
 LANES = 16
@@ -91,11 +91,9 @@ def test_bits_are_those_of_the_specification(
     mask = torch.full((count, num_kv), -1e9)
     for entry in range(count):
         mask[entry, path_of(parents, entry, num_cached)[-window if window else None :]] = 0
-    paths = exact_native.find_paths(mask)
+    paths = in_order.find_paths(mask)
     scale = width**-0.5
-    found = exact_native.attend(
-        query, key.transpose(0, 1)[None], value.transpose(0, 1)[None], [paths], scale, sinks=sinks
-    )
+    found = in_order.attend(query, key.transpose(0, 1)[None], value.transpose(0, 1)[None], [paths], scale, sinks=sinks)
     asked = (query * scale).numpy()
     for entry in range(count):
         rows = path_of(parents, entry, num_cached)[-window if window else None :]
@@ -114,8 +112,8 @@ def test_it_is_attention(dtype: torch.dtype, softcap: float | None) -> None:
     query, key = torch.randn(2, 6, 9, 24).to(dtype), torch.randn(2, 3, 40, 24).to(dtype)
     value = torch.randn(2, 3, 40, 16).to(dtype)
     mask = torch.zeros(2, 9, 40).masked_fill_(torch.ones(9, 40).triu(32) > 0, -1e9)
-    paths = [exact_native.find_paths(each) for each in mask]
-    found = exact_native.attend(query, key, value, paths, 0.2, softcap)
+    paths = [in_order.find_paths(each) for each in mask]
+    found = in_order.attend(query, key, value, paths, 0.2, softcap)
     scores = query.double() @ key.double().repeat_interleave(2, 1).transpose(2, 3) * 0.2
     scores = torch.tanh(scores / softcap) * softcap if softcap else scores
     weights = torch.softmax(scores.masked_fill(mask[:, None] != 0, -torch.inf), -1)
@@ -127,9 +125,9 @@ def test_it_is_attention(dtype: torch.dtype, softcap: float | None) -> None:
 def test_what_nobody_sees_and_what_is_not_a_number() -> None:
     query, key, value = torch.ones(1, 1, 2, 4), torch.ones(1, 1, 3, 4), torch.ones(1, 1, 3, 4)
     value[0, 0, 2], key[0, 0, 2] = torch.nan, torch.inf
-    paths = exact_native.find_paths(torch.tensor([[-1.0, -1.0, -1.0], [0.0, 0.0, -1.0]]))
-    found = exact_native.attend(query, key, value, [paths], 1.0)
+    paths = in_order.find_paths(torch.tensor([[-1.0, -1.0, -1.0], [0.0, 0.0, -1.0]]))
+    found = in_order.attend(query, key, value, [paths], 1.0)
     assert found[0, 0].tolist() == [[0.0] * 4, [1.0] * 4], "a row behind what is visible adds nothing, whatever it is"
-    paths = exact_native.find_paths(torch.tensor([[0.0, 0.0, 0.0], [0.0, -1.0, -1.0]]))
-    found = exact_native.attend(query, key, value, [paths], 1.0)
+    paths = in_order.find_paths(torch.tensor([[0.0, 0.0, 0.0], [0.0, -1.0, -1.0]]))
+    found = in_order.attend(query, key, value, [paths], 1.0)
     assert found[0, 0, 0].isnan().all() and found[0, 0, 1].tolist() == [1.0] * 4

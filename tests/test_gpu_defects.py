@@ -31,7 +31,7 @@ from lpr.model.graphs import GraphRunner, uncapturable
 from lpr.model.inputs import Row, build_inputs
 from lpr.model.kernels import hook
 from lpr.model.runner import TreeModel
-from lpr.model.selection import Selection
+from lpr.model.sampling.selection import Selection
 from lpr.model.self_check import self_check
 from lpr.model.static_inputs import WIDE_KV, StaticShape, static_shape
 

@@ -19,7 +19,7 @@ from lpr.model.cache import TreeCache
 from lpr.model.graphs import GraphRunner, NoWaiting, Program, uncapturable
 from lpr.model.inputs import Row, build_inputs
 from lpr.model.runner import TreeModel
-from lpr.model.sampling import Selection
+from lpr.model.sampling.selection import Selection
 from lpr.model.static_inputs import KV_BUCKETS, NODE_BUCKETS, StaticShape, static_shape
 
 PROMPTS = [[3, 5, 7, 9, 11, 13, 5, 7], [2, 4], [50] * 20 + [3, 4], [7, 8, 9] * 5, [(i * i) % 97 for i in range(90)]]

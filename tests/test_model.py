@@ -11,7 +11,7 @@ from lpr.config import InputError, SamplingParams, result_words
 from lpr.model.cache import TreeCache
 from lpr.model.inputs import Row, build_inputs
 from lpr.model.runner import TreeModel
-from lpr.model.sampling import Selection
+from lpr.model.sampling.selection import Selection
 from lpr.model.self_check import self_check
 
 FAMILIES = {

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 import lpr.engine.step
 import lpr.model.inputs
-import lpr.model.sampling_cpu
+import lpr.model.sampling.in_numpy
 import lpr.native
 from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.core.window import JacobiWindow
@@ -163,7 +163,7 @@ def unkeyed_noise(patch: pytest.MonkeyPatch) -> None:
         return np.random.default_rng().gumbel(size=tokens.shape).astype(np.float32)
 
     patch.setattr(lpr.native, "choose_rows", None)  # numpy's noise is at hand, the extension's is not
-    patch.setattr(lpr.model.sampling_cpu, "gumbel_of_pairs", mutant)
+    patch.setattr(lpr.model.sampling.in_numpy, "gumbel_of_pairs", mutant)
 
 
 def noise_keyed_by_the_parents_position(patch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
-from lpr.serve.driver import Driver
 from lpr.serve.messages import Stepped, Stop, Submit
+from lpr.serve.ranks.driver import Driver
 
 PROMPTS = ["def add(a, b):\n    return a", "import os\n\n\ndef main"]
 

@@ -10,8 +10,8 @@ from difficult_logits import peaked
 
 from lpr import SamplingParams, native
 from lpr.core.accept import NOT_A_NUMBER
-from lpr.model import parts, sampling, sampling_reference
-from lpr.model.selection import Selection
+from lpr.model.sampling import choice, parts, specification
+from lpr.model.sampling.selection import Selection
 
 EDGES = {"even": (0, 1000, 2000, 3000), "uneven": (0, 1024, 2048, 2999, 3000)}
 PARAMS = {
@@ -46,8 +46,8 @@ def test_the_choice_of_the_whole_row(name: str, way: str, edges: str, monkeypatc
         logits = rows_of(seed)
         selection = Selection.build([(PARAMS[name], range(5, 17))])
         chosen, tokens, scores = together(logits, selection, EDGES[edges], way == "for a graph")
-        assert chosen.tolist() == sampling_reference.pick(logits, selection).tolist()
-        whole, whole_scores = sampling.candidates(logits, 8)
+        assert chosen.tolist() == specification.pick(logits, selection).tolist()
+        whole, whole_scores = choice.candidates(logits, 8)
         assert tokens[:10].tolist() == whole[:10].tolist(), "row 10 has ties only"
         assert (scores.int() - whole_scores.int()).abs().max() <= 1, "sums of parts are rounded"
 
@@ -56,7 +56,7 @@ def test_rows_of_both_kinds_and_without_candidates() -> None:
     logits = rows_of(9)
     selection = Selection.build([(PARAMS["greedy"], range(4)), (PARAMS["sampled"], range(8))])
     chosen, tokens, scores = together(logits, selection, EDGES["uneven"], False, 0)
-    assert chosen.tolist() == sampling_reference.pick(logits, selection).tolist()
+    assert chosen.tolist() == specification.pick(logits, selection).tolist()
     assert tokens.shape == scores.shape == (12, 0)
 
 
@@ -69,7 +69,7 @@ def test_rows_without_a_choice(name: str, value: float) -> None:
         logits[3] = value
     selection = Selection.build([(PARAMS[name], range(12))])
     chosen = together(logits, selection, EDGES["even"], False)[0]
-    expected = sampling_reference.pick(logits, selection)
+    expected = specification.pick(logits, selection)
     assert chosen.tolist() == expected.tolist()
     assert (expected[3] == NOT_A_NUMBER) == (name != "greedy" or value != value)
 

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 
 from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.core.accept import NOT_A_NUMBER
-from lpr.model import parts, sampling, sampling_reference
 from lpr.model.inputs import Row
-from lpr.model.selection import TOP_K, Selection
+from lpr.model.sampling import choice, parts, specification
+from lpr.model.sampling.selection import TOP_K, Selection
 from lpr.model.static_inputs import static_shape
 
 if importlib.util.find_spec("triton") is None:
@@ -59,7 +59,7 @@ def test_the_choice_of_the_whole_row(drawn: tuple[torch.Tensor, Selection]) -> N
     logits, selection = drawn
     if not selection.sampled or not parts.may_be_in_parts(selection, with_limits=True):
         return
-    expected = sampling_reference.pick(logits.to(DEVICE), selection.to(DEVICE)).tolist()
+    expected = specification.pick(logits.to(DEVICE), selection.to(DEVICE)).tolist()
     count = 2 + logits.shape[1] % 2
     assert together(logits, selection, edges_of(logits.shape[1], count), 0, 24)[0].tolist() == expected
 
@@ -70,8 +70,8 @@ def test_candidates_and_half_precision(params: SamplingParams) -> None:
     logits[3:] *= 0.2
     selection = Selection.build([(SamplingParams(), [4]), (params, range(3))])
     chosen, tokens, scores = together(logits.bfloat16(), selection, (0, 1024, 2048, 3000), 8)
-    assert chosen.tolist() == sampling_reference.pick(logits.bfloat16(), selection).tolist()
-    whole, whole_scores = sampling.candidates(logits.bfloat16(), 8)
+    assert chosen.tolist() == specification.pick(logits.bfloat16(), selection).tolist()
+    whole, whole_scores = choice.candidates(logits.bfloat16(), 8)
     for row in (0, 1, 2):  # the others have ties in bfloat16
         assert sorted(tokens[row].tolist()) == sorted(whole[row].tolist())
     assert (scores.int() - whole_scores.int()).abs().max() <= 1, "sums of parts are rounded"
@@ -80,7 +80,7 @@ def test_candidates_and_half_precision(params: SamplingParams) -> None:
 def test_a_list_that_is_too_long_says_so() -> None:
     logits = torch.zeros(4, 500)
     selection = Selection.build([(NARROW, range(4))])
-    expected = sampling_reference.pick(logits, selection).tolist()
+    expected = specification.pick(logits, selection).tolist()
     found = together(logits, selection, (0, 250, 500), length=3)[0].tolist()
     assert NOT_A_NUMBER in found and all(
         each in (NOT_A_NUMBER, right) for each, right in zip(found, expected, strict=True)
@@ -103,7 +103,7 @@ def test_totals_are_those_of_the_one_kernel() -> None:
     logits = peaked(torch.Generator().manual_seed(3), 16, 900)
     selection = Selection.build([(SamplingParams(), range(3)), (PARAMS[0], range(13))]).to(DEVICE)
     chosen, totals = sampling_kernel.choose(logits.to(DEVICE), selection)
-    expected, theirs = sampling_reference.choose(logits.to(DEVICE), selection)
+    expected, theirs = specification.choose(logits.to(DEVICE), selection)
     assert chosen.tolist() == expected.tolist() and torch.allclose(totals, theirs, rtol=1e-5, atol=1e-5)
     logits[4, 7] = torch.nan
     assert sampling_kernel.choose(logits.to(DEVICE), selection)[1].isnan().tolist() == [row == 4 for row in range(16)]
@@ -184,7 +184,7 @@ def found_and_expected(params: SamplingParams) -> tuple[list[int], list[int]]:
     logits = difficult()
     selection = Selection.build([(params, range(len(logits)))])
     found = together(logits, selection, (0, 100, 200, 300))[0].tolist()
-    return found, sampling_reference.pick(logits, selection).tolist()
+    return found, specification.pick(logits, selection).tolist()
 
 
 @pytest.mark.parametrize("params", [NARROW, BOTH, FEW])

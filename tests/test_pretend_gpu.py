@@ -28,7 +28,7 @@ from worlds import ThreadComm, ThreadWorld, run_ranks
 
 import lpr.model.cache
 import lpr.model.runner
-import lpr.model.sampling_reference
+import lpr.model.sampling.specification
 from lpr import DecodeConfig, Engine, InputError, Lookahead, SamplingParams
 from lpr.dist.download import Download
 from lpr.model import loader
@@ -36,9 +36,9 @@ from lpr.model.cache import TreeCache
 from lpr.model.graphs import CudaCapturer
 from lpr.model.kernels.mask import TreeMask
 from lpr.model.packing import PackedLinear
-from lpr.model.processors import ROW_BY_ROW, OutputPenalty, Pick, ProcessorPath, Processors
-from lpr.model.sampling import gpu_pick
-from lpr.model.selection import Selection
+from lpr.model.sampling.choice import gpu_pick
+from lpr.model.sampling.processors import ROW_BY_ROW, OutputPenalty, Pick, ProcessorPath, Processors
+from lpr.model.sampling.selection import Selection
 
 __all__ = ["gpu", "guard"]
 
@@ -187,7 +187,7 @@ def test_a_processor_that_fails_for_all_nodes_is_asked_along_the_path(gpu: Prete
     engine = Engine.from_model(to_gpu(copy.deepcopy(model)), decode=DECODE, graphs=False)
     for are_known in (False, True):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("lpr.model.processors.ROW_BY_ROW", ROW_BY_ROW | ({Failing} if are_known else set()))
+            patch.setattr("lpr.model.sampling.processors.ROW_BY_ROW", ROW_BY_ROW | ({Failing} if are_known else set()))
             done = engine.generate([prompt], PROCESSED[0], [Failing(len(prompt), 0, 0)])[0]
         assert done.token_ids == whole[:8] and done.error == "logits processor Failing failed: ValueError: no such path"
 
@@ -408,17 +408,17 @@ def test_the_specification_of_sampling_stays_on_the_device(
     """It takes the kernel's place where that does not work."""
     logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(1))
     params = SamplingParams(temperature=0.8, top_k=9, top_p=0.9, min_p=0.02)
-    expected = lpr.model.sampling_reference.pick(logits, Selection.build([(params, range(6))]))
-    inner = lpr.model.sampling_reference.gumbel
+    expected = lpr.model.sampling.specification.pick(logits, Selection.build([(params, range(6))]))
+    inner = lpr.model.sampling.specification.gumbel
     if fault:
         noise = lambda keys, ids: inner(keys, torch.arange(ids.shape[1])[None])  # noqa: E731
-        monkeypatch.setattr(lpr.model.sampling_reference, "gumbel", noise)
+        monkeypatch.setattr(lpr.model.sampling.specification, "gumbel", noise)
     there = OnGpu(logits)
     selection = Selection.build([(params, range(6))], there.device)
     gpu.events.clear()
     if fault:
         with pytest.raises((PretendError, RuntimeError)):
-            lpr.model.sampling_reference.pick(there, selection)
+            lpr.model.sampling.specification.pick(there, selection)
     else:
-        assert held(lpr.model.sampling_reference.pick(there, selection)).tolist() == expected.tolist()
+        assert held(lpr.model.sampling.specification.pick(there, selection)).tolist() == expected.tolist()
         assert gpu.count("wait") == gpu.count("pageable") == 0, gpu.events

@@ -39,7 +39,7 @@ from worlds import ThreadComm, ThreadWorld, run_ranks
 
 import lpr
 import lpr.engine.step
-import lpr.model.processors
+import lpr.model.sampling.processors
 from lpr import Completion, DecodeConfig, Engine, InputError, SamplingParams
 from lpr.cli.generate import main
 from lpr.core.accept import NOT_A_NUMBER, PROCESSOR_FAILED, accept, as_guess, likely
@@ -47,8 +47,9 @@ from lpr.core.noise_keys import noise_key
 from lpr.core.tree import TokenTree
 from lpr.engine.exchange import Exchange
 from lpr.model.cache import TreeCache
-from lpr.model.noise import gumbel
-from lpr.model.processors import (
+from lpr.model.sampling.choice import pick
+from lpr.model.sampling.noise import gumbel
+from lpr.model.sampling.processors import (
     ROW_BY_ROW,
     Forced,
     LogitBias,
@@ -58,8 +59,7 @@ from lpr.model.processors import (
     Processors,
     is_row_by_row,
 )
-from lpr.model.sampling import pick
-from lpr.model.selection import Selection
+from lpr.model.sampling.selection import Selection
 from lpr.native import StepDraft
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [(3 * i) % 89 for i in range(40)], [9, 9, 4, 2] * 6]
@@ -247,7 +247,7 @@ def guesses_taken_for_choices(patch: pytest.MonkeyPatch) -> None:
 
 
 def processors_after_the_temperature(patch: pytest.MonkeyPatch) -> None:
-    of = lpr.model.processors.Processors.of
+    of = lpr.model.sampling.processors.Processors.of
 
     def mutant(params: SamplingParams, *args: object):  # type: ignore[no-untyped-def]
         made = of(params, *args)  # type: ignore[arg-type]
@@ -256,7 +256,7 @@ def processors_after_the_temperature(patch: pytest.MonkeyPatch) -> None:
             made.functions = (lambda ids, s: s / warm, *made.functions, lambda ids, s: s * warm)
         return made
 
-    patch.setattr(lpr.model.processors.Processors, "of", mutant)
+    patch.setattr(lpr.model.sampling.processors.Processors, "of", mutant)
 
 
 @pytest.mark.parametrize(

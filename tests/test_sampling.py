@@ -8,10 +8,10 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 from lpr.config import SamplingParams
 from lpr.core.noise_keys import noise_key
 from lpr.core.recycle import SCORE_STEPS
-from lpr.model.noise import gumbel
-from lpr.model.sampling import candidates, choose
-from lpr.model.sampling_reference import limit
-from lpr.model.selection import Selection
+from lpr.model.sampling.choice import candidates, choose
+from lpr.model.sampling.noise import gumbel
+from lpr.model.sampling.selection import Selection
+from lpr.model.sampling.specification import limit
 
 CPU = torch.device("cpu")
 

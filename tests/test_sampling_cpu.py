@@ -12,10 +12,10 @@ from hypothesis import given, settings
 
 from lpr.config import SamplingParams
 from lpr.core.accept import NOT_A_NUMBER
-from lpr.model import sampling_cpu, sampling_reference
-from lpr.model.noise import LARGEST_NOISE, RARE_BITS, RARE_NOISE, bits_of_pairs, gumbel, gumbel_of_pairs
-from lpr.model.sampling import pick
-from lpr.model.selection import Selection
+from lpr.model.sampling import in_numpy, specification
+from lpr.model.sampling.choice import pick
+from lpr.model.sampling.noise import LARGEST_NOISE, RARE_BITS, RARE_NOISE, bits_of_pairs, gumbel, gumbel_of_pairs
+from lpr.model.sampling.selection import Selection
 
 
 @settings(max_examples=300, deadline=None)
@@ -23,7 +23,7 @@ from lpr.model.selection import Selection
 def test_the_same_ids_as_the_specification(drawn: tuple[torch.Tensor, Selection]) -> None:
     logits, selection = drawn
     if selection.sampled:
-        assert torch.equal(sampling_cpu.draw(logits, selection), sampling_reference.pick(logits, selection))
+        assert torch.equal(in_numpy.draw(logits, selection), specification.pick(logits, selection))
     assert torch.equal(pick(logits, selection), pick(logits, selection, fixed_shapes=True))
 
 
@@ -36,7 +36,7 @@ def test_large_vocabularies(params: SamplingParams, vocabulary: int) -> None:
     logits = peaked(torch.Generator().manual_seed(vocabulary), 8, vocabulary)
     logits[6:] *= 0.3  # two rows whose limits allow more than the few largest scores
     selection = Selection.build([(params, TREE[:8])])
-    assert torch.equal(sampling_cpu.draw(logits, selection), sampling_reference.pick(logits, selection))
+    assert torch.equal(in_numpy.draw(logits, selection), specification.pick(logits, selection))
 
 
 @pytest.mark.parametrize("params", PARAMS, ids=range(len(PARAMS)))
@@ -48,10 +48,10 @@ def test_noise_is_made_only_where_it_can_matter(params: SamplingParams, monkeypa
         counted.append(len(tokens))
         return gumbel_of_pairs(keys, tokens)
 
-    monkeypatch.setattr(sampling_cpu, "gumbel_of_pairs", count)
-    monkeypatch.setattr(sampling_cpu.sampling_reference, "pick", None)
+    monkeypatch.setattr(in_numpy, "gumbel_of_pairs", count)
+    monkeypatch.setattr(in_numpy.specification, "pick", None)
     logits = peaked(torch.Generator().manual_seed(6), len(TREE), 50_000)
-    sampling_cpu.draw(logits, Selection.build([(params, TREE)]))
+    in_numpy.draw(logits, Selection.build([(params, TREE)]))
     assert 0 < sum(counted) < 0.01 * logits.numel()
 
 
@@ -79,7 +79,7 @@ def test_no_id_has_changed_since_it_was_first_written(params: SamplingParams) ->
     for start in range(0, 1600, 400):
         logits = peaked(generator, 400, 2000)
         selection = Selection.build([(params, range(start, start + 400))])
-        assert torch.equal(sampling_cpu.draw(logits, selection), pick_as_before(logits, selection))
+        assert torch.equal(in_numpy.draw(logits, selection), pick_as_before(logits, selection))
 
 
 def test_noise_of_pairs_is_the_noise() -> None:
@@ -101,7 +101,9 @@ def test_the_bounds_of_the_noise_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rare.sum() > 1000 and (bits_of_pairs(keys, tokens)[rare] <= RARE_BITS).all()
     assert (bits_of_pairs(keys, tokens) <= RARE_BITS).mean() < 0.003
     for largest in (0, 1, 2**32 - 1):
-        monkeypatch.setattr("lpr.model.noise.bits_of_pairs", lambda *_, bits=largest: np.array([bits], np.uint32))
+        monkeypatch.setattr(
+            "lpr.model.sampling.noise.bits_of_pairs", lambda *_, bits=largest: np.array([bits], np.uint32)
+        )
         assert -3 < gumbel_of_pairs(keys, tokens)[0] < LARGEST_NOISE
 
 
@@ -110,9 +112,9 @@ def test_a_row_without_a_choice_spoils_no_other() -> None:
     logits[1, 77], logits[3], logits[4, 5] = torch.nan, -torch.inf, torch.inf
     for params in PARAMS:
         selection = Selection.build([(params, range(6))])
-        chosen = sampling_cpu.draw(logits, selection)
+        chosen = in_numpy.draw(logits, selection)
         assert [code == NOT_A_NUMBER for code in chosen.tolist()] == [False, True, False, True, True, False]
-        alone = [sampling_cpu.draw(logits[i : i + 1], Selection.build([(params, [i])])) for i in range(6)]
+        alone = [in_numpy.draw(logits[i : i + 1], Selection.build([(params, [i])])) for i in range(6)]
         assert torch.equal(chosen, torch.cat(alone))
 
 
@@ -125,27 +127,27 @@ def many_ids(params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
     levels = torch.randint(0, 4, (160, 60), generator=generator).float()  # many ties among few tokens
     logits = torch.cat([logits, torch.nn.functional.pad(levels, (0, 8940), value=-torch.inf)])
     selection = Selection.build([(params, range(len(logits)))])
-    return sampling_cpu.draw(logits, selection), sampling_reference.pick(logits, selection)
+    return in_numpy.draw(logits, selection), specification.pick(logits, selection)
 
 
 def noise_bound_too_low(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sampling_cpu, "LARGEST_NOISE", 9.0)
+    patch.setattr(in_numpy, "LARGEST_NOISE", 9.0)
 
 
 def rare_hash_too_low(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sampling_cpu, "RARE_BITS", np.uint32(int(RARE_BITS) // 16))
+    patch.setattr(in_numpy, "RARE_BITS", np.uint32(int(RARE_BITS) // 16))
 
 
 def what_is_not_reached_is_taken(patch: pytest.MonkeyPatch) -> None:
-    choose = sampling_cpu.Limits.choose
-    patch.setattr(sampling_cpu.Limits, "choose", lambda *args: (choose(*args)[0], np.ones(len(args[1]), bool)))
+    choose = in_numpy.Limits.choose
+    patch.setattr(in_numpy.Limits, "choose", lambda *args: (choose(*args)[0], np.ones(len(args[1]), bool)))
 
 
 def sums_of_the_largest_only(patch: pytest.MonkeyPatch) -> None:
     def mutant(scaled: torch.Tensor, values: np.ndarray, top_p: torch.Tensor) -> np.ndarray:
         return np.exp(values - values[:, :1]).sum(1)
 
-    patch.setattr(sampling_cpu, "_whole", mutant)
+    patch.setattr(in_numpy, "_whole", mutant)
 
 
 def ties_in_any_order(patch: pytest.MonkeyPatch) -> None:
@@ -154,7 +156,7 @@ def ties_in_any_order(patch: pytest.MonkeyPatch) -> None:
         values, place = torch.sort(scaled.flip(1), dim=-1, descending=True, stable=True)
         return values[:, :count].numpy(), ids.gather(1, place)[:, :count].numpy()
 
-    patch.setattr(sampling_cpu, "largest", mutant)
+    patch.setattr(in_numpy, "largest", mutant)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from difficult_logits import PARAMS, draws, peaked
 from hypothesis import given, settings
 
 from lpr.config import SamplingParams
-from lpr.model import sampling_reference
-from lpr.model.selection import Selection
+from lpr.model.sampling import specification
+from lpr.model.sampling.selection import Selection
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs the package triton", allow_module_level=True)
@@ -24,7 +24,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 def both(logits: torch.Tensor, selection: Selection, block: int = 4096) -> tuple[list[int], list[int]]:
     logits, selection = logits.to(DEVICE), selection.to(DEVICE)
     kernel = sampling_kernel.pick(logits, selection, block)
-    return kernel.tolist(), sampling_reference.pick(logits, selection).tolist()
+    return kernel.tolist(), specification.pick(logits, selection).tolist()
 
 
 @settings(max_examples=60, deadline=None)

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from lpr import native
 from lpr.config import SamplingParams
 from lpr.core.accept import NOT_A_NUMBER
-from lpr.model import sampling_cpu, sampling_native, sampling_reference
-from lpr.model.sampling import pick
-from lpr.model.selection import Selection
+from lpr.model.sampling import in_cpp, in_numpy, specification
+from lpr.model.sampling.choice import pick
+from lpr.model.sampling.selection import Selection
 
 pytestmark = pytest.mark.skipif(native.choose_rows is None, reason="there is no C++ compiler")
 FLAT = SamplingParams(temperature=0.8, top_p=0.3, seed=6)
@@ -27,7 +27,7 @@ FLAT = SamplingParams(temperature=0.8, top_p=0.3, seed=6)
 def test_the_same_ids_as_the_specification(drawn: tuple[torch.Tensor, Selection]) -> None:
     logits, selection = drawn
     if selection.sampled:
-        assert torch.equal(sampling_native.draw(logits, selection), sampling_reference.pick(logits, selection))
+        assert torch.equal(in_cpp.draw(logits, selection), specification.pick(logits, selection))
 
 
 @pytest.mark.parametrize("params", [*PARAMS, FLAT], ids=range(len(PARAMS) + 1))
@@ -36,17 +36,17 @@ def test_a_large_vocabulary(params: SamplingParams, scale: float) -> None:
     """With a scale of 0.1 limits allow most of the tokens, and what they refuse comes up."""
     logits = peaked(torch.Generator().manual_seed(4), 6, 262_144) * scale
     selection = Selection.build([(params, [0, 1, 1, 2, 2, 3])])
-    assert torch.equal(sampling_native.draw(logits, selection), sampling_reference.pick(logits, selection))
+    assert torch.equal(in_cpp.draw(logits, selection), specification.pick(logits, selection))
 
 
 @pytest.mark.parametrize("params", [*PARAMS, FLAT], ids=range(len(PARAMS) + 1))
 def test_rows_in_doubt_are_rare_and_others_need_no_second_look(
     params: SamplingParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sampling_native.sampling_cpu, "draw", None)
+    monkeypatch.setattr(in_cpp.in_numpy, "draw", None)
     for seed, scale in enumerate((1.0, 0.3, 0.02)):
         logits = peaked(torch.Generator().manual_seed(seed), 64, 20_000) * scale
-        sampling_native.draw(logits, Selection.build([(params, range(64))]))
+        in_cpp.draw(logits, Selection.build([(params, range(64))]))
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -57,8 +57,8 @@ def test_threads_and_rows_without_a_choice(count: int, monkeypatch: pytest.Monke
     for params in PARAMS:
         requests = [(params, [i]) for i in range(6)] + [(SamplingParams(), [6])]
         selection = Selection.build(requests)
-        chosen = sampling_native.draw(logits, selection)
-        assert torch.equal(chosen, sampling_reference.pick(logits, selection))
+        chosen = in_cpp.draw(logits, selection)
+        assert torch.equal(chosen, specification.pick(logits, selection))
         assert [code == NOT_A_NUMBER for code in chosen.tolist()] == [False, True, False, True, True, False, False]
 
 
@@ -68,14 +68,14 @@ def test_ties_go_to_the_specification() -> None:
     logits[:, 4000:] = -torch.inf
     for params in PARAMS:
         selection = Selection.build([(params, range(3))])
-        assert torch.equal(sampling_native.draw(logits, selection), sampling_reference.pick(logits, selection))
+        assert torch.equal(in_cpp.draw(logits, selection), specification.pick(logits, selection))
 
 
 def test_a_view_with_a_stride() -> None:
     logits = peaked(torch.Generator().manual_seed(1), 8, 3000)
     for view in (logits[::2], logits[:, 100:2900], logits.T.contiguous().T):
         selection = Selection.build([(PARAMS[1], range(len(view)))])
-        assert torch.equal(pick(view, selection), sampling_reference.pick(view, selection))
+        assert torch.equal(pick(view, selection), specification.pick(view, selection))
 
 
 # Seeded faults.
@@ -125,15 +125,15 @@ def test_faults_are_noticed(
     logits = torch.cat([peaked(generator, 80, 9000) * scale for scale in (1.0, 0.5, 0.3)])
     logits = torch.cat([logits, torch.full((40, 9000), 1e9)])
     selection = Selection.build([(params, range(len(logits)))])
-    expected = sampling_reference.pick(logits, selection)
-    assert torch.equal(sampling_native.draw(logits, selection), expected)
+    expected = specification.pick(logits, selection)
+    assert torch.equal(in_cpp.draw(logits, selection), expected)
     fault(monkeypatch)
-    assert not torch.equal(sampling_native.draw(logits, selection), expected)
+    assert not torch.equal(in_cpp.draw(logits, selection), expected)
 
 
 def test_plain_decoding_and_trees_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling_cpu, "draw", None)
+    monkeypatch.setattr(in_numpy, "draw", None)
     for count in (1, 33):
         logits = peaked(torch.Generator().manual_seed(count), count, 5000)
         selection = Selection.build([(PARAMS[1], range(count))])
-        assert torch.equal(pick(logits, selection), sampling_reference.pick(logits, selection))
+        assert torch.equal(pick(logits, selection), specification.pick(logits, selection))

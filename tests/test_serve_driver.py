@@ -7,9 +7,9 @@ import pytest
 import lpr
 from lpr.config import SamplingParams
 from lpr.engine.text import TextStream
-from lpr.serve.delivery import Delivery
-from lpr.serve.driver import Driver
 from lpr.serve.messages import Abort, Chunk, Facts, Load, ProtocolError, Resume, Stepped, Stop, Submit, beyond
+from lpr.serve.ranks.delivery import Delivery
+from lpr.serve.ranks.driver import Driver
 
 PROMPT = "def fibonacci(n):\n    "
 NUM = 40

@@ -471,7 +471,7 @@ def test_a_request_that_takes_too_long_is_ended():
 
 
 def test_silence_is_filled_with_comments(monkeypatch):
-    monkeypatch.setattr("lpr.serve.answers.KEEP_ALIVE", 0.05)
+    monkeypatch.setattr("lpr.serve.api.answers.KEEP_ALIVE", 0.05)
     with served() as service:
         service.driver.hold = True
         with service.client.stream("POST", "/v1/completions", json={"prompt": PROMPT, "stream": True}) as response:

@@ -17,14 +17,15 @@ from fake_driver import served
 import lpr
 from lpr.engine.slots import RankSlots
 from lpr.engine.text import TextStream
-from lpr.serve import answers, completions, service
-from lpr.serve import served as served_module
-from lpr.serve.context import Context
-from lpr.serve.driver import Driver
+from lpr.serve import service
+from lpr.serve.api import answers, completions
+from lpr.serve.api.context import Context
+from lpr.serve.api.middleware import Keys
 from lpr.serve.generation import Generation
-from lpr.serve.line import Line
 from lpr.serve.messages import Submit
-from lpr.serve.middleware import Keys
+from lpr.serve.ranks.driver import Driver
+from lpr.serve.ranks.line import Line
+from lpr.serve.text import served as served_module
 
 TEXT = 'class Account:\n    """An account."""\n\n    def __init__(self, owner, balance):\n        self.owner = owner\n'
 BODIES = [

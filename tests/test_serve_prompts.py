@@ -7,11 +7,11 @@ from fake_driver import TEMPLATE, tokenizer_json
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from lpr.config import InputError
-from lpr.serve.chat_template import ChatTemplates, TemplateError
-from lpr.serve.fim import FAMILIES, Extra, filler
-from lpr.serve.infill import LineLimit
-from lpr.serve.served import Served
-from lpr.serve.tokens import Tokens
+from lpr.serve.api.infill import LineLimit
+from lpr.serve.text.chat_template import ChatTemplates, TemplateError
+from lpr.serve.text.fim import FAMILIES, Extra, filler
+from lpr.serve.text.served import Served
+from lpr.serve.text.tokens import Tokens
 
 BEFORE, AFTER = "def f(x):\n    return ", "\n\nprint(f(2))\n"
 EXTRA = (Extra("import os\n", "a.py"), Extra("y = 1", "b.py"))
@@ -250,7 +250,7 @@ def test_a_line_that_is_indented_too_little_ends_the_text(text, n_indent, shown,
 
 def test_time_ends_a_text_only_after_a_line(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("lpr.serve.infill.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("lpr.serve.api.infill.time.monotonic", lambda: now[0])
     limit = LineLimit(0, 100)
     assert limit.take("a", False) == ("a", False)
     now[0] = 1.0

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from lpr import DecodeConfig, Engine, EngineOptions, InputError, SamplingParams
 from lpr.dist.comm import is_driver
 from lpr.dist.elastic import ElasticComm
-from lpr.model import exact_check
+from lpr.model.exact import check
 from tests.elastic_world import ElasticWorld, Fault
 
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7], [9, 3, 9, 3, 9], list(range(10, 40)), [1, 2, 3, 1, 2]]
@@ -242,8 +242,8 @@ def another_processor(patch: pytest.MonkeyPatch) -> None:
 
 
 def other_bits(patch: pytest.MonkeyPatch) -> None:
-    find = exact_check.find_heights
-    patch.setattr(exact_check, "find_heights", lambda model: replace(find(model), bits=7))
+    find = check.find_heights
+    patch.setattr(check, "find_heights", lambda model: replace(find(model), bits=7))
 
 
 def other_weights(patch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from lpr.config import InputError, SamplingParams
-from lpr.model.processors import Processor, is_row_by_row
+from lpr.model.sampling.processors import Processor, is_row_by_row
 
 # These treat all rows of a batch alike. Every other processor or criterion may hold something per row (as
 # PrefixConstrainedLogitsProcessor does), so it sees a batch of as many rows as it would have, each of them this row.

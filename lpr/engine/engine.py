@@ -24,7 +24,7 @@ from lpr.engine.scheduler import Schedule
 from lpr.engine.trie_file import fingerprint_of, read_trie, write_trie
 from lpr.model.loader import Loaded, load, wrap
 from lpr.model.parallel import TensorParallel
-from lpr.model.processors import Processor
+from lpr.model.sampling.processors import Processor
 
 
 class Engine(Replica):
@@ -177,10 +177,10 @@ class Engine(Replica):
         """Queue a request; `step` advances it. Raises InputError for a prompt that cannot be completed.
 
         `logits_processors` are applied in their order, after those that `params` ask for and before temperature, top-k,
-        top-p and min-p; see lpr.model.processors for what they get and when. They are code, so with several ranks every
-        rank must submit the request. `id` must be new; default: the next number. `delivered` are ids that an earlier
-        run has emitted, after which the output goes on as if it had never stopped. Requests share drafts and K/V with
-        those of the same `tenant`, and with `learns` False no drafts at all; neither changes what they emit.
+        top-p and min-p; see lpr.model.sampling.processors for what they get and when. They are code, so with several
+        ranks every rank must submit the request. `id` must be new; default: the next number. `delivered` are ids that
+        an earlier run has emitted, after which the output goes on as if it had never stopped. Requests share drafts and
+        K/V with those of the same `tenant`, and with `learns` False no drafts at all; neither changes what they emit.
         """
         params = params if params is not None else SamplingParams()
         command, request = self._prepare(prompt, params, logits_processors, id, priority, delivered, tenant, learns)

@@ -22,7 +22,7 @@ from lpr.config import NUM_HEADER, NUM_NODE_WORDS, NUM_TREE_HEADER, TreeSizes, r
 from lpr.core.headers import tree_digests
 from lpr.core.state import TokenLogprobs
 from lpr.dist.comm import Comm
-from lpr.model.exact_check import Heights
+from lpr.model.exact.check import Heights
 from lpr.model.inputs import Row
 from lpr.model.transfer import copy_over, to_device
 from lpr.native import Shard, StepDraft

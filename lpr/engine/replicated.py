@@ -27,7 +27,7 @@ from lpr.engine.targets import Seen, Targets
 from lpr.engine.tenants import TenantTries
 from lpr.engine.times_file import TimesFile
 from lpr.model.loader import Loaded
-from lpr.model.processors import Processor
+from lpr.model.sampling.processors import Processor
 from lpr.native import SequenceState, SuffixIndex
 
 SHORTEST_FILL = 32

@@ -15,7 +15,7 @@ from lpr.core.state import TokenLogprobs
 from lpr.engine.commands import RequestId, Submit
 from lpr.engine.stats import DecodeStats
 from lpr.engine.text import TextStream
-from lpr.model.processors import Processor, Processors
+from lpr.model.sampling.processors import Processor, Processors
 from lpr.native import Conclusion, SequenceState
 
 Prompt = str | Sequence[int]

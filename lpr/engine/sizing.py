@@ -20,7 +20,7 @@ from lpr.engine.request import Outcome, Request
 from lpr.model.cache import TreeCache
 from lpr.model.inputs import Row
 from lpr.model.runner import TreeModel
-from lpr.model.sampling import Selection
+from lpr.model.sampling.selection import Selection
 from lpr.native import AdaptiveBudget, Budgets
 
 FIRST_TOKENS, FIRST_STEPS = 2.0, 4

@@ -16,9 +16,9 @@ from lpr.core.budgets import Budgets
 from lpr.engine.exchange import DesyncError, Exchange, read_logprobs
 from lpr.engine.request import Outcome, Request
 from lpr.model.inputs import Row
-from lpr.model.processors import ProcessorPath
 from lpr.model.runner import TreeModel
-from lpr.model.sampling import Selection
+from lpr.model.sampling.processors import ProcessorPath
+from lpr.model.sampling.selection import Selection
 from lpr.native import Conclusion, StepDraft, cache_moves, draft_step
 
 GREEDY = Selection.build([])

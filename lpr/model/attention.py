@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
-from lpr.model import exact, exact_native
+from lpr.model.exact import in_order, products
 from lpr.model.inputs import Block, StepInputs
 
 TREE_ATTENTION = "lpr_tree"
@@ -165,7 +165,7 @@ def _exact_attention(
     s_aux: torch.Tensor | None,
     position_bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """As `tree_attention`, by lpr.model.exact; returns [B, T, Hq, Dv]."""
+    """As `tree_attention`, by lpr.model.exact.products; returns [B, T, Hq, Dv]."""
     if position_bias is not None:
         raise TypeError("exact attention takes no bias on scores")
     assert step.heights is not None
@@ -175,12 +175,12 @@ def _exact_attention(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, block: Block
     ) -> torch.Tensor:
         assert mask is not None
-        if exact_native.attends(query.device):
-            paths = step.once_per_mask(mask, lambda: list(map(exact_native.find_paths, mask[:, 0])))
-            return exact_native.attend(query, key, value, paths, scale, softcap, s_aux)
+        if in_order.attends(query.device):
+            paths = step.once_per_mask(mask, lambda: list(map(in_order.find_paths, mask[:, 0])))
+            return in_order.attend(query, key, value, paths, scale, softcap, s_aux)
         assert block.tails is not None
-        floor = step.once_per_mask(mask, lambda: exact.score_floor(mask, group, height))
-        return exact.attend(query, key, value, floor, block.tails, height, scale, softcap, s_aux)
+        floor = step.once_per_mask(mask, lambda: products.score_floor(mask, group, height))
+        return products.attend(query, key, value, floor, block.tails, height, scale, softcap, s_aux)
 
     if not isinstance(masks, list):
         return attend(query, key, value, masks, step.blocks[0]).transpose(1, 2).contiguous()

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from lpr.model.inputs import Row, StepInputs
-from lpr.model.sampling import Selection
+from lpr.model.sampling.selection import Selection
 from lpr.model.static_inputs import (
     FEW_KEYS,
     KV_BUCKETS,

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from lpr.core.rows import WORD_BITS
-from lpr.model import exact_native
-from lpr.model.exact import BLOCK, Tail, find_tail
-from lpr.model.exact_check import Heights
+from lpr.model.exact import in_order
+from lpr.model.exact.check import Heights
+from lpr.model.exact.products import BLOCK, Tail, find_tail
 from lpr.model.kernels.mask import Paths, TreeMask, build_mask
 from lpr.model.transfer import to_device
 from lpr.native import ancestor_words
@@ -234,7 +234,7 @@ def build_inputs(
         if tree_bits:
             parents, cached = [row.parents for row in group], [row.num_cached for row in group]
             block.tree_mask = build_mask(parents, cached, entries[1], device)
-        if heights is not None and not tree_bits and not exact_native.attends(device):
+        if heights is not None and not tree_bits and not in_order.attends(device):
             block.tails = [find_tail(row.parents.tolist(), row.num_cached) for row in group]
         parts.append(entries)
         blocks.append(block)

@@ -2,8 +2,8 @@
 
 The only module that knows how a layer is split. Whoever splits it, the result is the same kind of model: every rank
 takes the same tokens, holds its heads' K/V, and returns the logits of the whole vocabulary, or those of its own part of
-the head, where a step asks for them (lpr.model.parts). Both backends can leave a layer whole without saying so, which
-costs memory at best; so every shape is checked after loading.
+the head, where a step asks for them (lpr.model.sampling.parts). Both backends can leave a layer whole without saying
+so, which costs memory at best; so every shape is checked after loading.
 
 `transformers` (default) follows the model's own plan and reads only this rank's part of a checkpoint. `deepspeed`
 (AutoTP) also splits families without a plan; see `_load_with_deepspeed` for what it costs.

@@ -14,19 +14,20 @@ import torch
 from transformers import PreTrainedModel
 
 from lpr.config import InputError
-from lpr.model import exact_check
 from lpr.model.attention import TREE_ATTENTION, TREE_MASK_ONLY, current_step, step_scope
 from lpr.model.cache import TreeCache
 from lpr.model.compiled import CompiledForward
+from lpr.model.exact import check
 from lpr.model.families import adapt
 from lpr.model.graphs import Capturer, CudaCapturer, GraphRunner, is_capturing, uncapturable
 from lpr.model.inputs import Row, StepInputs, build_inputs, round_up
 from lpr.model.kernels.hook import EXACT_KERNELS, KERNELS, load_kernel
 from lpr.model.memory import cache_shortage, free_bytes
 from lpr.model.parallel import VocabularyPart
-from lpr.model.parts import choose_by_parts, limits_work, may_be_in_parts
 from lpr.model.pinned import HEIGHT, pin_heights
-from lpr.model.sampling import Selection, candidates, choose, four_to_a_word, log_probabilities
+from lpr.model.sampling.choice import candidates, choose, four_to_a_word, log_probabilities
+from lpr.model.sampling.parts import choose_by_parts, limits_work, may_be_in_parts
+from lpr.model.sampling.selection import Selection
 
 ATTENTION = ("auto", "sdpa", *KERNELS)
 """What `attention` may be: PyTorch's attention with a dense mask, a GPU kernel that reads bits, or lpr's choice."""
@@ -48,7 +49,7 @@ class TreeModel:
         graphs: bool = True,
         check_rows: Callable[[Sequence[Row]], Callable[[], None]] | None = None,
         exact: bool = False,
-        share_heights: Callable[[exact_check.Heights | str], exact_check.Heights | str] | None = None,
+        share_heights: Callable[[check.Heights | str], check.Heights | str] | None = None,
         part: VocabularyPart | None = None,
     ) -> None:
         """Switch `model` (any transformers causal LM) to tree attention; the cache comes with `allocate`.
@@ -92,7 +93,7 @@ class TreeModel:
         self._limits_in_parts = False
         if part is not None:
             part.install(lambda: (step := current_step()) is not None and step.in_parts)
-        self.heights: exact_check.Heights | None = None
+        self.heights: check.Heights | None = None
         """Rows of the products of a step in exact mode, at least; `why_not_exact` finds how few are enough."""
         self.set_attention(self._choose_attention() if attention == "auto" else attention)
         self.graphs: GraphRunner | None = None
@@ -107,15 +108,15 @@ class TreeModel:
         """Why logits depend on the shape of a step, as far as that is known without a forward; None if not."""
         if self.device.type != "cpu" and self.attention not in KERNELS:
             return f"on a GPU attention={self.attention!r} adds in the order of cache rows; use 'triton'"
-        reason = exact_check.refusal(self.model, not self.model._can_set_attn_implementation())
+        reason = check.refusal(self.model, not self.model._can_set_attn_implementation())
         if reason is not None:
             return reason
         if self.device.type != "cpu":
             pin_heights(self.model)
-            self.heights = exact_check.Heights(HEIGHT, 1, None, HEIGHT, HEIGHT)
+            self.heights = check.Heights(HEIGHT, 1, None, HEIGHT, HEIGHT)
             self.node_bucket = HEIGHT
             return None
-        found = exact_check.find_heights(self.model)
+        found = check.find_heights(self.model)
         if self._share_heights is not None:
             found = self._share_heights(found)
         if isinstance(found, str):

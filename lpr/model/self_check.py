@@ -19,13 +19,13 @@ from transformers import PreTrainedModel
 
 from lpr.config import InputError
 from lpr.model.cache import TreeCache
-from lpr.model.exact import BLOCK
+from lpr.model.exact.products import BLOCK
 from lpr.model.families import refusal
 from lpr.model.inputs import Row
 from lpr.model.kernels.hook import KERNELS
 from lpr.model.runner import TreeModel
-from lpr.model.sampling import gpu_pick
-from lpr.model.selection import Selection
+from lpr.model.sampling.choice import gpu_pick
+from lpr.model.sampling.selection import Selection
 from lpr.model.static_inputs import static_shape
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from pathlib import Path
 from lpr.config import InputError
 from lpr.serve.front import Front
 from lpr.serve.options import parse
-from lpr.serve.ranks import SOCKET
+from lpr.serve.ranks.processes import SOCKET
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
         # Looked up by name: a rank's modules import torch, which this process must not.
-        return int(importlib.import_module("lpr.serve.rank").launched(argv))
+        return int(importlib.import_module("lpr.serve.ranks.rank").launched(argv))
     try:
         args = parse(argv)
         attached = Path(os.environ[SOCKET]) if SOCKET in os.environ else None

@@ -19,17 +19,17 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lpr.config import InputError
 from lpr.fleet.options import default_name
-from lpr.serve.app import Surface, build
-from lpr.serve.context import Context
+from lpr.serve.api.app import Surface, build
+from lpr.serve.api.context import Context
+from lpr.serve.api.middleware import Keys
 from lpr.serve.keeper import Keeper, Patience, RankProcesses
 from lpr.serve.link import Link
 from lpr.serve.messages import Loading, Stop, ToFront
 from lpr.serve.metrics import Metrics
-from lpr.serve.middleware import Keys
 from lpr.serve.options import ServeArgs
-from lpr.serve.ranks import Ranks
-from lpr.serve.served import Served
+from lpr.serve.ranks.processes import Ranks
 from lpr.serve.service import Limits, Service
+from lpr.serve.text.served import Served
 
 MOST_KEYS = 64
 """Keys whose drafts other replicas are asked for from the start; of further ones when they are used."""

@@ -2,7 +2,7 @@
 
 In operators of torch a sampled step writes the noise of the whole vocabulary 57 times, and a limit sorts it for every
 node. Here a program per row reads its logits twice, or a few times more where a limit refuses what the noise prefers.
-`sampling_reference.pick` is the specification. The hash is integer arithmetic, the same everywhere; the two logarithms
+`specification.pick` is the specification. The hash is integer arithmetic, the same everywhere; the two logarithms
 round as the device does, so a near tie may fall otherwise than on a CPU, but never otherwise for another shape of step.
 """
 
@@ -17,7 +17,7 @@ import triton
 from lpr.core.accept import NOT_A_NUMBER
 from lpr.model.kernels.parts_code import list_winners, weigh_prefixes
 from lpr.model.kernels.sampling_code import choose_rows
-from lpr.model.selection import Selection
+from lpr.model.sampling.selection import Selection
 
 BLOCK = 4096
 """Tokens that a program looks at together."""
@@ -25,7 +25,7 @@ NUM_WARPS = 8
 
 
 def pick(logits: torch.Tensor, selection: Selection, block: int = BLOCK) -> torch.Tensor:
-    """As `sampling_reference.pick`, of a selection that samples; logits [n, V] on a GPU, or interpreted."""
+    """As `specification.pick`, of a selection that samples; logits [n, V] on a GPU, or interpreted."""
     return choose(logits, selection, block)[0]
 
 

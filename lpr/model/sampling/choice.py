@@ -6,8 +6,8 @@ softmax(processed_logits / temperature), and no random state exists that a diffe
 another rank could leave in a different place. So sampled text depends on the prompt, the parameters and the seed only,
 however it was drafted (DESIGN rule R4).
 
-`sampling_reference.pick` says what is chosen; on a CPU `sampling_native.draw` (without the extension
-`sampling_cpu.draw`) and on a GPU `kernels.sampling_kernel.choose` find the same with far less work.
+`specification.pick` says what is chosen; on a CPU `in_cpp.draw` (without the extension `in_numpy.draw`) and on a GPU
+`kernels.sampling_kernel.choose` find the same with far less work.
 """
 
 from __future__ import annotations
@@ -23,21 +23,9 @@ from lpr import native
 from lpr.config import SamplingParams
 from lpr.core.accept import NOT_A_NUMBER
 from lpr.core.recycle import MAX_SCORE, SCORE_STEPS
-from lpr.model import sampling_cpu, sampling_native, sampling_reference
-from lpr.model.sampling_cpu import best_tokens
-from lpr.model.selection import Selection
-
-__all__ = [
-    "Selection",
-    "candidates",
-    "choose",
-    "four_to_a_word",
-    "gpu_pick",
-    "log_probabilities",
-    "pick",
-    "pick_with_totals",
-    "score_steps",
-]
+from lpr.model.sampling import in_cpp, in_numpy, specification
+from lpr.model.sampling.in_numpy import best_tokens
+from lpr.model.sampling.selection import Selection
 
 logger = logging.getLogger(__name__)
 
@@ -63,13 +51,13 @@ def pick(logits: torch.Tensor, selection: Selection, fixed_shapes: bool = False)
         return torch.where(best.values.isnan(), NOT_A_NUMBER, best.indices)
     if on_cpu:
         in_python = native.choose_rows is None or selection.first_token  # the extension counts from token 0
-        return (sampling_cpu if in_python else sampling_native).draw(logits, selection)
+        return (in_numpy if in_python else in_cpp).draw(logits, selection)
     return pick_with_totals(logits, selection)[0]
 
 
 def pick_with_totals(logits: torch.Tensor, selection: Selection) -> tuple[torch.Tensor, torch.Tensor]:
     """As `pick` of sampled rows by operators of fixed shapes, and the totals of score and noise of what is chosen."""
-    return (gpu_pick(logits.device) if logits.is_cuda else sampling_reference.choose)(logits, selection)
+    return (gpu_pick(logits.device) if logits.is_cuda else specification.choose)(logits, selection)
 
 
 @lru_cache
@@ -83,13 +71,13 @@ def gpu_pick(device: torch.device) -> Callable[[torch.Tensor, Selection], tuple[
         logits = torch.randn(64, 1000, generator=torch.Generator().manual_seed(3)).mul(4).to(device)
         for params in _TRIED:
             selection = Selection.build([(params, range(64))], device)
-            if not torch.equal(kernel(logits, selection)[0], sampling_reference.pick(logits, selection)):
+            if not torch.equal(kernel(logits, selection)[0], specification.pick(logits, selection)):
                 raise RuntimeError(f"it chose other tokens with {params}")
         return kernel
     except Exception as failure:  # whatever a compiler or driver raises
         lines = str(failure).strip().splitlines() or [""]
         logger.warning("the sampling kernel does not work here, sampling is slower: %s", lines[0])
-        return sampling_reference.choose
+        return specification.choose
 
 
 _KERNEL = "lpr.model.kernels.sampling_kernel"

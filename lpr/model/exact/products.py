@@ -3,7 +3,7 @@
 Rounding depends on the order of additions. Where a token stands among others must not change that order, so:
 
 * A row of a matrix product with the model's weights has the same bits for any number of rows, wherever it stands, from
-  a height on that lpr.model.exact_check asks the machine for when a model is loaded: 4 for MKL in float32 with
+  a height on that lpr.model.exact.check asks the machine for when a model is loaded: 4 for MKL in float32 with
   one thread and 12 with two, 1 or 2 in half precision. No step has fewer rows, and no product of attention.
 * The softmax is written out over blocks of BLOCK *positions*, cut at multiples of BLOCK of the absolute position and
   added from the first block on. Blocks behind an entry, and padding, add exact zeros.
@@ -13,8 +13,8 @@ Rounding depends on the order of additions. Where a token stands among others mu
 
 Attention is computed in float32 and rounded once.
 
-This is how it is done without the extension. With it, lpr.model.exact_native takes every entry by itself, five times as
-fast; both keep the promise, and their bits differ from each other's.
+This is how it is done without the extension. With it, `in_order` takes every entry by itself, five times as fast; both
+keep the promise, and their bits differ from each other's.
 """
 
 from __future__ import annotations

@@ -10,15 +10,15 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from lpr.config import SamplingParams
-from lpr.serve.answers import answer
-from lpr.serve.chat import answer_as_chat
-from lpr.serve.context import context_of, note_prefix
+from lpr.serve.api.answers import answer
+from lpr.serve.api.chat import answer_as_chat
+from lpr.serve.api.context import context_of, note_prefix
 from lpr.serve.errors import bad
 from lpr.serve.generation import Choice, DisconnectedError, Event, Generation, Wanted, decoding_of, usage_of
-from lpr.serve.grammar import grammar_of
-from lpr.serve.logprobs import for_completion, for_prompt, joined
 from lpr.serve.protocol import CompletionBody, FimBody, Prompt, StreamOptions
-from lpr.serve.served import Served, spread
+from lpr.serve.text.grammar import grammar_of
+from lpr.serve.text.logprobs import for_completion, for_prompt, joined
+from lpr.serve.text.served import Served, spread
 
 router = APIRouter()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lpr.serve.tokens import Tokens
+from lpr.serve.text.tokens import Tokens
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,7 @@ from transformers import (
 
 from lpr.config import SamplingParams
 from lpr.core.accept import NOT_A_NUMBER, PROCESSOR_FAILED, as_guess
-from lpr.model.grammar import Grammar
+from lpr.model.sampling.grammar import Grammar
 from lpr.model.transfer import to_device
 
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

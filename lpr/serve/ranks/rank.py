@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from lpr.config import InputError
-from lpr.serve.line import FrontGoneError, Line
 from lpr.serve.messages import Loading, Refused
 from lpr.serve.options import parse
-from lpr.serve.ranks import SOCKET
+from lpr.serve.ranks.line import FrontGoneError, Line
+from lpr.serve.ranks.processes import SOCKET
 
 _RANK_0_SPEAKS = 10.0
 """Seconds that the other ranks stay after bad input; the launcher ends them as soon as rank 0 has left."""
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
             line = Line(Path(os.environ[SOCKET]))
             line.send(Loading("loading libraries", 0, 3))
         # Only now, as it imports torch and transformers, which takes seconds.
-        importlib.import_module("lpr.serve.work").run(args, line)
+        importlib.import_module("lpr.serve.ranks.work").run(args, line)
         return 0
     except InputError as failure:
         if line is not None:

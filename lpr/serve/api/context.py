@@ -14,8 +14,8 @@ from lpr.fleet.affinity import prefix_keys
 from lpr.serve.errors import ApiError, bad
 from lpr.serve.generation import Generation
 from lpr.serve.metrics import Metrics
-from lpr.serve.served import Served
 from lpr.serve.service import Service
+from lpr.serve.text.served import Served
 
 
 @dataclass

@@ -18,11 +18,11 @@ from lpr.engine.engine import Engine
 from lpr.engine.exchange import DesyncError
 from lpr.engine.trie_file import check_writable, read_trie, trie_path
 from lpr.model.loader import bundled_model
-from lpr.serve.driver import Driver, epoch_of
-from lpr.serve.line import FrontGoneError, Line
 from lpr.serve.messages import Loading
 from lpr.serve.options import ServeArgs
-from lpr.serve.ranks import ORIGIN, SOCKET
+from lpr.serve.ranks.driver import Driver, epoch_of
+from lpr.serve.ranks.line import FrontGoneError, Line
+from lpr.serve.ranks.processes import ORIGIN, SOCKET
 
 if TYPE_CHECKING:
     from lpr.fleet.sharing import SharedDrafts

@@ -1,7 +1,7 @@
-"""Sampling on a CPU in C++ (native/sampling.h): the tokens that `sampling_reference.pick` chooses, id for id.
+"""Sampling on a CPU in C++ (native/sampling.h): the tokens that `specification.pick` chooses, id for id.
 
 A row is read a few times in a core's cache: scaled, searched for the best total of score and noise, and added up where
-a limit asks for it. Rows of which rounding would decide are left to lpr.model.sampling_cpu, two in a hundred thousand.
+a limit asks for it. Rows of which rounding would decide are left to `in_numpy`, two in a hundred thousand.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 
 from lpr import native
 from lpr.core.accept import NOT_A_NUMBER
-from lpr.model import sampling_cpu
-from lpr.model.selection import Selection
+from lpr.model.sampling import in_numpy
+from lpr.model.sampling.selection import Selection
 from lpr.model.threads import share_out
 
 _NONE, _DOUBT = -1, -2
@@ -26,13 +26,13 @@ def draw(logits: torch.Tensor, selection: Selection) -> torch.Tensor:
     warm = selection.temperature.numpy() > 0
     chosen = np.empty(len(logits), np.int64)
     if not warm.all():
-        chosen[~warm] = sampling_cpu.best_tokens(logits[torch.from_numpy(~warm)].float()).numpy()
+        chosen[~warm] = in_numpy.best_tokens(logits[torch.from_numpy(~warm)].float()).numpy()
     rows = np.flatnonzero(warm)
     found = _choose(logits if len(rows) == len(logits) else logits[torch.from_numpy(rows)], selection, rows)
     doubtful = rows[found == _DOUBT]
     if len(doubtful):
         there = torch.from_numpy(doubtful)
-        found[found == _DOUBT] = sampling_cpu.draw(logits[there], selection.rows(doubtful)).numpy()
+        found[found == _DOUBT] = in_numpy.draw(logits[there], selection.rows(doubtful)).numpy()
     chosen[rows] = np.where(found == _NONE, NOT_A_NUMBER, found)
     return torch.from_numpy(chosen)
 

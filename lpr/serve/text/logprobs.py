@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lpr.serve.messages import TokenLogprobs
-from lpr.serve.tokens import Tokens
+from lpr.serve.text.tokens import Tokens
 
 
 def for_completion(

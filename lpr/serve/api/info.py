@@ -10,11 +10,11 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 import lpr
-from lpr.serve.context import context_of
+from lpr.serve.api.context import context_of
 from lpr.serve.errors import ApiError
-from lpr.serve.fim import FAMILIES
 from lpr.serve.protocol import DetokenizeBody, TokenizeBody
-from lpr.serve.served import Served
+from lpr.serve.text.fim import FAMILIES
+from lpr.serve.text.served import Served
 
 router = APIRouter()
 

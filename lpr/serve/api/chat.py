@@ -9,13 +9,13 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from lpr.serve.answers import answer
-from lpr.serve.context import Context, context_of, note_prefix
+from lpr.serve.api.answers import answer
+from lpr.serve.api.context import Context, context_of, note_prefix
 from lpr.serve.generation import Choice, Event, Generation, Wanted, decoding_of, usage_of
-from lpr.serve.grammar import grammar_of
-from lpr.serve.logprobs import for_chat
 from lpr.serve.protocol import ChatBody, Sampling, StreamOptions
-from lpr.serve.served import Served, spread
+from lpr.serve.text.grammar import grammar_of
+from lpr.serve.text.logprobs import for_chat
+from lpr.serve.text.served import Served, spread
 
 router = APIRouter()
 

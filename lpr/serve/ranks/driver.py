@@ -9,9 +9,9 @@ from lpr.config import InputError
 from lpr.dist.comm import Comm
 from lpr.engine.engine import Engine
 from lpr.engine.request import Request
-from lpr.serve.delivery import Delivery
-from lpr.serve.line import PULSE_EVERY, Line
 from lpr.serve.messages import Abort, Chunk, Facts, Load, Resume, Stepped, Stop, Submit
+from lpr.serve.ranks.delivery import Delivery
+from lpr.serve.ranks.line import PULSE_EVERY, Line
 
 if TYPE_CHECKING:
     from lpr.fleet.sharing import SharedDrafts  # its client is an optional package

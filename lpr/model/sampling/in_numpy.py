@@ -1,4 +1,4 @@
-"""Sampling on a CPU without a sort: the tokens that `sampling_reference.pick` chooses, id for id.
+"""Sampling on a CPU without a sort: the tokens that `specification.pick` chooses, id for id.
 
 The reference noises and, with a limit, sorts the vocabulary for every row. But only tokens near the top can win. With
 a limit, the few largest scores nearly always hold all that it allows; without one, a token far below the best total so
@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from lpr.core.accept import NOT_A_NUMBER
-from lpr.model import sampling_reference
-from lpr.model.noise import LARGEST_NOISE, RARE_BITS, RARE_NOISE, bits_of_pairs, gumbel_of_pairs
-from lpr.model.selection import Selection
+from lpr.model.sampling import specification
+from lpr.model.sampling.noise import LARGEST_NOISE, RARE_BITS, RARE_NOISE, bits_of_pairs, gumbel_of_pairs
+from lpr.model.sampling.selection import Selection
 
 NUM_LARGEST = 64
 """Scores that are looked at first."""
@@ -139,7 +139,7 @@ def _draw_limited(logits: torch.Tensor, selection: Selection, rows: np.ndarray, 
         if not limits.reached[place]:
             found = _from_more(_scaled(logits, selection, row)[0].numpy(), whole[place : place + 1], selection, row)
         if found is None:
-            found = int(sampling_reference.pick(_take(logits, row), selection.rows(row))[0])
+            found = int(specification.pick(_take(logits, row), selection.rows(row))[0])
         chosen[row] = found
 
 

@@ -30,8 +30,8 @@ def environment(socket: Path) -> dict[str, str]:
 def command(argv: Sequence[str], lp: int, tp: int) -> list[str]:
     """How to start the ranks: one process, or a supervisor of several."""
     if lp * tp == 1:
-        return [sys.executable, "-m", "lpr.serve.rank", *argv]
-    return [sys.executable, "-m", "lpr.dist.supervisor", str(lp), str(tp), "lpr.serve.rank", *argv]
+        return [sys.executable, "-m", "lpr.serve.ranks.rank", *argv]
+    return [sys.executable, "-m", "lpr.dist.supervisor", str(lp), str(tp), "lpr.serve.ranks.rank", *argv]
 
 
 class Ranks:

@@ -10,13 +10,13 @@ import torch
 
 from lpr.config import SamplingParams
 from lpr.core.noise_keys import MASK32
-from lpr.model.processors import ProcessorPath
+from lpr.model.sampling.processors import ProcessorPath
 from lpr.model.transfer import to_device
 from lpr.native import selection_words
 
 _MASK64 = 2**64 - 1
 TOP_K = 64
-"""The largest top-k that ranks with a part of the vocabulary each apply together (lpr.model.parts)."""
+"""The largest top-k that ranks with a part of the vocabulary each apply together (lpr.model.sampling.parts)."""
 
 
 class Selection:

@@ -9,13 +9,13 @@ from dataclasses import fields, replace
 from typing import Any
 
 from lpr.config import InputError, SamplingParams
-from lpr.serve.chat_template import ChatTemplates, TemplateError
 from lpr.serve.errors import ApiError, bad
-from lpr.serve.fim import Filler, filler
 from lpr.serve.generation import Wanted
 from lpr.serve.messages import Facts
 from lpr.serve.protocol import Message, Sampling
-from lpr.serve.tokens import Tokens
+from lpr.serve.text.chat_template import ChatTemplates, TemplateError
+from lpr.serve.text.fim import Filler, filler
+from lpr.serve.text.tokens import Tokens
 
 _KNOWN = frozenset(field.name for field in fields(SamplingParams))
 

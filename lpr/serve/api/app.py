@@ -12,10 +12,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 import lpr
-from lpr.serve import chat, completions, infill, info
-from lpr.serve.context import Context
+from lpr.serve.api import chat, completions, infill, info
+from lpr.serve.api.context import Context
+from lpr.serve.api.middleware import Guard, Keys
 from lpr.serve.errors import ApiError, answer_api_error, answer_bug, answer_http_error, answer_validation_error
-from lpr.serve.middleware import Guard, Keys
 
 _STREAMS = ("/v1/completions", "/beta/completions", "/v1/chat/completions", "/v1/fim/completions", "/infill")
 """Paths whose answers can be streams."""

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from lpr.model import exact_native
+from lpr.model.exact import in_order
 from lpr.model.parallel import local
 
 MOST_FILLED = 16
@@ -50,7 +50,7 @@ class Heights:
     model: int
     """Products with the model's weights."""
     attention: int
-    """The float32 products of lpr.model.exact; 1 where lpr.model.exact_native attends, which has none."""
+    """The float32 products of lpr.model.exact.products; 1 where lpr.model.exact.in_order attends, which has none."""
     num_threads: int | None
     """Threads of torch for which this holds; None: any."""
     multiple: int = 1
@@ -68,8 +68,8 @@ def find_heights(model: nn.Module) -> Heights | str:
     mend that.
     """
     attention, bits = 1, hashlib.blake2b(digest_size=8)
-    if exact_native.attends(torch.device("cpu")):
-        bits.update(b"lpr.model.exact_native")  # another order of additions than that of matrix products
+    if in_order.attends(torch.device("cpu")):
+        bits.update(b"lpr.model.exact.in_order")  # another order of additions than that of matrix products
     else:
         for size in ((64, 64), (128, 64), (64, 128)):
             attention = max(attention, _least(_batched, *size, _MOST_LOGITS, torch.float32, bits))

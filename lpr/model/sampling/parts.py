@@ -3,7 +3,7 @@
 Where the output head is split along the vocabulary, every rank would otherwise gather the logits [n, V] of all and
 choose from them: n * V values through the links, and the same search on each rank. Here a rank makes the noise of its
 own tokens only and sends the best total of score and noise, its token, its few likeliest tokens and the sum of its
-weights. The best of the best is what `sampling.pick` chooses from the whole row.
+weights. The best of the best is what `choice.pick` chooses from the whole row.
 
 Limits (top-k, top-p, min-p) compare a token with all others, which takes two exchanges and a kernel that a CPU lacks
 (kernels.parts_code): first each rank's list of tokens that would win under some limits, and its TOP_K largest scores;
@@ -22,10 +22,10 @@ import torch
 
 from lpr.config import SamplingParams
 from lpr.core.accept import NOT_A_NUMBER
-from lpr.model import sampling_reference
-from lpr.model.noise import gumbel
-from lpr.model.sampling import pick, pick_with_totals, score_steps
-from lpr.model.selection import TOP_K, Selection
+from lpr.model.sampling import specification
+from lpr.model.sampling.choice import pick, pick_with_totals, score_steps
+from lpr.model.sampling.noise import gumbel
+from lpr.model.sampling.selection import TOP_K, Selection
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def _likeliest(scores: torch.Tensor, first: int, num_candidates: int) -> list[to
 def choose_among_parts(
     parts: torch.Tensor, selection: Selection, num_candidates: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """From int32 [ranks, n, words] of `choose_in_part`: as `sampling.pick` and `sampling.candidates` of whole rows.
+    """From int32 [ranks, n, words] of `choose_in_part`: as `choice.pick` and `choice.candidates` of whole rows.
 
     The tokens [n] int64, and the candidates [n, k] int64 with their scores [n, k] uint8; k can be 0.
     """
@@ -210,7 +210,7 @@ def limits_work(device: torch.device) -> bool:
             parts = torch.stack([list_in_part(logits[:, a:b], selection, a, 0) for a, b in edges])
             weights = torch.stack([weigh_in_part(logits[:, a:b], selection, a, parts) for a, b in edges])
             chosen = choose_within_limits(parts, weights, selection, 0)[0]
-            if not torch.equal(chosen, sampling_reference.pick(logits, selection)):
+            if not torch.equal(chosen, specification.pick(logits, selection)):
                 raise RuntimeError(f"they chose other tokens with {params}")
         return True
     except Exception as failure:  # whatever a compiler or driver raises

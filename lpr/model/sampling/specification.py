@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from lpr.core.accept import NOT_A_NUMBER
-from lpr.model.noise import gumbel
-from lpr.model.selection import Selection
+from lpr.model.sampling.noise import gumbel
+from lpr.model.sampling.selection import Selection
 
 
 def pick(logits: torch.Tensor, selection: Selection) -> torch.Tensor:

@@ -10,13 +10,13 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from lpr.config import SamplingParams
-from lpr.serve.answers import answer
-from lpr.serve.context import context_of, note_prefix
+from lpr.serve.api.answers import answer
+from lpr.serve.api.context import context_of, note_prefix
 from lpr.serve.errors import bad
-from lpr.serve.fim import Extra
 from lpr.serve.generation import Choice, Event, Generation
 from lpr.serve.protocol import InfillBody
-from lpr.serve.served import Served, fresh_seed, sampling, spread
+from lpr.serve.text.fim import Extra
+from lpr.serve.text.served import Served, fresh_seed, sampling, spread
 
 router = APIRouter()
 

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from lpr.serve.context import Context
+from lpr.serve.api.context import Context
+from lpr.serve.api.sse import COMMENT, DONE, EventStream, error_event, event
 from lpr.serve.errors import ApiError
 from lpr.serve.generation import Choice, DisconnectedError, Event, Generation, failure_of
-from lpr.serve.sse import COMMENT, DONE, EventStream, error_event, event
 
 KEEP_ALIVE = 10.0
 """Seconds without an event after which a stream says that it lives."""

@@ -1,0 +1,1 @@
+"""The service's HTTP: routes, bodies, answers, streams and what wraps them."""

@@ -1,0 +1,1 @@
+"""Text in the front: tokens, templates, holes, grammars and log-probabilities, without a model."""
