@@ -17,9 +17,9 @@ from benchmarks.gpu_parts import Sizes, median_ms, wait
 from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
 from lpr.model.attention import additive
 from lpr.model.graphs import CudaCapturer
-from lpr.model.kernels.mask import build_mask
 from lpr.model.sampling import choice, specification
 from lpr.model.sampling.selection import Selection
+from lpr.model.tree_mask import build_mask
 
 VOCABULARIES = (32_016, 128_256)
 LIMITS = {

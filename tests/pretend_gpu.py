@@ -30,10 +30,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lpr.model.kernels import reference
-from lpr.model.kernels.mask import Paths, TreeMask
 from lpr.model.sampling import specification
 from lpr.model.sampling.choice import gpu_pick
 from lpr.model.sampling.selection import Selection
+from lpr.model.tree_mask import Paths, TreeMask
 
 CUDA = torch.device("cuda", 0)
 GUARD = """

@@ -20,10 +20,10 @@ from lpr.model.cache import TreeCache
 from lpr.model.compiled import CompiledForward
 from lpr.model.inputs import Row
 from lpr.model.kernels import attention_kernel, reference
-from lpr.model.kernels.mask import TreeMask
 from lpr.model.packing import PackedLinear, pack_projections
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import check_compiled
+from lpr.model.tree_mask import TreeMask
 
 __all__ = ["guard"]
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from lpr.model.kernels import reference
-from lpr.model.kernels.mask import Paths, TreeMask, build_mask, find_paths
+from lpr.model.tree_mask import Paths, TreeMask, build_mask, find_paths
 
 if not find_spec("triton"):
     pytest.skip("needs the package triton", allow_module_level=True)

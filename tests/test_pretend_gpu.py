@@ -34,11 +34,11 @@ from lpr.dist.download import Download
 from lpr.model import loader
 from lpr.model.cache import TreeCache
 from lpr.model.graphs import CudaCapturer
-from lpr.model.kernels.mask import TreeMask
 from lpr.model.packing import PackedLinear
 from lpr.model.sampling.choice import gpu_pick
 from lpr.model.sampling.processors import ROW_BY_ROW, OutputPenalty, Pick, ProcessorPath, Processors
 from lpr.model.sampling.selection import Selection
+from lpr.model.tree_mask import TreeMask
 
 __all__ = ["gpu", "guard"]
 

@@ -26,15 +26,15 @@ from hypothesis import strategies as st
 from transformers import masking_utils
 
 import lpr.model.kernels.hook
-import lpr.model.kernels.mask
+import lpr.model.tree_mask
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.core.tree import ancestor_bits
 from lpr.model.inputs import Row, build_inputs
 from lpr.model.kernels import reference
 from lpr.model.kernels.hook import LayerRule, layer_rule
-from lpr.model.kernels.mask import TreeMask, ancestor_words, build_mask
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
+from lpr.model.tree_mask import TreeMask, ancestor_words, build_mask
 
 # Triton's interpreter in NumPy 2, on every kernel.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
@@ -326,7 +326,7 @@ def reversed_bits(patch: pytest.MonkeyPatch) -> None:
         words = ancestor_words(parents, num_words)
         return np.packbits(np.unpackbits(words.view(np.uint8), axis=1), axis=1, bitorder="little").view(np.uint64)
 
-    patch.setattr(lpr.model.kernels.mask, "ancestor_words", mutant)
+    patch.setattr(lpr.model.tree_mask, "ancestor_words", mutant)
 
 
 def off_by_one(change: int) -> Callable[[pytest.MonkeyPatch], None]:
@@ -354,7 +354,7 @@ def wider_window(patch: pytest.MonkeyPatch) -> None:
 
 
 def siblings_visible(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(lpr.model.kernels.mask, "ancestor_words", lambda parents, num_words: ancestor_words(
+    patch.setattr(lpr.model.tree_mask, "ancestor_words", lambda parents, num_words: ancestor_words(
         list(range(-1, len(parents) - 1)), num_words))  # fmt: skip
 
 

@@ -20,8 +20,8 @@ from lpr.core.rows import WORD_BITS
 from lpr.model.exact import in_order
 from lpr.model.exact.check import Heights
 from lpr.model.exact.products import BLOCK, Tail, find_tail
-from lpr.model.kernels.mask import Paths, TreeMask, build_mask
 from lpr.model.transfer import to_device
+from lpr.model.tree_mask import Paths, TreeMask, build_mask
 from lpr.native import ancestor_words
 
 T = TypeVar("T")

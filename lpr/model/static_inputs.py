@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from lpr.model.inputs import Block, Row, StepInputs
-from lpr.model.kernels.mask import WORD_BITS, TreeMask
 from lpr.model.sampling.selection import Selection
+from lpr.model.tree_mask import WORD_BITS, TreeMask
 from lpr.native import place_rows
 
 NODE_BUCKETS = (1, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)

@@ -23,7 +23,7 @@ import triton
 
 from lpr.config import InputError
 from lpr.model.kernels.attention_code import attend, combine
-from lpr.model.kernels.mask import TreeMask
+from lpr.model.tree_mask import TreeMask
 
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -18,7 +18,7 @@ import triton
 from lpr.model.exact.products import BLOCK
 from lpr.model.kernels.attention_kernel import check, interpreted
 from lpr.model.kernels.exact_code import add_splits, attend_exactly
-from lpr.model.kernels.mask import Paths, TreeMask
+from lpr.model.tree_mask import Paths, TreeMask
 
 LEAST_ROWS = 16
 """Query rows of a tile: the least that a tensor core takes, as few of them are real in a plain step."""

@@ -24,7 +24,7 @@ from transformers.masking_utils import (
 
 from lpr.config import InputError
 from lpr.model.attention import Mask, additive, current_step, tree_attention, tree_mask, visible_nodes
-from lpr.model.kernels.mask import find_paths
+from lpr.model.tree_mask import find_paths
 
 KERNELS = {"triton": "lpr_tree_triton"}
 """Names of the attention implementations, by the choice that `TreeModel` takes."""

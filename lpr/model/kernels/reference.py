@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lpr.model.kernels.mask import TreeMask
+from lpr.model.tree_mask import TreeMask
 
 
 def tree_attention(
