@@ -37,8 +37,8 @@ from rich.console import Console
 
 from benchmarks.chaos_streams import Clients, bodies, pauses
 from benchmarks.common import OneLineParser, finish, make_parser, progress, table, whole
-from benchmarks.leaks import Traces
-from benchmarks.services import running
+from benchmarks.processes.leaks import Traces
+from benchmarks.processes.services import running
 from lpr.config import InputError
 
 RANK = "lpr.serve.ranks.rank"

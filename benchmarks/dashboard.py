@@ -39,8 +39,8 @@ from rich.console import Console
 from benchmarks.common import attempt, make_parser, progress, run_main, whole
 from benchmarks.dashboard_page import page
 from benchmarks.data import load_prompts
-from benchmarks.redis_server import redis_server
-from benchmarks.services import Running, running
+from benchmarks.processes.redis_server import redis_server
+from benchmarks.processes.services import Running, running
 from lpr.config import InputError
 
 MONITORING = Path(__file__).parent.parent / "launch" / "monitoring"

@@ -34,7 +34,7 @@ from rich.console import Console
 from benchmarks.common import OneLineParser, model_parser, progress, run_main, whole
 from benchmarks.data import prompts_of
 from benchmarks.engines import split_budget
-from benchmarks.launch import LAUNCHER, RunFailedError, execute
+from benchmarks.processes.launch import LAUNCHER, RunFailedError, execute
 from lpr.config import InputError
 
 PLAIN = "autoregressive"

@@ -5,8 +5,8 @@
 Each section stands alone: one that fails is recorded with its reason and the rest goes on. On a GPU each has a budget
 of seconds (BUDGETS): it is begun only if that much is left, and cut off when it has used it up, so the whole ends in
 time; what was skipped or cut says so. Results are in benchmarks/results/gpu_check.json, written after every section,
-which `python -m benchmarks.report` and `python -m benchmarks.simulate --times` read; each model's table of step times,
-as `StepTimes.from_json` reads it, is in benchmarks/results/tn_<gpu>_<model>.json as well.
+which `python -m benchmarks.report` and `python -m benchmarks.strong_scaling --simulate --times` read; each model's
+table of step times, as `StepTimes.from_json` reads it, is in benchmarks/results/tn_<gpu>_<model>.json as well.
 `--device cpu --tiny` runs the same program on any machine, to test it.
 """
 
@@ -29,11 +29,9 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks import gpu_kernels as kernels
-from benchmarks import gpu_models as models
-from benchmarks import gpu_parts as parts
 from benchmarks.common import RESULTS, OneLineParser, circumstances, reason, write_json
-from benchmarks.launch import LAUNCHER, execute
+from benchmarks.gpu import kernels, models, parts
+from benchmarks.processes.launch import LAUNCHER, execute
 from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
 from lpr.dist.runtime import World, join, leave
 from tests.prompts import PROMPTS

@@ -29,8 +29,8 @@ from rich.console import Console
 from benchmarks.common import attempt, model_parser, progress, read_json, run_main
 from benchmarks.data import prompts_of
 from benchmarks.engines import StepClock, params_for
-from benchmarks.launch import LAUNCHER, execute
-from benchmarks.recorded_forward import RecordedForward, recorded_texts
+from benchmarks.processes.launch import LAUNCHER, execute
+from benchmarks.stand_ins.recorded_forward import RecordedForward, recorded_texts
 from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
 from lpr.config import Auto
 from lpr.core.step_times import StepTimes, read_step_times

@@ -3,13 +3,13 @@
     python -m benchmarks.host --traces T.jsonl --output benchmarks/results/host.json
     python -m benchmarks.host --quick --json                # minutes; the last line is JSON
 
-The model's forward is replaced by a paced device (benchmarks.paced): it takes t(n) of a table of step times and answers
-from recorded completions. *Efficiency* is the device's time over wall time while a batch decodes; *host ms* is the
-median of what a step takes beyond the device's time. Steps that evaluate a prompt do not count, those that end a
+The model's forward is replaced by a paced device (benchmarks.stand_ins.paced): it takes t(n) of a table of step times
+and answers from recorded completions. *Efficiency* is the device's time over wall time while a batch decodes; *host ms*
+is the median of what a step takes beyond the device's time. Steps that evaluate a prompt do not count, those that end a
 request do. The host's work is timed by the processor time of its thread, so that other programs do not show. Its waits
-for the device poll, as CUDA does by default; with --sleep it sleeps, and wakes with cold caches.
-`h100_7b` is an estimate of a 7B model in bf16 on one H100 (7.3 ms for 1 node, 9 ms for 64; beyond that 13.2 GFLOP a
-token at 600 TFLOP/s); the flat tables take 2, 4 and 8 ms whatever a step evaluates.
+for the device poll, as CUDA does by default; with --sleep it sleeps, and wakes with cold caches. `h100_7b` is an
+estimate of a 7B model in bf16 on one H100 (7.3 ms for 1 node, 9 ms for 64; beyond that 13.2 GFLOP a token at 600
+TFLOP/s); the flat tables take 2, 4 and 8 ms whatever a step evaluates.
 
 Nodes are those of a sequence on each rank. With lp above 1 the other ranks are simulated: they cost what this rank
 costs, at the same time, and the collective costs nothing. A sampled request follows the recorded text too, so that only
@@ -31,8 +31,8 @@ from rich.console import Console
 
 import lpr.native
 from benchmarks.common import make_parser, run_main, whole
-from benchmarks.paced import Clock, Device, Lap, PacedComm, PacedModel, Recorded
 from benchmarks.replay import read_traces
+from benchmarks.stand_ins.paced import Clock, Device, Lap, PacedComm, PacedModel, Recorded
 from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
 from lpr.config import InputError
 from lpr.engine.options import EngineOptions, load_step_times

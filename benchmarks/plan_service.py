@@ -40,8 +40,8 @@ from rich.console import Console
 
 from benchmarks.common import model_parser, progress, run_main, whole
 from benchmarks.data import prompts_of
+from benchmarks.processes.services import running
 from benchmarks.serve import Answer, Round, one_round, parse_load
-from benchmarks.services import running
 from lpr.config import InputError
 from lpr.core.step_times import KNOTS, StepTimes
 from lpr.planner.service.capacity import make_arrivals

@@ -20,7 +20,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.common import RESULTS, OneLineParser, circumstances, write_json
-from benchmarks.gpu_models import shapes_like, tree_step
+from benchmarks.gpu.models import shapes_like, tree_step
 from lpr import SamplingParams
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.selection import Selection

@@ -17,7 +17,7 @@ percentiles are of the requests of all rounds together. A request that fails is 
 The services learn nothing from one request for another (`--share-drafts none`): a load asks the same prompts of every
 setting and, once all prompts are used up, again, so lookahead would otherwise draft from its own earlier answers.
 Settings without prefix reuse meet the typing loads only, as the other loads' prompts have no prefix in common.
-`--url` measures a service that runs already. `--simulate` predicts eight GPUs instead (benchmarks.serve_simulated).
+`--url` measures a service that runs already. `--simulate` predicts eight GPUs instead (benchmarks.simulated.service).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from rich.console import Console
 
 from benchmarks.common import attempt, model_parser, progress, run_main, whole
 from benchmarks.data import prompts_of
-from benchmarks.serve_simulated import simulate, simulated_parser
-from benchmarks.services import running
+from benchmarks.processes.services import running
+from benchmarks.simulated.service import simulate, simulated_parser
 from lpr.config import InputError
 
 SETTINGS = {

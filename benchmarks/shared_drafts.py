@@ -42,8 +42,8 @@ import psutil
 from rich.console import Console
 
 from benchmarks.common import OneLineParser, make_parser, progress, run_main, whole
-from benchmarks.redis_server import RedisServer, redis_server
-from benchmarks.services import Running, running
+from benchmarks.processes.redis_server import RedisServer, redis_server
+from benchmarks.processes.services import Running, running
 from lpr.config import InputError
 
 MODULES = (

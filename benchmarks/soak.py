@@ -33,7 +33,7 @@ from rich.console import Console
 
 from benchmarks.common import make_parser, progress, run_main, whole
 from benchmarks.hostile import MAX_BODY, Hostile
-from benchmarks.services import Running, running
+from benchmarks.processes.services import Running, running
 from lpr import Engine, SamplingParams, bundled_model
 
 KEY = "soak-key"

@@ -36,7 +36,7 @@ import lpr.model.runner
 from benchmarks.common import OneLineParser, finish, make_parser, model_parser, run_main, whole
 from benchmarks.data import prompts_of
 from benchmarks.engines import StepClock, load_engine, params_for, switch
-from benchmarks.launch import LAUNCHER, RunFailedError, execute
+from benchmarks.processes.launch import LAUNCHER, RunFailedError, execute
 from lpr import DecodeConfig, Engine
 from lpr.config import InputError
 from lpr.core.step_times import KNOTS

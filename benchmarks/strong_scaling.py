@@ -3,9 +3,9 @@
     python -m benchmarks.strong_scaling --data classeval.jsonl --output benchmarks/results/strong_scaling.json
     python -m benchmarks.strong_scaling --simulate --output benchmarks/results/simulate.json
 
-Steps are counted in one process (benchmarks/engines.py), not timed: `--simulate` predicts time (benchmarks/simulate.py)
-and benchmarks.fleet measures it with real ranks. A rank's budget is split between the Jacobi window and the trie with
-its recycled candidates; all of it grows with the ranks.
+Steps are counted in one process (benchmarks/engines.py), not timed: `--simulate` predicts time
+(benchmarks/simulated/speed.py) and benchmarks.fleet measures it with real ranks. A rank's budget is split between the
+Jacobi window and the trie with its recycled candidates; all of it grows with the ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rich.console import Console
 from benchmarks.common import model_parser, progress, run_main, whole
 from benchmarks.data import prompts_of
 from benchmarks.engines import RankCounter, count_steps, load_engine, params_for
-from benchmarks.simulate import simulate, simulate_parser
+from benchmarks.simulated.speed import simulate, simulate_parser
 from lpr import DecodeConfig
 from lpr.engine.stats import DecodeStats
 

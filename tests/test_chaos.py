@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import chaos
 from benchmarks.chaos_streams import Clients, Output, bodies, pauses
-from benchmarks.leaks import Traces
+from benchmarks.processes.leaks import Traces
 
 
 def test_a_pause_is_the_longest_silence_from_a_loss_to_the_next():

@@ -16,7 +16,7 @@ from benchmarks import data as hub
 from benchmarks import fleet
 from benchmarks.data import load_prompts
 from benchmarks.fleet import PLAIN, Case, attempt, budget, mesh, plan
-from benchmarks.launch import ROOT, last_line
+from benchmarks.processes.launch import ROOT, last_line
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 
 FAKE = """

@@ -14,11 +14,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import gpu_check, gpu_parts
+from benchmarks import gpu_check
+from benchmarks.gpu import parts as gpu_parts
 from benchmarks.gpu_check import Report
 from benchmarks.report.parts import Result
 from benchmarks.report.times import step_costs
-from benchmarks.simulate import simulate, simulate_parser
+from benchmarks.simulated.speed import simulate, simulate_parser
 from lpr.core.step_times import StepTimes
 
 ROOT = Path(__file__).parent.parent

@@ -21,7 +21,7 @@ import redis
 from fleet_world import DECODE, PROMPTS, Member, fleet, key_of
 
 import lpr
-from benchmarks.redis_server import redis_server
+from benchmarks.processes.redis_server import redis_server
 from lpr.core.suffix_index import END
 from lpr.fleet import entries, keeper, reader, sharing, snapshots, store
 

@@ -1,7 +1,7 @@
 """A forward that answers from recorded completions, for counts that need real ranks but no model.
 
 Everything else is the engine's own: schedule, home ranks, drafts, budgets, shards, gather, accepted paths. What it says
-below a path that the text follows, and elsewhere, is said in benchmarks.paced. Greedy requests only.
+below a path that the text follows, and elsewhere, is said in benchmarks.stand_ins.paced. Greedy requests only.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from benchmarks.paced import Recorded
 from benchmarks.replay import read_traces
+from benchmarks.stand_ins.paced import Recorded
 from lpr.config import InputError
 from lpr.engine.engine import Engine
 from lpr.model.inputs import Row

@@ -1,6 +1,6 @@
 """The parts of benchmarks.gpu_check: each measures or compares one thing and returns a dictionary for JSON.
 
-Those that need models of real shapes are in benchmarks.gpu_models.
+Those that need models of real shapes are in benchmarks.gpu.models.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.common import RESULTS, OneLineParser, make_parser, read_json, write_json
-from benchmarks.published import GPT_FAST, check_published, compare_runs
+from benchmarks.simulated.published import GPT_FAST, check_published, compare_runs
 from lpr.config import DecodeConfig, InputError
 from lpr.core.step_times import StepTimes, read_step_times
 from lpr.planner.facts import ModelFacts, facts_of

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.engines import switch
-from benchmarks.gpu_parts import Sizes, generate, median_ms, rate, wait
+from benchmarks.gpu.parts import Sizes, generate, median_ms, rate, wait
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.model.cache import TreeCache
 from lpr.model.graphs import CudaCapturer

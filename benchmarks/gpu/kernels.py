@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from benchmarks.common import attempt
-from benchmarks.gpu_models import tree_step
-from benchmarks.gpu_parts import Sizes, median_ms, wait
+from benchmarks.gpu.models import tree_step
+from benchmarks.gpu.parts import Sizes, median_ms, wait
 from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
 from lpr.model.attention import additive
 from lpr.model.graphs import CudaCapturer

@@ -1,0 +1,1 @@
+"""Processes that a benchmark starts, and what they leave behind."""
