@@ -39,6 +39,8 @@ from benchmarks.result_tables.parts import failures
 from lpr.config import InputError
 
 RESULTS = Path(__file__).parent / "results"
+STEP_TIMES = Path(__file__).parent / "tables"
+"""Tables of step times, as `lpr.core.step_times` reads them: `h100_7b` is estimated, `flat_N` takes N ms a step."""
 
 
 def whole(text: str) -> int:

@@ -26,7 +26,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.common import attempt, model_parser, progress, read_json, run_main
+from benchmarks.common import STEP_TIMES, attempt, model_parser, progress, read_json, run_main
 from benchmarks.data import prompts_of
 from benchmarks.engines import StepClock, params_for
 from benchmarks.processes.launch import LAUNCHER, execute
@@ -40,7 +40,6 @@ from lpr.engine.scheduler import Schedule
 
 POLICIES: dict[str, int | Auto] = {"split": 0, "home": 1, "elastic": "auto"}
 """Name to `home_ranks`."""
-TABLE = Path(__file__).parent / "tables" / "h100_7b.json"
 
 
 @dataclass
@@ -263,7 +262,12 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="N")
     parser.add_argument("--loads", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help="concurrent requests")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0], metavar="T")
-    parser.add_argument("--costs", default=str(TABLE), metavar="FILE", help="step times (default: H100, 7B, estimated)")
+    parser.add_argument(
+        "--costs",
+        default=str(STEP_TIMES / "h100_7b.json"),
+        metavar="FILE",
+        help="step times (default: H100, 7B, estimated)",
+    )
     parser.add_argument("--max-length", type=int, default=1024, metavar="N", help="prompt and output (default 1024)")
     parser.add_argument("--recorded", action="store_true", help="answer from the traces of --data, greedily, no model")
     parser.add_argument("--prompt-tokens", type=int, default=300, metavar="N", help="of traces, at most (default 300)")

@@ -30,14 +30,13 @@ from typing import Any
 from rich.console import Console
 
 import lpr.native
-from benchmarks.common import make_parser, run_main, whole
+from benchmarks.common import STEP_TIMES, make_parser, run_main, whole
 from benchmarks.replay import read_traces
 from benchmarks.stand_ins.paced import Clock, Device, Lap, PacedComm, PacedModel, Recorded
 from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
 from lpr.config import InputError
 from lpr.engine.options import EngineOptions, load_step_times
 
-TABLES = Path(__file__).parent / "tables"
 FLAT = ("flat_2", "flat_4", "flat_8")
 LONGEST_PROMPT, LONGEST_OUTPUT = 1024, 384
 SPARE = 64
@@ -106,7 +105,7 @@ class Texts:
 
 def measure_case(case: Case, loaded: Any, texts: Texts, num_steps: int, polls: bool = True) -> dict[str, Any]:
     """Decode with a full batch for `num_steps` steps that count."""
-    device = Device(load_step_times(TABLES / f"{case.costs}.json"), Clock(polls))
+    device = Device(load_step_times(STEP_TIMES / f"{case.costs}.json"), Clock(polls))
     comm = PacedComm(case.lp)
     engine = make_engine(loaded, case.decode(), comm)
     paced = PacedModel(engine, device, texts.recorded, texts.whole, case.lp)

@@ -28,7 +28,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.common import OneLineParser, make_parser, whole
+from benchmarks.common import STEP_TIMES, OneLineParser, make_parser, whole
 from lpr.config import InputError
 from lpr.core.step_times import KNOTS, SHORTEST_KV, StepTimes
 from lpr.engine.options import load_step_times
@@ -51,7 +51,6 @@ HOST_MS = 0.5
 """Of a step, whatever it drafts (benchmarks/results/host.json: one request of 16 nodes takes 0.57 ms)."""
 HOST_NODES_MS = ((1.0, 0.006), (64.0, 0.066), (128.0, 0.102), (512.0, 0.4))
 """Nodes of a tree to the milliseconds that a request adds (the same, batches of 1 and 8; beyond 128 nodes in line)."""
-TABLE = Path(__file__).parent / "tables" / "h100_7b.json"
 SPEEDUP, PART = 1.3, 0.97
 """The claim."""
 
@@ -82,8 +81,9 @@ def simulated_parser() -> OneLineParser:
     parser = make_parser("serve --simulate", "Idle replicas under load, predicted.", threads=1)
     parser.add_argument("--model", default="codellama-7b", metavar="M", help="preset, folder or hub id (codellama-7b)")
     parser.add_argument("--gpu", default="h100", metavar="G", help=", ".join(GPUS))
+    estimated = str(STEP_TIMES / "h100_7b.json")
     parser.add_argument(
-        "--costs", default=str(TABLE), metavar="FILE", help="step times of one GPU (H100, 7B, estimated)"
+        "--costs", default=estimated, metavar="FILE", help="step times of one GPU (H100, 7B, estimated)"
     )
     parser.add_argument("--gpus", type=whole, default=8, metavar="N", help="in all (default 8)")
     parser.add_argument("--slots", type=whole, default=8, metavar="N", help="requests per GPU in a step (default 8)")
