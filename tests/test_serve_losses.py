@@ -12,7 +12,7 @@ from fake_driver import FakeDriver, facts, served
 from serving import serving
 
 from lpr.serve import keeper, messages
-from lpr.serve.messages import Chunk, Load, Pulse, frame
+from lpr.serve.messages import Chunk, Load, Pulse, Stepped, frame
 from lpr.serve.suspects import acquit, blame, most_suspect
 
 TEXT = "return x + 1\n    if y: return [z for z in range(10)]\n"
@@ -296,7 +296,32 @@ def test_ranks_that_do_not_start_again_end_the_service_with_a_line(quick, script
     assert len(service.starts) == 4
 
 
-def test_ranks_that_came_back_with_another_model_are_refused(quick, script):
+def test_another_width_of_the_mesh_has_other_slots(quick, script):
+    """Elastic replicas bring slots of their own, and come back fewer or more than they were."""
+    with served(facts(lp=3, max_batch_size=6), script) as service:
+        script.changes["hold"] = True
+        first = service.starts[0].drivers[0]
+        first.hold = True
+        streams = [Stream(service.url) for _ in range(8)]
+        wait_for(lambda: service.front.service.num_running == 6)
+        lost = Stepped([], Load(num_running=6, num_slots=4, num_ranks=2, epoch=1))
+        service.call(lambda: first._writer.write(frame(lost)))
+        wait_for(lambda: service.front.service.num_running == 4)
+        keep = service.front._make_ranks
+
+        def fewer(path):
+            ranks = keep(path)
+            ranks._said = facts(lp=1, max_batch_size=2)
+            return ranks
+
+        service.front._keeper._make = fewer
+        script.changes["hold"] = False
+        service.call(lambda: service.starts[0].end(-9))
+        assert [stream.found()["text"] for stream in streams] == [TEXT] * 8
+        assert service.front.service._num_slots == 2 and service.front._failure is None
+
+
+def test_ranks_that_came_back_with_another_model_are_refused(quick, script, capsys):
     with served(facts(), script) as service:
         service.starts[0]._said = facts(vocab_size=4000)
         keep = service.front._make_ranks
@@ -309,6 +334,7 @@ def test_ranks_that_came_back_with_another_model_are_refused(quick, script):
         service.front._keeper._make = other
         service.call(lambda: service.starts[0].end(-9))
         assert service.ended() == 2
+    assert "came back with another eos token ids, so no output can go on" in capsys.readouterr().err
 
 
 def test_a_driver_that_stands_still_is_replaced(quick, script, monkeypatch):

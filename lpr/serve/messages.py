@@ -87,6 +87,7 @@ class Facts(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     max_length: int
     """Longest prompt plus output, in tokens."""
     max_batch_size: int
+    """Requests that can run at once on these ranks; with others it changes (`Load.num_slots`)."""
     lp: int
     tp: int
     device: str
@@ -164,6 +165,8 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     """Tokens of these prefixes."""
     drafts: DraftCounts | None = None
     """What sharing drafts with other replicas has come to; None if none are shared."""
+    num_slots: int = 0
+    """Requests that can run at once on the ranks that there are now; 0 while unknown."""
 
 
 class Stepped(msgspec.Struct, tag="step", frozen=True):

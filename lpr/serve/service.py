@@ -14,8 +14,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import msgspec
-
 from lpr.config import SamplingParams
 from lpr.serve.errors import ApiError
 from lpr.serve.jobs import Job, Jobs
@@ -97,6 +95,8 @@ class Service:
         """When the driver last got a request or brought a token."""
         self._paused: float | None = None
         """Since when requests have stood still that were in slots when the driver was lost."""
+        self._num_slots = 0
+        """Requests that the ranks can run at once, as many as there are now."""
         self._present = 0
         self._restarted = False
         """Has the next driver been started anew? Else it takes over from the one before."""
@@ -134,9 +134,9 @@ class Service:
 
         Its status is 429, or 503 while the ranks are away.
         """
-        facts = self.check_ready()
+        self.check_ready()
         status = 429 if self.up else 503
-        room = facts.max_batch_size + 1 + self.limits.max_queue
+        room = self._num_slots + 1 + self.limits.max_queue
         if len(self._jobs) + num_requests > room:
             message = f"{len(self._jobs)} requests are open and {num_requests} more would not fit: --max-queue"
             raise ApiError(status, f"{message} is {self.limits.max_queue}", code="queue_full", retry_after=self._wait())
@@ -296,15 +296,15 @@ class Service:
     def _welcome(self, facts: Facts) -> None:
         """A driver takes requests: first those that another one had."""
         if self.facts is not None:
-            if _identity(facts) != _identity(self.facts):
-                self.refused = "the ranks came back with another model, tokenizer or limits, so no output can go on"
+            if others := _others(facts, self.facts):
+                self.refused = f"the ranks came back with another {' and '.join(others)}, so no output can go on"
                 self.is_other = True
                 return
             self._tell("restart" if self._restarted else "takeover")
         self.facts = facts
         self.num_wanted = self.num_wanted or facts.lp * facts.tp
         self._interrupted, self._restarted, self.outage, self.up = [], False, "", True
-        self.welcomed = time.monotonic()
+        self.welcomed, self._num_slots = time.monotonic(), facts.max_batch_size
         self._note_ranks(facts.lp * facts.tp)
         self._send(Resume([job.id for job in self._jobs.taken_back], self.tenants))
         self.ready.set()
@@ -314,8 +314,10 @@ class Service:
         if load.epoch > self.load.epoch:
             self._tell("reform", load.epoch - self.load.epoch)
         self.load = load
-        if load.num_ranks and self.up:
-            self._note_ranks(load.num_ranks)
+        if self.up:
+            self._num_slots = load.num_slots or self._num_slots
+            if load.num_ranks:
+                self._note_ranks(load.num_ranks)
 
     def _note_ranks(self, present: int) -> None:
         if present < self._present:
@@ -335,10 +337,6 @@ class Service:
     def _tell(self, event: str, count: int = 1) -> None:
         for tell in self.on_event:
             tell(event, count)
-
-    @property
-    def _num_slots(self) -> int:
-        return self.facts.max_batch_size if self.facts is not None else 0
 
     def _pump(self) -> None:
         while self.up and (job := self._jobs.give(self._num_slots)) is not None:
@@ -397,6 +395,8 @@ class Service:
         return max(1, min(60, math.ceil(mean * len(self._jobs) / max(1, self._num_slots) / 4)))
 
 
-def _identity(facts: Facts) -> Facts:
-    """What must not change if outputs are to go on: all but the width of the mesh."""
-    return msgspec.structs.replace(facts, lp=0, tp=0, device="")
+def _others(facts: Facts, before: Facts) -> list[str]:
+    """Names of what has changed, of all that must not if outputs are to go on: the width of the mesh may."""
+    may = {"lp", "tp", "device", "max_batch_size"}  # elastic replicas have slots of their own each
+    names = [each for each in facts.__struct_fields__ if each not in may]
+    return [name.replace("_", " ") for name in names if getattr(facts, name) != getattr(before, name)]

@@ -164,6 +164,7 @@ class Driver:
             num_cached_prefixes=cached[0],
             num_cached_tokens=cached[1],
             drafts=self._drafts.counts if self._drafts is not None else None,
+            num_slots=engine.scheduler.capacity,
         )
 
 
