@@ -319,20 +319,58 @@ def test_products_are_asked_from_which_height_on_they_agree(dtype: torch.dtype) 
     heights = check.find_heights(model)
     assert isinstance(heights, check.Heights)
     rows, weight, _ = check.cancelling(64, 48, 120, dtype)
-    whole = F.linear(rows, weight)
+    whole = F.linear(rows[: min(120, heights.most)], weight)
     assert whole.abs().max() > 0, "errors show"
-    for height in range(heights.model, 40):
-        for first in range(0, 120 - height, height):
+    for height in range(heights.fewest, min(40, len(whole))):
+        for first in range(0, len(whole) - height, height):
             assert torch.equal(F.linear(rows[first : first + height], weight), whole[first : first + height])
 
 
 def test_a_product_that_changes_with_its_height_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def changing(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return F.linear(rows, weight) * (1 + 1e-3 * (len(rows) < 33))
+        return F.linear(rows, weight) * (1 + 1e-3 * len(rows))
 
     monkeypatch.setattr(check, "_linear_alone", changing)
-    with pytest.raises(InputError, match=r"q_proj \(64, 64\) in float32 with 32 rows rounds otherwise"):
+    with pytest.raises(InputError, match=r"q_proj \(64, 64\) in float32 rounds otherwise"):
         self_check(TreeModel(tiny_model(), exact=True))
+
+
+def by_height(monkeypatch: pytest.MonkeyPatch, *changes: int) -> list[int]:
+    """Let products of weights round otherwise from each of `changes` rows on; returns the heights met from now on."""
+    multiply, met = F.linear, []
+
+    def linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        count = states.shape[:-1].numel()
+        met.append(count)
+        return multiply(states, weight, bias) * (1 + sum(2.0**-6 for change in changes if count >= change))
+
+    monkeypatch.setattr(F, "linear", linear)
+    return met
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_steps_are_cut_where_a_library_takes_another_kernel(
+    dtype: torch.dtype, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As AMX does in bfloat16 behind 32 rows; a step of many more is several products in it."""
+    met = by_height(monkeypatch, 33, 129)
+    runner = checked(tiny_model("llama").to(dtype))
+    assert runner.heights is not None and runner.heights.most == 32
+    met.clear()
+    check_pieces(runner)
+    check_trees(runner)
+    assert max(met) == 32 and min(met) >= runner.heights.fewest
+    monkeypatch.setattr(lpr.model.runner, "pin_heights", lambda model: None)
+    with pytest.raises(InputError, match="cannot be exact: its logits are other bits in a step of many tokens"):
+        checked(tiny_model("llama").to(dtype))
+
+
+def test_what_multiplies_by_weights_itself_cannot_be_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_height(monkeypatch, 33)
+    model = tiny_model()
+    model.model.layers[0].own = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(2, 2))])
+    with pytest.raises(InputError, match=r"the matrix product \S+ \(64, 64\) in float32 rounds otherwise"):
+        self_check(TreeModel(model, exact=True))
 
 
 def test_a_model_whose_layers_depend_on_the_height_is_refused() -> None:
@@ -362,7 +400,7 @@ def order_of_cache_rows(patch: pytest.MonkeyPatch, runner: TreeModel) -> None:
 
 def heights_that_vary(patch: pytest.MonkeyPatch, runner: TreeModel) -> None:
     assert runner.heights is not None
-    runner.heights = replace(runner.heights, model=1)
+    runner.heights = replace(runner.heights, fewest=1)
 
 
 def blocks_from_the_last(patch: pytest.MonkeyPatch, runner: TreeModel) -> None:
@@ -374,9 +412,15 @@ def blocks_from_the_last(patch: pytest.MonkeyPatch, runner: TreeModel) -> None:
     patch.setattr(products, "_sum_in_order", mutant)
 
 
-def flat_tails(patch: pytest.MonkeyPatch, runner: TreeModel) -> None:
-    assert runner.heights is not None
-    runner.heights = replace(runner.heights, attention=1)
+def tails_in_another_order(patch: pytest.MonkeyPatch, runner: TreeModel) -> None:
+    """The values behind a branch are added from the last of a block on."""
+    add = products._tail_products
+
+    def mutant(weights: torch.Tensor, value: torch.Tensor, rows: torch.Tensor, height: int) -> torch.Tensor:
+        backwards = rows.unflatten(1, (-1, products.BLOCK)).flip(2).flatten(1)
+        return add(weights.flip(-1), value, backwards, height)
+
+    patch.setattr(products, "_tail_products", mutant)
 
 
 def paths_from_their_ends(patch: pytest.MonkeyPatch, runner: TreeModel) -> None:
@@ -423,7 +467,7 @@ def notice(fault: Callable[[pytest.MonkeyPatch, TreeModel], None], patch: pytest
 
 
 @pytest.mark.parametrize(
-    "fault", [off_by_one, order_of_cache_rows, heights_that_vary, blocks_from_the_last, flat_tails]
+    "fault", [off_by_one, order_of_cache_rows, heights_that_vary, blocks_from_the_last, tails_in_another_order]
 )
 def test_faults_are_noticed(
     fault: Callable[[pytest.MonkeyPatch, TreeModel], None], monkeypatch: pytest.MonkeyPatch, by_torch: None

@@ -106,7 +106,7 @@ def exact_ranks_case(case: dict[str, str], comm: ProcessComm) -> dict[str, objec
         torch.set_num_threads(1)
     if case.get("fault") == "height" and comm.rank:
         assert engine.model.heights is not None
-        engine.model.heights = replace(engine.model.heights, model=1, attention=1)
+        engine.model.heights = replace(engine.model.heights, fewest=1, attention=1)
     shape = SHAPES["both, batch of 4, 2 ranks that share every tree"]
     texts = [[*prompt, *output] for prompt, output in zip(PROMPTS, group.outputs, strict=True)]
     outputs, digests, steps = group.watched(engine, shape, texts)

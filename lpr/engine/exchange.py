@@ -214,21 +214,23 @@ def check_replica(comm: Comm, rows: Sequence[Row]) -> Callable[[], None]:
     return lambda: check_digests(answers().tolist(), range(first, first + comm.tp_size))
 
 
-def highest_of_replica(comm: Comm, heights: Heights | str) -> Heights | str:
-    """The heights that are enough on every rank of this replica, whose shards can ask for different ones.
+def common_heights(comm: Comm, heights: Heights | str) -> Heights | str:
+    """The heights that agree on every rank of this replica, whose shards can ask for different ones.
 
     Why there are none, in words, on every rank if it is so on one.
     """
-    found = [0, 0, 0, 0] if isinstance(heights, str) else [
-        heights.model, heights.attention, heights.multiple, heights.head_multiple
+    found = [0, 0, 0, 0, 0] if isinstance(heights, str) else [
+        -heights.most, heights.fewest, heights.attention, heights.multiple, heights.head_multiple
     ]  # fmt: skip
     everybody = comm.begin_gather_replica(torch.tensor(found, dtype=torch.int32))()
     if isinstance(heights, str):
         return heights
-    if not everybody.all():
+    most, fewest, attention, multiple, head_multiple = everybody.amax(0).tolist()
+    if not everybody.all() or fewest > -most:
         return "of another rank's shard"
-    model, attention, multiple, head_multiple = everybody.amax(0).tolist()
-    return replace(heights, model=model, attention=attention, multiple=multiple, head_multiple=head_multiple)
+    return replace(
+        heights, fewest=fewest, most=-most, attention=attention, multiple=multiple, head_multiple=head_multiple
+    )
 
 
 def check_digests(digests: Sequence[Sequence[int]], ranks: Sequence[int] | None = None) -> None:

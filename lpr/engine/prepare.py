@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from lpr.config import DecodeConfig, InputError
 from lpr.core.digest import digest_of
 from lpr.core.step_times import StepTimes
 from lpr.dist.comm import Comm, agree, is_alone, is_driver
-from lpr.engine.exchange import check_replica, highest_of_replica
+from lpr.engine.exchange import check_replica, common_heights
 from lpr.engine.options import EngineOptions, load_step_times
 from lpr.model.cache import TreeCache
 from lpr.model.loader import Loaded, model_digest, tokenizer_digest
@@ -42,7 +43,7 @@ def prepare(
         graphs=options.graphs,
         check_rows=partial(check_replica, comm) if is_split else None,
         exact=options.exact,
-        share_heights=partial(highest_of_replica, comm) if is_split else None,
+        share_heights=partial(common_heights, comm) if is_split else None,
         part=vocabulary_part(loaded.model) if is_split else None,
     )
     failure, costs, like = None, None, None
@@ -113,5 +114,5 @@ def _machine(model: TreeModel, options: EngineOptions) -> dict[str, int]:
     is_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if is_gpu else torch.backends.cpu.get_cpu_capability()
     kind = (name, torch.__version__, torch.version.cuda if is_gpu else None)
-    rows = (heights.model, heights.attention, heights.multiple, heights.head_multiple, heights.bits)
+    rows = astuple(replace(heights, num_threads=None))
     return {_KIND: digest_of(repr(kind)), _THREADS: heights.num_threads or 0, _KERNELS: digest_of(repr(rows))}

@@ -153,7 +153,7 @@ class StepInputs:
     logits_to_keep: int | torch.Tensor
     """What the model is told of them: a number of last entries of every row, or indices int64 among N."""
     heights: Heights | None = None
-    """Rows of matrix products, at least, for exact attention."""
+    """Rows of matrix products in exact mode."""
     made_of_masks: dict[int, tuple[torch.Tensor, Any]] = field(default_factory=dict)
     """By the id of a mask: the mask, so that no other tensor gets its id meanwhile, and what was made of it."""
     cache_storages: set[int] = field(default_factory=set)
@@ -262,12 +262,12 @@ def _is_prompt(row: Row) -> bool:
 
 def _fewest_entries(rows: Sequence[Row], heights: Heights | None) -> int:
     """Entries of a block at least: exact products and, with them, enough to keep `_num_kept` logits."""
-    return 1 if heights is None else max(heights.model, _num_kept(max(row.num_results for row in rows), heights))
+    return 1 if heights is None else max(heights.fewest, _num_kept(max(row.num_results for row in rows), heights))
 
 
 def _num_kept(num_results: int, heights: Heights | None) -> int:
     """Rows of logits to compute for `num_results` wanted ones."""
-    return num_results if heights is None else round_up(max(num_results, heights.model), heights.head_multiple)
+    return num_results if heights is None else round_up(max(num_results, heights.fewest), heights.head_multiple)
 
 
 def _logits_to_keep(

@@ -1,4 +1,8 @@
-"""Matrix products of one fixed height: what exact mode asks of a GPU, whose libraries take a kernel by the shape."""
+"""Matrix products of the heights that exact mode found to agree: a library takes its kernel by the shape.
+
+A GPU's products all have one height. On a CPU the machine is asked (lpr.model.exact.check): with AVX2 a float32 row
+has the same bits in any product of four rows or more, with AMX a bfloat16 row in those of one to 32.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +15,32 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from lpr.model.attention import current_step
+from lpr.model.exact.check import MOST_LOGITS
 
 HEIGHT = 64
-"""Rows of every product. A GPU reads weights for about as long as it multiplies 64 rows by them."""
+"""Rows of every product on a GPU, which reads weights for about as long as it multiplies 64 rows by them."""
 
 
 def pin_heights(model: nn.Module) -> None:
-    """Let `model` multiply HEIGHT rows at a time by its weights, in steps; outside of steps nothing changes."""
+    """Let `model` multiply by its weights as the heights of a step ask; outside of such steps nothing changes."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
     for module in model.modules():
         if isinstance(module, nn.Linear | Conv1D) and not isinstance(module.forward, partial):
-            module.forward = partial(_in_pieces, module.forward)  # type: ignore[method-assign]
+            limit = MOST_LOGITS if module is head else None
+            module.forward = partial(_in_pieces, module.forward, limit=limit)  # type: ignore[method-assign]
 
 
-def _in_pieces(multiply: Callable[[torch.Tensor], torch.Tensor], states: torch.Tensor) -> torch.Tensor:
-    """`multiply` of `states` [..., D], HEIGHT rows by HEIGHT rows."""
-    rows = states.flatten(0, -2)
-    if current_step() is None or len(rows) == HEIGHT:
+def _in_pieces(
+    multiply: Callable[[torch.Tensor], torch.Tensor], states: torch.Tensor, limit: int | None = None
+) -> torch.Tensor:
+    """`multiply` of `states` [..., D], in pieces of as many rows as agree, and of `limit` at most."""
+    step, count = current_step(), states.shape[:-1].numel()
+    if step is None or step.heights is None:
         return multiply(states)
-    padded = F.pad(rows, (0, 0, 0, -len(rows) % HEIGHT))
-    found = torch.cat([multiply(piece) for piece in padded.split(HEIGHT)])[: len(rows)]
-    return found.unflatten(0, states.shape[:-1])
+    fewest, most = step.heights.fewest, min(step.heights.most, limit or step.heights.most)
+    if fewest <= count <= most:
+        return multiply(states)
+    pieces = list(states.flatten(0, -2).split(most))
+    if len(pieces[-1]) < fewest:
+        pieces[-1] = F.pad(pieces[-1], (0, 0, 0, fewest - len(pieces[-1])))
+    return torch.cat([multiply(piece) for piece in pieces])[:count].unflatten(0, states.shape[:-1])

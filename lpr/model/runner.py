@@ -94,7 +94,7 @@ class TreeModel:
         if part is not None:
             part.install(lambda: (step := current_step()) is not None and step.in_parts)
         self.heights: check.Heights | None = None
-        """Rows of the products of a step in exact mode, at least; `why_not_exact` finds how few are enough."""
+        """Rows of the products of a step in exact mode; `why_not_exact` finds how many agree."""
         self.set_attention(self._choose_attention() if attention == "auto" else attention)
         self.graphs: GraphRunner | None = None
         self.capturer: Capturer | None = None
@@ -111,16 +111,16 @@ class TreeModel:
         reason = check.refusal(self.model, not self.model._can_set_attn_implementation())
         if reason is not None:
             return reason
+        pin_heights(self.model)
         if self.device.type != "cpu":
-            pin_heights(self.model)
-            self.heights = check.Heights(HEIGHT, 1, None, HEIGHT, HEIGHT)
+            self.heights = check.Heights(HEIGHT, HEIGHT, 1, None, HEIGHT, HEIGHT)
             self.node_bucket = HEIGHT
             return None
         found = check.find_heights(self.model)
         if self._share_heights is not None:
             found = self._share_heights(found)
         if isinstance(found, str):
-            return f"on this machine the matrix product {found} rounds otherwise than with more"
+            return f"on this machine the matrix product {found} rounds otherwise for other numbers of rows"
         self.heights = found
         return None
 
@@ -229,7 +229,7 @@ class TreeModel:
     def _call(self, inputs: StepInputs, cache: TreeCache) -> torch.Tensor:
         self._meet()
         extra = {"position_ids": inputs.positions} if self._accepts_positions else {}
-        inputs.layer_rules = self._layer_rules
+        inputs.layer_rules, inputs.heights = self._layer_rules, self.heights
         with step_scope(inputs):
             output = self.model(
                 input_ids=inputs.tokens,

@@ -1,4 +1,4 @@
-"""What exact mode asks a model and a machine for: whose sums depend on the shape of a step, and up to which height."""
+"""What exact mode asks a model and a machine for: whose sums depend on the shape of a step, and at which heights."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ MOST_FILLED = 16
 """Rows to which a step may be padded, so that its products round as those of more rows do."""
 _UNKNOWN_HEIGHT = 4
 """Rows of a step of a model whose weights are multiplied by code that is not known here."""
-_HEIGHTS = (*range(1, 18), 24, 32, 33, 64, 65, 128, 255, 512)
+_HEIGHTS = (*range(1, 34), 40, 48, 64, 65, 96, 128, 129, 192, 256, 257, 384, 512)
 _MOST_ROWS = 513
-_MOST_LOGITS = 66
-"""Rows of the output head that are asked about: no step has many more results."""
+MOST_LOGITS = 66
+"""Rows of the output head that are asked about: few steps have more results."""
 _VECTOR = 64
 """Values that an elementwise operator of PyTorch takes at once on a CPU, at most: two vectors of AVX-512 in half
 precision."""
@@ -45,12 +45,15 @@ def refusal(model: Any, own_attention: bool) -> str | None:
 
 @dataclass(frozen=True)
 class Heights:
-    """From how many rows on a row of a matrix product has the same bits for any number of rows, on this machine."""
+    """For which numbers of rows of a matrix product a row has the same bits, wherever it stands, on this machine."""
 
-    model: int
-    """Products with the model's weights."""
+    fewest: int
+    """Rows of a product with the model's weights."""
+    most: int
+    """Rows of one at most; those of the head have no more than MOST_LOGITS either. See lpr.model.pinned."""
     attention: int
-    """The float32 products of lpr.model.exact.products; 1 where lpr.model.exact.in_order attends, which has none."""
+    """Rows of the float32 products of lpr.model.exact.products, at least; 1 where lpr.model.exact.in_order attends,
+    which has none."""
     num_threads: int | None
     """Threads of torch for which this holds; None: any."""
     multiple: int = 1
@@ -64,29 +67,40 @@ class Heights:
 def find_heights(model: nn.Module) -> Heights | str:
     """Try a product of each shape with as many threads as torch has now.
 
-    Returns, in place of heights, the first product that changes still at more than MOST_FILLED rows: padding does not
-    mend that.
+    Returns, in place of heights, the first product with which none are left: all agree on no heights of which a step
+    of one token can be padded to the least, MOST_FILLED or fewer. Of several ranges of heights it is the highest.
     """
     attention, bits = 1, hashlib.blake2b(digest_size=8)
     if in_order.attends(torch.device("cpu")):
         bits.update(b"lpr.model.exact.in_order")  # another order of additions than that of matrix products
     else:
         for size in ((64, 64), (128, 64), (64, 128)):
-            attention = max(attention, _least(_batched, *size, _MOST_LOGITS, torch.float32, bits))
+            attention = max(attention, _ranges(_batched, *size, MOST_LOGITS, torch.float32, bits)[0][0])
     if attention > MOST_FILLED:
         return f"of attention in float32 with {attention - 1} rows"
-    least, dtype = 1 if _all_known(model) else _UNKNOWN_HEIGHT, next(model.parameters()).dtype
+    is_known, dtype = _all_known(model), next(model.parameters()).dtype
+    ranges = [(1 if is_known else _UNKNOWN_HEIGHT, _MOST_ROWS)]
     for name, size, multiply, most in _products(model):
-        least = max(least, _least(multiply, *size, most, dtype, bits))
-        if least > MOST_FILLED:
-            return f"{name} {size} in {str(dtype)[6:]} with {least - 1} rows"
-    widths = [width for _, size, _, most in _products(model) if most == _MOST_ROWS for width in size]
+        found = _ranges(multiply, *size, most, dtype, bits)
+        if most == MOST_LOGITS:
+            found[0] = found[0][0], _MOST_ROWS  # it is cut at MOST_LOGITS in any case
+        ranges = [
+            (max(low, other_low), min(high, other_high))
+            for low, high in ranges
+            for other_low, other_high in found
+            if other_low < other_high  # of one height alone, nothing says that its rows may stand anywhere
+            and max(low, other_low) <= min(MOST_FILLED, high, other_high)
+        ]
+        if not ranges or (not is_known and ranges[0][1] < _MOST_ROWS):  # what code of its own multiplies is not cut
+            return f"{name} {size} in {str(dtype)[6:]}"
+    fewest, most = ranges[0]
+    widths = [width for _, size, _, most_rows in _products(model) if most_rows == _MOST_ROWS for width in size]
     multiple = max(map(_multiple, widths), default=1)
     config: Any = getattr(model, "config", None)
     capped = config is not None and getattr(config.get_text_config(), "final_logit_softcapping", None)
     head = _multiple(config.get_text_config().vocab_size) if capped else 1
     digest = int.from_bytes(bits.digest(), "little")
-    return Heights(least, attention, torch.get_num_threads(), multiple, head, digest)
+    return Heights(fewest, most, attention, torch.get_num_threads(), multiple, head, digest)
 
 
 def _multiple(width: int) -> int:
@@ -94,16 +108,26 @@ def _multiple(width: int) -> int:
     return _VECTOR // gcd(_VECTOR, width)
 
 
-def _least(multiply: Product, num_in: int, num_out: int, most: int, dtype: torch.dtype, bits: hashlib.blake2b) -> int:
-    """The least height from which on `multiply` gives a row the same bits as with `most` rows; `bits` takes them in."""
+def _ranges(
+    multiply: Product, num_in: int, num_out: int, most: int, dtype: torch.dtype, bits: hashlib.blake2b
+) -> list[tuple[int, int]]:
+    """Ranges of heights up to `most`, the highest first, in which `multiply` gives a row the same bits.
+
+    Between them a library takes another kernel, or cuts a sum elsewhere. `bits` takes in those of the highest.
+    """
     rows, weight, bias = cancelling(num_in, num_out, most, dtype)
-    whole = multiply(rows, weight, bias)
-    bits.update(whole.contiguous().view(torch.uint8).numpy().tobytes())
+    highest, start = multiply(rows, weight, bias), 0
+    bits.update(highest.contiguous().view(torch.uint8).numpy().tobytes())
+    found = [(most, most)]
     for height in reversed([each for each in _HEIGHTS if each < most]):
         first = (most - height) // 2
-        if not torch.equal(multiply(rows[first : first + height], weight, bias), whole[first : first + height]):
-            return height + 1
-    return 1
+        product = multiply(rows[first : first + height], weight, bias)
+        if torch.equal(product, highest[first - start : first - start + height]):
+            found[-1] = height, found[-1][1]
+        else:
+            found.append((height, height))
+            highest, start = product, first
+    return found
 
 
 def cancelling(
@@ -137,7 +161,7 @@ def _products(model: nn.Module) -> Iterator[tuple[str, tuple[int, int], Product,
         multiply = _conv1d if isinstance(module, Conv1D) else _linear if module.bias is not None else _linear_alone
         if (multiply, size) not in known:
             known.add((multiply, size))
-            yield name, (size[0], size[1]), multiply, _MOST_LOGITS if module is head else _MOST_ROWS
+            yield name, (size[0], size[1]), multiply, MOST_LOGITS if module is head else _MOST_ROWS
 
 
 def _batched(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
