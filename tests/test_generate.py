@@ -84,7 +84,9 @@ def test_a_restarted_job_still_reports_its_bad_lines(
 def check_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that is begun again behind its second line must know what an undisturbed one knows."""
     source, target = write_prompts(tmp_path / "in.jsonl", PROMPTS[:3]), tmp_path / "out.jsonl"
+    sizes = ["--window-size", "4", "--trie-nodes", "12"]  # automatic ones follow the clock, and steps are compared
     arguments = ["--prompts", str(source), "--output", str(target), "--max-new-tokens", "12", "--max-batch-size", "1"]
+    arguments += sizes
     assert main([*arguments, "--trie", str(tmp_path / "whole")]) == 0
     undisturbed = target.read_bytes()
     target.write_bytes(b"".join(undisturbed.splitlines(keepends=True)[:2]))
