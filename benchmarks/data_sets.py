@@ -8,6 +8,8 @@ Each file (benchmarks.record) is replayed at each of its temperatures with trees
 benchmarks.replay does with one: candidates of accepted nodes only, no text drafted from another. An output that repeats
 itself flatters whoever copies, so the figures are given without such outputs, too.
 
+Several texts of one prompt and temperature (`--seeds` of benchmarks.record) are counted together, and by seed.
+
 `--peers DIR`, the work folder of benchmarks.peers, also counts the steps of peers that draft from text alone
 (benchmarks.peers.recorded).
 """
@@ -24,7 +26,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.common import make_parser, progress, run_main, whole
-from benchmarks.limit import beside_limit, count_output
+from benchmarks.limit import Counted, beside_limit, count_output
 from benchmarks.peers.recorded import CountSteps, replayed_peers
 from benchmarks.record import Recorded, read_texts
 from benchmarks.replay import FixedSizes, Task, replay_task
@@ -80,7 +82,13 @@ def peer_steps(count: CountSteps) -> Callable[[Recorded], int]:
 def replay_texts(texts: Sequence[Recorded], steps_of: Callable[[Recorded], int]) -> dict[str, Any]:
     """Tokens per step of some texts, each by itself, and of those that do not loop."""
     counted = [count_output(text.tokens[: text.num_prompt].tolist(), text.output, steps_of(text)) for text in texts]
-    return {"num_texts": len(counted), **beside_limit(counted)}
+    found = {"num_texts": len(counted), **beside_limit(counted)}
+    by_seed: dict[int, list[Counted]] = {}
+    for text, each in zip(texts, counted, strict=True):
+        by_seed.setdefault(text.seed - text.prompt, []).append(each)
+    if len(by_seed) > 1:
+        found["by_seed"] = [beside_limit(by_seed[seed])["tokens_per_step"] for seed in sorted(by_seed)]
+    return found
 
 
 def main() -> int:

@@ -35,6 +35,8 @@ Said = tuple[np.ndarray, np.ndarray, np.ndarray]
 """After one token: candidates, scores, projection."""
 HIDDEN = 32
 """Bytes of a projected hidden state."""
+SEEDS_APART = 1000
+"""Between the seeds of two texts of one prompt and temperature; the first one's is the prompt's number."""
 _PIECE = 128
 """Tokens of a prompt whose logits are made together."""
 
@@ -104,9 +106,9 @@ class Recorder:
 
     @torch.inference_mode()
     def record(
-        self, prompts: Sequence[list[int]], numbers: Sequence[int], temperatures: Sequence[float]
+        self, prompts: Sequence[list[int]], numbers: Sequence[int], temperatures: Sequence[float], num_seeds: int = 1
     ) -> list[Recorded]:
-        """One text per prompt and temperature; a prompt's number in its file is its seed."""
+        """One greedy text per prompt, and `num_seeds` at each temperature above 0."""
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
         seen = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -114,15 +116,20 @@ class Recorder:
         everywhere = self._forward(ids, seen, cache)
         inside = [self._inside(row[width - len(prompt) :]) for row, prompt in zip(everywhere, prompts, strict=True)]
         states = everywhere[:, -1]
-        repeats = len(temperatures)
+        ways = [
+            (temperature, SEEDS_APART * again)
+            for temperature in temperatures
+            for again in range(num_seeds if temperature else 1)
+        ]
+        repeats = len(ways)
         cache.batch_repeat_interleave(repeats)
         seen, states = seen.repeat_interleave(repeats, 0), states.repeat_interleave(repeats, 0)
         texts = [
-            Recorded(number, temperature, number, len(prompt), *[np.empty(0)] * 4)
+            Recorded(number, temperature, number + seed, len(prompt), *[np.empty(0)] * 4)
             for number, prompt in zip(numbers, prompts, strict=True)
-            for temperature in temperatures
+            for temperature, seed in ways
         ]
-        tokens = [list(prompt) for prompt in prompts for _ in temperatures]
+        tokens = [list(prompt) for prompt in prompts for _ in ways]
         said: list[list[Said]] = [[] for _ in texts]
         running = list(range(len(texts)))
         while True:
@@ -186,7 +193,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     name = options.model or bundled_model()
     facts = {
         "model": Path(str(name)).name, "data": Path(options.data).name, "max_new_tokens": options.max_new_tokens,
-        "chat_template": bool(options.chat_template),
+        "chat_template": bool(options.chat_template), "num_seeds": options.seeds,
     }  # fmt: skip
     texts: list[Recorded] = []
     if path.exists():
@@ -207,7 +214,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             ids = [
                 tokenizer.encode(prompts[number], add_special_tokens=not options.chat_template) for number in numbers
             ]
-            texts += recorder.record(ids, numbers, options.temperatures)
+            texts += recorder.record(ids, numbers, options.temperatures, options.seeds)
             save_texts(path, texts, facts)
             advance(len(numbers))
     return {
@@ -223,6 +230,7 @@ def main() -> int:
     parser = model_parser("record", "Record what a model says of its own texts.")
     parser.add_argument("--steps", required=True, metavar="FILE", help="the .npz file to write, or to go on with")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
+    parser.add_argument("--seeds", type=whole, default=1, metavar="N", help="texts per temperature above 0 (1)")
     parser.add_argument("--candidates", type=whole, default=8, metavar="K", help="next tokens kept per token (8)")
     parser.add_argument("--skip", type=whole, default=0, metavar="N", help="leave out the first N prompts")
     parser.add_argument("--together", type=whole, default=8, metavar="N", help="prompts completed at a time (8)")

@@ -62,6 +62,26 @@ def test_the_steps_of_a_model_are_recorded_and_replayed(tmp_path, capsys, monkey
     assert record.main() == 2 and "was recorded with" in capsys.readouterr().err
 
 
+def test_texts_of_several_seeds_are_recorded_and_counted_by_seed(tmp_path, capsys, monkeypatch):
+    data, steps = tmp_path / "prompts.jsonl", tmp_path / "steps.npz"
+    data.write_text(json.dumps({"prompt": "def add(a, b):\n"}) + "\n")
+    command = f"record --data {data} --steps {steps} --json --max-new-tokens 12 --seeds 3 --temperatures 0 0.8"
+    monkeypatch.setattr(sys, "argv", command.split())
+    assert record.main() == 0
+    texts, _ = read_texts(steps)
+    assert [(text.temperature, text.seed) for text in texts] == [(0.0, 0), (0.8, 0), (0.8, 1000), (0.8, 2000)]
+    engine = Engine.from_pretrained(lpr.bundled_model(), DecodeConfig.autoregressive(), dtype="float32")
+    for text in texts[1:]:
+        params = SamplingParams(max_new_tokens=12, temperature=0.8, seed=text.seed)
+        assert text.output == engine.generate(["def add(a, b):\n"], params)[0].token_ids
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", ["data_sets", "--json", "--steps", str(steps), "--budgets", "8"])
+    assert data_sets.main() == 0
+    greedy, sampled = json.loads(capsys.readouterr().out.splitlines()[-1])["runs"]
+    assert "by_seed" not in greedy and len(sampled["by_seed"]) == 3
+    assert min(sampled["by_seed"]) <= sampled["tokens_per_step"] <= max(sampled["by_seed"])
+
+
 def test_recorded_candidates_are_recycled_and_loops_are_said(tmp_path, capsys):
     looping = text_of(0, [1, 2, 3, *[4, 5, 6] * 40], 3)
     straight = text_of(1, [1, 2, 3, *range(10, 40), *range(200, 240)], 3)
