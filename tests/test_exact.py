@@ -365,6 +365,19 @@ def test_steps_are_cut_where_a_library_takes_another_kernel(
         checked(tiny_model("llama").to(dtype))
 
 
+def test_the_head_multiplies_no_more_rows_than_were_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, met, multiply = checked(tiny_model()), [], F.linear
+    head = runner.model.get_output_embeddings().weight
+
+    def linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        met.extend([states.shape[:-1].numel()] if weight is head else [])
+        return multiply(states, weight, bias)
+
+    monkeypatch.setattr(F, "linear", linear)
+    assert len(in_pieces(runner, TEXT, [150])) == 150
+    assert len(met) > 1 and max(met) <= check.MOST_LOGITS
+
+
 def test_what_multiplies_by_weights_itself_cannot_be_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     by_height(monkeypatch, 33)
     model = tiny_model()
