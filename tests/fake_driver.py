@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -44,8 +45,10 @@ TEMPLATE = (
 
 
 def tokenizer_json(added: tuple[str, ...] = ()) -> str:
-    """The bundled tokenizer with further special tokens."""
-    tokenizer = Tokenizer.from_file(str(TOKENIZER))
+    """The bundled tokenizer with these special tokens behind its vocabulary, instead of its own for holes."""
+    written = json.loads(TOKENIZER.read_text())
+    written["added_tokens"] = [each for each in written["added_tokens"] if each["content"] in written["model"]["vocab"]]
+    tokenizer = Tokenizer.from_str(json.dumps(written))
     tokenizer.add_special_tokens(list(added))
     return str(tokenizer.to_str())
 

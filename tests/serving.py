@@ -26,7 +26,7 @@ TEMPLATE = (
 
 
 def make_model(folder: Path) -> Path:
-    """The bundled model with tokens for filling in the middle, and a chat template."""
+    """The bundled model with all tokens for filling in the middle, and a chat template."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -34,13 +34,13 @@ def make_model(folder: Path) -> Path:
 
     source = bundled_model()
     tokenizer = AutoTokenizer.from_pretrained(source)
-    tokenizer.add_special_tokens({"additional_special_tokens": list(FIM)})
+    added = tokenizer.add_special_tokens({"additional_special_tokens": list(FIM)})
     tokenizer.chat_template = TEMPLATE
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     with torch.no_grad():
         weight = model.get_input_embeddings().weight
-        weight[-len(FIM) :] = 0.1 * weight[: len(FIM)]
+        weight[-added:] = 0.1 * weight[:added]
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     shutil.copy(Path(source) / "generation_config.json", folder)

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fake_driver import tokenizer_json
+from tokenizers import Tokenizer
 
 import lpr
 
@@ -31,8 +33,16 @@ def tokenizer(tmp_path_factory):
     from transformers import AutoTokenizer
 
     folder = tmp_path_factory.mktemp("tokenizer")
-    bundled_text.save_tokenizer(AutoTokenizer.from_pretrained(lpr.bundled_model()), folder)
+    bundled_text.save_tokenizer(without_marks(), folder)
     return AutoTokenizer.from_pretrained(folder)
+
+
+def without_marks():
+    """The bundled model's tokenizer as it was before it got tokens for holes."""
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer.from_str(tokenizer_json())
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|endoftext|>", pad_token="<|pad|>")
 
 
 def test_holes_leave_nothing_out():
@@ -54,9 +64,8 @@ def test_holes_leave_nothing_out():
 
 def test_ids_keep_the_vocabulary_and_gain_the_marks(tokenizer):
     from bundled_text import FIM, encode
-    from transformers import AutoTokenizer
 
-    before = AutoTokenizer.from_pretrained(lpr.bundled_model())
+    before = without_marks()
     assert len(tokenizer) % 8 == 0 and len(set(tokenizer.convert_tokens_to_ids(list(FIM)))) == 3
     assert tokenizer(TEXT).input_ids == before(TEXT).input_ids
     plain, num_holes = encode(tokenizer, [TEXT], 0.0, random.Random(0))
@@ -124,13 +133,13 @@ def test_a_wider_model_says_the_same(tokenizer):
     from bundled_net import batch_loss, load_model, token_losses
 
     ids = torch.tensor([tokenizer(TEXT).input_ids])
-    narrow, wide = (load_model(lpr.bundled_model(), size, "cpu") for size in (0, len(tokenizer)))
+    narrow, wide = (load_model(lpr.bundled_model(), size, "cpu") for size in (0, len(tokenizer) + 8))
     with torch.no_grad():
         logits = [model(ids).logits for model in (narrow, wide)]
         library = torch.nn.functional.cross_entropy(logits[1][0, :-1], ids[0, 1:], reduction="none")
         ours = token_losses(wide, ids)
     size = logits[0].shape[-1]
-    assert wide.config.vocab_size == len(tokenizer) and torch.allclose(logits[0], logits[1][..., :size], atol=1e-4)
+    assert wide.config.vocab_size == len(tokenizer) + 8 and torch.allclose(logits[0], logits[1][..., :size], atol=1e-4)
     assert torch.allclose(ours[0], library, atol=0.2) and abs(float(ours.mean() - library.mean())) < 0.02
     weight = torch.ones(ours.shape)
     weight[0, 0], weight[0, 1], weight[0, 2] = 0.0, -2.0, 3.0
