@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -261,7 +262,7 @@ class SamplingParams:
     seed: int = 0
     """Key of the sampling noise: the same seed gives the same text."""
     stop: tuple[str, ...] = ()
-    """Strings that end the output; the text ends before the first of them."""
+    """Strings that end the output, or one; the text ends before the first of them."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the output, besides the model's end-of-text tokens; the text does not show them."""
     ignore_eos: bool = False
@@ -277,7 +278,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Subtracted from them as often as the output holds the token. 0: none."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Pairs of a token id and what is added to its logit."""
+    """Pairs of a token id and what is added to its logit; a dict will do."""
     logprobs: int | None = None
     """Say the log-probability of every emitted token, and of so many of the most likely ones at its place.
 
@@ -290,24 +291,22 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "forced_ids", tuple(self.forced_ids))
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _listed("stop", self.stop))
+        for name in ("stop_token_ids", "forced_ids"):
+            object.__setattr__(self, name, _listed(name, getattr(self, name)))
         numbers = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
         for name in numbers:
             value = getattr(self, name)
             _require(isinstance(value, (int, float)), f"{name}={value!r} must be a number")
             object.__setattr__(self, name, float(value))  # numpy's floats are floats too, but no command carries them
-        object.__setattr__(self, "logit_bias", tuple((token, float(bias)) for token, bias in self.logit_bias))
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         _require(
-            isinstance(self.max_new_tokens, int) and self.max_new_tokens >= 1,
+            _is_whole(self.max_new_tokens, 1),
             f"max_new_tokens={self.max_new_tokens} must be a whole number of at least 1",
         )
         _require(0.0 <= self.temperature < float("inf"), f"temperature={self.temperature} must be 0 (greedy) or above")
         _require(
-            isinstance(self.top_k, int) and self.top_k >= 0,
+            _is_whole(self.top_k),
             f"top_k={self.top_k} must be 0 (off) or a whole number above",
         )
         _require(0.0 < self.top_p <= 1.0, f"top_p={self.top_p} must be in (0, 1]; 1 is off")
@@ -315,15 +314,15 @@ class SamplingParams:
         _require(type(self.seed) is int and -(2**63) <= self.seed < 2**64, f"seed={self.seed} must fit in 64 bits")
         _require(all(isinstance(s, str) and s for s in self.stop), f"stop={self.stop!r} must be non-empty strings")
         _require(
-            all(isinstance(token, int) and token >= 0 for token in self.stop_token_ids),
+            all(map(_is_whole, self.stop_token_ids)),
             f"stop_token_ids={self.stop_token_ids!r} must be token ids, whole numbers of at least 0",
         )
         _require(
-            all(isinstance(token, int) and token >= 0 for token in self.forced_ids),
+            all(map(_is_whole, self.forced_ids)),
             "forced_ids must be token ids, whole numbers of at least 0",
         )
         _require(
-            isinstance(self.min_new_tokens, int) and 0 <= self.min_new_tokens <= self.max_new_tokens,
+            _is_whole(self.min_new_tokens) and self.min_new_tokens <= self.max_new_tokens,
             f"min_new_tokens={self.min_new_tokens} must be from 0 to max_new_tokens={self.max_new_tokens}",
         )
         _require(
@@ -333,14 +332,32 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             _require(abs(getattr(self, name)) < float("inf"), f"{name}={getattr(self, name)} must be finite; 0 is off")
         _require(
-            all(isinstance(token, int) and token >= 0 and abs(bias) < float("inf") for token, bias in self.logit_bias),
+            all(_is_whole(token) and abs(bias) < float("inf") for token, bias in self.logit_bias),
             f"logit_bias={self.logit_bias!r} must be pairs of a token id and a finite number",
         )
         _require(
-            isinstance(self.no_repeat_ngram_size, int) and self.no_repeat_ngram_size >= 0,
+            _is_whole(self.no_repeat_ngram_size),
             f"no_repeat_ngram_size={self.no_repeat_ngram_size} must be 0 (off) or a whole number above",
         )
         _require(
-            self.logprobs is None or (isinstance(self.logprobs, int) and 0 <= self.logprobs <= MAX_LOGPROBS),
+            self.logprobs is None or (_is_whole(self.logprobs) and self.logprobs <= MAX_LOGPROBS),
             f"logprobs={self.logprobs} must be from 0 to {MAX_LOGPROBS}",
         )
+
+
+def _is_whole(value: object, least: int = 0) -> bool:
+    """Is it a whole number that ranks can send each other and native code takes (below 2**31)?"""
+    return type(value) is int and least <= value < 2**31
+
+
+def _listed(name: str, values: Iterable[Any] | None) -> tuple[Any, ...]:
+    _require(values is None or isinstance(values, Iterable), f"{name}={values!r} must be a list")
+    return tuple(values or ())
+
+
+def _biases(values: Mapping[int, float] | Iterable[tuple[int, float]] | None) -> tuple[tuple[int, float], ...]:
+    try:
+        pairs = values.items() if isinstance(values, Mapping) else values or ()
+        return tuple((token, float(bias)) for token, bias in pairs)
+    except (TypeError, ValueError):
+        raise InputError(f"logit_bias={values!r} must be pairs of a token id and a finite number") from None

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -202,3 +203,52 @@ def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
 def test_a_longer_context_than_the_model_has(engine: Engine) -> None:
     with pytest.raises(InputError, match="exceeds the model's 512 positions"):
         Engine.from_model(tiny_model(), decode=DecodeConfig(max_length=513))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"top_k": 2**31}, {"no_repeat_ngram_size": 2**70}, {"max_new_tokens": True}, {"min_new_tokens": True},
+        {"stop_token_ids": (2**31,)}, {"forced_ids": (True,)}, {"logit_bias": ((2**40, 1.0),)}, {"stop": 3},
+        {"logit_bias": 3}, {"logit_bias": ((1,),)}, {"logprobs": False},
+    ],
+)  # fmt: skip
+def test_numbers_that_no_rank_can_be_sent_are_refused(wrong: dict[str, Any]) -> None:
+    """Beyond 2**31 they would fail on their way to the other ranks or in native code, after the request was queued."""
+    with pytest.raises(InputError, match=next(iter(wrong))):
+        SamplingParams(**wrong)
+
+
+def test_none_and_dicts_are_taken_as_elsewhere() -> None:
+    params = SamplingParams(stop=None, stop_token_ids=None, logit_bias={5: 1, 7: -2.5})  # type: ignore[arg-type]
+    assert (params.stop, params.stop_token_ids, params.logit_bias) == ((), (), ((5, 1.0), (7, -2.5)))
+
+
+@pytest.mark.parametrize("prompt", ["a\ud800", 3, ["a"], [1.5]])
+def test_a_prompt_that_is_none_is_refused(engine: Engine, prompt: Any) -> None:
+    with pytest.raises(InputError, match="prompt"):
+        engine.generate([prompt])
+    assert engine.is_idle
+
+
+def test_a_priority_that_no_rank_can_be_sent_is_refused(engine: Engine) -> None:
+    with pytest.raises(InputError, match="priority"):
+        engine.submit(PROMPT, priority=2**70)
+    assert engine.is_idle
+
+
+def test_an_interrupted_call_leaves_no_request_behind(engine: Engine) -> None:
+    calls = 0
+
+    def interrupt(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        return scores
+
+    expected = engine.generate([PROMPT], SamplingParams(max_new_tokens=5))[0].token_ids
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([PROMPT] * 3, SamplingParams(max_new_tokens=50), [interrupt])
+    assert engine.generate([PROMPT], SamplingParams(max_new_tokens=5))[0].token_ids == expected
+    assert engine.is_idle and calls == 3

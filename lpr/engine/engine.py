@@ -135,8 +135,12 @@ class Engine(Replica):
             raise InputError(f"{len(prompts)} prompts came with {len(params)} SamplingParams")
         prepared = [self._prepare(*each, logits_processors) for each in zip(prompts, params, strict=True)]
         requests = [self._enter(*each) for each in prepared]
-        while any(request.finish_reason is None for request in requests):
-            self.step()
+        try:
+            while any(request.finish_reason is None for request in requests):
+                self.step()
+        finally:  # interrupted, they would run on beside later calls
+            for request in requests:
+                self.abort(request)
         return [request.completion() for request in requests]
 
     def stream(
@@ -373,6 +377,8 @@ class Engine(Replica):
                 f"the prompt's {len(ids)} tokens and max_new_tokens={params.max_new_tokens} exceed the context of "
                 f"{self.max_length} tokens"
             )
+        if type(priority) is not int or not -(2**63) <= priority < 2**63:
+            raise InputError(f"priority={priority!r} must be a whole number of 64 bits")
         if outside := [token for token, _ in params.logit_bias if token >= self.model.vocab_size]:
             raise InputError(f"logit_bias: {outside[0]} is not in the model's vocabulary of {self.model.vocab_size}")
         if outside := [token for token in params.forced_ids if token >= self.model.vocab_size]:

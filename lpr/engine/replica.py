@@ -6,6 +6,8 @@ update, and nothing in it asks which rank this is, but for the shard that the ra
 
 from __future__ import annotations
 
+import operator
+import reprlib
 import time
 from collections.abc import Sequence
 
@@ -32,9 +34,16 @@ class Replica(ReplicatedState):
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InputError("this model has no tokenizer: give prompts as lists of token ids")
+            try:
+                prompt.encode()
+            except UnicodeEncodeError as failure:
+                raise InputError(f"the prompt is no Unicode text: {failure.reason} at {failure.start}") from None
             ids = list(self.tokenizer(prompt)["input_ids"])
         else:
-            ids = [int(token) for token in prompt]
+            try:
+                ids = [operator.index(token) for token in prompt]
+            except TypeError:
+                raise InputError(f"a prompt is text or a list of token ids, not {reprlib.repr(prompt)}") from None
         if not ids:
             raise InputError("the prompt is empty: a model needs at least one token to continue")
         outside = [token for token in ids if not 0 <= token < self.model.vocab_size]

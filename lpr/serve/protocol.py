@@ -85,7 +85,7 @@ class Sampling(Body):
     """For routers (lpr.fleet.affinity): the same text comes from every replica."""
 
     # vLLM's.
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     """0 and -1: no limit."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
@@ -233,7 +233,7 @@ class InfillBody(Body):
     response_fields: list[str] | None = None
     """Answer with these fields only; "a/b" is field b of a."""
     temperature: Annotated[float, Field(ge=0, le=100)] = 0.0
-    top_k: Annotated[int, Field(ge=-1)] = 0
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] = 0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     repeat_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
