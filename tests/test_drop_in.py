@@ -458,3 +458,11 @@ def test_a_call_inside_a_call_is_refused(llama3: PreTrainedModel) -> None:
 
     with pytest.raises(InputError, match="cannot run inside another such call"):
         llama3.generate(**ONE, max_new_tokens=4, logits_processor=LogitsProcessorList([nested]), custom_generate=SMALL)
+
+
+def test_a_resized_vocabulary_gets_an_engine_of_its_own() -> None:
+    model = tiny_model(seed=3, spread=0.1)
+    for size in (97, 104, 50):
+        model.resize_token_embeddings(size)
+        plain, ours = both(model, input_ids=torch.tensor([[5, 6, size - 1]]))
+        assert torch.equal(plain, ours)

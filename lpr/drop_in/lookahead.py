@@ -271,7 +271,8 @@ class EngineCache:
         """
         if self.engine is not None and not self.engine.is_idle:
             raise InputError("generate with lpr.lookahead cannot run inside another such call on the same model")
-        made_for = model.device, model.dtype, exact, torch.get_num_threads() if exact else None
+        vocab_size = model.config.get_text_config(decoder=True).vocab_size  # drafts may hold none of its former ids
+        made_for = model.device, model.dtype, vocab_size, exact, torch.get_num_threads() if exact else None
         if self._made_for != made_for:
             self.engine = None
         length = max(256, 1 << (max(map(len, prompts)) + max_new_tokens - 1).bit_length())
