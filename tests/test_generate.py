@@ -19,6 +19,7 @@ import lpr.cli.generate
 import lpr.cli.jobs
 from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.cli.generate import main, parse
+from lpr.cli.jobs import Keeping
 from lpr.config import InputError
 from lpr.core.suffix_index import MAX_MATCH
 from lpr.engine.trie_file import read_trie
@@ -242,3 +243,51 @@ def test_a_table_that_is_none_is_named(
         costs.write_text(text)
     assert main(["--prompt", "x", "--costs", str(costs), "--device", "cpu"]) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_lines_are_checked_with_the_flags_and_keep_their_fields(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(
+        '{"prompt": "a = ", "min_new_tokens": 9, "logprobs": 1}\n{"prompt": "a\\ud800", "id": 7}\n'
+        '{"prompt": "b", "temperature": "hot", "id": 8}\n{"prompt": "c", "min_new_tokens": 13, "id": 9}\n'
+        '{"prompt": "d = ", "stop_token_ids": [3000000000], "id": 10}\n'
+    )
+    flags = ["--max-new-tokens", "12", "--window-size", "0", "--trie-nodes", "8"]
+    assert main(["--prompts", str(source), "--output", str(target), *flags]) == 2
+    good, *bad = [json.loads(line) for line in target.read_text().splitlines()]
+    assert len(good["token_ids"]) == len(good["logprobs"]) == 12
+    assert all(each["logprob"] <= each["top"][0][1] <= 0 and len(each["top"]) == 1 for each in good["logprobs"])
+    assert [(row["id"], row["finish_reason"]) for row in bad] == [(each, "error") for each in (7, 8, 9, 10)]
+    assert "Unicode" in bad[0]["error"] and "min_new_tokens=13" in bad[2]["error"]
+    assert "stop_token_ids" in bad[3]["error"]
+
+
+def test_a_shown_prompt_keeps_its_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    """Warming up and comparing go by the user's flags; what is printed is the text itself."""
+    prompt = "if x:\n\ty[a:key:b]\n"
+    flags = ["--prompt", prompt, "--max-new-tokens", "12", "--min-new-tokens", "10", "--max-length", "64"]
+    assert main([*flags, "--window-size", "0", "--trie-nodes", "8"]) == 0
+    assert capsys.readouterr().out.startswith(prompt)
+    assert main(["--prompt", "x = 1\n" * 8, *flags[2:], "--json", "--logprobs", "0"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert len(record["logprobs"]) == len(record["token_ids"])
+
+
+def test_plain_decoding_is_compared_at_the_same_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    configured = []
+    monkeypatch.setattr(Engine, "configure", lambda self, decode: configured.append(decode))
+    job = lpr.cli.jobs.ShowJob("a = ", SamplingParams(max_new_tokens=4), DecodeConfig(max_length=96), Keeping(), True)
+    assert job.run(Engine.from_pretrained(lpr.bundled_model(), DecodeConfig.autoregressive())) == 0
+    assert {each.max_length for each in configured} == {96} and configured[-1].resolved().num_nodes == 1
+
+
+def test_the_built_in_prompt_is_sampled_unless_flags_say_otherwise(tmp_path: Path) -> None:
+    def found(*flags: str) -> tuple[int, float]:
+        sampling = parse(list(flags)).sampling
+        return sampling.max_new_tokens, sampling.temperature
+
+    config = tmp_path / "flags.toml"
+    config.write_text("temperature = 0.0\n")
+    assert found() == (200, 0.6) and found("--prompt", "a") == (64, 0.0)
+    assert found("--temperature", "0") == (200, 0.0) and found("--max-new-tokens", "64") == (64, 0.6)
+    assert found("--config", str(config)) == (200, 0.0)

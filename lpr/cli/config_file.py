@@ -16,22 +16,28 @@ from lpr.config import InputError
 T = TypeVar("T")
 
 
-def defaults(argv: Sequence[str], kind: type[T], groups: Mapping[str, type]) -> T:
+def defaults(
+    argv: Sequence[str], kind: type[T], groups: Mapping[str, type], base: Mapping[str, Mapping[str, Any]] | None = None
+) -> T:
     """The flags' defaults: those of `kind`, a dataclass, or those of the `--config` file in `argv`.
 
-    `groups` are the fields of `kind` that are dataclasses, whose fields are flags too. Raises InputError.
+    `groups` are the fields of `kind` that are dataclasses, whose fields are flags too; `base` has values that some of
+    them start from instead of their own defaults. Raises InputError.
     """
-    found = kind()
+    base = base or {}
+    found = kind(**{group: groups[group](**values) for group, values in base.items()})
     for index, word in enumerate(argv):
         if word == "--config" and index + 1 < len(argv):
-            found = read_config(Path(argv[index + 1]), kind, groups)
+            found = read_config(Path(argv[index + 1]), kind, groups, base)
         elif word.startswith("--config="):
-            found = read_config(Path(word.removeprefix("--config=")), kind, groups)
+            found = read_config(Path(word.removeprefix("--config=")), kind, groups, base)
     return found
 
 
-def read_config(path: Path, kind: type[T], groups: Mapping[str, type]) -> T:
-    """What a TOML file sets, over the defaults of `kind`; raises InputError."""
+def read_config(
+    path: Path, kind: type[T], groups: Mapping[str, type], base: Mapping[str, Mapping[str, Any]] | None = None
+) -> T:
+    """What a TOML file sets, over `base` and the defaults of `kind`; raises InputError."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as failure:
@@ -43,7 +49,7 @@ def read_config(path: Path, kind: type[T], groups: Mapping[str, type]) -> T:
     for group, each in groups.items():
         homes |= dict.fromkeys(_names(each), group)
         hints |= get_type_hints(each)
-    parts: dict[str, dict[str, Any]] = {"": {}, **{group: {} for group in groups}}
+    parts: dict[str, dict[str, Any]] = {"": {}, **{group: dict((base or {}).get(group, {})) for group in groups}}
     for name, value in _with_mesh(path, values).items():
         if name not in homes:
             raise InputError(f"--config {path}: unknown key {name!r}; keys are flags with underscores")

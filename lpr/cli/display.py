@@ -37,21 +37,23 @@ def show_stream(console: Console, prompt: str, pieces: Iterable[tuple[str, int]]
     On a terminal a line below counts steps and tokens; elsewhere only the text is printed.
     """
     if not console.is_terminal:
-        console.print(prompt + "".join(text for text, _ in pieces), markup=False, highlight=False, soft_wrap=True)
+        text = prompt + "".join(piece for piece, _ in pieces)
+        if not console.quiet:
+            console.file.write(text + "\n")  # rich would change tabs, control characters and :names:
         return
-    text = Text(prompt, style="dim")
+    shown = Text(prompt, style="dim")
     num_steps = num_tokens = 0
     with Live(console=console, transient=True, refresh_per_second=12) as live:
         for piece, count in pieces:
-            text.append(piece, style=STEP_STYLES[num_steps % len(STEP_STYLES)])
+            shown.append(piece, style=STEP_STYLES[num_steps % len(STEP_STYLES)])
             num_steps += 1
             num_tokens += count
             status = Text.assemble(
                 (f"{num_tokens / num_steps:.2f} tokens/step", "bold"), f"   {num_tokens} tokens in {num_steps} steps"
             )
-            lines = text.wrap(console, console.width)[-max(4, console.height - 3) :]
+            lines = shown.wrap(console, console.width)[-max(4, console.height - 3) :]
             live.update(Group(*lines, Text(), status))
-    console.print(text)
+    console.print(shown)
 
 
 def comparison_table(title: str, runs: Sequence[Run]) -> Table:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
 from lpr.cli.config_file import defaults
 from lpr.cli.flags import flag_types
-from lpr.cli.jobs import FileJob, Keeping, ShowJob, check_trie
+from lpr.cli.jobs import DEMO_SAMPLING, FileJob, Keeping, ShowJob, check_trie
 from lpr.cli.jsonl import OrderedWriter, read_prompts
 from lpr.cli.trace import check_trace
 from lpr.config import DecodeConfig, InputError, SamplingParams
@@ -103,10 +103,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str], quiet: bool = False) -> Args:
     """Arguments from `argv` over those of its `--config` file; raises InputError or SystemExit."""
-    with flag_types:
-        args = tyro.cli(
-            Args, prog="lpr.generate", args=list(argv), default=defaults(argv, Args, _GROUPS), console_outputs=not quiet
-        )
+    args = _parse(argv, quiet)
+    if args.prompts is None and args.prompt is None:
+        args = _parse(argv, quiet, {"sampling": DEMO_SAMPLING})
     if args.prompts is not None and args.output is None:
         raise InputError("--prompts needs --output FILE.jsonl for the completions")
     if args.output is not None and args.prompts is None:
@@ -122,6 +121,12 @@ def parse(argv: Sequence[str], quiet: bool = False) -> Args:
     if args.trace_steps < 1:
         raise InputError(f"--trace-steps {args.trace_steps} must be at least 1")
     return args
+
+
+def _parse(argv: Sequence[str], quiet: bool, base: Mapping[str, Mapping[str, Any]] | None = None) -> Args:
+    found = defaults(argv, Args, _GROUPS, base)
+    with flag_types:
+        return tyro.cli(Args, prog="lpr.generate", args=list(argv), default=found, console_outputs=not quiet)
 
 
 def supervise(args: Args, argv: Sequence[str], world: World) -> int:

@@ -43,7 +43,8 @@ class Account:
         """Subtract amount from the balance."""
 '''
 # Sampled, because the small bundled model soon repeats itself when it is greedy.
-DEMO_PARAMS = SamplingParams(max_new_tokens=200, temperature=0.6)
+DEMO_SAMPLING = {"max_new_tokens": 200, "temperature": 0.6}
+"""What the built-in prompt is completed with where flags say nothing else."""
 
 
 Piece = tuple[str, int]
@@ -171,7 +172,10 @@ class FileJob:
         except InputError as failure:
             message = str(failure) if line.error else f"line {line.number}: {failure}"
             self._complain(message)
-            self.writer.write(line.number, {"line": line.number, "prompt": line.prompt, "error": message})
+            self.writer.write(
+                line.number,
+                {**line.extra, "line": line.number, "prompt": line.prompt, "finish_reason": "error", "error": message},
+            )
 
     def _complain(self, message: str) -> None:
         self.num_bad += 1
@@ -196,6 +200,7 @@ class FileJob:
                 "num_steps": done.stats.num_steps,
                 "tokens_per_step": round(done.stats.tokens_per_step, 4),
                 **self.facts,
+                **_logprobs(done),
                 **failed,
             },
         )
@@ -234,7 +239,7 @@ class ShowJob:
     ) -> None:
         """Show this prompt, or the built-in one."""
         self.prompt = DEMO_PROMPT if prompt is None else prompt
-        self.params = DEMO_PARAMS if prompt is None and sampling == SamplingParams() else sampling
+        self.params = sampling
         self.decode = decode
         self.keeping = keeping
         self.as_json = as_json
@@ -250,7 +255,8 @@ class ShowJob:
         """Stream with lookahead, decode plainly, print the table."""
         show = partial(show_stream, self.console, self.prompt)
         ahead = self._timed("lookahead", engine, self.decode, self.keeping, show)
-        plain = self._timed("autoregressive", engine, DecodeConfig.autoregressive(), Keeping(), _read_out)
+        alone = replace(self.decode, window_size=0, guess_set_size=0, trie_nodes=0, first_token_ms=0, per_token_ms=0)
+        plain = self._timed("autoregressive", engine, alone, Keeping(), _read_out)
         for _, done in (ahead, plain):
             if done.error is not None:
                 raise InputError(done.error)
@@ -268,7 +274,8 @@ class ShowJob:
     ) -> tuple[Run, Completion]:
         """Complete the prompt once, after a few tokens to warm up; `show` gets the text as it comes."""
         engine.configure(decode)
-        engine.generate([self.prompt], replace(self.params, max_new_tokens=min(4, self.params.max_new_tokens)))
+        few = min(4, self.params.max_new_tokens)
+        engine.generate([self.prompt], replace(self.params, max_new_tokens=few, min_new_tokens=0))
         engine.configure(decode)
         with keeping.around(engine):
             began = time.perf_counter()
@@ -292,10 +299,18 @@ class ShowJob:
                 "text": done.text,
                 "token_ids": done.token_ids,
                 "finish_reason": done.finish_reason,
+                **_logprobs(done),
                 "runs": [{**vars(run), "tokens_per_step": round(run.tokens_per_step, 4)} for run in reversed(runs)],
                 "sources": {name: vars(count) for name, count in done.stats.sources.items()},
             }
             print(json.dumps(record))
+
+
+def _logprobs(done: Completion) -> dict[str, Any]:
+    """Log-probabilities per token id, if they were asked for."""
+    if done.logprobs is None:
+        return {}
+    return {"logprobs": [{"logprob": each.logprob, "top": [*each.top]} for each in done.logprobs]}
 
 
 def _read_out(pieces: Iterable[Piece]) -> None:

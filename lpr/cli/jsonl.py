@@ -58,10 +58,16 @@ def _parse(number: int, raw: bytes) -> PromptLine:
     prompt = record.pop("prompt")
     sampling = {name: record[name] for name in _SAMPLING_FIELDS if name in record}
     try:
-        checked = msgspec.convert(sampling, SamplingParams)
+        # Alone it may contradict a default that the command's flags change; the engine checks both together.
+        checked = msgspec.convert({"max_new_tokens": 2**31 - 1, **sampling}, SamplingParams)
     except (msgspec.ValidationError, InputError) as failure:
         return PromptLine(number, prompt, record, error=f"line {number}: {_named(str(failure))}")
     return PromptLine(number, prompt, record, {name: getattr(checked, name) for name in sampling})
+
+
+def _encoded(record: str) -> bytes:
+    """A line of JSON as UTF-8; half of a surrogate pair, which UTF-8 has no bytes for, becomes its escape."""
+    return record.encode("utf-8", "backslashreplace") + b"\n"
 
 
 def _named(failure: str) -> str:
@@ -129,7 +135,7 @@ class OrderedWriter:
 
     def _append(self, text: str) -> None:
         try:
-            self._file.write(text.encode("utf-8", "surrogatepass") + b"\n")
+            self._file.write(_encoded(text))
         except OSError as failure:
             raise InputError(
                 f"cannot write to {self.path}: {failure.strerror or failure}; {self._next} of {len(self._order)} lines "
@@ -148,7 +154,7 @@ class OrderedWriter:
         for number in self._order:
             if number not in kept:
                 break
-            start.append(kept[number].encode("utf-8", "surrogatepass") + b"\n")
+            start.append(_encoded(kept[number]))
         # Replaced as a whole: killed in between, the earlier run's lines are all still there.
         fresh = self.path.with_name(self.path.name + ".new")
         with open(fresh, "wb") as file:

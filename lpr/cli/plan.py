@@ -109,6 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if args.planned.service is not None:
             return plan_meshes(args)
+        plan_service.refuse_without_service(args.planned)
         plan = make_plan(args)
     except InputError as failure:
         print(f"lpr.plan: error: {failure}", file=sys.stderr)

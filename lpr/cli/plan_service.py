@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,13 @@ class ServiceArgs:
     """Of the meshes found, so many are simulated: the others differ from them by chance alone."""
     seed: int = 0
     """Of arrivals, lengths and accepted tokens; the same seed gives the same plan."""
+
+
+def refuse_without_service(args: ServiceArgs) -> None:
+    """Raise InputError for a flag that says something of a service where none is planned."""
+    for each in fields(args):
+        if getattr(args, each.name) != each.default:
+            raise InputError(f"--{each.name.replace('_', '-')} needs --service FILE, the service to plan")
 
 
 @dataclass(frozen=True)
