@@ -253,6 +253,28 @@ def test_tools_are_refused_by_name(service, name, value):
     service.client.post("/v1/chat/completions", json=body).raise_for_status()
 
 
+def test_an_answer_dumped_by_openais_client_can_be_sent_back(service):
+    openai = pytest.importorskip("openai")
+    messages = [{"role": "user", "content": "u"}]
+    with openai.OpenAI(base_url=service.url + "/v1", api_key="none", timeout=20, max_retries=0) as client:
+        said = client.chat.completions.create(model="fake", messages=messages).choices[0].message.model_dump()
+        assert {"tool_calls", "function_call", "audio", "annotations"} <= set(said)
+        client.chat.completions.create(model="fake", messages=[*messages, said, *messages])
+
+
+@pytest.mark.parametrize("name", ["reasoning_effort", "metadata", "messages.0.tool_calls"])
+def test_an_unknown_field_is_refused_unless_it_is_null(service, name):
+    def ask(value):
+        message = {"role": "user", "content": "u"}
+        body = {"messages": [message]}
+        (message if name.startswith("messages") else body)[name.rpartition(".")[2]] = value
+        return service.client.post("/v1/chat/completions", json=body)
+
+    assert ask(None).status_code == 200
+    for value in (1, "", [], {}, False):
+        assert error_of(ask(value), 400, name)["code"] == "unsupported_parameter"
+
+
 def test_what_llama_vim_sends_to_a_chat_is_understood(service):
     warm = {
         "id_slot": 1, "messages": [{"role": "user", "content": "u"}], "samplers": [], "n_predict": 0, "stream": False,

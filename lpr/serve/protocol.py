@@ -27,6 +27,15 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        """Drop unknown fields that are null: they ask for nothing, and clients send what an answer's object held."""
+        if not isinstance(given, dict):
+            return given
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        return {name: value for name, value in given.items() if value is not None or name in known}
+
 
 class StreamOptions(Body):
     """What a stream says besides text."""
