@@ -138,6 +138,19 @@ def test_mistrals_path_answers_like_a_chat(service):
     assert service.driver.submitted[-1].params.seed == 5
 
 
+def test_mistrals_path_without_max_tokens_takes_what_fits(service):
+    for prompt, most in (("a = ", None), ("a = 1\n" * 60, None), ("a = ", 7)):
+        body = {"prompt": prompt, "suffix": "\n", **({"max_tokens": most} if most is not None else {})}
+        service.client.post("/v1/fim/completions", json=body).raise_for_status()
+        sent = service.driver.submitted[-1]
+        assert sent.params.max_new_tokens == (most or 512 - len(sent.prompt_ids))
+    error_of(service.client.post("/v1/fim/completions", json={"prompt": "a", "max_tokens": 0}), 400, "max_tokens")
+    error_of(service.client.post("/v1/fim/completions", json={"prompt": "a " * 2000}), 400, "prompt")
+    with served(facts(max_length=4096)) as long:
+        long.client.post("/v1/fim/completions", json={"prompt": "a = ", "suffix": "\n"}).raise_for_status()
+        assert long.driver.submitted[-1].params.max_new_tokens == 512
+
+
 # What is refused.
 
 

@@ -22,6 +22,9 @@ from lpr.serve.text.served import Served, spread
 
 router = APIRouter()
 
+MOST_IN_HOLE = 512
+"""Tokens of a middle where `max_tokens` is left out, if they fit."""
+
 
 @router.post("/v1/completions", summary="Continue a prompt, or fill in the middle")
 @router.post("/completions", include_in_schema=False)
@@ -73,7 +76,8 @@ async def fill(body: FimBody, request: Request) -> Response:
         prompt=body.prompt, model=body.model, top_p=body.top_p, stop=body.stop, seed=body.random_seed,
         min_tokens=body.min_tokens or 0, stream=body.stream, **values,
     )  # fmt: skip
-    params = served.params(plain, len(ids), body.max_tokens or 512, stop_token_ids=filler.end_ids)
+    most = body.max_tokens if body.max_tokens is not None else min(MOST_IN_HOLE, served.most(len(ids)))
+    params = served.params(plain, len(ids), most, stop_token_ids=filler.end_ids)
     wanted = [Wanted(prompt_ids=ids, params=params)]
     return await answer_as_chat(context, request, served, plain, wanted, "fim")
 
