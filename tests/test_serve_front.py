@@ -257,6 +257,20 @@ def test_a_final_message_is_continued(service):
     assert tokens.decode(service.driver.submitted[-1].prompt_ids) == "<user>u</user><assistant>I say"
 
 
+def test_the_template_is_told_more(service):
+    def ask(**kwargs):
+        body = {"messages": [{"role": "user", "content": "u"}], "chat_template_kwargs": kwargs}
+        return service.client.post("/v1/chat/completions", json=body)
+
+    tokens = service.front.context.served.tokens
+    for kwargs, end in (({"thinking": False}, "<assistant>"), ({"add_generation_prompt": False}, "")):
+        ask(**kwargs).raise_for_status()
+        assert tokens.decode(service.driver.submitted[-1].prompt_ids) == "<user>u</user>" + end
+    for name in ("messages", "tools", "documents", "self"):
+        error = error_of(ask(**{name: []}), 400, "chat_template_kwargs")
+        assert name in error["message"]
+
+
 @pytest.mark.parametrize("name, value", [("tools", [{"type": "function"}]), ("tool_choice", "auto")])
 def test_tools_are_refused_by_name(service, name, value):
     body = {"messages": [{"role": "user", "content": "u"}], name: value}
