@@ -1,5 +1,6 @@
 """The front over real sockets, with a driver that needs no model: what clients see, and what reaches the driver."""
 
+import asyncio
 import json
 import re
 import socket
@@ -422,6 +423,26 @@ def test_metrics_have_vllms_names(service):
     assert re.search(r'^lpr:draft_nodes_total{.*source="trie".*} [1-9]', text, re.M)
 
 
+def counted(service, name, label=""):
+    """A counter's value, summed over its labels but for `label`."""
+    text = service.client.get("/metrics").text
+    return sum(float(value) for value in re.findall(rf"^{name}{{.*{label}.*}} (\S+)$", text, re.M))
+
+
+def test_scoring_a_prompt_is_part_of_its_request_and_no_output(service):
+    def counts():
+        names = ("vllm:request_success_total", "vllm:generation_tokens_total", "vllm:time_to_first_token_seconds_count",
+                 "vllm:prompt_tokens_total", "lpr:steps_total")  # fmt: skip
+        return [counted(service, name) for name in names]
+
+    before = counts()
+    body = {"prompt": PROMPT, "echo": True, "logprobs": 0, "max_tokens": 4}
+    usage = service.client.post("/v1/completions", json=body).json()["usage"]
+    *requests, steps = [new - old for new, old in zip(counts(), before, strict=True)]
+    assert requests == [1, 4, 1, usage["prompt_tokens"]]
+    assert steps == 2 + (usage["prompt_tokens"] - 1) // 2, "the ranks took the steps of both"
+
+
 def test_the_schema_lists_the_endpoints_and_one_kind_of_error(service):
     schema = service.client.get("/openapi.json").json()
     assert {"/v1/completions", "/v1/chat/completions", "/infill", "/tokenize", "/readyz"} <= set(schema["paths"])
@@ -462,6 +483,25 @@ def test_delete_ends_a_request_with_what_it_has(service):
         error_of(service.client.delete("/v1/requests/mine"), 404, "request_id")
     finally:
         service.driver.hold = False
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("most", [0, 4])
+def test_delete_while_a_prompt_is_scored_ends_the_request_with_what_it_has(most, stream):
+    with served() as service:
+        service.driver.before_step = lambda running: setattr(service.driver, "hold", True)  # after one step
+        body = {"prompt": PROMPT, "echo": True, "logprobs": 0, "max_tokens": most, "request_id": "me", "stream": stream}
+        answers = ask_in_thread(service, **body)
+        wait_for(lambda: service.driver.hold)
+        wait_for(lambda: service.front.service.num_running and service.client.delete("/v1/requests/me").is_success)
+        response = answers()
+        assert response.status_code == 200, response.text
+        choice = (events(response)[0][0] if stream else response.json())["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == (PROMPT, "abort")
+        logprobs = choice["logprobs"]["token_logprobs"]
+        assert logprobs in ([None], [None, -0.5, -0.5]) and len(choice["logprobs"]["tokens"]) == len(logprobs)
+        wait_for(lambda: len(service.driver.aborted) == 1)
+        assert len(service.driver.submitted) == 1 and not service.front.context.open
 
 
 def test_the_same_id_twice_at_once_is_refused(service):
@@ -519,6 +559,23 @@ def test_a_request_that_takes_too_long_is_ended():
         assert done and steps[-1]["error"]["code"] == "timeout"
 
 
+def test_scoring_and_generating_have_one_deadline():
+    with served(request_timeout=2.0) as service:
+        # What is scored is held back for most of the time, what is generated for ever.
+        def before_step(running):
+            if any(not each.params.forced_ids for each in running):
+                raise asyncio.CancelledError  # no further step
+
+        service.driver.hold, service.driver.before_step = True, before_step
+        answer = ask_in_thread(service, echo=True, logprobs=0)
+        wait_for(lambda: service.driver.submitted)
+        time.sleep(1.5)
+        service.driver.hold = False
+        released = time.monotonic()
+        assert error_of(answer(), 504)["code"] == "timeout"
+        assert time.monotonic() - released < 1.9
+
+
 def test_silence_is_filled_with_comments(monkeypatch):
     monkeypatch.setattr("lpr.serve.api.answers.KEEP_ALIVE", 0.05)
     with served() as service:
@@ -545,6 +602,26 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back():
         error_of(service.client.post("/v1/completions", json={"prompt": PROMPT, "n": 9}), 429)
         service.driver.hold = False
         assert all(answer().status_code == 200 for answer in threads), "nothing accepted is dropped"
+
+
+def test_scoring_and_generating_have_their_room_from_the_start():
+    with served(max_queue=1) as service:
+        service.driver.hold = True
+        begun = [ask_in_thread(service) for _ in range(4)]
+        wait_for(lambda: len(service.driver.submitted) == 4)
+        scored = {"prompt": PROMPT, "echo": True, "logprobs": 0, "max_tokens": 2}
+        begun.append(ask_in_thread(service, **scored))
+        wait_for(lambda: len(service.driver.submitted) == 5)
+        error_of(service.client.post("/v1/completions", json={"prompt": PROMPT}), 429)
+        service.driver.hold = False
+        answers = [answer() for answer in begun]
+        assert [answer.status_code for answer in answers] == [200] * 5
+        service.driver.hold = True
+        begun = [ask_in_thread(service) for _ in range(5)]
+        wait_for(lambda: service.front.service.num_waiting == 1)
+        error_of(service.client.post("/v1/completions", json=scored), 429)
+        service.driver.hold = False
+        assert all(answer().status_code == 200 for answer in begun)
 
 
 def test_queued_tokens_are_limited_too():
@@ -624,6 +701,20 @@ def test_draining_finishes_what_is_open_and_takes_nothing_new():
         service.driver.hold = False
         assert answer().json()["choices"][0]["text"] == TEXT
         assert service.ended() == 0 and service.driver.stopped
+
+
+def test_draining_finishes_a_request_whose_prompt_is_scored():
+    with served() as service:
+        service.driver.hold = True
+        answer = ask_in_thread(service, echo=True, logprobs=0)
+        wait_for(lambda: len(service.driver.submitted) == 1)
+        service.call(service.front.stop)
+        wait_for(lambda: service.client.get("/readyz").status_code == 503)
+        service.driver.hold = False
+        response = answer()
+        assert response.status_code == 200, response.text
+        assert response.json()["choices"][0]["text"] == PROMPT + TEXT
+        assert service.ended() == 0
 
 
 def test_what_cannot_finish_in_time_is_handed_back():

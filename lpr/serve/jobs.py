@@ -46,6 +46,11 @@ class Job:
     chunks: asyncio.Queue[Chunk] = field(default_factory=asyncio.Queue)
 
     @property
+    def is_scoring(self) -> bool:
+        """Is its output known, and only what the model says of it asked for?"""
+        return bool(self.params.forced_ids)
+
+    @property
     def order(self) -> float:
         """Waiting jobs are taken from the lowest to the highest."""
         return self.arrived + SECONDS_PER_PRIORITY * max(-1e9, min(1e9, self.priority))
@@ -97,9 +102,14 @@ class Jobs:
         """What the driver works on: it takes requests in the order in which it gets them."""
         return list(itertools.islice(self._given.values(), num_slots))
 
-    def add(self, job: Job) -> None:
-        """Let a new job wait."""
+    def add(self, job: Job, ready: bool = True) -> None:
+        """Let a new job wait; one that is not ready is not given before `release`."""
         self._open[job.id] = job
+        if ready:
+            self.release(job)
+
+    def release(self, job: Job) -> None:
+        """A job that was not ready is."""
         heapq.heappush(self._waiting, (job.order, job.id, job))
 
     def give(self, num_slots: int) -> Job | None:

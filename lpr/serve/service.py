@@ -154,19 +154,27 @@ class Service:
         tenant: str = "",
         details: bool = False,
         chunks: asyncio.Queue[Chunk] | None = None,
+        ready: bool = True,
     ) -> Job:
         """Accept a request, which is then either finished or cancelled; `check_room` comes first.
 
-        Its chunks go to `chunks`, which several jobs may share, or to a queue of its own.
+        Its chunks go to `chunks`, which several jobs may share, or to a queue of its own. One that is not `ready` has
+        its place, and begins after `release`.
         """
         job = Job(next(self._ids), prompt_ids, params, priority, tenant, details)
         job.chunks = chunks if chunks is not None else job.chunks
-        self._jobs.add(job)
+        self._jobs.add(job, ready)
         self._idle.clear()
         for tell in self.on_open:
             tell(job)
         self._pump()
         return job
+
+    def release(self, job: Job) -> None:
+        """Let a job begin that was not ready, unless it has ended meanwhile."""
+        if job in self._jobs:
+            self._jobs.release(job)
+            self._pump()
 
     def cancel(self, job: Job, reason: str = "abort") -> None:
         """Forget a job that is not finished, here and on all ranks."""

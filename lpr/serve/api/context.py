@@ -86,8 +86,7 @@ class Context:
         """End a running request of the same key by its id, with or without its kind; False if there is none."""
         for full, running in list(self.open.items()):
             if name in (full, full.partition("-")[2]) and running.key_name == key_name(request):
-                for choice in running.generation.choices:
-                    running.generation.stop(choice)
+                running.generation.stop()
                 return True
         return False
 
