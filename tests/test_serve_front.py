@@ -793,11 +793,16 @@ def test_origins_and_sizes():
 def test_the_access_log_is_json_with_the_requests_id(capfd):
     with served(access_log=True) as service:
         headers = {"X-Request-Id": "abc"}
-        response = service.client.post("/v1/completions", json={"prompt": PROMPT}, headers=headers)
+        body = {"prompt": PROMPT, "user": "u-1"}
+        response = service.client.post("/v1/completions", json=body, headers=headers)
         assert response.headers["x-request-id"] == "abc" and response.json()["id"] == "cmpl-abc"
+        chat = {"messages": [{"role": "user", "content": "u"}], "user": "u-2"}
+        service.client.post("/v1/chat/completions", json=chat, headers={"X-Request-Id": "def"}).raise_for_status()
+        service.client.post("/tokenize", json={"prompt": "a"}, headers={"X-Request-Id": "ghi"}).raise_for_status()
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
     line = next(line for line in lines if line["id"] == "abc")
     assert line["status"] == 200 and line["path"] == "/v1/completions" and line["completion_tokens"] == 6
+    assert [each.get("user") for each in lines] == ["u-1", "u-2", None]
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ class Sampling(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    user: str | None = None
+    user: Annotated[str, StringConstraints(max_length=1024)] | None = None
     """Only written to the access log."""
     prompt_cache_key: Annotated[str, StringConstraints(max_length=1024)] | None = None
     """For routers (lpr.fleet.affinity): the same text comes from every replica."""

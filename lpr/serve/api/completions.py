@@ -33,6 +33,7 @@ MOST_IN_HOLE = 512
 async def complete(body: CompletionBody, request: Request) -> Response:
     """Continue `prompt`; with `suffix`, write what belongs between the two."""
     context = context_of(request)
+    request.state.user = body.user
     await note_prefix(request)
     served = context.ready()
     plan = _plan(served, body, context.name(request, "cmpl", body.request_id))
