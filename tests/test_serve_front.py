@@ -12,8 +12,12 @@ import time
 import httpx
 import pytest
 from fake_driver import facts, served, tokenizer_json
+from starlette.requests import Request
 
 from lpr.config import InputError
+from lpr.serve.api.answers import answer
+from lpr.serve.api.context import Context
+from lpr.serve.errors import ApiError
 from lpr.serve.front import Front
 from lpr.serve.messages import Chunk
 from lpr.serve.options import ServeArgs
@@ -510,11 +514,69 @@ def test_the_same_id_twice_at_once_is_refused(service):
     thread = threading.Thread(target=lambda: httpx.post(service.url + "/v1/completions", json=body))
     thread.start()
     try:
-        wait_for(lambda: "cmpl-twice" in service.front.context.open)
+        wait_for(lambda: ("", "cmpl-twice") in service.front.context.open)
         error_of(service.client.post("/v1/completions", json=body), 400, "request_id")
     finally:
         service.driver.hold = False
         thread.join(10)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_x_request_id_serves_several_requests_at_once(service, stream):
+    service.driver.hold = True
+    begin, headers = len(service.driver.submitted), {"X-Request-Id": "trace-1"}
+    answers = [ask_in_thread(service, headers=headers, stream=stream) for _ in range(3)]
+    try:
+        wait_for(lambda: len(service.driver.submitted) == begin + 3)
+        assert len(service.front.context.open) == 3
+    finally:
+        service.driver.hold = False
+    responses = [answer() for answer in answers]
+    assert [each.status_code for each in responses] == [200] * 3
+    assert {each.headers["x-request-id"] for each in responses} == {"trace-1"}
+    ids = [events(each)[0][0]["id"] if stream else each.json()["id"] for each in responses]
+    assert "cmpl-trace-1" in ids and len(set(ids)) == 3
+    assert all(re.fullmatch("cmpl-trace-1(-[0-9a-f]{8})?", id) for id in ids)
+    wait_for(lambda: not service.front.context.open)
+
+
+def test_delete_ends_all_that_came_with_an_x_request_id(service):
+    service.driver.hold = True
+    begin, headers = len(service.driver.submitted), {"X-Request-Id": "trace-2"}
+    answers = [ask_in_thread(service, headers=headers) for _ in range(2)]
+    try:
+        wait_for(lambda: len(service.driver.submitted) == begin + 2)
+        assert service.client.delete("/v1/requests/trace-2").status_code == 200
+        assert [answer().json()["choices"][0]["finish_reason"] for answer in answers] == ["abort"] * 2
+    finally:
+        service.driver.hold = False
+
+
+def test_a_stream_has_its_id_before_its_first_event():
+    """Two requests can be taken before either answer begins, and one that never begins gives its id back."""
+    context = Context(service=None, metrics=None, request_timeout=1.0)
+    request = Request({"type": "http", "state": {"request_id": "a"}})
+
+    class Idle:
+        choices = ()
+        num_cancelled = 0
+
+        def cancel(self):
+            self.num_cancelled += 1
+
+    async def reader(message):
+        raise OSError("it has gone")
+
+    async def go():
+        first = context.name(request, "cmpl", "a")
+        response = await answer(context, request, first, Idle(), None, True)
+        with pytest.raises(ApiError):
+            context.name(request, "cmpl", "a")
+        with pytest.raises(OSError):
+            await response({}, None, reader)
+        assert context.name(request, "cmpl", "a") == first and not context.open
+
+    asyncio.run(go())
 
 
 def test_an_error_of_the_engine_is_an_error_in_both_forms(service):
@@ -649,11 +711,11 @@ def test_priority_goes_first_and_order_is_kept():
         assert [tokens.decode(sent.prompt_ids) for sent in service.driver.submitted[5:]] == ["early", "normal", "late"]
 
 
-def ask_in_thread(service, **body):
+def ask_in_thread(service, headers=None, **body):
     answers = []
-    body = {"prompt": PROMPT, **body}
+    url, body = service.url + "/v1/completions", {"prompt": PROMPT, **body}
     thread = threading.Thread(
-        target=lambda: answers.append(httpx.post(service.url + "/v1/completions", json=body, timeout=30))
+        target=lambda: answers.append(httpx.post(url, json=body, headers=headers, timeout=30))
     )
     thread.start()
 
@@ -772,6 +834,13 @@ def test_one_key_cannot_end_the_request_of_another(tmp_path):
         thread.start()
         wait_for(lambda: service.front.context.open)
         error_of(service.client.delete("/v1/requests/mine", headers=of("b")), 404, "request_id")
+        other = threading.Thread(
+            target=lambda: httpx.post(service.url + "/v1/completions", json=body, headers=of("b"), timeout=20)
+        )
+        other.start()
+        wait_for(lambda: len(service.front.context.open) == 2)  # ids of one key are free for another
+        assert service.client.delete("/v1/requests/mine", headers=of("b")).status_code == 200
+        other.join(10)
         assert service.client.delete("/v1/requests/mine", headers=of("a")).status_code == 200
         thread.join(10)
 
