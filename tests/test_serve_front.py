@@ -355,6 +355,31 @@ def test_infill_streams_without_done_as_llama_cpp(service):
     assert "".join(event["content"] for event in steps) == TEXT and "timings" in steps[-1]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_middle_that_ends_by_its_indentation_is_counted_as_stopped(stream):
+    with served() as service:
+        driver, num_steps = service.driver, 0
+
+        def before_step(running):
+            nonlocal num_steps
+            num_steps += 1
+            if num_steps > 1:
+                raise asyncio.CancelledError  # no further step
+
+        driver.text, driver.per_step, driver.before_step = "return x\nprint(1)\nfoo = 3\n", 8, before_step
+        body = {**VIM, "n_indent": 4, "stream": stream, "response_fields": None}
+        response = service.client.post("/infill", json=body)
+        steps = events(response)[0] if stream else [response.json()]
+        assert "".join(step["content"] for step in steps) == "return x\n"
+        assert [step["stop"] for step in steps] == ([False, True] if stream else [True])
+        assert steps[-1]["stop_type"] == "eos" and steps[-1]["timings"]["cache_n"] == 3
+        assert steps[-1]["tokens_predicted"] == 8
+        assert driver.finished == [1] and not driver.aborted and not service.front.service.num_waiting
+        assert counted(service, "vllm:request_success_total") == 1
+        assert counted(service, "vllm:request_success_total", 'finished_reason="stop"') == 1
+        assert counted(service, "vllm:prefix_cache_hits_total") == 3 and counted(service, "lpr:steps_total") == 2
+
+
 def test_a_prompt_that_does_not_fit_keeps_what_is_nearest_to_the_hole(service):
     long = {**VIM, "input_prefix": "a = 1\n" * 500, "input_suffix": "b = 2\n" * 500, "response_fields": None}
     answer = service.client.post("/infill", json=long).json()
@@ -714,9 +739,7 @@ def test_priority_goes_first_and_order_is_kept():
 def ask_in_thread(service, headers=None, **body):
     answers = []
     url, body = service.url + "/v1/completions", {"prompt": PROMPT, **body}
-    thread = threading.Thread(
-        target=lambda: answers.append(httpx.post(url, json=body, headers=headers, timeout=30))
-    )
+    thread = threading.Thread(target=lambda: answers.append(httpx.post(url, json=body, headers=headers, timeout=30)))
     thread.start()
 
     def answer():

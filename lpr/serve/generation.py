@@ -50,6 +50,8 @@ class Choice:
     sources: list[str] = field(default_factory=list)
     num_steps: int = 0
     finish_reason: str | None = None
+    is_complete: bool = False
+    """Has a limit ended the text? Then the end of its job is waited for, which says what it took."""
     stop_reason: int | str | None = None
     """The stop string, or the id of `stop_token_ids`, that ended it."""
     error: str | None = None
@@ -177,17 +179,23 @@ class Generation:
         choice = self._by_id[chunk.id]
         if choice.finish_reason is not None:
             return None
+        if choice.is_complete:
+            if chunk.finish_reason is None:  # of a step that began before the ranks knew
+                return None
+            chunk = Chunk(chunk.id, [], "", "stop", usage=chunk.usage)
         now = time.monotonic()
         if chunk.token_ids:
             choice.first = choice.first if choice.first is not None else now
             choice.latest = now
             choice.num_steps += 1
         text, finish = chunk.text, chunk.finish_reason
-        if (limit := self._limits.get(chunk.id)) is not None:
+        if (limit := self._limits.get(chunk.id)) is not None and not choice.is_complete:
             text, ended = limit.take(text, finish is not None)
             if ended and finish is None:
-                self._service.cancel(choice.job)
-            finish = "stop" if ended else finish
+                choice.is_complete = True
+                self._service.finish(choice.job)
+            elif ended:
+                finish = "stop"
         choice.text += text
         choice.token_ids += chunk.token_ids
         choice.logprobs += chunk.logprobs or []

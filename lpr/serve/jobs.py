@@ -42,6 +42,8 @@ class Job:
     """How often in a row all ranks died while they worked on this, without a token in between."""
     lone_deaths: int = 0
     """How often in a row they worked on nothing else then."""
+    is_complete: bool = False
+    """Has it all the text that is wanted? Then only what it took is still to come."""
     finish_reason: str | None = None
     chunks: asyncio.Queue[Chunk] = field(default_factory=asyncio.Queue)
 
@@ -87,6 +89,10 @@ class Jobs:
     def num_given(self) -> int:
         """Jobs that the driver has."""
         return len(self._given)
+
+    def is_given(self, job: Job) -> bool:
+        """Does the driver have this one?"""
+        return job.id in self._given
 
     @property
     def num_queued_tokens(self) -> int:
