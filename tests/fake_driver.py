@@ -21,6 +21,7 @@ from lpr.serve.messages import (
     Abort,
     Chunk,
     Facts,
+    Finish,
     FrameReader,
     Hello,
     Load,
@@ -94,6 +95,7 @@ class FakeDriver:
         self.resumed: list[int] | None = None
         self.submitted: list[Submit] = []
         self.aborted: list[int] = []
+        self.finished: list[int] = []
         self.stopped = False
         self.running: dict[int, tuple[Submit, int]] = {}
         self._held = held
@@ -128,6 +130,10 @@ class FakeDriver:
         elif isinstance(message, Abort):
             self.aborted.append(message.id)
             self.running.pop(message.id, None)
+        elif isinstance(message, Finish):
+            self.finished.append(message.id)
+            if not self.hold and self.running.pop(message.id, None) is not None:
+                self._write([Chunk(message.id, [], "", "stop", usage=Usage(2, 0, 3, 4, 2, [2], {"trie": (4, 2)}, 4))])
         elif isinstance(message, Resume):
             self.resumed = message.ids
         elif isinstance(message, Stop):

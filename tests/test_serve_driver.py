@@ -7,7 +7,7 @@ import pytest
 import lpr
 from lpr.config import SamplingParams
 from lpr.engine.text import TextStream
-from lpr.serve.messages import Abort, Chunk, Facts, Load, ProtocolError, Resume, Stepped, Stop, Submit, beyond
+from lpr.serve.messages import Abort, Chunk, Facts, Finish, Load, ProtocolError, Resume, Stepped, Stop, Submit, beyond
 from lpr.serve.ranks.delivery import Delivery
 from lpr.serve.ranks.driver import Driver
 
@@ -188,6 +188,16 @@ def test_a_request_that_is_aborted_before_it_is_submitted_again(engine):
     assert 8 in engine.requests
     line = drive(engine, Resume([8]), Abort(8))
     assert line.chunks(8) == [] and not engine.requests
+
+
+def test_a_complete_text_ends_with_what_it_took(engine):
+    prompt, params = engine.encode(PROMPT), SamplingParams(max_new_tokens=NUM)
+    drive(engine, Resume([]), submit(10, params, prompt), steps=3)
+    line = drive(engine, Resume([10]), submit(10, params, prompt), Finish(10), Finish(11))
+    (last,) = [chunk for chunk in line.chunks(10) if chunk.finish_reason is not None]
+    assert (last.token_ids, last.text, last.finish_reason) == ([], "", "stop")
+    assert 0 < last.usage.num_steps <= last.usage.num_tokens
+    assert not engine.requests and not line.chunks(11)
 
 
 def test_the_first_words_are_facts_and_a_bad_request_is_said(engine):

@@ -1,5 +1,6 @@
 """The front over real sockets, with a driver that needs no model: what clients see, and what reaches the driver."""
 
+import asyncio
 import json
 import re
 import socket
@@ -11,8 +12,12 @@ import time
 import httpx
 import pytest
 from fake_driver import facts, served, tokenizer_json
+from starlette.requests import Request
 
 from lpr.config import InputError
+from lpr.serve.api.answers import answer
+from lpr.serve.api.context import Context
+from lpr.serve.errors import ApiError
 from lpr.serve.front import Front
 from lpr.serve.messages import Chunk
 from lpr.serve.options import ServeArgs
@@ -138,6 +143,19 @@ def test_mistrals_path_answers_like_a_chat(service):
     assert service.driver.submitted[-1].params.seed == 5
 
 
+def test_mistrals_path_without_max_tokens_takes_what_fits(service):
+    for prompt, most in (("a = ", None), ("a = 1\n" * 60, None), ("a = ", 7)):
+        body = {"prompt": prompt, "suffix": "\n", **({"max_tokens": most} if most is not None else {})}
+        service.client.post("/v1/fim/completions", json=body).raise_for_status()
+        sent = service.driver.submitted[-1]
+        assert sent.params.max_new_tokens == (most or 512 - len(sent.prompt_ids))
+    error_of(service.client.post("/v1/fim/completions", json={"prompt": "a", "max_tokens": 0}), 400, "max_tokens")
+    error_of(service.client.post("/v1/fim/completions", json={"prompt": "a " * 2000}), 400, "prompt")
+    with served(facts(max_length=4096)) as long:
+        long.client.post("/v1/fim/completions", json={"prompt": "a = ", "suffix": "\n"}).raise_for_status()
+        assert long.driver.submitted[-1].params.max_new_tokens == 512
+
+
 # What is refused.
 
 
@@ -244,6 +262,20 @@ def test_a_final_message_is_continued(service):
     assert tokens.decode(service.driver.submitted[-1].prompt_ids) == "<user>u</user><assistant>I say"
 
 
+def test_the_template_is_told_more(service):
+    def ask(**kwargs):
+        body = {"messages": [{"role": "user", "content": "u"}], "chat_template_kwargs": kwargs}
+        return service.client.post("/v1/chat/completions", json=body)
+
+    tokens = service.front.context.served.tokens
+    for kwargs, end in (({"thinking": False}, "<assistant>"), ({"add_generation_prompt": False}, "")):
+        ask(**kwargs).raise_for_status()
+        assert tokens.decode(service.driver.submitted[-1].prompt_ids) == "<user>u</user>" + end
+    for name in ("messages", "tools", "documents", "self"):
+        error = error_of(ask(**{name: []}), 400, "chat_template_kwargs")
+        assert name in error["message"]
+
+
 @pytest.mark.parametrize("name, value", [("tools", [{"type": "function"}]), ("tool_choice", "auto")])
 def test_tools_are_refused_by_name(service, name, value):
     body = {"messages": [{"role": "user", "content": "u"}], name: value}
@@ -251,6 +283,28 @@ def test_tools_are_refused_by_name(service, name, value):
     assert "not supported" in error["message"]
     body[name] = [] if name == "tools" else "none"
     service.client.post("/v1/chat/completions", json=body).raise_for_status()
+
+
+def test_an_answer_dumped_by_openais_client_can_be_sent_back(service):
+    openai = pytest.importorskip("openai")
+    messages = [{"role": "user", "content": "u"}]
+    with openai.OpenAI(base_url=service.url + "/v1", api_key="none", timeout=20, max_retries=0) as client:
+        said = client.chat.completions.create(model="fake", messages=messages).choices[0].message.model_dump()
+        assert {"tool_calls", "function_call", "audio", "annotations"} <= set(said)
+        client.chat.completions.create(model="fake", messages=[*messages, said, *messages])
+
+
+@pytest.mark.parametrize("name", ["reasoning_effort", "metadata", "messages.0.tool_calls"])
+def test_an_unknown_field_is_refused_unless_it_is_null(service, name):
+    def ask(value):
+        message = {"role": "user", "content": "u"}
+        body = {"messages": [message]}
+        (message if name.startswith("messages") else body)[name.rpartition(".")[2]] = value
+        return service.client.post("/v1/chat/completions", json=body)
+
+    assert ask(None).status_code == 200
+    for value in (1, "", [], {}, False):
+        assert error_of(ask(value), 400, name)["code"] == "unsupported_parameter"
 
 
 def test_what_llama_vim_sends_to_a_chat_is_understood(service):
@@ -299,6 +353,31 @@ def test_infill_streams_without_done_as_llama_cpp(service):
     steps, done = events(service.client.post("/infill", json={**VIM, "stream": True, "response_fields": None}))
     assert not done and [event["stop"] for event in steps] == [False, False, True]
     assert "".join(event["content"] for event in steps) == TEXT and "timings" in steps[-1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_middle_that_ends_by_its_indentation_is_counted_as_stopped(stream):
+    with served() as service:
+        driver, num_steps = service.driver, 0
+
+        def before_step(running):
+            nonlocal num_steps
+            num_steps += 1
+            if num_steps > 1:
+                raise asyncio.CancelledError  # no further step
+
+        driver.text, driver.per_step, driver.before_step = "return x\nprint(1)\nfoo = 3\n", 8, before_step
+        body = {**VIM, "n_indent": 4, "stream": stream, "response_fields": None}
+        response = service.client.post("/infill", json=body)
+        steps = events(response)[0] if stream else [response.json()]
+        assert "".join(step["content"] for step in steps) == "return x\n"
+        assert [step["stop"] for step in steps] == ([False, True] if stream else [True])
+        assert steps[-1]["stop_type"] == "eos" and steps[-1]["timings"]["cache_n"] == 3
+        assert steps[-1]["tokens_predicted"] == 8
+        assert driver.finished == [1] and not driver.aborted and not service.front.service.num_waiting
+        assert counted(service, "vllm:request_success_total") == 1
+        assert counted(service, "vllm:request_success_total", 'finished_reason="stop"') == 1
+        assert counted(service, "vllm:prefix_cache_hits_total") == 3 and counted(service, "lpr:steps_total") == 2
 
 
 def test_a_prompt_that_does_not_fit_keeps_what_is_nearest_to_the_hole(service):
@@ -373,6 +452,26 @@ def test_metrics_have_vllms_names(service):
     assert re.search(r'^lpr:draft_nodes_total{.*source="trie".*} [1-9]', text, re.M)
 
 
+def counted(service, name, label=""):
+    """A counter's value, summed over its labels but for `label`."""
+    text = service.client.get("/metrics").text
+    return sum(float(value) for value in re.findall(rf"^{name}{{.*{label}.*}} (\S+)$", text, re.M))
+
+
+def test_scoring_a_prompt_is_part_of_its_request_and_no_output(service):
+    def counts():
+        names = ("vllm:request_success_total", "vllm:generation_tokens_total", "vllm:time_to_first_token_seconds_count",
+                 "vllm:prompt_tokens_total", "lpr:steps_total")  # fmt: skip
+        return [counted(service, name) for name in names]
+
+    before = counts()
+    body = {"prompt": PROMPT, "echo": True, "logprobs": 0, "max_tokens": 4}
+    usage = service.client.post("/v1/completions", json=body).json()["usage"]
+    *requests, steps = [new - old for new, old in zip(counts(), before, strict=True)]
+    assert requests == [1, 4, 1, usage["prompt_tokens"]]
+    assert steps == 2 + (usage["prompt_tokens"] - 1) // 2, "the ranks took the steps of both"
+
+
 def test_the_schema_lists_the_endpoints_and_one_kind_of_error(service):
     schema = service.client.get("/openapi.json").json()
     assert {"/v1/completions", "/v1/chat/completions", "/infill", "/tokenize", "/readyz"} <= set(schema["paths"])
@@ -415,17 +514,94 @@ def test_delete_ends_a_request_with_what_it_has(service):
         service.driver.hold = False
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("most", [0, 4])
+def test_delete_while_a_prompt_is_scored_ends_the_request_with_what_it_has(most, stream):
+    with served() as service:
+        service.driver.before_step = lambda running: setattr(service.driver, "hold", True)  # after one step
+        body = {"prompt": PROMPT, "echo": True, "logprobs": 0, "max_tokens": most, "request_id": "me", "stream": stream}
+        answers = ask_in_thread(service, **body)
+        wait_for(lambda: service.driver.hold)
+        wait_for(lambda: service.front.service.num_running and service.client.delete("/v1/requests/me").is_success)
+        response = answers()
+        assert response.status_code == 200, response.text
+        choice = (events(response)[0][0] if stream else response.json())["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == (PROMPT, "abort")
+        logprobs = choice["logprobs"]["token_logprobs"]
+        assert logprobs in ([None], [None, -0.5, -0.5]) and len(choice["logprobs"]["tokens"]) == len(logprobs)
+        wait_for(lambda: len(service.driver.aborted) == 1)
+        assert len(service.driver.submitted) == 1 and not service.front.context.open
+
+
 def test_the_same_id_twice_at_once_is_refused(service):
     service.driver.hold = True
     body = {"prompt": PROMPT, "request_id": "twice"}
     thread = threading.Thread(target=lambda: httpx.post(service.url + "/v1/completions", json=body))
     thread.start()
     try:
-        wait_for(lambda: "cmpl-twice" in service.front.context.open)
+        wait_for(lambda: ("", "cmpl-twice") in service.front.context.open)
         error_of(service.client.post("/v1/completions", json=body), 400, "request_id")
     finally:
         service.driver.hold = False
         thread.join(10)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_x_request_id_serves_several_requests_at_once(service, stream):
+    service.driver.hold = True
+    begin, headers = len(service.driver.submitted), {"X-Request-Id": "trace-1"}
+    answers = [ask_in_thread(service, headers=headers, stream=stream) for _ in range(3)]
+    try:
+        wait_for(lambda: len(service.driver.submitted) == begin + 3)
+        assert len(service.front.context.open) == 3
+    finally:
+        service.driver.hold = False
+    responses = [answer() for answer in answers]
+    assert [each.status_code for each in responses] == [200] * 3
+    assert {each.headers["x-request-id"] for each in responses} == {"trace-1"}
+    ids = [events(each)[0][0]["id"] if stream else each.json()["id"] for each in responses]
+    assert "cmpl-trace-1" in ids and len(set(ids)) == 3
+    assert all(re.fullmatch("cmpl-trace-1(-[0-9a-f]{8})?", id) for id in ids)
+    wait_for(lambda: not service.front.context.open)
+
+
+def test_delete_ends_all_that_came_with_an_x_request_id(service):
+    service.driver.hold = True
+    begin, headers = len(service.driver.submitted), {"X-Request-Id": "trace-2"}
+    answers = [ask_in_thread(service, headers=headers) for _ in range(2)]
+    try:
+        wait_for(lambda: len(service.driver.submitted) == begin + 2)
+        assert service.client.delete("/v1/requests/trace-2").status_code == 200
+        assert [answer().json()["choices"][0]["finish_reason"] for answer in answers] == ["abort"] * 2
+    finally:
+        service.driver.hold = False
+
+
+def test_a_stream_has_its_id_before_its_first_event():
+    """Two requests can be taken before either answer begins, and one that never begins gives its id back."""
+    context = Context(service=None, metrics=None, request_timeout=1.0)
+    request = Request({"type": "http", "state": {"request_id": "a"}})
+
+    class Idle:
+        choices = ()
+        num_cancelled = 0
+
+        def cancel(self):
+            self.num_cancelled += 1
+
+    async def reader(message):
+        raise OSError("it has gone")
+
+    async def go():
+        first = context.name(request, "cmpl", "a")
+        response = await answer(context, request, first, Idle(), None, True)
+        with pytest.raises(ApiError):
+            context.name(request, "cmpl", "a")
+        with pytest.raises(OSError):
+            await response({}, None, reader)
+        assert context.name(request, "cmpl", "a") == first and not context.open
+
+    asyncio.run(go())
 
 
 def test_an_error_of_the_engine_is_an_error_in_both_forms(service):
@@ -470,6 +646,23 @@ def test_a_request_that_takes_too_long_is_ended():
         assert done and steps[-1]["error"]["code"] == "timeout"
 
 
+def test_scoring_and_generating_have_one_deadline():
+    with served(request_timeout=2.0) as service:
+        # What is scored is held back for most of the time, what is generated for ever.
+        def before_step(running):
+            if any(not each.params.forced_ids for each in running):
+                raise asyncio.CancelledError  # no further step
+
+        service.driver.hold, service.driver.before_step = True, before_step
+        answer = ask_in_thread(service, echo=True, logprobs=0)
+        wait_for(lambda: service.driver.submitted)
+        time.sleep(1.5)
+        service.driver.hold = False
+        released = time.monotonic()
+        assert error_of(answer(), 504)["code"] == "timeout"
+        assert time.monotonic() - released < 1.9
+
+
 def test_silence_is_filled_with_comments(monkeypatch):
     monkeypatch.setattr("lpr.serve.api.answers.KEEP_ALIVE", 0.05)
     with served() as service:
@@ -498,6 +691,26 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back():
         assert all(answer().status_code == 200 for answer in threads), "nothing accepted is dropped"
 
 
+def test_scoring_and_generating_have_their_room_from_the_start():
+    with served(max_queue=1) as service:
+        service.driver.hold = True
+        begun = [ask_in_thread(service) for _ in range(4)]
+        wait_for(lambda: len(service.driver.submitted) == 4)
+        scored = {"prompt": PROMPT, "echo": True, "logprobs": 0, "max_tokens": 2}
+        begun.append(ask_in_thread(service, **scored))
+        wait_for(lambda: len(service.driver.submitted) == 5)
+        error_of(service.client.post("/v1/completions", json={"prompt": PROMPT}), 429)
+        service.driver.hold = False
+        answers = [answer() for answer in begun]
+        assert [answer.status_code for answer in answers] == [200] * 5
+        service.driver.hold = True
+        begun = [ask_in_thread(service) for _ in range(5)]
+        wait_for(lambda: service.front.service.num_waiting == 1)
+        error_of(service.client.post("/v1/completions", json=scored), 429)
+        service.driver.hold = False
+        assert all(answer().status_code == 200 for answer in begun)
+
+
 def test_queued_tokens_are_limited_too():
     with served(max_queued_tokens=20) as service:
         service.driver.hold = True
@@ -523,12 +736,10 @@ def test_priority_goes_first_and_order_is_kept():
         assert [tokens.decode(sent.prompt_ids) for sent in service.driver.submitted[5:]] == ["early", "normal", "late"]
 
 
-def ask_in_thread(service, **body):
+def ask_in_thread(service, headers=None, **body):
     answers = []
-    body = {"prompt": PROMPT, **body}
-    thread = threading.Thread(
-        target=lambda: answers.append(httpx.post(service.url + "/v1/completions", json=body, timeout=30))
-    )
+    url, body = service.url + "/v1/completions", {"prompt": PROMPT, **body}
+    thread = threading.Thread(target=lambda: answers.append(httpx.post(url, json=body, headers=headers, timeout=30)))
     thread.start()
 
     def answer():
@@ -575,6 +786,20 @@ def test_draining_finishes_what_is_open_and_takes_nothing_new():
         service.driver.hold = False
         assert answer().json()["choices"][0]["text"] == TEXT
         assert service.ended() == 0 and service.driver.stopped
+
+
+def test_draining_finishes_a_request_whose_prompt_is_scored():
+    with served() as service:
+        service.driver.hold = True
+        answer = ask_in_thread(service, echo=True, logprobs=0)
+        wait_for(lambda: len(service.driver.submitted) == 1)
+        service.call(service.front.stop)
+        wait_for(lambda: service.client.get("/readyz").status_code == 503)
+        service.driver.hold = False
+        response = answer()
+        assert response.status_code == 200, response.text
+        assert response.json()["choices"][0]["text"] == PROMPT + TEXT
+        assert service.ended() == 0
 
 
 def test_what_cannot_finish_in_time_is_handed_back():
@@ -632,6 +857,13 @@ def test_one_key_cannot_end_the_request_of_another(tmp_path):
         thread.start()
         wait_for(lambda: service.front.context.open)
         error_of(service.client.delete("/v1/requests/mine", headers=of("b")), 404, "request_id")
+        other = threading.Thread(
+            target=lambda: httpx.post(service.url + "/v1/completions", json=body, headers=of("b"), timeout=20)
+        )
+        other.start()
+        wait_for(lambda: len(service.front.context.open) == 2)  # ids of one key are free for another
+        assert service.client.delete("/v1/requests/mine", headers=of("b")).status_code == 200
+        other.join(10)
         assert service.client.delete("/v1/requests/mine", headers=of("a")).status_code == 200
         thread.join(10)
 
@@ -653,11 +885,16 @@ def test_origins_and_sizes():
 def test_the_access_log_is_json_with_the_requests_id(capfd):
     with served(access_log=True) as service:
         headers = {"X-Request-Id": "abc"}
-        response = service.client.post("/v1/completions", json={"prompt": PROMPT}, headers=headers)
+        body = {"prompt": PROMPT, "user": "u-1"}
+        response = service.client.post("/v1/completions", json=body, headers=headers)
         assert response.headers["x-request-id"] == "abc" and response.json()["id"] == "cmpl-abc"
+        chat = {"messages": [{"role": "user", "content": "u"}], "user": "u-2"}
+        service.client.post("/v1/chat/completions", json=chat, headers={"X-Request-Id": "def"}).raise_for_status()
+        service.client.post("/tokenize", json={"prompt": "a"}, headers={"X-Request-Id": "ghi"}).raise_for_status()
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
     line = next(line for line in lines if line["id"] == "abc")
     assert line["status"] == 200 and line["path"] == "/v1/completions" and line["completion_tokens"] == 6
+    assert [each.get("user") for each in lines] == ["u-1", "u-2", None]
 
 
 @pytest.mark.parametrize(

@@ -197,6 +197,27 @@ def test_a_cancelled_request_does_not_come_back(quick, script):
         assert driver.resumed == [submit.id for submit in driver.submitted] and len(driver.resumed) == 1
 
 
+def test_a_text_that_is_complete_does_not_come_back(quick, script):
+    """The driver is lost before it says what the text took: the client has its answer, and no rank goes on with it."""
+    script.changes |= {"text": "return x\nprint(1)\nfoo = 3\n", "per_step": 8}
+    with served(facts(), script) as service:
+        driver = service.starts[0].drivers[0]
+        script.before = lambda running: setattr(driver, "hold", True)  # after one step
+        answers, body = [], {"input_prefix": "def f(x):\n", "input_suffix": "\n", "prompt": "    ", "n_indent": 4}
+        thread = threading.Thread(
+            target=lambda: answers.append(httpx.post(service.url + "/infill", json=body, timeout=60))
+        )
+        thread.start()
+        wait_for(lambda: driver.finished)
+        assert not answers
+        service.call(driver.vanish)
+        thread.join(60)
+        assert answers[0].status_code == 200 and answers[0].json()["content"] == "return x\n"
+        service.call(lambda: service.starts[0].take_over())
+        wait_for(lambda: len(service.starts[0].drivers) == 2 and service.starts[0].drivers[1].resumed is not None)
+        assert service.starts[0].drivers[1].resumed == [] and not service.front.service.num_waiting
+
+
 def test_while_the_ranks_are_away_requests_queue_and_health_says_why(quick, script):
     loading = threading.Event()
     with served(facts(), script, max_queue=1) as service:

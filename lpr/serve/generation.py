@@ -50,6 +50,8 @@ class Choice:
     sources: list[str] = field(default_factory=list)
     num_steps: int = 0
     finish_reason: str | None = None
+    is_complete: bool = False
+    """Has a limit ended the text? Then the end of its job is waited for, which says what it took."""
     stop_reason: int | str | None = None
     """The stop string, or the id of `stop_token_ids`, that ended it."""
     error: str | None = None
@@ -82,19 +84,29 @@ class Generation:
         tenant: str = "",
         details: bool = False,
         limits: Callable[[], TextLimit] | None = None,
+        scored: Sequence[Wanted] = (),
     ) -> None:
-        """Accept the texts, or raise ApiError. `receive` tells of the client's end, `timeout` is in seconds."""
-        service.check_room(len(wanted), sum(len(each.prompt_ids) for each in wanted))
+        """Accept the texts, or raise ApiError. `receive` tells of the client's end, `timeout` is in seconds.
+
+        `scored` are known texts: what the model says of them is found before any of `wanted` begins. All have their
+        place from the start, so that what is accepted is also finished.
+        """
+        service.check_room(len(scored) + len(wanted), sum(len(each.prompt_ids) for each in (*scored, *wanted)))
         self._service = service
         self._receive = receive
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
         self._queue: asyncio.Queue[Chunk] = asyncio.Queue()
+        self.scored: list[Choice] = []
+        for index, each in enumerate(scored):
+            job = service.open(each.prompt_ids, each.params, priority, tenant, False, self._queue)
+            self.scored.append(Choice(index, job))
         self.choices: list[Choice] = []
         for index, each in enumerate(wanted):
-            job = service.open(each.prompt_ids, each.params, priority, tenant, details, self._queue)
+            job = service.open(each.prompt_ids, each.params, priority, tenant, details, self._queue, not scored)
             self.choices.append(Choice(index, job))
-        self._by_id = {choice.job.id: choice for choice in self.choices}
+        self._all = [*self.scored, *self.choices]
+        self._by_id = {choice.job.id: choice for choice in self._all}
         self._limits = {choice.job.id: limits() for choice in self.choices} if limits is not None else {}
         self._gone: asyncio.Task[None] | None = None
 
@@ -111,21 +123,22 @@ class Generation:
 
     def cancel(self) -> None:
         """Drop what is not finished."""
-        for choice in self.choices:
+        for choice in self._all:
             self._service.cancel(choice.job)
 
-    def stop(self, choice: Choice) -> None:
-        """Let one choice end as aborted, with what it has."""
-        if choice.finish_reason is None:
-            self._service.cancel(choice.job)
-            self._queue.put_nowait(Chunk(choice.job.id, [], "", "abort"))
+    def stop(self) -> None:
+        """Let what is not finished end as aborted, with what it has."""
+        for choice in self._all:
+            if choice.finish_reason is None:
+                self._service.cancel(choice.job)
+                self._queue.put_nowait(Chunk(choice.job.id, [], "", "abort"))
 
     async def events(self, keep_alive: float | None = None) -> AsyncIterator[Event | None]:
         """Every step of every choice until all are finished; None after each `keep_alive` seconds of silence.
 
-        Raises DisconnectedError if the client goes, and ApiError (504) if the time is up.
+        Raises DisconnectedError if the client goes, and ApiError if the time is up (504) or scoring fails.
         """
-        while any(choice.finish_reason is None for choice in self.choices):
+        while any(choice.finish_reason is None for choice in self._all):
             chunk = await self._next(keep_alive)
             if chunk is None:
                 yield None
@@ -166,17 +179,23 @@ class Generation:
         choice = self._by_id[chunk.id]
         if choice.finish_reason is not None:
             return None
+        if choice.is_complete:
+            if chunk.finish_reason is None:  # of a step that began before the ranks knew
+                return None
+            chunk = Chunk(chunk.id, [], "", "stop", usage=chunk.usage)
         now = time.monotonic()
         if chunk.token_ids:
             choice.first = choice.first if choice.first is not None else now
             choice.latest = now
             choice.num_steps += 1
         text, finish = chunk.text, chunk.finish_reason
-        if (limit := self._limits.get(chunk.id)) is not None:
+        if (limit := self._limits.get(chunk.id)) is not None and not choice.is_complete:
             text, ended = limit.take(text, finish is not None)
             if ended and finish is None:
-                self._service.cancel(choice.job)
-            finish = "stop" if ended else finish
+                choice.is_complete = True
+                self._service.finish(choice.job)
+            elif ended:
+                finish = "stop"
         choice.text += text
         choice.token_ids += chunk.token_ids
         choice.logprobs += chunk.logprobs or []
@@ -184,7 +203,18 @@ class Generation:
         choice.finish_reason, choice.error = finish, chunk.error
         choice.stop_reason = chunk.stop_reason
         choice.usage = chunk.usage or choice.usage
+        if choice.job.is_scoring:
+            self._note_scored(choice)
+            return None
         return Event(choice, text, chunk)
+
+    def _note_scored(self, choice: Choice) -> None:
+        """After the last of the known texts, let the wanted ones begin; raises ApiError for one that failed."""
+        if choice.error is not None:
+            raise failure_of(choice.error)
+        if all(each.finish_reason is not None for each in self.scored):
+            for each in self.choices:
+                self._service.release(each.job)
 
 
 def failure_of(error: str) -> ApiError:

@@ -42,8 +42,15 @@ class Job:
     """How often in a row all ranks died while they worked on this, without a token in between."""
     lone_deaths: int = 0
     """How often in a row they worked on nothing else then."""
+    is_complete: bool = False
+    """Has it all the text that is wanted? Then only what it took is still to come."""
     finish_reason: str | None = None
     chunks: asyncio.Queue[Chunk] = field(default_factory=asyncio.Queue)
+
+    @property
+    def is_scoring(self) -> bool:
+        """Is its output known, and only what the model says of it asked for?"""
+        return bool(self.params.forced_ids)
 
     @property
     def order(self) -> float:
@@ -83,6 +90,10 @@ class Jobs:
         """Jobs that the driver has."""
         return len(self._given)
 
+    def is_given(self, job: Job) -> bool:
+        """Does the driver have this one?"""
+        return job.id in self._given
+
     @property
     def num_queued_tokens(self) -> int:
         """Prompt tokens of those that it has not got."""
@@ -97,9 +108,14 @@ class Jobs:
         """What the driver works on: it takes requests in the order in which it gets them."""
         return list(itertools.islice(self._given.values(), num_slots))
 
-    def add(self, job: Job) -> None:
-        """Let a new job wait."""
+    def add(self, job: Job, ready: bool = True) -> None:
+        """Let a new job wait; one that is not ready is not given before `release`."""
         self._open[job.id] = job
+        if ready:
+            self.release(job)
+
+    def release(self, job: Job) -> None:
+        """A job that was not ready is."""
         heapq.heappush(self._waiting, (job.order, job.id, job))
 
     def give(self, num_slots: int) -> Job | None:

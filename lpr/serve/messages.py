@@ -17,7 +17,7 @@ import msgspec
 from lpr.config import SamplingParams
 from lpr.fleet.counts import DraftCounts
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of these messages; a driver of another one is turned away."""
 MAX_MESSAGE = 1 << 30
 """Longest message, in bytes: a length above this is noise, not a message."""
@@ -42,6 +42,15 @@ class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True):
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
     """Front to driver: forget a request; nothing more is said about it."""
+
+    id: int
+
+
+class Finish(msgspec.Struct, tag="finish", frozen=True):
+    """Front to driver: a request's text is complete by rules that the engine does not know.
+
+    The driver ends it as stopped, with a last chunk that says what it took.
+    """
 
     id: int
 
@@ -188,7 +197,7 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     reason: str
 
 
-ToDriver = Resume | Submit | Abort | Stop
+ToDriver = Resume | Submit | Abort | Finish | Stop
 ToFront = Hello | Loading | Facts | Stepped | Pulse | Refused
 
 _encoder = msgspec.msgpack.Encoder()

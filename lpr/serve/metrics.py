@@ -122,10 +122,16 @@ class Metrics:
         """Everything in Prometheus' text format."""
         return generate_latest(self.registry)
 
+    # Scoring a prompt is part of a request, whose text is another job, and a prompt's tokens are no output: only the
+    # steps that it takes count.
+
     def _opened(self, job: Job) -> None:
-        self.max_tokens.observe(job.params.max_new_tokens)
+        if not job.is_scoring:
+            self.max_tokens.observe(job.params.max_new_tokens)
 
     def _chunk(self, job: Job, chunk: Chunk) -> None:
+        if job.is_scoring:
+            return
         # Called before the service notes the time of this chunk.
         now = time.monotonic()
         self.output_tokens.inc(len(chunk.token_ids))
@@ -138,9 +144,11 @@ class Metrics:
                 self.inter_token.observe((now - job.latest) / len(chunk.token_ids))
 
     def _ended(self, job: Job, chunk: Chunk) -> None:
-        self.finished.labels(**self._names, finished_reason=chunk.finish_reason or "error").inc()
         if chunk.usage is not None:
             self._used(job, chunk.usage)
+        if job.is_scoring:
+            return
+        self.finished.labels(**self._names, finished_reason=chunk.finish_reason or "error").inc()
         if job.ended is None or job.given is None or job.first is None or job.latest is None:
             return
         self.end_to_end.observe(job.ended - job.arrived)
@@ -158,7 +166,7 @@ class Metrics:
         self.prefix_hits.inc(usage.num_cached)
         self.steps.inc(usage.num_steps)
         self.fill_steps.inc(usage.num_fill_steps)
-        if usage.num_steps:
+        if usage.num_steps and not job.is_scoring:
             self.tokens_per_step.observe(usage.num_tokens / usage.num_steps)
         if usage.drafted:
             self.drafts.inc(usage.num_steps)

@@ -27,6 +27,15 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        """Drop unknown fields that are null: they ask for nothing, and clients send what an answer's object held."""
+        if not isinstance(given, dict):
+            return given
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        return {name: value for name, value in given.items() if value is not None or name in known}
+
 
 class StreamOptions(Body):
     """What a stream says besides text."""
@@ -79,7 +88,7 @@ class Sampling(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    user: str | None = None
+    user: Annotated[str, StringConstraints(max_length=1024)] | None = None
     """Only written to the access log."""
     prompt_cache_key: Annotated[str, StringConstraints(max_length=1024)] | None = None
     """For routers (lpr.fleet.affinity): the same text comes from every replica."""
@@ -254,7 +263,7 @@ class FimBody(Body):
     suffix: str | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     stream: bool | None = None
     stop: Stops = None

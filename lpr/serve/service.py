@@ -21,6 +21,7 @@ from lpr.serve.messages import (
     Abort,
     Chunk,
     Facts,
+    Finish,
     Hello,
     Load,
     Loading,
@@ -154,19 +155,27 @@ class Service:
         tenant: str = "",
         details: bool = False,
         chunks: asyncio.Queue[Chunk] | None = None,
+        ready: bool = True,
     ) -> Job:
         """Accept a request, which is then either finished or cancelled; `check_room` comes first.
 
-        Its chunks go to `chunks`, which several jobs may share, or to a queue of its own.
+        Its chunks go to `chunks`, which several jobs may share, or to a queue of its own. One that is not `ready` has
+        its place, and begins after `release`.
         """
         job = Job(next(self._ids), prompt_ids, params, priority, tenant, details)
         job.chunks = chunks if chunks is not None else job.chunks
-        self._jobs.add(job)
+        self._jobs.add(job, ready)
         self._idle.clear()
         for tell in self.on_open:
             tell(job)
         self._pump()
         return job
+
+    def release(self, job: Job) -> None:
+        """Let a job begin that was not ready, unless it has ended meanwhile."""
+        if job in self._jobs:
+            self._jobs.release(job)
+            self._pump()
 
     def cancel(self, job: Job, reason: str = "abort") -> None:
         """Forget a job that is not finished, here and on all ranks."""
@@ -176,6 +185,14 @@ class Service:
             self._send(Abort(job.id))
         self._end(job, Chunk(job.id, [], "", reason))
         self._pump()
+
+    def finish(self, job: Job) -> None:
+        """End a job that has all the text that is wanted; its last chunk says what it took, if the driver can."""
+        if self._jobs.is_given(job):
+            job.is_complete = True
+            self._send(Finish(job.id))
+        elif job in self._jobs:
+            self._end_as_stopped(job)
 
     async def drained(self) -> None:
         """Return once no request is open."""
@@ -226,6 +243,9 @@ class Service:
         self.loading = None
         self.ready.clear()
         self._jobs.take_back()
+        for job in self._jobs.taken_back:
+            if job.is_complete:
+                self._end_as_stopped(job)
 
     def died(self, how: str) -> bool:
         """All ranks are gone; `how` says what they did ("ended with code 1"). Was there a request that they worked on?
@@ -372,6 +392,11 @@ class Service:
             job.chunks.put_nowait(chunk)
         if chunk.finish_reason is not None:
             self._end(job, chunk)
+
+    def _end_as_stopped(self, job: Job) -> None:
+        """End a complete job of which nobody can say what it took."""
+        job.chunks.put_nowait(Chunk(job.id, [], "", "stop"))
+        self.cancel(job, "stop")
 
     def _fail(self, job: Job, reason: str) -> None:
         chunk = Chunk(job.id, [], "", "error", reason)

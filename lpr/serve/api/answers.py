@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 from fastapi import Request, Response
@@ -46,24 +47,23 @@ async def answer(
     context: Context, request: Request, name: str, generation: Generation, form: Form, stream: bool | None
 ) -> Response:
     """Wait for a generation, or stream it; `name` is the id by which others may end it. Raises ApiError."""
-    if stream:
-        events = _events(context, request, name, generation, form)
-        return EventStream(events, context.request_timeout, generation.cancel)
-    async with context.running(request, name, generation):
-        try:
-            await generation.finish()
-        except DisconnectedError:
-            return Response(status_code=499)
+    with ExitStack() as stack:
+        stack.enter_context(context.running(request, name, generation))
+        if stream:
+            return EventStream(_events(generation, form), context.request_timeout, stack.pop_all().close)
+        async with generation:
+            try:
+                await generation.finish()
+            except DisconnectedError:
+                return Response(status_code=499)
     return JSONResponse(form.whole(generation.choices))
 
 
-async def _events(
-    context: Context, request: Request, name: str, generation: Generation, form: Form
-) -> AsyncGenerator[bytes, None]:
+async def _events(generation: Generation, form: Form) -> AsyncGenerator[bytes, None]:
     """One event per step and choice; an error takes the place of what should have come next."""
     choices = generation.choices
     try:
-        async with context.running(request, name, generation):
+        async with generation:
             for data in form.begin(choices):
                 yield event(data)
             async for each in generation.events(KEEP_ALIVE):

@@ -25,6 +25,7 @@ router = APIRouter()
 async def chat(body: ChatBody, request: Request) -> Response:
     """Write the next message of a conversation."""
     context = context_of(request)
+    request.state.user = body.user
     await note_prefix(request)
     served = context.ready()
     ids = served.chat_ids(body.messages, body)

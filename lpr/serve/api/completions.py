@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -14,13 +15,16 @@ from lpr.serve.api.answers import answer
 from lpr.serve.api.chat import answer_as_chat
 from lpr.serve.api.context import context_of, note_prefix
 from lpr.serve.errors import bad
-from lpr.serve.generation import Choice, DisconnectedError, Event, Generation, Wanted, decoding_of, usage_of
+from lpr.serve.generation import Choice, Event, Generation, Wanted, decoding_of, usage_of
 from lpr.serve.protocol import CompletionBody, FimBody, Prompt, StreamOptions
 from lpr.serve.text.grammar import grammar_of
 from lpr.serve.text.logprobs import for_completion, for_prompt, joined
 from lpr.serve.text.served import Served, spread
 
 router = APIRouter()
+
+MOST_IN_HOLE = 512
+"""Tokens of a middle where `max_tokens` is left out, if they fit."""
 
 
 @router.post("/v1/completions", summary="Continue a prompt, or fill in the middle")
@@ -29,34 +33,23 @@ router = APIRouter()
 async def complete(body: CompletionBody, request: Request) -> Response:
     """Continue `prompt`; with `suffix`, write what belongs between the two."""
     context = context_of(request)
+    request.state.user = body.user
     await note_prefix(request)
     served = context.ready()
     plan = _plan(served, body, context.name(request, "cmpl", body.request_id))
-
-    def generate(wanted: list[Wanted], details: bool = False) -> Generation:
-        return Generation(
-            context.service,
-            wanted,
-            request.receive,
-            timeout=context.request_timeout,
-            priority=body.priority,
-            tenant=context.tenant(request),
-            details=details,
-        )
-
-    if body.echo and body.logprobs is not None:
-        # First, so that the prompts' log-probabilities can go before everything else; then their K/V is cached as well.
-        scoring = generate([_scored(ids, body.logprobs) for ids in plan.prompts if len(ids) > 1])
-        async with context.running(request, plan.id, scoring):
-            try:
-                await scoring.finish()
-            except DisconnectedError:
-                return Response(status_code=499)
-        found = iter(scoring.choices)
-        plan.scored = [
-            for_prompt(served.tokens, ids, next(found).logprobs if len(ids) > 1 else []) for ids in plan.prompts
-        ]
-    generation = generate(plan.wanted, bool(body.return_sources))
+    # Scored first, the prompts' log-probabilities can go before everything else, and their K/V is cached as well.
+    scored = [_scored(ids, body.logprobs or 0) for ids in plan.prompts if plan.shows_scores and len(ids) > 1]
+    generation = Generation(
+        context.service,
+        plan.wanted,
+        request.receive,
+        timeout=context.request_timeout,
+        priority=body.priority,
+        tenant=context.tenant(request),
+        details=bool(body.return_sources),
+        scored=scored,
+    )
+    plan.scored = generation.scored
     return await answer(context, request, plan.id, generation, plan, body.stream)
 
 
@@ -73,7 +66,8 @@ async def fill(body: FimBody, request: Request) -> Response:
         prompt=body.prompt, model=body.model, top_p=body.top_p, stop=body.stop, seed=body.random_seed,
         min_tokens=body.min_tokens or 0, stream=body.stream, **values,
     )  # fmt: skip
-    params = served.params(plain, len(ids), body.max_tokens or 512, stop_token_ids=filler.end_ids)
+    most = body.max_tokens if body.max_tokens is not None else min(MOST_IN_HOLE, served.most(len(ids)))
+    params = served.params(plain, len(ids), most, stop_token_ids=filler.end_ids)
     wanted = [Wanted(prompt_ids=ids, params=params)]
     return await answer_as_chat(context, request, served, plain, wanted, "fim")
 
@@ -156,8 +150,8 @@ class _Plan:
     wanted: list[Wanted]
     per_prompt: int
     """Texts that are generated per prompt (best_of)."""
-    scored: list[dict[str, list[Any]]] | None = None
-    """The log-probabilities of each prompt, where `echo` shows them."""
+    scored: Sequence[Choice] = ()
+    """The prompts of more than one token as known texts, where `echo` shows their log-probabilities."""
     ends_with_done: bool = True
     _offsets: dict[int, int] = field(default_factory=dict)
     """Per choice, the characters that a stream has shown log-probabilities of."""
@@ -176,9 +170,7 @@ class _Plan:
         return answer
 
     def begin(self, choices: Sequence[Choice]) -> Iterator[dict[str, Any]]:
-        if not choices:
-            for shown in self._echoed():
-                yield {**self._head(), "choices": [shown]}
+        return iter(())
 
     def step(self, each: Event, choices: Sequence[Choice]) -> dict[str, Any]:
         data = {**self._head(), "choices": [self._delta(each)]}
@@ -187,11 +179,29 @@ class _Plan:
         return data
 
     def end(self, choices: Sequence[Choice]) -> Iterator[dict[str, Any]]:
+        if not choices:
+            for shown in self._echoed():
+                yield {**self._head(), "choices": [shown]}
         if self._options.include_usage:
             last = {**self._head(), "choices": [], "usage": self._usage(choices)}
             if self.body.return_sources:
                 last["lpr"] = decoding_of(choices)
             yield last
+
+    @property
+    def shows_scores(self) -> bool:
+        """Are the prompts' log-probabilities part of the answer?"""
+        return bool(self.body.echo) and self.body.logprobs is not None
+
+    @cached_property
+    def _scores(self) -> list[dict[str, list[Any]]] | None:
+        """The log-probabilities of each prompt, where they are shown: as far as they came, once scoring has ended."""
+        if not self.shows_scores:
+            return None
+        found = iter(self.scored)
+        return [
+            for_prompt(self.served.tokens, ids, next(found).logprobs if len(ids) > 1 else []) for ids in self.prompts
+        ]
 
     @property
     def _options(self) -> StreamOptions:
@@ -212,10 +222,11 @@ class _Plan:
 
     def _echoed(self) -> list[dict[str, Any]]:
         """The choices where nothing is generated: the prompts, if they are to be echoed."""
-        scored: Sequence[dict[str, list[Any]] | None] = self.scored or (None,) * len(self.echoes)
+        finish = "abort" if any(each.finish_reason == "abort" for each in self.scored) else "length"
+        scores: Sequence[dict[str, list[Any]] | None] = self._scores or (None,) * len(self.echoes)
         return [
-            {"index": at, "text": text, "logprobs": logprobs, "finish_reason": "length", "stop_reason": None}
-            for at, (text, logprobs) in enumerate(zip(self.echoes, scored, strict=True))
+            {"index": at, "text": text, "logprobs": logprobs, "finish_reason": finish, "stop_reason": None}
+            for at, (text, logprobs) in enumerate(zip(self.echoes, scores, strict=True))
         ]
 
     def _choice(self, choice: Choice, index: int) -> dict[str, Any]:
@@ -239,7 +250,7 @@ class _Plan:
 
     def _after_prompt(self, choice: Choice, logprobs: dict[str, list[Any]]) -> dict[str, list[Any]]:
         """A text's log-probabilities behind those of its prompt, where they are shown."""
-        return joined(self.scored[choice.index // self.per_prompt], logprobs) if self.scored else logprobs
+        return joined(self._scores[choice.index // self.per_prompt], logprobs) if self._scores else logprobs
 
     def _delta(self, each: Event) -> dict[str, Any]:
         choice, chunk = each.choice, each.chunk

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,8 +23,8 @@ class Running:
     """A request that is being answered."""
 
     generation: Generation
-    key_name: str
-    """Whose it is: others cannot end it."""
+    came_with: str
+    """The X-Request-Id of its answer, which others may share."""
 
 
 @dataclass
@@ -39,8 +39,8 @@ class Context:
     """Whose outputs drafts may come from: "none", "key" or "all"."""
     served: Served | None = None
     """None until the model is loaded."""
-    open: dict[str, Running] = field(default_factory=dict)
-    """Running requests by id, for DELETE."""
+    open: dict[tuple[str, str], Running] = field(default_factory=dict)
+    """Running requests by the name of their key and their id, for DELETE: one key's requests are not another's."""
     trace: Callable[[Request, Generation], None] | None = None
     """Told of every request that was answered, if spans are wanted."""
 
@@ -52,26 +52,34 @@ class Context:
         return self.served
 
     def name(self, request: Request, kind: str, wanted: str | None = None) -> str:
-        """The id of a request: `kind`, and the body's `wanted`, the header's X-Request-Id or a new one.
+        """The id of a request: `kind`, and the body's `wanted` or the header's X-Request-Id.
 
-        Raises ApiError for one that is in use.
+        Proxies pass one X-Request-Id on to several calls of a trace, and clients send a slow request twice: where it
+        is in use, something is added. Raises ApiError where the body's is.
         """
-        base = wanted or request.state.request_id or uuid.uuid4().hex
-        request.state.request_id = base
-        full = f"{kind}-{base}"
-        if full in self.open:
-            raise bad("request_id", f"request_id: {base!r} is the id of a request that is still running")
+        key = key_name(request)
+        if wanted is not None:
+            if (key, f"{kind}-{wanted}") in self.open:
+                raise bad("request_id", f"request_id: {wanted!r} is the id of a request that is still running")
+            request.state.request_id = wanted
+        full = f"{kind}-{request.state.request_id}"
+        while (key, full) in self.open:
+            full = f"{kind}-{request.state.request_id}-{secrets.token_hex(4)}"
         return full
 
-    @asynccontextmanager
-    async def running(self, request: Request, name: str, generation: Generation) -> AsyncIterator[None]:
-        """Let DELETE find a request by its id while it runs; cancels what is left of it at the end."""
-        self.open[name] = Running(generation, key_name(request))
+    @contextmanager
+    def running(self, request: Request, name: str, generation: Generation) -> Iterator[None]:
+        """Let DELETE find a request by its id while it runs; cancels what is left of it at the end.
+
+        To be entered before anything is awaited after `name`, so that no other request takes the same.
+        """
+        place = (key_name(request), name)
+        self.open[place] = Running(generation, request.state.request_id)
         try:
-            async with generation:
-                yield
+            yield
         finally:
-            self.open.pop(name, None)
+            del self.open[place]
+            generation.cancel()
             choices = generation.choices
             request.state.log = {
                 "prompt_tokens": sum(len(choice.job.prompt_ids) for choice in choices),
@@ -83,13 +91,18 @@ class Context:
                 self.trace(request, generation)
 
     def cancel(self, request: Request, name: str) -> bool:
-        """End a running request of the same key by its id, with or without its kind; False if there is none."""
-        for full, running in list(self.open.items()):
-            if name in (full, full.partition("-")[2]) and running.key_name == key_name(request):
-                for choice in running.generation.choices:
-                    running.generation.stop(choice)
-                return True
-        return False
+        """End the running requests of the same key that have this id, with or without its kind, or came with it.
+
+        False if there is none.
+        """
+        found = [
+            running
+            for (key, full), running in self.open.items()
+            if key == key_name(request) and name in (full, full.partition("-")[2], running.came_with)
+        ]
+        for running in found:
+            running.generation.stop()
+        return bool(found)
 
     def tenant(self, request: Request) -> str:
         """With whose requests this one shares drafts and K/V; "" where no key is asked for, or for all."""

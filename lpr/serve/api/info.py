@@ -86,7 +86,7 @@ async def detokenize(body: DetokenizeBody, request: Request) -> dict[str, Any]:
 @router.delete("/v1/completions/{request_id}", include_in_schema=False)
 @router.delete("/v1/chat/completions/{request_id}", include_in_schema=False)
 async def cancel(request_id: str, request: Request) -> dict[str, Any]:
-    """End a running request by its id: the answer's, or the X-Request-Id that it came with."""
+    """End a running request by its id: the answer's, or the X-Request-Id, with all that came with it."""
     if not context_of(request).cancel(request, request_id):
         raise ApiError(404, f"no request {request_id!r} is running", "request_id", "request_not_found")
     return {"id": request_id, "object": "request.deleted", "deleted": True}

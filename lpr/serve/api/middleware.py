@@ -197,6 +197,7 @@ class Guard:
             "ms": round(1e3 * seconds, 1),
             "key": state.get("key_name", ""),
             "client": (scope.get("client") or [""])[0],
+            **({"user": state["user"]} if state.get("user") else {}),
             **state.get("log", {}),
         }
         print(json.dumps(line), file=sys.stderr, flush=True)

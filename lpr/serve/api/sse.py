@@ -29,17 +29,17 @@ def error_event(failure: ApiError) -> bytes:
 
 
 class EventStream(Response):
-    """Sends events as they are made; whoever leaves early closes the generator, which cancels its work."""
+    """Sends events as they are made, and says so when it is over, also where it never began."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], stall: float, cancel: Callable[[], None]) -> None:
-        """Send `events`; a reader that takes none for `stall` seconds is left. `cancel` is called at the end."""
+    def __init__(self, events: AsyncGenerator[bytes, None], stall: float, end: Callable[[], None]) -> None:
+        """Send `events`; a reader that takes none for `stall` seconds is left. `end` is called at the end."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._stall = stall
-        self._cancel = cancel  # closing a generator that never began would not run its own clean-up
+        self._end = end  # closing a generator that never began would not run its own clean-up
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -55,5 +55,5 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": data, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
+            self._end()  # first, as what follows may be interrupted
             await self._events.aclose()
-            self._cancel()

@@ -9,8 +9,8 @@ from lpr.config import InputError
 from lpr.dist.comm import Comm
 from lpr.engine.engine import Engine
 from lpr.engine.request import Request
-from lpr.serve.messages import Abort, Chunk, Facts, Load, Resume, Stepped, Stop, Submit
-from lpr.serve.ranks.delivery import Delivery
+from lpr.serve.messages import Abort, Chunk, Facts, Finish, Load, Resume, Stepped, Stop, Submit
+from lpr.serve.ranks.delivery import Delivery, usage_of
 from lpr.serve.ranks.line import PULSE_EVERY, Line
 
 if TYPE_CHECKING:
@@ -55,6 +55,8 @@ class Driver:
                     self._said += self._submit(message)
                 elif isinstance(message, Abort):
                     self._abort(message)
+                elif isinstance(message, Finish):
+                    self._finish(message)
                 else:
                     self._drop_all_but(message)
             self._learn()
@@ -126,6 +128,14 @@ class Driver:
         request = delivery.request if delivery is not None else self.engine.requests.get(message.id)
         if request is not None:
             self.engine.abort(request)
+
+    def _finish(self, message: Finish) -> None:
+        """End a request whose text is complete, and say what it took: at once, as its client waits for that."""
+        delivery = self._open.pop(message.id, None)
+        if delivery is not None:  # else its last chunk is on its way
+            self.engine.abort(delivery.request)
+            chunk = Chunk(message.id, [], "", "stop", usage=usage_of(delivery.request))
+            self._line.send(Stepped([chunk], self._line.load))
 
     def _drop_all_but(self, message: Resume) -> None:
         """Abort what the front does not want any more: it has said so to a driver that was lost."""

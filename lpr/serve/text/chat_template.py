@@ -11,6 +11,9 @@ import jinja2
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+RESERVED = frozenset(("messages", "tools", "documents", "self"))
+"""Names that a template's caller cannot set by `more`: they mean something else already."""
+
 
 class TemplateError(ValueError):
     """A conversation that the model's template refuses."""
@@ -59,7 +62,10 @@ class ChatTemplates:
         return bool(self._templates)
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **more: Any) -> str:
-        """The prompt of a conversation; raises TemplateError if the template refuses it."""
+        """The prompt of a conversation; `more` is what else the template is told, by names that are not RESERVED.
+
+        Raises TemplateError if the template refuses it.
+        """
         template = self._templates.get("default") or next(iter(self._templates.values()), None)
         if template is None:
             raise TemplateError("the model has no chat template")

@@ -13,7 +13,7 @@ from lpr.serve.errors import ApiError, bad
 from lpr.serve.generation import Wanted
 from lpr.serve.messages import Facts
 from lpr.serve.protocol import Message, Sampling
-from lpr.serve.text.chat_template import ChatTemplates, TemplateError
+from lpr.serve.text.chat_template import RESERVED, ChatTemplates, TemplateError
 from lpr.serve.text.fim import Filler, filler
 from lpr.serve.text.tokens import Tokens
 
@@ -72,12 +72,11 @@ class Served:
             raise bad("messages", "messages: the model has no chat template; use /v1/completions", "no_chat_template")
         plain = [_plain(message) for message in messages]
         final = plain[-1].get("content") or "" if body.continue_final_message else None
+        more = {"add_generation_prompt": body.add_generation_prompt, **_template_kwargs(body)}
+        if final is not None:
+            more["add_generation_prompt"] = False
         try:
-            text = self.templates.render(
-                plain,
-                add_generation_prompt=body.add_generation_prompt and final is None,
-                **(getattr(body, "chat_template_kwargs", None) or {}),
-            )
+            text = self.templates.render(plain, **more)
         except TemplateError as failure:
             raise bad("messages", f"messages: the model's chat template refuses this: {failure}") from failure
         if final is not None:
@@ -172,6 +171,14 @@ def strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 def fresh_seed() -> int:
     """A seed for a request that names none."""
     return secrets.randbits(32)
+
+
+def _template_kwargs(body: Any) -> dict[str, Any]:
+    """What a body tells the template besides its messages; raises ApiError for names that have a meaning already."""
+    given: dict[str, Any] = getattr(body, "chat_template_kwargs", None) or {}
+    for name in RESERVED & set(given):
+        raise bad("chat_template_kwargs", f"chat_template_kwargs: {name!r} is not free to be set")
+    return given
 
 
 def _plain(message: Message) -> dict[str, Any]:
