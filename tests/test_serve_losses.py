@@ -1,14 +1,16 @@
 """Lost drivers and lost ranks behind the front: streams go on, and nothing reaches a client twice or not at all."""
 
 import asyncio
+import errno
 import json
+import tempfile
 import threading
 import time
 
 import httpx
 import psutil
 import pytest
-from fake_driver import FakeDriver, facts, served
+from fake_driver import FakeDriver, FakeRanks, facts, served
 from serving import serving
 
 from lpr.serve import keeper, messages
@@ -315,6 +317,40 @@ def test_ranks_that_do_not_start_again_end_the_service_with_a_line(quick, script
     said = capsys.readouterr().err
     assert "3 starts of the ranks in a row have failed, the last one because they ended with code 1" in said
     assert len(service.starts) == 4
+
+
+def test_ranks_that_cannot_be_started_count_as_failed_starts(quick, script, monkeypatch, capsys):
+    """Out of memory there is no new process; the service says so, and ends when that goes on."""
+    monkeypatch.setattr(keeper, "LONGEST_BACKOFF", 0.01)
+    with served(facts(), script, max_failed_starts=3) as service:
+        wait_for(lambda: service.front.service.up)
+
+        async def fail(ranks):
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+        monkeypatch.setattr(FakeRanks, "start", fail)
+        service.call(lambda: service.starts[0].end(-9))
+        assert service.ended() == 1
+    assert "the last one because they could not be started (Cannot allocate memory)" in capsys.readouterr().err
+
+
+def test_a_keeper_that_fails_ends_the_service(quick, script, monkeypatch, capsys):
+    with served(facts(), script) as service:
+        wait_for(lambda: service.front.service.up)
+        monkeypatch.setattr(service.front._keeper, "_make", lambda path: 1 // 0)
+        service.call(lambda: service.starts[0].end(-9))
+        assert service.ended() == 1
+    assert "internal error: ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_a_long_folder_for_temporary_files_does(quick, script, monkeypatch, tmp_path):
+    """The name of a socket has 107 bytes at most."""
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with served(facts(), script) as service:
+        wait_for(lambda: service.front.service.up)
+        assert service.client.get("/readyz").status_code == 200
 
 
 def test_another_width_of_the_mesh_has_other_slots(quick, script):

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -35,6 +36,10 @@ MOST_KEYS = 64
 """Keys whose drafts other replicas are asked for from the start; of further ones when they are used."""
 
 
+LONGEST_FOLDER = 64
+"""Bytes of a folder's name that leave room for a socket in it, of whose name Linux takes 107 bytes and macOS 103."""
+
+
 class Front:
     """One running service."""
 
@@ -59,6 +64,8 @@ class Front:
         self._template = _read(args.chat_template, "--chat-template")
         for path, flag in ((args.tls_cert, "--tls-cert"), (args.tls_key, "--tls-key")):
             _read(path, flag)
+        if args.tls_cert is not None:
+            _check_certificate(args.tls_cert, args.tls_key)
         self._sockets = [_listen(args.host, args.port)]
         self.port: int = self._sockets[0].getsockname()[1]
         self.replica = args.fleet.replica_name or default_name(self.port)
@@ -88,12 +95,13 @@ class Front:
             self.context.trace = tracer(args.otlp, args.names[0])
         server = uvicorn.Server(self._uvicorn_config())
         server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]
-        with tempfile.TemporaryDirectory(prefix="lpr-serve-") as folder:
+        with tempfile.TemporaryDirectory(prefix="lpr-serve-", dir=_folder_of_sockets()) as folder:
             if self._attached is not None:
                 await link.listen(self._attached)
             else:
                 self._keeper = Keeper(self.service, link, Path(folder), self._make_ranks, self._patience())
             serving = asyncio.create_task(server.serve(self._sockets))
+            serving.add_done_callback(self._ended)
             self._catch_signals()
             tasks = [asyncio.create_task(self._show_progress()), asyncio.create_task(self._keep())]
             try:
@@ -179,9 +187,19 @@ class Front:
             self._failure = (code, reason)
             self.stop()
 
+    def _ended(self, serving: asyncio.Task[None]) -> None:
+        if not self._stopping.is_set():
+            why = None if serving.cancelled() else serving.exception()
+            self._fail(1, f"the HTTP server has ended{f': {why}' if why is not None else ''}")
+
     async def _keep(self) -> None:
-        if self._keeper is not None:
+        if self._keeper is None:
+            return
+        try:
             self._fail(*await self._keeper.run())
+        except Exception as failure:  # without a keeper nobody starts ranks, and requests would wait for ever
+            logging.getLogger(__name__).exception("the keeper of the ranks has failed")
+            self._fail(1, f"internal error: {type(failure).__name__}: {failure}")
 
     async def _drain(self) -> None:
         with contextlib.suppress(TimeoutError):
@@ -237,6 +255,19 @@ def _listen(host: str, port: int) -> socket.socket:
         found.close()
         raise InputError(f"cannot listen at {host}:{port}: {os.strerror(failure.errno or 0)}") from failure
     return found
+
+
+def _folder_of_sockets() -> str | None:
+    """Where sockets go: the folder for temporary files, unless its name is too long for the name of a socket."""
+    return None if len(os.fsencode(tempfile.gettempdir())) <= LONGEST_FOLDER else "/tmp"
+
+
+def _check_certificate(certificate: Path, key: Path | None) -> None:
+    """Raise InputError for a certificate and a key that do not go together, or are none."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
+    except (ssl.SSLError, OSError) as failure:
+        raise InputError(f"--tls-cert {certificate} and --tls-key {key} cannot be used: {failure}") from failure
 
 
 def _read(path: Path | None, flag: str) -> str | None:

@@ -114,10 +114,16 @@ class Keeper:
 
     async def _once(self, path: Path) -> str:
         """Start the ranks and stay with them to their end; returns in words how that was."""
-        await self._link.listen(path)
         self._pid = None
-        self._ranks = ranks = self._make(path)
-        await ranks.start()
+        try:
+            await self._link.listen(path)
+            self._ranks = ranks = self._make(path)
+            await ranks.start()
+        except OSError as failure:  # no memory or process left, for example
+            self._link.hang_up()
+            if self._ranks is not None:
+                await self._ranks.stop(0.0)
+            return f"could not be started ({failure.strerror or failure})"
         ended = asyncio.create_task(ranks.wait())
         try:
             hung = await self._watch(ended)

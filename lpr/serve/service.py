@@ -138,6 +138,8 @@ class Service:
         self.check_ready()
         status = 429 if self.up else 503
         room = self._num_slots + 1 + self.limits.max_queue
+        if num_requests > room:
+            raise ApiError(400, f"{num_requests} texts at once are never taken: --max-queue leaves room for {room}")
         if len(self._jobs) + num_requests > room:
             message = f"{len(self._jobs)} requests are open and {num_requests} more would not fit: --max-queue"
             raise ApiError(status, f"{message} is {self.limits.max_queue}", code="queue_full", retry_after=self._wait())
