@@ -25,7 +25,7 @@ _STREAMS = ("/v1/completions", "/beta/completions", "/v1/chat/completions", "/v1
 class Surface:
     """How the application deals with the outside."""
 
-    keys: Keys = field(default_factory=lambda: Keys({}))
+    keys: Keys = field(default_factory=lambda: Keys())
     protect_all: bool = False
     """Ask for a key on health, metrics and the page too."""
     cors: tuple[str, ...] = ()

@@ -9,7 +9,7 @@ import json
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,9 @@ BODY_SECONDS = 30.0
 class Keys:
     """The keys that requests may come with."""
 
-    def __init__(self, keys: Mapping[str, str]) -> None:
-        """Keep the digests of `keys`, by their names: equal lengths let them be compared in constant time."""
-        self._digests = {name: _digest(key) for name, key in keys.items()}
+    def __init__(self, keys: Iterable[tuple[str, str]] = ()) -> None:
+        """Keep the digests of `keys`, pairs of a name and a key: equal lengths can be compared in constant time."""
+        self._digests = [(name, _digest(key)) for name, key in keys]
 
     def __bool__(self) -> bool:
         """Is any key asked for?"""
@@ -41,21 +41,25 @@ class Keys:
     @property
     def names(self) -> list[str]:
         """The keys' names."""
-        return list(self._digests)
+        return list(dict.fromkeys(name for name, _ in self._digests))
 
     def name_of(self, key: str) -> str | None:
         """The name of a key, or None; takes the same time for every key, known or not."""
         given = _digest(key)
         found = None
-        for name, digest in self._digests.items():
+        for name, digest in self._digests:
             if hmac.compare_digest(digest, given):
                 found = name
         return found
 
     @classmethod
     def read(cls, given: str | None, path: Path | None) -> Keys:
-        """Keys separated by commas, and those of a file: "key" or "name key" per line. Raises InputError."""
-        keys = {_name(key): key for key in (given or "").split(",") if key}
+        """Keys separated by commas, and those of a file: "key" or "name key" per line. Raises InputError.
+
+        White space around a key is none of it: no header can send it, and secrets often end with a new line. A name
+        may have several keys, such as an old and a new one.
+        """
+        keys = [(_name(key), key) for key in map(str.strip, (given or "").split(",")) if key]
         if path is not None:
             try:
                 lines = path.read_text(encoding="utf-8").splitlines()
@@ -68,7 +72,7 @@ class Keys:
                     continue
                 if len(words) > 2:
                     raise InputError(f'--api-key-file {path}, line {number}: not "key" or "name key"')
-                keys[words[0] if len(words) == 2 else _name(words[0])] = words[-1]
+                keys.append((words[0] if len(words) == 2 else _name(words[0]), words[-1]))
             if not keys:
                 raise InputError(f"--api-key-file {path} holds no key")
         return cls(keys)
