@@ -510,3 +510,12 @@ def test_the_dashboard_is_asked_with_grafanas_variables_filled_in() -> None:
     assert "$__rate_interval" in text_of("monitoring/dashboard.json")
     assert not [each for each in expressions() if "$" in each]
     assert filled_in('rate(a{model_name=~"$model"}[$__rate_interval])') == 'rate(a{model_name=~".*"}[20s])'
+
+
+def test_the_image_has_what_the_manifests_use() -> None:
+    """A replica with a store for drafts needs redis, which is an extra."""
+    recipe = (LAUNCH / "Dockerfile").read_text()
+    found = re.search(r'^ARG EXTRAS="\[(.*)\]"$', recipe, re.MULTILINE)
+    manifests = [path.read_text() for path in (LAUNCH / "k8s").glob("*.yaml")]
+    assert found and any("LPR_DRAFT_STORE" in text for text in manifests)
+    assert "fleet" in found[1].split(",") and f"[{found[1]}]" in (LAUNCH / "compose.yaml").read_text()
