@@ -17,6 +17,7 @@ from starlette.requests import Request
 from lpr.config import InputError
 from lpr.serve.api.answers import answer
 from lpr.serve.api.context import Context
+from lpr.serve.api.middleware import Keys
 from lpr.serve.errors import ApiError
 from lpr.serve.front import Front
 from lpr.serve.messages import Chunk
@@ -478,6 +479,49 @@ def test_the_schema_lists_the_endpoints_and_one_kind_of_error(service):
     assert all("422" not in each["responses"] for path in schema["paths"].values() for each in path.values())
 
 
+# Long texts.
+
+LONG = "a = 1\n" * 4000
+CHAT = {"messages": [{"role": "user", "content": LONG}]}
+
+
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("/v1/completions", {"prompt": LONG}),
+        ("/v1/fim/completions", {"prompt": LONG, "suffix": "b"}),
+        ("/v1/chat/completions", CHAT),
+        ("/infill", {"input_prefix": LONG, "input_suffix": "b"}),
+        ("/tokenize", {"content": LONG}),
+    ],
+)
+def test_others_are_answered_while_a_long_text_is_encoded(monkeypatch, path, body):
+    begun, answered = threading.Event(), threading.Event()
+
+    def slow(self, text, *_, **__):
+        begun.set()
+        assert answered.wait(20), "nothing else was answered meanwhile"
+        return [5]
+
+    with served(facts(max_length=1 << 16)) as service:
+        for name in ("encode", "encode_piece"):
+            monkeypatch.setattr(f"lpr.serve.text.tokens.Tokens.{name}", slow)
+        answers = []
+        thread = threading.Thread(target=lambda: answers.append(httpx.post(service.url + path, json=body, timeout=60)))
+        thread.start()
+        assert begun.wait(10)
+        assert httpx.get(service.url + "/livez", timeout=60).status_code == 200
+        answered.set()
+        thread.join(60)
+        assert answers[0].status_code == 200
+
+
+def test_what_never_fits_is_not_asked_for_again(service):
+    """512 texts are more than an empty queue takes: a client that waits and tries again would do so for ever."""
+    answer = service.client.post("/v1/completions", json={"prompt": ["a"] * 128, "n": 4})
+    assert "512 texts at once" in error_of(answer, 400)["message"] and "retry-after" not in answer.headers
+
+
 # Ends.
 
 
@@ -530,7 +574,8 @@ def test_delete_while_a_prompt_is_scored_ends_the_request_with_what_it_has(most,
         logprobs = choice["logprobs"]["token_logprobs"]
         assert logprobs in ([None], [None, -0.5, -0.5]) and len(choice["logprobs"]["tokens"]) == len(logprobs)
         wait_for(lambda: len(service.driver.aborted) == 1)
-        assert len(service.driver.submitted) == 1 and not service.front.context.open
+        wait_for(lambda: not service.front.context.open)
+        assert len(service.driver.submitted) == 1
 
 
 def test_the_same_id_twice_at_once_is_refused(service):
@@ -686,7 +731,7 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back():
         response = service.client.post("/v1/completions", json={"prompt": PROMPT})
         error_of(response, 429)
         assert int(response.headers["retry-after"]) >= 1
-        error_of(service.client.post("/v1/completions", json={"prompt": PROMPT, "n": 9}), 429)
+        error_of(service.client.post("/v1/completions", json={"prompt": PROMPT, "n": 7}), 429)
         service.driver.hold = False
         assert all(answer().status_code == 200 for answer in threads), "nothing accepted is dropped"
 
@@ -847,6 +892,15 @@ def test_keys_are_asked_for_except_for_health(tmp_path):
         error_of(service.client.get("/metrics"), 401)
 
 
+def test_white_space_is_no_part_of_a_key_and_a_name_may_have_several(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("alice old\nalice new\nbob c\n")
+    keys = Keys.read(" a, b \n,", path)
+    assert [keys.name_of(each) for each in ("old", "new", "c")] == ["alice", "alice", "bob"]
+    assert None not in (keys.name_of("a"), keys.name_of("b")) and keys.name_of(" b") is None
+    assert len(keys.names) == 4 and keys.names[2:] == ["alice", "bob"]
+
+
 def test_one_key_cannot_end_the_request_of_another(tmp_path):
     with served(api_key="a,b") as service:
         service.driver.hold = True
@@ -930,9 +984,13 @@ def test_https(tmp_path):
     openssl = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     try:
-        subprocess.run([*openssl, "-out", cert, "-keyout", key], check=True, capture_output=True, timeout=60)
+        for name in ("other.pem", "key.pem"):
+            command = [*openssl, "-out", cert, "-keyout", tmp_path / name]
+            subprocess.run(command, check=True, capture_output=True, timeout=60)
     except FileNotFoundError:
         pytest.skip("openssl is not installed")
+    with pytest.raises(InputError, match="--tls-cert .* and --tls-key .*other.pem cannot be used"):
+        Front(ServeArgs(port=0, tls_cert=cert, tls_key=tmp_path / "other.pem"), [])
     with served(tls_cert=cert, tls_key=key, connect=False) as service:
         url = service.url.replace("http:", "https:")
         assert httpx.get(url + "/livez", verify=False).status_code == 200

@@ -2,12 +2,16 @@
 
 # ruff: noqa: RUF001 (DeepSeek's markers are spelled with these characters)
 
+import threading
+import time
+
 import pytest
-from fake_driver import TEMPLATE, tokenizer_json
+from fake_driver import QWEN, TEMPLATE, tokenizer_json
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from lpr.config import InputError
 from lpr.serve.api.infill import LineLimit
+from lpr.serve.text import tokens as tokens_module
 from lpr.serve.text.chat_template import ChatTemplates, TemplateError
 from lpr.serve.text.fim import FAMILIES, Extra, filler
 from lpr.serve.text.served import Served
@@ -171,6 +175,36 @@ def test_bytes_of_byte_fallback_tokens():
     ids = tokens.encode("é", add_special_tokens=False)
     assert b"".join(tokens.bytes_of(token) for token in ids).lstrip() == "é".encode()
     assert tokens.bytes_of(10**6) == b""
+
+
+MIXED = "def f(x):\n    return  x\n<|endoftext|>é 漢字 🙂 e\u0301\t\r\n <|fim_middle|>▁▁a" * 3
+
+
+@pytest.mark.parametrize("source", [tokenizer_json(QWEN), sentencepiece()._plain.to_str()], ids=["bytes", "pieces"])
+def test_long_texts_have_the_same_ids(monkeypatch, source):
+    tokens, plain, literal = Tokens(source), Tokenizer.from_str(source), Tokenizer.from_str(source)
+    literal.encode_special_tokens = True
+    for longest in (0, len(MIXED), 1 << 14):
+        monkeypatch.setattr(tokens_module, "LONG", longest)
+        for text in (MIXED, " " + MIXED, "<s>a", ""):
+            for add in (True, False):
+                assert tokens.encode(text, add) == plain.encode(text, add_special_tokens=add).ids
+            assert tokens.encode_piece(text) == literal.encode(text, add_special_tokens=False).ids
+            short = tokens.encode_piece(text, leading_space=False)
+            monkeypatch.setattr(tokens_module, "LONG", 1 << 14)
+            assert short == tokens.encode_piece(text, leading_space=False)
+            monkeypatch.setattr(tokens_module, "LONG", longest)
+
+
+def test_other_threads_run_while_a_long_text_is_encoded():
+    tokens, ended, num_ticks = Tokens(tokenizer_json()), threading.Event(), 0
+    thread = threading.Thread(target=lambda: (tokens.encode(MIXED * 8000), ended.set()))
+    thread.start()
+    while not ended.is_set():
+        time.sleep(0.002)
+        num_ticks += 1
+    thread.join()
+    assert num_ticks > 5
 
 
 # Chat templates.

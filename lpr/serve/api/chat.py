@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from lpr.serve.api.answers import answer
-from lpr.serve.api.context import Context, context_of, note_prefix
+from lpr.serve.api.context import Context, aside, context_of, note_prefix
 from lpr.serve.generation import Choice, Event, Generation, Wanted, decoding_of, usage_of
 from lpr.serve.protocol import ChatBody, Sampling, StreamOptions
 from lpr.serve.text.grammar import grammar_of
@@ -28,7 +28,7 @@ async def chat(body: ChatBody, request: Request) -> Response:
     request.state.user = body.user
     await note_prefix(request)
     served = context.ready()
-    ids = served.chat_ids(body.messages, body)
+    ids = await aside(request, served.chat_ids, body.messages, body)
     more: dict[str, Any] = {}
     if body.logprobs:
         more["logprobs"] = body.top_logprobs or 0

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request, Response
 from lpr.config import SamplingParams
 from lpr.serve.api.answers import answer
 from lpr.serve.api.chat import answer_as_chat
-from lpr.serve.api.context import context_of, note_prefix
+from lpr.serve.api.context import aside, context_of, note_prefix
 from lpr.serve.errors import bad
 from lpr.serve.generation import Choice, Event, Generation, Wanted, decoding_of, usage_of
 from lpr.serve.protocol import CompletionBody, FimBody, Prompt, StreamOptions
@@ -36,7 +36,8 @@ async def complete(body: CompletionBody, request: Request) -> Response:
     request.state.user = body.user
     await note_prefix(request)
     served = context.ready()
-    plan = _plan(served, body, context.name(request, "cmpl", body.request_id))
+    plan = await aside(request, _plan, served, body)
+    plan.id = context.name(request, "cmpl", body.request_id)
     # Scored first, the prompts' log-probabilities can go before everything else, and their K/V is cached as well.
     scored = [_scored(ids, body.logprobs or 0) for ids in plan.prompts if plan.shows_scores and len(ids) > 1]
     generation = Generation(
@@ -60,7 +61,7 @@ async def fill(body: FimBody, request: Request) -> Response:
     await note_prefix(request)
     served = context.ready()
     filler = served.need_filler("suffix")
-    ids = filler.prompt(body.prompt, body.suffix or "")
+    ids = await aside(request, filler.prompt, body.prompt, body.suffix or "")
     values: dict[str, Any] = {"temperature": 0.0 if body.temperature is None else body.temperature}
     plain = CompletionBody(
         prompt=body.prompt, model=body.model, top_p=body.top_p, stop=body.stop, seed=body.random_seed,
@@ -72,7 +73,7 @@ async def fill(body: FimBody, request: Request) -> Response:
     return await answer_as_chat(context, request, served, plain, wanted, "fim")
 
 
-def _plan(served: Served, body: CompletionBody, request_id: str) -> _Plan:
+def _plan(served: Served, body: CompletionBody) -> _Plan:
     """Check a body against the model; raises ApiError."""
     model = served.check_model(body.model)
     best_of = body.best_of if body.best_of is not None else body.n or 1
@@ -99,7 +100,7 @@ def _plan(served: Served, body: CompletionBody, request_id: str) -> _Plan:
             more["grammar"] = grammar
         params = served.params(body, len(ids), body.max_tokens, **more)
         wanted += spread(params, ids, best_of)
-    return _Plan(served, body, request_id, model, int(time.time()), prompts, echoes, wanted, best_of)
+    return _Plan(served, body, "", model, int(time.time()), prompts, echoes, wanted, best_of)
 
 
 def _scored(ids: list[int], logprobs: int) -> Wanted:

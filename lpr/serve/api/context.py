@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from starlette.requests import Request
 
@@ -16,6 +17,10 @@ from lpr.serve.generation import Generation
 from lpr.serve.metrics import Metrics
 from lpr.serve.service import Service
 from lpr.serve.text.served import Served
+from lpr.serve.text.tokens import LONG
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass
@@ -112,6 +117,13 @@ class Context:
 async def note_prefix(request: Request) -> None:
     """Let the answer say by which keys a router can send requests that begin alike here."""
     request.state.prefix_keys = prefix_keys(await request.json())
+
+
+async def aside(request: Request, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """What `work` makes of a request; a long one is worked on in a thread, so that others are answered meanwhile."""
+    if len(await request.body()) <= LONG:
+        return work(*args, **kwargs)
+    return await asyncio.to_thread(work, *args, **kwargs)
 
 
 def key_name(request: Request) -> str:

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 
 from lpr.config import SamplingParams
 from lpr.serve.api.answers import answer
-from lpr.serve.api.context import context_of, note_prefix
+from lpr.serve.api.context import aside, context_of, note_prefix
 from lpr.serve.errors import bad
 from lpr.serve.generation import Choice, Event, Generation
 from lpr.serve.protocol import InfillBody
@@ -75,9 +75,9 @@ async def infill(body: InfillBody, request: Request) -> Response:
     context = context_of(request)
     await note_prefix(request)
     served = context.ready()
-    model, name = served.check_model(body.model), context.name(request, "infill")
+    model = served.check_model(body.model)
     count = body.n_predict if body.n_predict >= 0 else min(MOST, served.facts.max_length // 4)
-    ids, truncated = _prompt(served, body, max(1, count))
+    ids, truncated = await aside(request, _prompt, served, body, max(1, count))
     params = _params(served, body, min(max(1, count), served.most(len(ids))))
     wanted = spread(params, ids, 1 if body.n_predict == 0 else body.n_cmpl)
     generation = Generation(
@@ -89,6 +89,7 @@ async def infill(body: InfillBody, request: Request) -> Response:
         limits=lambda: LineLimit(body.n_indent, body.t_max_predict_ms),
     )
     facts = {"model": model, "truncated": truncated, "id_slot": body.id_slot}
+    name = context.name(request, "infill")
     return await answer(context, request, name, generation, _InfillForm(body, facts), body.stream)
 
 

@@ -10,7 +10,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 import lpr
-from lpr.serve.api.context import context_of
+from lpr.serve.api.context import aside, context_of
 from lpr.serve.errors import ApiError
 from lpr.serve.protocol import DetokenizeBody, TokenizeBody
 from lpr.serve.text.fim import FAMILIES
@@ -59,6 +59,10 @@ async def tokenize(body: TokenizeBody, request: Request) -> dict[str, Any]:
     """Tokenise vLLM's `prompt` or `messages`, or llama.cpp's `content`."""
     served = context_of(request).ready()
     served.check_model(body.model)
+    return await aside(request, _tokenized, served, body)
+
+
+def _tokenized(served: Served, body: TokenizeBody) -> dict[str, Any]:
     if body.messages is not None:
         ids = served.chat_ids(body.messages, body)
     elif body.content is not None:

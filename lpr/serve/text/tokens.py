@@ -13,6 +13,8 @@ from functools import cached_property
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 
+LONG = 1 << 14
+"""Characters above which a text is not encoded on the event loop: from there on it takes more than 10 ms."""
 _MARK = "\u263a"
 """A character before a text whose leading space must not be invented; codellama and mistral-common use this one too."""
 
@@ -37,7 +39,7 @@ class Tokens:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text, as `tokenizer(text)["input_ids"]` of transformers."""
-        return list(self._plain.encode(text, add_special_tokens=add_special_tokens).ids)
+        return _ids(self._plain, text, add_special_tokens)
 
     def encode_piece(self, text: str, leading_space: bool = True) -> list[int]:
         """The ids of a piece of someone's file: no special tokens, not even those that the text spells out.
@@ -45,12 +47,12 @@ class Tokens:
         `leading_space` False leaves out the space that SentencePiece tokenizers invent before a text.
         """
         if leading_space:
-            return list(self._literal.encode(text, add_special_tokens=False).ids)
-        mark = self._literal.encode(_MARK, add_special_tokens=False).ids
-        marked = list(self._literal.encode(_MARK + text, add_special_tokens=False).ids)
+            return _ids(self._literal, text)
+        mark = _ids(self._literal, _MARK)
+        marked = _ids(self._literal, _MARK + text)
         if marked[: len(mark)] == mark:
             return marked[len(mark) :]
-        return list(self._literal.encode(text, add_special_tokens=False).ids)
+        return _ids(self._literal, text)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """The text of some ids."""
@@ -98,6 +100,13 @@ class Tokens:
         table = {chr(byte): byte for byte in printable}
         table.update({chr(0x100 + index): byte for index, byte in enumerate(others)})
         return table
+
+
+def _ids(tokenizer: Tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
+    if len(text) <= LONG:
+        return list(tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+    # The same, but other threads can run meanwhile: `encode` keeps the interpreter's lock, for a second per MiB.
+    return list(tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
 
 
 def _is_byte_level(tokenizer: Tokenizer) -> bool:
