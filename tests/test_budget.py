@@ -308,7 +308,7 @@ def test_the_text_does_not_depend_on_the_sizes(cost: StepTimes, temperature: flo
     steps, nodes = (sum(getattr(each.stats, name) for each in done) for name in ("num_steps", "num_nodes"))
     if cost is DEAR:
         assert nodes < 1.1 * steps, "plain decoding, but for steps that evaluate a prompt anyway"
-        assert steps > 0.95 * sum(each.stats.num_tokens for each in done)
+        assert steps > 0.9 * sum(each.stats.num_tokens for each in done)
     else:
         assert nodes > (20 if cost is FLAT else 1.3) * steps
     again = Engine.from_pretrained(lpr.bundled_model(), decode, device="cpu", costs=cost)
