@@ -17,6 +17,7 @@ from transformers import AutoConfig, PreTrainedModel
 from lpr import DecodeConfig, Engine, InputError
 from lpr.cli.generate import main, parse
 from lpr.dist.runtime import World
+from lpr.model import parallel
 from lpr.model.loader import load
 from lpr.model.memory import cache_shortage
 from lpr.model.parallel import check_shards, check_split, num_kv_heads, planned_ends
@@ -378,3 +379,9 @@ def test_meshes_of_a_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for tp, lp in [(0, None), (3, None), (16, None), (2, 2), (-2, -4), (8, 0)]:
         with pytest.raises(InputError, match="ranks"):
             World(0, 8, 0, 0, True).mesh_shape(tp, lp)
+
+
+def test_a_transformers_that_cannot_split_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(parallel.transformers_mixin, "initialize_distributed_mesh")
+    with pytest.raises(InputError, match=r"--tp needs transformers 5\.18"), parallel._submesh(None, None):  # type: ignore[arg-type]
+        pass

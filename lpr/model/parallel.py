@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 import transformers.distributed.mixin as transformers_mixin
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -251,6 +252,11 @@ class _SubMesh:
 def _submesh(mesh: DeviceMesh, device: torch.device | None) -> Iterator[None]:
     """Let `from_pretrained` split over `mesh`: it ignores `device_mesh=`, and would take the whole world for tp."""
     module: Any = transformers_mixin
+    if not hasattr(module, "initialize_distributed_mesh"):
+        raise InputError(
+            f"--tp needs transformers 5.18 or later and this is {transformers.__version__}; "
+            "--tp-backend deepspeed takes it too"
+        )
     original = module.initialize_distributed_mesh
     module.initialize_distributed_mesh = lambda config: (device, _SubMesh(mesh))
     try:
