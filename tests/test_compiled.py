@@ -223,3 +223,21 @@ def test_kernels_of_a_step(guard: None) -> None:
     for step in (one, plain):
         assert step["compiled"]["forward"] == 10 + 2
         assert step["compiled"]["launches"] + 31 * 10 <= 350, "of 32 layers, with all that is around the forward"
+
+
+def test_another_engines_compiled_model_is_called_directly() -> None:
+    model, num_compiled = tiny_model(), 0
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        nonlocal num_compiled
+        num_compiled += 1
+        return graph.forward
+
+    first, second = TreeModel(model, graphs=False), TreeModel(model, graphs=False)
+    torch._dynamo.reset()
+    first.compile(backend)  # type: ignore[arg-type]
+    for runner, expected in ((second, 0), (first, 1)):
+        cache = TreeCache(1, 32)
+        for evaluate in (runner.logits, runner.compiled_logits):
+            evaluate(runner.inputs([Row(0, 0, [1, 2], [-1, 0], [0, 1], 1)], 32), cache)
+        assert min(num_compiled, 1) == expected

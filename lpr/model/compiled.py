@@ -62,8 +62,9 @@ class CompiledForward:
             f"read from {compiled_folder()}"
         )
 
-    def off(self) -> AbstractContextManager[Any]:
-        """A scope in which the model is called directly."""
+    @staticmethod
+    def off() -> AbstractContextManager[Any]:
+        """A scope in which models are called directly."""
         return torch.compiler.set_stance("force_eager")
 
     def give_up(self, failure: Exception | str) -> bool:

@@ -213,16 +213,20 @@ class TreeModel:
     @torch.no_grad()
     def logits(self, inputs: StepInputs, cache: TreeCache) -> torch.Tensor:
         """One forward; the logits [sum of num_results, V] of the rows' last `num_results` entries, row after row."""
-        with self.compiled.off() if self.compiled is not None else nullcontext():
+        # Another engine may have compiled the same model.
+        is_compiled = getattr(self.model, "_compiled_call_impl", None) is not None
+        with CompiledForward.off() if is_compiled else nullcontext():
             return self._call(inputs, cache)
 
     @torch.no_grad()
     def compiled_logits(self, inputs: StepInputs, cache: TreeCache) -> torch.Tensor:
         """As `logits`, by the compiled forward if there is one; where that fails, directly from now on."""
+        if self.compiled is None:
+            return self.logits(inputs, cache)
         try:
             return self._call(inputs, cache)
         except Exception as failure:  # of the compiler, of Triton, of a driver: of any type
-            if self.compiled is None or is_capturing(self.device) or not self.compiled.give_up(failure):
+            if is_capturing(self.device) or not self.compiled.give_up(failure):
                 raise
         return self._call(inputs, cache)
 
