@@ -189,6 +189,8 @@ def groups(items: Sequence[int], size: int) -> Iterator[list[int]]:
 
 def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Record what is not in the file yet."""
+    if options.exact or torch.device(options.device or "cpu").type != "cpu":
+        raise InputError("texts are recorded on the CPU by the model's own forward: leave out --device and --exact")
     path = Path(options.steps)
     name = options.model or bundled_model()
     facts = {

@@ -154,6 +154,14 @@ def test_bad_steps_are_one_line(arguments, says, capsys):
     assert says in said and said.count("\n") == 1
 
 
+@pytest.mark.parametrize("flags", [["--device", "cuda"], ["--exact"]])
+def test_recording_says_what_it_cannot_do(flags, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a"}\n')
+    monkeypatch.setattr(sys, "argv", ["record", "--data", str(path), "--steps", str(tmp_path / "x.npz"), *flags])
+    assert record.main() == 2 and "on the CPU" in capsys.readouterr().err
+
+
 def test_a_model_without_a_chat_template_is_said(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "a"}\n')

@@ -41,7 +41,7 @@ def warm_up(sizes: Sizes) -> dict[str, Any]:
     )
     found = {
         "attention": engine.model.attention,
-        "sampling": "kernel" if picked is not specification.pick else "specification",
+        "sampling": "specification" if picked in (specification.pick, specification.choose) else "kernel",
         "captured": engine.model.num_captures,
         "graph_reason": engine.model.graph_reason,
         "compiled": engine.model.compiled.describe() if engine.model.compiled is not None else None,

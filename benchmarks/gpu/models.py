@@ -16,6 +16,7 @@ from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.model.cache import TreeCache
 from lpr.model.graphs import CudaCapturer
 from lpr.model.inputs import Row, build_inputs
+from lpr.model.kernels.hook import KERNELS
 from lpr.model.packing import pack_projections
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.selection import Selection
@@ -209,7 +210,9 @@ def compiled_step(model: PreTrainedModel, sizes: Sizes) -> dict[str, Any]:
     capturer = CudaCapturer(sizes.device) if on_gpu else None
     for count in (1, max(2, sizes.few_nodes[-2])):
         step = tree_step(sizes.lengths[0], count, plain.vocab_size)
-        shape = static_shape(*step, 8, 1, plain.cache.rows_per_slot, NODE_BUCKETS[-1])
+        shape = static_shape(
+            *step, 8, 1, plain.cache.rows_per_slot, NODE_BUCKETS[-1], tree_bits=plain.attention in KERNELS
+        )
         assert shape is not None
         words = words_of(shape, *step).to(sizes.device)
         times = {}

@@ -192,8 +192,8 @@ def _measure_rows(
         for kv in lengths:
             round_began = spent
             for index, count in enumerate(sizes[kv]):
-                if not number and model.graphs is not None:
-                    _time_once(model, batch, count, kv)  # captures a graph
+                if not number and (model.graphs is not None or model.device.type == "cuda"):
+                    _time_once(model, batch, count, kv)  # captures a graph, compiles kernels
                 before = milliseconds(batch, lengths[0])
                 took = milliseconds(count, kv)
                 without_drafts.append(before)
