@@ -1,6 +1,8 @@
 """Spans by the conventions for generative AI, as an OpenTelemetry exporter gets them."""
 
 import sys
+import threading
+import time
 
 import pytest
 from fake_driver import served
@@ -22,6 +24,11 @@ def spans():
         trace = service.front.context.trace = tracer("", "fake", exporter)
 
         def exported():
+            end, ended = time.monotonic() + 10, threading.Event()
+            while service.front.context.open and time.monotonic() < end:  # a stream ends just after its last byte
+                time.sleep(0.01)
+            service.call(ended.set)
+            assert ended.wait(10)
             trace.flush()
             found = exporter.get_finished_spans()
             exporter.clear()
