@@ -40,6 +40,7 @@ from benchmarks.processes.launch import LAUNCHER, RunFailedError, execute
 from lpr import DecodeConfig, Engine
 from lpr.config import InputError
 from lpr.core.step_times import KNOTS
+from lpr.core.wire import payload_words
 from lpr.dist.comm import Comm
 from lpr.dist.runtime import World, join, leave
 from lpr.engine.sizing import STEEPEST, measure_step_times
@@ -129,7 +130,7 @@ def time_collective(sizes: Sequence[int], options: argparse.Namespace) -> dict[s
 def payload_bytes(decode: DecodeConfig, num_ranks: int) -> int:
     """Bytes that each of `num_ranks` ranks contributes to a step under `decode` (lpr.engine.exchange)."""
     carries_trees = decode.carries_trees(num_ranks)
-    return 4 * decode.resolved(num_ranks).payload_words(decode.max_batch_size, num_ranks, carries_trees)
+    return 4 * payload_words(decode.resolved(num_ranks), decode.max_batch_size, num_ranks, carries_trees)
 
 
 def gather_times(comm: Comm, device: torch.device, size: int, repeats: int) -> list[float]:

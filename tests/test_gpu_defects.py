@@ -22,7 +22,7 @@ from torch.distributed import HashStore  # noqa: TID251 - a store of one process
 
 import lpr.model.runner
 from lpr import DecodeConfig, native
-from lpr.config import NUM_HEADER
+from lpr.core.wire import NUM_HEADER
 from lpr.dist import runtime
 from lpr.dist.runtime import World, memory_of, sharing
 from lpr.engine.exchange import Exchange

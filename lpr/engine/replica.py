@@ -18,10 +18,11 @@ from lpr.core.step_times import StepTimes
 from lpr.core.suffix_index import as_learnt
 from lpr.engine.commands import Abort, Command, Configure, Costs, Drain, Learn, RequestId, Stop, Submit, TakeIn
 from lpr.engine.exchange import DesyncError
+from lpr.engine.hooks import StepHooks
 from lpr.engine.replicated import ReplicatedState
 from lpr.engine.request import Outcome, Prompt, Request
 from lpr.engine.scheduler import Schedule
-from lpr.engine.step import decode_step, untimed
+from lpr.engine.step import StepPlan, decode_step
 from lpr.engine.targets import Targets
 from lpr.native import SuffixIndex
 
@@ -145,26 +146,18 @@ class Replica(ReplicatedState):
         began, captures = time.perf_counter(), self.model.num_captures
         self._new_times = None
         self._sizer.begin_step(schedule.decoding, schedule.filling)
-        outcomes, num_command_bytes = decode_step(
-            schedule.decoding,
-            schedule.filling,
-            self.sizes,
-            self.model,
-            self._exchange,
-            self._sizer.budgets,
-            num_command_bytes,
-            self.recorder.begin() if self.recorder is not None else untimed,
-            self._catch_up,
-            # With the length of what all draft from, a rank that has learnt something else is found at once.
-            (self.scheduler.signature + len(self.shared)) % 2**64,
-        )
+        # With the length of what all draft from, a rank that has learned something else is found at once.
+        digest = (self.scheduler.signature + len(self.shared)) % 2**64
+        plan = StepPlan(schedule.decoding, schedule.filling, self.sizes, digest, num_command_bytes)
+        result = decode_step(plan, self.model, self._exchange, self._sizer.budgets, _Hooks(self))
+        outcomes = result.outcomes
         if outcomes:
             self._sizer.end_step(outcomes[0].num_entries)
         if self.scheduler.targets is not None:
             pass_step(self.scheduler.targets, schedule, outcomes, self.comm.size)
         if outcomes and not schedule.filling and captures == self.model.num_captures:
             self._timed = schedule.decoding, outcomes, (time.perf_counter() - began) * 1e3
-        return outcomes, num_command_bytes, self._new_times
+        return outcomes, result.num_command_bytes, self._new_times
 
     def _catch_up(self) -> None:
         """While the device works, do what the last step left: nothing that decides what comes next."""
@@ -207,6 +200,13 @@ class Replica(ReplicatedState):
         self.scheduler.finish(request, keep=sound)
         self._move()
         request.state = None
+
+
+class _Hooks(StepHooks):
+    def __init__(self, replica: Replica) -> None:
+        self.while_busy = replica._catch_up  # type: ignore[method-assign]
+        if replica.recorder is not None:
+            self.end_phase = replica.recorder.begin()  # type: ignore[method-assign]
 
 
 def pass_step(

@@ -22,7 +22,6 @@ from lpr.engine.prepare import longest_sequence, prepare
 from lpr.engine.request import Chunk, Outcome, Prompt, Request, make_request
 from lpr.engine.scheduler import Scheduler
 from lpr.engine.sizing import Sizer, measure_step_times, resolve_sizes
-from lpr.engine.step import PhaseTimer
 from lpr.engine.targets import Seen, Targets
 from lpr.engine.tenants import TenantTries
 from lpr.engine.times_file import TimesFile
@@ -39,7 +38,7 @@ ANY_NUMBER = 1 << 30
 class StepRecorder(Protocol):
     """Takes down what an engine's steps did (lpr.cli.trace)."""
 
-    def begin(self) -> PhaseTimer:
+    def begin(self) -> Callable[[str], None]:
         """Start the clock of a step; returns what to call at the end of each phase."""
         ...
 

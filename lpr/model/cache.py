@@ -10,7 +10,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from lpr.model.attention import current_step
-from lpr.model.inputs import StepInputs
+from lpr.model.inputs import Row, StepInputs
 from lpr.model.transfer import to_device
 
 
@@ -144,6 +144,10 @@ class TreeCache(Cache):
         return self.rows_per_slot
 
     # What the runtime calls.
+
+    def first_rows(self, rows: Sequence[Row]) -> list[int]:
+        """The flat row in which each row's first entry lies."""
+        return [row.slot * self.rows_per_slot + row.num_cached for row in rows]
 
     def move(self, rows: np.ndarray) -> None:
         """Copy the flat rows `rows[0]` to `rows[1]` (int64 [2, n]) in every layer; overlaps are safe."""
