@@ -13,8 +13,10 @@ import numpy as np
 
 import lpr.core
 import lpr.native
-from lpr.config import SamplingParams, TreeSizes, result_words
-from lpr.core.step_times import KNOTS, StepTimes
+from lpr.config import SamplingParams, TreeSizes
+from lpr.core.constants import KNOTS
+from lpr.core.step_times import StepTimes
+from lpr.core.wire import node_width, payload_words, result_words, tables_of
 
 HOMES = [import_module(f"lpr.core.{each.name}") for each in iter_modules(lpr.core.__path__)]
 NAMES = [name for name in lpr.native.__all__ if name not in ("is_native", "missing")]
@@ -25,7 +27,7 @@ def native_core() -> Any:
     """The extension, with the specification's numbers."""
     from lpr import _native
 
-    _native.set_constants(lpr.native._constants())
+    _native.set_constants(lpr.native.numbers())
     return _native
 
 
@@ -49,7 +51,7 @@ class Plan:
     """How often the text goes on as it did after an earlier equal token."""
 
 
-def costs_of(random_: random.Random) -> StepTimes:
+def step_times(random_: random.Random) -> StepTimes:
     """Rows of step times, with flat spots and steep ones."""
     rows = {}
     for key in ((1, 256), (4, 256), (1, 1024)):
@@ -71,207 +73,138 @@ def next_token(text: list[int], plan: Plan) -> int:
     return random_.randrange(plan.vocabulary)
 
 
-def run(core: Any, plan: Plan) -> list[Any]:
-    """Decode some sequences together; what each step could see and decide, in order."""
-    random_ = random.Random(plan.seed)
-    record: list[Any] = []
-    shared = core.SuffixIndex(plan.sizes.trie_capacity) if plan.shares else None
-    budget_ = core.FixedBudget(plan.sizes, plan.num_ranks)
-    if plan.adaptive:
-        budget_ = core.AdaptiveBudget(plan.sizes, costs_of(random_), plan.num_ranks)
-    states = [new_state(core, plan, random_, shared) for _ in range(plan.num_sequences)]
-    for step in range(plan.num_steps):
-        take_step(core, plan, random_, states, budget_, record)
-        for index, each in enumerate(states):
-            if random_.random() < 0.03 or len(each.tokens) > 300:
-                if shared is not None:
-                    shared.extend(each.tokens)
-                    shared.end_document()
-                states[index] = new_state(core, plan, random_, shared)
-        if plan.adaptive and step % 11 == 10:
-            budget_.cost = costs_of(random_)
-    if shared is not None:
-        record.append([list(shared.history()), shared.base, shared.start, len(shared)])
-    return record
-
-
 def new_state(core: Any, plan: Plan, random_: random.Random, shared: Any) -> Any:
     tokens = [random_.randrange(plan.vocabulary) for _ in range(random_.randint(1, 40))]
     params = SamplingParams(seed=random_.randrange(-5, 1000), temperature=random_.choice([0.0, 0.8]))
     computed = [random_.randrange(len(tokens)) for _ in range(plan.num_ranks)] if random_.random() < 0.5 else None
-    stop_ids = frozenset(random_.randrange(plan.vocabulary) for _ in range(random_.randrange(3)))
-    return core.SequenceState(tokens, params, plan.sizes, plan.num_ranks, shared, computed, len(tokens) + 40, stop_ids)
+    stop_ids = frozenset(random_.randrange(plan.vocabulary) for _ in range(random_.random() < 0.2))
+    return core.SequenceState(tokens, params, plan.sizes, plan.num_ranks, shared, computed, len(tokens) + 150, stop_ids)
 
 
-def take_step(
-    core: Any, plan: Plan, random_: random.Random, states: list[Any], budget_: Any, record: list[Any]
-) -> None:
-    """One step as lpr.engine.step takes it, with answers made up."""
-    if plan.adaptive:
-        budget_.beside = random_.choice([0.0, 0.0, 2.7])
-    budget_.begin(len(states), random_.choice([0, 0, 3]), max(len(each.tokens) for each in states))
-    depths = [random_.choice([0, 3, 100, 100, 100]) for _ in states]
-    requests = [budget_.request(each.acceptance) for each in states]
-    record.append([(each.nodes, each.window, each.price.floor if each.price else None) for each in requests[:1]])
-    drafts = [each.build(depth, request) for each, depth, request in zip(states, depths, requests, strict=True)]
-    record.append([see_tree(draft.tree, draft.probabilities, draft.num_window) for draft in drafts])
-    histories = [each.acceptance for each in states]
-    budget_.cut(drafts, histories)
-    trees, paths = [draft.tree for draft in drafts], []
-    for each, tree_ in zip(states, trees, strict=True):
-        pending = [len(each.tokens) - held - 1 for held in each.num_computed_tokens]
-        shards = core.partition(tree_, plan.num_ranks, pending, plan.sizes.owned_capacity(plan.num_ranks))
-        record.append([(list(shard.nodes), list(shard.owned)) for shard in shards])
-        record.append(each.sign_tree(tree_))
-        result = answers(core, plan, random_, each, tree_)
-        path = core.accept(tree_, result.next_tokens)
-        emitted = each.advance(tree_, path, result, shards)
-        record.append([list(path), list(emitted), list(each.tokens[-5:]), list(each.num_computed_tokens)])
-        record.append([core.has_nan_result(shard, result) for shard in shards])
-        record.append([each.digest, each.is_suspect, each.num_pending])
-        paths.append(path)
-    budget_.observe(trees, paths, histories)
-    for each in states:
-        record.append(
-            [getattr(each.acceptance, name) for name in ("expected", "accepted", "offered", "quiet", "pause")]
-        )
-        calibrated = each.drafter.calibration
-        record.append([calibrated.digest, sum(calibrated.frequencies[:50]), len(each.drafter.pool)])
+def see_tree(tree_: Any) -> list[Any]:
+    return [list(each) for each in (tree_.tokens, tree_.parents, tree_.depths, tree_.sources)]
 
 
-def see_tree(tree_: Any, probabilities: Any, num_window: int) -> list[Any]:
-    children = [list(each.items()) for each in tree_.children]
-    columns = [list(each) for each in (tree_.tokens, tree_.parents, tree_.depths, tree_.sources)]
-    return [*columns, children, [float(p).hex() for p in probabilities], num_window, len(tree_)]
-
-
-def answers(core: Any, plan: Plan, random_: random.Random, state_: Any, tree_: Any) -> Any:
-    """The text's next tokens after each node, with noise, failures and guesses; and candidates."""
-    tokens, parents = list(tree_.tokens), list(tree_.parents)
-    begin, k = list(state_.tokens), plan.sizes.num_recycled
-    paths: list[list[int]] = []
-    next_tokens = []
-    for token, parent in zip(tokens, parents, strict=True):
+def answers(plan: Plan, random_: random.Random, text: list[int], tree_: Any) -> np.ndarray:
+    """The text's next token after each node, with failures and guesses, candidates and scores: int32 [nodes, words]."""
+    k, paths = plan.sizes.num_recycled, list[list[int]]()
+    rows = np.zeros((len(tree_), result_words(k)), np.int32)
+    for row, token, parent in zip(rows, list(tree_.tokens), list(tree_.parents), strict=True):
         paths.append([*paths[parent], token] if parent >= 0 else [])
-        code = next_token([*begin, *paths[-1]], plan)
+        code = next_token([*text, *paths[-1]], plan)
         if plan.fails and random_.random() < 0.05:
             code = random_.choice([-1, -2, -3 - code])
-        next_tokens.append(code)
-    candidates = [[random_.randrange(plan.vocabulary) for _ in range(k)] for _ in tokens]
-    scores = [sorted(random_.randrange(256) for _ in range(k)) for _ in tokens]
-    return core.TreeResult(next_tokens, candidates, scores)
+        row[: 1 + k] = [code, *(random_.randrange(plan.vocabulary) for _ in range(k))]
+        row[1 + k :].view(np.uint8)[:k] = sorted(random_.randrange(256) for _ in range(k))
+    return rows
 
 
-def compare_histories(core: Any, seed: int, capacity: int, vocabulary: int, num_calls: int) -> list[Any]:
-    """Random calls of a suffix index; what can be seen after each."""
-    random_ = random.Random(seed)
-    index = core.SuffixIndex(capacity)
-    record: list[Any] = []
-    text: list[int] = []
-    for _ in range(num_calls):
-        call = random_.randrange(8)
-        some = [random_.randrange(vocabulary) for _ in range(random_.randint(0, 12))]
-        if call < 4:
-            again = random_.random() < 0.5 and len(text) > 8
-            start = random_.randrange(len(text) - 6) if again else 0
-            some = text[start : start + random_.randint(1, 30)] if again else some
-            index.extend(some)
-            text += some
-        elif call == 4:
-            index.end_document()
-        elif call == 5 and random_.random() < 0.3:
-            history = np.array([token if random_.random() < 0.9 else -1 for token in some * 3], np.int32)
-            index.insert(history)
-        elif call == 6 and random_.random() < 0.3:
-            index = core.SuffixIndex.from_history(np.array(index.history(), np.int32), capacity)
-        record.append(see_index(index, text, some, random_))
-    return record
+class Ranks:
+    """All ranks of a run: each has states, budgets and a shared suffix index of its own."""
+
+    def __init__(self, core: Any, plan: Plan) -> None:
+        self.core, self.plan = core, plan
+        self.random = random.Random(plan.seed)
+        times = step_times(self.random).row(1, 1) if plan.adaptive else None
+        self.shared = [
+            core.SuffixIndex(plan.sizes.trie_capacity) if plan.shares else None for _ in range(plan.num_ranks)
+        ]
+        self.budgets = [core.Budgets(plan.sizes, plan.num_ranks, times) for _ in range(plan.num_ranks)]
+        self.states = [self.begin() for _ in range(plan.num_sequences)]
+        """Per sequence, its state on each rank."""
+        self.capacity = plan.sizes.owned_capacity(plan.num_ranks)
+        self.width = node_width(plan.sizes, True)
+
+    def begin(self) -> list[Any]:
+        """A new sequence, on every rank."""
+        setting, states = self.random.getstate(), []
+        for shared in self.shared:
+            self.random.setstate(setting)
+            states.append(new_state(self.core, self.plan, self.random, shared))
+        return states
+
+    def end(self, index: int) -> None:
+        """A sequence has ended; all ranks learn its text, and another one begins."""
+        for shared, state_ in zip(self.shared, self.states[index], strict=True):
+            if shared is not None:
+                shared.extend(state_.tokens)
+                shared.end_document()
+        self.states[index] = self.begin()
+
+    def choose_homes(self) -> list[list[int]]:
+        """Other home ranks for some sequences, on all ranks; which of them each serves, in an order of its own."""
+        num_ranks = self.plan.num_ranks
+        for states in self.states if self.plan.homes_change else ():
+            if self.random.random() < 0.3:
+                homes = sorted(self.random.sample(range(num_ranks), self.random.randint(1, num_ranks)))
+                for each in states:
+                    each.homes = homes
+        served = [[i for i, each in enumerate(self.states) if rank in each[0].homes] for rank in range(num_ranks)]
+        for each in served if self.plan.homes_change else ():
+            self.random.shuffle(each)
+        return served
+
+    def price(self, served: list[list[int]]) -> None:
+        """What nodes cost in the coming step, on each rank for the sets of home ranks that it belongs to."""
+        prices = {tuple(each[0].homes): (step_times(self.random).row(2, 300), self.random.choice([0.0, 0.0, 2.7]))
+                  for each in self.states}  # fmt: skip
+        for rank, budgets in enumerate(self.budgets):
+            mine = {homes: price for homes, price in prices.items() if rank in homes}
+            budgets.begin_step(mine if self.plan.adaptive else {})
+
+    def draft(self, served: list[list[int]]) -> list[Any]:
+        """Every rank's draft of a step."""
+        k = self.plan.sizes.num_recycled
+        return [
+            self.core.draft_step(
+                *([each[rank] for each in self.states], budgets, rank, served, self.capacity, k),
+                *(rank, [2**64 - 7]),
+            )
+            for rank, budgets in enumerate(self.budgets)
+        ]
+
+    def payloads(self, drafts: list[Any], results: list[np.ndarray]) -> np.ndarray:
+        """What the ranks send, as Exchange packs it."""
+        size = payload_words(self.plan.sizes, len(self.states), self.plan.num_ranks, True)
+        found = np.full((self.plan.num_ranks, size), -9, np.int32)
+        tables = tables_of(found, self.capacity, self.width)
+        for payload, table, draft in zip(found, tables, drafts, strict=True):
+            payload[: len(draft.header)] = draft.header
+            rows = [results[i][list(draft.shards[i][draft.rank].nodes)] for i in draft.mine]
+            source, target, words = draft.placement
+            flat = table.reshape(-1, self.width)
+            flat[target, :-2] = np.concatenate([*rows, flat[:0, :-2]])[source]
+            flat[target, -2:] = words.view(np.int32).reshape(-1, 2)
+        return found
 
 
-def see_index(index: Any, text: list[int], some: list[int], random_: random.Random) -> list[Any]:
-    suffixes = [text[-20:], some, text[-random_.randint(1, 5) :]]
-    found = [[tuple(each) for each in index.match(suffix, limit)] for suffix in suffixes for limit in (1, 8, 64)]
-    ends = [list(index.match_last(token, limit)) for token in [*some, *text[-2:]] for limit in (1, 16)]
-    on = [list(index.continuation(at, 9)) for each in found[2::3] for at, _ in each[:2]]
-    return [
-        found,
-        ends,
-        on,
-        list(index.history()),
-        list(index.tokens),
-        index.base,
-        index.start,
-        len(index),
-        index.num_entries,
-    ]
-
-
-def fused(core: Any, plan: Plan) -> list[Any]:
-    """Steps of all ranks through the calls that the engine makes, with what goes up and comes back in arrays.
-
-    Each rank has states of its own and drafts for those that it serves. After each step all know the same.
-    """
-    random_ = random.Random(plan.seed)
-    cost = costs_of(random_) if plan.adaptive else None
-    setting, ranks = random_.getstate(), []
-    for _ in range(plan.num_ranks):
-        random_.setstate(setting)
-        shared = core.SuffixIndex(plan.sizes.trie_capacity) if plan.shares else None
-        states = [new_state(core, plan, random_, shared) for _ in range(plan.num_sequences)]
-        ranks.append((states, core.Budgets(plan.sizes, plan.num_ranks, cost)))
-    capacity, k, record = plan.sizes.owned_capacity(plan.num_ranks), plan.sizes.num_recycled, list[Any]()
+def run(core: Any, plan: Plan) -> list[Any]:
+    """Steps of all ranks by the calls that the engine makes; what each step could see and decide, in order."""
+    ranks, record = Ranks(core, plan), list[Any]()
     for _ in range(plan.num_steps):
-        first = ranks[0][0]
-        record.append([list(core.workload(first)), list(core.workload(first, first[0].homes))])
-        depths = [random_.choice([0, 3, 100]) for _ in first]
-        served = choose_homes(plan, random_, [states for states, _ in ranks]) if plan.homes_change else None
-        drafts = [
-            core.draft_step(states, depths, budgets, plan.num_ranks, capacity, rank, served)
-            for rank, (states, budgets) in enumerate(ranks)
-        ]
+        served = ranks.choose_homes()
+        ranks.price(served)
+        drafts = ranks.draft(served)
         trees = trees_of(drafts)
-        results = [answers(core, plan, random_, *each) for each in zip(first, trees, strict=True)]
-        payloads = np.full((plan.num_ranks, len(first), capacity, result_words(k) + 2), -9, np.int32)
-        said = np.full((plan.num_ranks, 4 + 3 * len(first)), -9, np.int32)
-        for rank, ((states, _), draft) in enumerate(zip(ranks, drafts, strict=True)):
-            mine = list(range(len(states))) if served is None else served[rank]
-            assert (list(draft.mine), len(draft.served)) == (mine, plan.num_ranks)
-            assert list(draft.states) == states and (draft.rank, len(draft)) == (rank, len(states))
-            assert [tree is not None for tree in draft.trees] == [i in mine for i in range(len(states))]
-            rows = [entries for _, _, entries in draft.rows()]
-            record.append([see_tree(trees[i], [], 0) for i in mine] + [row.tolist() for row in rows])
-            record.append([[each[:2] for each in draft.rows()], draft.placement(capacity).tolist(), draft.has_nodes])
-            each = [core.row_entries(states[i], trees[i], draft.shards[i][rank], rank) for i in mine]
-            assert all(np.array_equal(*pair) for pair in zip(each, rows, strict=True)), "one by one and together"
-            record.append(placed(core, rows, [states[i].num_computed_tokens[rank] for i in mine]))
-            said[rank, : 4 + 3 * len(mine)] = draft.headers(2**64 - 7, rank, k, True)
-            send(payloads[rank], draft, [results[i] for i in mine], k)
-        record.append(said.tolist())
-        assert all(draft.agrees(said) for draft in drafts), "ranks that serve a sequence have drafted alike"
-        last = len(said[-1]) if served is None else 4 + 3 * len(served[-1])
-        compared = [place for place in range(last) if place < 2 or (place > 3 and (place - 4) % 3 < 2)]
-        for place in compared:
-            other = said.copy()
-            other[-1, place] += 1
-            noticed = [not draft.agrees(other) for draft in drafts]
-            assert all(noticed) or place > 3 or plan.num_ranks == 1, "what all ranks hold is compared"
-            record.append(noticed)
-        done = [draft.conclude(payloads, said, budgets) for draft, (_, budgets) in zip(drafts, ranks, strict=True)]
-        seen = [
-            see_conclusion(core, draft, concluded, results, trees)
-            for draft, concluded in zip(drafts, done, strict=True)
+        texts = [list(each[0].tokens) for each in ranks.states]
+        results = [answers(plan, ranks.random, *each) for each in zip(texts, trees, strict=True)]
+        record.append([see_tree(each) for each in trees])
+        record += [see_draft(core, draft, served) for draft in drafts]
+        payloads = ranks.payloads(drafts, results)
+        record.append(noticed(core, ranks, drafts, payloads, served))
+        done = [
+            draft.conclude(payloads, ranks.width, budgets) for draft, budgets in zip(drafts, ranks.budgets, strict=True)
         ]
+        seen = [see_conclusions(draft, concluded) for draft, (concluded, _) in zip(drafts, done, strict=True)]
         assert all(each == seen[0] for each in seen), "all ranks know the same of all sequences"
-        record.append(seen[0])
-        for i, (result, split) in enumerate(zip(results, drafts[0].shards, strict=True)):
-            places = [list(each).index(i) if i in each else 0 for each in drafts[0].served]
-            read = core.TreeResult.from_payloads(payloads, places, split, k)
-            columns = [list(read.next_tokens), [*map(list, read.candidates)], [*map(list, read.scores)]]
-            assert columns == [list(result.next_tokens), [*map(list, result.candidates)], [*map(list, result.scores)]]
-        for draft, concluded in zip(drafts, done, strict=True):
-            kept = [concluded[i] for i in draft.mine]
-            record.append([(each.kept and list(each.kept), each.is_spoilt) for each in kept])
-            record.append(core.cache_moves(kept, [100 * index for index in range(len(kept))]).tolist())
+        record.append([seen[0], [[[each.has_nan for each in concluded], moves.tolist()] for concluded, moves in done]])
+        record.append([[float(each).hex() for each in states[0].probabilities] for states in ranks.states])
+        record.append([len(budgets) for budgets in ranks.budgets])
+        for index, each in enumerate(done[0][0]):
+            if ranks.random.random() < 0.03 or (each.may_end and each.failure is None):
+                ranks.end(index)
+    if plan.shares:
+        record.append([[list(each.history()), len(each), each.num_entries] for each in ranks.shared])
     return record
 
 
@@ -281,66 +214,48 @@ def trees_of(drafts: list[Any]) -> list[Any]:
     for draft in drafts:
         for index in draft.mine:
             trees[index] = trees[index] or draft.trees[index]
-            assert see_tree(trees[index], [], 0) == see_tree(draft.trees[index], [], 0)
+            assert see_tree(trees[index]) == see_tree(draft.trees[index])
     return trees
 
 
-def send(payload: np.ndarray, draft: Any, results: list[Any], k: int) -> None:
-    """Write what a rank says into its payload, int32 [trees, capacity, words], as Exchange does."""
-    rows = np.concatenate(
-        [
-            result_rows(result, split[draft.rank].nodes, k)
-            for result, split in zip(results, own_shards(draft), strict=True)
-        ]
-        or [np.empty((0, result_words(k)), np.int32)]
-    )
-    source, target, words = draft.placement(payload.shape[1])
-    table = payload.reshape(-1, payload.shape[2])
-    table[target, :-2] = rows[source]
-    table[target, -2:] = words.view(np.int32).reshape(-1, 2)
+def see_draft(core: Any, draft: Any, served: list[list[int]]) -> list[Any]:
+    """What a rank has drafted, and what it sends to its device and to other ranks."""
+    assert (list(draft.mine), len(draft), draft.capacity > 0) == (served[draft.rank], len(draft.states), True)
+    assert [tree is not None for tree in draft.trees] == [i in draft.mine for i in range(len(draft))]
+    rows = [(cached, num_results, entries.tolist()) for cached, num_results, entries in draft.rows]
+    words = placed(core, [entries for _, _, entries in draft.rows], [cached for cached, _, _ in draft.rows])
+    return [rows, draft.placement.tolist(), draft.header.tolist(), draft.num_candidates, words]
 
 
-def own_shards(draft: Any) -> list[Any]:
-    """The shards of the trees that a rank serves."""
-    return [draft.shards[index] for index in draft.mine]
+def noticed(core: Any, ranks: Ranks, drafts: list[Any], payloads: np.ndarray, served: list[list[int]]) -> list[bool]:
+    """Whether rank 0 notices another header of the last rank; where it does, nothing has changed."""
+    found = []
+    for place in [0, 1, *[4 + 3 * tree + word for tree in range(len(served[-1])) for word in (0, 1)]]:
+        other = payloads.copy()
+        other[-1, place] += 1
+        if place > 3 and not any(drafts[0].served[rank] for rank in range(len(payloads) - 1)):
+            continue
+        before = [state_.digest for state_ in drafts[0].states]
+        tree = served[-1][(place - 4) // 3] if place > 3 else None
+        shared = len(payloads) > 1 and (tree is None or any(tree in trees for trees in served[:-1]))
+        if shared:
+            try:
+                drafts[0].conclude(other, ranks.width, ranks.budgets[0])
+            except ValueError:
+                found.append(before == [state_.digest for state_ in drafts[0].states])
+    assert all(found)
+    return found
 
 
-def result_rows(result: Any, nodes: Any, k: int) -> np.ndarray:
-    """What a rank has computed of some nodes: int32 [nodes, result_words(k)]."""
-    rows = np.zeros((len(nodes), result_words(k)), np.int32)
-    for row, node in zip(rows, nodes, strict=True):
-        row[0] = result.next_tokens[node]
-        row[1 : 1 + k] = result.candidates[node]
-        row[1 + k :].view(np.uint8)[:k] = result.scores[node]
-    return rows
-
-
-def see_conclusion(core: Any, draft: Any, concluded: Any, results: list[Any], trees: list[Any]) -> list[Any]:
+def see_conclusions(draft: Any, concluded: list[Any]) -> list[Any]:
     """What a rank knows after a step, also of sequences that others serve."""
     seen: list[Any] = [list(draft.num_entries)]
-    for i, (state_, each) in enumerate(zip(draft.states, concluded, strict=True)):
-        assert see_tree(each.tree, [], 0) == see_tree(trees[i], [], 0)
-        assert list(each.next_tokens) == list(results[i].next_tokens)
-        assert list(each.path) == list(core.accept(each.tree, each.next_tokens))
+    for state_, each in zip(draft.states, concluded, strict=True):
         shards = [(list(shard.nodes), list(shard.owned)) for shard in each.shards]
-        seen.append([list(each.path), list(each.emitted), each.failure, each.may_end, shards])
-        table = [list(state_.table.get(token)) for token in state_.tokens[-5:]] if state_.table is not None else []
-        seen.append([state_.digest, list(state_.tokens[-9:]), list(state_.num_computed_tokens), table])
-        seen.append([state_.is_suspect, state_.num_pending, list(state_.homes)])
+        seen.append([see_tree(each.tree), list(each.next_tokens), list(each.path), list(each.emitted), shards])
+        seen.append([each.failure, each.may_end, state_.digest, list(state_.tokens[-9:]), state_.num_pending])
+        seen.append([list(state_.num_computed_tokens), list(state_.homes)])
     return seen
-
-
-def choose_homes(plan: Plan, random_: random.Random, ranks: list[list[Any]]) -> list[list[int]]:
-    """Other home ranks for some of the states, on all ranks; which of them each serves, in an order of its own."""
-    for index in range(plan.num_sequences):
-        if random_.random() < 0.3:
-            homes = sorted(random_.sample(range(plan.num_ranks), random_.randint(1, plan.num_ranks)))
-            for states in ranks:
-                states[index].homes = homes
-    served = [[i for i, each in enumerate(ranks[0]) if rank in each.homes] for rank in range(plan.num_ranks)]
-    for each in served:
-        random_.shuffle(each)
-    return served
 
 
 def placed(core: Any, rows: list[np.ndarray], num_cached: list[int]) -> list[int]:
@@ -350,3 +265,37 @@ def placed(core: Any, rows: list[np.ndarray], num_cached: list[int]) -> list[int
     size = batch * longest * (3 + 2 * -(-longest // 64)) + 2 * batch
     core.place_rows(words, batch, longest, range(2, 2 + batch), 5000, num_cached, rows)
     return words[: size + 1].tolist()
+
+
+def draft_along(core: Any, seed: int, capacity: int, vocabulary: int) -> list[Any]:
+    """A drafter and its suffix indexes by themselves, as benchmarks use them."""
+    random_ = random.Random(seed)
+    shared, table, record = core.SuffixIndex(capacity), core.CandidateTable(), list[Any]()
+    drafter = core.Drafter(TreeSizes(trie_nodes=40, trie_capacity=capacity), shared, table, seed=random_.choice([None, 7]))
+    text = [random_.randrange(vocabulary) for _ in range(30)]
+    drafter.observe(text)
+    for _ in range(25):
+        again = text[random_.randrange(len(text)) :][: random_.randint(1, 30)]
+        call = random_.randrange(4)
+        if call == 0:
+            shared.extend(again)
+        elif call == 1:
+            shared.end_document()
+        elif call == 2:
+            shared.insert(np.array([each if random_.random() < 0.9 else -1 for each in again * 3], np.int32))
+        tree = core.TokenTree(text[-1])
+        tree.add_chain(0, again[:2], 1)
+        probabilities = drafter.draft(tree, random_.choice([0, 9, 40]), random_.choice([None, 3]))
+        path, found = [0], [[random_.randrange(vocabulary) for _ in range(3)] for _ in range(len(tree))]
+        while (node := tree.find(path[-1], random_.choice(again))) >= 0:
+            path.append(node)
+        drafter.learn(tree, path)
+        table.update(tree.tokens, found, [[5, 9, 30]] * len(tree))
+        drafter.keep_candidates(tree, path, found, [[5, 9, 30]] * len(tree))
+        text += [*(tree.tokens[node] for node in path[1:]), random_.choice(again)]
+        drafter.observe(text[-len(path) :])
+        record.append([see_tree(tree), [float(each).hex() for each in probabilities], path])
+        record.append([list(shared.history()), len(shared), shared.num_entries])
+    loaded = core.SuffixIndex.from_history(np.array(shared.history(), np.int32), capacity)
+    record.append([list(loaded.history()), loaded.capacity_tokens])
+    return record

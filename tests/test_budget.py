@@ -17,8 +17,9 @@ from worlds import ThreadWorld, generate_on, run_ranks
 
 import lpr
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
-from lpr.core.budget import LONGEST_FAR_PAUSE, LONGEST_PAUSE, QUIET_STEPS, AcceptanceHistory, AdaptiveBudget, Draft
-from lpr.core.step_times import KNOTS, StepTimes, StepTimesTracker, interpolate
+from lpr.core.budget import AcceptanceHistory, AdaptiveBudget, Draft
+from lpr.core.constants import KNOTS, LONGEST_FAR_PAUSE, LONGEST_PAUSE, QUIET_STEPS
+from lpr.core.step_times import StepTimes, StepTimesTracker, interpolate
 from lpr.core.tree import Source, TokenTree
 from lpr.engine.exchange import DesyncError
 
@@ -39,11 +40,11 @@ def chain(probabilities: Sequence[float], num_window: int = 1) -> Draft:
 
 
 def trie_budget(cost: StepTimes, num_ranks: int = 1) -> AdaptiveBudget:
-    return AdaptiveBudget(DecodeConfig(window_size=0).resolved(num_ranks), cost, num_ranks)
+    return AdaptiveBudget(DecodeConfig(window_size=0).resolved(num_ranks), cost.row(1, 1), num_ranks)
 
 
 def cut(budget: AdaptiveBudget, drafts: list[Draft], histories: list[AcceptanceHistory], pending: int = 0) -> None:
-    budget.begin(len(drafts), pending, 0)
+    budget.begin(len(drafts), pending)
     budget.cut(drafts, histories)
 
 
@@ -88,7 +89,7 @@ def test_what_is_not_drafted_for_its_price_would_not_have_been_kept(
     kept = []
     for priced in (True, False):
         budget, histories, drafts = trie_budget(cost), [AcceptanceHistory() for _ in rows], []
-        budget.begin(len(rows), pending, 0)
+        budget.begin(len(rows), pending)
         for row, history in zip(rows, histories, strict=True):
             history.accepted, history.expected = 10 * trust, 10.0
             price, taken = budget.request(history).price, []
@@ -144,8 +145,8 @@ def test_drafts_that_never_pay_are_tried_ever_more_rarely(promise: float, longes
 
 def test_the_window_runs_where_nodes_are_free_and_stops_where_it_earns_nothing() -> None:
     config = DecodeConfig().resolved()
-    assert not AdaptiveBudget(config, DEAR).window
-    budget = AdaptiveBudget(config, StepTimes({(1, 256): [10 + 0.02 * knot for knot in KNOTS]}))
+    assert not AdaptiveBudget(config, DEAR.row(1, 1)).window
+    budget = AdaptiveBudget(config, [10 + 0.02 * knot for knot in KNOTS])
     assert budget.window
     for _ in range(400):
         draft = chain([0.5], config.num_window_nodes + 1 if budget.window else 1)
@@ -160,10 +161,10 @@ def test_the_window_runs_where_nodes_are_free_and_stops_where_it_earns_nothing()
 def test_the_window_takes_nodes_from_the_last_of_the_search(tail: float, runs: bool) -> None:
     """Where nodes cost nothing and all are spent, they go to whoever earns more."""
     config = DecodeConfig().resolved()
-    budget = AdaptiveBudget(config, StepTimes({(1, 256): [10.0 for _ in KNOTS]}))
+    budget = AdaptiveBudget(config, [10.0 for _ in KNOTS])
     seen = []
     for _ in range(100):
-        budget.begin(1, 0, 0)
+        budget.begin(1, 0)
         request = budget.request(AcceptanceHistory())
         held = config.num_window_nodes if request.window else 0
         assert request.nodes + held == config.num_nodes - 1
@@ -376,7 +377,7 @@ def test_a_rank_that_decides_by_its_own_clock_is_caught() -> None:
     def program(comm):  # type: ignore[no-untyped-def]
         cost = DEAR if comm.rank == 1 else FLAT
         engine = Engine.from_model(model, decode=DecodeConfig(max_nodes=32), comm=comm, costs=FLAT)
-        engine._sizer.budgets.cost = cost
+        engine._sizer.times = cost
         return engine.generate([TEXT], SamplingParams(max_new_tokens=40))
 
     with pytest.raises(DesyncError, match="rank 1"):

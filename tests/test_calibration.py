@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from lpr.config import DecodeConfig
-from lpr.core.calibration import MEMORY, NUM_STAGES, RECENT_STAGE, SEVERAL, Calibration, cell_within, first_cell
+from lpr.core.calibration import Calibration, cell_within, first_cell
+from lpr.core.constants import CELL_MEMORY, NUM_STAGES, RECENT_STAGE, SEVERAL
 from lpr.core.drafting import Drafter
 from lpr.core.tree import Source, TokenTree
 
@@ -148,11 +149,11 @@ def test_frequencies_stay_within_bounds_and_forget():
     tree.add(0, 10, Source.SHARED_TRIE)
     calibration = Calibration()
     for path in ([0], [0, 1]):
-        for _ in range(10 * int(MEMORY)):
+        for _ in range(10 * int(CELL_MEMORY)):
             calibration.observe(tree, path, [-1, cell])
         assert 0 < calibration.frequencies[cell] <= 1
         assert calibration.frequencies[cell] == pytest.approx(len(path) - 1, abs=1e-3)
-    assert calibration.trials[cell] == MEMORY
+    assert calibration.trials[cell] == CELL_MEMORY
 
 
 def test_the_digest_covers_what_was_observed():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lpr.config import DecodeConfig, TreeSizes
-from lpr.core import drafting
+from lpr.core import constants
 from lpr.core.budget import AcceptanceHistory, AdaptiveBudget
 from lpr.core.drafting import Drafter
 from lpr.core.noise_keys import noise_key
@@ -202,9 +202,9 @@ def test_children_share_the_probability_of_their_parent(text, documents, budget,
 @given(TEXT, st.sampled_from([0.0001, 0.003, 0.03, 0.3]))
 def test_a_price_ends_the_draft_early(text, percent):
     cost = StepTimes({(1, 256): [1 + percent * (knot - 1) for knot in KNOTS]})
-    drafter, budget = Drafter(retrieval()), AdaptiveBudget(retrieval(), cost)
+    drafter, budget = Drafter(retrieval()), AdaptiveBudget(retrieval(), cost.row(1, 1))
     drafter.observe(text)
-    budget.begin(1, 0, 0)
+    budget.begin(1, 0)
     trees = [TokenTree(text[-1]), TokenTree(text[-1])]
     short, full = (
         drafter.draft(trees[0], 40, price=budget.request(AcceptanceHistory()).price),
@@ -267,7 +267,7 @@ def drafted_beside_two_contexts():
 
 def test_candidates_come_from_the_nearest_context(monkeypatch):
     assert drafted_beside_two_contexts() & {50, 60, 70} == {50}
-    monkeypatch.setattr(drafting, "MAX_MATCH", 1)  # the context is not looked at
+    monkeypatch.setattr(constants, "MAX_MATCH", 1)  # the context is not looked at
     assert drafted_beside_two_contexts() & {50, 60, 70} == {50, 60}
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from lpr.config import DecodeConfig
-from lpr.core import evaluated
+from lpr.core import constants, evaluated
 from lpr.core.drafting import Drafter
 from lpr.core.recycle import CandidateTable
 from lpr.core.tree import Source, TokenTree
@@ -38,7 +38,7 @@ def drafted(drafter: Drafter, root: int, *path: int) -> set[int]:
 def test_candidates_beside_the_root_are_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {7, 8} <= drafted(after_a_step([99]), 99), "6 stood where the root stands now"
     assert 9 in drafted(after_a_step([99]), 99, 7), "and 7 below it"
-    monkeypatch.setattr(evaluated, "MOST_BESIDE", 0)
+    monkeypatch.setattr(constants, "MOST_SIBLINGS", 0)
     assert not drafted(after_a_step([99]), 99)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from altered_gather import change_received
 from conftest import tiny_model
 from test_lossless import stock_greedy
 from test_window import check_on_known_text
@@ -20,6 +21,7 @@ from lpr.core.window import JacobiWindow
 from lpr.engine.exchange import Exchange
 from lpr.model.cache import TreeCache
 from lpr.model.inputs import Row
+from lpr.native import StepDraft
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [(3 * i) % 89 for i in range(40)], [9, 9, 4, 2] * 6]
 DECODE = DecodeConfig(window_size=6, trie_nodes=24)
@@ -122,17 +124,13 @@ def no_compaction(patch: pytest.MonkeyPatch) -> None:
 
 
 def accepts_an_unchosen_child(patch: pytest.MonkeyPatch) -> None:
-    results = Exchange._results
-
-    def mutant(self, gathered, draft):  # type: ignore[no-untyped-def]
+    def mutant(exchange: Exchange, draft: StepDraft, values: np.ndarray) -> None:
         """The model is said to have chosen the root's first child, whatever it chose."""
-        values = results(self, gathered, draft).copy()
         for index, tree in enumerate(draft.trees):
             if len(tree) > 1 and tree.find(0, int(values[0, index, 0, 0])) < 0:
                 values[0, index, 0, 0] = tree.tokens[1]
-        return values
 
-    patch.setattr(Exchange, "_results", mutant)
+    change_received(patch, mutant)
 
 
 @pytest.mark.parametrize(

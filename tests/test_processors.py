@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from altered_gather import change_received
 from conftest import tiny_model
 from test_lossless import stock_greedy
 from transformers import (
@@ -235,14 +236,11 @@ def roots_ids_for_all_nodes(patch: pytest.MonkeyPatch) -> None:
 
 def guesses_taken_for_choices(patch: pytest.MonkeyPatch) -> None:
     """Nodes that no processor was asked about count as chosen by the raw logits, and so does the path."""
-    results = Exchange._results
 
-    def mutant(self: Exchange, gathered: np.ndarray, draft: StepDraft) -> np.ndarray:
-        values = results(self, gathered, draft).copy()
+    def mutant(exchange: Exchange, draft: StepDraft, values: np.ndarray) -> None:
         values[..., 0] = np.reshape(likely(values[..., 0].flatten().tolist()), values.shape[:3])
-        return values
 
-    patch.setattr(Exchange, "_results", mutant)
+    change_received(patch, mutant)
     patch.setattr(ProcessorPath, "follow", lambda self, logits, chosen, pick: None)
 
 
@@ -473,9 +471,9 @@ def check_rejected_nan(
     spoilt: list[bool] = []
     commit = lpr.engine.step.commit
 
-    def watching(model: Any, rows: Any, concluded: Any) -> None:
+    def watching(model: Any, rows: Any, concluded: Any, moves: Any) -> None:
         spoilt.extend(each.failure == NOT_A_NUMBER for each in concluded)
-        commit(model, rows, concluded)
+        commit(model, rows, concluded, moves)
 
     def program(comm: ThreadComm) -> list[Completion]:
         engine = broken_engine(model, token, comm)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from altered_gather import change_received, change_sent
 from conftest import tiny_model
 from transformers import PreTrainedModel
 from worlds import ThreadComm, ThreadWorld, generate_on, run_ranks
@@ -18,6 +18,7 @@ from lpr.dist.comm import CommError, agree
 from lpr.engine.exchange import DesyncError, Exchange, check_replica
 from lpr.model.inputs import Row
 from lpr.model.loader import model_digest
+from lpr.native import StepDraft
 
 PROMPTS = [[3, 5, 7, 9, 11, 13, 5, 7], [2, 4], [50] * 20 + [3, 4], [7, 8, 9] * 5, [(i * i) % 97 for i in range(90)]]
 PARAMS = [
@@ -137,24 +138,25 @@ def test_rank_zero_leads(model: PreTrainedModel, expected: list[list[int]]) -> N
 # Seeded faults: what would make replicas drift apart must be found, at the step at which it happens.
 
 
-def perturb_what_is_not_owned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Ranks compute ancestors that they do not own a little differently, as GEMMs of other heights do; these nodes."""
-    pack, perturbed = Exchange._pack, list[int]()
+def perturb_what_is_not_owned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[StepDraft, torch.Tensor]]:
+    """Ranks compute ancestors that they do not own a little differently, as GEMMs of other heights do.
 
-    def noisy(self: Exchange, local: torch.Tensor, draft: Any) -> None:
+    Returns, as they come, drafts in which there were such nodes and the perturbed results.
+    """
+    perturbed: list[tuple[StepDraft, torch.Tensor]] = []
+
+    def noisy(draft: StepDraft, local: torch.Tensor) -> torch.Tensor:
+        nodes = [(node, draft.shards[index][draft.rank]) for index in draft.mine
+                 for node in draft.shards[index][draft.rank].nodes]  # fmt: skip
+        others = [place for place, (node, shard) in enumerate(nodes) if node not in shard.owned]
         local = local.clone()
-        start = 0
-        for index in draft.mine:
-            shard = draft.shards[index][draft.rank]
-            for i, node in enumerate(shard.nodes):
-                if node not in shard.owned:
-                    local[start + i, 0] = (local[start + i, 0] + 1) % 97
-                    perturbed.append(node)
-            start += len(shard.nodes)
-        self.local, self.draft = local, draft  # type: ignore[attr-defined]
-        pack(self, local, draft)
+        local[others, 0] = (local[others, 0] + 1) % 97
+        if others:
+            perturbed.append((draft, local))
+        return local
 
-    monkeypatch.setattr(Exchange, "_pack", noisy)
+    monkeypatch.setattr(Exchange, "gather", Exchange.gather)  # restored afterwards
+    change_sent(Exchange, noisy)
     return perturbed
 
 
@@ -168,23 +170,21 @@ def test_a_node_has_its_owners_value(
 
 
 def test_mutant_own_value_for_an_ancestor(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    perturb_what_is_not_owned(monkeypatch)
-    results = Exchange._results
+    perturbed = perturb_what_is_not_owned(monkeypatch)
 
-    def own_values(self: Exchange, gathered: np.ndarray, draft: Any) -> np.ndarray:
-        values, start = results(self, gathered, draft).copy(), 0
-        for index in draft.mine:
+    def own_values(exchange: Exchange, draft: StepDraft, values: np.ndarray) -> None:
+        local, start = next((local for each, local in perturbed if each is draft), None), 0
+        for index in draft.mine if local is not None else ():
             split = draft.shards[index]
-            mine = split[self.comm.rank].nodes
+            mine = split[exchange.comm.rank].nodes
             for rank, shard in enumerate(split):
                 tree = draft.served[rank].index(index) if shard.owned else 0
                 for place, node in enumerate(shard.owned):
                     if node in mine:
-                        values[rank, tree, place, 0] = self.local[start + mine.index(node), 0]  # type: ignore[attr-defined]
+                        values[rank, tree, place, 0] = local[start + mine.index(node), 0]
             start += len(mine)
-        return values
 
-    monkeypatch.setattr(Exchange, "_results", own_values)
+    change_received(monkeypatch, own_values)
     with pytest.raises(DesyncError, match=r"the replicated state of rank \d"):
         generate_on(3, model, SHARED, PROMPTS, PARAMS)
 
@@ -200,14 +200,12 @@ def test_mutant_another_trie_on_one_rank(model: PreTrainedModel) -> None:
 
 def test_mutant_reordered_gather(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Headers in place, results of ranks 0 and 1 exchanged on one rank."""
-    results = Exchange._results
 
-    def swapped(self: Exchange, gathered: np.ndarray, draft: Any) -> np.ndarray:
-        if self.comm.rank == 1:
-            gathered = gathered[[1, 0, *range(2, self.comm.size)]]
-        return results(self, gathered, draft)
+    def swapped(exchange: Exchange, draft: StepDraft, values: np.ndarray) -> None:
+        if exchange.comm.rank == 1:
+            values[[0, 1]] = values[[1, 0]]
 
-    monkeypatch.setattr(Exchange, "_results", swapped)
+    change_received(monkeypatch, swapped)
     with pytest.raises(DesyncError):
         generate_on(3, model, CONFIGS["both"], PROMPTS, PARAMS)
 
@@ -258,8 +256,7 @@ def test_replicas_of_several_ranks(model: PreTrainedModel, expected: list[list[i
 def lie(engine: Engine) -> None:
     """A rank that is not its replica's first one computes other results than that one."""
     if engine.comm.tp_rank:
-        pack = engine._exchange._pack
-        engine._exchange._pack = lambda local, mine: pack((local + 1) % 97, mine)  # type: ignore[method-assign]
+        change_sent(engine._exchange, lambda draft, local: (local + 1) % 97)
 
 
 def test_the_first_rank_of_a_replica_is_authoritative(model: PreTrainedModel, expected: list[list[int]]) -> None:
@@ -270,7 +267,11 @@ def test_the_first_rank_of_a_replica_is_authoritative(model: PreTrainedModel, ex
 def test_mutant_another_rank_of_a_replica_is_followed(
     model: PreTrainedModel, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Exchange, "_authoritative", lambda self, gathered: gathered[1::2])
+
+    def follow_second(exchange: Exchange, draft: StepDraft, values: np.ndarray) -> None:
+        values[::2] = values[1::2]
+
+    change_received(monkeypatch, follow_second)
     completions = generate_on(4, model, CONFIGS["both"], PROMPTS[:3], PARAMS[:3], lie, tp=2)[0]
     assert [each.token_ids for each in completions] != expected[:3]
 

@@ -23,9 +23,10 @@ from benchmarks.exactness import PLAIN, SHAPES, Group, Worlds
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.dist.comm import CommError, ProcessComm
 from lpr.dist.runtime import World, join, leave
-from lpr.engine.exchange import DesyncError, Exchange
+from lpr.engine.exchange import DesyncError
 from lpr.model.loader import load
 from lpr.model.parallel import TensorParallel, local, local_shapes
+from tests.altered_gather import change_sent
 
 PROMPTS = [[3, 5, 7, 9, 11, 13, 5, 7], [2, 4], [(i * i) % 97 for i in range(70)]]
 PARAMS = [SamplingParams(max_new_tokens=24, temperature=0.8 * (i % 2), seed=i) for i in range(2) for _ in PROMPTS]
@@ -151,12 +152,7 @@ def inject(fault: str | None, engine: Engine, comm: ProcessComm) -> None:
     if fault is None or (comm.rank, comm.tp_rank) != (comm.size - 1, comm.tp_size - 1):
         return
     if fault == "lie":
-        pack = Exchange._pack
-
-        def lying(self: Exchange, local: torch.Tensor, mine: object) -> None:
-            pack(self, (local + 1) % 90, mine)  # type: ignore[arg-type]
-
-        engine._exchange._pack = lying.__get__(engine._exchange)  # type: ignore[method-assign]
+        change_sent(engine._exchange, lambda draft, local: (local + 1) % 90)
     elif fault == "state":
         engine.shared.extend([3, 5, 7, 9, 40, 41, 42, 43, 44] * 3)
     else:

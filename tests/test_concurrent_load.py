@@ -8,48 +8,48 @@ import pytest
 from conftest import tiny_model
 from worlds import ThreadComm, ThreadWorld, run_ranks
 
-import lpr.core.beside
 from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.config import TreeSizes
-from lpr.core.beside import PART, Beside, TimesBeside, Work
+from lpr.core.budget import AcceptanceHistory, AdaptiveBudget, Draft
+from lpr.core.concurrent_load import PART, ConcurrentLoad, Work, times_under_load
 from lpr.core.step_times import KNOTS, StepTimes, interpolate
-from lpr.core.tree import Source
+from lpr.core.tree import Source, TokenTree
 from lpr.engine.exchange import DesyncError
-from lpr.native import AcceptanceHistory, AdaptiveBudget, Draft, TokenTree
 
 TABLE = StepTimes({(1, 256): [7.0 + 0.02 * knot for knot in KNOTS]})
+ROW = TABLE.row(1, 300)
 PROMPTS = [[7, 3, 7, 3, 7], [*range(1, 60)], [5, 5, 5], [2, 9] * 20]
 
 
 def test_times_beside_nobody_are_those_of_the_table() -> None:
-    assert TimesBeside(TABLE, 0, []).row(1, 300) == pytest.approx(TABLE.row(1, 300))
+    assert times_under_load(ROW, 0, []) == pytest.approx(ROW)
 
 
 def test_nodes_below_another_ranks_load_cost_nothing() -> None:
-    row = TimesBeside(TABLE, 0, [64.0, 64.0]).row(1, 300)
+    row = times_under_load(ROW, 0, [64.0, 64.0])
     assert interpolate(row, 1) == interpolate(row, 64) == pytest.approx(TABLE.time(64))
     assert interpolate(row, 128) == pytest.approx(TABLE.time(128))
 
 
 def test_what_a_rank_evaluates_anyway_is_paid_already() -> None:
-    row = TimesBeside(TABLE, 100, []).row(1, 300)
+    row = times_under_load(ROW, 100, [])
     assert interpolate(row, 16) == pytest.approx(TABLE.time(116))
 
 
 def test_loads_that_are_uncertain_count_for_their_part() -> None:
-    row = TimesBeside(TABLE, 0, [16.0, 128.0]).row(1, 300)
+    row = times_under_load(ROW, 0, [16.0, 128.0])
     assert interpolate(row, 64) == pytest.approx((TABLE.time(64) + TABLE.time(128)) / 2)
 
 
 def test_what_others_are_expected_to_do() -> None:
-    beside = Beside(3)
+    load = ConcurrentLoad(3)
     work = Work(served=[1, 2, 0], pending=[3, 4, 0], fills=[0, 0, 0])
-    assert beside.others(work, [1]) == [3.0] * 8, "no tree is known yet"
-    beside.observe(work, [43, 64, 0])
-    assert set(beside.others(work, [1])) == {3 + PART * 40}
-    assert set(beside.others(work, [0])) == {4 + PART * 60}, "two requests of 30 nodes"
-    assert set(beside.others(Work([1, 1, 0], [3, 0, 0], [0, 0, 500]), [0])) == {500.0}, "a prompt is longer"
-    assert beside.others(Work([1, 0, 0], [3, 0, 0], [0, 0, 0]), [0]) == [], "nobody else works"
+    assert load.others(work, [1]) == [3.0] * 8, "no tree is known yet"
+    load.observe(work, [43, 64, 0])
+    assert set(load.others(work, [1])) == {3 + PART * 40}
+    assert set(load.others(work, [0])) == {4 + PART * 60}, "two requests of 30 nodes"
+    assert set(load.others(Work([1, 1, 0], [3, 0, 0], [0, 0, 500]), [0])) == {500.0}, "a prompt is longer"
+    assert load.others(Work([1, 0, 0], [3, 0, 0], [0, 0, 0]), [0]) == [], "nobody else works"
 
 
 def drafted(probabilities: list[float]) -> Draft:
@@ -61,15 +61,15 @@ def drafted(probabilities: list[float]) -> Draft:
 
 def test_trees_are_smaller_where_others_wait_and_larger_where_nobody_does() -> None:
     sizes = {}
-    for name, cost, tokens in (
-        ("alone", TABLE, 0.0),
-        ("others wait", TABLE, 9.0),
-        ("another is busier", TimesBeside(TABLE, 0, [200.0]), 9.0),
+    for name, times, tokens in (
+        ("alone", ROW, 0.0),
+        ("others wait", ROW, 9.0),
+        ("another is busier", times_under_load(ROW, 0, [200.0]), 9.0),
     ):
-        budget = AdaptiveBudget(TreeSizes(trie_nodes=63), cost)
-        budget.beside = tokens
+        budget = AdaptiveBudget(TreeSizes(trie_nodes=63), times)
+        budget.other_tokens = tokens
         draft = drafted([1.0, *(0.5 / (1 + each) ** 1.3 for each in range(60))])
-        budget.begin(1, 0, 300)
+        budget.begin(1, 0)
         budget.cut([draft], [AcceptanceHistory()])
         sizes[name] = len(draft.tree)
     assert 1 < sizes["others wait"] < sizes["alone"] < sizes["another is busier"] == 61
@@ -112,13 +112,13 @@ def plain() -> list[list[int]]:
 
 def test_the_same_text_whatever_trees_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[float]] = []
-    others = Beside.others
+    others = ConcurrentLoad.others
 
-    def watched(self: Beside, work: Work, homes: list[int]) -> list[float]:
+    def watched(self: ConcurrentLoad, work: Work, homes: list[int]) -> list[float]:
         asked.append(others(self, work, homes))
         return asked[-1]
 
-    monkeypatch.setattr(lpr.core.beside.Beside, "others", watched)
+    monkeypatch.setattr(ConcurrentLoad, "others", watched)
     assert serve() == plain()
     assert any(max(each, default=0.0) > 1.0 for each in asked), "trees were priced by what others did"
 
@@ -128,7 +128,7 @@ def test_mutant_one_rank_prices_trees_by_other_loads() -> None:
 
     def misjudge(engine: Engine) -> None:
         if engine.comm.rank == 3:
-            engine._sizer._beside.others = lambda work, homes: [0.5, 900.0]  # type: ignore[method-assign]
+            engine._sizer._load.others = lambda work, homes: [0.5, 900.0]  # type: ignore[method-assign]
 
     with pytest.raises(DesyncError, match="rank 3|rank 0"):
         serve(misjudge)
