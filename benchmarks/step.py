@@ -42,6 +42,7 @@ from lpr.config import InputError
 from lpr.core.step_times import KNOTS
 from lpr.dist.comm import Comm
 from lpr.dist.runtime import World, join, leave
+from lpr.engine.hooks import StepHooks
 from lpr.engine.sizing import STEEPEST, measure_step_times
 
 MODEL_PARTS = {
@@ -52,7 +53,7 @@ MODEL_PARTS = {
 }
 ON_DEVICE = ("forward", "choose", "candidates")
 PHASES = {"draft": "draft", "gather": "exchange", "commit": "accept, commit"}
-"""Phases of a step as an engine's recorder hears of them, and their names here; the forward is in MODEL_PARTS."""
+"""Phases of a step as StepHooks.end_phase names them, and their names here; the forward is in MODEL_PARTS."""
 CACHED = (256, 1024)
 """Cached lengths that t(n) is measured at, where the model has so many positions."""
 WARM_UP = 10
@@ -106,7 +107,7 @@ def step_times(engine: Engine, cached: Sequence[int], most: int) -> list[dict[st
             raise InputError(
                 f"--kv {kv} and {most} nodes need {kv + most} positions; the engine has {engine.max_length}"
             )
-        costs = measure_step_times(engine.model, engine._like, engine.comm, most, kv, lengths=[kv])
+        costs = measure_step_times(engine.model, engine.replica.like, engine.comm, most, kv, lengths=[kv])
         row = costs.row(1, kv)
         # Knots beyond the one that took too long were not measured.
         measured = [(n, ms) for n, ms in zip(KNOTS, row, strict=True) if n <= max(2, most) and ms <= STEEPEST * row[0]]
@@ -184,7 +185,7 @@ def time_steps(
     per_step: dict[str, list[float]] = defaultdict(list)
     spent = {name: [0.0] for name in MODEL_PARTS}
     originals = {name: getattr(home, attribute) for name, (home, attribute) in MODEL_PARTS.items()}
-    clock = engine.recorder = StepClock(time.thread_time)
+    clock = engine.hooks = StepClock(time.thread_time)
     try:
         for name, (home, attribute) in MODEL_PARTS.items():
             setattr(home, attribute, timed(originals[name], spent[name]))
@@ -200,7 +201,7 @@ def time_steps(
                     for name, ms in parts_of((time.thread_time() - start) * 1e3, clock.phases, took).items():
                         per_step[name].append(ms)
     finally:
-        engine.recorder = None
+        engine.hooks = StepHooks()
         for name, (home, attribute) in MODEL_PARTS.items():
             setattr(home, attribute, originals[name])
     per_step["host alone"] = host_alone(engine, decode, prompts, temperature, max_new_tokens)

@@ -62,7 +62,7 @@ def seeded_ids() -> list[list[int]]:
 def batch_engine(size: int, packed: bool = True, **overrides: int) -> Engine:
     engine = Engine.from_model(model(), decode=DecodeConfig(max_batch_size=size, **{**DECODE, **overrides}))
     assert engine.model.packed, "a model that dispatches its attention takes packed rows"
-    engine.model.packed = engine.scheduler.packed = packed
+    engine.model.packed = engine.scheduler.limits.packed = packed
     return engine
 
 

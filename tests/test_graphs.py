@@ -387,8 +387,8 @@ def to_meta(engine: Engine) -> None:
     engine.model.model.to("meta")
     engine.model.device = torch.device("meta")
     engine.model.cache = None
-    layers = engine._like._layers
-    engine._like._layers = {layer: (pair[0].to("meta"), pair[1].to("meta")) for layer, pair in layers.items()}
+    layers = engine.replica.like._layers
+    engine.replica.like._layers = {layer: (pair[0].to("meta"), pair[1].to("meta")) for layer, pair in layers.items()}
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

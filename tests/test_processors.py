@@ -479,7 +479,7 @@ def check_rejected_nan(
 
     def program(comm: ThreadComm) -> list[Completion]:
         engine = broken_engine(model, token, comm)
-        engine.model.packed = engine.scheduler.packed = packed
+        engine.model.packed = engine.scheduler.limits.packed = packed
         return engine.generate(PROMPTS, SamplingParams(max_new_tokens=50))
 
     with pytest.MonkeyPatch.context() as patch:

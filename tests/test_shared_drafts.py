@@ -350,7 +350,7 @@ def test_every_rank_learns_alike_and_a_new_driver_reads_on(loaded, plain, server
         else:
             engine.work()
             found = None
-        return found, engine.learnt()[0].tolist(), dict(engine.read_to)
+        return found, engine.learned()[0].tolist(), dict(engine.read_to)
 
     first, second = run_ranks(ThreadWorld(2), program)
     assert first[1:] == second[1:] and list(first[2]) == [""]

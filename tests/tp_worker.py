@@ -23,7 +23,7 @@ from benchmarks.exactness import PLAIN, SHAPES, Group, Worlds
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.dist.comm import CommError, ProcessComm
 from lpr.dist.runtime import World, join, leave
-from lpr.engine.exchange import DesyncError, Exchange
+from lpr.engine.exchange import Gathered
 from lpr.model.loader import load
 from lpr.model.parallel import TensorParallel, local, local_shapes
 
@@ -73,7 +73,7 @@ def run_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
         "logits": logits[0].tolist(),
         "mesh": [comm.size, comm.tp_size],
         "shapes": local_shapes(engine.model.model),
-        "kv_heads": engine._like._layers[0][0].shape[1],
+        "kv_heads": engine.replica.like._layers[0][0].shape[1],
         "collectives": counted.num_calls,
         "first_token": part.first if part is not None else None,
         "same_as_gathered": whole == expected,
@@ -151,14 +151,15 @@ def inject(fault: str | None, engine: Engine, comm: ProcessComm) -> None:
     if fault is None or (comm.rank, comm.tp_rank) != (comm.size - 1, comm.tp_size - 1):
         return
     if fault == "lie":
-        pack = Exchange._pack
+        exchange = engine.replica.exchange
+        gather = exchange.gather
 
-        def lying(self: Exchange, local: torch.Tensor, mine: object) -> None:
-            pack(self, (local + 1) % 90, mine)  # type: ignore[arg-type]
+        def lying(local: torch.Tensor | None, *rest: Any) -> Gathered:
+            return gather(local if local is None else (local + 1) % 90, *rest)
 
-        engine._exchange._pack = lying.__get__(engine._exchange)  # type: ignore[method-assign]
+        exchange.gather = lying  # type: ignore[method-assign]
     elif fault == "state":
-        engine.shared.extend([3, 5, 7, 9, 40, 41, 42, 43, 44] * 3)
+        engine.replica.drafts.shared.extend([3, 5, 7, 9, 40, 41, 42, 43, 44] * 3)
     else:
         raise AssertionError(fault)
 

@@ -184,7 +184,7 @@ def host_share(sizes: Sizes, prompt: str) -> dict[str, Any]:
     for nodes in (1, 32, 64):
         decode = DecodeConfig(window_size=0, trie_nodes=nodes - 1, max_batch_size=1)
         engine = Engine.from_pretrained(bundled_model(), decode, device=str(sizes.device), graphs=graphs)
-        clock = engine.recorder = StepClock(time.perf_counter)
+        clock = engine.hooks = StepClock(time.perf_counter)
         request = engine.submit(prompt, SamplingParams(max_new_tokens=sizes.max_new_tokens, ignore_eos=True))
         parts: list[dict[str, float]] = []
         while request.finish_reason is None:

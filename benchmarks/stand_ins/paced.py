@@ -218,7 +218,7 @@ class PacedModel:
         cache.move = lambda rows: None
         cache.clear = lambda slot, num_cached: None
         cache.move_slot = self.move_slot
-        exchange: Any = engine._exchange
+        exchange: Any = engine.replica.exchange
         self._exchange = exchange
         self._gather, exchange.gather = exchange.gather, self.gather
 

@@ -7,7 +7,7 @@ below a path that the text follows, and elsewhere, is said in benchmarks.stand_i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,13 +47,14 @@ class RecordedForward:
         self._engine = engine
         self._recorded = Recorded([[*prompt, *output] for prompt, output in texts])
         self._by_prompt = {tuple(prompt): [*prompt, *output] for prompt, output in texts}
-        set_up, replaced = engine._set_up, cast(Any, engine)
+        model: Any = engine.model
+        allocate = model.allocate
 
-        def set_up_and_replace(*args: Any) -> None:
-            set_up(*args)
+        def allocate_and_replace(*args: Any) -> None:
+            allocate(*args)
             self._replace()
 
-        replaced._set_up = set_up_and_replace
+        model.allocate = allocate_and_replace
         self._replace()
 
     def _replace(self) -> None:

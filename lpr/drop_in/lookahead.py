@@ -285,10 +285,7 @@ class EngineCache:
             self.engine = Engine.from_model(model, decode=wanted, prefix_reuse=False, exact=exact)
             self._made_for = made_for
         elif self.engine.decode != wanted:
-            shared, is_same = self.engine.shared, self.engine.decode.trie_capacity == wanted.trie_capacity
-            self.engine.configure(wanted)
-            if is_same:
-                self.engine.shared = shared
+            self.engine.configure(wanted, keep_drafts=True)
         return self.engine
 
 

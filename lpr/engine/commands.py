@@ -67,9 +67,11 @@ class Costs(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Configure(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Decode further requests with other settings, forgetting what drafts were learnt."""
+    """Decode further requests with other settings."""
 
     decode: DecodeConfig
+    keep_drafts: bool = False
+    """Keep the learned outputs, unless `trie_capacity` changes; else they are forgotten."""
 
 
 class TakeIn(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -1,8 +1,8 @@
-"""Step times kept on disk, so that an engine that starts again need not measure for seconds before its first request.
+"""The step times that an engine starts with: given by the user, kept on disk from an earlier start, or measured.
 
-One JSON file per model, precision, device, number of threads and version, in `~/.cache/lpr/step_times` (XDG_CACHE_HOME
-moves it). Rank 0 reads it for all ranks, as it measures for all. Nothing rests on the table being right: rank 0 follows
-what steps really take (lpr.core.step_times), all ranks decide by what it finds, and `close` writes that back.
+There is one JSON file per model, precision, device, number of threads and version, in `~/.cache/lpr/step_times`
+(XDG_CACHE_HOME moves it); it saves seconds of measuring. Rank 0 reads it for all ranks, as it measures for all. The
+file need not be right: rank 0 follows what steps really take (lpr.core.step_times), which `Engine.close` writes back.
 """
 
 from __future__ import annotations
@@ -13,19 +13,61 @@ import logging
 import os
 import platform
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from lpr.config import InputError
 from lpr.core.step_times import StepTimes
-from lpr.dist.comm import Comm, is_driver
+from lpr.dist.comm import Comm, agree, is_driver
+from lpr.engine.sizing import measure_step_times
 from lpr.files import replace_file
+from lpr.model.cache import TreeCache
 from lpr.model.runner import TreeModel
 
 
+class StartTimes:
+    """The step times that all ranks begin to decide by."""
+
+    def __init__(self, given: StepTimes | None) -> None:
+        """Not known yet; `given` are those that the user has given, on the driver, until all ranks have them."""
+        self.given = given
+        self.times: StepTimes | None = None
+        self.follows = True
+        """True if the times that steps really take change them."""
+        self._file: TimesFile | None = None
+
+    def give(self, times: StepTimes) -> None:
+        """Decide by the user's times for good."""
+        self.times, self.follows = times, False
+
+    def update(self, times: StepTimes | None) -> None:
+        """Begin again with these times, if there are any."""
+        self.times = times or self.times
+
+    def find(
+        self, model: TreeModel, like: TreeCache, comm: Comm, max_nodes: int, max_length: int, max_batch_size: int
+    ) -> StepTimes:
+        """The step times, the same on all ranks; measured up to these sizes if they are neither known nor on disk.
+
+        Raises InputError if the model's smallest cache does not fit.
+        """
+        if self.times is None:
+            agree(comm, model.shortage(max_batch_size, max_length, 1, like, comm.num_sharing))
+            limits = max_nodes, max_length, max_batch_size
+            self._file = TimesFile(model, comm, *limits)
+            self.times = self._file.read_or(partial(measure_step_times, model, like, comm, *limits))
+        return self.times
+
+    def keep(self, times: StepTimes | None) -> None:
+        """Let the next start begin with `times`, if they come from measurements."""
+        if self._file is not None and self.follows and times is not None:
+            self._file.write(times)
+
+
 class TimesFile:
-    """Where the step times of one setting are kept."""
+    """The file that keeps the step times of one setting."""
 
     def __init__(self, model: TreeModel, comm: Comm, *sizes: int) -> None:
         """The file for `model` as it runs now, measured up to `sizes` (nodes, length, batch) on the ranks of `comm`."""
@@ -41,7 +83,7 @@ class TimesFile:
         self._comm = comm
 
     def read_or(self, measure: Callable[[], StepTimes]) -> StepTimes:
-        """The table in rank 0's file, on all ranks alike; where there is none, what `measure` says, which is kept."""
+        """The step times in rank 0's file, the same on all ranks; without a file those of `measure`, which are kept."""
         known = self._read() if is_driver(self._comm) else b""
         length = int(self._comm.gather(torch.tensor([len(known)], dtype=torch.int32))[0, 0])
         found = self._comm.broadcast(known, length) if length else b""
@@ -52,7 +94,7 @@ class TimesFile:
         return measured
 
     def write(self, times: StepTimes) -> None:
-        """On rank 0, keep a table; a disk that takes none costs the next start its seconds, no more."""
+        """On rank 0, write the file. A failure is logged only: the next start measures again."""
         if not is_driver(self._comm):
             return
         try:
@@ -61,7 +103,7 @@ class TimesFile:
             logging.getLogger(__name__).info("step times are not kept: %s", failure)
 
     def _read(self) -> bytes:
-        """What the file holds; nothing if it is missing or no table."""
+        """The file's content; empty if it is missing or damaged."""
         try:
             found = self.path.read_bytes()
             StepTimes.from_json(json.loads(found))

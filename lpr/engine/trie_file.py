@@ -100,6 +100,14 @@ def read_trie(path: str | Path, fingerprint: str | None = None) -> np.ndarray:
     return tokens
 
 
+def read_history(path: str | Path, fingerprint: str, vocab_size: int) -> np.ndarray:
+    """The history in a trie file for a model of `vocab_size` tokens; raises InputError as `read_trie`."""
+    history = read_trie(path, fingerprint)
+    if len(history) and not END <= history.min() <= history.max() < vocab_size:
+        raise InputError(f"the trie {path} holds token ids outside the vocabulary of {vocab_size}")
+    return history
+
+
 def num_documents(tokens: np.ndarray) -> int:
     """Documents in a history, an unfinished last one included."""
     return int(np.count_nonzero(tokens == END)) + int(len(tokens) > 0 and tokens[-1] != END)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
-from lpr.core.step_times import StepTimes, interpolate
-from lpr.engine.homes import speedup
+from lpr.core.step_times import StepTimes
+from lpr.engine.limits import Limits
 from lpr.engine.scheduler import Scheduler
-from lpr.engine.targets import Seen, Targets
 from lpr.planner.service.requests import Arrivals, SimRequest
 
 
@@ -59,7 +57,7 @@ class Slots:
 
     def scheduler(self) -> Scheduler[SimRequest]:
         """An idle scheduler."""
-        scheduler: Scheduler[SimRequest] = Scheduler(
+        limits: Limits[SimRequest] = Limits(
             self.num_slots,
             self.num_ranks,
             self.prefill_chunk,
@@ -69,23 +67,9 @@ class Slots:
             most_homes=self.num_ranks if self.most_homes is None else self.most_homes,
             join_chunk=self.join_chunk,
         )
-        if self.times is not None:
-            scheduler.speedup = partial(self._speedup, self.times)
-            if min(self.first_token_ms, self.per_token_ms) < math.inf:
-                times, limits = self.times, (self.first_token_ms, self.per_token_ms)
-                scheduler.targets = Targets(lambda: times, _seen, self.nodes_per_rank, *limits)
-        return scheduler
-
-    def _speedup(self, times: StepTimes, request: SimRequest, width: int) -> float:
-        """As the engine asks for it (Replica._speedup)."""
-        row = times.row(1, len(request.tokens))
-        emitted = len(request.tokens) - request.num_prompt
-        known = self.nodes_per_rank, request.num_steps, emitted, request.num_nodes
-        return speedup(width, partial(interpolate, row), *known)
-
-
-def _seen(request: SimRequest) -> Seen:
-    return Seen(request.num_steps, len(request.tokens) - request.num_prompt, request.num_nodes)
+        if (times := self.times) is not None:
+            limits.decide_by(lambda: times, self.nodes_per_rank, self.first_token_ms, self.per_token_ms)
+        return Scheduler(limits)
 
 
 class MeshRun:
@@ -105,7 +89,7 @@ class MeshRun:
     @property
     def num_requests(self) -> int:
         """Waiting and running ones."""
-        return len(self._scheduler.requests)
+        return len(self._scheduler.waiting) + len(self._scheduler.running)
 
     def add(self, request: SimRequest) -> None:
         """Let a request wait for a slot."""
@@ -122,8 +106,8 @@ class MeshRun:
             return []
         seconds, emitted = self._policy.step(schedule.decoding, schedule.filling)
         self.now += seconds
-        if scheduler.targets is not None:
-            scheduler.targets.now += 1e3 * seconds
+        if scheduler.limits.targets is not None:
+            scheduler.limits.targets.now += 1e3 * seconds
         for request, counts in schedule.filling:
             request.num_computed_tokens = [
                 computed + count for computed, count in zip(request.num_computed_tokens, counts, strict=True)
