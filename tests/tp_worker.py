@@ -13,6 +13,7 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +24,7 @@ from benchmarks.exactness import PLAIN, SHAPES, Group, Worlds
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.dist.comm import CommError, ProcessComm
 from lpr.dist.runtime import World, join, leave
-from lpr.engine.exchange import Gathered
+from lpr.engine.exchange import DesyncError, Gathered
 from lpr.model.loader import load
 from lpr.model.parallel import TensorParallel, local, local_shapes
 
