@@ -25,8 +25,9 @@ from lpr import DecodeConfig, Engine, EngineOptions, SamplingParams
 from lpr.cli.generate import main, parse
 from lpr.config import InputError
 from lpr.core.step_times import StepTimes
-from lpr.engine.commands import Abort, Configure, Costs, Drain, Learn, Stop, Submit, decode, encode
+from lpr.engine.commands import Abort, Command, Configure, Costs, Drain, Learn, Stop, Submit, decode, encode
 from lpr.engine.exchange import DesyncError
+from lpr.engine.replica import Replica
 from lpr.engine.request import Request
 from lpr.engine.scheduler import Scheduler
 
@@ -361,13 +362,14 @@ def test_transformers_is_left_alone() -> None:
 def test_the_drop_in_keeps_its_engine(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second call of the same size configures nothing anew."""
     configured = []
-    configure = Engine._configure
+    apply = Replica.apply
 
-    def counted(self: Engine, decode: DecodeConfig) -> None:
-        configured.append(decode)
-        configure(self, decode)
+    def counted(self: Replica, command: Command) -> None:
+        if isinstance(command, Configure):
+            configured.append(command.decode)
+        apply(self, command)
 
-    monkeypatch.setattr(Engine, "_configure", counted)
+    monkeypatch.setattr(Replica, "apply", counted)
     for _ in range(3):
         model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=8, custom_generate=lpr.Lookahead(DECODE))
     assert len(configured) == 1

@@ -124,11 +124,11 @@ def one_stream_for_all(monkeypatch):
 
 def one_trie_for_all(monkeypatch):
     monkeypatch.setattr(
-        lpr.Engine, "_learn", lambda self, command: learn(self, msgspec.structs.replace(command, tenant="b"))
+        DraftIndexes, "learn", lambda self, command: learn(self, msgspec.structs.replace(command, tenant="b"))
     )
 
 
-learn = lpr.Engine._learn
+learn = DraftIndexes.learn
 
 
 @pytest.mark.parametrize("fault", [one_stream_for_all, one_trie_for_all])
@@ -425,7 +425,8 @@ def test_a_service_learns_from_the_store_and_outlives_it(loaded, plain):
                 return found["lpr"]["num_steps"]
 
             until(lambda: service.client.get("/metrics").text.count("shared_draft_store_up"), "the driver says so")
-            from lpr.engine.trie_file import fingerprint_of
+            from lpr.engine.drafts import DraftIndexes
+from lpr.engine.trie_file import fingerprint_of
 
             key = store.stream_of(fingerprint_of(loaded[1], loaded[0].config.vocab_size), "bundled", "")
             client = server.client()

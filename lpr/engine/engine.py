@@ -190,7 +190,8 @@ class Engine:
         K/V with those of the same `tenant`, and with `learns` False no drafts at all; neither changes their output.
         """
         params = params if params is not None else SamplingParams()
-        request = self._make(prompt, params, logits_processors, id, priority, delivered, tenant, learns)
+        fields = {"priority": priority, "tenant": tenant, "learns": learns}
+        request = self._make(prompt, params, logits_processors, id, delivered, **fields)
         self.driver.submit(request)
         return request
 
@@ -200,17 +201,14 @@ class Engine:
         params: SamplingParams,
         processors: Sequence[Processor] = (),
         id: RequestId | None = None,
-        priority: int = 0,
         delivered: Sequence[int] = (),
-        tenant: str = "",
-        learns: bool = True,
+        **fields: Any,
     ) -> Request:
-        """The request that `submit` submits; raises InputError."""
-        ids = self.encode(prompt)
-        check_request(len(ids), params, priority, self.max_length, self.model.vocab_size)
-        table = self.replica.requests
+        """The request that `submit` submits, with further `fields` of its command; raises InputError."""
+        ids, table = self.encode(prompt), self.replica.requests
+        check_request(len(ids), params, fields.get("priority", 0), self.max_length, self.model.vocab_size)
         id = table.new_id(id)
-        command = Submit(id, [*ids, *delivered], params, len(ids), priority, bool(processors), tenant, learns)
+        command = Submit(id, [*ids, *delivered], params, len(ids), has_processors=bool(processors), **fields)
         request = table.make(command, prompt, processors)
         table.count(id)
         return request

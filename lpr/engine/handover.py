@@ -22,15 +22,6 @@ from lpr.engine.scheduler import Scheduler
 from lpr.engine.stats import DecodeStats
 
 
-class Count(msgspec.Struct, frozen=True, array_like=True):
-    """Nodes of one source at one depth."""
-
-    source: int
-    depth: int
-    drafted: int
-    accepted: int
-
-
 class RequestState(msgspec.Struct, frozen=True, array_like=True):
     """A request on its way from rank to rank."""
 
@@ -41,7 +32,8 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
     num_steps: int
     num_fill_steps: int
     num_nodes: int
-    counts: list[Count]
+    counts: list[tuple[int, int, int, int]]
+    """By source and depth: nodes drafted and accepted."""
     num_computed_tokens: list[int]
     """Per rank of the new mesh, as are the slots; empty if it waits."""
     slots: list[int]
@@ -62,7 +54,7 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
             num_steps=stats.num_steps,
             num_fill_steps=stats.num_fill_steps,
             num_nodes=stats.num_nodes,
-            counts=[Count(*at, stats.drafted[at], stats.accepted[at]) for at in stats.drafted],
+            counts=[(*at, stats.drafted[at], stats.accepted[at]) for at in stats.drafted],
             num_computed_tokens=list(request.num_computed_tokens) if request.state is not None else [],
             slots=list(request.slots),
             homes=list(request.homes),
@@ -75,9 +67,8 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
         """The request, which is open in `requests` from now on."""
         request = requests.make(self.submit)
         stats = DecodeStats(self.num_steps, self.num_fill_steps, request.num_output, self.num_nodes)
-        for count in self.counts:
-            stats.drafted[count.source, count.depth] = count.drafted
-            stats.accepted[count.source, count.depth] = count.accepted
+        for source, depth, drafted, accepted in self.counts:
+            stats.drafted[source, depth], stats.accepted[source, depth] = drafted, accepted
         request.num_cached_tokens = self.num_cached_tokens
         request.slots, request.homes = list(self.slots), list(self.homes)
         request.arrived_ms = self.arrived_ms

@@ -1,4 +1,4 @@
-"""Step hooks: what others do during an engine's steps, such as a trace, a benchmark's clock or a service's sending."""
+"""Step hooks: how a trace, a benchmark's clock or a service's sending takes part in an engine's steps."""
 
 from __future__ import annotations
 
@@ -26,32 +26,3 @@ class StepHooks:
 
         `chunks` are what it added to each, without text; they are made when they are iterated.
         """
-
-
-class CombinedHooks(StepHooks):
-    """Several hooks as one, called in their order."""
-
-    def __init__(self, *hooks: StepHooks) -> None:
-        """Combine `hooks`."""
-        self._hooks = hooks
-
-    def begin_step(self) -> None:
-        """See StepHooks."""
-        for each in self._hooks:
-            each.begin_step()
-
-    def end_phase(self, phase: str) -> None:
-        """See StepHooks."""
-        for each in self._hooks:
-            each.end_phase(phase)
-
-    def while_busy(self) -> None:
-        """See StepHooks."""
-        for each in self._hooks:
-            each.while_busy()
-
-    def end_step(self, batch: Sequence[Request], outcomes: Sequence[Outcome], chunks: Iterable[Chunk]) -> None:
-        """See StepHooks."""
-        made = list(chunks)
-        for each in self._hooks:
-            each.end_step(batch, outcomes, made)

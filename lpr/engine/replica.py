@@ -7,23 +7,23 @@ which rank this is, except for the shard that the rank evaluates.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 from lpr.config import DecodeConfig, TreeSizes
 from lpr.core.step_times import StepTimes
-from lpr.dist.comm import Comm, MeshChangedError, agree, is_driver
-from lpr.engine import handover, startup
+from lpr.dist.comm import Comm, MeshChangedError, SoloComm, agree, is_driver
+from lpr.engine import handover
 from lpr.engine.commands import Abort, Command, Configure, Costs, Drain, Learn, RequestId, Stop, Submit, TakeIn
 from lpr.engine.drafts import DraftIndexes
 from lpr.engine.exchange import Exchange
-from lpr.engine.hooks import CombinedHooks, StepHooks
+from lpr.engine.hooks import StepHooks
 from lpr.engine.options import EngineOptions
 from lpr.engine.prepare import longest_sequence, prepare
 from lpr.engine.request import Outcome, Request
 from lpr.engine.requests import RequestTable
 from lpr.engine.scheduler import Schedule, Scheduler
 from lpr.engine.sizing import Sizer, resolve_sizes
+from lpr.engine.startup import decide_by, make_scheduler
 from lpr.engine.step import StepPlan, StepResult, decode_step
 from lpr.engine.times_file import StartTimes
 from lpr.model.loader import Loaded
@@ -61,7 +61,7 @@ class Replica:
         self._timed: tuple[Sequence[Request], Sequence[Outcome], float] | None = None
         """The last step and its milliseconds, until the sizer has seen it."""
         self.model, self.like, given = prepare(loaded, decode, options, comm)
-        self.start_times = StartTimes(given)
+        self.start_times = StartTimes(given, comm)
         self.requests = RequestTable(loaded.tokenizer, loaded.eos_token_ids, self.model.device)
 
     # Commands.
@@ -140,9 +140,14 @@ class Replica:
         self.sizer.begin_step(schedule.decoding, schedule.filling)
         # With the length of the shared index, a rank that has learned something else is found at once.
         digest = (self.scheduler.placement.digest + len(self.drafts.shared)) % 2**64
-        plan = StepPlan(schedule.decoding, schedule.filling, digest, num_command_bytes, self.sizes)
-        hooks = CombinedHooks(_CatchUp(self._catch_up), self.hooks)
-        result = decode_step(plan, self.model, self.exchange, self.sizer.budgets, hooks)
+        plan = StepPlan(
+            decoding=schedule.decoding,
+            filling=schedule.filling,
+            digest=digest,
+            num_command_bytes=num_command_bytes,
+            sizes=self.sizes,
+        )
+        result = decode_step(plan, self.model, self.exchange, self.sizer.budgets, _Hooks(self))
         num_entries: Sequence[int] = [0] * self.comm.size
         if result.outcomes:
             num_entries = result.outcomes[0].num_entries
@@ -152,7 +157,7 @@ class Replica:
             self._timed = schedule.decoding, result.outcomes, (time.perf_counter() - began) * 1e3
         return result
 
-    def _catch_up(self) -> None:
+    def catch_up(self) -> None:
         """Finish what the last step left, while the device works: nothing that decides what comes next."""
         if self._timed is not None:
             self.new_times, self._timed = self.sizer.observe(*self._timed), None
@@ -218,37 +223,37 @@ class Replica:
                 membership = self.comm.membership
                 num_ranks = membership.num_replicas if membership is not None else self.comm.size
                 sizes = resolve_sizes(decode, times, num_ranks)
-                self._set_up(decode, sizes, times, partial(agree, self.comm), keep_drafts)
+                self._set_up(decode, sizes, times, self.comm, keep_drafts)
                 return
             except MeshChangedError:  # on all survivors alike, which begin again
                 self.adopt_mesh()
 
     def _find_times(self, decode: DecodeConfig) -> StepTimes | None:
         """The step times that sizes under `decode` follow; None where sizes are fixed."""
-        self.start_times.update(self.sizer.times)
+        if self.sizer.times is not None:
+            self.start_times.times = self.sizer.times
         if not decode.adaptive:
             return None
         limits = decode.max_nodes, longest_sequence(self.loaded, decode), decode.max_batch_size
-        return self.start_times.find(self.model, self.like, self.comm, *limits)
+        return self.start_times.find(self.model, self.like, *limits)
 
     def _set_up(
-        self,
-        decode: DecodeConfig,
-        sizes: TreeSizes,
-        times: StepTimes | None,
-        check: Callable[[str | None], None],
-        keep_drafts: bool = False,
+        self, decode: DecodeConfig, sizes: TreeSizes, times: StepTimes | None, comm: Comm, keep_drafts: bool = False
     ) -> None:
-        """Make everything whose size `decode` decides; `check` raises InputError for a reason why there is no room."""
+        """Make everything whose size `decode` decides; raises InputError on all ranks of `comm` if one has no room."""
         self.max_length = longest_sequence(self.loaded, decode)
         self.decode, self.sizes = decode, sizes
         if not keep_drafts or self.drafts.capacity_tokens != sizes.trie_capacity:
             self.drafts = DraftIndexes(sizes.trie_capacity)
-        packed, prefix_reuse = self.model.packed, self.options.prefix_reuse
-        self.scheduler = startup.make_scheduler(decode, sizes, self.comm.size, packed, prefix_reuse)
-        startup.allocate(self.model, self.like, decode, sizes, self.max_length, self.comm, check)
+        self.scheduler = make_scheduler(decode, sizes, self.comm.size, self.model.packed, self.options.prefix_reuse)
+        # A mesh that can shrink may leave whole trees to one rank, and must not move its K/V then.
+        fewest = self.comm.size if self.comm.membership is None else 1
+        cache = decode.max_batch_size, self.max_length, sizes.evaluated_capacity(fewest), self.like
+        agree(comm, self.model.shortage(*cache, self.comm.num_sharing))
+        self.model.allocate(*cache)
         self._fit_mesh(times)
-        startup.capture_graphs(self.model, sizes, self.comm)
+        if self.model.graphs is not None:
+            self.model.graphs.prepare(sizes.num_recycled, show=is_driver(self.comm))
 
     def _fit_mesh(self, times: StepTimes | None) -> None:
         """Make what depends on the number of ranks; `times` decide, None where sizes are fixed."""
@@ -256,7 +261,7 @@ class Replica:
         self.sizer, self._timed = Sizer(self.sizes, times, self.comm, self.start_times.follows), None
         self.exchange = Exchange(self.sizes, num_slots, self.comm, self.model.device, carries_trees)
         if times is not None:
-            startup.decide_by(self.scheduler.limits, self.decode, self.sizes, lambda: self.sizer.times)
+            decide_by(self.scheduler.limits, self.decode, self.sizes, lambda: self.sizer.times)
 
     # The mesh.
 
@@ -300,18 +305,22 @@ class Replica:
         times = StepTimes.from_json(state.times) if state.times is not None else None
         self.start_times.times, self.start_times.follows = times, state.follows
         self.is_draining, self.requests.next_id = state.is_draining, state.next_id
-        self._set_up(state.decode, state.sizes, times, startup.refuse)
+        self._set_up(state.decode, state.sizes, times, SoloComm())  # the others do not meet here
         for request, computed in handover.resume(state, self.scheduler, self.drafts, self.requests):
             request.state = self._new_state(request, computed)
         for tenant, _ in state.tenants:  # that running requests begin to draft here is no use of their indexes
             self.drafts.of(tenant)
 
 
-class _CatchUp(StepHooks):
-    """Work of the replica itself that waits until the device is busy."""
+class _Hooks(StepHooks):
+    """The engine's hooks, with the replica's own work while the device is busy."""
 
-    def __init__(self, catch_up: Callable[[], None]) -> None:
-        self._catch_up = catch_up
+    def __init__(self, replica: Replica) -> None:
+        self._hooks, self._catch_up = replica.hooks, replica.catch_up
+
+    def end_phase(self, phase: str) -> None:
+        self._hooks.end_phase(phase)
 
     def while_busy(self) -> None:
         self._catch_up()
+        self._hooks.while_busy()
