@@ -23,6 +23,7 @@ from fleet_world import DECODE, PROMPTS, Member, fleet, key_of
 import lpr
 from benchmarks.processes.redis_server import redis_server
 from lpr.core.suffix_index import END
+from lpr.engine.drafts import DraftIndexes
 from lpr.fleet import entries, keeper, reader, sharing, snapshots, store
 
 pytestmark = HAS_SERVER
@@ -425,8 +426,7 @@ def test_a_service_learns_from_the_store_and_outlives_it(loaded, plain):
                 return found["lpr"]["num_steps"]
 
             until(lambda: service.client.get("/metrics").text.count("shared_draft_store_up"), "the driver says so")
-            from lpr.engine.drafts import DraftIndexes
-from lpr.engine.trie_file import fingerprint_of
+            from lpr.engine.trie_file import fingerprint_of
 
             key = store.stream_of(fingerprint_of(loaded[1], loaded[0].config.vocab_size), "bundled", "")
             client = server.client()

@@ -1,7 +1,7 @@
 """The commands: everything that changes what the ranks do, in one totally ordered log.
 
 The driver (world rank 0) puts commands in order, one codec carries them, and every rank, the driver included, applies
-them by the same `Engine.apply` after the same step. There is no second way in: the command line, `generate`, `stream`,
+them by the same `Replica.apply` after the same step. There is no second way in: the command line, `generate`, `stream`,
 a service, learnt outputs, tries and measured step times all become commands.
 """
 

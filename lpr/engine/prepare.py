@@ -1,4 +1,4 @@
-"""A loaded model, made ready and checked on all ranks before anything is decoded."""
+"""Prepares a loaded model for tree steps, and checks it on all ranks before anything is decoded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _KERNELS = "result of matrix products (exact mode needs the same bits of all ran
 def prepare(
     loaded: Loaded, decode: DecodeConfig, options: EngineOptions, comm: Comm
 ) -> tuple[TreeModel, TreeCache, StepTimes | None]:
-    """The model as steps evaluate it, a cache like which its cache becomes, and on the driver the given step times.
+    """The model as steps evaluate it, a template for its K/V cache, and on the driver the given step times.
 
     Raises InputError if the model cannot run a token tree, with several ranks on every rank if it is so on one, or if
     one has another model, tokenizer or `decode`; in exact mode also another kind of machine. A replica that joins a
@@ -85,19 +85,19 @@ def longest_sequence(loaded: Loaded, decode: DecodeConfig) -> int:
 
 
 def _compiles(model: TreeModel, loaded: Loaded, options: EngineOptions, comm: Comm) -> bool:
-    """Is the model to be compiled? Raises InputError if it is asked for and cannot be."""
+    """True if the model is to be compiled; raises InputError if `options` ask for it and it cannot be."""
     wanted, captures = options.compile, model.capturer is not None
     if wanted == "on" and not captures:
         raise InputError(f"compile works on captured steps: {model.graph_reason or 'it needs a GPU and graphs=True'}")
     if wanted == "on" and options.exact:
         raise InputError("compile adds in an order that the compiler chooses: it cannot be exact")
-    # A model of somebody else is theirs to call as well, and collectives have not been compiled yet.
+    # The program may call a model that it has loaded itself, and collectives have not been compiled yet.
     mine = captures and loaded.is_ours and comm.tp_mesh is None
     return wanted == "on" or (wanted == "auto" and mine and not options.exact)
 
 
 def _compile(model: TreeModel, like: TreeCache, options: EngineOptions) -> None:
-    """Compile a first step; without success steps are as they were, or it is an InputError if it was asked for."""
+    """Compile a first step. A failure leaves steps as they were; it is an InputError if `options` ask for compiling."""
     model.compile()
     check_compiled(model, like)
     assert model.compiled is not None
@@ -106,9 +106,9 @@ def _compile(model: TreeModel, like: TreeCache, options: EngineOptions) -> None:
 
 
 def _machine(model: TreeModel, options: EngineOptions) -> dict[str, int]:
-    """What decides the bits of a sum besides the program, in exact mode, which needs it to be one; none without."""
+    """Digests of what decides the bits of a sum, which exact mode needs to be equal on all ranks; zeros without it."""
     heights = model.heights
-    if not options.exact or heights is None:  # one that failed says so in its own line
+    if not options.exact or heights is None:  # a failure has its own error line
         return dict.fromkeys((_KIND, _THREADS, _KERNELS), 0)
     device = model.device
     is_gpu = device.type == "cuda"
