@@ -31,8 +31,8 @@ from rich.console import Console
 from benchmarks.common import STEP_TIMES, OneLineParser, make_parser, whole
 from lpr.config import InputError
 from lpr.core.step_times import KNOTS, SHORTEST_KV, StepTimes
+from lpr.engine.limits import SHORTEST_FILL
 from lpr.engine.options import load_step_times
-from lpr.engine.startup import SHORTEST_FILL
 from lpr.planner.facts import facts_of
 from lpr.planner.footprint import Mesh, kv_row_bytes
 from lpr.planner.hardware import GPUS

@@ -20,7 +20,6 @@ class Driver:
     """The steps of one rank's replica and the commands between them; on the driver, also who gives them."""
 
     def __init__(self, replica: Replica, comm: Comm) -> None:
-        """No command has been given yet."""
         self.replica, self.comm = replica, comm
         self.log = CommandLog(comm)
         self._invited: set[int] = set()

@@ -8,12 +8,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from lpr.config import DecodeConfig, TreeSizes
 from lpr.engine.homes import speedup
 from lpr.engine.schedulable import Schedulable
 from lpr.engine.targets import Targets
 
 if TYPE_CHECKING:
     from lpr.core.step_times import StepTimes
+
+SHORTEST_FILL = 32
+"""Tokens that a rank computes at least in a step of a request that it joins, or it would never catch up."""
+ANY_NUMBER = 1 << 30
+"""`home_ranks="auto"`: no limit on the home ranks of a request."""
 
 R = TypeVar("R", bound=Schedulable)
 
@@ -40,6 +46,13 @@ class Limits(Generic[R]):
     speedup: Callable[[R, int], float] | None = None
     """Factor by which one more rank than so many speeds a request up; None: any rank is worth it."""
     targets: Targets[R] | None = None
+
+    @classmethod
+    def of(cls, decode: DecodeConfig, sizes: TreeSizes, num_ranks: int, packed: bool, retains: bool) -> Limits[R]:
+        """The limits of a configuration, of trees of these sizes."""
+        most_homes = ANY_NUMBER if decode.home_ranks == "auto" else decode.home_ranks
+        slots, chunk = decode.max_batch_size, decode.prefill_chunk
+        return cls(slots, num_ranks, chunk, sizes.num_nodes, packed, retains, most_homes)
 
     @property
     def is_elastic(self) -> bool:

@@ -14,7 +14,6 @@ class CommandLog:
     """The commands that no rank has applied yet."""
 
     def __init__(self, comm: Comm) -> None:
-        """The log of the ranks of `comm`."""
         self._comm = comm
         self._waiting: list[Command] = []
         self._message = b""

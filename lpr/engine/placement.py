@@ -31,7 +31,6 @@ class Placement(Generic[R]):
     """The running requests, their home ranks, and the slots of all ranks."""
 
     def __init__(self, limits: Limits[R]) -> None:
-        """Empty slots."""
         self.limits = limits
         self.running: list[R] = []
         self.wanted: list[list[int]] = []

@@ -6,6 +6,7 @@ which rank this is, except for the shard that the rank evaluates.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -17,13 +18,13 @@ from lpr.engine.commands import Abort, Command, Configure, Costs, Drain, Learn, 
 from lpr.engine.drafts import DraftIndexes
 from lpr.engine.exchange import Exchange
 from lpr.engine.hooks import StepHooks
+from lpr.engine.limits import SHORTEST_FILL, Limits
 from lpr.engine.options import EngineOptions
 from lpr.engine.prepare import longest_sequence, prepare
 from lpr.engine.request import Outcome, Request
 from lpr.engine.requests import RequestTable
 from lpr.engine.scheduler import Schedule, Scheduler
 from lpr.engine.sizing import Sizer, resolve_sizes
-from lpr.engine.startup import decide_by, make_scheduler
 from lpr.engine.step import StepPlan, StepResult, decode_step
 from lpr.engine.times_file import StartTimes
 from lpr.model.loader import Loaded
@@ -245,7 +246,8 @@ class Replica:
         self.decode, self.sizes = decode, sizes
         if not keep_drafts or self.drafts.capacity_tokens != sizes.trie_capacity:
             self.drafts = DraftIndexes(sizes.trie_capacity)
-        self.scheduler = make_scheduler(decode, sizes, self.comm.size, self.model.packed, self.options.prefix_reuse)
+        packed, retains = self.model.packed, self.options.prefix_reuse
+        self.scheduler = Scheduler(Limits.of(decode, sizes, self.comm.size, packed, retains))
         # A mesh that can shrink may leave whole trees to one rank, and must not move its K/V then.
         fewest = self.comm.size if self.comm.membership is None else 1
         cache = decode.max_batch_size, self.max_length, sizes.evaluated_capacity(fewest), self.like
@@ -261,7 +263,15 @@ class Replica:
         self.sizer, self._timed = Sizer(self.sizes, times, self.comm, self.start_times.follows), None
         self.exchange = Exchange(self.sizes, num_slots, self.comm, self.model.device, carries_trees)
         if times is not None:
-            decide_by(self.scheduler.limits, self.decode, self.sizes, lambda: self.sizer.times)
+            limits, decode = self.scheduler.limits, self.decode
+            limits.join_chunk = max(SHORTEST_FILL, times.critical_length())
+            targets = decode.first_token_ms or math.inf, decode.per_token_ms or math.inf
+            limits.decide_by(self._current_times, self.sizes.num_nodes // self.comm.size, *targets)
+
+    def _current_times(self) -> StepTimes:
+        times = self.sizer.times
+        assert times is not None, "sizes are not fixed"
+        return times
 
     # The mesh.
 

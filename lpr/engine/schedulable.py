@@ -11,17 +11,14 @@ class Seen(Protocol):
     @property
     def num_steps(self) -> int:
         """Decode steps."""
-        ...
 
     @property
     def num_tokens(self) -> int:
         """Tokens emitted."""
-        ...
 
     @property
     def num_nodes(self) -> int:
         """Tree nodes evaluated, roots included."""
-        ...
 
 
 class Schedulable(Protocol):
@@ -45,14 +42,11 @@ class Schedulable(Protocol):
     @property
     def num_pending(self) -> int:
         """Uncomputed tokens of the home rank that lacks most, the root included; read of running requests only."""
-        ...
 
     @property
     def num_left(self) -> int:
         """Most tokens that it may still emit."""
-        ...
 
     @property
     def stats(self) -> Seen:
         """Its decode steps so far."""
-        ...

@@ -49,7 +49,6 @@ class Scheduler(Generic[R]):
     """Waiting and running requests, and the slots of all ranks."""
 
     def __init__(self, limits: Limits[R]) -> None:
-        """No requests yet."""
         self.limits = limits
         self.waiting: Waiting[R] = Waiting()
         """Requests without a slot."""
