@@ -155,7 +155,9 @@ def routes() -> set[str]:
 
 def unknown_members(code: str) -> set[str]:
     """Members of lpr's classes, and keywords of its settings, that code names and that do not exist."""
-    unknown = {f"engine.{name}" for name in re.findall(r"\bengine\.([a-z]\w*)\b(?!\.)", code) if not in_engine(name)}
+    unknown = {
+        f"engine.{name}" for name in re.findall(r"(?<![\w/.])engine\.([a-z]\w*)\b(?!\.)", code) if not in_engine(name)
+    }
     for cls, arguments in re.findall(r"\b(SamplingParams|DecodeConfig|EngineOptions)\(([^()]*)\)", code):
         known = {field.name for field in dataclasses.fields(getattr(lpr, cls))}
         unknown |= {f"{cls}({name}=)" for name in set(re.findall(r"(\w+)=", arguments)) - known}
