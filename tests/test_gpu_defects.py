@@ -1,7 +1,4 @@
-"""Defects of the CUDA path that a review found without a GPU, each by what shows it without one.
-
-DEFECTS says, by the numbers of that review, where each is held to be mended: here, or where its subject is tested.
-"""
+"""Faults of the CUDA path that show without a GPU: on a pretended one, or in what is asked of torch."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,40 +32,6 @@ from lpr.model.self_check import self_check
 from lpr.model.static_inputs import WIDE_KV, StaticShape, static_shape
 
 __all__ = ["gpu", "guard"]
-
-DEFECTS = {
-    "1 a replica hangs at exit": ("gpu_defects", "release_drops_graphs_that_a_command_has_frozen"),
-    "2 captures in every request": ("gpu_defects", "lengths_and_noise_keys_make_few_shapes"),
-    "2 captures after the start": ("pretend_gpu", "kernel_and_graphs"),
-    "3 logits processors switch graphs off": ("pretend_gpu", "processors"),
-    "4 breaks of the compiled graph": ("compiled", "a_forward_is_one_graph"),
-    "4 an import in the forward": ("gpu_defects", "the_kernel_is_imported_before_a_forward"),
-    "5 blocking copies of the mask": ("gpu_defects", "the_mask_travels_pinned"),
-    "6 noise and sorts over the vocabulary": ("sampling_kernel", "the_same_ids_as_the_specification"),
-    "6 the kernel is what samples": ("pretend_gpu", "kernel_and_graphs"),
-    "7 drafting in Python": ("gpu_defects", "drafting_a_large_tree_is_native"),
-    "8 a failed capture": ("pretend_gpu", "a_failed_capture_leaves_the_stream_and_names_its_cause"),
-    "9 Llama 4 is refused": ("gpu_defects", "experts_that_do_not_read_the_setting_are_not_refused_for_it"),
-    "9 Falcon, GPT-Neo, Phi-MoE copy": ("graphs", "a_forward_that_waits_is_named_and_evaluated_directly"),
-    "10 heights after a failed capture": ("gpu_defects", "after_a_failed_capture_steps_stay_as_high_as_a_replay"),
-    "11 an error on one rank": ("gpu_defects", "an_error_on_one_rank_does_not_wait_for_the_others"),
-    "12 loading through the host": ("gpu_defects", "a_model_is_read_straight_to_a_gpu"),
-    "13 ranks that see one GPU": ("gpu_defects", "ranks_that_see_one_gpu_each_do_not_share_it"),
-    "14 a step's time-out covers loading": ("gpu_defects", "loading_has_a_time_out_of_its_own"),
-    "15 the check of rows": ("gpu_defects", "rows_are_compared_while_the_step_is_prepared"),
-    "16 the payload of a full batch": ("gpu_defects", "the_payload_is_that_of_the_running_batch"),
-    "16 pageable": ("pretend_gpu", "faults_are_noticed"),
-    "17 the drop-in waits for each token": ("pretend_gpu", "the_drop_in_waits_once_a_step_and_not_for_each_token"),
-    "18 errors of a compiler: attention": ("gpu_defects", "a_compilers_error_is_no_runtime_error_and_sdpa_takes_over"),
-    "18 errors of a compiler: captures": ("gpu_defects", "after_a_failed_capture_steps_stay_as_high_as_a_replay"),
-}
-"""By number and subject: test file and test."""
-
-
-def test_every_defect_has_a_test() -> None:
-    assert {int(name.split()[0]) for name in DEFECTS} == set(range(1, 19))
-    for name, (file, test) in DEFECTS.items():
-        assert f"def test_{test}(" in (Path(__file__).parent / f"test_{file}.py").read_text(), name
 
 
 def test_the_mask_travels_pinned(gpu: PretendGpu) -> None:

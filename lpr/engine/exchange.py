@@ -1,6 +1,6 @@
 """The payload of a step's one all-gather: headers, and the results of the nodes that a rank owns.
 
-Its size follows from the configuration and the number of trees, in powers of two (DESIGN rule R2, see
+Its size follows from the configuration and the number of trees, in powers of two (docs/rules.md, R2; see
 `Exchange.payload_words`), so ranks that disagree about anything still meet in the same collective, and the headers tell
 them. The first one has a digest of what all ranks hold, and the length of the commands that the driver broadcasts after
 the step (rule R3). Each tree has one more, with a digest of what its home ranks alone hold. Where a rank may not serve

@@ -4,7 +4,7 @@ Sampling uses the Gumbel-max trick with noise from a counter-based generator key
 position, token id): `argmax(processed_logits / temperature + gumbel)` is an exact sample of
 softmax(processed_logits / temperature), and no random state exists that a different number of steps, another batch or
 another rank could leave in a different place. So sampled text depends on the prompt, the parameters and the seed only,
-however it was drafted (DESIGN rule R4).
+however it was drafted (docs/rules.md, R4).
 
 `specification.pick` says what is chosen; on a CPU `in_cpp.draw` (without the extension `in_numpy.draw`) and on a GPU
 `kernels.sampling_kernel.choose` find the same with far less work.
