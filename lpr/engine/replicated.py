@@ -159,8 +159,7 @@ class ReplicatedState:
         check(self.model.shortage(*cache, self.comm.num_sharing))
         self.model.allocate(*cache)
         self._meet_ranks(times)
-        if self.model.graphs is not None:
-            self.model.graphs.prepare(sizes.num_recycled, show=is_driver(self.comm))
+        self.model.prepare(sizes.num_recycled, show=is_driver(self.comm))
 
     def _meet_ranks(self, times: StepTimes | None) -> None:
         """Make what depends on how many ranks there are, deciding by `times`."""
