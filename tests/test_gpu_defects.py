@@ -16,19 +16,20 @@ from fake_graphs import FakeCapturer
 from pretend_gpu import PretendGpu, gpu, guard, to_gpu
 from torch.distributed import HashStore  # noqa: TID251 - a store of one process, no group
 
-import lpr.model.runner
+import lpr.model.adapter
 from lpr import DecodeConfig, native
 from lpr.config import NUM_HEADER
 from lpr.dist import runtime
 from lpr.dist.runtime import World, memory_of, sharing
 from lpr.engine.exchange import Exchange
 from lpr.model import loader
-from lpr.model.graphs import GraphRunner, uncapturable
+from lpr.model.capture import uncapturable
 from lpr.model.inputs import Row, build_inputs
 from lpr.model.kernels import hook
-from lpr.model.runner import TreeModel
+from lpr.model.runner import SharedWeights, TreeModel
 from lpr.model.sampling.selection import Selection
 from lpr.model.self_check import self_check
+from lpr.model.slot_cache import SlotCache
 from lpr.model.static_inputs import WIDE_KV, StaticShape, static_shape
 
 __all__ = ["gpu", "guard"]
@@ -36,7 +37,7 @@ __all__ = ["gpu", "guard"]
 
 def test_the_mask_travels_pinned(gpu: PretendGpu) -> None:
     rows = [Row(0, 5, [1] * 4, [-1, 0, 0, 2], [5, 6, 6, 7], 2), Row(1, 0, [1] * 3, [-1, 0, 1], [0, 1, 2], 1)]
-    build_inputs(rows, 128, torch.device("cuda", 0), 8, 16, tree_bits=True)
+    build_inputs(rows, SlotCache(2, 128), torch.device("cuda", 0), 8, 16, tree_bits=True)
     assert gpu.count("pinned") >= 3 and gpu.count("pageable") == gpu.count("wait") == 0
 
 
@@ -63,11 +64,6 @@ def test_the_kernel_is_imported_before_a_forward(monkeypatch: pytest.MonkeyPatch
     assert callable(hook._versions[hook.KERNELS["triton"]])
 
 
-def runner_of(capturer: Any, compute: Any) -> GraphRunner:
-    logits = torch.linspace(-1, 1, 50).repeat(8, 1)
-    return GraphRunner(compute, lambda inputs: logits, capturer, torch.device("cpu"), 2, 512, tree_bits=True)
-
-
 class CompilerError(Exception):
     """As Triton's: no RuntimeError."""
 
@@ -86,19 +82,16 @@ class Failing:
 def test_after_a_failed_capture_steps_stay_as_high_as_a_replay(caplog: pytest.LogCaptureFixture) -> None:
     """Ranks of a tensor-parallel replica meet in every layer: the one that failed must not compute fewer rows."""
     heights = []
-
-    def compute(inputs: Any, selection: Selection, num_candidates: int) -> torch.Tensor:
-        heights.append(inputs.tokens.shape[1])
-        return torch.zeros(inputs.tokens.numel(), 1, dtype=torch.int32)
-
-    capturer = Failing()
-    runner = runner_of(capturer, compute)
-    runner.limit(64)
+    runner, capturer = TreeModel(tiny_model()), Failing()
+    runner.capturer = capturer
+    runner.allocate(2, 256, 64, self_check(runner))
+    inner = runner.model.forward
+    runner.model.forward = lambda **given: (heights.append(given["input_ids"].shape[1]), inner(**given))[1]
     for count in (1, 5, 20):
         row = Row(0, 3, [1] * count, list(range(-1, count - 1)), list(range(3, 3 + count)), 1)
-        assert runner.evaluate([row], Selection.build([]), 0) is not None
-    assert heights == [1, 8, 32] and capturer.num_captures == 1
-    assert runner.reason == "ptxas is missing" and "CompilerError" in caplog.text
+        assert len(runner.evaluate([row], Selection.build([]), 0)) == 1
+    assert list(dict.fromkeys(heights)) == [1, 8, 32] and capturer.num_captures == 1
+    assert runner.graph_reason == "ptxas is missing" and "CompilerError" in caplog.text
 
 
 def test_release_drops_graphs_that_a_command_has_frozen() -> None:
@@ -107,10 +100,12 @@ def test_release_drops_graphs_that_a_command_has_frozen() -> None:
     class Graphs:
         """In a cycle, as the real ones are."""
 
+        num_captures = 1
+
     runner = TreeModel(tiny_model())
     graphs: Any = Graphs()
     graphs.itself, gone = graphs, weakref.ref(graphs)
-    runner.graphs = graphs
+    runner.forward = graphs
     gc.freeze()
     del graphs
     runner.release()
@@ -241,11 +236,11 @@ def test_rows_are_compared_while_the_step_is_prepared(graphs: bool, monkeypatch:
         return lambda: events.append("answer")
 
     model = tiny_model()
-    runner = TreeModel(model, check_rows=ask)
+    runner = TreeModel(model, shared=SharedWeights(check_rows=ask))
     runner.capturer = FakeCapturer() if graphs else None
     runner.allocate(1, 64, 8, self_check(runner))
     monkeypatch.setattr(StaticShape, "place", noted("inputs", StaticShape.place))
-    monkeypatch.setattr(lpr.model.runner, "build_inputs", noted("inputs", build_inputs))
+    monkeypatch.setattr(lpr.model.adapter, "build_inputs", noted("inputs", build_inputs))
     model.forward = noted("forward", model.forward)
     row = Row(0, 0, [1, 2, 3], [-1, 0, 1], [0, 1, 2], 3)
     for _ in range(2):

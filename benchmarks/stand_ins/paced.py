@@ -223,7 +223,7 @@ class PacedModel:
         self._gather, exchange.gather = exchange.gather, self.gather
 
     def move_slot(self, source: int, target: int, num_cached: int) -> None:
-        """As TreeCache.move_slot."""
+        """As KVCache.move_slot."""
         self._by_slot[target] = self._by_slot[source]
 
     def fill(self, rows: Sequence[Row]) -> None:
@@ -246,7 +246,7 @@ class PacedModel:
             rows, selection, num_candidates, self._num_slots, self._rows_per_slot, NODE_BUCKETS[-1], tree_bits=True
         )
         if shape is not None:
-            shape.place(self._words.numpy()[: shape.num_words], rows, selection)
+            shape.place(self._words.numpy()[: shape.num_words], rows, selection, self._model.cache)
             self._there[: shape.num_words].copy_(self._words[: shape.num_words])
         longest = max(row.num_cached for row in rows)
         self.device.launch(sum(row.num_entries for row in rows), len(rows), longest)

@@ -14,11 +14,11 @@ from lpr.core.step_times import StepTimes
 from lpr.dist.comm import Comm, agree, is_alone, is_driver
 from lpr.engine.exchange import check_replica, common_heights
 from lpr.engine.options import EngineOptions, load_step_times
-from lpr.model.cache import TreeCache
+from lpr.model.kv_cache import KVCache
 from lpr.model.loader import Loaded, model_digest, tokenizer_digest
 from lpr.model.packing import pack_projections
 from lpr.model.parallel import vocabulary_part
-from lpr.model.runner import TreeModel
+from lpr.model.runner import SharedWeights, TreeModel
 from lpr.model.self_check import check_compiled, self_check
 
 _KIND = "kind of processor or version of torch (exact mode needs one of all ranks)"
@@ -28,7 +28,7 @@ _KERNELS = "result of matrix products (exact mode needs the same bits of all ran
 
 def prepare(
     loaded: Loaded, decode: DecodeConfig, options: EngineOptions, comm: Comm
-) -> tuple[TreeModel, TreeCache, StepTimes | None]:
+) -> tuple[TreeModel, KVCache, StepTimes | None]:
     """The model as steps evaluate it, a template for its K/V cache, and on the driver the given step times.
 
     Raises InputError if the model cannot run a token tree, with several ranks on every rank if it is so on one, or if
@@ -36,23 +36,18 @@ def prepare(
     running mesh is compared with those that began it.
     """
     # Ranks that share weights must not enter a forward with different rows.
-    is_split = comm.tp_mesh is not None
-    model = TreeModel(
-        loaded.model,
-        attention=options.attention,
-        graphs=options.graphs,
-        check_rows=partial(check_replica, comm) if is_split else None,
-        exact=options.exact,
-        share_heights=partial(common_heights, comm) if is_split else None,
-        part=vocabulary_part(loaded.model) if is_split else None,
-    )
+    shared = None
+    if comm.tp_mesh is not None:
+        part = vocabulary_part(loaded.model)
+        shared = SharedWeights(partial(check_replica, comm), partial(common_heights, comm), part)
+    model = TreeModel(loaded.model, options.attention, options.graphs, options.exact, shared)
     failure, costs, like = None, None, None
     try:
         compiles = _compiles(model, loaded, options, comm)
         if compiles:
             pack_projections(loaded.model)
         like = self_check(model)
-        model.check_part()
+        model.sampler.check_part(model.adapter)
         if compiles:
             _compile(model, like, options)
         longest_sequence(loaded, decode)
@@ -96,7 +91,7 @@ def _compiles(model: TreeModel, loaded: Loaded, options: EngineOptions, comm: Co
     return wanted == "on" or (wanted == "auto" and mine and not options.exact)
 
 
-def _compile(model: TreeModel, like: TreeCache, options: EngineOptions) -> None:
+def _compile(model: TreeModel, like: KVCache, options: EngineOptions) -> None:
     """Compile a first step. A failure leaves steps as they were; it is an InputError if `options` ask for compiling."""
     model.compile()
     check_compiled(model, like)
@@ -107,7 +102,7 @@ def _compile(model: TreeModel, like: TreeCache, options: EngineOptions) -> None:
 
 def _machine(model: TreeModel, options: EngineOptions) -> dict[str, int]:
     """Digests of what decides the bits of a sum, which exact mode needs to be equal on all ranks; zeros without it."""
-    heights = model.heights
+    heights = model.adapter.heights
     if not options.exact or heights is None:  # a failure has its own error line
         return dict.fromkeys((_KIND, _THREADS, _KERNELS), 0)
     device = model.device

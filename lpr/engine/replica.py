@@ -254,8 +254,7 @@ class Replica:
         agree(comm, self.model.shortage(*cache, self.comm.num_sharing))
         self.model.allocate(*cache)
         self._fit_mesh(times)
-        if self.model.graphs is not None:
-            self.model.graphs.prepare(sizes.num_recycled, show=is_driver(self.comm))
+        self.model.prepare(sizes.num_recycled, show=is_driver(self.comm))
 
     def _fit_mesh(self, times: StepTimes | None) -> None:
         """Make what depends on the number of ranks; `times` decide, None where sizes are fixed."""

@@ -182,7 +182,7 @@ def commit(model: TreeModel, rows: Sequence[Row], concluded: Sequence[Conclusion
     for row, each in zip(rows, concluded, strict=True):
         if each.is_spoilt:
             cache.clear(row.slot, row.num_cached)
-    cache.move(cache_moves(concluded, [row.slot * cache.rows_per_slot + row.num_cached for row in rows]))
+    cache.move(cache_moves(concluded, cache.first_rows(rows)))
 
 
 def combine(digests: Iterable[int]) -> int:

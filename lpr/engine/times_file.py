@@ -22,7 +22,7 @@ from lpr.core.step_times import StepTimes
 from lpr.dist.comm import Comm, agree, is_driver
 from lpr.engine.sizing import measure_step_times
 from lpr.files import replace_file
-from lpr.model.cache import TreeCache
+from lpr.model.kv_cache import KVCache
 from lpr.model.runner import TreeModel
 
 
@@ -44,7 +44,7 @@ class StartTimes:
         self.times, self.follows = times, False
 
     def find(
-        self, model: TreeModel, like: TreeCache, max_nodes: int, max_length: int, max_batch_size: int
+        self, model: TreeModel, like: KVCache, max_nodes: int, max_length: int, max_batch_size: int
     ) -> StepTimes:
         """The step times, the same on all ranks; measured up to these sizes if they are neither known nor on disk.
 
@@ -85,7 +85,7 @@ class StartTimes:
 def times_path(model: TreeModel, comm: Comm, *sizes: int) -> Path:
     """The file for `model` as it runs now, measured up to `sizes` (nodes, length, batch) on the ranks of `comm`."""
     facts = [
-        *(model.config.to_json_string(), str(next(model.model.parameters()).dtype), str(model.device.type)),
+        *(model.adapter.config.to_json_string(), str(next(model.model.parameters()).dtype), str(model.device.type)),
         torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else platform.processor(),
         *(torch.get_num_threads(), torch.__version__, model.attention, model.packed, model.graphs is not None),
         *(platform.node(), comm.size, comm.tp_size, model.exact, *sizes),

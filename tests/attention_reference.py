@@ -1,4 +1,4 @@
-"""Tree attention in plain PyTorch: the specification that the GPU versions are compared with."""
+"""Tree attention in plain PyTorch: the specification of the GPU kernels."""
 
 from __future__ import annotations
 
