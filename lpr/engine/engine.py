@@ -13,7 +13,8 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from lpr.config import DecodeConfig, InputError, SamplingParams
-from lpr.dist.comm import Comm, MeshChangedError, SoloComm, agree, is_alone, is_driver
+from lpr.dist.comm import Comm, agree, is_alone, is_driver
+from lpr.dist.errors import MeshChangedError
 from lpr.engine import commands, handover
 from lpr.engine.commands import Abort, Command, Configure, Costs, Drain, Learn, RequestId, Stop, Submit, TakeIn
 from lpr.engine.log import CommandLog
@@ -53,7 +54,7 @@ class Engine(Replica):
         rank if it is so on one, or if one has another model, tokenizer or configuration.
         """
         decode = decode if decode is not None else DecodeConfig()
-        comm = comm if comm is not None else SoloComm()
+        comm = comm if comm is not None else Comm()
         super().__init__(loaded, decode, options if options is not None else EngineOptions(), comm)
         self._log = CommandLog(comm)
         self._invited: set[int] = set()

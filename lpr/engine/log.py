@@ -1,7 +1,7 @@
 """The command log of one rank: where the driver's commands wait for their step, and how they reach all ranks.
 
-While there is work, the header of a step's gather announces how long the waiting commands are; without work, the host
-channel does. Either way they follow in one broadcast, and every rank decodes and applies them at the same place.
+While there is work, the header of a step's gather announces how long the waiting commands are; without work,
+`Comm.announce` does. Either way they follow in one broadcast, and every rank applies them at the same place.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class CommandLog:
     def receive_idle(self) -> list[Command]:
         """On every rank without work, the next commands: the driver's by now, the others wait for them."""
         if not is_driver(self._comm):
-            return self.receive(self._comm.channel.wait())
+            return self.receive(self._comm.await_announcement())
         num_bytes = self.announce()
         if num_bytes:
-            self._comm.channel.announce(num_bytes)
+            self._comm.announce(num_bytes)
         else:
-            self._comm.channel.check()
+            self._comm.check()
         return self.receive(num_bytes)

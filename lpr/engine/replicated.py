@@ -12,7 +12,8 @@ import numpy as np
 
 from lpr.config import DecodeConfig, InputError, TreeSizes
 from lpr.core.step_times import StepTimes, interpolate
-from lpr.dist.comm import Comm, MeshChangedError, agree, is_driver
+from lpr.dist.comm import Comm, agree, is_driver
+from lpr.dist.errors import MeshChangedError
 from lpr.engine import handover
 from lpr.engine.commands import RequestId, Submit
 from lpr.engine.exchange import Exchange
