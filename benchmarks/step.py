@@ -29,7 +29,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 
 import lpr.model.runner
@@ -136,9 +135,10 @@ def payload_bytes(decode: DecodeConfig, num_ranks: int) -> int:
 def gather_times(comm: Comm, device: torch.device, size: int, repeats: int) -> list[float]:
     """Milliseconds of `repeats` gathers of `size` bytes per rank, each the slowest rank's."""
     payload = torch.zeros(-(-size // 4), dtype=torch.int32, device=device)
+    start = torch.zeros(1, dtype=torch.int32, device=device)
     mine = []
     for _ in range(WARM_UP + repeats):
-        dist.barrier()
+        comm.gather(start)
         began = time.perf_counter()
         comm.gather(payload)
         mine.append(int((time.perf_counter() - began) * 1e9))
@@ -154,7 +154,8 @@ def measure_collective(options: argparse.Namespace, comm: Comm, device: torch.de
         worst = times[int(0.99 * (len(times) - 1))]
         runs.append({"bytes": size, "median_ms": round(statistics.median(times), 4), "p99_ms": round(worst, 4)})
     num_ranks = comm.size * comm.tp_size
-    return {"num_ranks": num_ranks, "backend": dist.get_backend(), "device": str(device), "runs": runs}
+    backend = "nccl" if device.type == "cuda" and comm.num_sharing == 1 else "gloo"
+    return {"num_ranks": num_ranks, "backend": backend, "device": str(device), "runs": runs}
 
 
 def work_as_rank() -> int:

@@ -20,6 +20,7 @@ import lpr.model.adapter
 from lpr import DecodeConfig, native
 from lpr.config import NUM_HEADER
 from lpr.dist import runtime
+from lpr.dist.rendezvous import Member, Rendezvous
 from lpr.dist.runtime import World, memory_of, sharing
 from lpr.engine.exchange import Exchange
 from lpr.model import loader
@@ -142,47 +143,41 @@ def test_ranks_that_see_one_gpu_each_do_not_share_it(
     assert memory_of(None) == memory_of(None), "on a CPU all ranks of a machine share its memory"
 
 
-class Mesh:
-    """Stands for a DeviceMesh of two replicas."""
+class FakeGroup:
+    """A torch process group of two ranks that always answers; notes what is done to it."""
 
-    shape = (2, 1)
+    def __init__(self, done: list[Any]) -> None:
+        self.done = done
 
-    def get_group(self, axis: str) -> str:
-        return axis
+    def _allgather_base(self, gathered: torch.Tensor, payload: torch.Tensor) -> FakeGroup:
+        self.done.append("gather")
+        gathered.copy_(payload.repeat(2))
+        return self
 
-    def get_local_rank(self, axis: str) -> int:
-        return 0
+    def wait(self, *limit: timedelta) -> None:
+        """It has ended."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def abort(self) -> None:
+        self.done.append("abort")
 
 
 @pytest.fixture
 def groups(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A world of two GPUs with NCCL, in which nothing meets: what is done to the process groups, in order."""
+    """A world of two ranks in which nothing meets: what is done to the process groups, in order."""
     done: list[Any] = []
+    store = HashStore()
 
-    def end(how: str) -> None:
-        done.append(how)
-        monkeypatch.setattr(runtime.dist, "is_initialized", lambda: False)
+    def make_group(store: object, rank: int, size: int, device: torch.device, timeout: float) -> FakeGroup:
+        done.append((size, device.type, timeout))
+        return FakeGroup(done)
 
-    def init(backend: str, timeout: timedelta, **_: Any) -> None:
-        done.append((backend, timeout.total_seconds()))
-        monkeypatch.setattr(runtime.dist, "is_initialized", lambda: True)
-
-    channel = SimpleNamespace(close=lambda: None)
-    monkeypatch.setattr(runtime, "_connect", lambda *_: None)
-    monkeypatch.setattr(runtime, "_die_with_launcher", lambda: None)
-    monkeypatch.setattr(runtime, "memory_of", lambda device: "gpu")
-    monkeypatch.setattr(runtime, "sharing", lambda *_: (1, 1))
-    monkeypatch.setattr(runtime, "StoreChannel", lambda *_: channel)
-    monkeypatch.setattr(runtime, "init_device_mesh", lambda *_, **__: Mesh())
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(runtime.dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(runtime.dist, "init_process_group", init)
-    monkeypatch.setattr(runtime.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(runtime.dist, "barrier", lambda: done.append("barrier"))
-    monkeypatch.setattr(runtime.dist, "destroy_process_group", lambda: end("destroy"))
-    monkeypatch.setattr(runtime.dist.distributed_c10d, "_abort_process_group", lambda: end("abort"))
-    set_timeout = lambda limit, group: done.append((group, limit.total_seconds()))  # noqa: E731
-    monkeypatch.setattr(runtime.dist.distributed_c10d, "_set_pg_timeout", set_timeout)
+    monkeypatch.setattr(runtime, "connect_store", lambda *_, **__: store)
+    monkeypatch.setattr(runtime, "sharing", lambda *_: (2, 2))
+    monkeypatch.setattr(runtime, "die_with_parent", lambda: None)
+    monkeypatch.setattr(runtime.group, "make_group", make_group)
     return done
 
 
@@ -190,22 +185,30 @@ TWO = World(rank=0, size=2, local_rank=0, attempt=0, launched=True)
 
 
 def test_an_error_on_one_rank_does_not_wait_for_the_others(groups: list[Any]) -> None:
-    """Destroying an NCCL group is a collective: the others do not come to it, and the process would hang."""
-    with pytest.raises(ZeroDivisionError), runtime.join(TWO, "cuda:0", 60.0):
+    """A collective at the end would hang: the others do not come to it."""
+    with pytest.raises(ZeroDivisionError), runtime.join(TWO, "cpu", 60.0):
         raise ZeroDivisionError
-    assert "abort" in groups and "destroy" not in groups and "barrier" not in groups
+    assert groups[1:] == ["abort"]
     groups.clear()
-    with runtime.join(TWO, "cuda:0", 60.0):
+    with runtime.join(TWO, "cpu", 60.0):
         pass
-    assert groups[-2:] == ["barrier", "destroy"], "who ends well waits for the others"
+    assert groups[1:] == ["gather", "abort"], "who ends well waits for the others"
 
 
-def test_loading_has_a_time_out_of_its_own(groups: list[Any]) -> None:
-    with runtime.join(TWO, "cuda:0", 30.0, load_timeout=3600.0) as comm:
-        assert groups == [("nccl", 3600.0), ("lp", 3600.0), ("tp", 3600.0)]
-        groups.clear()
+def test_a_lost_rank_is_written_down_for_the_others(groups: list[Any]) -> None:
+    with pytest.raises(ZeroDivisionError), runtime.join(TWO, "cpu", 60.0):
+        raise ZeroDivisionError
+    other = Rendezvous(runtime.connect_store(TWO, timedelta(0)), Member(1))
+    assert other.loss(0, [0, 1]) == "replica 0 was lost: rank 0 failed: ZeroDivisionError"
+
+
+def test_loading_has_a_time_out_of_its_own(groups: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+    monkeypatch.setattr(runtime.group.ProcessGroup, "limit", lambda self, timeout: limits.append(timeout))
+    with runtime.join(TWO, "cpu", 30.0, load_timeout=3600.0) as comm:
+        assert groups == [(2, "cpu", 3600.0)] and not limits
         comm.loaded()
-        assert [seconds for _, seconds in groups] == [30.0] * 3 and {"lp", "tp"} < {group for group, _ in groups}
+        assert limits == [30.0]
 
 
 def test_the_payload_is_that_of_the_running_batch() -> None:

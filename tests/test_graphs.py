@@ -14,7 +14,7 @@ from worlds import generate_on
 
 import lpr.model.step_scope
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
-from lpr.dist.channel import SoloChannel
+from lpr.dist.comm import Comm
 from lpr.model.capture import NoWaiting, Program, uncapturable
 from lpr.model.graphs import GraphForward
 from lpr.model.inputs import Row, build_inputs
@@ -344,29 +344,21 @@ def test_an_operator_that_is_not_replayed_changes_the_text(
 # One synchronisation per step.
 
 
-class BlindComm:
+class BlindComm(Comm):
     """A world that reads no payload on the device: what comes back is made up."""
 
-    rank = tp_rank = 0
-    tp_size = num_sharing = 1
-    tp_mesh = membership = None
+    size: int = 1
 
     def __init__(self, size: int) -> None:
+        super().__init__()
         self.size = size
         self.num_gathers = 0
-        self.channel = SoloChannel()
 
     def gather(self, payload: torch.Tensor) -> torch.Tensor:
         if payload.device.type == "cpu":
             return payload.expand(self.size, -1)
         self.num_gathers += 1
         return torch.zeros(self.size, len(payload), dtype=torch.int32)
-
-    def broadcast(self, message: bytes, length: int) -> bytes:
-        return message  # of the only rank that is here
-
-    def loaded(self) -> None:
-        pass
 
 
 class Watch(NoWaiting):

@@ -14,7 +14,8 @@ from worlds import ThreadComm, ThreadWorld, generate_on, run_ranks
 
 from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.config import InputError
-from lpr.dist.comm import CommError, agree
+from lpr.dist.comm import agree
+from lpr.dist.errors import CommError
 from lpr.engine.exchange import DesyncError, Exchange, Gathered, check_replica
 from lpr.model.inputs import Row
 from lpr.model.loader import model_digest

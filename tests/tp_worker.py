@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_leaves
 import lpr.cli.generate
 from benchmarks.exactness import PLAIN, SHAPES, Group, Worlds
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
-from lpr.dist.comm import CommError, ProcessComm
+from lpr.dist.comm import ProcessComm
+from lpr.dist.errors import CommError
 from lpr.dist.runtime import World, join, leave
 from lpr.engine.exchange import DesyncError, Gathered
 from lpr.model.loader import load

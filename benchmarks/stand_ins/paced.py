@@ -24,7 +24,7 @@ import torch
 
 from lpr.config import TreeSizes, result_words
 from lpr.core.step_times import StepTimes
-from lpr.dist.comm import SoloComm
+from lpr.dist.comm import Comm
 from lpr.engine.engine import Engine
 from lpr.model.inputs import Row
 from lpr.model.sampling.selection import Selection
@@ -170,8 +170,10 @@ class Device:
         self.lap.ready = self.clock.now()
 
 
-class PacedComm(SoloComm):
+class PacedComm(Comm):
     """Rank 0 of `size` ranks; the others are simulated: they cost what this one does, at the same time."""
+
+    size: int = 1
 
     def __init__(self, size: int) -> None:
         """A world of `size` ranks, all of which agree at the start."""

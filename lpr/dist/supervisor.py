@@ -1,7 +1,7 @@
 """The supervisor: the process that starts the ranks of one machine, outlives each of them, and replaces the lost ones.
 
 torchrun ends all ranks when one fails. This process holds the rendezvous store, so that it survives any rank; says in
-the register which rank has ended, at once; ends a rank that is stopped or hangs, so that its sockets close and nobody
+the rendezvous which rank has ended, at once; ends a rank that is stopped or hangs, so that its sockets close and nobody
 waits for it; and starts a new replica in the place of a lost one, which loads by itself and joins the others when it is
 ready. When no replica is left, the first one that has loaded is the beginning of a new mesh.
 """
@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING
 from lpr.dist.places import SUPERVISED, die_with_parent
 
 if TYPE_CHECKING:
-    from lpr.dist.heart import Watch
-    from lpr.dist.register import Register
+    from lpr.dist.heartbeat import Watch
+    from lpr.dist.rendezvous import Rendezvous
 
 TICK = 0.25
 """Seconds between two looks at hearts and at who waits to join; the end of a process is noticed at once."""
@@ -121,7 +121,7 @@ class Supervisor:
             for place in range(self.num_replicas):
                 self._start(place)
             # While they import their libraries: a store needs torch, which takes seconds to load.
-            self._register, self._watch = self._open_register()
+            self._rendezvous, self._watch = self._open_store()
             try:
                 while self._replicas or (self._due and self._code is None):
                     self._tick()
@@ -130,20 +130,20 @@ class Supervisor:
                     replica.signal(signal.SIGKILL)
         return 1 if self._code is None else self._code
 
-    def _open_register(self) -> tuple[Register, Watch]:
+    def _open_store(self) -> tuple[Rendezvous, Watch]:
         from datetime import timedelta
 
         import torch.distributed as dist
 
-        from lpr.dist.heart import Watch
-        from lpr.dist.register import Member, Register
+        from lpr.dist.heartbeat import Watch
+        from lpr.dist.rendezvous import Member, Rendezvous
 
         store = dist.TCPStore(
             "127.0.0.1", self._port, None, is_master=True, timeout=timedelta(seconds=30), wait_for_workers=False,
             master_listen_fd=self._socket.detach(),
         )  # fmt: skip
-        register = Register(dist.PrefixStore("lpr-attempt-0", store), Member(-1), self.tp)
-        return register, Watch(register)
+        rendezvous = Rendezvous(dist.PrefixStore("lpr-attempt-0", store), Member(-1), self.tp)
+        return rendezvous, Watch(rendezvous)
 
     # Processes.
 
@@ -212,7 +212,7 @@ class Supervisor:
     def _note_end(self, number: int, pid: int, code: int) -> None:
         replica = self._replicas[number]
         replica.codes[pid] = code
-        self._register.mark_dead(number, f"a rank has ended with code {code}")
+        self._rendezvous.mark_dead(number, f"a rank has ended with code {code}")
         if code in FINISHED and replica.is_ready:
             self._end(code, LEAVE_SECONDS)
         elif self._code is None:
@@ -252,21 +252,21 @@ class Supervisor:
     def _note_ready(self) -> None:
         for replica in self._replicas.values():
             if not replica.is_ready:
-                members = self._register.members([replica.number])
-                replica.is_ready = all(self._register.is_ready(member) for member in members)
+                members = self._rendezvous.members([replica.number])
+                replica.is_ready = all(self._rendezvous.is_ready(member) for member in members)
 
     def _end_the_dead(self) -> None:
         """Kill what hangs or was given up, so that its place can be filled. Loading takes as long as it takes."""
         for number, replica in self._replicas.items():
             if self._is_stopped(replica):
-                self._register.mark_dead(number, "it was stopped")
+                self._rendezvous.mark_dead(number, "it was stopped")
                 replica.signal(signal.SIGKILL)
         ready = [number for number, replica in self._replicas.items() if replica.is_ready]
         for number in self._watch.silent(ready):
-            self._register.mark_dead(number, "no heartbeat")
+            self._rendezvous.mark_dead(number, "no heartbeat")
         now = time.monotonic()
         for number in ready:
-            if self._register.dead_reason(number):
+            if self._rendezvous.dead_reason(number):
                 since = self._dead_since.setdefault(number, now)
                 if now - since > DYING_SECONDS:
                     self._replicas[number].signal(signal.SIGKILL)
@@ -284,7 +284,7 @@ class Supervisor:
 
     def _found_or_offer(self) -> None:
         """Name the replicas that wait to join; if no mesh is left, let the first of them begin one."""
-        while (decision := self._register.decision(self._epoch + 1)) is not None:
+        while (decision := self._rendezvous.decision(self._epoch + 1)) is not None:
             self._epoch += 1
             self._members = decision.replicas
         waiting = [number for number, replica in self._replicas.items() if replica.is_ready]
@@ -294,18 +294,18 @@ class Supervisor:
             return  # the first start goes on
         is_left = self._epoch >= 0 and any(self._is_alive(number) for number in self._members)
         if waiting and not is_left:
-            from lpr.dist.register import Decision
+            from lpr.dist.rendezvous import Decision
 
             if self._epoch < 0:  # the ranks of the start, which never met, have left their traces there
-                self._register.decide(0, Decision([]))
+                self._rendezvous.decide(0, Decision([]))
             epoch = max(0, self._epoch) + 1
-            if self._register.decide(epoch, Decision(waiting[:1])).replicas == waiting[:1]:
-                self._register.welcome(epoch, waiting[0])
+            if self._rendezvous.decide(epoch, Decision(waiting[:1])).replicas == waiting[:1]:
+                self._rendezvous.welcome(epoch, waiting[0])
         elif self._epoch >= 0:
-            self._register.offer(waiting)
+            self._rendezvous.offer(waiting)
 
     def _is_alive(self, number: int) -> bool:
-        return number in self._replicas and self._register.dead_reason(number) is None
+        return number in self._replicas and self._rendezvous.dead_reason(number) is None
 
     def _is_newcomer(self, number: int) -> bool:
         return number >= self.num_replicas

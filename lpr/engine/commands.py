@@ -78,7 +78,7 @@ class TakeIn(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Go on together with replicas that have loaded, after all other commands that came with this one."""
 
     replicas: list[int]
-    """Their numbers (see lpr.dist.register)."""
+    """Their numbers (see lpr.dist.rendezvous)."""
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True, array_like=True):

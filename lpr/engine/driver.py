@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lpr.dist.comm import Comm, MeshChangedError, is_alone, is_driver
+from lpr.dist.comm import Comm, is_alone, is_driver
+from lpr.dist.errors import MeshChangedError
 from lpr.engine.commands import Command, Costs, TakeIn
 from lpr.engine.log import CommandLog
 from lpr.engine.replica import Replica

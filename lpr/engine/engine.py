@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from lpr.config import DecodeConfig, InputError, SamplingParams, TreeSizes
 from lpr.core.step_times import StepTimes
-from lpr.dist.comm import Comm, SoloComm, agree, is_driver
+from lpr.dist.comm import Comm, agree, is_driver
 from lpr.engine import commands, handover
 from lpr.engine.commands import Abort, Configure, Costs, Drain, Learn, RequestId, Stop, Submit
 from lpr.engine.driver import Driver
@@ -60,7 +60,7 @@ class Engine:
         rank if it is so on one, or if one has another model, tokenizer or configuration.
         """
         decode = decode if decode is not None else DecodeConfig()
-        self.comm = comm if comm is not None else SoloComm()
+        self.comm = comm if comm is not None else Comm()
         self.options = options if options is not None else EngineOptions()
         self.tokenizer, self.eos_token_ids = loaded.tokenizer, loaded.eos_token_ids
         self.replica = Replica(loaded, decode, self.options, self.comm)

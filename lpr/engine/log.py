@@ -1,7 +1,7 @@
 """The command log of one rank: how the driver's commands reach all ranks.
 
-While there is work, the header of a step's gather announces the length of the waiting commands; without work, the host
-channel does. One broadcast follows, and every rank decodes and applies the commands at the same place.
+While there is work, the header of a step's gather announces the length of the waiting commands; without work,
+`Comm.announce` does. One broadcast follows, and every rank decodes and applies the commands at the same place.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class CommandLog:
     def receive_idle(self) -> list[Command]:
         """On every rank without work: the next commands. Ranks other than the driver wait for them."""
         if not is_driver(self._comm):
-            return self.receive(self._comm.channel.wait())
+            return self.receive(self._comm.await_announcement())
         num_bytes = self.announce()
         if num_bytes:
-            self._comm.channel.announce(num_bytes)
+            self._comm.announce(num_bytes)
         else:
-            self._comm.channel.check()
+            self._comm.check()
         return self.receive(num_bytes)

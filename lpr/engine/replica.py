@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 from lpr.config import DecodeConfig, TreeSizes
 from lpr.core.step_times import StepTimes
-from lpr.dist.comm import Comm, MeshChangedError, SoloComm, agree, is_driver
+from lpr.dist.comm import Comm, agree, is_driver
+from lpr.dist.errors import MeshChangedError
 from lpr.engine import handover
 from lpr.engine.commands import Abort, Command, Configure, Costs, Drain, Learn, RequestId, Stop, Submit, TakeIn
 from lpr.engine.drafts import DraftIndexes
@@ -314,7 +315,7 @@ class Replica:
         times = StepTimes.from_json(state.times) if state.times is not None else None
         self.start_times.times, self.start_times.follows = times, state.follows
         self.is_draining, self.requests.next_id = state.is_draining, state.next_id
-        self._set_up(state.decode, state.sizes, times, SoloComm())  # the others do not meet here
+        self._set_up(state.decode, state.sizes, times, Comm())  # the others do not meet here
         for request, computed in handover.resume(state, self.scheduler, self.drafts, self.requests):
             request.state = self._new_state(request, computed)
         for tenant, _ in state.tenants:  # that running requests begin to draft here is no use of their indexes

@@ -1,0 +1,17 @@
+"""Errors of the exchange between ranks."""
+
+from __future__ import annotations
+
+
+class CommError(RuntimeError):
+    """The ranks cannot exchange data: one of them was lost, hangs, or sent something else."""
+
+
+class MeshChangedError(CommError):
+    """A gather of a mesh that no longer exists and whose result no rank has. The step is dropped."""
+
+
+def first_line(failure: BaseException) -> str:
+    """The first line of an error's message, or its type where it has none."""
+    lines = str(failure).strip().splitlines()
+    return lines[0][:200] if lines else type(failure).__name__
