@@ -7,11 +7,11 @@ that several ranks take these very steps).
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.common import ModelOptions
 from lpr import DecodeConfig, Engine, EngineOptions, SamplingParams, bundled_model
 from lpr.core.partition import partition
 from lpr.core.state import num_computed_after
@@ -20,8 +20,8 @@ from lpr.engine.stats import DecodeStats
 from lpr.model.loader import Loaded, load
 
 
-def load_engine(options: argparse.Namespace, decode: DecodeConfig | None = None) -> Engine:
-    """The engine that `--model`, `--dtype`, `--device` and `--exact` ask for."""
+def load_engine(options: ModelOptions, decode: DecodeConfig | None = None) -> Engine:
+    """The engine of `--model`, `--dtype`, `--device` and `--exact`."""
     found = load_model(options)
     return Engine(found.loaded, decode, found.options)
 
@@ -34,8 +34,8 @@ class OneModel:
     options: EngineOptions
 
 
-def load_model(options: argparse.Namespace) -> OneModel:
-    """The model that `--model`, `--dtype` and `--device` ask for, to be run as `--exact` says."""
+def load_model(options: ModelOptions) -> OneModel:
+    """The model of `--model`, `--dtype`, `--device` and `--exact`."""
     loaded = load(str(options.model or bundled_model()), options.dtype, options.device)
     return OneModel(loaded, EngineOptions(dtype=options.dtype, device=options.device, exact=options.exact))
 
@@ -46,7 +46,7 @@ def engines_over(model: OneModel, decodes: Mapping[str, DecodeConfig]) -> dict[s
 
 
 def switch(engine: Engine, decode: DecodeConfig) -> None:
-    """Decode under `decode` from now on, with nothing learnt."""
+    """Decode under `decode` from now on, with empty draft indexes."""
     engine.configure(decode)
 
 

@@ -1,4 +1,4 @@
-"""The kernels in benchmarks.gpu_check: do they compile and agree with their specifications, and how fast are they?"""
+"""The kernels in benchmarks.gpu_check: compilation, agreement with their specifications, and speed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LIMITS = {
 
 
 def warm_up(sizes: Sizes) -> dict[str, Any]:
-    """Compile what the first engine needs, and say what it got: attention, sampling, captures, and their seconds."""
+    """Compile the kernels of a first engine; returns the chosen attention, sampling and captures, and their seconds."""
     began = time.perf_counter()
     picked = choice.gpu_pick(sizes.device) if sizes.device.type == "cuda" else specification.pick
     sampling_s = time.perf_counter() - began
@@ -54,7 +54,7 @@ def warm_up(sizes: Sizes) -> dict[str, Any]:
 
 
 def choices(sizes: Sizes) -> dict[str, Any]:
-    """Microseconds of choosing tokens by vocabulary, rows and limits: what lpr does, and the specification."""
+    """Microseconds of choosing tokens by vocabulary, rows and limits: lpr's choice, and the specification."""
     on_gpu = sizes.device.type == "cuda"
     rows = []
     for vocabulary, count in product(VOCABULARIES if on_gpu else (500,), (1, 16, 64) if on_gpu else (2,)):
@@ -78,14 +78,14 @@ def choices(sizes: Sizes) -> dict[str, Any]:
 # The attention of one layer.
 
 HEADS = {"7B": (32, 32), "34B, 70B": (64, 8), "70B, tp 8": (8, 1)}
-"""Query and K/V heads; 70B is one of eight tensor-parallel shards, too."""
+"""Query and K/V heads; of 70B also one of eight tensor-parallel shards."""
 HEAD_DIM = 128
 COLD_BYTES = 128 << 20
-"""Bytes of K and V that a captured graph goes through, several times any L2 cache, as a model's layers do."""
+"""Bytes of K and V that a captured graph reads: several times any L2 cache, like a model's layers."""
 
 
 def attention(sizes: Sizes, bytes_per_s: float | None) -> dict[str, Any]:
-    """One layer's tree attention, kernel and SDPA with a dense mask, beside the time to read K and V once."""
+    """Tree attention of one layer by kernel and by SDPA with a dense mask, and the time to read K and V once."""
     rows = []
     for (name, heads), count, length in product(HEADS.items(), (1, 64, 512), (512, 2048, 8192, 32768)):
         rows.append({"heads": name, "nodes": count, "kv": length, **attention_row(heads, count, length, sizes)})

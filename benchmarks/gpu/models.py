@@ -33,7 +33,7 @@ def random_model(shape: dict[str, Any], sizes: Sizes) -> PreTrainedModel:
 
 
 def tree_step(num_cached: int, count: int, vocab_size: int) -> tuple[list[Row], Selection]:
-    """A greedy step of one random tree of `count` nodes below `num_cached` committed tokens."""
+    """A greedy step of one random tree of `count` nodes after `num_cached` committed tokens."""
     generator = torch.Generator().manual_seed(count)
     parents = [-1] + [int(torch.randint(node, (), generator=generator)) for node in range(1, count)]
     depths = [0] * count
@@ -44,7 +44,7 @@ def tree_step(num_cached: int, count: int, vocab_size: int) -> tuple[list[Row], 
 
 
 def shapes_like(runner: TreeModel) -> KVCache:
-    """A cache that has seen one forward, for its layer shapes."""
+    """A cache after one forward, for its layer shapes."""
     like = SlotCache(1, 32)
     rows, _ = tree_step(0, 2, runner.vocab_size)
     runner.adapter.logits(rows, like)
@@ -92,7 +92,7 @@ def words_of(runner: TreeModel, shape: StaticShape, rows: Sequence[Row], selecti
 
 
 def replay_equals_program(runner: TreeModel, sizes: Sizes) -> dict[str, bool]:
-    """Is a replayed graph's result that of its own uncaptured program, bit for bit, for a step it was not made from?"""
+    """True, by nodes, if a graph replayed on another step gives the same bits as its uncaptured program."""
     found, graphs = {}, runner.graphs
     assert graphs is not None
     for count in sizes.few_nodes:
@@ -110,7 +110,7 @@ def replay_equals_program(runner: TreeModel, sizes: Sizes) -> dict[str, bool]:
 
 
 def checks(model: PreTrainedModel) -> str:
-    """What the self-check at load says of a model."""
+    """The outcome of the self-check of a model."""
     try:
         self_check(TreeModel(model, graphs=False))
     except InputError as failure:
@@ -119,7 +119,7 @@ def checks(model: PreTrainedModel) -> str:
 
 
 def profile_step(model: PreTrainedModel, sizes: Sizes) -> dict[str, Any]:
-    """Where one step of 64 nodes spends its time, eager and as a graph: the operators that take longest."""
+    """The operators that take longest in a step of 64 nodes, eager and as a graph."""
     from torch.profiler import ProfilerActivity, profile
 
     on_gpu = sizes.device.type == "cuda"
@@ -164,9 +164,8 @@ def stock_rates(model: PreTrainedModel, sizes: Sizes, compiled: bool) -> dict[st
 def large_end_to_end(model: PreTrainedModel, sizes: Sizes) -> dict[str, Any]:
     """Tokens per second of a large model, plain and with drafts, greedy and sampled, one request at a time.
 
-    Its weights are random, so how many drafts are accepted says nothing of a real text: the time of a step does, with
-    everything that a step does. The texts of plain decoding and lookahead are compared, too: in half precision they
-    may part where two logits are close.
+    Its weights are random, so only the time of a whole step is meaningful, not the acceptance length. The texts of
+    plain decoding and lookahead are compared; in half precision they may differ where two logits are close.
     """
     prompt, tokens = list(range(3, 67)), 64 if sizes.device.type == "cuda" else sizes.max_new_tokens
     lookahead = DecodeConfig(window_size=8, trie_nodes=32, max_batch_size=1)
@@ -197,7 +196,7 @@ def large_end_to_end(model: PreTrainedModel, sizes: Sizes) -> dict[str, Any]:
 
 
 def run_static(runner: TreeModel, shape: StaticShape, words: torch.Tensor) -> torch.Tensor:
-    """What a graph of `shape` does, without a graph."""
+    """The program of a graph of `shape`, without a graph."""
     inputs, selection = shape.read(words)
     assert runner.cache is not None
     logits = (runner.compiled or runner.adapter).forward(inputs, runner.cache)
@@ -205,7 +204,7 @@ def run_static(runner: TreeModel, shape: StaticShape, words: torch.Tensor) -> to
 
 
 def compiled_step(model: PreTrainedModel, sizes: Sizes) -> dict[str, Any]:
-    """A step of one token and one of a tree through torch.compile, captured as graphs: what fusion would gain."""
+    """Steps of one token and of a tree, captured as graphs, with and without torch.compile."""
     plain, fused = TreeModel(model, graphs=False), dict[str, Any]()
     on_gpu = sizes.device.type == "cuda"
     plain.allocate(1, max(sizes.lengths), max(sizes.nodes), shapes_like(plain))

@@ -32,7 +32,7 @@ TINY = dict(
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large everything is: as the papers' models, or tiny for a test of this program."""
+    """Sizes of models and workloads: as the papers' models, or tiny for a test of this program."""
 
     device: torch.device
     models: dict[str, dict[str, Any]]
@@ -60,7 +60,7 @@ class Sizes:
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done everything."""
+    """Wait until the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -84,7 +84,7 @@ def median_ms(call: Callable[[], object], device: torch.device, seconds: float =
 
 
 def bandwidth(sizes: Sizes) -> dict[str, Any]:
-    """Bytes per second, read and written, of a copy on the device: what the floor of t(n) is counted with."""
+    """Bytes per second, read and written, of a copy on the device, for the floor of t(n)."""
     source = torch.empty(sizes.copy_bytes, dtype=torch.uint8, device=sizes.device)
     target = torch.empty_like(source)
     ms = median_ms(lambda: target.copy_(source), sizes.device)
@@ -127,7 +127,7 @@ def _ids(engine: Engine, prompts: Sequence[str], params: SamplingParams) -> list
 
 
 def _same(one: list[list[int]], other: list[list[int]]) -> int:
-    """How many prompts have equal ids."""
+    """The number of prompts with equal ids."""
     return sum(mine == theirs for mine, theirs in zip(one, other, strict=True))
 
 
@@ -168,7 +168,7 @@ def generate(model: Any, prompt: list[int], tokens: int, **more: Any) -> int:
 
 
 def rate(complete: Callable[[list[int]], int], prompts: Sequence[list[int]], device: torch.device) -> dict[str, Any]:
-    """Tokens per second of `complete`, which returns how many it made of a prompt."""
+    """Tokens per second of `complete`, which returns the number of tokens that it emitted for a prompt."""
     complete(prompts[0])  # warms up
     emitted, began = 0, time.perf_counter()
     for prompt in prompts:
@@ -178,7 +178,7 @@ def rate(complete: Callable[[list[int]], int], prompts: Sequence[list[int]], dev
 
 
 def host_share(sizes: Sizes, prompt: str) -> dict[str, Any]:
-    """Median milliseconds of a step before its gather, in it, and after: what overlap could hide, and behind what."""
+    """Median milliseconds of a step before its gather, in the gather, and after it."""
     graphs = sizes.device.type == "cuda"
     result = {}
     for nodes in (1, 32, 64):
@@ -201,7 +201,7 @@ def host_share(sizes: Sizes, prompt: str) -> dict[str, Any]:
 
 
 def exact_mode(sizes: Sizes, prompts: Sequence[str]) -> dict[str, Any]:
-    """The bundled model in half precision, without and with `exact`: bits of logits, and ids with graphs, or why not.
+    """The bundled model in half precision, with and without `exact`: bits of logits, and ids with graphs.
 
     Logits are those of benchmarks.exactness: of each token of plain decoding, against a window and a batch of trees.
     """

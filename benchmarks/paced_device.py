@@ -1,12 +1,12 @@
-"""A paced device: a model whose forward takes t(n) from a table, without the host's processor, and answers from text.
+"""A simulated device: a model whose forward takes t(n) from a table, without the host's processor, and replays text.
 
 A step's launch returns at once, as on an accelerator, and the step's one synchronisation, reading the gathered results,
-waits until the device would be done. So host work between the two is hidden and all other host work is not. What the
-device would do (answers, moving K/V, prompts) and what other ranks would do takes no time on the device's clock.
+waits until the device would be done. Host work between the two is hidden; all other host work counts. The work of the
+device (results, K/V moves, prompts) and of other ranks takes no time on the clock.
 
-Answers are those of recorded text: below a path that the text follows comes the text's next token, elsewhere the token
-that most often follows in all recorded texts. Candidates are the most frequent followers, the answer first; scores fall
-by a fixed step.
+Results come from recorded text: after a path that the text follows, the text's next token; elsewhere the most frequent
+follower in all recorded texts. Candidates are the most frequent followers, the result first; scores fall by a fixed
+step.
 """
 
 from __future__ import annotations
@@ -35,13 +35,10 @@ SCORE_STEP = 24
 
 
 class Clock:
-    """Seconds: the host's work by the processor time of its thread, waiting by what is waited for.
-
-    So other programs on the machine do not show, and neither does what a device or another rank would do.
-    """
+    """Seconds: processor time of the host's thread, plus the time that it waits for the device."""
 
     def __init__(self, polls: bool = True) -> None:
-        """Wait by asking again and again, as CUDA's synchronisation does, or asleep, which leaves the caches cold."""
+        """Wait by polling, as CUDA's synchronisation does, or asleep, which leaves the caches cold."""
         self._polls = polls
         self._ahead = 0.0
 
@@ -50,7 +47,7 @@ class Clock:
         return time.thread_time() + self._ahead
 
     def wait_until(self, then: float) -> None:
-        """Wait, as the thread would; it is `then` afterwards, however late the system wakes it."""
+        """Wait; the clock then shows `then`, however late the system wakes the thread."""
         left = then - self.now()
         if left <= 0:
             return
@@ -80,22 +77,22 @@ class Lap:
     asked: float = 0.0
     """When the model was asked to evaluate; before that: drafts, cuts, shards."""
     launched: float = 0.0
-    """When its inputs were made and the device began."""
+    """When its inputs were ready and the device began."""
     waited: float = 0.0
     """When the host began to wait; since the launch its work was hidden."""
     ready: float = 0.0
-    """When the results were there."""
+    """When the results were ready."""
     ended: float = 0.0
     device: float = 0.0
-    """What the device took."""
+    """Time of the device."""
     num_entries: int = 0
 
 
 class Recorded:
-    """Texts in tokens, and which token most often follows which."""
+    """Texts in tokens, and the most frequent followers of each token."""
 
     def __init__(self, texts: Sequence[Sequence[int]], k: int = 64) -> None:
-        """Count followers in `texts`, prompts included; up to `k` of a token are asked for."""
+        """Count followers in `texts`, prompts included; keeps up to `k` of each token."""
         counts: defaultdict[int, Counter[int]] = defaultdict(Counter)
         for text in texts:
             for left, right in pairwise(text):
@@ -116,9 +113,9 @@ class Recorded:
         depths: Sequence[int],
         k: int,
     ) -> np.ndarray:
-        """What a model says of the nodes of a tree whose root is `text[root]`: int32 [nodes, result_words(k)].
+        """The results of the nodes of a tree whose root is `text[root]`: int32 [nodes, result_words(k)].
 
-        It works on whole arrays: what it touched would be missing from the caches when the host goes on.
+        It works on whole arrays, to disturb the processor's caches little.
         """
         results = np.zeros((len(tokens), result_words(k)), np.int32)
         likely = self._followers[np.asarray(tokens), : k + 1]
@@ -147,7 +144,7 @@ class Recorded:
 
 @dataclass
 class Device:
-    """The paced device, its clock, and what runs on it."""
+    """The device, its clock, and the running step."""
 
     costs: StepTimes
     clock: Clock = field(default_factory=Clock)
@@ -171,18 +168,18 @@ class Device:
 
 
 class PacedComm(Comm):
-    """Rank 0 of `size` ranks; the others are simulated: they cost what this one does, at the same time."""
+    """Rank 0 of `size` ranks; the others are simulated and take as long as this one, at the same time."""
 
     size: int = 1
 
     def __init__(self, size: int) -> None:
-        """A world of `size` ranks, all of which agree at the start."""
+        """A world of `size` ranks."""
         super().__init__()
         self.size = self.num_sharing = size
         self.paced: PacedModel | None = None
 
     def gather(self, payload: torch.Tensor) -> torch.Tensor:
-        """The payload of this rank once the device is done, and what the other ranks would have sent."""
+        """The payload of this rank once the device is done, and the simulated payloads of the other ranks."""
         if self.paced is not None and self.paced.steps:
             self.paced.device.wait()
             with self.paced.device.clock.stopped():
@@ -196,7 +193,7 @@ class PacedModel:
     def __init__(
         self, engine: Engine, device: Device, recorded: Recorded, texts: Sequence[Sequence[int]], num_ranks: int
     ) -> None:
-        """Pace `engine`; `texts` are the requests to come, prompts included, told apart by their first tokens."""
+        """Replace the forward of `engine`; `texts` are the requests to come, with prompts, which begin differently."""
         self.device = device
         self.batch = 0
         """Sequences of the last step."""
@@ -229,7 +226,7 @@ class PacedModel:
         self._by_slot[target] = self._by_slot[source]
 
     def fill(self, rows: Sequence[Row]) -> None:
-        """As TreeModel.fill; prompts are no part of what is measured."""
+        """As TreeModel.fill; prompts are not measured."""
         with self.device.clock.stopped():
             self._learn_slots(rows)
 
@@ -268,7 +265,7 @@ class PacedModel:
             return torch.from_numpy(np.concatenate(results))
 
     def gather(self, local: Any, draft: Any, *rest: Any) -> Any:
-        """As Exchange.gather; makes up what the other ranks say, while the device works."""
+        """As Exchange.gather; simulates the results of the other ranks while the device works."""
         with self.device.clock.stopped():
             self._draft, self._others = draft, []
             if self._num_ranks > 1:
