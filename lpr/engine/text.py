@@ -2,7 +2,7 @@
 
 A step commits several tokens at once; `TextStream` takes them one at a time, so the end of a step cannot change the
 text. Streamed text is never taken back. Three things are therefore held back: an unfinished character, a suffix that
-may become a stop string, and a run of byte-fallback tokens that has not ended (the decoders of Llama-2 and its relatives
+may become a stop string, and a run of byte-fallback tokens that has not ended (Llama-2's decoder and its relatives
 replace the *whole* run if any byte of it is invalid, so a character that looks complete may still turn into U+FFFD).
 
 `tokenizers.decoders.DecodeStream` (0.23) does not do: it raises where a byte run turns out to be invalid, emits the
@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from os.path import commonprefix
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -91,7 +90,8 @@ def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]
 
 def num_shared(first: str, second: str) -> int:
     """Length of the longest common prefix of two texts."""
-    return len(commonprefix([first, second]))
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 class IncrementalDecoder:
