@@ -403,7 +403,7 @@ def test_resolved_sizes_fit_the_limit(most: int, num_ranks: int, window: int | s
 
 @pytest.mark.parametrize("field", ["window_size", "trie_nodes", "ngram_size", "guess_set_size"])
 def test_other_words_than_auto_are_refused(field: str) -> None:
-    with pytest.raises(InputError, match=f'{field} must be a whole number or "auto"'):
+    with pytest.raises(InputError, match=f"{field}='automatic' must be a whole number"):
         DecodeConfig(**{field: "automatic"})
 
 

@@ -334,9 +334,9 @@ def test_lines_of_a_file_say_how_they_are_sampled(tmp_path: Path, capsys: pytest
     assert [row["text"] for row in rows[:4]] == [each.text for each in done]
     assert len({row["text"] for row in rows[:4]}) == 4 and rows[1]["note"] == 1
     assert [row["error"] for row in rows[4:]] == [
-        "line 5: temperature: Expected `float`, got `str`",
-        "line 6: max_new_tokens=0 must be a whole number of at least 1",
-        "line 7: seed: Expected `int`, got `float`",
+        "line 5: temperature='hot' must be float, got str",
+        "line 6: max_new_tokens=0 must be int >= 1",
+        "line 7: seed=1.5 must be int, got float",
     ]
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from benchmarks.plan_service import Calibration, Pace, Simulator, fit_prompts
+
 from benchmarks.serve import Answer, Round
 from lpr.cli.plan import main
 from lpr.config import InputError

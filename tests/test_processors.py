@@ -366,8 +366,8 @@ def test_min_new_tokens_and_stop_token_ids(model: PreTrainedModel) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be above 0"),
-        ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size=-1 must be 0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be float > 0"),
+        ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size=-1 must be int >= 0"),
         ({"min_new_tokens": 65}, "min_new_tokens=65 must be from 0 to max_new_tokens=64"),
         ({"stop_token_ids": (-1,)}, "stop_token_ids"),
     ],

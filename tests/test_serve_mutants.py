@@ -15,8 +15,8 @@ import pytest
 from fake_driver import served
 
 import lpr
+import lpr.engine.text as engine_text
 from lpr.engine.slots import RankSlots
-from lpr.engine.text import TextStream
 from lpr.serve import service
 from lpr.serve.api import answers, completions
 from lpr.serve.api.context import Context
@@ -187,13 +187,13 @@ def abort_is_not_sent(patch):
 
 
 def stop_string_is_kept(patch):
-    find = TextStream._find_stop
+    find = engine_text.find_stop
 
-    def later(self, visible):
-        cut, stop = find(self, visible)
+    def later(stops, visible):
+        cut, stop = find(stops, visible)
         return (None, None) if cut is None else (cut + len(stop), stop)
 
-    patch.setattr(TextStream, "_find_stop", later)
+    patch.setattr(engine_text, "find_stop", later)
 
 
 def a_character_is_split(patch):

@@ -18,10 +18,10 @@ from worlds import ThreadWorld, run_ranks
 pytest.importorskip("redis", reason="needs pip install 'lpr[fleet]'")
 
 import redis
+from benchmarks.processes.redis_server import redis_server
 from fleet_world import DECODE, PROMPTS, Member, fleet, key_of
 
 import lpr
-from benchmarks.processes.redis_server import redis_server
 from lpr.core.suffix_index import END
 from lpr.engine.drafts import DraftIndexes
 from lpr.fleet import entries, keeper, reader, sharing, snapshots, store

@@ -43,9 +43,7 @@ class StartTimes:
         """Decide by the user's times for good."""
         self.times, self.follows = times, False
 
-    def find(
-        self, model: TreeModel, like: KVCache, max_nodes: int, max_length: int, max_batch_size: int
-    ) -> StepTimes:
+    def find(self, model: TreeModel, like: KVCache, max_nodes: int, max_length: int, max_batch_size: int) -> StepTimes:
         """The step times, the same on all ranks; measured up to these sizes if they are neither known nor on disk.
 
         Raises InputError if the model's smallest cache does not fit.
