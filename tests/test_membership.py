@@ -19,8 +19,9 @@ import torch
 
 from lpr.dist import group, heartbeat, rendezvous
 from lpr.dist.errors import CommError
+from lpr.dist.places import rank_environment
 from lpr.dist.rendezvous import Arrival, Decision, Member, Rendezvous
-from lpr.dist.supervisor import BACKOFF, Restarts, process_state, rank_environment
+from lpr.dist.supervisor import BACKOFF, Restarts, process_state
 from tests.elastic_world import hash_store
 
 ROOT = Path(__file__).parent.parent

@@ -17,12 +17,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lpr.dist.places import SUPERVISED, die_with_parent
+from lpr.dist.places import die_with_parent, rank_environment
 
 if TYPE_CHECKING:
     from lpr.dist.heartbeat import Watch
@@ -47,7 +47,6 @@ BAD_INPUT = 2
 """Exit code of a rank that refuses its input: starting it again would not help."""
 FINISHED = (0, BAD_INPUT, 130)
 """Exit codes of a rank that has finished its job: well, with bad input in it, or interrupted."""
-_FOREIGN = ("GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE")
 
 
 @dataclass
@@ -289,9 +288,11 @@ class Supervisor:
         waiting = [number for number, replica in self._replicas.items() if replica.is_ready]
         if self._epoch >= 0:
             waiting = [number for number in waiting if number not in self._members]
-        elif any(not self._is_newcomer(number) for number in self._replicas):
+        elif any(number < self.num_replicas for number in self._replicas):
             return  # the first start goes on
-        is_left = self._epoch >= 0 and any(self._is_alive(number) for number in self._members)
+        is_left = self._epoch >= 0 and any(
+            number in self._replicas and self._rendezvous.dead_reason(number) is None for number in self._members
+        )
         if waiting and not is_left:
             from lpr.dist.rendezvous import Decision
 
@@ -303,12 +304,6 @@ class Supervisor:
         elif self._epoch >= 0:
             self._rendezvous.offer(waiting)
 
-    def _is_alive(self, number: int) -> bool:
-        return number in self._replicas and self._rendezvous.dead_reason(number) is None
-
-    def _is_newcomer(self, number: int) -> bool:
-        return number >= self.num_replicas
-
     def _end(self, code: int, patience: float, number: int | None = None) -> None:
         """End the job with `code`: replace nothing, and kill what is left after `patience` seconds."""
         if not self._code:
@@ -318,27 +313,8 @@ class Supervisor:
         for replica in self._replicas.values():
             if number is not None:
                 replica.signal(number)
-            elif self._is_newcomer(replica.number) and not replica.is_ready:
+            elif replica.number >= self.num_replicas and not replica.is_ready:
                 replica.signal(signal.SIGKILL)  # it loads for a job that is over
-
-
-def rank_environment(
-    variables: Mapping[str, str], rank: int, local_rank: int, num_ranks: int, port: int
-) -> dict[str, str]:
-    """The environment of a rank: `variables` without what another launcher meant for its own ranks, and torchrun's."""
-    kept = {
-        name: value
-        for name, value in variables.items()
-        if name not in _FOREIGN and not name.startswith("TORCHELASTIC_")
-    }
-    # Ranks of one machine share its cores; torchrun would give each of them a single thread, with a warning.
-    share = max(1, (os.cpu_count() or 1) // num_ranks)
-    return {
-        "OMP_NUM_THREADS": str(share), **kept,
-        "RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True", SUPERVISED: str(os.getpid()),
-    }  # fmt: skip
 
 
 def process_state(pid: int) -> str:

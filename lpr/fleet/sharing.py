@@ -98,7 +98,7 @@ class SharedDrafts:
         return not self._inbox.is_empty or self.wanted is not None
 
     def take(self) -> Batch | None:
-        """The batch of one tenant to learn before the next step, at most `inbox.AT_ONCE` tokens; None if there is none."""
+        """The batch of one tenant to learn before the next step, at most `inbox.AT_ONCE` tokens, or None."""
         batch = self._inbox.take()
         now = time.monotonic()
         if batch is not None and len(batch.history):
