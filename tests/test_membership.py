@@ -19,8 +19,9 @@ import torch
 
 from lpr.dist import group, heartbeat, rendezvous
 from lpr.dist.errors import CommError
+from lpr.dist.places import rank_environment
 from lpr.dist.rendezvous import Arrival, Decision, Member, Rendezvous
-from lpr.dist.supervisor import BACKOFF, Replica, Supervisor, process_state, rank_environment
+from lpr.dist.supervisor import BACKOFF, Restarts, process_state
 from tests.elastic_world import hash_store
 
 ROOT = Path(__file__).parent.parent
@@ -223,19 +224,14 @@ def test_ranks_that_cannot_start_are_given_up(tmp_path: Path) -> None:
 
 def test_a_place_is_not_given_up_while_a_replica_works() -> None:
     """Replicas that are killed again and again while they load are replaced in the end."""
-    supervisor = Supervisor(["true"], 2)
-    supervisor._epoch = 0
-    supervisor._replicas[1] = Replica(1, 1, [], is_ready=True)
-    for number in range(2, 9):
-        supervisor._replace(Replica(number, 0, [], codes={number: -9}))
-        assert supervisor._due.pop(0) <= time.monotonic() + BACKOFF[-1] and supervisor._code is None
-    del supervisor._replicas[1]
-    supervisor._replace(Replica(9, 0, [], codes={9: -9}))
-    assert supervisor._code is None, "place 1 has not been tried again"
-    for number in range(10, 13):
-        supervisor._replace(Replica(number, 1, [], codes={number: -9}))
-    assert supervisor._code == 1
-    supervisor._socket.close()
+    restarts = Restarts(2)
+    for _ in range(7):
+        assert restarts.plan(0)
+        assert restarts.due.pop(0) <= time.monotonic() + BACKOFF[-1]
+    assert restarts.plan(0, is_last=True), "place 1 has not been tried again"
+    assert [restarts.plan(1, is_last=True) for _ in range(3)] == [True, True, False]
+    assert Restarts(1).plan(0, had_loaded=True, is_last=True)
+    assert not Restarts(1).plan(0, is_refused=True, is_last=True)
 
 
 def test_a_supervisor_leaves_no_rank_behind(tmp_path: Path) -> None:
@@ -262,9 +258,7 @@ def test_a_supervisor_leaves_no_rank_behind(tmp_path: Path) -> None:
 
 
 def test_ranks_do_not_see_another_launcher() -> None:
-    found = rank_environment({"TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "3", "HOME": "/h", "OMP_NUM_THREADS": "5"}, 4)
-    assert found == {"HOME": "/h", "OMP_NUM_THREADS": "5"}
-    supervisor = Supervisor(["true"], 2, tp=2)
-    places = supervisor._environment(number=3, place=1, tp_rank=1)
-    assert (places["RANK"], places["LOCAL_RANK"], places["WORLD_SIZE"]) == ("7", "3", "4")
-    supervisor._socket.close()
+    variables = {"TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "3", "HOME": "/h", "OMP_NUM_THREADS": "5"}
+    found = rank_environment(variables, rank=7, local_rank=3, num_ranks=4, port=1234)
+    assert variables.keys() & found.keys() == {"HOME", "OMP_NUM_THREADS"} and found["OMP_NUM_THREADS"] == "5"
+    assert [found[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")] == ["7", "3", "4", "1234"]

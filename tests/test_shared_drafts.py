@@ -96,7 +96,7 @@ def test_a_replica_drafts_from_what_another_has_written(loaded, plain, server):
 
 
 def test_own_entries_that_are_not_known_are_found(loaded, plain, server, monkeypatch):
-    monkeypatch.setattr(reader.Reader, "_is_news", lambda self, entry: entry is not None)
+    monkeypatch.setattr(reader.Reader, "is_new", lambda self, entry: True)
     with pytest.raises(AssertionError, match="only others'"):
         check_shared(loaded, plain[:1], server.url)
 

@@ -18,12 +18,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lpr.dist.download import Download
-from lpr.dist.errors import CommError, first_line
+from lpr.dist.errors import CommError, comm_errors
 
 SLICE = 0.5
 """Seconds between two looks of a wait at whether it can still end."""
 CONNECT_SECONDS = 20.0
 """Time for the members of a new group to find each other once all have arrived at its epoch."""
+LOST = "another rank has ended or hangs"
 
 abandoned: list[Any] = []
 """Groups with a collective that will never end: destroying one would wait for it."""
@@ -89,7 +90,8 @@ class ProcessGroup(Group):
         if self._gathered[0].numel() != count:
             self._gathered[0] = torch.empty(count, dtype=payload.dtype, device=payload.device)
         gathered = self._gathered[0]
-        work = self._begin(self._group._allgather_base, gathered, payload)
+        with comm_errors(LOST):
+            work = self._group._allgather_base(gathered, payload)
 
         def wait() -> torch.Tensor:
             self.wait(work, gathered, payload)
@@ -103,23 +105,21 @@ class ProcessGroup(Group):
         if self._rank == 0:
             data.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
         data = data.to(self._device)
-        self.wait(self._begin(self._group.broadcast, [data], _FROM_FIRST), data)
+        with comm_errors(LOST):
+            work = self._group.broadcast([data], dist.BroadcastOptions())
+        self.wait(work, data)
         return data.cpu().numpy().tobytes()
 
     def wait(self, work: Any, *tensors: torch.Tensor) -> None:
         """Wait for a collective on `tensors`; raises CommError if it failed, took too long or can no longer end."""
         until = time.monotonic() + self._timeout
-        try:
+        with comm_errors(LOST):
             while not self._has_ended(work):
                 self._hanging = [work, *tensors]
                 if loss := self._find_loss():
                     raise CommError(loss)
                 if time.monotonic() > until:
                     raise CommError(f"another rank hangs: no answer for {self._timeout:.0f} s")
-        except CommError:
-            raise
-        except RuntimeError as failure:
-            raise _failed(failure) from failure
 
     def limit(self, timeout: float) -> None:
         """As Group.limit."""
@@ -133,12 +133,6 @@ class ProcessGroup(Group):
         if self._hanging and not self._hanging[0].is_completed():
             abandoned.append((self._group, self._hanging))
         self._group, self._hanging = None, []
-
-    def _begin(self, collective: Callable[..., Any], *arguments: Any) -> Any:
-        try:
-            return collective(*arguments)
-        except RuntimeError as failure:
-            raise _failed(failure) from failure
 
     def _has_ended(self, work: Any) -> bool:
         """Wait for a collective for up to `SLICE` seconds; raises RuntimeError if it has failed."""
@@ -192,8 +186,9 @@ def connect(
         if loss or time.monotonic() > until:
             abandoned.append(thread)
             raise CommError(f"the ranks did not find each other: {loss or 'another one has ended or hangs'}")
-    if isinstance(made[0], RuntimeError):
-        raise _failed(made[0])
+    with comm_errors(LOST):
+        if isinstance(made[0], RuntimeError):
+            raise made[0]
     return ProcessGroup(made[0], rank, size, device, timeout, find_loss)
 
 
@@ -209,12 +204,8 @@ def make_group(store: dist.Store, rank: int, size: int, device: torch.device, ti
 
 def abort_group(group: Any) -> None:
     """End what a group still waits for. NCCL kills its communicator; gloo closes with the last reference."""
-    abort = getattr(group, "abort", None)
-    if abort is not None:
-        try:
-            abort()
-        except RuntimeError:  # it is left because it is broken
-            return
+    with contextlib.suppress(RuntimeError):  # it is left because it is broken
+        group.abort()
 
 
 def join_replica(store: dist.Store, rank: int, size: int, nccl: bool, timeout: float) -> DeviceMesh:
@@ -244,17 +235,3 @@ def leave_replica(aborts: bool) -> None:
             dist.distributed_c10d._abort_process_group()
     else:
         dist.destroy_process_group()
-
-
-def _failed(failure: RuntimeError) -> CommError:
-    return CommError(f"another rank has ended or hangs: {first_line(failure)}")
-
-
-def _from_first() -> Any:
-    options = dist.BroadcastOptions()
-    options.rootRank = 0
-    options.rootTensor = 0
-    return options
-
-
-_FROM_FIRST = _from_first()

@@ -28,7 +28,7 @@ class Watch:
         self._last = time.monotonic()
 
     def silent(self, replicas: Sequence[int]) -> list[int]:
-        """Those of `replicas` with a rank whose heartbeat has not changed for `DEAD_AFTER` seconds; raises CommError."""
+        """Those of `replicas` with a rank that has not beaten for `DEAD_AFTER` seconds; raises CommError."""
         now = time.monotonic()
         if now - self._last > 2 * BEAT_EVERY:  # this process stood still, and cannot judge the others
             self._changed.clear()

@@ -12,15 +12,14 @@ The first list that a member then proposes is the decision for all (`meet`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import msgspec
 import torch.distributed as dist
 
-from lpr.dist.errors import CommError, first_line
+from lpr.dist.errors import CommError, comm_errors
 
 BEAT_EVERY = 1.0
 """Seconds between two heartbeats of a rank, and between two looks of a rank that waits for an announcement."""
@@ -32,6 +31,7 @@ MOST_MESSAGES = 4
 """Long messages of a member that stay in the store: those of the latest epochs."""
 POLL = 0.01
 """Seconds between two looks at who has arrived."""
+GONE = "the rendezvous store does not answer, so the job has ended"
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class Rendezvous:
         return {member: msgspec.json.decode(data, type=Arrival) for member, data in found.items() if data}
 
     def _has_arrived(self, epoch: int, replica: int) -> bool:
-        with _store_errors():
+        with comm_errors(GONE):
             return self._store.check([f"epoch/{epoch}/here/{member.key}" for member in self.members([replica])])
 
     # Newcomers.
@@ -211,7 +211,7 @@ class Rendezvous:
             if (loss := find_loss()) or time.monotonic() > until:
                 raise CommError(f"{key} was not written: {loss or f'{timeout:.0f} s have passed'}")
             time.sleep(POLL)
-        with _store_errors():
+        with comm_errors(GONE):
             return b"".join(self._store.get(f"{key}/{n}") for n in range(int(self._read(f"{key}/size"))))
 
     def has(self, key: str) -> bool:
@@ -236,12 +236,11 @@ class Rendezvous:
     def await_announcement(self, epoch: int) -> int | None:
         """The bytes of the next announced broadcast of an epoch; None after `BEAT_EVERY` seconds without one."""
         number = self._next_announcement(epoch)
-        try:
-            self._store.wait([_announcement(epoch, number)], timedelta(seconds=BEAT_EVERY))
-        except dist.DistStoreError:
-            return None
-        except RuntimeError as failure:
-            raise _gone(failure) from failure
+        with comm_errors(GONE):
+            try:
+                self._store.wait([_announcement(epoch, number)], timedelta(seconds=BEAT_EVERY))
+            except dist.DistStoreError:
+                return None
         self._announced = epoch, number + 1
         return int(self._read(_announcement(epoch, number)))
 
@@ -251,37 +250,23 @@ class Rendezvous:
     # The store.
 
     def _set(self, key: str, value: str | bytes) -> None:
-        with _store_errors():
+        with comm_errors(GONE):
             self._store.set(key, value)  # type: ignore[arg-type]  # bytes work, the stub wants a str
 
     def _propose(self, key: str, value: bytes) -> bytes:
         """Set a key that nobody has set yet; returns its value."""
-        with _store_errors():
+        with comm_errors(GONE):
             return self._store.compare_set(key, "", value.decode())
 
     def _read(self, key: str) -> bytes:
         """The value of a key, without a wait; empty if there is none."""
-        with _store_errors():
+        with comm_errors(GONE):
             return self._store.get(key) if self._store.check([key]) else b""
 
     def _delete(self, key: str) -> None:
-        with _store_errors():
+        with comm_errors(GONE):
             self._store.delete_key(key)
 
 
 def _announcement(epoch: int, number: int) -> str:
     return f"epoch/{epoch}/announcement/{number}"
-
-
-def _gone(failure: RuntimeError) -> CommError:
-    return CommError(f"the rendezvous store does not answer, so the job has ended: {first_line(failure)}")
-
-
-@contextmanager
-def _store_errors() -> Iterator[None]:
-    try:
-        yield
-    except CommError:
-        raise
-    except RuntimeError as failure:
-        raise _gone(failure) from failure
