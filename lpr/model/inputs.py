@@ -63,6 +63,12 @@ class Row:
         row.num_entries = entries.shape[1]
         return row
 
+    @classmethod
+    def chain(cls, slot: int, num_cached: int, tokens: Sequence[int], num_results: int) -> Row:
+        """The row of `tokens` that follow the cached ones, one after the other."""
+        count = len(tokens)
+        return cls(slot, num_cached, tokens, range(-1, count - 1), range(num_cached, num_cached + count), num_results)
+
     @property
     def tokens(self) -> np.ndarray:
         """Int32 [n]."""

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from lpr.model.adapter import Adapter, ShareHeights
 from lpr.model.capture import Capturer, CudaCapturer, uncapturable
 from lpr.model.compiled import CompiledForward
-from lpr.model.forward import EagerForward, Forward
+from lpr.model.forward import EagerForward
 from lpr.model.graphs import GraphForward
 from lpr.model.inputs import Row, round_up
 from lpr.model.kv_cache import KVCache
@@ -56,7 +56,7 @@ class TreeModel:
         self.compiled: CompiledForward | None = None
         """Captured steps through torch.compile, once `compile` is called."""
         self.cache: KVCache | None = None
-        self.forward: Forward | None = None
+        self.forward: EagerForward | None = None
         """How steps are evaluated; chosen by `allocate`."""
         self.capturer: Capturer | None = None
         """Captures steps from the next `allocate` on; None evaluates them directly."""
@@ -72,6 +72,11 @@ class TreeModel:
         return self.adapter.model
 
     @property
+    def config(self) -> PretrainedConfig:
+        """The config of its text part."""
+        return self.adapter.config
+
+    @property
     def device(self) -> torch.device:
         """Where the model is."""
         return self.adapter.device
@@ -79,7 +84,7 @@ class TreeModel:
     @property
     def vocab_size(self) -> int:
         """V, the model's logits per token."""
-        return self.adapter.config.vocab_size
+        return self.config.vocab_size
 
     @property
     def attention(self) -> str:
@@ -136,10 +141,11 @@ class TreeModel:
         if self.forward is None or not known or self.forward.capturer is not self.capturer:
             self.forward = self.cache = None  # first, as there may be no room for two
             self.cache = like.resized(num_slots, rows)
-            direct = EagerForward(self.adapter, self.sampler, self.cache, self._hear_replica)
-            self.forward = direct
+            parts = self.adapter, self.sampler, self.cache, self._hear_replica
             if self.capturer is not None:
-                self.forward = GraphForward(direct, self.compiled or self.adapter, self.capturer)
+                self.forward = GraphForward(*parts, self.capturer, self.compiled or self.adapter)
+            else:
+                self.forward = EagerForward(*parts)
         self.forward.limit(max_nodes)
 
     def prepare(self, num_candidates: int, show: bool = True) -> None:

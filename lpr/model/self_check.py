@@ -73,8 +73,7 @@ def check_compiled(runner: TreeModel, like: KVCache) -> None:
     tokens = torch.randint(0, runner.vocab_size, (13,), generator=torch.Generator().manual_seed(4)).tolist()
     nothing = Selection.build([])
     for start, count in ((0, 12), (12, 1)):
-        chain, positions = list(range(-1, count - 1)), list(range(start, start + count))
-        row = Row(0, start, tokens[start : start + count], chain, positions, count)
+        row = Row.chain(0, start, tokens[start : start + count], count)
         shape = static_shape([row], nothing, 0, 1, cache.rows_per_slot, count, adapter.reads_bits)
         assert shape is not None
         words = torch.zeros(shape.num_words, dtype=torch.int32)
@@ -134,9 +133,7 @@ def _inexact_step(adapter: Adapter) -> str | None:
     text = torch.randint(0, adapter.config.vocab_size, (branch + depth,), generator=generator).tolist()
 
     def forward(cache: SlotCache, start: int, end: int) -> torch.Tensor:
-        chain = list(range(-1, end - start - 1))
-        row = Row(0, start, text[start:end], chain, list(range(start, end)), min(depth, end - start))
-        return adapter.logits([row], cache)
+        return adapter.logits([Row.chain(0, start, text[start:end], min(depth, end - start))], cache)
 
     cache = SlotCache(1, 2 * BLOCK)
     whole = forward(cache, 0, branch + depth)
@@ -157,7 +154,7 @@ def _inexact_step(adapter: Adapter) -> str | None:
         return "in a tree"
     cache = SlotCache(2, 2 * BLOCK)
     forward(cache, 0, branch)
-    other = Row(1, 0, text[:9], list(range(-1, 8)), list(range(9)), 1)
+    other = Row.chain(1, 0, text[:9], 1)
     batch = adapter.logits([row, other], cache)
     return None if torch.equal(batch[1:-1:2], single) else "in a batch"
 
@@ -182,7 +179,7 @@ def _batch_logits(adapter: Adapter, together: bool, packed: bool = False) -> tor
         slot = index if together else 0
         tokens = torch.randint(0, adapter.config.vocab_size, (length + len(parents),), generator=generator).tolist()
         positions = [length + len(_path(parents, node)) - 1 for node in range(len(parents))]
-        steps[0].append(Row(slot, 0, tokens[:length], list(range(-1, length - 1)), list(range(length)), index % 2))
+        steps[0].append(Row.chain(slot, 0, tokens[:length], index % 2))
         steps[1].append(Row(slot, length, tokens[length:], list(parents), positions, len(parents) - index))
     results = []
     for rows in steps:
@@ -216,8 +213,7 @@ def _tree_error(adapter: Adapter, cache: SlotCache, prompt_length: int) -> float
         return adapter.logits([row], cache).float()
 
     text = random_tokens(prompt_length)
-    chain = list(range(-1, prompt_length - 1))
-    forward(Row(0, 0, text, chain, list(range(prompt_length)), 0))
+    forward(Row.chain(0, 0, text, 0))
     worst = torch.zeros((), device=adapter.device)
     span = torch.full((), 1e-9, device=adapter.device)
     for _ in range(2):

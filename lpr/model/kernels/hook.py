@@ -140,43 +140,26 @@ def kernel_attention(name: str) -> Callable[..., tuple[torch.Tensor, None]]:
         value: torch.Tensor,
         attention_mask: LayerRule | Mask,
         scaling: float | None = None,
-        dropout: float = 0.0,
         softcap: float | None = None,
         s_aux: torch.Tensor | None = None,
         position_bias: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        rule = attention_mask
-        if is_exact and current_step() is not None and (position_bias is not None or not isinstance(rule, LayerRule)):
+        rule, step = attention_mask, current_step()
+        if is_exact and step is not None and (position_bias is not None or not isinstance(rule, LayerRule)):
             raise InputError("exact attention on a GPU knows causal, sliding and chunked masks and no bias on scores")
-        if not isinstance(rule, LayerRule):
-            return tree_attention(
-                module, query, key, value, rule, scaling, dropout, softcap, s_aux, position_bias, **kwargs
-            )
-        step = current_step()
-        assert step is not None
-        block = step.blocks[0]
-        assert block.tree_mask is not None
-        if position_bias is not None:  # the kernels take no bias
-            dense = additive(visible_nodes(block, rule.mask_function), query.dtype)
-            return tree_attention(
-                module, query, key, value, dense, scaling, dropout, softcap, s_aux, position_bias, **kwargs
-            )
-        if is_exact and block.paths is None:  # once a step, for all layers
-            block.paths = find_paths(block.tree_mask)
-        out = _versions[name](
-            query,
-            key,
-            value,
-            block.tree_mask,
-            *([block.paths] if is_exact else []),
-            window=rule.window,
-            chunk=rule.chunk,
-            softcap=softcap,
-            scale=scaling,
-            sinks=s_aux,
-        )
-        return out.transpose(1, 2).contiguous(), None
+        if isinstance(rule, LayerRule) and position_bias is None:
+            assert step is not None and step.blocks[0].tree_mask is not None
+            block = step.blocks[0]
+            if is_exact and block.paths is None:  # once a step, for all layers
+                block.paths = find_paths(block.tree_mask)
+            parts = query, key, value, block.tree_mask, *([block.paths] if is_exact else [])
+            rules = {"window": rule.window, "chunk": rule.chunk, "softcap": softcap, "scale": scaling, "sinks": s_aux}
+            return _versions[name](*parts, **rules).transpose(1, 2).contiguous(), None
+        if isinstance(rule, LayerRule):  # the kernels take no bias
+            assert step is not None
+            rule = additive(visible_nodes(step.blocks[0], rule.mask_function), query.dtype)
+        return tree_attention(module, query, key, value, rule, scaling, softcap, s_aux, position_bias)
 
     return attend
 
