@@ -22,7 +22,7 @@ from lpr.model.pinned import HEIGHT, pin_heights
 from lpr.model.step_scope import step_scope
 
 ATTENTION = ("auto", "sdpa", *KERNELS)
-"""What `attention` may be: PyTorch's attention with a dense mask, a GPU kernel that reads bits, or lpr's choice."""
+"""Choices of `attention`: lpr's own, PyTorch's attention with a dense mask, or a GPU kernel that reads bits."""
 ShareHeights = Callable[[check.Heights | str], check.Heights | str]
 
 
@@ -48,8 +48,8 @@ class Adapter:
         self.config = model.config.get_text_config(decoder=True)
         on_cpu = self.device.type == "cpu"
         self.node_bucket, self.kv_bucket = (1, 32) if on_cpu else (16, 256)
-        """What the shapes of a step are padded to. On a GPU few shapes repeat, as tuned kernels need; on a CPU every
-        padded node costs its full arithmetic."""
+        """T and KV of a step are padded to multiples of these. On a GPU few shapes repeat, as tuned kernels need; on a
+        CPU every padded node costs its full arithmetic."""
         self.packed = on_cpu
         """True if unequal rows are laid out without padding, with one attention call each; `self_check` takes it back
         for a model that cannot."""

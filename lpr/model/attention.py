@@ -1,7 +1,7 @@
 """Tree attention for unmodified transformers models, through the two registries that transformers offers.
 
-A model that is loaded with `attn_implementation="lpr_tree"` asks `tree_mask` for its masks, once per kind of mask and
-forward, and calls `tree_attention` in every layer. The masks come from the model's own rule (causal, sliding,
+A model with `attn_implementation="lpr_tree"` calls `tree_mask` once per kind of mask and forward, and
+`tree_attention` in every layer. The masks come from the model's own rule (causal, sliding,
 chunked), evaluated on *positions* instead of cache rows, and from the visibility of the tree: no knowledge of a model
 family is needed. Outside a step (`current_step()` is None) both behave like transformers' "sdpa".
 """
@@ -93,7 +93,7 @@ def tree_mask(stock: Callable[..., torch.Tensor | None], may_be_none: bool) -> C
 
 
 class Scoring(NamedTuple):
-    """How scores become weights, beyond the mask."""
+    """The rules by which scores become weights, besides the mask."""
 
     scale: float
     softcap: float | None = None

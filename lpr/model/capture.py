@@ -26,7 +26,7 @@ Program = Callable[[], torch.Tensor]
 
 
 class Capturer(Protocol):
-    """What turns a program into its replay; a fake one, in tests, does so on a CPU."""
+    """Turns a program into its replay; the tests have one for a CPU."""
 
     def capture(self, program: Program) -> Program:
         """Run `program` once for real, then record it; the replay returns the same tensor each time."""
@@ -86,7 +86,7 @@ class NoWaiting(TorchDispatchMode):
 
 
 def uncapturable(model: PreTrainedModel, accepts_positions: bool) -> str | None:
-    """Why `model` can be known not to fit a graph, from its configuration; None if nothing is known against it."""
+    """The reason in its configuration why `model` cannot be captured; None if it has none."""
     config: Any = model.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kinds = [part for part in (rope, *rope.values()) if isinstance(part, dict)]

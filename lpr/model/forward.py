@@ -23,9 +23,9 @@ class EagerForward:
     """Lays out the rows of each step anew and calls the model; the interface of all strategies."""
 
     capturer: Capturer | None = None
-    """What captures steps; None evaluates them directly."""
+    """Captures steps; None evaluates them directly."""
     reason: str | None = None
-    """Why no further step is captured, once a capture has failed."""
+    """The reason why no further step is captured, once a capture has failed."""
     num_captures = 0
     """Graphs captured so far."""
 

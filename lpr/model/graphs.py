@@ -23,6 +23,7 @@ from rich.progress import Progress
 from lpr.model.adapter import Adapter
 from lpr.model.capture import Capturer, NoWaiting, Program, WaitsError
 from lpr.model.compiled import CompiledForward
+from lpr.model.failures import first_line
 from lpr.model.forward import EagerForward
 from lpr.model.inputs import Row
 from lpr.model.kv_cache import KVCache
@@ -162,7 +163,7 @@ class GraphForward(EagerForward):
         first: BaseException = failure
         while first.__context__ is not None:
             first = first.__context__
-        self.reason = (str(first).strip().splitlines() or [type(first).__name__])[0]
+        self.reason = first_line(first)
         logger.warning("further steps are evaluated without CUDA graphs: %s: %s", type(first).__name__, self.reason)
 
     @torch.no_grad()
@@ -207,7 +208,7 @@ class GraphForward(EagerForward):
                 self._graph(shape)
 
     def common_shapes(self, num_candidates: int) -> list[StaticShape]:
-        """What is captured at the start, the largest first: the smaller ones then find their memory in the pool.
+        """The shapes captured at the start, the largest first: the smaller ones then find their memory in the pool.
 
         Where attention reads lengths on the device these are all steps of up to `max_entries` entries, greedy and
         sampled; only trees with more than FEW_KEYS positions a sequence, sampled, come later. Where it takes a dense

@@ -24,7 +24,7 @@ from lpr.model.sampling.selection import Selection
 
 @dataclass(frozen=True)
 class SharedWeights:
-    """What the ranks of a tensor-parallel replica do together."""
+    """What only the ranks of a tensor-parallel replica need, which share its weights."""
 
     check_rows: Callable[[Sequence[Row]], Callable[[], None]] | None = None
     """Called with the rows of every forward as soon as they are known; what it returns is called before the launch."""
@@ -57,7 +57,7 @@ class TreeModel:
         """Captured steps through torch.compile, once `compile` is called."""
         self.cache: KVCache | None = None
         self.forward: EagerForward | None = None
-        """How steps are evaluated; chosen by `allocate`."""
+        """The strategy that evaluates steps; chosen by `allocate`."""
         self.capturer: Capturer | None = None
         """Captures steps from the next `allocate` on; None evaluates them directly."""
         self._uncapturable: str | None = None
@@ -78,7 +78,7 @@ class TreeModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The model's device."""
         return self.adapter.device
 
     @property
@@ -108,7 +108,7 @@ class TreeModel:
 
     @property
     def graph_reason(self) -> str | None:
-        """Why steps that could be graphs on this device are evaluated directly; None if they are graphs."""
+        """The reason why steps that could be graphs here are evaluated directly; None if they are graphs."""
         return self._uncapturable if self.forward is None else self._uncapturable or self.forward.reason
 
     @property
@@ -121,7 +121,7 @@ class TreeModel:
         self.compiled = CompiledForward(self.adapter, backend)
 
     def shortage(self, num_slots: int, max_length: int, max_nodes: int, like: KVCache, num_sharing: int) -> str | None:
-        """Why `allocate` with these sizes would run out of memory, which `num_sharing` ranks share; None if not."""
+        """One line if `allocate` with these sizes would run out of memory, which `num_sharing` ranks share, or None."""
         free = free_bytes(self.device)
         if free is None:
             return None

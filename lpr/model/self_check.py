@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from lpr.config import InputError
 from lpr.model.adapter import Adapter
 from lpr.model.exact import BLOCK
+from lpr.model.failures import first_line
 from lpr.model.families import refusal
 from lpr.model.inputs import Row
 from lpr.model.kv_cache import KVCache
@@ -57,8 +58,7 @@ def self_check(runner: TreeModel) -> KVCache:
         try:
             return _check(adapter)
         except Exception as failure:  # whatever a compiler or driver raises; the model is checked again without them
-            lines = str(failure).strip().splitlines() or [""]
-            logger.warning("attention=%r does not work here, using 'sdpa': %s", adapter.attention, lines[0])
+            logger.warning("attention=%r does not work here, using 'sdpa': %s", adapter.attention, first_line(failure))
             adapter.set_attention("sdpa")
     return _check(adapter)
 
@@ -110,10 +110,9 @@ def _check(adapter: Adapter) -> SlotCache:
     except InputError:
         raise
     except _FAILURES as failure:
-        reason = str(failure).strip().splitlines() or [""]
         raise InputError(
             f"model type {name!r} cannot run a token tree: its forward failed with {type(failure).__name__}: "
-            f"{reason[0]}"
+            f"{first_line(failure)}"
         ) from failure
     if not error <= tolerance:
         raise InputError(

@@ -31,7 +31,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a launch is cut: rows and keys of a block, programs that share the keys, warps and pipeline stages."""
+    """The cut of a launch: rows and keys of a block, programs that share the keys, warps and pipeline stages."""
 
     block_m: int
     block_n: int
@@ -64,7 +64,7 @@ def choose_tiles(
 
 
 def interpreted() -> bool:
-    """Do the kernels run in Triton's interpreter, on the CPU? TRITON_INTERPRET=1 at their import decides."""
+    """True if the kernels run in Triton's interpreter, on the CPU (TRITON_INTERPRET=1 at their import)."""
     return not isinstance(attend, triton.JITFunction)
 
 

@@ -39,15 +39,15 @@ _MODULES = {
 
 @dataclass(frozen=True)
 class LayerRule:
-    """What a layer kind demands beyond the tree: keys of the last `window` positions, or of the same `chunk`."""
+    """The rule of a layer kind besides the tree: keys of the last `window` positions, or of the same `chunk`."""
 
     window: int | None = None
     chunk: int | None = None
     mask_function: Callable[..., Any] = causal_mask_function
-    """Where the rule comes from; for a layer that needs a dense mask after all."""
+    """The model's own function, for a layer that needs a dense mask after all."""
 
 
-# Closures of one factory share their code object, so `is` on it says which factory made a function.
+# Closures of one factory share their code object, so `is` on it tells which factory made a function.
 _AND = and_masks(causal_mask_function).__code__
 _SLIDING = sliding_window_overlay(1).__code__
 _CHUNKED = chunked_overlay(1, torch.zeros(1)).__code__

@@ -67,9 +67,9 @@ def weigh(
     top: torch.Tensor,
     block: int = BLOCK,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a part [n, v] of the logits holds in front of each of `winners` [n, m] of all parts, and in all.
+    """The weights of a part [n, v] of the logits in front of each of `winners` [n, m] of all parts, and in all.
 
-    Weights, exp(score - `top` [n]), of tokens with a score of `kept` [n] or more: float64 [n, m] and [n].
+    A weight is exp(score - `top` [n]), of tokens with a score of `kept` [n] or more: float64 [n, m] and [n].
     """
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     (num_rows, vocabulary), (scores, tokens, totals) = logits.shape, winners

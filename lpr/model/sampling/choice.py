@@ -13,7 +13,7 @@ the same with far less work.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib import import_module
 
@@ -23,6 +23,7 @@ from lpr import native
 from lpr.config import SamplingParams
 from lpr.core.accept import NOT_A_NUMBER
 from lpr.core.recycle import MAX_SCORE, SCORE_STEPS
+from lpr.model.failures import first_line
 from lpr.model.sampling import in_cpp, specification
 from lpr.model.sampling.selection import Selection
 
@@ -60,26 +61,40 @@ def pick_with_totals(logits: torch.Tensor, selection: Selection) -> tuple[torch.
 
 @lru_cache
 def gpu_pick(device: torch.device) -> Callable[[torch.Tensor, Selection], tuple[torch.Tensor, torch.Tensor]]:
-    """What samples on a GPU, with totals: the kernel, if it works here, else the specification, with a warning.
+    """The function that samples on a GPU, with totals: the kernel, if it works here, else the specification.
 
     The first call compiles and tries it, so it must not be made while a graph is captured: the self-check makes it.
     """
-    try:
-        kernel: Callable[..., tuple[torch.Tensor, torch.Tensor]] = import_module(_KERNEL).choose
-        logits = torch.randn(64, 1000, generator=torch.Generator().manual_seed(3)).mul(4).to(device)
-        for params in _TRIED:
-            selection = Selection.build([(params, range(64))], device)
-            if not torch.equal(kernel(logits, selection)[0], specification.pick(logits, selection)):
-                raise RuntimeError(f"it chose other tokens with {params}")
-        return kernel
-    except Exception as failure:  # whatever a compiler or driver raises
-        lines = str(failure).strip().splitlines() or [""]
-        logger.warning("the sampling kernel does not work here, sampling is slower: %s", lines[0])
-        return specification.choose
+
+    def by_kernel(logits: torch.Tensor, selection: Selection) -> torch.Tensor:
+        chosen: torch.Tensor = import_module(_KERNEL).choose(logits, selection)[0]
+        return chosen
+
+    tried = (SamplingParams(temperature=0.8), SamplingParams(temperature=1.0, top_k=40, top_p=0.9, min_p=0.01))
+    works = agrees(by_kernel, device, tried, "the sampling kernel does not work here, sampling is slower")
+    return import_module(_KERNEL).choose if works else specification.choose
 
 
 _KERNEL = "lpr.model.kernels.sampling_kernel"
-_TRIED = (SamplingParams(temperature=0.8), SamplingParams(temperature=1.0, top_k=40, top_p=0.9, min_p=0.01))
+
+
+def agrees(
+    choose: Callable[[torch.Tensor, Selection], torch.Tensor],
+    device: torch.device,
+    tried: Sequence[SamplingParams],
+    otherwise: str,
+) -> bool:
+    """True if `choose` gives the specification's tokens on `device`; else it logs `otherwise` and the reason."""
+    try:
+        logits = torch.randn(64, 1000, generator=torch.Generator().manual_seed(3)).mul(4).to(device)
+        for params in tried:
+            selection = Selection.build([(params, range(64))], device)
+            if not torch.equal(choose(logits, selection), specification.pick(logits, selection)):
+                raise RuntimeError(f"other tokens were chosen with {params}")
+        return True
+    except Exception as failure:  # whatever a compiler or driver raises
+        logger.warning("%s: %s", otherwise, first_line(failure))
+        return False
 
 
 def log_probabilities(logits: torch.Tensor, chosen: torch.Tensor, count: int) -> torch.Tensor:
