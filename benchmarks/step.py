@@ -32,7 +32,8 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-import lpr.model.runner
+import lpr.model.adapter
+import lpr.model.sampling.sampler
 from benchmarks.common import OneLineParser, finish, make_parser, model_parser, run_main, whole
 from benchmarks.data import prompts_of
 from benchmarks.engines import StepClock, load_engine, params_for, switch
@@ -45,10 +46,10 @@ from lpr.dist.runtime import World, join, leave
 from lpr.engine.sizing import STEEPEST, measure_step_times
 
 MODEL_PARTS = {
-    "inputs": (lpr.model.runner, "build_inputs"),
-    "forward": (lpr.model.runner.TreeModel, "logits"),
-    "choose": (lpr.model.runner, "choose"),
-    "candidates": (lpr.model.runner, "candidates"),
+    "inputs": (lpr.model.adapter, "build_inputs"),
+    "forward": (lpr.model.adapter.Adapter, "forward"),
+    "choose": (lpr.model.sampling.sampler, "choose"),
+    "candidates": (lpr.model.sampling.sampler, "candidates"),
 }
 ON_DEVICE = ("forward", "choose", "candidates")
 PHASES = {"draft": "draft", "gather": "exchange", "commit": "accept, commit"}

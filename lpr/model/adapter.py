@@ -143,9 +143,11 @@ class Adapter:
             )
         return inputs.results(output.logits)
 
-    def logits(self, rows: Sequence[Row], cache: KVCache, *buckets: int, packed: bool = False) -> torch.Tensor:
-        """The logits of `forward` over `rows`; `buckets` are those of nodes and of cache rows."""
-        return self.forward(self.inputs(rows, cache, *buckets, packed=packed), cache)
+    def logits(
+        self, rows: Sequence[Row], cache: KVCache, node_bucket: int = 1, kv_bucket: int = 1, packed: bool = False
+    ) -> torch.Tensor:
+        """The logits of `forward` over `rows`, laid out as by `inputs`."""
+        return self.forward(self.inputs(rows, cache, node_bucket, kv_bucket, packed), cache)
 
 
 def _use_attention(model: PreTrainedModel, name: str) -> None:

@@ -1,10 +1,10 @@
 """Steps as CUDA graphs: everything between a step's inputs and its results, launched by one call.
 
 A forward of a 32-layer model is two thousand kernel launches, which take a host longer than a GPU needs to run them
-for one sequence. A graph per `StaticShape` launches them at once. Nothing of a step but its words changes between two
-replays, so a graph is right for any tree and any length that its shape holds. Graphs share one pool of memory: they
-never run at the same time, and a step's results are copied on, in stream order, before the next replay. What is not
-captured (long pending chains, logits processors, a model that cannot be) is evaluated directly, with the same results.
+for one sequence. A graph per `StaticShape` launches them at once. Only the words of a step change between two replays,
+so a graph is right for any tree and length that its shape holds. Graphs share one pool of memory: they never run at the
+same time, and a step's results are copied on, in stream order, before the next replay. Steps that are not captured
+(long pending chains, models that cannot be) are evaluated directly, with the same results.
 """
 
 from __future__ import annotations

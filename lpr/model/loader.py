@@ -60,7 +60,7 @@ def choose_dtype(dtype: str | torch.dtype, device: torch.device) -> str | torch.
     """`auto` is the checkpoint's own dtype on an accelerator and float32 on a CPU.
 
     In half precision a logit's last bits depend on how many nodes share a forward, so near ties can fall otherwise
-    than in plain decoding; a CPU gains nothing from half precision that would be worth that.
+    than in plain decoding; on a CPU half precision gains too little for that.
     """
     if isinstance(dtype, torch.dtype):
         return dtype

@@ -1,4 +1,4 @@
-"""The guard at load: does this model evaluate a token tree as it evaluates plain text?
+"""The check at load that a model evaluates a token tree as it evaluates plain text.
 
 Some models keep state or build masks outside the hooks that lpr uses, without an error (recurrent layers, local
 attention that slices by cache row, positions counted inside attention). A config tells only some of them apart
@@ -37,7 +37,7 @@ _ACCEPTED = (0, 2, 5)
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 _HALF_TOLERANCE = 6e-2
 _FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError, NotImplementedError)
-"""What models raise that do not fit."""
+"""Errors of models that do not fit."""
 _PROMPT = 24
 _KERNEL_PROMPT = 200
 

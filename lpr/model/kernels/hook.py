@@ -1,8 +1,8 @@
 """The GPU version as attention implementations of transformers: a mask function without a mask.
 
-In a step the mask function returns, instead of a tensor, the rule of a layer kind: a window, a chunk, or neither. It
-is read off the model's own mask function, and only where that is made of parts whose code we know; for any other the
-dense mask is built and the layer runs as "lpr_tree" does.
+In a step the mask function returns, instead of a tensor, the rule of a layer kind: a window, a chunk, or neither. The
+rule is read off the model's own mask function if it consists of known parts; otherwise the dense mask is built and the
+layer runs as "lpr_tree" does.
 """
 
 from __future__ import annotations
@@ -149,8 +149,9 @@ def kernel_attention(name: str) -> Callable[..., tuple[torch.Tensor, None]]:
         if is_exact and step is not None and (position_bias is not None or not isinstance(rule, LayerRule)):
             raise InputError("exact attention on a GPU knows causal, sliding and chunked masks and no bias on scores")
         if isinstance(rule, LayerRule) and position_bias is None:
-            assert step is not None and step.blocks[0].tree_mask is not None
+            assert step is not None
             block = step.blocks[0]
+            assert block.tree_mask is not None
             if is_exact and block.paths is None:  # once a step, for all layers
                 block.paths = find_paths(block.tree_mask)
             parts = query, key, value, block.tree_mask, *([block.paths] if is_exact else [])

@@ -2,9 +2,8 @@
 
 Sampling uses the Gumbel-max trick with noise from a counter-based generator keyed by (request seed, absolute
 position, token id): `argmax(processed_logits / temperature + gumbel)` is an exact sample of
-softmax(processed_logits / temperature), and no random state exists that a different number of steps, another batch or
-another rank could leave in a different place. So sampled text depends on the prompt, the parameters and the seed only,
-however it was drafted (DESIGN rule R4).
+softmax(processed_logits / temperature). There is no random state, so sampled text depends on the prompt, the parameters
+and the seed alone, however it was drafted.
 
 `specification.pick` defines what is chosen; on a CPU `in_cpp.draw` and on a GPU `kernels.sampling_kernel.choose` find
 the same with far less work.
@@ -21,10 +20,10 @@ import torch
 
 from lpr import native
 from lpr.config import SamplingParams
-from lpr.core.accept import NOT_A_NUMBER
 from lpr.core.recycle import MAX_SCORE, SCORE_STEPS
 from lpr.model.failures import first_line
 from lpr.model.sampling import in_cpp, specification
+from lpr.model.sampling.noise import gumbel
 from lpr.model.sampling.selection import Selection
 
 logger = logging.getLogger(__name__)
@@ -44,19 +43,26 @@ def choose(logits: torch.Tensor, selection: Selection, fixed_shapes: bool = Fals
 def pick(logits: torch.Tensor, selection: Selection, fixed_shapes: bool = False) -> torch.Tensor:
     """The argmax [n] int64 of tempered, limited, noised logits [n, V]; NOT_A_NUMBER where there is no such thing."""
     on_cpu = logits.device.type == "cpu" and not fixed_shapes
-    if not selection.sampled and on_cpu:
+    if on_cpu and not selection.sampled:
         return in_cpp.best_tokens(logits.float())
-    if not selection.sampled:
-        best = logits.float().max(-1)  # unlike argmax it also shows a NaN, at the same price
-        return torch.where(best.values.isnan(), NOT_A_NUMBER, best.indices)
     if on_cpu and native.choose_rows is not None:
         return in_cpp.draw(logits, selection)
-    return pick_with_totals(logits, selection)[0]
+    return pick_with_totals(logits, selection, fixed_shapes)[0]
 
 
-def pick_with_totals(logits: torch.Tensor, selection: Selection) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `pick` of sampled rows by operators of fixed shapes, and the totals of score and noise of what is chosen."""
-    return (gpu_pick(logits.device) if logits.is_cuda else specification.choose)(logits, selection)
+def pick_with_totals(
+    logits: torch.Tensor, selection: Selection, fixed_shapes: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `pick`, and the totals [n] float32 of score and noise of what is chosen, NaN where there is no choice."""
+    if logits.is_cuda and selection.sampled:
+        return gpu_pick(logits.device)(logits, selection)
+    if fixed_shapes or not selection.sampled or native.choose_rows is None:
+        return specification.choose(logits, selection)
+    chosen, warm = in_cpp.draw(logits, selection), selection.temperature > 0
+    place = chosen.clamp_min(0)
+    scores = logits.gather(1, place[:, None])[:, 0].float() / torch.where(warm, selection.temperature, 1.0)
+    noise = gumbel(selection.keys[selection.key_of], place + selection.first_token)
+    return chosen, torch.where(chosen < 0, torch.nan, torch.where(warm, scores + noise, scores))
 
 
 @lru_cache

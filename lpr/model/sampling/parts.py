@@ -1,14 +1,13 @@
-"""A vocabulary in parts: each rank of a replica chooses among its own tokens, and a few words per row meet.
+"""Vocab-parallel sampling: each rank of a replica chooses among its own tokens, and a few words per row are gathered.
 
-Where the output head is split along the vocabulary, every rank would otherwise gather the logits [n, V] of all and
-choose from them: n * V values through the links, and the same search on each rank. Here a rank makes the noise of its
-own tokens only and sends the best total of score and noise, its token, its few likeliest tokens and the sum of its
-weights. The best of the best is what `choice.pick` chooses from the whole row.
+With an output head split along the vocabulary, every rank would otherwise gather the logits [n, V] and search them all.
+Here a rank makes the noise of its own tokens only and sends the best total of score and noise, its token, its likeliest
+tokens and the sum of its weights. The best of the best is the token that `choice.pick` chooses from the whole row.
 
-Limits (top-k, top-p, min-p) compare a token with all others, which takes two exchanges and a kernel that a CPU lacks
+Limits (top-k, top-p, min-p) compare a token with all others. That takes two exchanges and a GPU kernel
 (kernels.parts_code): first each rank's list of tokens that would win under some limits, and its TOP_K largest scores;
-then, per listed token, the weight in front of it. A CPU chooses from gathered logits there, as ranks do everywhere for
-a larger top-k, for log-probabilities and for processors.
+then, per listed token, the weight in front of it. Ranks choose from gathered logits for limits on a CPU, for a larger
+top-k, for log-probabilities and for processors.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ import torch
 
 from lpr.config import SamplingParams
 from lpr.core.accept import NOT_A_NUMBER
-from lpr.model.sampling.choice import agrees, pick, pick_with_totals, score_steps
-from lpr.model.sampling.noise import gumbel
+from lpr.model.sampling.choice import agrees, pick_with_totals, score_steps
 from lpr.model.sampling.selection import TOP_K, Selection
 
 LENGTH = 64
@@ -47,21 +45,11 @@ def choose_in_part(
     the k largest logits, and their tokens. A total is NaN where the part has no choice, and -inf where it has no token.
     """
     scores = logits.float()
-    if selection.sampled and (logits.is_cuda or fixed_shapes):
-        chosen, totals = pick_with_totals(logits, selection.from_token(first))
-        place = chosen.clamp_min(0)
-        empty = (selection.temperature > 0) & (scores.amax(-1) == -torch.inf)
-    else:
-        chosen = pick(logits, selection.from_token(first), fixed_shapes)
-        place = chosen.clamp_min(0)
-        totals, empty = scores.gather(1, place[:, None])[:, 0], torch.zeros_like(chosen, dtype=torch.bool)
-        if selection.sampled:
-            warm = selection.temperature > 0
-            noise = gumbel(selection.keys[selection.key_of], place + first)
-            empty = warm & (scores.amax(-1) == -torch.inf)
-            totals = torch.where(warm, totals / torch.where(warm, selection.temperature, 1.0) + noise, totals)
-    totals = torch.where(chosen < 0, torch.nan, totals)
-    columns = [torch.where(empty, -torch.inf, totals)[:, None].view(torch.int32), (place + first)[:, None].int()]
+    chosen, totals = pick_with_totals(logits, selection.from_token(first), fixed_shapes)
+    if selection.sampled:
+        is_empty = (selection.temperature > 0) & (scores.amax(-1) == -torch.inf)
+        totals = torch.where(is_empty, -torch.inf, totals)
+    columns = [totals[:, None].view(torch.int32), (chosen.clamp_min(0) + first)[:, None].int()]
     return torch.cat([*columns, *_likeliest(scores, first, num_candidates)], 1)
 
 

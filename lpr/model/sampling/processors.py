@@ -1,16 +1,14 @@
 """Logits processors on a token tree: called where plain decoding would call them, with the ids it would have.
 
 A processor is any callable `(input_ids [1, L] int64, scores [1, V] float32) -> scores [1, V]`, such as those of
-transformers. For a node, `input_ids` is the node's own path: the committed tokens and the nodes from the root down to
-it. Only the nodes of the path that the choices themselves follow are asked about, one call each, from the root
-downwards. So with one rank a processor is called once per emitted token and in order, as by plain decoding, and may
-keep a state; per token it costs what it costs there. (Asking about every node would take up to 184 calls a step with
-the default DecodeConfig.) With several ranks each rank asks about the nodes of the path in its own shard, so a
-processor must then be a function of its two arguments, the same on every rank.
+transformers. A node's `input_ids` are its path: the committed tokens and the nodes from the root down to it. Only nodes
+on the path that the choices follow are processed, from the root downwards, one call each; every node would take up to
+184 calls a step. With one rank a processor is called once per emitted token and in order, and may keep a state. With
+several, each rank processes the nodes of its shard, so a processor must be a function of its arguments.
 
-The other nodes keep the choice of the unprocessed logits as a guess for the Jacobi window. A rank that strayed from
-the path, because its logits differ from the owner's in a last bit, has reported only guesses below that node, and
-`accept` stops there: a shorter step, the same tokens.
+The other nodes keep the choice of the unprocessed logits as a guess for the Jacobi window. A rank that leaves the path,
+because its logits differ from the owner's in a last bit, reports guesses below that node, and `accept` stops there: a
+shorter step, the same tokens.
 """
 
 from __future__ import annotations
