@@ -145,7 +145,7 @@ def test_a_forward_is_one_graph(family: str) -> None:
     check_compiled(runner, like)
     assert runner.compiled is not None and runner.compiled.reason is None
     assert not counters["graph_break"] and counters["stats"]["unique_graphs"] == 2
-    assert runner.compiled.cost["forms"] == 2 and "2 forms" in str(runner.compiled.describe())
+    assert "2 forms" in str(runner.compiled.describe())
 
 
 def test_a_forward_that_breaks_is_called_directly(caplog: pytest.LogCaptureFixture) -> None:

@@ -151,7 +151,7 @@ class Adapter:
 
 
 def _use_attention(model: PreTrainedModel, name: str) -> None:
-    """Make `model` ask our mask and attention functions, by the registry where its code dispatches through it."""
+    """Make `model` call our mask and attention functions, through the registry where its code dispatches by it."""
     if model._can_set_attn_implementation():
         model.set_attn_implementation(name)
         return

@@ -51,7 +51,7 @@ class CudaCapturer:
             torch.cuda.current_stream().wait_stream(self._stream)
             graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
             try:
-                # NCCL's watchdog asks for events from a thread of its own meanwhile: only this thread must not wait.
+                # NCCL's watchdog queries events from a thread of its own meanwhile: only this thread must not wait.
                 with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                     results = program()
             except Exception:
@@ -94,8 +94,8 @@ def uncapturable(model: PreTrainedModel, accepts_positions: bool) -> str | None:
         name = kind.get("rope_type", kind.get("type"))
         if name in _DYNAMIC_ROPE:
             return f"its rope_type {name!r} looks at the longest position of each step on the host"
-    asks = getattr(config, "_experts_implementation", None) == "eager" and model._can_set_experts_implementation()
-    if asks and _has_experts(config):  # families with experts of their own (Llama 4) do not look at the setting
+    is_eager = getattr(config, "_experts_implementation", None) == "eager" and model._can_set_experts_implementation()
+    if is_eager and _has_experts(config):  # families with experts of their own (Llama 4) do not look at the setting
         return "its experts implementation 'eager' asks the device which experts are hit (use 'grouped_mm')"
     if not accepts_positions:
         return "its forward takes no positions, so that the cached length would be a constant of the graph"

@@ -62,14 +62,9 @@ class CompiledForward:
                 raise
         return self._adapter.forward(inputs, cache)
 
-    @property
-    def cost(self) -> dict[str, float]:
-        """The cost of compiling so far: "seconds", "forms" compiled, and how many of them were read "from_disk"."""
-        return {name: count - self._before[name] for name, count in _so_far().items()}
-
     def describe(self) -> str | None:
-        """The cost in words; None if nothing was compiled."""
-        cost = self.cost
+        """The cost of compiling so far; None if nothing was compiled."""
+        cost = {name: count - self._before[name] for name, count in _so_far().items()}
         if not cost["forms"]:
             return None
         return (

@@ -77,7 +77,7 @@ def adapt(model: PreTrainedModel) -> None:
 
 
 def _cached_positions(step: StepInputs) -> torch.Tensor:
-    """[B, KV]: the position of what each cache row holds; a model that asks for them keeps its batches padded."""
+    """[B, KV]: the position of what each cache row holds; a model that needs them keeps its batches padded."""
     if step.packed:
         raise TypeError("a bias per cache row needs padded inputs")
     return step.blocks[0].kv_positions

@@ -46,7 +46,7 @@ class Pack:
             self._input = given
             self._outputs = F.linear(given, self.weight, self.bias).split(self.sizes, -1)
         part = self._outputs[place]
-        if place == len(self.sizes) - 1:  # the last one that a forward asks: nothing outlives the layer
+        if place == len(self.sizes) - 1:  # the last call of a forward: nothing outlives the layer
             self._input, self._outputs = None, ()
         return part
 

@@ -22,7 +22,7 @@ HEIGHT = 64
 
 
 def pin_heights(model: nn.Module) -> None:
-    """Let `model` multiply by its weights as the heights of a step ask; outside of such steps nothing changes."""
+    """Make `model` multiply by its weights at the heights of a step in exact mode; otherwise nothing changes."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     for module in model.modules():
         if isinstance(module, nn.Linear | Conv1D) and not isinstance(module.forward, partial):

@@ -1,10 +1,10 @@
 """The check at load that a model evaluates a token tree as it evaluates plain text.
 
 Some models keep state or build masks outside the hooks that lpr uses, without an error (recurrent layers, local
-attention that slices by cache row, positions counted inside attention). A config tells only some of them apart
-(`refusal`), so every model is asked once: two small trees, with a compaction between them, against cache-free
-forwards of every root-to-node path. Then three sequences of unequal shapes together, against each by itself, decide
-whether its batches are packed or padded.
+attention that slices by cache row, positions counted inside attention). A config reveals only some of them (`refusal`),
+so every model evaluates two small trees, with a compaction between them, and the logits are compared with cache-free
+forwards of every root-to-node path. Three sequences of unequal shapes, together and each by itself, then decide whether
+batches are packed or padded.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _check(adapter: Adapter) -> SlotCache:
 
 
 def _inexact_step(adapter: Adapter) -> str | None:
-    """In which kind of step the logits of a text are other bits than one by one; None if in none of them.
+    """The kind of step in which the logits of a text are other bits than one by one, or None.
 
     The text ends behind a block of exact attention, and the tree branches in front of it.
     """

@@ -23,7 +23,7 @@ _UNKNOWN_HEIGHT = 4
 _HEIGHTS = (*range(1, 34), 40, 48, 64, 65, 96, 128, 129, 192, 256, 257, 384, 512)
 _MOST_ROWS = 513
 MOST_LOGITS = 66
-"""Rows of the output head that are asked about: few steps have more results."""
+"""Rows of the output head that are tried: few steps have more results."""
 _VECTOR = 64
 """Values that an elementwise operator of PyTorch takes at once on a CPU, at most: two vectors of AVX-512 in half
 precision."""

@@ -3,7 +3,7 @@
 Three things are fixed, whatever the step: tiles (16 query rows, 64 keys), so that an addition is the same instruction
 everywhere; the blocks of keys and their splits, by absolute position; and the order in which they are added. A tree's
 keys are gathered along each entry's path, so blocks hold what they hold in plain decoding. Shapes of a launch, padding,
-batch and place in the cache decide only who computes a row. No GPU has run it.
+batch and place in the cache decide only which program computes a row. No GPU has run it.
 """
 
 from __future__ import annotations

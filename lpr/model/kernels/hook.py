@@ -8,7 +8,7 @@ layer runs as "lpr_tree" does.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -43,7 +43,7 @@ class LayerRule:
 
     window: int | None = None
     chunk: int | None = None
-    mask_function: Callable[..., Any] = causal_mask_function
+    mask_function: Callable[..., Any] = field(default=causal_mask_function, compare=False)
     """The model's own function, for a layer that needs a dense mask after all."""
 
 
@@ -107,23 +107,17 @@ def kernel_mask(
         else:
             rule = layer_rule(mask_function)
             known = step.layer_rules.get(local_size, rule)
-            step.layer_rules[local_size] = rule if _alike(known, rule) else None
+            step.layer_rules[local_size] = rule if known == rule else None
         if rule is not None:
             return rule
     return _dense_mask(*sizes, mask_function=mask_function, local_size=local_size, **kwargs)
-
-
-def _alike(one: LayerRule | None, other: LayerRule | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return (one.window, one.chunk) == (other.window, other.chunk)
 
 
 _versions: dict[str, Callable[..., torch.Tensor]] = {}
 
 
 def load_kernel(name: str) -> None:
-    """Import a version, before a forward asks for it: an import would break a compiled forward in every layer."""
+    """Import a version before the first forward: an import would break a compiled forward in every layer."""
     if name in _MODULES:
         module = import_module(_MODULES[name])
         _versions[name] = lambda *args, **kwargs: module.tree_attention(*args, **kwargs)

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 def choose(logits: torch.Tensor, selection: Selection, fixed_shapes: bool = False) -> torch.Tensor:
     """The next token [n] int64 of every row of `logits` [n, V], or a code below 0 (see lpr.core.accept).
 
-    `fixed_shapes` asks for operators whose shapes depend on no value, which a graph can hold.
+    `fixed_shapes` uses only operators whose shapes depend on no value, which a graph can hold.
     """
     chosen = pick(logits, selection, fixed_shapes)
     for path in selection.processor_paths:

@@ -20,10 +20,10 @@ TOP_K = 64
 
 
 class Selection:
-    """Per result row, how its next token is chosen; made once a step, on the host, which knows all of it.
+    """Sampling parameters per result row; made once a step, on the host.
 
-    The parameters are int32 words (lpr.core.noise_keys.selection_words), on the host or on a device, and tensors when
-    somebody asks for them.
+    The parameters are int32 words (lpr.core.noise_keys.selection_words), on the host or on a device; tensors are made
+    of them at first use.
     """
 
     def __init__(self, words: torch.Tensor, num_keys: int, num_rows: int, sampled: bool, filtered: bool) -> None:
@@ -32,7 +32,7 @@ class Selection:
         self.num_keys = num_keys
         """u."""
         self.num_rows = num_rows
-        """n; 0 if no row is sampled: the argmax asks for none of it."""
+        """n; 0 if no row is sampled: an argmax has no parameters."""
         self.sampled = sampled
         """True if any row is sampled."""
         self.filtered = filtered
@@ -44,7 +44,7 @@ class Selection:
         self.processor_paths: list[ProcessorPath] = []
         """The sequences whose choices go through logits processors."""
         self.num_logprobs: int | None = None
-        """Alternatives per row whose log-probabilities are asked for; None: not even the chosen token's."""
+        """Alternatives per row with log-probabilities; None disables log-probabilities."""
 
     @classmethod
     def build(
