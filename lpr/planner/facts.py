@@ -267,7 +267,7 @@ class _ShapeCache(Cache):
 
 
 def _kept_rows(model: PreTrainedModel) -> tuple[KeptRows, ...]:
-    """The rows that TreeCache would hold: it keeps every token of every layer, also where attention slides."""
+    """The rows that SlotCache would hold: it keeps every token of every layer, also where attention slides."""
     for name, module in model.named_modules():
         if name.endswith(".experts"):  # routing depends on values, which meta tensors have not
             module.forward = lambda hidden, *args, **kwargs: hidden

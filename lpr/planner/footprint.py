@@ -1,6 +1,6 @@
 """Memory and traffic of a model on an lp x tp mesh: arithmetic over ModelFacts, without a clock or a device.
 
-Weights, K/V and payload are exact: they are the shapes that the loader, TreeCache and Exchange make. Activations are an
+Weights, K/V and payload are exact: they are the shapes that the loader, SlotCache and Exchange make. Activations are an
 estimate from above of what one forward holds at once.
 """
 
@@ -168,7 +168,7 @@ def rank_nodes(decode: DecodeConfig, lp: int) -> int:
 
 
 def kv_rows(decode: DecodeConfig, lp: int, max_length: int) -> int:
-    """Rows of one slot of TreeCache, padded as TreeModel.allocate pads them."""
+    """Rows of one slot of SlotCache, padded as TreeModel.allocate pads them."""
     return round_up(max_length + rank_nodes(decode, lp) + 1, KV_BUCKET)
 
 
