@@ -40,12 +40,12 @@ from lpr.planner.interconnect import LINKS, Network
 from lpr.planner.measured import Measured, read_measured
 from lpr.planner.prediction import Inputs, Machine, Setting, tp_seconds
 from lpr.planner.presets import measured_values, resolve
-from lpr.planner.service.capacity import WARM_UP, make_arrivals, quantiles
-from lpr.planner.service.costs import Point, Points, StepCosts, predicted_points
-from lpr.planner.service.mesh import Slots, simulate_mesh
-from lpr.planner.service.replicas import simulate_replicas
-from lpr.planner.service.requests import SimRequest
-from lpr.planner.service.workload import Demand, Lengths, Promise, Workload
+from lpr.planner.simulated.capacity import WARM_UP, make_arrivals, quantiles
+from lpr.planner.simulated.costs import Point, Points, StepCosts, predicted_points
+from lpr.planner.simulated.mesh import Slots, simulate_mesh
+from lpr.planner.simulated.replicas import simulate_replicas
+from lpr.planner.simulated.requests import SimRequest
+from lpr.planner.simulated.workload import Demand, Lengths, Promise, Workload
 
 HOST_MS = 0.5
 """Of a step, whatever it drafts (benchmarks/results/host.json: one request of 16 nodes takes 0.57 ms)."""
