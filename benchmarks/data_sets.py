@@ -4,28 +4,24 @@
         --steps gsm8k.npz
     python -m benchmarks.data_sets --steps gsm8k.npz humaneval.npz --budgets 8 64 512
 
-Each file (benchmarks.record) is replayed at each of its temperatures with trees of up to so many drafted nodes, as
-benchmarks.replay does with one: candidates of accepted nodes only, no text drafted from another. An output that repeats
-itself flatters whoever copies, so the figures are given without such outputs, too.
-
-Several texts of one prompt and temperature (`--seeds` of benchmarks.record) are counted together, and by seed.
-
-`--peers DIR`, the work folder of benchmarks.peers, also counts the steps of peers that draft from text alone
-(benchmarks.peers.recorded).
+Each file (benchmarks.record) is replayed at each of its temperatures and each budget, as benchmarks.replay replays one:
+with candidates of accepted nodes only, each text by itself. Outputs that loop favour copying, so the figures without
+them are given too. Several texts of one prompt and temperature are counted together and by seed. `--peers DIR`, the work
+folder of benchmarks.peers, also counts the steps of peers that draft from text alone (benchmarks.peers.recorded).
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from benchmarks.common import make_parser, progress, run_main, whole
+from benchmarks.common import Options, Whole, progress, run_main
 from benchmarks.limit import Counted, beside_limit, count_output
 from benchmarks.peers.recorded import CountSteps, replayed_peers
 from benchmarks.record import Recorded, read_texts
@@ -34,7 +30,19 @@ from lpr import DecodeConfig
 from lpr.native import SuffixIndex
 
 
-def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class DataSetsOptions(Options):
+    """Drafting on recorded texts of several data sets, by nodes of a step."""
+
+    steps: tuple[str, ...]
+    """Files that benchmarks.record has written."""
+    budgets: tuple[Whole, ...] = (8, 16, 32, 64, 128, 256, 512)
+    """Numbers of drafted nodes."""
+    peers: Path | None = None
+    """Work folder of benchmarks.peers; replays peers too."""
+
+
+def measure(options: DataSetsOptions, console: Console) -> dict[str, Any]:
     """Replay every file at every temperature of it and every budget."""
     files = {Path(path).stem: read_texts(path) for path in options.steps}
     texts = {name: [text for text in found if len(text.output) > 1] for name, (found, _) in files.items()}
@@ -59,7 +67,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             ]
             advance()
     facts = {name: found for name, (_, found) in files.items()}
-    return {"benchmark": "data_sets", "recorded": facts, "runs": runs, "peers": peers}
+    return {"recorded": facts, "runs": runs, "peers": peers}
 
 
 def lpr_steps(budget: int) -> Callable[[Recorded], int]:
@@ -93,11 +101,7 @@ def replay_texts(texts: Sequence[Recorded], steps_of: Callable[[Recorded], int])
 
 def main() -> int:
     """Run the command line; returns the exit code."""
-    parser = make_parser("data_sets", "Drafting on recorded texts of several data sets, by nodes of a step.")
-    parser.add_argument("--steps", required=True, nargs="+", metavar="FILE", help="what benchmarks.record has written")
-    parser.add_argument("--budgets", type=whole, nargs="+", default=[8, 16, 32, 64, 128, 256, 512], metavar="N")
-    parser.add_argument("--peers", type=Path, metavar="DIR", help="work folder of benchmarks.peers: replay peers, too")
-    return run_main(parser, measure)
+    return run_main("data_sets", DataSetsOptions, measure)
 
 
 if __name__ == "__main__":

@@ -4,24 +4,22 @@
     python -m benchmarks.sizes --traces T.jsonl --last 50 --costs tn_h100.json         # a table of lpr.generate --costs
 
 A recorded text is replayed as by benchmarks.replay, cold and, with --warm-first, with the completions of the file's
-first tasks in the shared trie; a step takes what a table says. Where no table is given a node's *price* is a percentage
-of a plain step: t(n) = 1 + price * (n - 1). An accelerator below its knee is near 0.2 %, a CPU with a small model near
-3 %. Wall clock hides a bad decision in its noise; here a fault of the budget that made it stop drafting after a long
-copy shows as 0.2x of the best fixed size.
+first tasks in the shared index. The time of a step comes from a table, or from a node's *price* in percent of a plain
+step: t(n) = 1 + price * (n - 1). An accelerator below its knee is near 0.2 %, a CPU with a small model near 3 %.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from benchmarks.common import make_parser, progress, read_json, run_main, whole
+from benchmarks.common import Options, Whole, progress, read_json, run_main
 from benchmarks.replay import (
     FixedSizes,
     Tally,
@@ -40,7 +38,29 @@ from lpr.core.suffix_index import as_learnt
 from lpr.native import AcceptanceHistory, AdaptiveBudget, Draft, Drafter, SuffixIndex, TokenTree
 
 Learnt = Callable[[], SuffixIndex]
-"""Makes the shared trie that every contestant starts with."""
+"""Makes the shared index that every contestant starts with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizesOptions(Options):
+    """Automatic sizes on recorded completions, without a clock."""
+
+    traces: tuple[str, ...]
+    """JSON lines with prompt and completion."""
+    last: Whole | None = None
+    """Replay the last N tasks only."""
+    warm_first: Whole | None = None
+    """Replay again with the first N completions known."""
+    prices: tuple[float, ...] = (0.2, 1, 3, 10)
+    """Prices of a node, in percent of a plain step."""
+    costs: tuple[str, ...] = ()
+    """Files with tables of step times."""
+    sizes: tuple[Whole, ...] = (4, 8, 16, 24, 32, 48, 64, 96, 128)
+    """Fixed numbers of nodes."""
+    max_nodes: Whole = 128
+    """Most nodes of automatic sizes."""
+    tokenizer: str | None = None
+    """SentencePiece .model file, or name or path for AutoTokenizer."""
 
 
 def priced(percent: float) -> StepTimes:
@@ -49,7 +69,7 @@ def priced(percent: float) -> StepTimes:
 
 
 def trie_of(documents: Sequence[list[int]]) -> SuffixIndex:
-    """A shared trie that has learnt `documents`."""
+    """A shared index of `documents`."""
     trie = SuffixIndex(DecodeConfig().trie_capacity)
     learn(trie, documents)
     return trie
@@ -69,7 +89,7 @@ class AutomaticSizes(FixedSizes):
         self.history = AcceptanceHistory()
 
     def draft(self, drafter: Drafter, tree: TokenTree) -> None:
-        """Draft what the budget asks for, and cut what does not pay."""
+        """Draft as many nodes as the budget asks for, and cut those that do not pay."""
         self.budget.begin(1, 0, 0)
         request = self.budget.request(self.history)
         draft = Draft(tree, drafter.draft(tree, request.nodes, price=request.price), 1)
@@ -134,7 +154,7 @@ def compare(
     return races
 
 
-def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def measure(options: SizesOptions, console: Console) -> dict[str, Any]:
     """Replay as the command line says."""
     encode = load_tokenizer(options.tokenizer or default_tokenizer())
     tables = {f"{price:g} % a node": priced(price) for price in options.prices}
@@ -151,23 +171,12 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
                 races = compare(tasks, tables, learnt, options.sizes, options.max_nodes, advance)
             run = {"traces": Path(path).name, "num_tasks": len(tasks), "num_warm_tasks": num_warm, "races": races}
             runs.append(run)
-    return {"benchmark": "sizes", "max_nodes": options.max_nodes, "runs": runs}
+    return {"max_nodes": options.max_nodes, "runs": runs}
 
 
 def main() -> int:
     """Run the command line; returns the exit code."""
-    parser = make_parser("sizes", "Automatic sizes on recorded completions, no clock.")
-    parser.add_argument("--traces", required=True, nargs="+", metavar="FILE", help="JSON lines: prompt, completion")
-    parser.add_argument("--last", type=whole, metavar="N", help="replay the last N tasks only")
-    parser.add_argument("--warm-first", type=whole, metavar="N", help="also with the first N completions known")
-    parser.add_argument(
-        "--prices", type=float, nargs="*", default=[0.2, 1, 3, 10], metavar="P", help="percent of a step per node"
-    )
-    parser.add_argument("--costs", nargs="*", default=[], metavar="FILE", help="tables of step times")
-    parser.add_argument("--sizes", type=whole, nargs="+", default=[4, 8, 16, 24, 32, 48, 64, 96, 128], metavar="N")
-    parser.add_argument("--max-nodes", type=whole, default=128, metavar="N", help="most nodes of automatic sizes")
-    parser.add_argument("--tokenizer", metavar="T", help="SentencePiece .model file, or name or path for AutoTokenizer")
-    return run_main(parser, measure)
+    return run_main("sizes", SizesOptions, measure)
 
 
 if __name__ == "__main__":

@@ -3,37 +3,32 @@
     python -m benchmarks.step --data classeval.jsonl --threads 1 --output benchmarks/results/step.json
     torchrun --nproc_per_node=2 -m benchmarks.step --collective 20 2192 4368
 
-Each part is timed by the processor time of its thread, so that other programs do not show; with one CPU thread that is
-all the work there is. "outside the forward" is the whole step without the model's forward and without choosing
-tokens from its logits, both of which an accelerator does. On a CPU the forward also empties the caches that the host's
-work then runs in; "host alone" repeats the same steps with the recorded results of the model in the forward's place, as
-a host does whose accelerator computes.
+Parts are timed by the processor time of the thread: drafting, the model's forward with its inputs, the exchange,
+accepting and committing, and text. "host alone" repeats the same steps with the recorded results of the model in place
+of its forward, as on a host whose accelerator computes.
 
-t(n) is the wall-clock time of evaluating n tokens after so many cached ones, as the engine measures it when it starts,
-up to the n that takes STEEPEST times as long as one token. "collective" is the wall-clock time of the all-gather of
-fixed-size payloads between two real ranks that do nothing else, of the payload that two ranks of such a budget
-exchange: gloo between CPUs, NCCL between GPUs. The ranks meet in front of every gather, so that none waits there for
-another's work, and the time is the slowest rank's until the result is on its host.
+t(n) is the wall-clock time of evaluating n tokens after so many cached ones, as the engine measures it at start, up to
+the n that takes STEEPEST times as long as one token. "collective" is the wall-clock time of the all-gather of a step's
+fixed-size payload between two real ranks that do nothing else: gloo between CPUs, NCCL between GPUs. Ranks meet before
+every gather, and the time is the slowest rank's until the result is on its host.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 
-import lpr.model.runner
-from benchmarks.common import OneLineParser, finish, make_parser, model_parser, run_main, whole
+from benchmarks.common import DataOptions, Flag, Options, Whole, finish, read_options, run_main
 from benchmarks.data import prompts_of
 from benchmarks.engines import StepClock, load_engine, params_for, switch
 from benchmarks.processes.launch import LAUNCHER, RunFailedError, execute
@@ -42,39 +37,46 @@ from lpr.config import InputError
 from lpr.core.step_times import KNOTS
 from lpr.dist.comm import Comm
 from lpr.dist.runtime import World, join, leave
+from lpr.engine.hooks import StepHooks
 from lpr.engine.sizing import STEEPEST, measure_step_times
 
-MODEL_PARTS = {
-    "inputs": (lpr.model.runner, "build_inputs"),
-    "forward": (lpr.model.runner.TreeModel, "logits"),
-    "choose": (lpr.model.runner, "choose"),
-    "candidates": (lpr.model.runner, "candidates"),
-}
-ON_DEVICE = ("forward", "choose", "candidates")
-PHASES = {"draft": "draft", "gather": "exchange", "commit": "accept, commit"}
-"""Phases of a step as an engine's recorder hears of them, and their names here; the forward is in MODEL_PARTS."""
+PHASES = {"draft": "draft", "forward": "forward", "gather": "exchange", "commit": "accept, commit"}
+"""Phases of a step as the engine reports them, and their names in the result."""
 CACHED = (256, 1024)
 """Cached lengths that t(n) is measured at, where the model has so many positions."""
 WARM_UP = 10
 
 
-def timed(function: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
-    """`function`, adding its processor time in milliseconds to `spent[-1]`."""
+@dataclass(frozen=True, kw_only=True)
+class StepOptions(DataOptions):
+    """Time of a decoding step: t(n), the host's parts, the collective."""
 
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        start = time.thread_time()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            spent[-1] += (time.thread_time() - start) * 1e3
+    budgets: tuple[int, ...] = (1, 16, 64, 256)
+    """Node budgets."""
+    temperatures: tuple[float, ...] = (0.0, 0.8)
+    """Temperatures."""
+    kv: tuple[int, ...] = ()
+    """Numbers of cached tokens for t(n); 256 and 1024 if none is given."""
+    both: Flag = False
+    """Use half of the nodes for the Jacobi window and its pool."""
 
-    return wrapper
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveOptions(Options):
+    """Time of the all-gather of a step, between the ranks of torchrun."""
+
+    collective: tuple[Whole, ...]
+    """Payload sizes in bytes per rank."""
+    repeats: Whole = 300
+    """Gathers of each size."""
+    device: str | None = None
+    """cpu or cuda; a GPU per rank if there are GPUs."""
 
 
-def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def measure(options: StepOptions, console: Console) -> dict[str, Any]:
     """Time the parts of every step of a few requests, per node budget."""
     prompts, engine = prompts_of(options), load_engine(options)
-    console.print("ceiling: a step that is all forward; target: 0.3 ms outside it at 64 nodes")
+    console.print("ceiling: a step that is only the forward; target: 0.3 ms outside it at 64 nodes")
     most = max(options.budgets)
     cached = options.kv or [kv for kv in CACHED if kv + most <= engine.max_length]
     costs = step_times(engine, cached, most)
@@ -86,7 +88,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         for temperature in options.temperatures:
             run = time_steps(engine, decode, prompts, temperature, options.max_new_tokens)
             runs.append({"budget": budget, **run, "payload_bytes_of_2_ranks": sizes[budget]})
-    return {"benchmark": "step", "runs": runs, "step_times": costs, "collective": collective}
+    return {"runs": runs, "step_times": costs, "collective": collective}
 
 
 def tree_of(budget: int, both: bool) -> DecodeConfig:
@@ -106,7 +108,7 @@ def step_times(engine: Engine, cached: Sequence[int], most: int) -> list[dict[st
             raise InputError(
                 f"--kv {kv} and {most} nodes need {kv + most} positions; the engine has {engine.max_length}"
             )
-        costs = measure_step_times(engine.model, engine._like, engine.comm, most, kv, lengths=[kv])
+        costs = measure_step_times(engine.model, engine.replica.like, engine.comm, most, kv, lengths=[kv])
         row = costs.row(1, kv)
         # Knots beyond the one that took too long were not measured.
         measured = [(n, ms) for n, ms in zip(KNOTS, row, strict=True) if n <= max(2, most) and ms <= STEEPEST * row[0]]
@@ -115,15 +117,15 @@ def step_times(engine: Engine, cached: Sequence[int], most: int) -> list[dict[st
     return rows
 
 
-def time_collective(sizes: Sequence[int], options: argparse.Namespace) -> dict[str, Any]:
-    """What `--collective` says of two ranks and these payloads, or why it says nothing."""
+def time_collective(sizes: Sequence[int], options: StepOptions) -> dict[str, Any]:
+    """The result of `--collective` for two ranks and these payloads, or the reason of its failure."""
     device = ["--device", options.device.partition(":")[0]] if options.device else []
     worker = ["-m", "benchmarks.step", *device, "--collective", *map(str, sizes)]
     try:
-        said = json.loads(execute([*LAUNCHER, "--nproc_per_node=2", *worker], 180.0, options.threads).splitlines()[-1])
+        found = json.loads(execute([*LAUNCHER, "--nproc_per_node=2", *worker], 180.0, options.threads).splitlines()[-1])
     except RunFailedError as failure:
         return {"num_ranks": 2, "failed": str(failure)}
-    return {name: said[name] for name in ("num_ranks", "backend", "device", "runs")}
+    return {name: found[name] for name in ("num_ranks", "backend", "device", "runs")}
 
 
 def payload_bytes(decode: DecodeConfig, num_ranks: int) -> int:
@@ -135,9 +137,10 @@ def payload_bytes(decode: DecodeConfig, num_ranks: int) -> int:
 def gather_times(comm: Comm, device: torch.device, size: int, repeats: int) -> list[float]:
     """Milliseconds of `repeats` gathers of `size` bytes per rank, each the slowest rank's."""
     payload = torch.zeros(-(-size // 4), dtype=torch.int32, device=device)
+    start = torch.zeros(1, dtype=torch.int32, device=device)
     mine = []
     for _ in range(WARM_UP + repeats):
-        dist.barrier()
+        comm.gather(start)
         began = time.perf_counter()
         comm.gather(payload)
         mine.append(int((time.perf_counter() - began) * 1e9))
@@ -145,7 +148,7 @@ def gather_times(comm: Comm, device: torch.device, size: int, repeats: int) -> l
     return [ns / 1e6 for ns in times.contiguous().view(torch.int64).amax(0).tolist()]
 
 
-def measure_collective(options: argparse.Namespace, comm: Comm, device: torch.device) -> dict[str, Any]:
+def measure_collective(options: CollectiveOptions, comm: Comm, device: torch.device) -> dict[str, Any]:
     """Time the gathers of every size."""
     runs = []
     for size in options.collective:
@@ -153,20 +156,22 @@ def measure_collective(options: argparse.Namespace, comm: Comm, device: torch.de
         worst = times[int(0.99 * (len(times) - 1))]
         runs.append({"bytes": size, "median_ms": round(statistics.median(times), 4), "p99_ms": round(worst, 4)})
     num_ranks = comm.size * comm.tp_size
-    return {"num_ranks": num_ranks, "backend": dist.get_backend(), "device": str(device), "runs": runs}
+    backend = "nccl" if device.type == "cuda" and comm.num_sharing == 1 else "gloo"
+    return {"num_ranks": num_ranks, "backend": backend, "device": str(device), "runs": runs}
 
 
 def work_as_rank() -> int:
-    """What each rank of `--collective` does; rank 0 prints the result."""
-    parser = make_parser("step --collective", "Time of the all-gather of a step.")
-    parser.add_argument("--collective", type=whole, nargs="+", required=True, metavar="N", help="bytes, per rank")
-    parser.add_argument("--repeats", type=whole, default=300, metavar="N", help="gathers of each size (default 300)")
-    parser.add_argument("--device", metavar="D", help="cpu or cuda (default: a GPU per rank if there are GPUs)")
-    options, world = parser.parse_args(), World.from_environment()
-    if not options.repeats or not all(options.collective):
-        parser.error("--repeats and --collective must be at least 1")
-    if world.size < 2:
-        parser.error("needs at least two ranks: torchrun --nproc_per_node=2 -m benchmarks.step --collective N")
+    """The program of each rank of `--collective`; rank 0 prints the result."""
+    world = World.from_environment()
+    try:
+        options = read_options("step", CollectiveOptions)
+        if not options.repeats or not all(options.collective):
+            raise InputError("--repeats and --collective must be at least 1")
+        if world.size < 2:
+            raise InputError("--collective needs two ranks: torchrun --nproc_per_node=2 -m benchmarks.step")
+    except InputError as error:
+        print(f"benchmarks.step: {error}", file=sys.stderr)
+        return 2
     device = world.device(options.device)
     with join(world, device, 60.0) as comm:
         result = measure_collective(options, comm, torch.device(device or "cpu"))
@@ -180,29 +185,18 @@ def time_steps(
 ) -> dict[str, Any]:
     """Medians over all decode steps but each request's first, which computes its prompt."""
     switch(engine, decode)
-    gc.freeze()  # as the command does
+    gc.freeze()  # as lpr.generate does
     per_step: dict[str, list[float]] = defaultdict(list)
-    spent = {name: [0.0] for name in MODEL_PARTS}
-    originals = {name: getattr(home, attribute) for name, (home, attribute) in MODEL_PARTS.items()}
-    clock = engine.recorder = StepClock(time.thread_time)
+    clock = engine.hooks = StepClock(time.thread_time)
     try:
-        for name, (home, attribute) in MODEL_PARTS.items():
-            setattr(home, attribute, timed(originals[name], spent[name]))
-        for prompt, params in zip(prompts, params_for(len(prompts), max_new_tokens, temperature), strict=True):
-            request = engine.submit(prompt, params)
-            while request.finish_reason is None:
-                for part in spent.values():
-                    part[-1] = 0.0
-                start, before = time.thread_time(), request.stats.num_steps
-                engine.step()
-                if before:
-                    took = {name: part[-1] for name, part in spent.items()}
-                    for name, ms in parts_of((time.thread_time() - start) * 1e3, clock.phases, took).items():
-                        per_step[name].append(ms)
+        for ms in decode_steps(engine, prompts, temperature, max_new_tokens):
+            for phase, name in PHASES.items():
+                per_step[name].append(clock.phases[phase])
+            per_step["text"].append(ms - sum(clock.phases.values()))
+            per_step["step"].append(ms)
+            per_step["outside the forward"].append(ms - clock.phases["forward"])
     finally:
-        engine.recorder = None
-        for name, (home, attribute) in MODEL_PARTS.items():
-            setattr(home, attribute, originals[name])
+        engine.hooks = StepHooks()
     per_step["host alone"] = host_alone(engine, decode, prompts, temperature, max_new_tokens)
     return {
         "temperature": temperature,
@@ -214,12 +208,15 @@ def time_steps(
     }
 
 
-def parts_of(step: float, phases: dict[str, float], model: dict[str, float]) -> dict[str, float]:
-    """The milliseconds of a step by part; "inputs" is all of the forward's phase that is the host's."""
-    on_device = sum(model[name] for name in ON_DEVICE)
-    parts = {PHASES[name]: ms for name, ms in phases.items() if name in PHASES}
-    parts |= {**model, "inputs": phases["forward"] - on_device, "text": step - sum(phases.values())}
-    return {**parts, "step": step, "outside the forward": step - on_device}
+def decode_steps(engine: Engine, prompts: list[str], temperature: float, max_new_tokens: int) -> Iterator[float]:
+    """Processor milliseconds of every step but each request's first, right after the step."""
+    for prompt, params in zip(prompts, params_for(len(prompts), max_new_tokens, temperature), strict=True):
+        request = engine.submit(prompt, params)
+        while request.finish_reason is None:
+            start, before = time.thread_time(), request.stats.num_steps
+            engine.step()
+            if before:
+                yield (time.thread_time() - start) * 1e3
 
 
 def host_alone(
@@ -234,7 +231,7 @@ def host_alone(
         return recorded[-1]
 
     def read(rows: Any, *args: Any) -> torch.Tensor:
-        model._inputs(rows)
+        model.adapter.step_inputs(rows, model.cache)
         return recorded.pop(0)
 
     times: list[float] = []
@@ -244,13 +241,7 @@ def host_alone(
             model.evaluate = stand_in  # type: ignore[method-assign,assignment]
             if stand_in is read:
                 model.fill = lambda rows: None  # type: ignore[method-assign]
-            for prompt, params in zip(prompts, params_for(len(prompts), max_new_tokens, temperature), strict=True):
-                request = engine.submit(prompt, params)
-                while request.finish_reason is None:
-                    start, before = time.thread_time(), request.stats.num_steps
-                    engine.step()
-                    if stand_in is read and before:
-                        times.append((time.thread_time() - start) * 1e3)
+            times = list(decode_steps(engine, prompts, temperature, max_new_tokens))
     finally:
         model.evaluate, model.fill = evaluate, fill  # type: ignore[method-assign]
     return times
@@ -260,12 +251,7 @@ def main() -> int:
     """Run the command line; returns the exit code."""
     if "--collective" in sys.argv:
         return work_as_rank()
-    parser: OneLineParser = model_parser("step", "Time of a decoding step: t(n), the host's parts, the collective.")
-    parser.add_argument("--budgets", type=int, nargs="+", default=[1, 16, 64, 256])
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
-    parser.add_argument("--kv", type=int, nargs="+", metavar="N", help="cached tokens for t(n) (default 256 1024)")
-    parser.add_argument("--both", action="store_true", help="half of the nodes for the Jacobi window and its pool")
-    return run_main(parser, measure)
+    return run_main("step", StepOptions, measure)
 
 
 if __name__ == "__main__":

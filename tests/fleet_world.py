@@ -104,7 +104,7 @@ class Member:
 
     def history(self, tenant: str = "") -> list[int]:
         """What drafts come from."""
-        return self.engine.learnt(tenant)[0].tolist()
+        return self.engine.learned(tenant)[0].tolist()
 
 
 @contextlib.contextmanager

@@ -25,8 +25,9 @@ from lpr import DecodeConfig, Engine, EngineOptions, SamplingParams
 from lpr.cli.generate import main, parse
 from lpr.config import InputError
 from lpr.core.step_times import StepTimes
-from lpr.engine.commands import Abort, Configure, Costs, Drain, Learn, Stop, Submit, decode, encode
+from lpr.engine.commands import Abort, Command, Configure, Costs, Drain, Learn, Stop, Submit, decode, encode
 from lpr.engine.exchange import DesyncError
+from lpr.engine.replica import Replica
 from lpr.engine.request import Request
 from lpr.engine.scheduler import Scheduler
 
@@ -112,7 +113,7 @@ def test_an_abort_reaches_all_ranks_in_the_next_step(
             engine.step()
         for request in requests:
             assert [token for chunk in request.take() for token in chunk.token_ids] == request.token_ids
-        assert not engine._requests and engine.scheduler.is_idle
+        assert not engine.requests and engine.scheduler.is_idle
         return seen, [request.token_ids for request in requests]
 
     first, *others = run_ranks(ThreadWorld(num_ranks), program)
@@ -151,7 +152,7 @@ def test_workers_know_only_commands(model: PreTrainedModel, expected: list[list[
             result = "seen"
             engine.close()
             assert unfinished.finish_reason in ("abort", "length")
-        return result, engine.shared.history().tolist(), engine.is_stopped
+        return result, engine.replica.drafts.shared.history().tolist(), engine.is_stopped
 
     ranks = run_ranks(ThreadWorld(3), program)
     assert [each[0] for each in ranks] == ["seen", None, None]
@@ -237,7 +238,7 @@ def test_mutant_a_prefix_that_one_rank_forgets(model: PreTrainedModel) -> None:
         engine = Engine.from_model(model, decode=DECODE, comm=comm)
         engine.generate(PROMPTS[:1], LONG)
         if comm.rank == 1:
-            engine.scheduler.forget()
+            engine.scheduler.placement.forget()
         engine.generate([[*PROMPTS[0], 1, 2]], LONG)
 
     with pytest.raises(DesyncError, match="rank 1"):
@@ -250,7 +251,7 @@ def test_mutant_stale_keys_and_values(model: PreTrainedModel, monkeypatch: pytes
 
     def wrong(self: Scheduler[Request]) -> Any:
         found = admit(self)
-        return found and replace(found, num_computed_tokens=[len(found.request.tokens) - 1] * self.num_ranks)
+        return found and replace(found, num_computed_tokens=[len(found.request.tokens) - 1] * self.limits.num_ranks)
 
     engine = Engine.from_model(model, decode=DECODE)
     right = engine.generate(PROMPTS[1:2], LONG)[0].token_ids
@@ -301,8 +302,8 @@ def test_only_rank_0_reads_the_step_times(model: PreTrainedModel, tmp_path: Path
     def program(comm: ThreadComm) -> Any:
         costs = path if comm.rank == 0 else None
         engine = Engine.from_model(model, decode=DecodeConfig(max_nodes=32), comm=comm, costs=costs)
-        assert engine.costs is not None
-        return engine.costs.to_json(), engine.sizes
+        assert engine.step_times is not None
+        return engine.step_times.to_json(), engine.sizes
 
     first, *others = run_ranks(ThreadWorld(3), program)
     assert others == [first] * 2
@@ -361,13 +362,14 @@ def test_transformers_is_left_alone() -> None:
 def test_the_drop_in_keeps_its_engine(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second call of the same size configures nothing anew."""
     configured = []
-    configure = Engine._configure
+    apply = Replica.apply
 
-    def counted(self: Engine, decode: DecodeConfig) -> None:
-        configured.append(decode)
-        configure(self, decode)
+    def counted(self: Replica, command: Command) -> None:
+        if isinstance(command, Configure):
+            configured.append(command.decode)
+        apply(self, command)
 
-    monkeypatch.setattr(Engine, "_configure", counted)
+    monkeypatch.setattr(Replica, "apply", counted)
     for _ in range(3):
         model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=8, custom_generate=lpr.Lookahead(DECODE))
     assert len(configured) == 1

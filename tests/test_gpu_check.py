@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.simulated.speed import simulate, simulate_parser
 from rich.console import Console
 
 from benchmarks import gpu_check
@@ -19,7 +20,6 @@ from benchmarks.gpu import parts as gpu_parts
 from benchmarks.gpu_check import Report
 from benchmarks.report.parts import Result
 from benchmarks.report.times import step_costs
-from benchmarks.simulated.speed import simulate, simulate_parser
 from lpr.core.step_times import StepTimes
 
 ROOT = Path(__file__).parent.parent

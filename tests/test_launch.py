@@ -22,9 +22,9 @@ from typing import Any
 
 import httpx
 import pytest
-
 from benchmarks.dashboard import filled_in
 from benchmarks.dashboard_page import page, pieces, shown
+
 from lpr.serve.metrics import Metrics
 from lpr.serve.options import ServeArgs, parse
 from lpr.serve.service import Limits, Service

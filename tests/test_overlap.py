@@ -56,7 +56,6 @@ def serve(engine: Engine, overlaps: bool) -> tuple[ScriptedLine, list[int]]:
     line = ScriptedLine(engine)
     driver = Driver(engine, line, "bundled")  # type: ignore[arg-type]
     driver._overlaps = overlaps
-    engine.while_busy = driver._send if overlaps else None
     sent, evaluate = [], engine.model.evaluate
     engine.model.evaluate = lambda *args: (sent.append(len(line.steps)), evaluate(*args))[1]  # type: ignore[method-assign,func-returns-value]
     try:

@@ -142,8 +142,8 @@ def test_an_engine_sends_lists_and_weights_where_limits_can_be_in_parts(monkeypa
     engine = Engine.from_model(model, decode=DecodeConfig.autoregressive())
     expected = [engine.generate([[3, 5, 7]], params)[0].token_ids for params in (limited, wide)]
     part = WholePart()
-    engine.model.part = part  # type: ignore[assignment]
-    engine.model.check_part()
+    engine.model.sampler.part = part  # type: ignore[assignment]
+    engine.model.sampler.check_part(engine.model.adapter)
     assert part.widths == [2], "what the ranks agree on"
     sent = []
     for params, ids in zip((limited, wide), expected, strict=True):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.result_tables.steps import peers
 
 from benchmarks.common import RESULTS, read_json
 from benchmarks.peers import arctic, lade, own, pia, process
@@ -21,7 +22,6 @@ from benchmarks.peers.page import BEGIN, DOCS, END, markdown, renew
 from benchmarks.peers.process import PeerError, Process
 from benchmarks.peers.rounds import Outputs, Rounds, Task, row_of, software_of
 from benchmarks.peers.worker import cut
-from benchmarks.result_tables.steps import peers
 from lpr import InputError
 
 ROOT = Path(__file__).parent.parent

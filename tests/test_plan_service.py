@@ -14,6 +14,7 @@ import pytest
 
 from lpr.cli.plan import main
 from lpr.core.step_times import KNOTS, StepTimes
+from lpr.engine.limits import Limits
 from lpr.engine.scheduler import Scheduler
 from lpr.planner.footprint import Mesh
 from lpr.planner.simulated.capacity import Effort, Kind, Search, make_arrivals, simulate
@@ -66,7 +67,7 @@ def test_slots_are_as_many_as_there_are() -> None:
 def test_padded_rows_fill_in_turn_with_decoding() -> None:
     policy = Constant()
     late = request(0.5, 30, 2)
-    padded: Scheduler[SimRequest] = Scheduler(8, 1, 16, 4, packed=False)
+    padded = Scheduler(Limits[SimRequest](8, 1, 16, 4, packed=False))
     simulate_mesh(given(request(0.0, 4, 4), late), policy, padded)
     assert (1, [16]) not in policy.steps and (0, [16]) in policy.steps and (2, []) in policy.steps
 
@@ -302,7 +303,7 @@ def test_the_example_says_all_that_can_be_said(tmp_path: Path) -> None:
         (
             workload(slo={"first_token_ms": 1, "per_token_ms": 0}),
             [],
-            "Expected `float` > 0.0 - at `$.slo.per_token_ms`",
+            "> 0.0 - at `$.slo.per_token_ms`",
         ),
         (workload(slo={"first_token_ms": 1, "per_token_ms": 1, "share": 1}), [], "at `$.slo.share`"),
         (workload(slo={"first_token_ms": 1}), [], "missing required field `per_token_ms`"),

@@ -20,13 +20,13 @@ from benchmarks.report.__main__ import main
 
 pytest.importorskip("matplotlib", reason="the pictures need matplotlib: pip install 'lpr[bench]'")
 
+from benchmarks.result_tables.parts import failures
+from benchmarks.result_tables.steps import SOURCES
 from PIL import Image
 
 from benchmarks.report import plots
 from benchmarks.report.page import SECTIONS, Report
 from benchmarks.report.parts import Result
-from benchmarks.result_tables.parts import failures
-from benchmarks.result_tables.steps import SOURCES
 
 Json = dict[str, Any]
 CIRCUMSTANCES = {

@@ -251,7 +251,7 @@ def test_a_fault_is_found(engine, wanted, monkeypatch, fault):
 
 def drained(engine):
     """Abort what a fault has left behind."""
-    for request in list(engine.scheduler.requests):
+    for request in list(engine.requests.values()):
         engine.abort(request)
     engine.step()
     return engine.is_idle

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.simulated.published import FITTED, GPT_FAST, check_published, compare_runs, fit, gpt_fast_layout
+from benchmarks.simulated.speed import TOLERANCE, measurements_of, simulate, simulate_parser
 from rich.console import Console
 from sharded import config_values
 
 from benchmarks.common import RESULTS, show
-from benchmarks.simulated.published import FITTED, GPT_FAST, check_published, compare_runs, fit, gpt_fast_layout
-from benchmarks.simulated.speed import TOLERANCE, measurements_of, simulate, simulate_parser
 from lpr.cli.plan import main as plan_main
 from lpr.config import DecodeConfig, InputError
 from lpr.core.step_times import StepTimes, interpolate, read_step_times

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from conftest import tiny_model
@@ -11,9 +12,10 @@ from conftest import tiny_model
 from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.config import InputError
 from lpr.core.step_times import KNOTS, StepTimes
-from lpr.engine.chains import Limits, rooms
+from lpr.engine.chains import rooms
+from lpr.engine.limits import Limits
 from lpr.engine.scheduler import Scheduler
-from lpr.engine.targets import Seen, Targets
+from lpr.engine.targets import Targets
 from lpr.engine.waiting import MOST_OVERTAKEN, Waiting
 from lpr.planner.simulated.costs import Point, StepCosts
 from lpr.planner.simulated.mesh import simulate_mesh
@@ -29,7 +31,7 @@ def request(arrived: float = 0.0, prompt: int = 100, output: int = 60) -> SimReq
 
 
 def targets(first: float = math.inf, token: float = math.inf, now: float = 0.0) -> Targets[SimRequest]:
-    return Targets(lambda: TIMES, lambda each: Seen(0, 0, 0), 1, first, token, now)
+    return Targets(lambda: TIMES, 1, first, token, now)
 
 
 def running(prompt: int, computed: int, arrived_ms: float = 0.0) -> SimRequest:
@@ -76,13 +78,15 @@ def test_as_many_run_beside_each_other_as_keep_their_time_per_token() -> None:
 
 
 def test_prompts_are_filled_in_pieces_that_leave_others_their_time_per_token() -> None:
-    limits = Limits(num_ranks=1, longest_chain=8, join_chunk=16, prefill_chunk=512, is_elastic=False)
+    limits = Limits[SimRequest](
+        num_slots=1, num_ranks=1, longest_chain=8, join_chunk=16, prefill_chunk=512, packed=True
+    )
     both = [running(300, 299), running(600, 0)]
-    assert rooms(both, limits, None) == [512]
-    [room] = rooms(both, limits, targets(token=10.0))
+    assert rooms(both, limits) == [512]
+    [room] = rooms(both, replace(limits, targets=targets(token=10.0)))
     assert 64 <= room < 160 and TIMES.time(1 + room, 1, 300) <= 10.0
-    assert rooms(both, limits, targets(token=0.1)) == [16], "never so small that it takes for ever"
-    assert rooms(both[1:], limits, targets(token=10.0)) == [512], "nobody waits for it"
+    assert rooms(both, replace(limits, targets=targets(token=0.1))) == [16], "never so small that it takes for ever"
+    assert rooms(both[1:], replace(limits, targets=targets(token=10.0))) == [512], "nobody waits for it"
 
 
 def goodput(scheduler: Scheduler[SimRequest], seed: int = 1) -> tuple[float, int]:
@@ -98,12 +102,9 @@ def goodput(scheduler: Scheduler[SimRequest], seed: int = 1) -> tuple[float, int
 def test_targets_raise_goodput() -> None:
     """The scheduler's own code, with its clock from the table."""
 
-    def scheduler() -> Scheduler[SimRequest]:
-        return Scheduler(32, 1, 512, 4, retains=False, join_chunk=8)
-
-    plain, _ = goodput(scheduler())
-    asked = scheduler()
-    asked.targets = targets(FIRST_MS, TOKEN_MS)
+    limits = Limits[SimRequest](32, 1, 512, 4, packed=True, retains=False, join_chunk=8)
+    plain, _ = goodput(Scheduler(limits))
+    asked = Scheduler(replace(limits, targets=targets(FIRST_MS, TOKEN_MS)))
     kept, served = goodput(asked)
     assert served == 260, "nobody waits for ever"
     assert kept > 1.5 * plain, (kept, plain)

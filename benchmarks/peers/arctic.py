@@ -1,7 +1,7 @@
 """Arctic's suffix decoding (Oliaro et al. 2024): snowflakedb/ArcticInference, its suffix tree in C++ without vLLM.
 
-Its engine is vLLM, for GPUs, so it drafts for the texts that plain decoding wrote: a step emits the longest drafted
-path that the text follows, and one token more, as its own simulator counts.
+Its engine is vLLM, so here it drafts for the texts of plain decoding: a step emits the longest drafted path that the
+text follows, and one more token, as in its own simulator.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PEER = Peer(
     module="benchmarks.peers.arctic",
     variants={
         "suffix decoding": f"its simulator's defaults: trees, depth {DEPTH}, factor 1, probability at least 0.1",
-        "suffix decoding, unlimited": "no limit by the matched length, nor by probability",
+        "suffix decoding, unlimited": "no limit by the matched length or by probability",
     },
     why="A replay of plain decoding's texts: no wall clock. Its global tree keeps the outputs of earlier prompts.",
     repository="https://github.com/snowflakedb/ArcticInference",
@@ -61,7 +61,7 @@ PEER = Peer(
 
 
 def follow(tokens: list[int], parents: list[int], text: list[int]) -> list[int]:
-    """What of the drafted tree `text` follows: node i holds `tokens[i]` below node `parents[i]` (-1: the root)."""
+    """The drafted path that `text` follows: node i holds `tokens[i]` below node `parents[i]` (-1: the root)."""
     children = {(parent, token): node for node, (token, parent) in enumerate(zip(tokens, parents, strict=True))}
     node, accepted = -1, list[int]()
     for token in text:

@@ -1,4 +1,4 @@
-"""lpr beside its peers: the same prompts, the same weights in float32, one command.
+"""lpr and its peers on the same prompts and the same weights in float32.
 
     python -m benchmarks.real_model FOLDER
     python -m benchmarks.peers install --work DIR
@@ -6,36 +6,37 @@
     python -m benchmarks.peers time --work DIR --model FOLDER --chat-template --data hub:classeval --skip 68 --prompts 2
     python -m benchmarks.peers table
 
-`install` clones each peer at its pinned commit, or takes a checkout that `--source lade=DIR` names; `changes` lists
-what is done otherwise than by its authors. `run` counts steps, which do not depend on how busy a machine is, so it
-keeps no times. `time` lets all contestants complete a prompt in turn, greedily, beside transformers' plain decoding,
-and wants the machine for itself; what it completes, `run` need not. Both write into the result file beside what is
-there, entry by entry, so `run --only lpr` renews lpr's rows alone. An interrupted run goes on behind what --work holds.
-A round (one variant, temperature and seed) begins with nothing learnt. Sampled texts differ between stacks by their
-random numbers, so only lpr's are compared with plain decoding's. `table` renews the table of docs/results.md from the
-result file.
+`install` clones each peer at its pinned commit, or takes a checkout that `--source lade=DIR` names; `changes` lists the
+deviations from its authors' setup. `run` counts steps, which do not depend on the machine's load. `time` lets all
+contestants complete a prompt in turn, greedily, together with transformers' plain decoding, and needs an idle machine;
+`run` reuses its outputs. Both renew the result file entry by entry, so `run --only lpr` renews lpr's rows alone. An
+interrupted run continues from the rounds in --work. A round (one variant, temperature and seed) begins with empty draft
+indexes. Sampled texts differ between systems by their random numbers, so only lpr's are compared with plain decoding's.
+`table` renews the table of docs/results.md from the result file.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import tyro
 from rich.console import Console
 
 from benchmarks.common import (
     RESULTS,
-    OneLineParser,
+    Flag,
+    Options,
+    Whole,
     circumstances,
-    make_parser,
     progress,
     read_json,
+    read_options,
     run_main,
-    whole,
     write_json,
 )
 from benchmarks.data import load_prompts
@@ -50,29 +51,45 @@ PEERS: dict[str, Peer] = {peer.name: peer for peer in (own.PEER, prompt_lookup.P
 SEPARATORS = (",", ".", " ")
 
 
-def build_parser() -> OneLineParser:
-    """The command line."""
-    parser = make_parser("peers", "lpr beside its peers, on the same prompts and weights.", threads=1)
-    parser.add_argument("what", choices=["install", "run", "time", "table", "changes"])
-    parser.add_argument("--only", nargs="+", metavar="PEER", help=f"some of {', '.join(PEERS)} (default: all)")
-    parser.add_argument("--work", type=Path, metavar="DIR", help="folder for environments and finished rounds")
-    parser.add_argument("--source", nargs="+", default=[], metavar="PEER=DIR", help="checkouts to take, not git's")
-    parser.add_argument("--model", type=Path, metavar="DIR", help="model folder, a Llama")
-    parser.add_argument("--data", metavar="FILE", help="prompts, as for the other benchmarks")
-    parser.add_argument("--chat-template", action="store_true", help="prompts are messages of the chat template")
-    parser.add_argument("--skip", type=whole, default=60, metavar="N", help="leave out the first N prompts (60)")
-    parser.add_argument("--prompts", type=whole, default=8, metavar="N", help="use N prompts (8)")
-    parser.add_argument("--max-new-tokens", type=whole, default=160, metavar="N", help="tokens per prompt (160)")
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8], metavar="T")
-    parser.add_argument("--seeds", type=whole, default=1, metavar="N", help=f"seeds {FIRST_SEED}, ... if sampled (1)")
-    parser.add_argument("--variants", nargs="+", metavar="V", help="some variants only, as the table names them")
-    parser.set_defaults(output=str(RESULTS / "peers.json"))
-    return parser
+@dataclass(frozen=True, kw_only=True)
+class PeersOptions(Options):
+    """lpr and its peers, on the same prompts and weights."""
+
+    threads: Whole = 1
+    """CPU threads."""
+    what: tyro.conf.Positional[Literal["install", "run", "time", "table", "changes"]]
+    """What to do."""
+    only: tuple[str, ...] = ()
+    """Some of lpr, transformers, lade, pia, arctic; all if none is given."""
+    work: Path | None = None
+    """Folder for environments and finished rounds."""
+    source: tuple[str, ...] = ()
+    """Checkouts to use instead of cloning, as PEER=DIR."""
+    model: Path | None = None
+    """Model folder, a Llama."""
+    data: str | None = None
+    """Prompts: a file, or hub:classeval and so on."""
+    chat_template: Flag = False
+    """Put each prompt into the model's chat template."""
+    skip: Whole = 60
+    """Leave out the first N prompts."""
+    prompts: Whole = 8
+    """Number of prompts."""
+    max_new_tokens: Whole = 160
+    """Tokens per prompt."""
+    temperatures: tuple[float, ...] = (0.0, 0.8)
+    """Temperatures."""
+    seeds: Whole = 1
+    """Number of seeds at temperatures above 0."""
+    variants: tuple[str, ...] = ()
+    """Some variants only, as the table names them."""
+    output: str | None = str(RESULTS / "peers.json")
+    """Result file, renewed entry by entry."""
 
 
-def chosen(options: argparse.Namespace) -> list[Peer]:
+def chosen(options: PeersOptions) -> list[Peer]:
     """The peers that `--only` names, of which `--variants` leaves some; raises InputError."""
-    names = options.only or list(PEERS)
+    names = options.only or tuple(PEERS)
     if unknown := [name for name in names if name not in PEERS]:
         raise InputError(f"no such peer: {', '.join(unknown)}; there are {', '.join(PEERS)}")
     found = [PEERS[name] for name in PEERS if name in names]
@@ -83,7 +100,7 @@ def chosen(options: argparse.Namespace) -> list[Peer]:
     return found
 
 
-def sources_of(options: argparse.Namespace) -> dict[str, Path]:
+def sources_of(options: PeersOptions) -> dict[str, Path]:
     """The checkouts of `--source`; raises InputError."""
     found = {}
     for each in options.source:
@@ -94,15 +111,14 @@ def sources_of(options: argparse.Namespace) -> dict[str, Path]:
     return found
 
 
-def task_of(options: argparse.Namespace) -> Task:
-    """What all contestants are to complete; raises InputError."""
+def task_of(options: PeersOptions) -> Task:
+    """The prompts of all contestants; raises InputError."""
     from transformers import AutoTokenizer
 
-    for name in ("model", "data"):
-        if getattr(options, name) is None:
-            raise InputError(f"{options.what} needs --{name}")
+    if options.model is None or options.data is None:
+        raise InputError(f"{options.what} needs --{'data' if options.model else 'model'}")
     if not options.prompts or not options.max_new_tokens:
-        raise InputError("there is nothing to complete")
+        raise InputError("nothing to complete: --prompts and --max-new-tokens must be at least 1")
     if not (options.model / "config.json").exists():
         raise InputError(f"{options.model} is no model folder; python -m benchmarks.real_model makes one")
     template = options.model if options.chat_template else None
@@ -131,11 +147,11 @@ def digest(model: Path) -> str:
     return made.hexdigest()[:12]
 
 
-def found_before(options: argparse.Namespace, facts: dict[str, Any]) -> dict[str, Any]:
+def found_before(options: PeersOptions, facts: dict[str, Any]) -> dict[str, Any]:
     """The result file so far, or an empty one; raises InputError if it is of another task."""
-    path = Path(options.output)
+    path = Path(str(options.output))
     which = {"first_prompt": options.skip, "num_prompts": options.prompts}
-    result = {"benchmark": "peers", **facts, **which, "rows": [], "wall_clock": []}
+    result = {**facts, **which, "rows": [], "wall_clock": []}
     if path.exists():
         found: dict[str, Any] = read_json(path)
         names = [*facts, *(which if options.what == "run" and found.get("rows") else ())]  # any prompts can be timed
@@ -146,7 +162,13 @@ def found_before(options: argparse.Namespace, facts: dict[str, Any]) -> dict[str
     return result
 
 
-def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def rounds_of(options: PeersOptions, task: Task) -> Rounds:
+    """The rounds in the work folder; `measure` and `task_of` have checked the options."""
+    assert options.work is not None and options.model is not None
+    return Rounds(options.work, options.model, task, options.threads)
+
+
+def run(options: PeersOptions, console: Console) -> dict[str, Any]:
     """Count the steps of all rows that are asked for."""
     peers, task = chosen(options), task_of(options)
     result = found_before(options, task.facts)
@@ -159,7 +181,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         for variant in peer.variants
         if not options.variants or variant in options.variants
     ]
-    with Rounds(options, task) as rounds, progress(console, len(rows)) as advance:
+    with rounds_of(options, task) as rounds, progress(console, len(rows)) as advance:
         for peer, variant, temperature in rows:
             row = row_of(rounds, peer, variant, temperature, seeds if temperature else seeds[:1])
             keep(result["rows"], row, ("peer", "variant", "temperature"))
@@ -168,8 +190,8 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     return result
 
 
-def time_all(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """The wall clock of all contestants, a prompt at a time."""
+def time_all(options: PeersOptions, console: Console) -> dict[str, Any]:
+    """Time all contestants, a prompt at a time."""
     peers, task = [peer for peer in chosen(options) if not peer.replays], task_of(options)
     result = found_before(options, task.facts)
     base = (prompt_lookup.PEER, prompt_lookup.PLAIN)
@@ -180,7 +202,7 @@ def time_all(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             if (peer, variant) != base and (not options.variants or variant in options.variants)
         ),
     ]  # fmt: skip
-    with Rounds(options, task) as rounds, progress(console, len(task.prompts)) as advance:
+    with rounds_of(options, task) as rounds, progress(console, len(task.prompts)) as advance:
         for entry in time_them(rounds, entries, options.skip, advance):
             keep(result["wall_clock"], entry, ("peer", "variant", "prompt"))
             write(result, options)
@@ -188,7 +210,7 @@ def time_all(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def keep(entries: list[dict[str, Any]], entry: dict[str, Any], names: Sequence[str]) -> None:
-    """Put an entry into its place among `entries`, or behind them."""
+    """Replace the entry with the same `names` values, or append it."""
     for at, each in enumerate(entries):
         if all(each[name] == entry[name] for name in names):
             entries[at] = entry
@@ -196,20 +218,20 @@ def keep(entries: list[dict[str, Any]], entry: dict[str, Any], names: Sequence[s
     entries.append(entry)
 
 
-def write(result: dict[str, Any], options: argparse.Namespace) -> None:
-    """Write what there is so far: a run takes long."""
-    write_json(Path(options.output), {**result, **circumstances()})
+def write(result: dict[str, Any], options: PeersOptions) -> None:
+    """Write the result so far."""
+    write_json(Path(str(options.output)), {"benchmark": "peers", **result, **circumstances()})
 
 
-def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Do what the command line says."""
+def measure(options: PeersOptions, console: Console) -> dict[str, Any]:
+    """Run `install`, `run` or `time`."""
     if options.work is None:
         raise InputError(f"{options.what} needs --work")
     if options.what == "install":
         sources = sources_of(options)
         for peer in chosen(options):
             install(peer, options.work, sources.get(peer.name))
-        return {"benchmark": "peers_installed", "peers": [peer.name for peer in chosen(options)]}
+        return {"peers": [peer.name for peer in chosen(options)]}
     if missing := [peer.name for peer in chosen(options) if peer.repository and not installed(peer, options.work)]:
         raise InputError(f"not installed in {options.work}: {', '.join(missing)}; python -m benchmarks.peers install")
     return run(options, console) if options.what == "run" else time_all(options, console)
@@ -217,18 +239,15 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = build_parser()
-    options = parser.parse_args(arguments)
+    try:
+        options = read_options("peers", PeersOptions, arguments)
+        if options.what == "table":
+            renew(DOCS, read_json(str(options.output)))
+            return 0
+    except InputError as error:
+        print(f"benchmarks.peers: {error}", file=sys.stderr)
+        return 2
     if options.what == "changes":
         print("\n".join(f"{peer.name}: {change}" for peer in PEERS.values() for change in peer.changes))
         return 0
-    if options.what == "table":
-        try:
-            renew(DOCS, read_json(options.output))
-        except InputError as error:
-            print(f"{parser.prog}: {error}", file=sys.stderr)
-            return 2
-        return 0
-    if options.what == "install":
-        parser.set_defaults(output=None)
-    return run_main(parser, measure, arguments)
+    return run_main("peers", PeersOptions, measure, arguments)

@@ -1,12 +1,12 @@
-"""The table of docs/results.md, made from the result file so that it says what was measured."""
+"""Makes the table of peers in docs/results.md from the result file."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from benchmarks.result_tables.parts import Table
-from benchmarks.result_tables.steps import peers
+from benchmarks.report.parts import Table
+from benchmarks.report.steps import peers_table
 from lpr.config import InputError
 
 DOCS = Path(__file__).parents[2] / "docs" / "results.md"
@@ -20,7 +20,7 @@ def renew(page: Path, result: dict[str, Any]) -> None:
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise InputError(f"{page} has no place for the table: {BEGIN} and {END}")
-    page.write_text(f"{before}{BEGIN}\n\n{markdown(peers(result))}\n\n{END}{after}", encoding="utf-8")
+    page.write_text(f"{before}{BEGIN}\n\n{markdown(peers_table(result))}\n\n{END}{after}", encoding="utf-8")
 
 
 def markdown(table: Table) -> str:

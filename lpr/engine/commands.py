@@ -1,7 +1,7 @@
 """The commands: everything that changes what the ranks do, in one totally ordered log.
 
 The driver (world rank 0) puts commands in order, one codec carries them, and every rank, the driver included, applies
-them by the same `Engine.apply` after the same step. There is no second way in: the command line, `generate`, `stream`,
+them by the same `Replica.apply` after the same step. There is no second way in: the command line, `generate`, `stream`,
 a service, learnt outputs, tries and measured step times all become commands.
 """
 
@@ -67,16 +67,18 @@ class Costs(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Configure(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Decode further requests with other settings, forgetting what drafts were learnt."""
+    """Decode further requests with other settings."""
 
     decode: DecodeConfig
+    keep_drafts: bool = False
+    """Keep the learned outputs, unless `trie_capacity` changes; else they are forgotten."""
 
 
 class TakeIn(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Go on together with replicas that have loaded, after all other commands that came with this one."""
 
     replicas: list[int]
-    """Their numbers (see lpr.dist.register)."""
+    """Their numbers (see lpr.dist.rendezvous)."""
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -1,6 +1,6 @@
 """The payload of a step's one all-gather: headers, and the results of the nodes that a rank owns.
 
-Its size follows from the configuration and the number of trees, in powers of two (DESIGN rule R2, see
+Its size follows from the configuration and the number of trees, in powers of two (docs/rules.md, R2; see
 `Exchange.payload_words`), so ranks that disagree about anything still meet in the same collective, and the headers tell
 them. The first one has a digest of what all ranks hold, and the length of the commands that the driver broadcasts after
 the step (rule R3). Each tree has one more, with a digest of what its home ranks alone hold. Where a rank may not serve
@@ -219,18 +219,16 @@ def common_heights(comm: Comm, heights: Heights | str) -> Heights | str:
 
     Why there are none, in words, on every rank if it is so on one.
     """
-    found = [0, 0, 0, 0, 0] if isinstance(heights, str) else [
-        -heights.most, heights.fewest, heights.attention, heights.multiple, heights.head_multiple
-    ]  # fmt: skip
+    found = [0, 0, 0, 0]
+    if not isinstance(heights, str):
+        found = [-heights.most, heights.fewest, heights.multiple, heights.head_multiple]
     everybody = comm.begin_gather_replica(torch.tensor(found, dtype=torch.int32))()
     if isinstance(heights, str):
         return heights
-    most, fewest, attention, multiple, head_multiple = everybody.amax(0).tolist()
+    most, fewest, multiple, head_multiple = everybody.amax(0).tolist()
     if not everybody.all() or fewest > -most:
         return "of another rank's shard"
-    return replace(
-        heights, fewest=fewest, most=-most, attention=attention, multiple=multiple, head_multiple=head_multiple
-    )
+    return replace(heights, fewest=fewest, most=-most, multiple=multiple, head_multiple=head_multiple)
 
 
 def check_digests(digests: Sequence[Sequence[int]], ranks: Sequence[int] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""A request's way through the engine: what comes in, what each step adds, what it comes to."""
+"""A request, the chunks that steps add to it, and its completion."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Prompt = str | Sequence[int]
 
 @dataclass
 class Completion:
-    """What a request came to."""
+    """A finished request's output."""
 
     prompt: Prompt
     prompt_token_ids: list[int]
@@ -36,7 +36,7 @@ class Completion:
     """`stop` (end of text or a stop string), `length` (max_new_tokens), `abort` or `error`."""
     stats: DecodeStats
     error: str | None = None
-    """What ended the request early, in one line; ids and text are those before it."""
+    """Why the request ended early, in one line; ids and text are those before it."""
     logprobs: list[TokenLogprobs] | None = None
     """Per token id, if SamplingParams asked for them."""
 
@@ -60,24 +60,24 @@ class Chunk:
 
 @dataclass(slots=True)
 class Outcome:
-    """What one step did for one sequence."""
+    """The result of one step for one sequence."""
 
     concluded: Conclusion
     """Tree, accepted path and emitted tokens."""
     num_entries: Sequence[int]
-    """Per rank, the tokens that it evaluated in the step: pending chains and shards of all sequences."""
+    """Tokens that each rank evaluated in the step: pending chains and shards of all sequences."""
     logprobs: list[TokenLogprobs] | None = None
     """Per node of the tree, in steps in which some request asks for them."""
 
 
 @dataclass(eq=False)
 class Request:
-    """A submitted prompt on its way."""
+    """A prompt and its output so far."""
 
     id: RequestId
     prompt: Prompt
     tokens: list[int]
-    """Prompt and output: the only list of them, which `state` extends."""
+    """Prompt and output: the only list of them; `state` extends it."""
     num_prompt: int
     params: SamplingParams
     text_stream: TextStream
@@ -86,42 +86,42 @@ class Request:
     tenant: str = ""
     """It shares drafts and K/V with requests of the same tenant only."""
     learns: bool = True
-    """Do requests of the tenant share drafts?"""
+    """True if it drafts from outputs of the tenant's other requests, and they from its own."""
     _stats: DecodeStats = field(default_factory=DecodeStats)
     _outcomes: list[Outcome] = field(default_factory=list, repr=False)
-    """Of steps that `settle` has not looked at."""
+    """Of steps since the last `collect`."""
     _unwritten: list[Chunk] = field(default_factory=list, repr=False)
     _chunks: deque[Chunk] = field(default_factory=deque)
     finish_reason: str | None = None
     """None while the request goes on, then as in Completion."""
     error: str | None = None
     state: SequenceState | None = None
-    """While it runs, and so holds a slot: what the ranks hold of it and draft from."""
+    """Its decoding state while it runs and so holds a slot."""
     slots: list[int] = field(default_factory=list)
     """Per rank while it runs: its slot, -1 where it has none."""
     _homes: list[int] = field(default_factory=list)
     _logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_cached_tokens: int = 0
-    """Prompt tokens whose K/V was there already when the request began to run."""
+    """Prompt tokens whose K/V was reused when the request began to run."""
     arrived_ms: float = 0.0
     """When it came, on the clock of the scheduler's targets."""
     is_portable: bool = True
-    """Can a rank go on with it that did not submit it? Not where its own program brought processors, which are code."""
+    """False if it has processors of the caller: they are code, so only a rank that submitted it can go on with it."""
 
     @property
     def submit(self) -> Submit:
-        """The command that submits this request, as far as it has come by now."""
+        """The command that submits this request as it is now."""
         is_code = not self.is_portable
         place = (self.num_prompt, self.priority, is_code, self.tenant, self.learns)
         return Submit(self.id, list(self.tokens), self.params, *place)
 
     def __post_init__(self) -> None:
-        """Say once what every step asks for."""
+        """Derive what every step reads."""
         params = self.params
         self.longest = self.num_prompt + params.max_new_tokens
-        """Tokens that prompt and output may come to."""
+        """Most tokens of prompt and output."""
         self.is_plain = params.temperature == 0 and self.processors is None and params.logprobs is None
-        """Is each next token the likeliest one, and nothing else asked for?"""
+        """True if each next token is the likeliest one, without processors and log-probabilities."""
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -176,48 +176,48 @@ class Request:
 
     @property
     def stats(self) -> DecodeStats:
-        """What decoding it has taken so far."""
-        self.settle()
+        """Counts of its steps so far."""
+        self.collect()
         return self._stats
 
     @property
     def logprobs(self) -> list[TokenLogprobs]:
-        """Per token of the output, if they were asked for."""
-        self.settle()
+        """Per token of the output, if `params` ask for them."""
+        self.collect()
         return self._logprobs
 
     def resume(self, stats: DecodeStats, logprobs: Sequence[TokenLogprobs]) -> None:
-        """Go on from what another rank has counted."""
+        """Go on from another rank's counts."""
         self._stats, self._logprobs = stats, list(logprobs)
 
     @property
     def chunks(self) -> deque[Chunk]:
-        """What steps added and nobody has taken yet; `take` completes their text."""
-        self.settle()
+        """What steps added since the last `take`, which completes their text."""
+        self.collect()
         return self._chunks
 
     def take(self) -> list[Chunk]:
-        """What steps added since the last call."""
+        """The chunks since the last call, with their text."""
         self.write()
         taken = list(self._chunks)
         self._chunks.clear()
         return taken
 
     def advance(self, outcome: Outcome) -> None:
-        """Take in a step: at once if the request may end with it, else when somebody asks or the device is busy."""
+        """Add a step's result: at once if the request may end with it, else at the next `collect`."""
         self._outcomes.append(outcome)
         if outcome.concluded.may_end or self.params.stop:
-            self.settle()
+            self.collect()
 
-    def settle(self) -> None:
-        """Count what steps since the last call did, and make their chunks, but for the text."""
+    def collect(self) -> None:
+        """Count the steps since the last call and make their chunks, without text."""
         for outcome in self._outcomes:
             self._stats.count_step(outcome.concluded.tree, outcome.concluded.path)
             self._emit(outcome)
         self._outcomes.clear()
 
     def _emit(self, outcome: Outcome) -> None:
-        """Take in a step's tokens one by one: what follows the end of the request inside a step never existed."""
+        """Add a step's tokens up to the end of the request; later ones are dropped."""
         tokens = outcome.concluded.emitted
         taken, self.finish_reason = self.text_stream.extend(tokens)
         if taken < len(tokens):
@@ -243,7 +243,7 @@ class Request:
 
     def write(self) -> None:
         """Make the text of the chunks since the last call: work that can wait until the device is busy."""
-        self.settle()
+        self.collect()
         self._write_texts()
 
     def _write_texts(self) -> None:
@@ -252,9 +252,9 @@ class Request:
         self._unwritten.clear()
 
     def _fail(self, concluded: Conclusion) -> None:
-        """End a request of which the next token cannot be said; every rank does, but only some know a processor's why.
+        """End a request without a next token, on every rank; the ranks that ran its processor know the cause.
 
-        Logits that are not numbers are asked for once more without a draft, which may have spoilt them.
+        After logits that are not numbers the step is repeated once without a draft, which may have caused them.
         """
         if concluded.failure == NOT_A_NUMBER:
             if len(concluded.tree) > 1:
@@ -268,7 +268,7 @@ class Request:
         self.text_stream.close()
 
     def completion(self) -> Completion:
-        """The finished request's result."""
+        """The finished request's output."""
         assert self.finish_reason is not None
         self.write()
         self._stats.count_nodes()
@@ -292,7 +292,7 @@ def make_request(
     device: torch.device,
     processors: Sequence[Processor] = (),
 ) -> Request:
-    """The request that a command describes, with what was delivered of its text already; raises InputError."""
+    """The request that a command describes, with its delivered tokens as output; raises InputError."""
     tokens, params = list(command.token_ids), command.params
     stream = TextStream(tokenizer, tokens[: command.num_prompt], params, eos_token_ids)
     own = Processors.of(params, command.num_prompt, stream.stop_ids, device, processors, tokenizer)

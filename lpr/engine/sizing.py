@@ -17,8 +17,8 @@ from lpr.core.beside import Beside, TimesBeside, Work
 from lpr.core.step_times import KNOTS, SHORTEST_KV, Key, StepTimes, StepTimesTracker, at_knots
 from lpr.dist.comm import Comm, is_driver
 from lpr.engine.request import Outcome, Request
-from lpr.model.cache import TreeCache
 from lpr.model.inputs import Row
+from lpr.model.kv_cache import KVCache
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.selection import Selection
 from lpr.native import AdaptiveBudget, Budgets
@@ -147,7 +147,7 @@ def _tokens_per_step(request: Request) -> float:
 
 def measure_step_times(
     model: TreeModel,
-    like: TreeCache,
+    like: KVCache,
     comm: Comm,
     max_nodes: int,
     max_length: int,
@@ -167,7 +167,7 @@ def measure_step_times(
 
 
 def _measure_rows(
-    model: TreeModel, like: TreeCache, comm: Comm, batch: int, max_nodes: int, lengths: Sequence[int]
+    model: TreeModel, like: KVCache, comm: Comm, batch: int, max_nodes: int, lengths: Sequence[int]
 ) -> dict[int, list[float]]:
     """Milliseconds at KNOTS of a batch, by the number of cached tokens of each sequence.
 

@@ -9,11 +9,13 @@ tokens whose K/V the rank lacks, and it is longer or shorter.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from lpr.config import TreeSizes, result_words
 from lpr.core.budgets import Budgets
 from lpr.engine.exchange import DesyncError, Exchange, read_logprobs
+from lpr.engine.hooks import StepHooks
 from lpr.engine.request import Outcome, Request
 from lpr.model.inputs import Row
 from lpr.model.runner import TreeModel
@@ -23,38 +25,40 @@ from lpr.native import Conclusion, StepDraft, cache_moves, draft_step
 
 GREEDY = Selection.build([])
 """The selection of a step without sampled requests and without logits processors."""
-PhaseTimer = Callable[[str], None]
-"""Called with the name of a phase when that phase of a step has ended (lpr.cli.trace)."""
 
 
-def untimed(phase: str) -> None:
-    """Nobody times this step."""
+@dataclass(frozen=True)
+class StepPlan:
+    """What one step does."""
+
+    decoding: list[Request]
+    """Requests that draft, evaluate and accept a tree."""
+    filling: list[tuple[Request, list[int]]]
+    """Requests of which so many tokens of the pending chain are computed, per rank."""
+    digest: int
+    """Of what else must agree on all ranks, such as the home ranks."""
+    num_command_bytes: int
+    """On the driver: length of the commands that follow the step."""
+    sizes: TreeSizes
 
 
-def nothing() -> None:
-    """No work waits for the device to be busy."""
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did."""
+
+    outcomes: list[Outcome]
+    """Per decoding request."""
+    num_command_bytes: int
+    """Length of the driver's commands that follow."""
 
 
-def decode_step(
-    batch: Sequence[Request],
-    filling: Sequence[tuple[Request, Sequence[int]]],
-    sizes: TreeSizes,
-    model: TreeModel,
-    exchange: Exchange,
-    budgets: Budgets,
-    num_command_bytes: int = 0,
-    end_phase: PhaseTimer = untimed,
-    while_busy: Callable[[], None] = nothing,
-    signature: int = 0,
-) -> tuple[list[Outcome], int]:
-    """Advance every request of `batch` by its accepted path and a bonus token, and fill pieces of pending chains.
+def decode_step(plan: StepPlan, model: TreeModel, exchange: Exchange, budgets: Budgets, hooks: StepHooks) -> StepResult:
+    """Advance every decoding request by its accepted path and a bonus token, and fill pieces of pending chains.
 
-    `filling` holds requests and numbers of tokens per rank; on a rank whose rows are padded there are either rows of
-    the batch or one of these. A rank without work still takes part in the collective, whose header announces the
-    driver's commands. `while_busy` is called as soon as the device has work. `signature` is of
-    what else must be the same on all ranks, the homes (`Scheduler.signature`) for one. Also returns the length of the
-    commands in bytes.
+    On a rank whose rows are padded there are either rows of decoding requests or one that fills. A rank without work
+    still takes part in the collective, whose header announces the driver's commands.
     """
+    batch, filling, sizes = plan.decoding, plan.filling, plan.sizes
     comm = exchange.comm
     fills = [fill_row(request, counts[comm.rank], comm.rank) for request, counts in filling if counts[comm.rank]]
     depths = [request.longest - len(request.tokens) - 1 for request in batch]
@@ -63,7 +67,7 @@ def decode_step(
         *(depths, budgets, comm.size, exchange.capacity, comm.rank, served_by(batch, comm.size)),
     )
     mine, rows = draft.mine, shard_rows(batch, draft, comm.rank)
-    end_phase("draft")
+    hooks.end_phase("draft")
     # Where no tree has a draft, nobody asks for the runners-up, and they would cost plain decoding 4 %.
     num_candidates = min(sizes.num_recycled, model.vocab_size) if draft.has_nodes else 0
     together = [*rows, *fills] if model.packed else without_gaps(rows)
@@ -74,19 +78,19 @@ def decode_step(
     local = model.evaluate(together, chosen, num_candidates) if rows else None
     if fills and not rows:
         model.fill(fills)
-    while_busy()
-    end_phase("forward")
+    hooks.while_busy()
+    hooks.end_phase("forward")
     digest = 0
     if comm.size * comm.tp_size > 1:
         digest = combine(
-            [*(each.running.digest for each in batch), *(each.running.digest for each, _ in filling), signature]
+            [*(each.running.digest for each in batch), *(each.running.digest for each, _ in filling), plan.digest]
         )
     own = local if chosen.num_logprobs is None or local is None else local[:, : result_words(num_candidates)]
-    gathered = exchange.gather(own, draft, digest, num_candidates, num_command_bytes)
+    gathered = exchange.gather(own, draft, digest, num_candidates, plan.num_command_bytes)
     if asked:
         behind = local[:, own.shape[1] :] if local is not None and own is not None and own is not local else None
         said = exchange.gather_logprobs(behind, draft, max(asked))
-    end_phase("gather")
+    hooks.end_phase("gather")
     # Only now: had a rank been lost before, the step would be dropped, and nothing of it may have happened.
     for request, counts in filling:
         count_filled(request, counts)
@@ -96,9 +100,9 @@ def decode_step(
         raise DesyncError(f"what the ranks have sent in a step does not fit together: {failure}") from failure
     commit(model, rows, [concluded[index] for index in mine])
     logprobs = read_logprobs(said, draft) if asked else [None] * len(batch)
-    end_phase("commit")
+    hooks.end_phase("commit")
     outcomes = [Outcome(each, draft.num_entries, said) for each, said in zip(concluded, logprobs, strict=True)]
-    return outcomes, gathered.num_command_bytes
+    return StepResult(outcomes, gathered.num_command_bytes)
 
 
 def served_by(batch: Sequence[Request], num_ranks: int) -> list[list[int]] | None:
@@ -178,7 +182,7 @@ def commit(model: TreeModel, rows: Sequence[Row], concluded: Sequence[Conclusion
     for row, each in zip(rows, concluded, strict=True):
         if each.is_spoilt:
             cache.clear(row.slot, row.num_cached)
-    cache.move(cache_moves(concluded, [row.slot * cache.rows_per_slot + row.num_cached for row in rows]))
+    cache.move(cache_moves(concluded, cache.first_rows(rows)))
 
 
 def combine(digests: Iterable[int]) -> int:

@@ -4,50 +4,27 @@ A model that is loaded with `attn_implementation="lpr_tree"` asks `tree_mask` fo
 forward, and calls `tree_attention` in every layer. The masks come from the model's own rule (causal, sliding,
 chunked), evaluated on *positions* instead of cache rows, and from the visibility of the tree: no knowledge of a model
 family is needed. Outside a step (`current_step()` is None) both behave like transformers' "sdpa".
-
-Neither registry hands user arguments through to the mask function, so the step travels in a thread-local.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
-from lpr.model.exact import in_order, products
+from lpr.model.exact import in_order
 from lpr.model.inputs import Block, StepInputs
+from lpr.model.step_scope import current_step
 
 TREE_ATTENTION = "lpr_tree"
 """Name of the attention implementation, for models that dispatch through AttentionInterface."""
 TREE_MASK_ONLY = "lpr_tree_mask"
 """Name for models with their own attention code, which take an additive mask from the mask registry."""
-
-_local = threading.local()
-
-
-class step_scope:  # noqa: N801 - used as a context manager, like torch.no_grad
-    """Make `inputs` the step that the model's masks, attention and cache work on."""
-
-    def __init__(self, inputs: StepInputs) -> None:
-        """Scope of one forward."""
-        self.inputs = inputs
-
-    def __enter__(self) -> None:
-        self.outer = current_step()
-        _local.step = self.inputs
-
-    def __exit__(self, *_: object) -> None:
-        _local.step = self.outer
-
-
-def current_step() -> StepInputs | None:
-    """The step that this thread evaluates, or None outside a step."""
-    return getattr(_local, "step", None)
 
 
 def visible_nodes(block: Block, mask_function: Callable[..., Any]) -> torch.Tensor:
@@ -135,62 +112,46 @@ def tree_attention(
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     step = current_step()
-    if step is not None and step.heights is not None:
-        return _exact_attention(step, query, key, value, attention_mask, scale, softcap, s_aux, position_bias), None
-    if not isinstance(attention_mask, list):
-        is_causal = step is not None and attention_mask is None and step.blocks[0].is_causal
-        out = _attend(query, key, value, attention_mask, scale, softcap, s_aux, position_bias, is_causal)
+    if step is None:
+        out = _attend(query, key, value, cast(Any, attention_mask), scale, softcap, s_aux, position_bias)
         return out.transpose(1, 2).contiguous(), None
-    assert step is not None
+    attend = partial(_attend_block, step, scale=scale, softcap=softcap, s_aux=s_aux)
+    if not isinstance(attention_mask, list):
+        out = attend(step.blocks[0], query, key, value, attention_mask, position_bias=position_bias)
+        return out.transpose(1, 2).contiguous(), None
+    assert step.cache is not None
     if position_bias is not None or not step.cache_storages.issuperset(map(_address, (key, value))):
         # The bias is laid out for one block. Keys that the model computes from the cache's (as MLA does), it would
         # compute for every row of every slot: padded inputs hand it fewer.
         raise TypeError("this attention needs padded inputs")
     packed = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
     for block, mask in zip(step.blocks, attention_mask, strict=True):
-        states, is_causal = (block.entries(query), block.cached(key), block.cached(value)), block.is_causal
-        out = _attend(*states, mask, scale, softcap, s_aux, is_causal=is_causal and mask is None)
-        block.entries(packed.transpose(1, 2)).copy_(out)
+        cached = step.cache.of_block(key, block), step.cache.of_block(value, block)
+        block.entries(packed.transpose(1, 2)).copy_(attend(block, block.entries(query), *cached, mask))
     return packed, None
 
 
-def _exact_attention(
+def _attend_block(
     step: StepInputs,
+    block: Block,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    masks: Mask,
+    mask: torch.Tensor | None,
     scale: float,
     softcap: float | None,
     s_aux: torch.Tensor | None,
-    position_bias: torch.Tensor | None,
+    position_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `tree_attention`, by lpr.model.exact.products; returns [B, T, Hq, Dv]."""
+    """Attention of one block, [B, Hq, T, Dv]; in exact mode in the order of positions."""
+    if step.heights is None:
+        is_causal = block.is_causal and mask is None
+        return _attend(query, key, value, mask, scale, softcap, s_aux, position_bias, is_causal)
     if position_bias is not None:
         raise TypeError("exact attention takes no bias on scores")
-    assert step.heights is not None
-    group, height = query.shape[1] // key.shape[1], step.heights.attention
-
-    def attend(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, block: Block
-    ) -> torch.Tensor:
-        assert mask is not None
-        if in_order.attends(query.device):
-            paths = step.once_per_mask(mask, lambda: list(map(in_order.find_paths, mask[:, 0])))
-            return in_order.attend(query, key, value, paths, scale, softcap, s_aux)
-        assert block.tails is not None
-        floor = step.once_per_mask(mask, lambda: products.score_floor(mask, group, height))
-        return products.attend(query, key, value, floor, block.tails, height, scale, softcap, s_aux)
-
-    if not isinstance(masks, list):
-        return attend(query, key, value, masks, step.blocks[0]).transpose(1, 2).contiguous()
-    if not step.cache_storages.issuperset(map(_address, (key, value))):
-        raise TypeError("this attention needs padded inputs")
-    packed = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
-    for block, mask in zip(step.blocks, masks, strict=True):
-        out = attend(block.entries(query), block.cached(key), block.cached(value), mask, block)
-        block.entries(packed.transpose(1, 2)).copy_(out)
-    return packed
+    assert mask is not None
+    paths = step.once_per_mask(mask, lambda: list(map(in_order.find_paths, mask[:, 0])))
+    return in_order.attend(query, key, value, paths, scale, softcap, s_aux)
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from lpr.model.attention import current_step
 from lpr.model.exact.check import MOST_LOGITS
+from lpr.model.step_scope import current_step
 
 HEIGHT = 64
 """Rows of every product on a GPU, which reads weights for about as long as it multiplies 64 rows by them."""

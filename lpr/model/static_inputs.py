@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from lpr.model.inputs import Block, Row, StepInputs
+from lpr.model.kv_cache import KVCache
 from lpr.model.sampling.selection import Selection
 from lpr.model.tree_mask import WORD_BITS, TreeMask
-from lpr.native import place_rows
 
 NODE_BUCKETS = (1, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """T: entries per row, pending chain included."""
@@ -46,7 +46,6 @@ class StaticShape:
     """T."""
     num_kv: int
     """KV."""
-    rows_per_slot: int
     num_candidates: int
     num_keys: int
     """Noise keys; 0: no row is sampled."""
@@ -80,17 +79,9 @@ class StaticShape:
         """Words of all parts."""
         return sum(map(prod, self.sizes.values()))
 
-    def place(self, words: np.ndarray, rows: Sequence[Row], selection: Selection) -> None:
+    def place(self, words: np.ndarray, rows: Sequence[Row], selection: Selection, cache: KVCache) -> None:
         """Write the words [num_words] of a step of `rows`, neighbouring slots from `first_slot` on, on the host."""
-        place_rows(
-            words,
-            self.batch,
-            self.num_entries,
-            range(self.first_slot, self.first_slot + self.batch),
-            self.rows_per_slot,
-            [row.num_cached for row in rows],
-            [row.entries for row in rows],
-        )
+        cache.place(words, rows, self.first_slot, self.batch, self.num_entries)
         if self.num_keys:
             words[-prod(self.sizes["selection"]) :] = self._place_selection(rows, selection)
 
@@ -120,7 +111,6 @@ class StaticShape:
         block = Block(
             start=0,
             first_slot=self.first_slot,
-            rows_per_slot=self.rows_per_slot,
             num_kv=self.num_kv,
             positions=positions,
             given_kv_positions=None if self.tree_bits else mask.kv_positions(self.num_kv),
@@ -176,7 +166,7 @@ def static_shape(
         num_keys = batch * num_entries
     kv_bucket = min(bucket_of(num_kv, (*WIDE_KV, rows_per_slot) if tree_bits else KV_BUCKETS), rows_per_slot)
     num_keys = num_keys if selection.sampled else 0
-    sizes = (first, batch, num_entries, kv_bucket, rows_per_slot, num_candidates)
+    sizes = (first, batch, num_entries, kv_bucket, num_candidates)
     filtered = selection.filtered if in_parts else selection.sampled
     return _known_shape(*sizes, num_keys, filtered, tree_bits, in_parts and selection.is_wide)
 

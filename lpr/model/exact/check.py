@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from lpr.model.exact import in_order
+from lpr import native
 from lpr.model.parallel import local
 
 MOST_FILLED = 16
@@ -51,9 +51,6 @@ class Heights:
     """Rows of a product with the model's weights."""
     most: int
     """Rows of one at most; those of the head have no more than MOST_LOGITS either. See lpr.model.pinned."""
-    attention: int
-    """Rows of the float32 products of lpr.model.exact.products, at least; 1 where lpr.model.exact.in_order attends,
-    which has none."""
     num_threads: int | None
     """Threads of torch for which this holds; None: any."""
     multiple: int = 1
@@ -70,14 +67,8 @@ def find_heights(model: nn.Module) -> Heights | str:
     Returns, in place of heights, the first product with which none are left: all agree on no heights of which a step
     of one token can be padded to the least, MOST_FILLED or fewer. Of several ranges of heights it is the highest.
     """
-    attention, bits = 1, hashlib.blake2b(digest_size=8)
-    if in_order.attends(torch.device("cpu")):
-        bits.update(b"lpr.model.exact.in_order")  # another order of additions than that of matrix products
-    else:
-        for size in ((64, 64), (128, 64), (64, 128)):
-            attention = max(attention, _ranges(_batched, *size, MOST_LOGITS, torch.float32, bits)[0][0])
-    if attention > MOST_FILLED:
-        return f"of attention in float32 with {attention - 1} rows"
+    bits = hashlib.blake2b(digest_size=8)
+    bits.update(b"without the extension" if native.attend_in_order is None else b"with it")  # attention differs
     is_known, dtype = _all_known(model), next(model.parameters()).dtype
     ranges = [(1 if is_known else _UNKNOWN_HEIGHT, _MOST_ROWS)]
     for name, size, multiply, most in _products(model):
@@ -100,7 +91,7 @@ def find_heights(model: nn.Module) -> Heights | str:
     capped = config is not None and getattr(config.get_text_config(), "final_logit_softcapping", None)
     head = _multiple(config.get_text_config().vocab_size) if capped else 1
     digest = int.from_bytes(bits.digest(), "little")
-    return Heights(fewest, most, attention, torch.get_num_threads(), multiple, head, digest)
+    return Heights(fewest, most, torch.get_num_threads(), multiple, head, digest)
 
 
 def _multiple(width: int) -> int:
@@ -162,10 +153,6 @@ def _products(model: nn.Module) -> Iterator[tuple[str, tuple[int, int], Product,
         if (multiply, size) not in known:
             known.add((multiply, size))
             yield name, (size[0], size[1]), multiply, MOST_LOGITS if module is head else _MOST_ROWS
-
-
-def _batched(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    return (rows[None] @ weight.T[None])[0]
 
 
 def _conv1d(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import triton
 
-from lpr.model.exact.products import BLOCK
+from lpr.model.exact import BLOCK
 from lpr.model.kernels.attention_kernel import check, interpreted
 from lpr.model.kernels.exact_code import add_splits, attend_exactly
 from lpr.model.tree_mask import Paths, TreeMask

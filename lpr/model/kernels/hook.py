@@ -23,7 +23,8 @@ from transformers.masking_utils import (
 )
 
 from lpr.config import InputError
-from lpr.model.attention import Mask, additive, current_step, tree_attention, tree_mask, visible_nodes
+from lpr.model.attention import Mask, additive, tree_attention, tree_mask, visible_nodes
+from lpr.model.step_scope import current_step
 from lpr.model.tree_mask import find_paths
 
 KERNELS = {"triton": "lpr_tree_triton"}

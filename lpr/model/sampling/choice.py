@@ -4,10 +4,10 @@ Sampling uses the Gumbel-max trick with noise from a counter-based generator key
 position, token id): `argmax(processed_logits / temperature + gumbel)` is an exact sample of
 softmax(processed_logits / temperature), and no random state exists that a different number of steps, another batch or
 another rank could leave in a different place. So sampled text depends on the prompt, the parameters and the seed only,
-however it was drafted (DESIGN rule R4).
+however it was drafted (docs/rules.md, R4).
 
-`specification.pick` says what is chosen; on a CPU `in_cpp.draw` (without the extension `in_numpy.draw`) and on a GPU
-`kernels.sampling_kernel.choose` find the same with far less work.
+`specification.pick` defines what is chosen; on a CPU `in_cpp.draw` and on a GPU `kernels.sampling_kernel.choose` find
+the same with far less work.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from lpr import native
 from lpr.config import SamplingParams
 from lpr.core.accept import NOT_A_NUMBER
 from lpr.core.recycle import MAX_SCORE, SCORE_STEPS
-from lpr.model.sampling import in_cpp, in_numpy, specification
-from lpr.model.sampling.in_numpy import best_tokens
+from lpr.model.sampling import in_cpp, specification
 from lpr.model.sampling.selection import Selection
 
 logger = logging.getLogger(__name__)
@@ -45,13 +44,12 @@ def pick(logits: torch.Tensor, selection: Selection, fixed_shapes: bool = False)
     """The argmax [n] int64 of tempered, limited, noised logits [n, V]; NOT_A_NUMBER where there is no such thing."""
     on_cpu = logits.device.type == "cpu" and not fixed_shapes
     if not selection.sampled and on_cpu:
-        return best_tokens(logits.float())
+        return in_cpp.best_tokens(logits.float())
     if not selection.sampled:
         best = logits.float().max(-1)  # unlike argmax it also shows a NaN, at the same price
         return torch.where(best.values.isnan(), NOT_A_NUMBER, best.indices)
-    if on_cpu:
-        in_python = native.choose_rows is None or selection.first_token  # the extension counts from token 0
-        return (in_numpy if in_python else in_cpp).draw(logits, selection)
+    if on_cpu and native.choose_rows is not None:
+        return in_cpp.draw(logits, selection)
     return pick_with_totals(logits, selection)[0]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from lpr.engine.limits import Limits
 from lpr.engine.scheduler import Scheduler
 from lpr.planner.simulated.requests import Arrivals, SimRequest
 
@@ -38,7 +39,7 @@ class Slots:
 
     def scheduler(self, retains: bool = True) -> Scheduler[SimRequest]:
         """An idle scheduler; `retains`: slots keep the prefixes of finished requests."""
-        return Scheduler(
+        limits: Limits[SimRequest] = Limits(
             self.num_slots,
             self.num_ranks,
             self.prefill_chunk,
@@ -47,6 +48,7 @@ class Slots:
             retains=retains,
             most_homes=self.num_ranks,
         )
+        return Scheduler(limits)
 
 
 def simulate_mesh(arrivals: Arrivals, policy: Policy, scheduler: Scheduler[SimRequest]) -> list[SimRequest]:
@@ -77,8 +79,8 @@ def _step(scheduler: Scheduler[SimRequest], policy: Policy, now: float) -> tuple
     if schedule.is_empty:
         return 0.0, []
     seconds, emitted = policy.step(schedule.decoding, schedule.filling)
-    if scheduler.targets is not None:
-        scheduler.targets.now += 1e3 * seconds
+    if scheduler.limits.targets is not None:
+        scheduler.limits.targets.now += 1e3 * seconds
     for request, counts in schedule.filling:
         request.num_computed_tokens = [
             computed + count for computed, count in zip(request.num_computed_tokens, counts, strict=True)

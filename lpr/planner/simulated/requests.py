@@ -43,6 +43,16 @@ class SimRequest:
         return len(self.tokens) - min(self.num_computed_tokens[rank] for rank in self.homes)
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens emitted so far."""
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def stats(self) -> SimRequest:
+        """Its decode steps so far."""
+        return self
+
+    @property
     def num_left(self) -> int:
         """Tokens still to be emitted."""
         return self.num_prompt + self.num_output - len(self.tokens)

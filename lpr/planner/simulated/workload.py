@@ -17,7 +17,6 @@ from lpr.config import InputError
 from lpr.core.step_times import StepTimes, read_step_times
 from lpr.planner.simulated.requests import SimRequest
 
-
 NotNegative = Annotated[float, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
 Factor = Annotated[float, Meta(ge=1)]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from lpr.config import InputError
 from lpr.dist.comm import Comm
 from lpr.engine.engine import Engine
+from lpr.engine.hooks import StepHooks
 from lpr.engine.request import Request
 from lpr.serve.messages import Abort, Chunk, Facts, Finish, Load, Resume, Stepped, Stop, Submit
 from lpr.serve.ranks.delivery import Delivery, usage_of
@@ -41,7 +42,7 @@ class Driver:
         self._advanced: list[Request] = []
         self._overlaps = engine.model.device.type == "cuda"
         """Does a device work while the host goes on? Then what a step added is sent while the next one runs."""
-        engine.while_busy = self._send if self._overlaps else None
+        engine.hooks = _SendWhileBusy(self._send) if self._overlaps else StepHooks()
         line.moved(self._load())
         line.send(facts_of(engine, model))
 
@@ -78,7 +79,7 @@ class Driver:
         if batch is not None:
             self.engine.learn_history(batch.history, batch.tenant, batch.read_to)
         if (tenant := self._drafts.wanted) is not None:
-            self._drafts.offer(tenant, *self.engine.learnt(tenant))
+            self._drafts.offer(tenant, *self.engine.learned(tenant))
 
     def _share(self, request: Request) -> None:
         """Let other replicas draft from what was finished."""
@@ -176,6 +177,16 @@ class Driver:
             drafts=self._drafts.counts if self._drafts is not None else None,
             num_slots=engine.scheduler.capacity,
         )
+
+
+class _SendWhileBusy(StepHooks):
+    """Sends what the last step added while the device computes the next one."""
+
+    def __init__(self, send: Callable[[], None]) -> None:
+        self._send = send
+
+    def while_busy(self) -> None:
+        self._send()
 
 
 def epoch_of(comm: Comm) -> int:

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lpr.dist.channel import CommError
 from lpr.dist.comm import is_driver
+from lpr.dist.errors import CommError
 from lpr.dist.runtime import World, join
 from lpr.engine.engine import Engine
 from lpr.engine.exchange import DesyncError
