@@ -1,4 +1,4 @@
-"""What a service has to answer, as a TOML or JSON file says it: arrivals, lengths, temperatures, and the promise."""
+"""The workload of a service, as a TOML or JSON file states it: arrivals, lengths, temperatures, and the SLO."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ import random
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from lpr.config import InputError
 from lpr.core.step_times import StepTimes, read_step_times
-from lpr.planner.service.requests import SimRequest
+from lpr.planner.simulated.requests import SimRequest
+
+NotNegative = Annotated[float, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0)]
+Factor = Annotated[float, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=1)]
 
 
 class Lengths(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -23,7 +30,7 @@ class Lengths(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=T
     p90: float = 0.0
     """0: all are as long as the median."""
     most: int = 1 << 20
-    values: tuple[int, ...] = ()
+    values: tuple[Count, ...] = ()
 
     def draw(self, dice: random.Random) -> int:
         """One length."""
@@ -34,78 +41,78 @@ class Lengths(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=T
 
     @property
     def longest(self) -> int:
-        """No length is above this."""
+        """Upper bound of the lengths."""
         return max(self.values) if self.values else self.most if self.p90 else round(self.median)
 
     @property
     def typical(self) -> float:
-        """A length in the middle."""
+        """The median."""
         return sorted(self.values)[len(self.values) // 2] if self.values else self.median
 
     def check(self, name: str) -> None:
-        """Raise InputError for lengths that cannot be."""
+        """Raise InputError for impossible lengths."""
         if bool(self.values) == bool(self.median):
             raise InputError(f"{name}: give either values, or a median")
-        if (min(self.values) if self.values else self.median) < 1:
+        if self.median and self.median < 1:
             raise InputError(f"{name}: lengths must be at least 1 token")
         if self.p90 and (self.p90 < self.median or self.most < self.p90 or self.most == 1 << 20):
             raise InputError(f"{name}: a spread needs median <= p90 <= most, not {self.median} {self.p90} {self.most}")
 
 
 class Promise(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """The SLO: so many of the requests get their first token, and their tokens on average, within these times."""
+    """The SLO: a share of the requests has its first token, and its mean time per token, within these times."""
 
-    first_token_ms: float
-    per_token_ms: float
-    share: float = 0.95
+    first_token_ms: Positive
+    per_token_ms: Positive
+    share: Annotated[float, Meta(gt=0, lt=1)] = 0.95
 
 
 class Demand(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """Who asks: requests a second at random times, or clients who ask again as soon as they are answered."""
+    """Requests a second at random times, or clients who ask again as soon as they are answered."""
 
     rate: float = 0.0
     clients: int = 0
 
 
 class Speed(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """Measured: tokens per step at a temperature, in a batch of so many, with so many nodes per request and rank."""
+    """Measured tokens per step at a temperature, in a batch of so many, with so many nodes per request and rank."""
 
-    temperature: float
-    tokens_per_step: float
-    nodes: float
-    batch: int = 1
+    temperature: NotNegative
+    tokens_per_step: Factor
+    nodes: Factor
+    batch: Count = 1
 
 
 class Measured(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """Measured step times of a mesh, all of a step in them: a file as `--costs` and benchmarks.gpu_check write it."""
+    """Measured times of whole steps of a mesh, as `--costs` reads and benchmarks.gpu_check writes them."""
 
     file: str
-    lp: int = 1
-    tp: int = 1
+    lp: Count = 1
+    tp: Count = 1
 
 
 class Workload(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """A service's work; see configs/service/ for an example with all fields."""
+    """The work of a service; configs/service/ has an example with all fields."""
 
     arrivals: Demand
     prompt: Lengths
     output: Lengths
     slo: Promise
-    shared_prefix: int = 0
+    shared_prefix: Annotated[int, Meta(ge=0)] = 0
     """Leading tokens that all prompts have in common, such as a system prompt."""
-    temperature: dict[str, float] = msgspec.field(default_factory=lambda: {"0.0": 1.0})
+    temperature: dict[str, NotNegative] = msgspec.field(default_factory=lambda: {"0.0": 1.0})
     """Temperature to its share of the requests."""
-    pace_spread: dict[str, float] = msgspec.field(default_factory=lambda: {"0.0": 0.57, "0.8": 0.14})
+    pace_spread: dict[str, NotNegative] = msgspec.field(default_factory=lambda: {"0.0": 0.57, "0.8": 0.14})
     """Temperature to the standard deviation, between requests, of the logarithm of tokens per step. Measured with the
     bundled model: see GREEDY_ACCEPTANCE in lpr.planner.prediction."""
     tokens_per_step: tuple[Speed, ...] = ()
-    """In place of what was measured with the bundled model."""
+    """Replace those of the bundled model."""
     step_times: tuple[Measured, ...] = ()
-    """In place of predicted times; then these meshes are the only ones."""
-    request_ms: float = 0.0
+    """Replace predicted times; only their meshes are planned then."""
+    request_ms: NotNegative = 0.0
     """Time of a request outside the engine: HTTP, tokens from text."""
-    prompt_ms_per_token: float = 0.0
-    """Measured: what a prompt's token adds to a step. 0: as much as a node of a tree, which also has logits."""
+    prompt_ms_per_token: NotNegative = 0.0
+    """Measured step time of a prompt's token. 0: that of a node of a tree, which also has logits."""
 
     @property
     def context(self) -> int:
@@ -113,7 +120,7 @@ class Workload(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=
         return self.shared_prefix + self.prompt.longest + self.output.longest
 
     def maker(self, seed: str) -> Callable[[float], SimRequest]:
-        """What makes the request that comes at a time; the same seed makes the same ones."""
+        """A function from an arrival time to a request; the same seed gives the same requests."""
         dice = random.Random(seed)
         temperatures = [float(each) for each in self.temperature]
         shares = list(self.temperature.values())
@@ -125,7 +132,7 @@ class Workload(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=
             number += 1
             [temperature] = dice.choices(temperatures, shares)
             spread = spreads[min(spreads, key=lambda each: abs(each - temperature))] if spreads else 0.0
-            # Mean 1 of what divides tokens per step: then a fixed number of tokens takes the measured number of steps.
+            # The divisor of tokens per step has mean 1: so a fixed number of tokens takes the measured number of steps.
             slowness = math.exp(spread * dice.gauss(0.0, 1.0) - spread * spread / 2)
             length, own = self.prompt.draw(dice), -number  # its own tokens are nobody else's
             return SimRequest(
@@ -158,40 +165,27 @@ def read_workload(path: Path) -> Workload:
 
 
 def check(workload: Workload) -> None:
-    """Raise InputError for a workload that cannot be."""
-    demand, promise = workload.arrivals, workload.slo
+    """Raise InputError for fields that contradict each other."""
+    demand = workload.arrivals
     if (demand.rate > 0) == (demand.clients > 0) or not 0 <= demand.rate < math.inf or demand.clients < 0:
         raise InputError("arrivals: give either a rate above 0 or a number of clients")
     workload.prompt.check("prompt")
     workload.output.check("output")
-    if min(workload.shared_prefix, workload.request_ms, workload.prompt_ms_per_token) < 0:
-        raise InputError("shared_prefix, request_ms and prompt_ms_per_token must not be negative")
-    for name in ("first_token_ms", "per_token_ms"):
-        if not 0 < getattr(promise, name) < math.inf:
-            raise InputError(f"slo: {name} must be above 0")
-    if not 0 < promise.share < 1:
-        raise InputError(f"slo: share = {promise.share} must lie between 0 and 1")
-    for field, least in (("temperature", 0.0), ("pace_spread", 0.0)):
+    for field in ("temperature", "pace_spread"):
         try:
-            numbers = [(float(name), value) for name, value in getattr(workload, field).items()]
-        except ValueError as failure:
-            raise InputError(f"{field}: its keys are temperatures, not {failure.args[0].split()[-1]}") from failure
-        if any(not 0 <= key < math.inf or not least <= value < math.inf for key, value in numbers):
-            raise InputError(f"{field}: temperatures and what they have must not be negative")
+            known = all(0 <= float(name) < math.inf for name in getattr(workload, field))
+        except ValueError:
+            known = False
+        if not known:
+            raise InputError(f"{field}: its keys are temperatures of at least 0")
     if not sum(workload.temperature.values()) > 0:
         raise InputError("temperature: no request has one")
-    for each in workload.tokens_per_step:
-        if each.tokens_per_step < 1 or each.nodes < 1 or each.batch < 1 or each.temperature < 0:
-            raise InputError("tokens_per_step: a step brings 1 token, by 1 node, to 1 request, or more")
     if workload.step_times and not workload.tokens_per_step:
-        raise InputError("step_times need tokens_per_step beside them, measured on the same mesh")
-    for table in workload.step_times:
-        if table.lp < 1 or table.tp < 1:
-            raise InputError(f"step_times: a mesh of {table.lp} x {table.tp}")
+        raise InputError("step_times need tokens_per_step too, measured on the same mesh")
 
 
 def read_times(measured: Measured, folder: Path) -> StepTimes:
-    """A table that a workload in `folder` names; raises InputError."""
+    """The step times that a workload in `folder` names; raises InputError."""
     path = folder / measured.file
     try:
         return read_step_times(json.loads(path.read_text(encoding="utf-8")), str(path))

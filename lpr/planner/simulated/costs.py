@@ -1,52 +1,52 @@
-"""The planner's policy: step times from a table, and tokens per step as measured, for a mesh of lp x tp."""
+"""The planner's policy: step times and measured tokens per step of an lp x tp mesh."""
 
 from __future__ import annotations
 
 import math
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lpr.core.step_times import KNOTS, SHORTEST_KV, StepTimes
 from lpr.planner.footprint import Mesh
 from lpr.planner.measured import Drafted
 from lpr.planner.prediction import Inputs, Setting, forward_seconds, lp_seconds, tp_seconds
-from lpr.planner.service.requests import SimRequest
-from lpr.planner.service.workload import Speed
+from lpr.planner.simulated.requests import SimRequest
+from lpr.planner.simulated.workload import Speed
 
 SMALL_BUDGETS = (2, 4, 8, 16)
-"""Trees below the smallest measured one, which large batches want; their tokens per step are taken to grow with the
-logarithm of their nodes."""
+"""Trees below the smallest measured one, for large batches. Assumed: their tokens per step grow with the logarithm of
+their nodes."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """How the requests of a batch are drafted for."""
+    """Drafting of a batch's requests: yield and cost."""
 
     tokens_per_step: float
     nodes: float
     """Per request, on the busiest rank."""
     host_ms: float = 0.0
-    """Per request, besides the table."""
+    """Per request, besides the step time."""
     gather_ms: float = 0.0
-    """Per step, besides the table."""
+    """Per step, besides the step time."""
 
 
 @dataclass
 class _Work:
-    """What one rank evaluates in a step."""
+    """The work of one rank in a step."""
 
     nodes: float = 0.0
     host: float = 0.0
-    """Milliseconds of its host."""
+    """Milliseconds."""
     prompt: int = 0
     num_rows: int = 0
     num_drafted: int = 0
     longest: int = SHORTEST_KV
 
     def add(self, nodes: float, prompt: int, length: int) -> None:
-        """A request with `nodes` of a tree and so many tokens of its prompt, behind `length` tokens in the cache."""
+        """Add a request: nodes of its tree, tokens of its prompt, and tokens in the cache."""
         self.nodes += nodes
         self.prompt += prompt
         self.num_rows += 1
@@ -59,28 +59,19 @@ Points = Mapping[tuple[float, int, int], Point]
 
 
 class StepCosts:
-    """As Policy says: a step takes as long as its busiest rank, and a rank what the table says of what it evaluates."""
+    """A Policy: a step takes as long as its busiest rank, and a rank the step time of the nodes that it evaluates."""
 
-    def __init__(
-        self,
-        times: StepTimes,
-        points: Points,
-        dice: random.Random,
-        prompt_ms: float = 0.0,
-        pace: Callable[[int], float] = lambda num_requests: 1.0,
-    ) -> None:
-        """The point of the nearest temperature counts, of the next larger batch and the next smaller width.
+    def __init__(self, times: StepTimes, points: Points, dice: random.Random, prompt_ms: float = 0.0) -> None:
+        """Use the point of the nearest temperature, of the next larger batch and the next smaller width.
 
-        `prompt_ms`, if it is not 0, are the milliseconds of a prompt's token, in place of the table's. `pace` is how
-        much longer than the table says a step takes that decodes for so many requests.
+        `prompt_ms`, if it is not 0, replaces the step time of a prompt's token, in milliseconds.
         """
         self._times, self._points, self._dice, self._prompt_ms = times, points, dice, prompt_ms
-        self._pace = pace
         self._temperatures, self._batches, self._widths = (sorted(set(each)) for each in zip(*points, strict=True))
         self._found: dict[tuple[float, int, int], Point] = {}
 
     def point(self, temperature: float, batch: int, width: int) -> Point:
-        """How a request is drafted for that `width` ranks serve, the busiest of which serves `batch` requests."""
+        """Drafting of a request on `width` ranks, the busiest of which serves `batch` requests."""
         key = temperature, batch, width
         if key not in self._found:
             nearest = min(self._temperatures, key=lambda each: abs(each - temperature))
@@ -92,7 +83,7 @@ class StepCosts:
     def step(
         self, decoding: Sequence[SimRequest], filling: Sequence[tuple[SimRequest, Sequence[int]]]
     ) -> tuple[float, Sequence[int]]:
-        """Seconds of a step and the tokens that it brings, as Policy says."""
+        """Seconds of a step and the tokens of each decoding request (see Policy)."""
         ranks = Counter(rank for request in decoding for rank in request.homes)
         work = defaultdict[int, _Work](_Work)
         gather = 0.0
@@ -113,12 +104,10 @@ class StepCosts:
         return (max(map(self._milliseconds, work.values())) + gather) * 1e-3, emitted
 
     def _milliseconds(self, work: _Work) -> float:
-        """What one rank takes."""
-        pace = self._pace(work.num_drafted)
         if self._prompt_ms:
             drafted = self._times.time(max(work.nodes, 1.0), max(1, work.num_drafted), work.longest)
-            return pace * drafted + work.prompt * self._prompt_ms + work.host
-        return pace * self._times.time(work.nodes + work.prompt, work.num_rows, work.longest) + work.host
+            return drafted + work.prompt * self._prompt_ms + work.host
+        return self._times.time(work.nodes + work.prompt, work.num_rows, work.longest) + work.host
 
     def _draw(self, mean: float) -> int:
         """Tokens of one step: each further one is accepted with the same probability."""
@@ -128,9 +117,9 @@ class StepCosts:
 
 
 def mean_tokens(request: SimRequest, tokens_per_step: float) -> float:
-    """Tokens of one step on average, so that a request of its pace takes output / (tokens per step) steps.
+    """Mean tokens of one step, such that a request of its pace takes output / (tokens per step) steps.
 
-    The last step brings fewer than it could, and what was measured counts it like the others.
+    The last step brings fewer tokens than it could, and the measurement counts it like the others.
     """
     steps = request.num_output / max(1.0, tokens_per_step * request.pace) if tokens_per_step > 1.0 else math.inf
     if steps >= request.num_output:
@@ -144,25 +133,22 @@ def batches_up_to(slots: int) -> list[int]:
 
 
 def predicted_times(setting: Setting, mesh: Mesh, slots: int, context: int) -> StepTimes:
-    """The roofline's t(n) of a mesh as a table, collectives inside a replica included."""
-    rows = {}
-    for batch in sorted({1, slots}):
-        for kv in sorted({SHORTEST_KV, max(SHORTEST_KV, context)}):
-            rows[batch, kv] = [1e3 * _seconds(setting, mesh, nodes, batch, kv) for nodes in KNOTS]
-    return StepTimes(rows)
+    """Step times of a mesh by the roofline, with the collectives inside a replica."""
+    facts, size, machine = setting.facts, setting.element_size, setting.machine
 
+    def milliseconds(nodes: float, batch: int, kv: int) -> float:
+        nodes = max(nodes, batch)
+        forward = forward_seconds(facts, mesh.tp, size, nodes, kv, machine, Inputs(), batch)
+        return 1e3 * (forward + tp_seconds(facts, mesh.tp, size, nodes, machine, Inputs()))
 
-def _seconds(setting: Setting, mesh: Mesh, nodes: float, batch: int, kv: int) -> float:
-    inputs, facts, size = Inputs(), setting.facts, setting.element_size
-    nodes = max(nodes, batch)
-    forward = forward_seconds(facts, mesh.tp, size, nodes, kv, setting.machine, inputs, batch)
-    return forward + tp_seconds(facts, mesh.tp, size, nodes, setting.machine, inputs)
+    shapes = [(batch, kv) for batch in sorted({1, slots}) for kv in sorted({SHORTEST_KV, max(SHORTEST_KV, context)})]
+    return StepTimes({shape: [milliseconds(nodes, *shape) for nodes in KNOTS] for shape in shapes})
 
 
 def predicted_points(
     setting: Setting, mesh: Mesh, times: StepTimes, temperatures: Sequence[float], slots: int
 ) -> Points:
-    """For each temperature, batch and width the tree with the most tokens per second, as the engine's budget looks for.
+    """The tree with the most tokens per second for each temperature, batch and width, as the engine's budget chooses.
 
     The gather is that of the whole mesh, however many ranks serve a request.
     """
@@ -187,7 +173,7 @@ def _smaller(measured: Drafted, budget: int) -> Drafted:
 
 
 def _point(setting: Setting, narrow: Mesh, mesh: Mesh, way: Drafted | None, batch: int) -> Point:
-    """One way to draft for requests that `narrow` of the mesh's ranks serve, with what it costs besides the table."""
+    """Drafting with one tree for requests on `narrow`, a part of `mesh`."""
     step = setting.step(narrow, way, Inputs())
     payload = batch * (way.payload_bytes(narrow.lp) if way is not None else 4)
     gather = lp_seconds(mesh, payload, setting.machine, Inputs())
@@ -197,13 +183,13 @@ def _point(setting: Setting, narrow: Mesh, mesh: Mesh, way: Drafted | None, batc
 
 
 def _rate(point: Point, times: StepTimes, batch: int, kv: int) -> float:
-    """Tokens per millisecond of a batch that is drafted for so."""
+    """Tokens per millisecond of a batch."""
     took = times.time(batch * point.nodes, batch, kv) + batch * point.host_ms + point.gather_ms
     return batch * point.tokens_per_step / took
 
 
 def measured_points(speeds: Sequence[Speed], slots: int) -> Points:
-    """Points at every batch, between measured ones by the logarithm of the batch; they are alike for all widths."""
+    """Points of every batch, interpolated by the logarithm of the batch; the same for all widths."""
     found = {}
     for temperature in sorted({each.temperature for each in speeds}):
         known = sorted((each for each in speeds if each.temperature == temperature), key=lambda each: each.batch)

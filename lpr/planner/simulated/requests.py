@@ -1,17 +1,16 @@
-"""Requests as the simulation sees them, and when they come."""
+"""Simulated requests, and when they arrive."""
 
 from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 
 @dataclass(eq=False, slots=True)
 class SimRequest:
-    """A request without text: what the scheduler must know of it, and when its tokens came. Times in seconds."""
+    """A request without text: what the scheduler reads, and the times of its tokens in seconds."""
 
     arrived: float
     num_prompt: int
@@ -19,17 +18,17 @@ class SimRequest:
     """Tokens that it will emit."""
     temperature: float = 0.0
     pace: float = 1.0
-    """Its tokens per step over those of the average request."""
+    """Its tokens per step relative to the average request."""
     tokens: list[int] = field(default_factory=list)
     num_computed_tokens: list[int] = field(default_factory=list)
     """Per rank: leading tokens whose K/V it holds."""
     homes: list[int] = field(default_factory=list)
     """The ranks that serve it; written by the scheduler, as are its slots."""
     first: float | None = None
-    """When its first token came."""
+    """Time of its first token."""
     ended: float = 0.0
     num_steps: int = 0
-    """Decoding steps."""
+    """Decode steps."""
     num_nodes: int = 0
     """Nodes of their trees."""
     priority: int = 0
@@ -40,7 +39,7 @@ class SimRequest:
 
     @property
     def num_pending(self) -> int:
-        """Tokens that some home rank lacks the K/V of, the root included."""
+        """Uncomputed tokens of the home rank that lacks most, the root included."""
         return len(self.tokens) - min(self.num_computed_tokens[rank] for rank in self.homes)
 
     @property
@@ -55,7 +54,7 @@ class SimRequest:
 
     @property
     def num_left(self) -> int:
-        """Tokens that it has still to emit."""
+        """Tokens still to be emitted."""
         return self.num_prompt + self.num_output - len(self.tokens)
 
     @property
@@ -69,71 +68,48 @@ class SimRequest:
         return (self.ended - (self.first or 0.0)) / max(1, self.num_output - 1)
 
 
-class Arrivals(Protocol):
-    """When requests come; `begin` is told when one is asked for anew."""
+class Arrivals:
+    """Requests in the order in which they arrive; by itself independent of each other's answers."""
+
+    def __init__(self, requests: Iterable[SimRequest] = ()) -> None:
+        """These requests, by ascending `arrived`."""
+        self._waiting = deque(requests)
 
     def due(self, now: float) -> list[SimRequest]:
-        """The requests that have come by `now` and were not returned before."""
-        ...
-
-    def upcoming(self) -> float | None:
-        """When the next one comes; None: no further one is known of."""
-        ...
-
-    def ended(self, request: SimRequest) -> None:
-        """Take note that a request has been answered."""
-        ...
-
-
-class PoissonArrivals:
-    """Requests that come at random times, whatever the others do."""
-
-    def __init__(self, rate: float, number: int, make: Callable[[float], SimRequest], dice: random.Random) -> None:
-        """`number` requests, `rate` a second on average; `make` makes the one that comes at a time."""
-        now, self._waiting = 0.0, deque[SimRequest]()
-        for _ in range(number):
-            self._waiting.append(make(now))
-            now += dice.expovariate(rate)
-
-    def due(self, now: float) -> list[SimRequest]:
-        """As Arrivals says."""
+        """The requests that arrived by `now` and were not returned before."""
         found = []
         while self._waiting and self._waiting[0].arrived <= now:
             found.append(self._waiting.popleft())
         return found
 
     def upcoming(self) -> float | None:
-        """As Arrivals says."""
+        """The time of the next arrival; None if no further one is known."""
         return self._waiting[0].arrived if self._waiting else None
 
     def ended(self, request: SimRequest) -> None:
-        """Nobody waits for an answer."""
+        """Take note that a request has been answered."""
 
 
-class ClosedArrivals:
-    """Clients that ask again as soon as they are answered."""
+class PoissonArrivals(Arrivals):
+    """`number` requests at random times, `rate` a second on average; `make` makes the request of a time."""
+
+    def __init__(self, rate: float, number: int, make: Callable[[float], SimRequest], dice: random.Random) -> None:
+        super().__init__()
+        now = 0.0
+        for _ in range(number):
+            self._waiting.append(make(now))
+            now += dice.expovariate(rate)
+
+
+class ClosedArrivals(Arrivals):
+    """Clients that ask again as soon as they are answered: `number` requests in all, at most `clients` at once."""
 
     def __init__(self, clients: int, number: int, make: Callable[[float], SimRequest]) -> None:
-        """`number` requests in all, at most `clients` of them open."""
-        self._make, self._left = make, number
-        self._waiting: deque[SimRequest] = deque()
-        for _ in range(clients):
-            self._ask(0.0)
-
-    def due(self, now: float) -> list[SimRequest]:
-        """As Arrivals says."""
-        found, self._waiting = list(self._waiting), deque()
-        return found
-
-    def upcoming(self) -> float | None:
-        """As Arrivals says."""
-        return self._waiting[0].arrived if self._waiting else None
+        super().__init__(make(0.0) for _ in range(min(clients, number)))
+        self._make, self._left = make, number - len(self._waiting)
 
     def ended(self, request: SimRequest) -> None:
-        """Its client asks again."""
-        self._ask(request.ended)
-
-    def _ask(self, now: float) -> None:
+        """Let the client of `request` ask again."""
         if self._left:
             self._left -= 1
-            self._waiting.append(self._make(now))
+            self._waiting.append(self._make(request.ended))

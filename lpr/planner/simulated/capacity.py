@@ -1,9 +1,9 @@
-"""How many meshes of a kind keep the promise: what one can do, and then so many that each has to do no more.
+"""How many meshes of a kind keep the SLO: the capacity of one, and so many that each has no more load than that.
 
-Meshes are independent once a router has split the requests. The split here is by chance, as by a hash of the prompt: a
-share of a Poisson process is a Poisson process, and clients are spread evenly. A router that looks at queues does
-better. So one mesh at its share of the load stands for all of them, and thousands cost no more than a few: as many as
-`Effort.meshes` are simulated, with seeds of their own, and their requests are taken together.
+A router splits requests over meshes, and then meshes are independent. The split here is random, as by a hash of the
+prompt: a share of a Poisson process is a Poisson process, and clients are spread evenly. A router that knows the queues
+does better. So one mesh at its share of the load stands for all, and thousands cost no more than a few: up to
+`Effort.meshes` are simulated, each with its own seed, and their requests are evaluated together.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from dataclasses import dataclass
 
 from lpr.core.step_times import StepTimes
 from lpr.planner.footprint import Mesh
-from lpr.planner.service.costs import Points, StepCosts
-from lpr.planner.service.mesh import Slots, simulate_mesh
-from lpr.planner.service.requests import Arrivals, ClosedArrivals, PoissonArrivals, SimRequest
-from lpr.planner.service.workload import Demand, Workload
+from lpr.planner.simulated.costs import Points, StepCosts
+from lpr.planner.simulated.mesh import Slots, simulate_mesh
+from lpr.planner.simulated.requests import Arrivals, ClosedArrivals, PoissonArrivals, SimRequest
+from lpr.planner.simulated.workload import Demand, Workload
 
 WARM_UP = 0.25
-"""The first part of the requests finds an empty mesh and does not count."""
+"""The first part of the requests, which finds an empty mesh, is not counted."""
 HALVINGS = 6
-"""The largest load that keeps the promise is found to a 64th of what a mesh can do at all."""
+"""The largest load that keeps the SLO is found to a 64th of a mesh's greatest throughput."""
 MORE = 0.02
-"""Further meshes, as a part, where the number found does not keep the promise after all."""
+"""Share of further meshes where the number found turns out not to keep the SLO."""
 MOST_MORE = 20
 
 
@@ -34,15 +34,15 @@ class Effort:
     """How much is simulated."""
 
     requests: int = 1000
-    """Per mesh in the end; a third of them while the number of meshes is looked for."""
+    """Per mesh in the end; a third of them during the search."""
     meshes: int = 4
-    """Of the meshes found, so many are simulated."""
+    """Most meshes that are simulated in the end."""
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of mesh and all that decides how fast it is."""
+    """A kind of mesh and its speed."""
 
     mesh: Mesh
     slots: Slots
@@ -52,10 +52,10 @@ class Kind:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the requests of simulated meshes got; times in milliseconds, [p50, p90, p99]."""
+    """Latencies of simulated meshes in milliseconds, [p50, p90, p99], and throughput."""
 
     kept: float
-    """Share of the requests that got what was promised."""
+    """Share of the requests within the SLO."""
     first_token_ms: tuple[float, float, float]
     per_token_ms: tuple[float, float, float]
     end_to_end_ms: tuple[float, float, float]
@@ -68,13 +68,13 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Answer:
-    """How many meshes of a kind keep the promise."""
+    """The number of meshes of a kind that keep the SLO."""
 
     kind: Kind
     num_meshes: int | None
     """None: no number does."""
     capacity: float
-    """Requests a second, or clients, that one mesh serves as promised."""
+    """Requests a second, or clients, that one mesh serves within the SLO."""
     outcome: Outcome
     num_simulated: int
 
@@ -85,25 +85,25 @@ class Answer:
 
 
 class Search:
-    """Looks for the fewest meshes of one kind that keep a workload's promise."""
+    """Searches the fewest meshes of one kind that keep a workload's SLO."""
 
     def __init__(self, workload: Workload, kind: Kind, effort: Effort) -> None:
-        """Nothing is simulated yet."""
+        """Prepare the search; simulates nothing."""
         self._workload, self._kind, self._effort = workload, kind, effort
         self._is_open = workload.arrivals.rate > 0
         self._total = workload.arrivals.rate or workload.arrivals.clients
 
     def alone(self) -> Outcome:
-        """What requests get that have a mesh to themselves."""
+        """The outcome of requests that have a mesh to themselves."""
         return self._run(Demand(clients=1), max(20, self._effort.requests // 10), 1)
 
     def most(self) -> float:
-        """Requests a second that a mesh answers at most, if they may wait as long as they like."""
+        """Greatest requests per second of a mesh, whatever the waiting time."""
         clients = 4 * self._kind.slots.num_slots * self._kind.slots.num_ranks
         return self._run(Demand(clients=clients), max(self._searched, 2 * clients), 1).requests_per_second
 
     def capacity(self, most: float) -> float:
-        """Requests a second, or clients, that one mesh serves as promised, where it answers `most` a second at most."""
+        """Requests a second, or clients, that one mesh serves within the SLO; `most` is its greatest throughput."""
         if self._is_open:
             low, high = 0.0, most
             for _ in range(HALVINGS):
@@ -122,7 +122,7 @@ class Search:
         return float(few)
 
     def answer(self, capacity: float) -> Answer:
-        """So many meshes as `capacity` asks for, or a few more where a closer look says so."""
+        """The meshes that `capacity` asks for, or a few more where a longer simulation needs them."""
         count = self._fewest(capacity)
         for _ in range(MOST_MORE):
             number = min(count, self._effort.meshes)
@@ -133,7 +133,7 @@ class Search:
         return Answer(self._kind, None, capacity, outcome, number)
 
     def hopeless(self, alone: Outcome) -> Answer:
-        """The answer where even a request that has a mesh to itself does not get what was promised."""
+        """The answer where even a request that has a mesh to itself misses the SLO."""
         return Answer(self._kind, None, 0.0, alone, 1)
 
     @property
@@ -144,7 +144,7 @@ class Search:
         return max(1, math.ceil(self._total / capacity - 1e-9)) if capacity > 0 else 1
 
     def least_gpus(self, most: float) -> int:
-        """GPUs below which no number of meshes answers the load at all; 1 mesh's where clients wait for answers."""
+        """Fewest GPUs that can answer the load at all; those of one mesh where clients wait for answers."""
         return self._fewest(most) * self._kind.mesh.num_gpus if self._is_open else self._kind.mesh.num_gpus
 
     def _share(self, count: int) -> Demand:
@@ -161,25 +161,25 @@ class Search:
 
 
 def simulate(workload: Workload, kind: Kind, demand: Demand, number: int, meshes: int, seed: int) -> Outcome:
-    """What `number` requests get on each of `meshes` meshes with `demand` each; the same for the same seed."""
+    """The outcome of `number` requests on each of `meshes` meshes with `demand` each; the same for the same seed."""
     runs = []
     for mesh in range(meshes):
         arrivals = make_arrivals(demand, number, workload.maker(f"{seed} {mesh} requests"), f"{seed} {mesh} arrivals")
         dice = random.Random(f"{seed} {mesh} steps")
         policy = StepCosts(kind.times, kind.points, dice, workload.prompt_ms_per_token)
-        runs.append(simulate_mesh(arrivals, policy, kind.slots))
+        runs.append(simulate_mesh(arrivals, policy, kind.slots.scheduler()))
     return outcome_of(workload, runs)
 
 
 def make_arrivals(demand: Demand, number: int, make: Callable[[float], SimRequest], seed: str | int) -> Arrivals:
-    """`number` requests as one mesh gets them."""
+    """The arrivals of `number` requests at one mesh."""
     if demand.rate > 0:
         return PoissonArrivals(demand.rate, number, make, random.Random(seed))
-    return ClosedArrivals(min(demand.clients, number), number, make)
+    return ClosedArrivals(demand.clients, number, make)
 
 
 def outcome_of(workload: Workload, runs: Sequence[Sequence[SimRequest]]) -> Outcome:
-    """The requests of several meshes taken together, without those of the warm-up."""
+    """The outcome of several meshes together, without the warm-up."""
     counted, seconds = list[SimRequest](), 0.0
     for run in runs:
         by_arrival = sorted(run, key=lambda each: each.arrived)
@@ -188,7 +188,7 @@ def outcome_of(workload: Workload, runs: Sequence[Sequence[SimRequest]]) -> Outc
         seconds += max(each.ended for each in kept) - kept[0].arrived
     extra = workload.request_ms
     tokens, steps = sum(each.num_output for each in counted), sum(each.num_steps for each in counted)
-    promised = [each for each in counted if kept_promise(workload, each)]
+    promised = [each for each in counted if is_within(workload, each)]
     return Outcome(
         kept=len(promised) / len(counted),
         first_token_ms=quantiles([extra + 1e3 * each.first_seconds for each in counted]),
@@ -200,8 +200,8 @@ def outcome_of(workload: Workload, runs: Sequence[Sequence[SimRequest]]) -> Outc
     )
 
 
-def kept_promise(workload: Workload, request: SimRequest) -> bool:
-    """Did a request get what was promised, its time outside the engine included?"""
+def is_within(workload: Workload, request: SimRequest) -> bool:
+    """True if a request is within the SLO, its time outside the engine included."""
     first = 1e3 * request.first_seconds + workload.request_ms
     slo = workload.slo
     return first <= slo.first_token_ms and 1e3 * request.token_seconds <= slo.per_token_ms
