@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import re
@@ -13,10 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.plan_service import Calibration, Pace, Simulator, fit_prompts
-from benchmarks.serve import Answer, Round
 from lpr.cli.plan import main
-from lpr.config import InputError
 from lpr.core.step_times import KNOTS, StepTimes
 from lpr.planner.footprint import Mesh
 from lpr.planner.service.capacity import Effort, Kind, Search, make_arrivals, simulate
@@ -327,42 +323,3 @@ def test_bad_input_is_one_line(plan, values: Any, flags: list[str], message: str
 def test_a_missing_file_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--service", "gone.toml"]) == 2
     assert capsys.readouterr().err == "lpr.plan: error: cannot read --service gone.toml: No such file or directory\n"
-
-
-# The benchmark that compares with a real service.
-
-
-def played(clients: int, number: int = 60) -> Round:
-    """Answers of a service that is a simulation itself."""
-    dice = random.Random(clients)
-    points = {(0.0, 1, 1): Point(3.0, 16.0), (0.0, 8, 1): Point(3.0, 16.0)}
-    policy = StepCosts(TIMES, points, random.Random(5), prompt_ms=0.5)
-    arrivals = ClosedArrivals(clients, number, lambda now: request(now, dice.randint(20, 400), 40))
-    done = sorted(simulate_mesh(arrivals, policy, Slots(retains=False)), key=lambda each: each.arrived)
-    answers = [
-        Answer(0.01 + each.first_seconds, [], 0.01 + each.ended - each.arrived, 40, each.num_steps, each.num_prompt)
-        for each in done
-    ]
-    return Round(answers, max(each.ended for each in done))
-
-
-def test_the_comparison_finds_a_service_that_is_its_own_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
-    calibration = Calibration({1: [played(1)], 8: [played(8)]}, {n: {"drafted": 150.0, "steps": 10.0} for n in (1, 8)})
-    base, slope = prompt_times = fit_prompts(calibration.rounds[1])
-    assert slope == pytest.approx(0.5, rel=0.05) and base == pytest.approx(10 + TIMES.time(16), rel=0.1)
-    options = argparse.Namespace(batch=8, rounds=1)
-
-    def ratios(times: StepTimes) -> list[float]:
-        run = Simulator(calibration, 0.0, times, prompt_times, options).compare("closed", 4, [played(4)])
-        return list(run["simulated_over_measured"].values())
-
-    assert len(ratios(TIMES)) == 3 and all(ratio == pytest.approx(1, abs=0.1) for ratio in ratios(TIMES))
-    slower = StepTimes({key: [2 * ms for ms in row] for key, row in TIMES.rows.items()})
-    assert all(ratio == pytest.approx(1, abs=0.2) for ratio in ratios(slower)), "the pace makes up for it"
-    monkeypatch.setattr(Pace, "factor", lambda self, count: 4.0)
-    assert not all(ratio == pytest.approx(1, abs=0.25) for ratio in ratios(TIMES)), "a wrong pace is noticed"
-
-
-def test_a_failed_request_is_no_measurement() -> None:
-    with pytest.raises(InputError, match="HTTP 503"):
-        fit_prompts([Round([Answer(failed="HTTP 503")], 1.0)])

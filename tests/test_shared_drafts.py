@@ -19,9 +19,9 @@ pytest.importorskip("redis", reason="needs pip install 'lpr[fleet]'")
 
 import redis
 from fleet_world import DECODE, PROMPTS, Member, fleet, key_of
+from redis_server import redis_server
 
 import lpr
-from benchmarks.processes.redis_server import redis_server
 from lpr.core.suffix_index import END
 from lpr.fleet import entries, keeper, reader, sharing, snapshots, store
 
