@@ -16,6 +16,7 @@ from benchmarks.measured import measurements_of
 from lpr.cli.plan import main as plan_main
 from lpr.config import DecodeConfig, InputError
 from lpr.core.step_times import interpolate, read_step_times
+from lpr.core.wire import payload_words
 from lpr.planner.facts import ModelFacts, facts_of
 from lpr.planner.footprint import Mesh, kv_row_bytes, read_bytes
 from lpr.planner.hardware import GPUS
@@ -126,7 +127,7 @@ def test_interpolation() -> None:
 def test_payload_is_that_of_the_exchange() -> None:
     for lp in (1, 2, 8):
         decode = DecodeConfig(window_size=4, guess_set_size=4, trie_nodes=32, max_batch_size=1)
-        expected = 4 * decode.resolved(lp).payload_words(1, lp, decode.carries_trees(lp))
+        expected = 4 * payload_words(decode.resolved(lp), 1, lp, decode.carries_trees(lp))
         assert Drafted(0.0, 64 * lp, 1.0, 64.0 * lp).payload_bytes(lp) == expected
 
 
