@@ -28,16 +28,6 @@ from lpr.core.window import JacobiWindow
 _MASK64 = 2**64 - 1
 
 
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """What the model says of one place of an output, before penalties, temperature and limits."""
-
-    logprob: float
-    """Log-probability of the token that was chosen."""
-    top: Sequence[tuple[int, float]]
-    """The most likely tokens, most likely first, and theirs."""
-
-
 @dataclass(frozen=True, slots=True)
 class TreeResult:
     """What the target model says of each node of a tree, in node order."""

@@ -16,6 +16,8 @@ from typing import Protocol
 
 import torch.distributed as dist
 
+from lpr.protocol import MeshError
+
 BEAT_EVERY = 1.0
 """Seconds between two heartbeats of a rank."""
 DEAD_AFTER = 4.0
@@ -25,7 +27,7 @@ _KEPT_ANNOUNCEMENTS = 64
 """Announcements that stay in the store for ranks that read late."""
 
 
-class CommError(RuntimeError):
+class CommError(MeshError):
     """A rank did not answer, or answered something else: the job cannot go on."""
 
 

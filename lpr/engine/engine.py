@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -15,16 +16,17 @@ from transformers import PreTrainedModel
 from lpr.config import DecodeConfig, InputError, SamplingParams
 from lpr.dist.comm import Comm, MeshChangedError, SoloComm, agree, is_alone, is_driver
 from lpr.engine import commands, handover
-from lpr.engine.commands import Abort, Command, Configure, Costs, Drain, Learn, RequestId, Stop, Submit, TakeIn
+from lpr.engine.commands import Command, Configure, Costs, Drain, Learn, TakeIn
 from lpr.engine.log import CommandLog
 from lpr.engine.options import EngineOptions
 from lpr.engine.replica import Replica
-from lpr.engine.request import Chunk, Completion, Prompt, Request
+from lpr.engine.request import Completion, Prompt, Request
 from lpr.engine.scheduler import Schedule
 from lpr.engine.trie_file import fingerprint_of, read_trie, write_trie
 from lpr.model.loader import Loaded, load, wrap
 from lpr.model.parallel import TensorParallel
 from lpr.model.sampling.processors import Processor
+from lpr.protocol import Abort, Chunk, RequestId, Stop, Submit
 
 
 class Engine(Replica):
@@ -177,6 +179,8 @@ class Engine(Replica):
         delivered: Sequence[int] = (),
         tenant: str = "",
         learns: bool = True,
+        details: bool = False,
+        arrived: float | None = None,
     ) -> Request:
         """Queue a request; `step` advances it. Raises InputError for a prompt that cannot be completed.
 
@@ -185,9 +189,12 @@ class Engine(Replica):
         ranks every rank must submit the request. `id` must be new; default: the next number. `delivered` are ids that
         an earlier run has emitted, after which the output goes on as if it had never stopped. Requests share drafts and
         K/V with those of the same `tenant`, and with `learns` False no drafts at all; neither changes what they emit.
+        With `details`, chunks name the draft source of each token. `arrived` is in seconds of time.monotonic; default:
+        now. Requests wait in the order of arrival, shifted by `priority` (see lpr.engine.waiting).
         """
         params = params if params is not None else SamplingParams()
-        command, request = self._prepare(prompt, params, logits_processors, id, priority, delivered, tenant, learns)
+        more = (id, priority, delivered, tenant, learns, details, arrived)
+        command, request = self._prepare(prompt, params, logits_processors, *more)
         return self._enter(command, request)
 
     def abort(self, request: Request) -> None:
@@ -369,6 +376,8 @@ class Engine(Replica):
         delivered: Sequence[int] = (),
         tenant: str = "",
         learns: bool = True,
+        details: bool = False,
+        arrived: float | None = None,
     ) -> tuple[Submit, Request]:
         """The command that submits a request, and the request itself; raises InputError."""
         ids = self.encode(prompt)
@@ -386,7 +395,9 @@ class Engine(Replica):
         id = self._next_id if id is None else id
         if id in self._requests or id in self._named:
             raise InputError(f"request id {id!r} is in use")
-        command = Submit(id, [*ids, *delivered], params, len(ids), priority, bool(processors), tenant, learns)
+        arrived = time.monotonic() if arrived is None else arrived
+        more = (priority, bool(processors), tenant, learns, details, arrived)
+        command = Submit(id, [*ids, *delivered], params, len(ids), *more)
         request = self._make(command, prompt, processors)
         self._count_id(id)
         return command, request

@@ -20,15 +20,15 @@ import torch
 
 from lpr.config import NUM_HEADER, NUM_NODE_WORDS, NUM_TREE_HEADER, TreeSizes, result_words
 from lpr.core.headers import tree_digests
-from lpr.core.state import TokenLogprobs
 from lpr.dist.comm import Comm
 from lpr.model.exact.check import Heights
 from lpr.model.inputs import Row
 from lpr.model.transfer import copy_over, to_device
 from lpr.native import Shard, StepDraft
+from lpr.protocol import MeshError, TokenLogprobs
 
 
-class DesyncError(RuntimeError):
+class DesyncError(MeshError):
     """The replicated state differs between ranks; the message names the ranks that differ."""
 
 

@@ -12,12 +12,11 @@ from typing import Any
 
 import msgspec
 
-from lpr.config import DecodeConfig, SamplingParams, TreeSizes
-from lpr.core.state import TokenLogprobs
-from lpr.engine.commands import RequestId, Submit
+from lpr.config import DecodeConfig, TreeSizes
 from lpr.engine.request import Request
 from lpr.engine.scheduler import Scheduler
 from lpr.engine.stats import DecodeStats
+from lpr.protocol import Submit, TokenLogprobs
 
 
 class Count(msgspec.Struct, frozen=True, array_like=True):
@@ -32,13 +31,8 @@ class Count(msgspec.Struct, frozen=True, array_like=True):
 class Carried(msgspec.Struct, frozen=True, array_like=True):
     """A request on its way from rank to rank."""
 
-    id: RequestId
-    token_ids: list[int]
-    params: SamplingParams
-    num_prompt: int
-    priority: int
-    tenant: str
-    learns: bool
+    submit: Submit
+    """The command that would submit the request as it is by now."""
     num_cached_tokens: int
     logprobs: list[TokenLogprobs]
     num_steps: int
@@ -50,16 +44,10 @@ class Carried(msgspec.Struct, frozen=True, array_like=True):
     slots: list[int] = []
     """The same."""
     homes: list[int] = []
-    place: int = 0
+    place: float = 0.0
     """In the queue, of one that waits."""
     arrival: int = 0
     arrived_ms: float = 0.0
-
-    @property
-    def submit(self) -> Submit:
-        """The command that would submit the request as it is by now."""
-        place = (self.num_prompt, self.priority, False, self.tenant, self.learns)
-        return Submit(self.id, self.token_ids, self.params, *place)
 
     def restore(self, request: Request) -> Request:
         """Complete a request that was made from `submit`."""
@@ -107,17 +95,11 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     """On the clock of the scheduler's targets, if there are any."""
 
 
-def carried(request: Request, place: int = 0, arrival: int = 0) -> Carried:
+def carried(request: Request, place: float = 0.0, arrival: int = 0) -> Carried:
     """A request as another rank can go on with it."""
     stats = request.stats
     return Carried(
-        id=request.id,
-        token_ids=list(request.tokens),
-        params=request.params,
-        num_prompt=request.num_prompt,
-        priority=request.priority,
-        tenant=request.tenant,
-        learns=request.learns,
+        submit=request.submit,
         num_cached_tokens=request.num_cached_tokens,
         logprobs=request.logprobs,
         num_steps=stats.num_steps,

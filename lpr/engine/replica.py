@@ -16,7 +16,7 @@ import numpy as np
 from lpr.config import InputError
 from lpr.core.step_times import StepTimes
 from lpr.core.suffix_index import as_learnt
-from lpr.engine.commands import Abort, Command, Configure, Costs, Drain, Learn, RequestId, Stop, Submit, TakeIn
+from lpr.engine.commands import Command, Configure, Costs, Drain, Learn, TakeIn
 from lpr.engine.exchange import DesyncError
 from lpr.engine.replicated import ReplicatedState
 from lpr.engine.request import Outcome, Prompt, Request
@@ -24,6 +24,7 @@ from lpr.engine.scheduler import Schedule
 from lpr.engine.step import decode_step, untimed
 from lpr.engine.targets import Targets
 from lpr.native import SuffixIndex
+from lpr.protocol import Abort, RequestId, Stop, Submit
 
 
 class Replica(ReplicatedState):
@@ -95,6 +96,7 @@ class Replica(ReplicatedState):
             request = self._make(command, command.token_ids[: command.num_prompt])
         elif (request.tokens, request.params) != (command.token_ids, command.params):
             raise DesyncError(f"request {command.id} of this rank differs from that of rank 0")
+        request.arrived = command.arrived  # rank 0's clock orders the queue
         self._requests[command.id] = request
         if request.finish_reason is not None:  # what was delivered already says so
             self._end(request, request.finish_reason)
@@ -144,6 +146,7 @@ class Replica(ReplicatedState):
         """
         began, captures = time.perf_counter(), self.model.num_captures
         self._new_times = None
+        self.hooks.begin_step()
         self._sizer.begin_step(schedule.decoding, schedule.filling)
         outcomes, num_command_bytes = decode_step(
             schedule.decoding,
@@ -173,8 +176,7 @@ class Replica(ReplicatedState):
         for request in self.scheduler.running:
             request.write()
             request.stats.count_nodes()
-        if self.while_busy is not None:
-            self.while_busy()
+        self.hooks.while_busy()
 
     def update(self, schedule: Schedule[Request], outcomes: Sequence[Outcome]) -> None:
         """Feed a step's results to its requests; those that are finished give their slots back."""

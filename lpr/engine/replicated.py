@@ -14,12 +14,12 @@ from lpr.config import DecodeConfig, InputError, TreeSizes
 from lpr.core.step_times import StepTimes, interpolate
 from lpr.dist.comm import Comm, MeshChangedError, agree, is_driver
 from lpr.engine import handover
-from lpr.engine.commands import RequestId, Submit
 from lpr.engine.exchange import Exchange
 from lpr.engine.homes import speedup
+from lpr.engine.hooks import StepHooks
 from lpr.engine.options import EngineOptions
 from lpr.engine.prepare import longest_sequence, prepare
-from lpr.engine.request import Chunk, Outcome, Prompt, Request, make_request
+from lpr.engine.request import Outcome, Prompt, Request, make_request
 from lpr.engine.scheduler import Scheduler
 from lpr.engine.sizing import Sizer, measure_step_times, resolve_sizes
 from lpr.engine.step import PhaseTimer
@@ -29,6 +29,7 @@ from lpr.engine.times_file import TimesFile
 from lpr.model.loader import Loaded
 from lpr.model.sampling.processors import Processor
 from lpr.native import SequenceState, SuffixIndex
+from lpr.protocol import Chunk, RequestId, Submit
 
 SHORTEST_FILL = 32
 """Tokens that a rank computes at least in a step of a request that it joins, or it would never catch up."""
@@ -63,8 +64,8 @@ class ReplicatedState:
         self.eos_token_ids = loaded.eos_token_ids
         self.recorder: StepRecorder | None = None
         """Takes down every step while it is set (lpr.cli.trace)."""
-        self.while_busy: Callable[[], None] | None = None
-        """Called in every step as soon as the device has work: what it does takes no time, up to the device's."""
+        self.hooks = StepHooks()
+        """Called by every step."""
         self.is_draining = False
         """Are further requests refused?"""
         self.is_stopped = False
@@ -266,7 +267,7 @@ class ReplicatedState:
             self._tenants.of(tenant)
 
     def _restored(self, carried: handover.Carried) -> Request:
-        request = carried.restore(self._make(carried.submit, carried.token_ids[: carried.num_prompt]))
+        request = carried.restore(self._make(carried.submit, carried.submit.token_ids[: carried.submit.num_prompt]))
         self._requests[request.id] = request
         return request
 

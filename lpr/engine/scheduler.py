@@ -35,6 +35,8 @@ class Schedulable(Holder, Protocol):
     """What the scheduler must know of a request."""
 
     priority: int
+    arrived: float
+    """When it arrived, in seconds; orders the queue (lpr.engine.waiting)."""
     homes: list[int]
     """The ranks that serve it, ascending; written by the scheduler."""
     num_computed_tokens: list[int]
