@@ -18,15 +18,15 @@ import torch
 from lpr.config import TreeSizes
 from lpr.core import wire
 from lpr.core.budgets import Budgets
-from lpr.core.state import TokenLogprobs
 from lpr.dist.comm import Comm
 from lpr.model.exact.check import Heights
 from lpr.model.inputs import Row
 from lpr.model.transfer import copy_over, to_device
 from lpr.native import Conclusion, StepDraft
+from lpr.protocol import MeshError, TokenLogprobs
 
 
-class DesyncError(RuntimeError):
+class DesyncError(MeshError):
     """The replicated state differs between ranks; the message names the ranks that differ."""
 
 
