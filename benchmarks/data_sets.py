@@ -4,10 +4,10 @@
         --steps gsm8k.npz
     python -m benchmarks.data_sets --steps gsm8k.npz humaneval.npz --budgets 8 64 512
 
-Each file (benchmarks.record) is replayed at each of its temperatures and each budget, as benchmarks.replay replays one:
-with candidates of accepted nodes only, each text by itself. Outputs that loop favour copying, so the figures without
-them are given too. Several texts of one prompt and temperature are counted together and by seed. `--peers DIR`, the work
-folder of benchmarks.peers, also counts the steps of peers that draft from text alone (benchmarks.peers.recorded).
+Each file (benchmarks.record) is replayed at each of its temperatures and each budget, as benchmarks.replay does with
+one: with candidates of accepted nodes only, each text by itself. Outputs that loop favour copying, so the figures
+without them are given too. Several texts of one prompt and temperature are counted together and by seed. `--peers DIR`,
+the work folder of benchmarks.peers, also counts the steps of peers that draft from text alone.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import tyro
 from rich.console import Console
 
 from benchmarks.common import Options, Whole, progress, run_main
@@ -36,6 +37,8 @@ class DataSetsOptions(Options):
 
     steps: tuple[str, ...]
     """Files that benchmarks.record has written."""
+    skip: Annotated[Whole, tyro.conf.arg(name="from")] = 0
+    """Leave out the first N prompts."""
     budgets: tuple[Whole, ...] = (8, 16, 32, 64, 128, 256, 512)
     """Numbers of drafted nodes."""
     peers: Path | None = None
@@ -45,7 +48,10 @@ class DataSetsOptions(Options):
 def measure(options: DataSetsOptions, console: Console) -> dict[str, Any]:
     """Replay every file at every temperature of it and every budget."""
     files = {Path(path).stem: read_texts(path) for path in options.steps}
-    texts = {name: [text for text in found if len(text.output) > 1] for name, (found, _) in files.items()}
+    texts = {
+        name: [text for text in found if len(text.output) > 1 and text.prompt >= options.skip]
+        for name, (found, _) in files.items()
+    }
     by_temperature = {
         (name, temperature): [text for text in each if abs(text.temperature - temperature) < 1e-6]
         for name, each in texts.items()

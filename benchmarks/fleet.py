@@ -7,13 +7,13 @@ with their first steps, without process start and model loading. Per data set an
 on one process (1x1) and on every tensor-parallel size of the meshes (1xT), and lookahead on every mesh with every node
 budget per rank, half of it for the Jacobi window and its pool.
 
-Speed-ups are relative to plain decoding on one process. Tokens are compared with plain decoding of the same tp, as a sum
-split over ranks differs in its last bits; in half precision so does a GEMM with other rows, so only --dtype float32
+Speed-ups are relative to plain decoding on one process. Tokens are compared with plain decoding of the same tp, as a
+sum split over ranks differs in its last bits; in half precision so does a GEMM with other rows, so only --dtype float32
 promises equality. A run that emits other tokens, fails or times out is recorded as failed, without a speed-up; the rest
 goes on, and the exit code is 1.
 
-A rank has one CPU thread by default, so that on a CPU more ranks are more hardware. benchmarks.strong_scaling counts the
-steps of more ranks than a machine has.
+A rank has one CPU thread by default, so that on a CPU more ranks are more hardware. benchmarks.strong_scaling counts
+the steps of more ranks than a machine has.
 """
 
 from __future__ import annotations

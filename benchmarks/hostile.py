@@ -39,7 +39,7 @@ class Hostile:
         self._dice = random.Random(seed)
         self._count = count
         self._stop = stop
-        self._ways = (
+        self.ways = (
             self.malformed, self.fields, self.keys, self.drop, self.slow, self.noise, self.huge, self.endless,
             self.unread, self.idle,
         )  # fmt: skip
@@ -47,7 +47,7 @@ class Hostile:
     def run(self, pause: float) -> None:
         """Attack in random ways, with `pause` seconds between two of them on average."""
         while not self._stop.is_set():
-            way = self._dice.choice(self._ways)
+            way = self._dice.choice(self.ways)
             try:
                 way()
             except OSError:

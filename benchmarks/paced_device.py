@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from lpr.config import TreeSizes, result_words
+from lpr.config import TreeSizes
 from lpr.core.step_times import StepTimes
+from lpr.core.wire import first_result, node_width, result_words
 from lpr.dist.comm import Comm
 from lpr.engine.engine import Engine
 from lpr.model.inputs import Row
@@ -264,7 +265,7 @@ class PacedModel:
                     results.append(self._recorded.answers(text, root, tokens, parents, depths, num_candidates))
             return torch.from_numpy(np.concatenate(results))
 
-    def gather(self, local: Any, draft: Any, *rest: Any) -> Any:
+    def gather(self, draft: Any, local: Any, *rest: Any) -> Any:
         """As Exchange.gather; simulates the results of the other ranks while the device works."""
         with self.device.clock.stopped():
             self._draft, self._others = draft, []
@@ -272,7 +273,7 @@ class PacedModel:
                 for (text, root), tree in zip(self.steps, draft.trees, strict=True):
                     columns = (tree.tokens, tree.parents, tree.depths)
                     self._others.append(self._recorded.answers(text, root, *columns, self._k))
-        return self._gather(local, draft, *rest)
+        return self._gather(draft, local, *rest)
 
     def payloads(self, payload: torch.Tensor) -> torch.Tensor:
         """This rank's payload and those of the simulated ranks."""
@@ -280,8 +281,8 @@ class PacedModel:
         everything = payload[None]
         if size > 1:
             everything = everything.repeat(size, 1)
-            capacity, width = self._config.owned_capacity(size), result_words(self._config.num_recycled)
-            begin = self._exchange.first_result(len(self._draft))
+            capacity, width = self._exchange.capacity, node_width(self._config, self._exchange.carries_trees)
+            begin = first_result(len(payload), capacity, width)
             tables = everything[:, begin:].view(size, -1, capacity, width).numpy()
             for index, (split, found) in enumerate(zip(self._draft.shards, self._others, strict=True)):
                 for rank in range(1, size):

@@ -4,9 +4,7 @@ Greedy decoding emits the recorded completion whatever is drafted, so no model i
 accepted path of each draft follows the recorded tokens, and the next one is the bonus token. Prompt and completion are
 tokenised separately, without special tokens. Recycled candidates and the Jacobi window need a model and are off.
 
-With `--steps FILE` the texts are those of benchmarks.record at one `--temperature`, with the model's candidates after
-each token: candidates are recycled, from accepted nodes only, and the sampling noise is known. `without_loops` holds
-the same figures without the outputs in which a block of tokens repeats (benchmarks.limit.loops).
+benchmarks.data_sets replays texts that benchmarks.record has written, with the model's candidates.
 
 Each line of a trace file is a JSON object with the strings `prompt` and `completion`. `--warm FILE` puts the
 completions of its tasks into the shared index before the first task; the same file may serve for both:
@@ -16,9 +14,9 @@ completions of its tasks into the shared index before the first task; the same f
 
 `expected_per_step` is the sum of the drafts' probabilities and `accepted_per_step` the number of accepted nodes; they
 agree where the calibration is good. `draft_ms_per_step` (median) and `draft_ms_p99` are processor time of the thread.
-`limit_tokens_per_step` comes from copying the longest phrase in every step, `share_of_limit` relates drafting to it, and
-`ends` counts why and where steps ended (benchmarks.limit). With `--learn` each completed task enters the shared index,
-as in an engine; the result then depends on the order and number of tasks.
+`limit_tokens_per_step` comes from copying the longest phrase in every step, `share_of_limit` relates drafting to it,
+and `ends` counts why and where steps ended (benchmarks.limit). With `--learn` each completed task enters the shared
+index, as in an engine; the result then depends on the order and number of tasks.
 """
 
 from __future__ import annotations
@@ -39,8 +37,8 @@ import tyro
 from rich.console import Console
 
 from benchmarks.common import Flag, Options, Whole, progress, run_main
-from benchmarks.limit import StepEnds, fewest_steps, loops
-from benchmarks.record import Recorded, read_texts
+from benchmarks.limit import StepEnds, fewest_steps
+from benchmarks.record import Recorded
 from lpr.config import DecodeConfig, InputError, TreeSizes
 from lpr.core.suffix_index import as_learnt
 from lpr.core.tree import Source
@@ -48,21 +46,16 @@ from lpr.native import CandidateTable, Drafter, SuffixIndex, TokenTree
 
 Encode = Callable[[str], list[int]]
 T = TypeVar("T")
-_MAIN = ("tokens_per_step", "limit_tokens_per_step", "share_of_limit", "num_tokens", "num_steps")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayOptions(Options):
     """Measure drafting on recorded completions."""
 
-    traces: str | None = None
+    traces: str
     """JSON lines with prompt and completion."""
-    steps: str | None = None
-    """File of benchmarks.record, instead of --traces."""
-    temperature: float = 0.0
-    """Temperature of the texts of --steps."""
     skip: Annotated[Whole, tyro.conf.arg(name="from")] = 0
-    """Leave out the first N tasks or prompts."""
+    """Leave out the first N tasks."""
     first: Whole | None = None
     """Replay the first N tasks only."""
     last: Whole | None = None
@@ -99,7 +92,7 @@ class Task:
         """The seed of a sampled text, None of a greedy one."""
         return self.recorded.seed if self.recorded is not None and self.recorded.temperature > 0 else None
 
-    def candidates(self, done: int, count: int) -> tuple[list[list[int]], list[list[int]]]:
+    def candidates_after(self, done: int, count: int) -> tuple[list[list[int]], list[list[int]]]:
         """Candidates and scores after up to `count` tokens, from the last before the completion's first `done` on."""
         if self.recorded is None:
             return [], []
@@ -273,7 +266,7 @@ def replay_task(task: Task, sizes: FixedSizes) -> None:
             last = tree.tokens[path[-1]]
             sizes.ends.end(len(path) - 1, last, emitted[-1], ranked[last])
         sizes.ends.read(emitted)
-        tokens, (candidates, scores) = [tree.tokens[node] for node in path], task.candidates(done, len(path))
+        tokens, (candidates, scores) = [tree.tokens[node] for node in path], task.candidates_after(done, len(path))
         for token, row in zip(tokens, candidates, strict=False):
             ranked[token].update(row)
         root, done = emitted[-1], done + len(emitted)
@@ -292,54 +285,28 @@ def replay_task(task: Task, sizes: FixedSizes) -> None:
     tally.num_tokens += len(task.completion)
 
 
-def recorded_tasks(options: ReplayOptions) -> list[Task]:
-    """The texts of `--steps` at one temperature; raises InputError if there are none."""
-    texts, _ = read_texts(options.steps)
-    texts = [text for text in texts if abs(text.temperature - options.temperature) < 1e-6 and len(text.output) > 1]
-    texts = [text for text in sorted(texts, key=lambda text: text.prompt) if text.prompt >= options.skip]
-    tasks = [Task(text.tokens[: text.num_prompt].tolist(), text.output, text) for text in texts]
-    tasks = select(tasks, options.first, options.last)
-    if not tasks:
-        raise InputError(f"{options.steps} holds no such texts at temperature {options.temperature:g}")
-    return tasks
-
-
 def measure(options: ReplayOptions, console: Console) -> dict[str, Any]:
     """Replay as the options say; returns the facts and results of the JSON line."""
-    if (options.traces is None) == (options.steps is None):
-        raise InputError("give either --traces or --steps")
     config = DecodeConfig(
         window_size=0, trie_nodes=options.budget, branch_length=options.branch_length or max(1, options.budget)
     ).resolved()
-    if options.steps is not None:
-        if options.warm or options.history_tokens:
-            raise InputError("--steps is replayed without --warm and --history-tokens")
-        tasks, known, name = recorded_tasks(options), [], None
-    else:
-        assert options.traces is not None
-        tokenizer = options.tokenizer or default_tokenizer()
-        encode, name = load_tokenizer(tokenizer), Path(tokenizer).name
-        traces = select(read_traces(options.traces)[options.skip :], options.first, options.last)
-        warm = select(read_traces(options.warm), options.warm_first, options.warm_last) if options.warm else []
-        tasks = tasks_of(traces, encode, options.traces)
-        known = [as_learnt(encode(prompt), encode(completion)) for prompt, completion in warm]
+    tokenizer = options.tokenizer or default_tokenizer()
+    encode = load_tokenizer(tokenizer)
+    traces = select(read_traces(options.traces)[options.skip :], options.first, options.last)
+    warm = select(read_traces(options.warm), options.warm_first, options.warm_last) if options.warm else []
+    tasks = tasks_of(traces, encode, options.traces)
+    known = [as_learnt(encode(prompt), encode(completion)) for prompt, completion in warm]
     shared = SuffixIndex(max(config.trie_capacity, options.history_tokens))
     fill(shared, tasks, options.history_tokens)
     learn(shared, known)
     warm_tokens, num_warm = len(shared), len(known)
     console.print(f"ceiling: every drafted token right, {config.branch_length + 1} tokens per step")
     found = replay(tasks, FixedSizes(config, shared, known), options.learn, console)
-    if options.steps:
-        straight = [task for task in tasks if not loops(task.completion)]
-        found["looping_outputs"] = round(1 - len(straight) / len(tasks), 4)
-        if straight and len(straight) < len(tasks):
-            again = replay(straight, FixedSizes(config, SuffixIndex(config.trie_capacity)), options.learn, console)
-            found["without_loops"] = {name: again[name] for name in _MAIN}
     return {
         **found,
         "setting": "warm" if num_warm or options.history_tokens else "cold",
         "learn": options.learn,
-        "traces": options.traces or f"{Path(str(options.steps)).stem} at temperature {options.temperature:g}",
+        "traces": options.traces,
         "first_prompt": options.skip,
         "num_tasks": len(tasks),
         "budget": options.budget,
@@ -347,7 +314,7 @@ def measure(options: ReplayOptions, console: Console) -> dict[str, Any]:
         "warm": options.warm,
         "num_warm_tasks": num_warm,
         "num_warm_tokens": warm_tokens,
-        "tokenizer": name,
+        "tokenizer": Path(tokenizer).name,
     }
 
 

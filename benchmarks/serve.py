@@ -11,8 +11,8 @@ One service per setting runs on loopback; every round runs each load against eac
     typing:S    S people who type on in a file: a prompt per keystroke, and the request before it cancelled
 
 The result has time to first token (TTFT), time between tokens (a step's tokens share the time since the step before),
-end to end, and tokens per step. Goodput counts the requests a second within --ttft-ms and --token-ms. Percentiles are of
-the requests of all rounds. A request that fails is recorded as failed, never averaged.
+end to end, and tokens per step. Goodput counts the requests a second within --ttft-ms and --token-ms. Percentiles are
+of the requests of all rounds. A request that fails is recorded as failed, never averaged.
 
 The services do not learn from one request for another (`--share-drafts none`), because a load sends the same prompts to
 every setting and repeats them once all are used. Settings without prefix reuse get the typing loads only, as the other

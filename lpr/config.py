@@ -25,13 +25,6 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 NotEmpty = Annotated[str, Meta(min_length=1)]
 
 
-NUM_HEADER = 4
-"""Words at the begin of a step's payload: digest low, digest high, length of the driver's commands (rule R3), and how
-many candidates of a node this rank sends."""
-NUM_TREE_HEADER = 3
-"""Words of each tree of a rank, behind these: digest low, digest high, and how many of its nodes the rank owns."""
-NUM_NODE_WORDS = 2
-"""Words of a node besides its result, where ranks do not draft each other's trees (lpr.core.carried)."""
 MAX_LOGPROBS = 20
 """Most alternatives whose log-probabilities a request can ask for."""
 
@@ -253,20 +246,6 @@ class TreeSizes:
     def evaluated_capacity(self, num_ranks: int) -> int:
         """Most nodes of a tree that one of `num_ranks` ranks may evaluate: its own and their ancestors."""
         return min(self.num_nodes, self.owned_capacity(num_ranks) + self.longest_branch)
-
-    def payload_words(self, num_sequences: int, num_ranks: int, carries_trees: bool = False) -> int:
-        """Words (int32) that each of `num_ranks` ranks contributes to the gather of up to `num_sequences` sequences.
-
-        Headers, and the result of every node that the rank owns (see `result_words`), where ranks have home ranks
-        (`carries_trees`) with the node itself. The size follows from the configuration alone (rule R2).
-        """
-        of_node = result_words(self.num_recycled) + NUM_NODE_WORDS * carries_trees
-        return NUM_HEADER + num_sequences * (NUM_TREE_HEADER + self.owned_capacity(num_ranks) * of_node)
-
-
-def result_words(k: int) -> int:
-    """Words (int32) of a node's result: its next token, k candidates and, four bytes to a word, their scores."""
-    return 1 + k + -(-k // 4)
 
 
 @dataclass(frozen=True, kw_only=True)

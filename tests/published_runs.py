@@ -1,21 +1,14 @@
-"""What the time model is checked against: gpt-fast's published tensor-parallel runs, and real runs of a machine.
+"""gpt-fast's published tensor-parallel runs, and their prediction by lpr.planner.
 
-gpt-fast's are tokens per second in bf16, batch 1, on A100-80GB (its README, "Benchmarks"; the copy bandwidth of that
-machine, limited to 330 W per GPU, is given as about 1700 GB/s). It shards the layers, and leaves embedding and output
-head whole. The two fitted constants of lpr.planner.prediction come from two of these runs.
-
-Real runs: of one and two processes on 2 CPU cores, with t(n), acceptance and all-gather that were measured beside them
-(results/simulate_runs.json, by a program that is gone: dev/LOG.md has what it found).
+They are tokens per second in bf16, batch 1, on A100-80GB (its README, "Benchmarks"; the copy bandwidth of that machine,
+limited to 330 W per GPU, is given as about 1700 GB/s). It shards the layers, not the embedding and the output head.
+The two fitted constants of lpr.planner.prediction come from two of these runs.
 """
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import dataclass, replace
-from typing import Any
 
-from lpr.config import InputError
-from lpr.core.step_times import interpolate
 from lpr.planner.facts import ModelFacts
 from lpr.planner.footprint import kv_row_bytes, read_bytes
 from lpr.planner.hardware import GPUS
@@ -92,51 +85,3 @@ def fit(facts: ModelFacts) -> tuple[float, float]:
     [reduce] = layout.collectives
     nccl = all_reduce(A100.network, 8, reduce.width * 2).seconds
     return bandwidth / A100.gpu.bandwidth, left / reduce.count - nccl
-
-
-def compare_runs(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Measured and predicted tokens per second of each kind of run: medians over the repeats, and of their ratios.
-
-    Raises InputError for values that are no such runs.
-    """
-    try:
-        groups: dict[tuple[str, int], list[tuple[dict[str, Any], float, int]]] = {}
-        for repeat in found["repeats"]:
-            for run in repeat["runs"]:
-                rate, steps = _predicted_run(found, repeat, run)
-                groups.setdefault((run["name"], run["processes"]), []).append((run, rate, round(steps)))
-        loads = [repeat["load_average"] for repeat in found["repeats"]]
-        return [_compared(name, processes, runs, loads) for (name, processes), runs in groups.items()]
-    except (KeyError, TypeError, IndexError, ZeroDivisionError) as failure:
-        raise InputError(f"these are not recorded runs: {failure!r}") from failure
-
-
-def _predicted_run(found: dict[str, Any], repeat: dict[str, Any], run: dict[str, Any]) -> tuple[float, float]:
-    """Tokens per second and steps of a run, by the t(n), the acceptance and the all-gather measured beside it."""
-    times = repeat["times"][str(run["processes"])]
-    rows = sorted((row["nodes"], row["milliseconds"]) for row in times["rows"])
-    counted = {each["num_ranks"]: each for each in found["counted"]}[run["processes"]]
-    is_plain = run["name"] == "plain decoding"
-    nodes = 1.0 if is_plain else counted["nodes"]
-    steps = run["tokens"] / (1.0 if is_plain else counted["tokens_per_step"])
-    gather = repeat["all_gather_ms"] if run["processes"] > 1 else 0.0
-    later = interpolate([ms for _, ms in rows], nodes, [count for count, _ in rows]) + gather
-    firsts = found["num_prompts"]
-    ms = firsts * (times["first_step_ms"] + gather) + (steps - firsts) * later
-    return run["tokens"] / ms * 1e3, steps
-
-
-def _compared(name: str, processes: int, runs: list[tuple[dict[str, Any], float, int]], loads: Any) -> dict[str, Any]:
-    """One kind of run: what was measured and what was predicted."""
-    ratios = [rate * run["seconds"] / run["tokens"] for run, rate, _ in runs]
-    return {
-        "name": name,
-        "processes": processes,
-        "measured": round(statistics.median(run["tokens"] / run["seconds"] for run, _, _ in runs), 2),
-        "predicted": round(statistics.median(rate for _, rate, _ in runs), 2),
-        "ratios": [round(each, 4) for each in ratios],
-        "ratio": round(statistics.median(ratios), 4),
-        "predicted_steps": runs[0][2],
-        "steps": runs[0][0]["steps"],
-        "load_average": loads,
-    }

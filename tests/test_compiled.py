@@ -113,13 +113,10 @@ def test_a_pack_notices_another_input() -> None:
 # The compiler.
 
 
-def specification(
-    query: Any, key: Any, value: Any, bits: Any, cached: Any, entries: Any, positions: Any, *rest: Any
-) -> Any:
+def specification(query: Any, key: Any, value: Any, mask: TreeMask, *rest: Any) -> Any:
     """Stands for the launch of the kernel, which the interpreter takes long for."""
-    sinks, window, chunk, softcap, scale, _ = rest
+    sinks, window, chunk, softcap, scale = rest
     rules = {"sinks": sinks, "window": window, "chunk": chunk, "softcap": softcap, "scale": scale}
-    mask = TreeMask(bits, cached, entries, positions)
     return attention_reference.tree_attention(query, key, value, mask, **rules).transpose(1, 2).contiguous()
 
 
@@ -148,7 +145,7 @@ def test_a_forward_is_one_graph(family: str) -> None:
     check_compiled(runner, like)
     assert runner.compiled is not None and runner.compiled.reason is None
     assert not counters["graph_break"] and counters["stats"]["unique_graphs"] == 2
-    assert runner.compiled.cost["forms"] == 2 and "2 forms" in str(runner.compiled.describe())
+    assert "2 forms" in str(runner.compiled.describe())
 
 
 def test_a_forward_that_breaks_is_called_directly(caplog: pytest.LogCaptureFixture) -> None:

@@ -25,11 +25,12 @@ from lpr import DecodeConfig, Engine, EngineOptions, SamplingParams
 from lpr.cli.generate import main, parse
 from lpr.config import InputError
 from lpr.core.step_times import StepTimes
-from lpr.engine.commands import Abort, Command, Configure, Costs, Drain, Learn, Stop, Submit, decode, encode
+from lpr.engine.commands import Command, Configure, Costs, Drain, Learn, decode, encode
 from lpr.engine.exchange import DesyncError
 from lpr.engine.replica import Replica
 from lpr.engine.request import Request
 from lpr.engine.scheduler import Scheduler
+from lpr.protocol import Abort, Stop, Submit
 
 DECODE = DecodeConfig(window_size=3, trie_nodes=12, max_batch_size=2)
 PROMPTS = [[3, 5, 7, 9, 11, 13, 5, 7], [2, 4, 6, 8], [50] * 12 + [3, 4], [7, 8, 9] * 5]

@@ -22,9 +22,9 @@ from benchmarks.exactness import SHAPES, Group, Worlds
 from lpr import DecodeConfig, Engine, InputError, SamplingParams, native
 from lpr.dist.comm import Comm
 from lpr.engine.exchange import DesyncError
-from lpr.model.adapter import TreeModel
 from lpr.model.exact import check, in_order
 from lpr.model.inputs import Row
+from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
 from lpr.model.slot_cache import SlotCache
 

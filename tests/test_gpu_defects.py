@@ -18,7 +18,7 @@ from torch.distributed import HashStore  # noqa: TID251 - a store of one process
 
 import lpr.model.adapter
 from lpr import DecodeConfig, native
-from lpr.config import NUM_HEADER
+from lpr.core.wire import NUM_HEADER
 from lpr.dist import runtime
 from lpr.dist.rendezvous import Member, Rendezvous
 from lpr.dist.runtime import World, memory_of, sharing

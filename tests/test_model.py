@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from lpr.config import InputError, SamplingParams, result_words
+from lpr.config import InputError, SamplingParams
+from lpr.core.wire import result_words
 from lpr.model.inputs import Row, build_inputs
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.selection import Selection

@@ -18,8 +18,8 @@ from worlds import ThreadWorld, run_ranks
 pytest.importorskip("redis", reason="needs pip install 'lpr[fleet]'")
 
 import redis
-from benchmarks.processes.redis_server import redis_server
 from fleet_world import DECODE, PROMPTS, Member, fleet, key_of
+from redis_server import redis_server
 
 import lpr
 from lpr.core.suffix_index import END

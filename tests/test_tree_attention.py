@@ -379,12 +379,9 @@ def test_the_self_check_notices(mutant: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @needs_triton
-def test_a_kernel_that_lpr_chose_is_replaced_where_it_fails(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(TreeModel, "_choose_attention", lambda self: "triton")
-    runner = TreeModel(tiny_model("llama", head_dim=512, hidden_size=64).to(DEVICE))
-    assert runner.attention == "triton"
+def test_a_kernel_that_lpr_chose_is_replaced_where_it_fails(caplog: pytest.LogCaptureFixture) -> None:
+    runner = TreeModel(tiny_model("llama", head_dim=512, hidden_size=64).to(DEVICE), attention="triton")
+    runner.adapter.may_fall_back = True  # as "auto" on a GPU
     with caplog.at_level(logging.WARNING):
         self_check(runner)
     assert runner.attention == "sdpa"

@@ -1,4 +1,4 @@
-"""lpr and its peers on the same prompts and the same weights: `python -m benchmarks.peers` (see `command`).
+"""lpr and its peers on the same prompts and the same weights: `python -m benchmarks.peers`.
 
 A script per peer (`lade`, `pia`, `arctic`, `prompt_lookup`; `own` is lpr) names the peer's source and the deviations
 from its authors' setup, and completes prompts with it in a process in the peer's own environment. Nothing of a peer is

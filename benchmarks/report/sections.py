@@ -67,11 +67,6 @@ SECTIONS = {
         "fixed size, and never be slower than plain decoding.",
         times.adaptive, "--data hub:classeval hub:humaneval",
     ),
-    "sizes": Section(
-        "Automatic sizes without a clock",
-        "Recorded completions replayed under given step times: a node costs so many percent of a plain step.",
-        times.sizes, "--traces FILE.jsonl",
-    ),
     "step": Section(
         "Time of a step",
         "Medians of processor time. Host alone: the same steps with the model's results read from a recording, as on a "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from benchmarks.report.parts import (
@@ -83,42 +82,8 @@ def race_title(race: Json) -> str:
     return f"{race['data']}, {mode(race['temperature'])}"
 
 
-def sizes(facts: Json) -> list[Part]:
-    """Automatic sizes against the best fixed size on recorded texts, under given step times."""
-    races = [
-        {**race, "text": f"{Path(run['traces']).stem}, {'warm' if run['num_warm_tasks'] else 'cold'}"}
-        for run in sound(facts["runs"])
-        for race in run["races"]
-    ]
-    table = tabulate(
-        "on recorded texts", races,
-        {
-            "text": "{text}", "step times": "{costs}", "best fixed size": "{best_fixed}",
-            "over plain": "{best_fixed_over_plain:.2f}x", "automatic, over plain": "{auto[over_plain]:.2f}x",
-            "nodes/step": "{auto[nodes_per_step]:.1f}", "ratio": "{auto_over_best_fixed:.2f}",
-        },
-    )  # fmt: skip
-    bars = [
-        (f"{race['text']}, {race['costs']}", race["auto_over_best_fixed"], f"{race['auto_over_best_fixed']:.2f}")
-        for race in races
-    ]
-    low, high = min(bar[1] for bar in bars), max(bar[1] for bar in bars)
-    headline = f"Automatic sizes reach {low:.2f} to {high:.2f} times the speed of the best fixed size."
-    return [Part(table, [Bars("", "speed relative to the best fixed size", bars)], headline)]
-
-
 def step(facts: Json) -> list[Part]:
-    """Step times by nodes, the collective, and the parts of a step."""
-    rows = [
-        {**row, "nodes": [int(n) for n in row["ms"]], "ms": list(row["ms"].values()), "batch": 1}
-        for row in facts.get("step_times", [])
-    ]
-    parts = [step_times({"t(n)": {"nodes": row["nodes"], "rows": [row]}})[0] for row in rows]
-    found = facts.get("collective", {})
-    if found.get("runs"):
-        title = f"all-gather, {found['num_ranks']} ranks, {found['backend']}"
-        columns = {"bytes per rank": "{bytes}", "median ms": "{median_ms:.3f}", "p99 ms": "{p99_ms:.3f}"}
-        parts.append(Part(tabulate(title, found["runs"], columns)))
+    """Medians of the parts of a step."""
     runs = sound(facts["runs"])
     names = list(runs[0]["median_ms"]) if runs else []
     columns = [f"{run['budget']} nodes, {mode(run['temperature'])}" for run in runs]
@@ -129,10 +94,7 @@ def step(facts: Json) -> list[Part]:
         for column, run in zip(columns, runs, strict=True)
     ]  # fmt: skip
     picture = [Bars("", "milliseconds of a step, processor time", bars)] if bars else []
-    return [
-        *parts,
-        Part(Table(f"medians; {where}", ["median ms", *columns], cells), picture, "Milliseconds of a step."),
-    ]
+    return [Part(Table(f"medians; {where}", ["median ms", *columns], cells), picture, "Milliseconds of a step.")]
 
 
 def step_times(facts: Json) -> list[Part]:

@@ -22,10 +22,11 @@ from lpr.core.partition import Shard
 from lpr.core.tree import Source
 from lpr.engine.engine import Engine
 from lpr.engine.hooks import StepHooks
-from lpr.engine.request import Chunk, Outcome, Request
+from lpr.engine.request import Outcome, Request
 from lpr.engine.text import TextStream, decoder_of
 from lpr.files import replace_file
 from lpr.native import Conclusion
+from lpr.protocol import Chunk
 
 Json = dict[str, Any]
 PLACEHOLDER = "{{ trace }}"

@@ -15,7 +15,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from lpr.config import InputError
-from lpr.dist.download import Download
 from lpr.dist.errors import CommError, MeshChangedError
 from lpr.dist.group import Group, leave_replica, limit_replica
 from lpr.dist.membership import Membership
@@ -40,7 +39,7 @@ class Comm:
 
     def __init__(self) -> None:
         """The only rank is the driver."""
-        self._download = Download()
+        self._group = Group()
 
     @property
     def rank(self) -> int:
@@ -58,14 +57,14 @@ class Comm:
         Rows are in the order of world ranks. Copying the result to the host is the one synchronisation of a step.
         Raises CommError, and MeshChangedError where the mesh no longer exists and no rank has the result.
         """
-        return self._download.read(payload)[None]
+        return self._group.gather(payload)
 
     def begin_gather_replica(self, payload: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Send this rank's `payload` (on the host) to its replica's ranks; what is returned waits for theirs.
 
         That is [tp_size, P]. Nothing else may be gathered along `tp` meanwhile. Raises CommError.
         """
-        return lambda: payload[None]
+        return self._group.begin_gather(payload)
 
     def broadcast(self, message: bytes, length: int) -> bytes:
         """World rank 0's `message` of `length` bytes, on every rank; b"" if it was lost with the driver.

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from lpr.protocol import MeshError
 
-class CommError(RuntimeError):
+
+class CommError(MeshError):
     """The ranks cannot exchange data: one of them was lost, hangs, or sent something else."""
 
 

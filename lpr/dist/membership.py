@@ -4,7 +4,7 @@ A mesh either ends with the first lost rank (`survives` is false) or goes on wit
 new ones in. It then works like this. Every collective has a number. When a group breaks, survivors have not all come
 equally far: a gather ends on a rank only when all ranks have begun it, so none is further behind than the last gather
 that any rank has the result of; broadcasts behind it may have ended on some ranks too. Each rank therefore keeps the
-results since its last gather, and in the next epoch those ahead hand them to those behind, who finish their step with
+results since its last gather, and in the next epoch those ahead hand them to those behind, which finish their step with
 the shards of the old mesh. At the first collective that *no* rank has a result of, all survivors are at the same point
 with the same state:
 
@@ -88,7 +88,7 @@ class Membership:
         """Since the last collective that ended."""
         self._repeated = 0, 0
         """Number and bytes of a broadcast that the driver repeats, for ranks that have not seen it announced."""
-        self._unsettled: list[int] = []
+        self._expected: list[int] = []
         """Newcomers that may not have come yet. Survivors do not wait for them when the mesh breaks."""
         self._group: Group | None = None
         self._old_group: Group | None = None
@@ -127,7 +127,7 @@ class Membership:
                 self._recover(failure, num_bytes)
         self._num_recoveries = 0
         if not num_bytes:
-            self._unsettled = []
+            self._expected = []
         return self._results.end()
 
     @property
@@ -216,7 +216,7 @@ class Membership:
         planned = [*self.replicas, *(each for each in newcomers if each not in self.replicas)]
         decision = self._rendezvous.decide(epoch, Decision(planned, planned=True))
         self._check_member(decision)
-        self._unsettled = [each for each in decision.replicas if each not in self.replicas]
+        self._expected = [each for each in decision.replicas if each not in self.replicas]
         self._old_group, self._group = self._group, None
         self._results.forget()
         self._enter(epoch, decision.replicas)
@@ -226,11 +226,11 @@ class Membership:
         if state:
             message = msgspec.msgpack.encode((self._results.completed, state))
             self._rendezvous.put(f"epoch/{self.epoch}/state", message)
-            for replica in self._unsettled:
+            for replica in self._expected:
                 self._rendezvous.welcome(self.epoch, replica)
         try:
             self._join_group(f"epoch/{self.epoch}")
-            self._unsettled = []
+            self._expected = []
         except CommError as failure:
             log.info("a newcomer did not come: %s", failure)
         # Only now: other ranks may have waited for the command that brought this one here.
@@ -299,7 +299,7 @@ class Membership:
         self._heartbeat.watch(epoch, self.replicas)
 
     def _recover(self, failure: CommError, num_bytes: int = 0) -> None:
-        """Go on with the survivors: agree on who they are, and on the last collective.
+        """Go on with the survivors: agree on their list and on the last collective.
 
         `num_bytes` is the length of the next collective if that is a broadcast that this rank has begun. Raises
         CommError where this rank cannot go on.
@@ -312,7 +312,7 @@ class Membership:
         log.info("replica %d leaves epoch %d: %s", self.replica, self.epoch, failure)
         self._leave_group()
         self._rendezvous.leave(self.epoch)
-        before = [each for each in self.replicas if each not in self._unsettled]
+        before = [each for each in self.replicas if each not in self._expected]
         epoch = self.epoch + 1
         decision = self._rendezvous.meet(epoch, before, Arrival(self._results.known, num_bytes), self._timeout)
         if decision.planned:

@@ -30,7 +30,7 @@ PIECE_BYTES = 1 << 20
 MOST_MESSAGES = 4
 """Long messages of a member that stay in the store: those of the latest epochs."""
 POLL = 0.01
-"""Seconds between two looks at who has arrived."""
+"""Seconds between two looks at the arrivals of an epoch."""
 GONE = "the rendezvous store does not answer, so the job has ended"
 
 
@@ -82,7 +82,7 @@ class Rendezvous:
         """The members of `replicas`, in the order of their world ranks."""
         return [Member(replica, tp_rank) for replica in replicas for tp_rank in range(self.tp_size)]
 
-    # Who lives.
+    # Heartbeats and losses.
 
     def beat(self, number: int) -> None:
         """Write this member's heartbeat."""
@@ -199,7 +199,7 @@ class Rendezvous:
         pieces = [data[start : start + PIECE_BYTES] for start in range(0, len(data), PIECE_BYTES)]
         for number, piece in enumerate(pieces):
             self._set(f"{key}/{number}", piece)
-        self._set(f"{key}/size", str(len(pieces)))  # last: who sees the size sees all
+        self._set(f"{key}/size", str(len(pieces)))  # last: a reader that finds the size finds all pieces
         self._messages.append(key)
         if len(self._messages) > MOST_MESSAGES:
             self._forget(self._messages.pop(0))
@@ -254,7 +254,7 @@ class Rendezvous:
             self._store.set(key, value)  # type: ignore[arg-type]  # bytes work, the stub wants a str
 
     def _propose(self, key: str, value: bytes) -> bytes:
-        """Set a key that nobody has set yet; returns its value."""
+        """Set a key if it has no value yet; returns its value."""
         with comm_errors(GONE):
             return self._store.compare_set(key, "", value.decode())
 

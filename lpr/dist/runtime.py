@@ -1,4 +1,4 @@
-"""The world that torchrun started: the only module that reads its environment, and joins and leaves its groups."""
+"""The world that a launcher started: the only module that reads its environment and joins the mesh."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def sharing(store: dist.Store, world: World, memory: str) -> tuple[int, int]:
 
 
 def _count_sharing(world: World, store: dist.Store, device: str | None) -> tuple[int, int]:
-    """As `sharing`. A supervisor shows all ranks the same GPUs, and a newcomer has nobody to ask."""
+    """As `sharing`. A supervisor shows all ranks the same GPUs, and not all ranks of its job start together."""
     if not world.supervised:
         return sharing(store, world, memory_of(device))
     num_devices = 1 if device is None else max(1, torch.cuda.device_count())

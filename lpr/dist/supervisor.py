@@ -57,7 +57,7 @@ class Replica:
     """Among all replicas that were ever started."""
     place: int
     """Among those of the full mesh."""
-    processes: list[subprocess.Popen[bytes]]
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     is_ready: bool = False
     """True if it has loaded."""
     codes: dict[int, int] = field(default_factory=dict)
@@ -185,19 +185,13 @@ class Supervisor:
     def _start(self, place: int) -> None:
         number = self._num_started
         self._num_started += 1
-        processes = [
-            subprocess.Popen(
-                self.command,
-                env=rank_environment(
-                    os.environ, number * self.tp + tp_rank, place * self.tp + tp_rank,
-                    self.num_replicas * self.tp, self._port,
-                ),
-                process_group=0,  # a Ctrl-C in the terminal is for this process, which passes it on
-            )
-            for tp_rank in range(self.tp)
-        ]  # fmt: skip
-        self._replicas[number] = Replica(number, place, processes)
-        for process in processes:
+        replica = self._replicas[number] = Replica(number, place)
+        for tp_rank in range(self.tp):
+            rank, local_rank = number * self.tp + tp_rank, place * self.tp + tp_rank
+            variables = rank_environment(os.environ, rank, local_rank, self.num_replicas * self.tp, self._port)
+            # Its own process group: a Ctrl-C in the terminal is for this process, which passes it on.
+            process = subprocess.Popen(self.command, env=variables, process_group=0)
+            replica.processes.append(process)
             threading.Thread(target=self._await, args=(number, process), daemon=True).start()
 
     def _await(self, number: int, process: subprocess.Popen[bytes]) -> None:

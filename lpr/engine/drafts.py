@@ -1,8 +1,8 @@
 """The suffix indexes that requests draft from: outputs of earlier requests, shared by all or by one tenant only.
 
-The decoding speed of a request tells what its drafts were made of, so an index that all share lets one client guess
-what another wrote. Each named tenant therefore has an index of its own. Every rank asks for the same tenants in the
-same order, so all ranks forget the same ones.
+The decoding speed of a request depends on its drafts, so an index that all share lets one client guess what another
+wrote. Each named tenant therefore has an index of its own. Every rank asks for the same tenants in the same order, so
+all ranks forget the same ones.
 """
 
 from __future__ import annotations

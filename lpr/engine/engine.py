@@ -6,6 +6,7 @@ the scheduler gives it slots, and each step (`Replica.schedule`, `run`, `update`
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -20,18 +21,19 @@ from lpr.config import DecodeConfig, InputError, SamplingParams, TreeSizes
 from lpr.core.step_times import StepTimes
 from lpr.dist.comm import Comm, agree, is_driver
 from lpr.engine import commands, handover
-from lpr.engine.commands import Abort, Configure, Costs, Drain, Learn, RequestId, Stop, Submit
+from lpr.engine.commands import Configure, Costs, Drain, Learn
 from lpr.engine.driver import Driver
 from lpr.engine.hooks import StepHooks
 from lpr.engine.options import EngineOptions
 from lpr.engine.prompts import check_request, encode_prompt
 from lpr.engine.replica import Replica
-from lpr.engine.request import Chunk, Completion, Prompt, Request
+from lpr.engine.request import Completion, Prompt, Request
 from lpr.engine.scheduler import Scheduler
 from lpr.engine.trie_file import fingerprint_of, read_history, write_trie
 from lpr.model.loader import Loaded, load, wrap
 from lpr.model.parallel import TensorParallel
 from lpr.model.sampling.processors import Processor
+from lpr.protocol import Abort, Chunk, RequestId, Stop, Submit
 
 
 class Engine:
@@ -180,6 +182,8 @@ class Engine:
         delivered: Sequence[int] = (),
         tenant: str = "",
         learns: bool = True,
+        details: bool = False,
+        arrived: float | None = None,
     ) -> Request:
         """Queue a request; `step` advances it. Raises InputError for a prompt that cannot be completed.
 
@@ -188,10 +192,12 @@ class Engine:
         every rank must submit the request. `id` must be new; default: the next number. `delivered` are ids that an
         earlier run has emitted, after which the output goes on as if it had never stopped. Requests share drafts and
         K/V with those of the same `tenant`, and with `learns` False no drafts at all; neither changes their output.
+        With `details`, chunks name the draft source of each token. `arrived` is in seconds of time.monotonic; default:
+        now. Requests wait in the order of arrival, shifted by `priority` (see lpr.engine.waiting).
         """
         params = params if params is not None else SamplingParams()
-        fields = {"priority": priority, "tenant": tenant, "learns": learns}
-        request = self._make(prompt, params, logits_processors, id, delivered, **fields)
+        fields = {"priority": priority, "tenant": tenant, "learns": learns, "details": details}
+        request = self._make(prompt, params, logits_processors, id, delivered, arrived, **fields)
         self.driver.submit(request)
         return request
 
@@ -202,13 +208,15 @@ class Engine:
         processors: Sequence[Processor] = (),
         id: RequestId | None = None,
         delivered: Sequence[int] = (),
+        arrived: float | None = None,
         **fields: Any,
     ) -> Request:
         """The request that `submit` submits, with further `fields` of its command; raises InputError."""
         ids, table = self.encode(prompt), self.replica.requests
         check_request(len(ids), params, fields.get("priority", 0), self.max_length, self.model.vocab_size)
         id = table.new_id(id)
-        command = Submit(id, [*ids, *delivered], params, len(ids), has_processors=bool(processors), **fields)
+        fields |= {"has_processors": bool(processors), "arrived": time.monotonic() if arrived is None else arrived}
+        command = Submit(id, [*ids, *delivered], params, len(ids), **fields)
         request = table.make(command, prompt, processors)
         table.count(id)
         return request

@@ -13,13 +13,12 @@ import msgspec
 import numpy as np
 
 from lpr.config import DecodeConfig, TreeSizes
-from lpr.core.state import TokenLogprobs
-from lpr.engine.commands import Submit
 from lpr.engine.drafts import DraftIndexes
 from lpr.engine.request import Request
 from lpr.engine.requests import RequestTable
 from lpr.engine.scheduler import Scheduler
 from lpr.engine.stats import DecodeStats
+from lpr.protocol import Submit, TokenLogprobs
 
 
 class RequestState(msgspec.Struct, frozen=True, array_like=True):
@@ -39,12 +38,12 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
     slots: list[int]
     homes: list[int]
     arrived_ms: float
-    place: int = 0
+    place: float = 0.0
     """In the queue, of one that waits."""
     arrival: int = 0
 
     @classmethod
-    def of(cls, request: Request, place: int = 0, arrival: int = 0) -> RequestState:
+    def of(cls, request: Request, place: float = 0.0, arrival: int = 0) -> RequestState:
         """The state of `request`."""
         stats = request.stats
         return cls(

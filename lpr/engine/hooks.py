@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lpr.engine.request import Chunk, Outcome, Request
+    from lpr.engine.request import Outcome, Request
+    from lpr.protocol import Chunk
 
 
 class StepHooks:

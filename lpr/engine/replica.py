@@ -15,7 +15,7 @@ from lpr.core.step_times import StepTimes
 from lpr.dist.comm import Comm, agree, is_driver
 from lpr.dist.errors import MeshChangedError
 from lpr.engine import handover
-from lpr.engine.commands import Abort, Command, Configure, Costs, Drain, Learn, RequestId, Stop, Submit, TakeIn
+from lpr.engine.commands import Command, Configure, Costs, Drain, Learn, TakeIn
 from lpr.engine.drafts import DraftIndexes
 from lpr.engine.exchange import Exchange
 from lpr.engine.hooks import StepHooks
@@ -30,6 +30,7 @@ from lpr.engine.step import StepPlan, StepResult, decode_step
 from lpr.engine.times_file import StartTimes
 from lpr.model.loader import Loaded
 from lpr.native import SequenceState
+from lpr.protocol import Abort, RequestId, Stop, Submit
 
 
 class Replica:

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from lpr.config import SamplingParams
 from lpr.core.accept import NOT_A_NUMBER
-from lpr.core.state import TokenLogprobs
-from lpr.engine.commands import RequestId, Submit
+from lpr.core.tree import Source
 from lpr.engine.stats import DecodeStats
 from lpr.engine.text import TextStream
 from lpr.model.sampling.processors import Processor, Processors
 from lpr.native import Conclusion, SequenceState
+from lpr.protocol import Chunk, ErrorCode, Failure, RequestId, Submit, TokenLogprobs, Usage
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
+MODEL_SOURCE = "model"
+"""Source of a token that no draft named: the model's own at the end of a step."""
+UNKNOWN_SOURCE = "unknown"
+"""Source of a token that is sent again."""
 
 
 @dataclass
@@ -39,23 +43,6 @@ class Completion:
     """Why the request ended early, in one line; ids and text are those before it."""
     logprobs: list[TokenLogprobs] | None = None
     """Per token id, if SamplingParams asked for them."""
-
-
-@dataclass(slots=True)
-class Chunk:
-    """What one step added to a request."""
-
-    request: Request
-    token_ids: list[int]
-    """Ids committed by the step."""
-    text: str
-    """Text that is final now; it may lag behind the ids by an incomplete character or a possible stop string.
-
-    Complete once the chunk was taken."""
-    finish_reason: str | None
-    """As in Completion; None while the request goes on."""
-    logprobs: list[TokenLogprobs] | None = None
-    """Per id of `token_ids`, if the request asks for them."""
 
 
 @dataclass(slots=True)
@@ -87,11 +74,17 @@ class Request:
     """It shares drafts and K/V with requests of the same tenant only."""
     learns: bool = True
     """True if it drafts from outputs of the tenant's other requests, and they from its own."""
+    details: bool = False
+    """True if chunks name the draft source of each token."""
+    arrived: float = 0.0
+    """When it arrived, in seconds (see Submit)."""
     _stats: DecodeStats = field(default_factory=DecodeStats)
     _outcomes: list[Outcome] = field(default_factory=list, repr=False)
     """Of steps since the last `collect`."""
     _unwritten: list[Chunk] = field(default_factory=list, repr=False)
     _chunks: deque[Chunk] = field(default_factory=deque)
+    _num_characters: int = 0
+    """Of text in chunks so far, or delivered before."""
     finish_reason: str | None = None
     """None while the request goes on, then as in Completion."""
     error: str | None = None
@@ -112,7 +105,7 @@ class Request:
     def submit(self) -> Submit:
         """The command that submits this request as it is now."""
         is_code = not self.is_portable
-        place = (self.num_prompt, self.priority, is_code, self.tenant, self.learns)
+        place = (self.num_prompt, self.priority, is_code, self.tenant, self.learns, self.details, self.arrived)
         return Submit(self.id, list(self.tokens), self.params, *place)
 
     def __post_init__(self) -> None:
@@ -186,6 +179,11 @@ class Request:
         self.collect()
         return self._logprobs
 
+    @property
+    def usage(self) -> Usage:
+        """The work that decoding it has taken so far."""
+        return self.stats.usage(self.num_cached_tokens)
+
     def resume(self, stats: DecodeStats, logprobs: Sequence[TokenLogprobs]) -> None:
         """Go on from another rank's counts."""
         self._stats, self._logprobs = stats, list(logprobs)
@@ -203,6 +201,23 @@ class Request:
         self._chunks.clear()
         return taken
 
+    def skip_text(self) -> None:
+        """Take the text so far as delivered."""
+        self._num_characters += len(self.text_stream.take())
+
+    def resend(self, num_tokens: int) -> Chunk:
+        """The output behind the first `num_tokens` tokens as one chunk, with all text that was taken so far.
+
+        For a receiver that has these tokens and any part of the text (see Chunk.after).
+        """
+        ids = self.token_ids[num_tokens:]
+        chunk = Chunk(self.id, ids, self.text_stream.taken, start=num_tokens)
+        if self.params.logprobs is not None:
+            chunk.logprobs = self._logprobs[len(self._logprobs) - len(ids) :]
+        if self.details:
+            chunk.sources = [UNKNOWN_SOURCE] * len(ids)
+        return chunk
+
     def advance(self, outcome: Outcome) -> None:
         """Add a step's result: at once if the request may end with it, else at the next `collect`."""
         self._outcomes.append(outcome)
@@ -218,7 +233,7 @@ class Request:
 
     def _emit(self, outcome: Outcome) -> None:
         """Add a step's tokens up to the end of the request; later ones are dropped."""
-        tokens = outcome.concluded.emitted
+        tokens, path = outcome.concluded.emitted, outcome.concluded.path
         taken, self.finish_reason = self.text_stream.extend(tokens)
         if taken < len(tokens):
             del self.tokens[taken - len(tokens) :]
@@ -227,11 +242,22 @@ class Request:
             self._fail(outcome.concluded)
         logprobs = None
         if self.params.logprobs is not None and outcome.logprobs is not None:
-            found = [outcome.logprobs[node] for node in outcome.concluded.path[:taken]]
-            logprobs = [replace(each, top=each.top[: self.params.logprobs]) for each in found]
+            found = [outcome.logprobs[node] for node in path[:taken]]
+            logprobs = [TokenLogprobs(each.logprob, each.top[: self.params.logprobs]) for each in found]
             self._logprobs += logprobs
-        chunk = Chunk(self, tokens[:taken], "", self.finish_reason, logprobs)
+        chunk = Chunk(self.id, tokens[:taken], logprobs=logprobs, start=self.text_stream.num_tokens - taken)
+        if self.details:
+            sources = outcome.concluded.tree.sources
+            named = [Source(sources[node]).name.lower() for node in path[1 : 1 + taken]]
+            chunk.sources = [*named, MODEL_SOURCE][:taken]
         self._unwritten.append(chunk)
+        self._add(chunk)
+
+    def _add(self, chunk: Chunk) -> None:
+        if self.finish_reason is not None:
+            chunk.finish_reason, chunk.stop_reason = self.finish_reason, self.text_stream.stop_reason
+            chunk.usage = self._stats.usage(self.num_cached_tokens)
+            chunk.failure = Failure(ErrorCode.GENERATION_FAILED, self.error) if self.error is not None else None
         self._chunks.append(chunk)
 
     def end(self, reason: str) -> None:
@@ -239,7 +265,7 @@ class Request:
         self.write()
         self.text_stream.close()
         self.finish_reason = reason
-        self._chunks.append(Chunk(self, [], self.text_stream.take(), reason))
+        self._add(self._written(Chunk(self.id, [], start=self.text_stream.num_tokens)))
 
     def write(self) -> None:
         """Make the text of the chunks since the last call: work that can wait until the device is busy."""
@@ -248,8 +274,15 @@ class Request:
 
     def _write_texts(self) -> None:
         for chunk in self._unwritten:
-            chunk.text = self.text_stream.take(len(chunk.token_ids))
+            self._written(chunk)
         self._unwritten.clear()
+
+    def _written(self, chunk: Chunk) -> Chunk:
+        """Complete a chunk by the text of its tokens, or by all that is left if the output has ended."""
+        chunk.text = self.text_stream.take(len(chunk.token_ids) or None)
+        chunk.start_character = self._num_characters
+        self._num_characters += len(chunk.text)
+        return chunk
 
     def _fail(self, concluded: Conclusion) -> None:
         """End a request without a next token, on every rank; the ranks that ran its processor know the cause.
@@ -307,9 +340,11 @@ def make_request(
         command.priority,
         command.tenant,
         command.learns,
+        command.details,
+        command.arrived,
     )
     request.is_portable = not processors
     for token in tokens[command.num_prompt :]:
         request.finish_reason = request.finish_reason or stream.push(token)
-    stream.take()
+    request.skip_text()
     return request

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from lpr.config import InputError
-from lpr.engine.commands import RequestId, Submit
 from lpr.engine.exchange import DesyncError
 from lpr.engine.request import Prompt, Request, make_request
 from lpr.model.sampling.processors import Processor
+from lpr.protocol import RequestId, Submit
 
 
 class RequestTable:
@@ -56,5 +56,6 @@ class RequestTable:
             request = self.make(command)
         elif (request.tokens, request.params) != (command.token_ids, command.params):
             raise DesyncError(f"request {command.id} of this rank differs from that of rank 0")
+        request.arrived = command.arrived  # rank 0's clock orders the queue
         self.open[command.id] = request
         return request

@@ -29,6 +29,8 @@ class Schedulable(Protocol):
     tenant: str
     """K/V is shared among requests of one tenant only."""
     priority: int
+    arrived: float
+    """Its arrival in seconds; orders the queue (lpr.engine.waiting)."""
     arrived_ms: float
     """When it came, on the clock of the targets; written by the scheduler."""
     homes: list[int]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lpr.core.tree import Source, TokenTree
+from lpr.protocol import Usage
 
 At = tuple[int, int]
 """A node's source and depth."""
@@ -88,6 +89,24 @@ class DecodeStats:
         """Nodes on an accepted path, by source and depth."""
         self.count_nodes()
         return self._accepted
+
+    def usage(self, num_cached: int) -> Usage:
+        """The counts as they are sent, of a request with `num_cached` prompt tokens in the prefix cache."""
+        depths: Counter[int] = Counter()
+        for (source, depth), count in self.accepted.items():
+            if source != Source.ROOT:
+                depths[depth] += count
+        sources = self.sources
+        return Usage(
+            num_steps=self.num_steps,
+            num_fill_steps=self.num_fill_steps,
+            num_cached=num_cached,
+            drafted=sum(each.drafted for each in sources.values()),
+            accepted=sum(each.accepted for each in sources.values()),
+            accepted_per_depth=[depths[depth] for depth in range(1, max(depths, default=0) + 1)],
+            by_source={name: (each.drafted, each.accepted) for name, each in sources.items()},
+            num_tokens=self.num_tokens,
+        )
 
     def add(self, other: DecodeStats) -> None:
         """Add the counts of `other`."""

@@ -8,20 +8,22 @@ tokens whose K/V the rank lacks, and it is longer or shorter.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lpr.config import TreeSizes, result_words
+import numpy as np
+import torch
+
+from lpr.config import TreeSizes
 from lpr.core.budgets import Budgets
-from lpr.engine.exchange import DesyncError, Exchange, read_logprobs
+from lpr.engine.exchange import Exchange
 from lpr.engine.hooks import StepHooks
 from lpr.engine.request import Outcome, Request
 from lpr.model.inputs import Row
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.processors import ProcessorPath
 from lpr.model.sampling.selection import Selection
-from lpr.native import Conclusion, StepDraft, cache_moves, draft_step
+from lpr.native import Conclusion, StepDraft, draft_step
 
 GREEDY = Selection.build([])
 """The selection of a step without sampled requests and without logits processors."""
@@ -29,17 +31,18 @@ GREEDY = Selection.build([])
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What one step does."""
+    """What one step does, the same on all ranks."""
 
-    decoding: list[Request]
-    """Requests that draft, evaluate and accept a tree."""
-    filling: list[tuple[Request, list[int]]]
-    """Requests of which so many tokens of the pending chain are computed, per rank."""
-    digest: int
-    """Of what else must agree on all ranks, such as the home ranks."""
-    num_command_bytes: int
-    """On the driver: length of the commands that follow the step."""
+    decoding: Sequence[Request]
+    """They advance by their accepted path and a bonus token."""
+    filling: Sequence[tuple[Request, Sequence[int]]]
+    """They compute the K/V of so many tokens of their pending chain, per rank. A rank whose rows are padded has either
+    rows of `decoding` or one of these."""
     sizes: TreeSizes
+    digest: int = 0
+    """Of what else must agree on all ranks, the home ranks for one."""
+    num_command_bytes: int = 0
+    """Length of the commands that the driver broadcasts after the step; 0 on other ranks."""
 
 
 @dataclass(frozen=True)
@@ -49,66 +52,46 @@ class StepResult:
     outcomes: list[Outcome]
     """Per decoding request."""
     num_command_bytes: int
-    """Length of the driver's commands that follow."""
+    """Length of the commands that the driver has announced."""
 
 
 def decode_step(plan: StepPlan, model: TreeModel, exchange: Exchange, budgets: Budgets, hooks: StepHooks) -> StepResult:
-    """Advance every decoding request by its accepted path and a bonus token, and fill pieces of pending chains.
-
-    On a rank whose rows are padded there are either rows of decoding requests or one that fills. A rank without work
-    still takes part in the collective, whose header announces the driver's commands.
-    """
-    batch, filling, sizes = plan.decoding, plan.filling, plan.sizes
-    comm = exchange.comm
-    fills = [fill_row(request, counts[comm.rank], comm.rank) for request, counts in filling if counts[comm.rank]]
-    depths = [request.longest - len(request.tokens) - 1 for request in batch]
-    draft = draft_step(
-        [request.running for request in batch],
-        *(depths, budgets, comm.size, exchange.capacity, comm.rank, served_by(batch, comm.size)),
-    )
-    mine, rows = draft.mine, shard_rows(batch, draft, comm.rank)
+    """Take the step of `plan`; a rank without work still takes part in the gather."""
+    draft = draft_trees(plan, exchange, budgets, min(plan.sizes.num_recycled, model.vocab_size))
+    rows = shard_rows(plan.decoding, draft)
     hooks.end_phase("draft")
-    # Where no tree has a draft, nobody asks for the runners-up, and they would cost plain decoding 4 %.
-    num_candidates = min(sizes.num_recycled, model.vocab_size) if draft.has_nodes else 0
-    together = [*rows, *fills] if model.packed else without_gaps(rows)
-    chosen = selection([batch[index] for index in mine], rows)
-    asked = [request.params.logprobs for request in batch if request.params.logprobs is not None]
-    if chosen.num_logprobs is not None:
-        chosen.num_logprobs = max(asked)  # of all ranks' requests
-    local = model.evaluate(together, chosen, num_candidates) if rows else None
-    if fills and not rows:
-        model.fill(fills)
+    results = forward(plan, model, draft, rows)
     hooks.while_busy()
     hooks.end_phase("forward")
-    digest = 0
-    if comm.size * comm.tp_size > 1:
-        digest = combine(
-            [*(each.running.digest for each in batch), *(each.running.digest for each, _ in filling), plan.digest]
-        )
-    own = local if chosen.num_logprobs is None or local is None else local[:, : result_words(num_candidates)]
-    gathered = exchange.gather(own, draft, digest, num_candidates, plan.num_command_bytes)
-    if asked:
-        behind = local[:, own.shape[1] :] if local is not None and own is not None and own is not local else None
-        said = exchange.gather_logprobs(behind, draft, max(asked))
+    gathered = exchange.gather(draft, results, num_logprobs(plan.decoding))
     hooks.end_phase("gather")
-    # Only now: had a rank been lost before, the step would be dropped, and nothing of it may have happened.
-    for request, counts in filling:
+    concluded, moves = gathered.conclude(budgets)
+    # Only now: a step that has lost a rank is dropped, and must have left no trace.
+    commit(model, rows, [concluded[index] for index in draft.mine], moves)
+    for request, counts in plan.filling:
         count_filled(request, counts)
-    try:
-        concluded = draft.conclude(gathered.values, gathered.headers, budgets)
-    except ValueError as failure:
-        raise DesyncError(f"what the ranks have sent in a step does not fit together: {failure}") from failure
-    commit(model, rows, [concluded[index] for index in mine])
-    logprobs = read_logprobs(said, draft) if asked else [None] * len(batch)
     hooks.end_phase("commit")
-    outcomes = [Outcome(each, draft.num_entries, said) for each, said in zip(concluded, logprobs, strict=True)]
+    logprobs = gathered.logprobs()
+    outcomes = [Outcome(each, draft.num_entries, nodes) for each, nodes in zip(concluded, logprobs, strict=True)]
     return StepResult(outcomes, gathered.num_command_bytes)
 
 
-def served_by(batch: Sequence[Request], num_ranks: int) -> list[list[int]] | None:
-    """Per rank, which requests it serves, in the order of its slots; None for a single rank, which serves all."""
+def draft_trees(plan: StepPlan, exchange: Exchange, budgets: Budgets, num_candidates: int) -> StepDraft:
+    """Draft this rank's trees; all ranks draft the trees that they share alike."""
+    comm, digests = exchange.comm, None
+    if comm.size * comm.tp_size > 1:
+        digests = [*(request.running.digest for request, _ in plan.filling), plan.digest]
+    return draft_step(
+        [request.running for request in plan.decoding],
+        *(budgets, comm.rank, served_by(plan.decoding, comm.size), exchange.capacity),
+        *(num_candidates, plan.num_command_bytes, digests),
+    )
+
+
+def served_by(batch: Sequence[Request], num_ranks: int) -> list[list[int]]:
+    """Per rank, which requests it serves, in the order of its slots."""
     if num_ranks == 1:
-        return None
+        return [list(range(len(batch)))]
     return [
         sorted(
             [index for index, request in enumerate(batch) if rank in request.homes],
@@ -118,10 +101,41 @@ def served_by(batch: Sequence[Request], num_ranks: int) -> list[list[int]] | Non
     ]
 
 
+def shard_rows(batch: Sequence[Request], draft: StepDraft) -> list[Row]:
+    """This rank's part of a step, in the order of its slots.
+
+    Of each request that it serves its pending chain, which ends in the root, and its shard's nodes.
+    """
+    return [
+        Row.of(batch[index].slots[draft.rank], num_cached, entries, num_results)
+        for index, (num_cached, num_results, entries) in zip(draft.mine, draft.rows, strict=True)
+    ]
+
+
+def forward(plan: StepPlan, model: TreeModel, draft: StepDraft, rows: Sequence[Row]) -> torch.Tensor | None:
+    """Evaluate this rank's rows and fill its pieces of pending chains; returns the results, None without rows."""
+    rank = draft.rank
+    fills = [fill_row(request, counts[rank], rank) for request, counts in plan.filling if counts[rank]]
+    if not rows:
+        if fills:
+            model.fill(fills)
+        return None
+    together = [*rows, *fills] if model.packed else without_gaps(rows)
+    chosen = selection([plan.decoding[index] for index in draft.mine], rows)
+    if chosen.num_logprobs is not None:
+        chosen.num_logprobs = num_logprobs(plan.decoding)
+    return model.evaluate(together, chosen, draft.num_candidates)
+
+
+def num_logprobs(batch: Sequence[Request]) -> int | None:
+    """The most alternatives whose log-probabilities a request asks for; None if no request asks for any."""
+    return max([each.params.logprobs for each in batch if each.params.logprobs is not None], default=None)
+
+
 def without_gaps(rows: Sequence[Row]) -> list[Row]:
     """`rows` of a padded batch, with empty ones for the other slots up to the last: padding makes one block of all.
 
-    It begins with slot 0, as captured graphs do.
+    The block begins with slot 0, as captured graphs do.
     """
     if all([row.slot == slot for slot, row in enumerate(rows)]):
         return list(rows)
@@ -145,25 +159,13 @@ def count_filled(request: Request, counts: Sequence[int]) -> None:
     state.num_computed_tokens = [held + count for held, count in zip(state.num_computed_tokens, counts, strict=True)]
 
 
-def shard_rows(batch: Sequence[Request], draft: StepDraft, rank: int) -> list[Row]:
-    """This rank's part of a step: of each request that it serves its pending chain and its shard's nodes.
-
-    The chain ends in the root; rows are in the order of slots.
-    """
-    return [
-        Row.of(batch[index].slots[rank], num_cached, entries, num_results)
-        for index, (num_cached, num_results, entries) in zip(draft.mine, draft.rows(), strict=True)
-    ]
-
-
 def selection(batch: Sequence[Request], rows: Sequence[Row]) -> Selection:
     """How the next token after each result entry is chosen: by the request's parameters and the token's position."""
     if all([request.is_plain for request in batch]):
         return GREEDY
     positions = [row.positions[row.num_entries - row.num_results :] + 1 for row in rows]
     chosen = Selection.build([(request.params, each) for request, each in zip(batch, positions, strict=True)])
-    asked = [request.params.logprobs for request in batch if request.params.logprobs is not None]
-    chosen.num_logprobs = max(asked) if asked else None
+    chosen.num_logprobs = num_logprobs(batch)
     start = 0
     for request, row in zip(batch, rows, strict=True):
         if request.processors is not None:
@@ -175,17 +177,15 @@ def selection(batch: Sequence[Request], rows: Sequence[Row]) -> Selection:
     return chosen
 
 
-def commit(model: TreeModel, rows: Sequence[Row], concluded: Sequence[Conclusion]) -> None:
-    """Keep the K/V of each row's pending chain and of what it evaluated of the accepted path; none if there is NaN."""
+def commit(model: TreeModel, rows: Sequence[Row], concluded: Sequence[Conclusion], moves: np.ndarray) -> None:
+    """Keep the K/V of each row's pending chain and of its part of the accepted path; none of a row with NaN.
+
+    `moves` are int64 [3, n] (StepDraft.conclude): row, entry, and the entry in whose place it belongs.
+    """
     cache = model.cache
     assert cache is not None
     for row, each in zip(rows, concluded, strict=True):
-        if each.is_spoilt:
+        if each.has_nan:
             cache.clear(row.slot, row.num_cached)
-    cache.move(cache_moves(concluded, cache.first_rows(rows)))
-
-
-def combine(digests: Iterable[int]) -> int:
-    """One 64-bit digest of the sequences' digests, in order."""
-    joined = b"".join([each.to_bytes(8, "little") for each in digests])
-    return int.from_bytes(hashlib.blake2b(joined, digest_size=8).digest(), "little")
+    if moves.shape[1]:
+        cache.move(np.array(cache.first_rows(rows))[moves[0]] + moves[1:])

@@ -24,7 +24,7 @@ class FleetOptions:
 
     draft_store: str | None = None
     """Redis or Valkey through which replicas share finished outputs as drafts: redis://[USER:PASSWORD@]HOST[:PORT][/DB],
-    rediss:// for TLS, or unix://PATH. --share-drafts says whose. Default: $LPR_DRAFT_STORE, if it is set."""
+    rediss:// for TLS, or unix://PATH. --share-drafts chooses whose. Default: $LPR_DRAFT_STORE, if it is set."""
     draft_store_length: int = 10_000
     """Outputs that the store keeps per tenant, approximately. The oldest go first."""
     draft_snapshots: str | None = None
@@ -57,7 +57,7 @@ def check(options: FleetOptions, share_drafts: str) -> None:
         raise InputError(f"--replica-name {name!r} must be printable ASCII of at most 200 characters")
     if options.draft_store is None:
         if options.draft_snapshots is not None:
-            raise InputError("--draft-snapshots needs --draft-store, which says how far a snapshot goes")
+            raise InputError("--draft-snapshots needs --draft-store, as a snapshot continues with its streams")
         return
     if share_drafts == "none":
         raise InputError("--draft-store shares drafts, and --share-drafts none forbids it")

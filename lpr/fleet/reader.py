@@ -75,11 +75,10 @@ class Reader:
         self._streams = {tenant: _Stream(tenant, key_of(tenant), at) for tenant, at in positions.items() if is_id(at)}
         """By tenant, the least recently asked for first."""
         self._lock = threading.Lock()
-        self._unsure = True
-        """True if the store was unreachable, and may have lost streams."""
         self._careful = False
         """True after an answer that was too long: entries are read one by one until the long one is found."""
-        self._num_empty = 0
+        self._num_empty = LOOK_EVERY
+        """Empty reads in a row. A store that was unreachable may have lost streams, and counts as `LOOK_EVERY`."""
         self._seen: dict[bytes, None] = {}
         """Numbers of the outputs read, the oldest first."""
 
@@ -111,10 +110,10 @@ class Reader:
             self._read(streams)
             self._counts.read_up = True
         except TooLongError:
-            self._careful, self._unsure, self._num_empty = True, False, 0
+            self._careful, self._num_empty = True, 0
             raise
         except Exception:
-            self._counts.read_up, self._unsure = False, True
+            self._counts.read_up, self._num_empty = False, LOOK_EVERY
             raise
 
     def _begin(self, stream: _Stream) -> None:
@@ -128,9 +127,9 @@ class Reader:
             self._inbox.put(snapshot._replace(history=history, read_to=stream.position))
 
     def _read(self, streams: Sequence[_Stream]) -> None:
-        if self._unsure or self._num_empty >= LOOK_EVERY:
+        if self._num_empty >= LOOK_EVERY:
             self._find_lost(streams)
-            self._unsure, self._num_empty = False, 0
+            self._num_empty = 0
         if self._careful:
             self._read_one_by_one(streams)
             return

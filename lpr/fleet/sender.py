@@ -44,7 +44,8 @@ class Sender:
         """Queue an output for the stream `key`; returns at once."""
         data, num_tokens = encode(self._origin, os.urandom(ID_BYTES), prompt_ids, token_ids)
         with self._news:
-            self._append(_Waiting(key, data, num_tokens))
+            self._queue.append(_Waiting(key, data, num_tokens))
+            self._trim()
             self._news.notify()
 
     def work(self) -> None:
@@ -59,7 +60,9 @@ class Sender:
             answers = self._send(taken)
         except Exception:
             # The store may have them already: they are sent again, and readers drop doubles by their number.
-            self._put_back(taken)
+            with self._news:
+                self._queue.extendleft(reversed(taken))
+                self._trim()
             self._counts.write_up = False
             raise
         refused = [answer for answer in answers if isinstance(answer, Exception)]
@@ -69,7 +72,7 @@ class Sender:
                 self._counts.sent_tokens += waiting.num_tokens
         with self._news:
             self._counts.unsent += len(refused)
-            self._counts.send_queue = len(self._queue)
+            self._trim()
         self._counts.write_up = not refused
         if refused:  # a key of another type, no memory, no permission: a retry would not help
             raise ResponseError(str(refused[0]))
@@ -80,17 +83,8 @@ class Sender:
             pipeline.xadd(waiting.key, {FIELD: waiting.data}, maxlen=self._length, approximate=True)
         return list(pipeline.execute(raise_on_error=False))
 
-    def _append(self, waiting: _Waiting) -> None:
-        self._queue.append(waiting)
-        if len(self._queue) > QUEUE:
+    def _trim(self) -> None:
+        while len(self._queue) > QUEUE:
             self._queue.popleft()
             self._counts.unsent += 1
         self._counts.send_queue = len(self._queue)
-
-    def _put_back(self, taken: Sequence[_Waiting]) -> None:
-        with self._news:
-            room = max(0, QUEUE - len(self._queue))
-            kept = taken[max(0, len(taken) - room) :]
-            self._counts.unsent += len(taken) - len(kept)
-            self._queue.extendleft(reversed(kept))
-            self._counts.send_queue = len(self._queue)

@@ -22,7 +22,7 @@ from lpr.model.pinned import HEIGHT, pin_heights
 from lpr.model.step_scope import step_scope
 
 ATTENTION = ("auto", "sdpa", *KERNELS)
-"""What `attention` may be: PyTorch's attention with a dense mask, a GPU kernel that reads bits, or lpr's choice."""
+"""Choices of `attention`: lpr's own, PyTorch's attention with a dense mask, or a GPU kernel that reads bits."""
 ShareHeights = Callable[[check.Heights | str], check.Heights | str]
 
 
@@ -48,8 +48,8 @@ class Adapter:
         self.config = model.config.get_text_config(decoder=True)
         on_cpu = self.device.type == "cpu"
         self.node_bucket, self.kv_bucket = (1, 32) if on_cpu else (16, 256)
-        """What the shapes of a step are padded to. On a GPU few shapes repeat, as tuned kernels need; on a CPU every
-        padded node costs its full arithmetic."""
+        """T and KV of a step are padded to multiples of these. On a GPU few shapes repeat, as tuned kernels need; on a
+        CPU every padded node costs its full arithmetic."""
         self.packed = on_cpu
         """True if unequal rows are laid out without padding, with one attention call each; `self_check` takes it back
         for a model that cannot."""
@@ -143,13 +143,15 @@ class Adapter:
             )
         return inputs.results(output.logits)
 
-    def logits(self, rows: Sequence[Row], cache: KVCache, *buckets: int, packed: bool = False) -> torch.Tensor:
-        """The logits of `forward` over `rows`; `buckets` are those of nodes and of cache rows."""
-        return self.forward(self.inputs(rows, cache, *buckets, packed=packed), cache)
+    def logits(
+        self, rows: Sequence[Row], cache: KVCache, node_bucket: int = 1, kv_bucket: int = 1, packed: bool = False
+    ) -> torch.Tensor:
+        """The logits of `forward` over `rows`, laid out as by `inputs`."""
+        return self.forward(self.inputs(rows, cache, node_bucket, kv_bucket, packed), cache)
 
 
 def _use_attention(model: PreTrainedModel, name: str) -> None:
-    """Make `model` ask our mask and attention functions, by the registry where its code dispatches through it."""
+    """Make `model` call our mask and attention functions, through the registry where its code dispatches by it."""
     if model._can_set_attn_implementation():
         model.set_attn_implementation(name)
         return

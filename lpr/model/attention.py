@@ -1,7 +1,7 @@
 """Tree attention for unmodified transformers models, through the two registries that transformers offers.
 
-A model that is loaded with `attn_implementation="lpr_tree"` asks `tree_mask` for its masks, once per kind of mask and
-forward, and calls `tree_attention` in every layer. The masks come from the model's own rule (causal, sliding,
+A model with `attn_implementation="lpr_tree"` calls `tree_mask` once per kind of mask and forward, and
+`tree_attention` in every layer. The masks come from the model's own rule (causal, sliding,
 chunked), evaluated on *positions* instead of cache rows, and from the visibility of the tree: no knowledge of a model
 family is needed. Outside a step (`current_step()` is None) both behave like transformers' "sdpa".
 """
@@ -9,8 +9,7 @@ family is needed. Outside a step (`current_step()` is None) both behave like tra
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -93,6 +92,23 @@ def tree_mask(stock: Callable[..., torch.Tensor | None], may_be_none: bool) -> C
     return make
 
 
+class Scoring(NamedTuple):
+    """The rules by which scores become weights, besides the mask."""
+
+    scale: float
+    softcap: float | None = None
+    """Bounds scores by `softcap * tanh(score / softcap)` (Gemma 2)."""
+    sinks: torch.Tensor | None = None
+    """[Hq]: logits that take probability and give no value (GPT-OSS)."""
+    bias: torch.Tensor | None = None
+    """[B or 1, Hq, T or 1, KV], added to scores."""
+
+    @property
+    def is_plain(self) -> bool:
+        """True if PyTorch's attention has all that is needed."""
+        return self.softcap is None and self.sinks is None and self.bias is None
+
+
 def tree_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -100,7 +116,6 @@ def tree_attention(
     value: torch.Tensor,
     attention_mask: Mask,
     scaling: float | None = None,
-    dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
@@ -110,24 +125,23 @@ def tree_attention(
 
     With packed inputs, `query` is [1, Hq, N, D], `key` and `value` are all rows of the cache, and the masks are a list.
     """
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux, position_bias)
     step = current_step()
-    if step is None:
-        out = _attend(query, key, value, cast(Any, attention_mask), scale, softcap, s_aux, position_bias)
-        return out.transpose(1, 2).contiguous(), None
-    attend = partial(_attend_block, step, scale=scale, softcap=softcap, s_aux=s_aux)
     if not isinstance(attention_mask, list):
-        out = attend(step.blocks[0], query, key, value, attention_mask, position_bias=position_bias)
+        if step is None:
+            out = _attend(query, key, value, attention_mask, scoring)
+        else:
+            out = _attend_block(step, step.blocks[0], query, key, value, attention_mask, scoring)
         return out.transpose(1, 2).contiguous(), None
-    assert step.cache is not None
+    assert step is not None and step.cache is not None
     if position_bias is not None or not step.cache_storages.issuperset(map(_address, (key, value))):
         # The bias is laid out for one block. Keys that the model computes from the cache's (as MLA does), it would
         # compute for every row of every slot: padded inputs hand it fewer.
         raise TypeError("this attention needs padded inputs")
     packed = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
     for block, mask in zip(step.blocks, attention_mask, strict=True):
-        cached = step.cache.of_block(key, block), step.cache.of_block(value, block)
-        block.entries(packed.transpose(1, 2)).copy_(attend(block, block.entries(query), *cached, mask))
+        states = block.entries(query), step.cache.of_block(key, block), step.cache.of_block(value, block)
+        block.entries(packed.transpose(1, 2)).copy_(_attend_block(step, block, *states, mask, scoring))
     return packed, None
 
 
@@ -138,20 +152,16 @@ def _attend_block(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
-    scale: float,
-    softcap: float | None,
-    s_aux: torch.Tensor | None,
-    position_bias: torch.Tensor | None = None,
+    scoring: Scoring,
 ) -> torch.Tensor:
     """Attention of one block, [B, Hq, T, Dv]; in exact mode in the order of positions."""
     if step.heights is None:
-        is_causal = block.is_causal and mask is None
-        return _attend(query, key, value, mask, scale, softcap, s_aux, position_bias, is_causal)
-    if position_bias is not None:
+        return _attend(query, key, value, mask, scoring, is_causal=block.is_causal and mask is None)
+    if scoring.bias is not None:
         raise TypeError("exact attention takes no bias on scores")
     assert mask is not None
     paths = step.once_per_mask(mask, lambda: list(map(in_order.find_paths, mask[:, 0])))
-    return in_order.attend(query, key, value, paths, scale, softcap, s_aux)
+    return in_order.attend(query, key, value, paths, scoring.scale, scoring.softcap, scoring.sinks)
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -163,10 +173,7 @@ def _attend(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
-    scale: float,
-    softcap: float | None,
-    s_aux: torch.Tensor | None,
-    position_bias: torch.Tensor | None = None,
+    scoring: Scoring,
     is_causal: bool = False,
 ) -> torch.Tensor:
     """Attention of `query` [B, Hq, T, D] over `key`, `value` [B, Hk, KV, D(v)]; returns [B, Hq, T, Dv].
@@ -176,26 +183,28 @@ def _attend(
     CPU). Group sizes come from the tensors and never from the config, so a tensor-parallel shard works unchanged.
     """
     batch, num_heads, length, dim = query.shape
-    num_kv_heads = key.shape[1]
+    num_kv_heads, num_kv = key.shape[1], key.shape[2]
     group = num_heads // num_kv_heads
-    num_kv = key.shape[2]
-    if is_causal and length == num_kv and softcap is None and s_aux is None and position_bias is None:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=group > 1)
+    if is_causal and length == num_kv and scoring.is_plain:
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scoring.scale, enable_gqa=group > 1
+        )
     if is_causal:  # some layers go on with the wanted entries alone, which are the last (Gemma 4)
         seen = torch.ones(length, num_kv, dtype=torch.bool, device=query.device).tril(num_kv - length)
         mask = additive(seen[None, None], query.dtype)
     folded = query.reshape(batch, num_kv_heads, group * length, dim)
     if mask is not None and group > 1:
         mask = _folded_mask(mask, group)
-    if softcap is None and s_aux is None and position_bias is None:
-        out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)
+    if scoring.is_plain:
+        out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scoring.scale)
     else:
-        if position_bias is not None:
-            position_bias = position_bias.reshape(position_bias.shape[0], num_kv_heads, group * length, -1)
-        if s_aux is not None:
-            s_aux = s_aux.reshape(1, num_kv_heads, group, 1).expand(batch, -1, -1, length)
-            s_aux = s_aux.reshape(batch, num_kv_heads, group * length, 1)
-        out = _attend_with_extras(folded, key, value, mask, scale, softcap, s_aux, position_bias)
+        bias, sinks = scoring.bias, scoring.sinks
+        if bias is not None:
+            bias = bias.reshape(bias.shape[0], num_kv_heads, group * length, -1)
+        if sinks is not None:
+            sinks = sinks.reshape(1, num_kv_heads, group, 1).expand(batch, -1, -1, length)
+            sinks = sinks.reshape(batch, num_kv_heads, group * length, 1)
+        out = _attend_with_extras(folded, key, value, mask, scoring._replace(bias=bias, sinks=sinks))
     return out.reshape(batch, num_heads, length, value.shape[-1])
 
 
@@ -208,27 +217,20 @@ def _folded_mask(mask: torch.Tensor, group: int) -> torch.Tensor:
 
 
 def _attend_with_extras(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scoring: Scoring
 ) -> torch.Tensor:
-    """Plain attention with what SDPA lacks: soft-capped scores (Gemma 2), attention sinks (GPT-OSS), score bias."""
-    scores = (query @ key.transpose(-1, -2)).float() * scale
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    if bias is not None:
-        scores = scores + bias
+    """Attention with what SDPA lacks: soft-capped scores, sinks [B, Hk, T, 1], a bias on scores."""
+    scores = (query @ key.transpose(-1, -2)).float() * scoring.scale
+    if scoring.softcap is not None:
+        scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
+    if scoring.bias is not None:
+        scores = scores + scoring.bias
     if mask is not None:
         if mask.dtype == torch.bool:
             mask = additive(mask, scores.dtype)
         scores = scores + mask
-    if sinks is not None:
-        probs = torch.softmax(torch.cat([scores, sinks.float()], -1), -1)[..., :-1]
+    if scoring.sinks is not None:
+        probs = torch.softmax(torch.cat([scores, scoring.sinks.float()], -1), -1)[..., :-1]
     else:
         probs = torch.softmax(scores, -1)
     return probs.to(value.dtype) @ value

@@ -26,7 +26,7 @@ Program = Callable[[], torch.Tensor]
 
 
 class Capturer(Protocol):
-    """What turns a program into its replay; a fake one, in tests, does so on a CPU."""
+    """Turns a program into its replay; the tests have one for a CPU."""
 
     def capture(self, program: Program) -> Program:
         """Run `program` once for real, then record it; the replay returns the same tensor each time."""
@@ -51,7 +51,7 @@ class CudaCapturer:
             torch.cuda.current_stream().wait_stream(self._stream)
             graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
             try:
-                # NCCL's watchdog asks for events from a thread of its own meanwhile: only this thread must not wait.
+                # NCCL's watchdog queries events from a thread of its own meanwhile: only this thread must not wait.
                 with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                     results = program()
             except Exception:
@@ -86,7 +86,7 @@ class NoWaiting(TorchDispatchMode):
 
 
 def uncapturable(model: PreTrainedModel, accepts_positions: bool) -> str | None:
-    """Why `model` can be known not to fit a graph, from its configuration; None if nothing is known against it."""
+    """The reason in its configuration why `model` cannot be captured; None if it has none."""
     config: Any = model.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kinds = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
@@ -94,8 +94,8 @@ def uncapturable(model: PreTrainedModel, accepts_positions: bool) -> str | None:
         name = kind.get("rope_type", kind.get("type"))
         if name in _DYNAMIC_ROPE:
             return f"its rope_type {name!r} looks at the longest position of each step on the host"
-    asks = getattr(config, "_experts_implementation", None) == "eager" and model._can_set_experts_implementation()
-    if asks and _has_experts(config):  # families with experts of their own (Llama 4) do not look at the setting
+    is_eager = getattr(config, "_experts_implementation", None) == "eager" and model._can_set_experts_implementation()
+    if is_eager and _has_experts(config):  # families with experts of their own (Llama 4) do not look at the setting
         return "its experts implementation 'eager' asks the device which experts are hit (use 'grouped_mm')"
     if not accepts_positions:
         return "its forward takes no positions, so that the cached length would be a constant of the graph"

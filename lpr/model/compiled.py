@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
+from lpr.model.failures import first_line
+
 if TYPE_CHECKING:
     from lpr.model.adapter import Adapter
     from lpr.model.inputs import StepInputs
@@ -28,7 +30,7 @@ MOST_FORMS = 64
 
 
 def compiled_folder() -> Path:
-    """Where compiled code is kept: TORCHINDUCTOR_CACHE_DIR, or `lpr/compiled` in the user's cache folder."""
+    """Folder of compiled code: TORCHINDUCTOR_CACHE_DIR, or `lpr/compiled` in the user's cache folder."""
     given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     if given == default_cache_dir():  # torch notes its own default there
         given = None
@@ -42,7 +44,7 @@ class CompiledForward:
     def __init__(self, adapter: Adapter, backend: str = "inductor") -> None:
         """Switch the adapter's model over; nothing is compiled before a step comes."""
         self.reason: str | None = None
-        """Why steps are not compiled any more; None while they are."""
+        """The reason why steps are no longer compiled; None while they are."""
         self._adapter = adapter
         self._before = _so_far()
         # By default it is in a folder for temporary files, which a machine or container forgets when it restarts.
@@ -60,14 +62,9 @@ class CompiledForward:
                 raise
         return self._adapter.forward(inputs, cache)
 
-    @property
-    def cost(self) -> dict[str, float]:
-        """What compiling has taken so far: "seconds", the "forms" compiled, and how many of them were "from_disk"."""
-        return {name: count - self._before[name] for name, count in _so_far().items()}
-
     def describe(self) -> str | None:
-        """The cost in words; None if nothing was compiled."""
-        cost = self.cost
+        """The cost of compiling so far; None if nothing was compiled."""
+        cost = {name: count - self._before[name] for name, count in _so_far().items()}
         if not cost["forms"]:
             return None
         return (
@@ -79,8 +76,7 @@ class CompiledForward:
         """Call the model directly from now on and say why, once; False if that is so already."""
         if self.reason is not None:
             return False
-        lines = [line.strip() for line in str(failure).splitlines() if line.strip()] or [type(failure).__name__]
-        self.reason = lines[0]
+        self.reason = first_line(failure)
         self._adapter.model._compiled_call_impl = None  # what Module.compile has set
         logger.warning("steps are not compiled: %s", self.reason)
         return True
@@ -92,7 +88,7 @@ def _is_capturing(device: torch.device) -> bool:
 
 
 def _so_far() -> dict[str, float]:
-    """What this process has compiled."""
+    """The compiler's counters of this process."""
     times, counters = torch._dynamo.utils.compilation_time_metrics, torch._dynamo.utils.counters
     return {
         "seconds": sum(times.get("_compile.compile_inner", ())),

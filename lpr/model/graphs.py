@@ -1,17 +1,17 @@
 """Steps as CUDA graphs: everything between a step's inputs and its results, launched by one call.
 
 A forward of a 32-layer model is two thousand kernel launches, which take a host longer than a GPU needs to run them
-for one sequence. A graph per `StaticShape` launches them at once. Nothing of a step but its words changes between two
-replays, so a graph is right for any tree and any length that its shape holds. Graphs share one pool of memory: they
-never run at the same time, and a step's results are copied on, in stream order, before the next replay. What is not
-captured (long pending chains, logits processors, a model that cannot be) is evaluated directly, with the same results.
+for one sequence. A graph per `StaticShape` launches them at once. Only the words of a step change between two replays,
+so a graph is right for any tree and length that its shape holds. Graphs share one pool of memory: they never run at the
+same time, and a step's results are copied on, in stream order, before the next replay. Steps that are not captured
+(long pending chains, models that cannot be) are evaluated directly, with the same results.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -23,8 +23,11 @@ from rich.progress import Progress
 from lpr.model.adapter import Adapter
 from lpr.model.capture import Capturer, NoWaiting, Program, WaitsError
 from lpr.model.compiled import CompiledForward
+from lpr.model.failures import first_line
 from lpr.model.forward import EagerForward
 from lpr.model.inputs import Row
+from lpr.model.kv_cache import KVCache
+from lpr.model.sampling.sampler import Sampler
 from lpr.model.sampling.selection import Selection
 from lpr.model.static_inputs import (
     FEW_KEYS,
@@ -49,29 +52,35 @@ COMMON_KV = 512
 """Cached lengths up to this are captured when the model is loaded, longer ones when they come."""
 
 
-class GraphForward:
-    """Evaluates steps by replaying graphs, captured when a shape is first needed or by `prepare`."""
+class GraphForward(EagerForward):
+    """Replays graphs, captured when a shape is first needed or by `prepare`; evaluates the rest as EagerForward."""
 
-    def __init__(self, direct: EagerForward, model: Adapter | CompiledForward, capturer: Capturer) -> None:
-        """Graphs of `model`'s forward on the cache of `direct`, which evaluates what is not captured."""
-        self._direct = direct
-        self._adapter, self._sampler, self._cache = direct.adapter, direct.sampler, direct.cache
-        self._model = model
+    capturer: Capturer
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        sampler: Sampler,
+        cache: KVCache,
+        before_launch: Callable[[], None],
+        capturer: Capturer,
+        model: Adapter | CompiledForward,
+    ) -> None:
+        """Capture steps on `cache` by `capturer`, with the forward of `model`."""
+        super().__init__(adapter, sampler, cache, before_launch)
         self.capturer = capturer
-        heights = self._adapter.heights
+        self._model = model
+        heights = self.adapter.heights
         self._height = heights.multiple if heights is not None else 1
-        self.reason: str | None = None
-        """Why no further step is captured, once something has failed."""
         self.is_wrong = False
         """True if a program of this model is wrong, captured or not, as it depends on the host."""
-        self.num_captures = 0
         self._num_candidates = 0
         self.limit(1)
         self._graphs: OrderedDict[StaticShape, Program] = OrderedDict()
-        num_slots = self._cache.num_slots
+        num_slots = self.cache.num_slots
         largest = StaticShape(0, num_slots, NODE_BUCKETS[-1], 0, 0, num_slots * NODE_BUCKETS[-1], True)
         # One place for all shapes: graphs never overlap, and a replay reads it in stream order.
-        self._words = torch.zeros(largest.num_words, dtype=torch.int32, device=self._adapter.device)
+        self._words = torch.zeros(largest.num_words, dtype=torch.int32, device=self.adapter.device)
         self._upload = Upload(self._words)
 
     def limit(self, max_nodes: int) -> None:
@@ -85,31 +94,27 @@ class GraphForward:
 
     def shape_of(self, rows: Sequence[Row], selection: Selection, num_candidates: int) -> StaticShape | None:
         """The shape whose graph evaluates a step; None if it has none."""
-        limits = self._cache.num_slots, self._cache.rows_per_slot, self.max_entries
-        in_parts = self._sampler.part is not None
-        bits, height = self._adapter.reads_bits, self._height
+        limits = self.cache.num_slots, self.cache.rows_per_slot, self.max_entries
+        in_parts = self.sampler.part is not None
+        bits, height = self.adapter.reads_bits, self._height
         return static_shape(rows, selection, num_candidates, *limits, bits, height, in_parts)
 
     def evaluate(self, rows: Sequence[Row], selection: Selection, num_candidates: int) -> torch.Tensor:
-        """As Forward.evaluate."""
+        """As TreeModel.evaluate."""
         if selection.processor_paths or selection.num_logprobs is not None:  # code, which no graph holds; and rare
-            logits = self._logits(rows)
+            logits = self._replayed_logits(rows)
             if logits is not None:
-                return self._sampler.results(logits, selection.to(self._adapter.device), num_candidates)
-            return self._direct.evaluate(rows, selection, num_candidates)
+                return self.sampler.results(logits, selection.to(self.adapter.device), num_candidates)
+            return super().evaluate(rows, selection, num_candidates)
         shape = self.shape_of(rows, selection, num_candidates)
         if shape is not None and not num_candidates and shape.num_entries > 1:
             shape = replace(shape, num_candidates=self._num_candidates)  # that of trees, which is captured already
         found = self._replay(shape, rows, selection)
         if shape is None or found is None:
-            return self._direct.evaluate(rows, selection, num_candidates)
+            return super().evaluate(rows, selection, num_candidates)
         return found if num_candidates == shape.num_candidates else found[:, :1]
 
-    def fill(self, rows: Sequence[Row]) -> None:
-        """As Forward.fill."""
-        self._direct.fill(rows)
-
-    def _logits(self, rows: Sequence[Row]) -> torch.Tensor | None:
+    def _replayed_logits(self, rows: Sequence[Row]) -> torch.Tensor | None:
         """The logits [sum of num_results, V] of `rows`, valid until the next call; None if no graph evaluates them."""
         nothing = Selection.build([])
         shape = self.shape_of(rows, nothing, 0)
@@ -119,7 +124,7 @@ class GraphForward:
         if shape is None or self.is_wrong:
             return None
         self._place(shape, rows, selection)
-        self._direct.before_launch()
+        self.before_launch()
         replay = self._graph(shape)
         if replay is None:
             return None
@@ -128,7 +133,7 @@ class GraphForward:
         return parts[0] if len(rows) == 1 else torch.cat(parts)
 
     def _place(self, shape: StaticShape, rows: Sequence[Row], selection: Selection) -> None:
-        shape.place(self._upload.words(shape.num_words), rows, selection, self._cache)
+        shape.place(self._upload.words(shape.num_words), rows, selection, self.cache)
         self._upload.send(shape.num_words)
 
     def _graph(self, shape: StaticShape) -> Program | None:
@@ -158,7 +163,7 @@ class GraphForward:
         first: BaseException = failure
         while first.__context__ is not None:
             first = first.__context__
-        self.reason = (str(first).strip().splitlines() or [type(first).__name__])[0]
+        self.reason = first_line(first)
         logger.warning("further steps are evaluated without CUDA graphs: %s: %s", type(first).__name__, self.reason)
 
     @torch.no_grad()
@@ -166,16 +171,16 @@ class GraphForward:
         """The step of `shape` whose words are in place, directly: as high as a replay on another rank of a replica."""
         inputs, selection = shape.read(self._words)
         if shape.only_logits:
-            return self._adapter.forward(inputs, self._cache)
-        inputs.in_parts = self._sampler.in_parts(selection)
-        logits = self._model.forward(inputs, self._cache)
-        return self._sampler.results(logits, selection, shape.num_candidates, fixed_shapes=True)
+            return self.adapter.forward(inputs, self.cache)
+        inputs.in_parts = self.sampler.in_parts(selection)
+        logits = self._model.forward(inputs, self.cache)
+        return self.sampler.results(logits, selection, shape.num_candidates, fixed_shapes=True)
 
     @torch.no_grad()
     def _capture(self, shape: StaticShape, program: Program) -> Program:
         if not self.num_captures:
             with NoWaiting():
-                self._adapter.forward(shape.read(self._words)[0], self._cache)
+                self.adapter.forward(shape.read(self._words)[0], self.cache)
             self._check_length(shape)
         self.num_captures += 1
         return self.capturer.capture(program)
@@ -183,10 +188,10 @@ class GraphForward:
     def _check_length(self, shape: StaticShape) -> None:
         """Raise WaitsError if the forward depends on the cached length, a Python number that a graph would freeze."""
         logits = []
-        for length in (0, self._cache.rows_per_slot):
+        for length in (0, self.cache.rows_per_slot):
             inputs, _ = shape.read(self._words)
             inputs.length = length
-            logits.append(self._adapter.forward(inputs, self._cache).float())
+            logits.append(self.adapter.forward(inputs, self.cache).float())
         span = logits[0].amax() - logits[0].amin()
         if not (logits[0] - logits[1]).abs().amax() <= 1e-3 * span:
             raise WaitsError("its forward computes with the cached length, which would be a constant of the graph")
@@ -198,21 +203,19 @@ class GraphForward:
             for shape in progress.track(self.common_shapes(num_candidates), description="capturing CUDA graphs"):
                 if shape in self._graphs or self.reason is not None:
                     continue
-                tokens = [entry % 7 for entry in range(shape.num_entries)]
-                positions = list(range(shape.num_entries))
-                row = Row(shape.first_slot, 0, tokens, list(range(-1, shape.num_entries - 1)), positions, 0)
+                row = Row.chain(shape.first_slot, 0, [entry % 7 for entry in range(shape.num_entries)], 0)
                 self._place(shape, [row], Selection.build([]))
                 self._graph(shape)
 
     def common_shapes(self, num_candidates: int) -> list[StaticShape]:
-        """What is captured at the start, the largest first: the smaller ones then find their memory in the pool.
+        """The shapes captured at the start, the largest first: the smaller ones then find their memory in the pool.
 
         Where attention reads lengths on the device these are all steps of up to `max_entries` entries, greedy and
         sampled; only trees with more than FEW_KEYS positions a sequence, sampled, come later. Where it takes a dense
         mask, whose size is a part of the shape, they are the greedy steps of one sequence over the first lengths.
         """
         self._num_candidates = num_candidates
-        rows, num_slots, bits = self._cache.rows_per_slot, self._cache.num_slots, self._adapter.reads_bits
+        rows, num_slots, bits = self.cache.rows_per_slot, self.cache.num_slots, self.adapter.reads_bits
         sizes = [size for size in node_buckets(1, self._height) if size <= self.max_entries]
         shapes = []
         if bits:
@@ -231,5 +234,5 @@ class GraphForward:
         return [
             StaticShape(0, batch, size, length, num_candidates if size > 1 else 0, num_keys, filtered, bits)
             for batch, size, length, num_keys in sorted(shapes, reverse=True)
-            for filtered in ((True, False) if num_keys and self._sampler.part is not None else (num_keys > 0,))
+            for filtered in ((True, False) if num_keys and self.sampler.part is not None else (num_keys > 0,))
         ]

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Row:
-    """What one sequence has evaluated in a forward: its pending chain and, below it, its nodes of the tree."""
+    """The entries of one sequence in a forward: its pending chain and, below it, its nodes of the tree."""
 
     __slots__ = ("entries", "num_cached", "num_entries", "num_results", "slot")
 
@@ -63,6 +63,12 @@ class Row:
         row.num_entries = entries.shape[1]
         return row
 
+    @classmethod
+    def chain(cls, slot: int, num_cached: int, tokens: Sequence[int], num_results: int) -> Row:
+        """The row of `tokens` that follow the cached ones, one after the other."""
+        count = len(tokens)
+        return cls(slot, num_cached, tokens, range(-1, count - 1), range(num_cached, num_cached + count), num_results)
+
     @property
     def tokens(self) -> np.ndarray:
         """Int32 [n]."""
@@ -89,7 +95,7 @@ class Block:
     """B neighbouring slots that share one call of attention: T entries each over KV cache rows each."""
 
     start: int
-    """Where the block's entries begin among the N of packed inputs."""
+    """Offset of the block's entries among the N of packed inputs."""
     first_slot: int
     num_kv: int
     """KV, a Python number so that a captured graph can hold it."""
@@ -98,8 +104,7 @@ class Block:
     given_kv_positions: torch.Tensor | None
     """[B, KV] int64: `kv_positions`; None derives them from `tree_mask` at first use."""
     visible: torch.Tensor | None
-    """[B, T, KV] bool: may the entry attend to the cache row? None where `tree_mask` or `is_causal` decides, or all
-    may."""
+    """[B, T, KV] bool: the entry attends to the cache row. None where `tree_mask` or `is_causal` decides, or all do."""
     tree_mask: TreeMask | None = None
     """The mask of the GPU kernels."""
     is_causal: bool = False
@@ -107,7 +112,7 @@ class Block:
     first_row: int | None = None
     """Row of its sequence that the first entry is written to; None for several rows, or with padding."""
     paths: Paths | None = None
-    """Where an entry's keys lie, for exact attention on a GPU; filled in by the first layer."""
+    """The paths of entries, for exact attention on a GPU; filled in by the first layer."""
 
     @property
     def kv_positions(self) -> torch.Tensor:
@@ -162,7 +167,7 @@ class StepInputs:
     """Addresses of the K/V that the cache handed out, by which packed attention knows that it got them unchanged."""
 
     def once_per_mask(self, mask: torch.Tensor, make: Callable[[], T]) -> T:
-        """What `make` returns, called for the first layer only; all layers of a kind share `mask`."""
+        """The value of `make`, called for the first layer only; all layers of a kind share `mask`."""
         known = self.made_of_masks.get(id(mask))
         if known is None:
             known = self.made_of_masks[id(mask)] = (mask, make())
@@ -322,7 +327,7 @@ def _rectangle(
 
 
 def ancestor_matrix(parents: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Bool [n, n]: is j the node i itself or one of its ancestors?"""
+    """Bool [n, n]: true where j is node i itself or one of its ancestors."""
     count = len(parents)
     if np.array_equal(parents, np.arange(-1, count - 1)):
         return np.tri(count, dtype=bool)  # a chain; a long prompt's bit sets would take quadratic time

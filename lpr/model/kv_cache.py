@@ -61,7 +61,7 @@ class KVCache(Cache, ABC):
 
     @abstractmethod
     def first_rows(self, rows: Sequence[Row]) -> list[int]:
-        """Where in the cache the first entry of each row of a step lies; its other entries follow."""
+        """The cache row of the first entry of each row of a step; its other entries follow."""
 
     @abstractmethod
     def write_rows(self, rows: Sequence[Row], num_entries: int) -> np.ndarray:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from lpr.model.adapter import Adapter, ShareHeights
 from lpr.model.capture import Capturer, CudaCapturer, uncapturable
 from lpr.model.compiled import CompiledForward
-from lpr.model.forward import EagerForward, Forward
+from lpr.model.forward import EagerForward
 from lpr.model.graphs import GraphForward
 from lpr.model.inputs import Row, round_up
 from lpr.model.kv_cache import KVCache
@@ -24,7 +24,7 @@ from lpr.model.sampling.selection import Selection
 
 @dataclass(frozen=True)
 class SharedWeights:
-    """What the ranks of a tensor-parallel replica do together."""
+    """What only the ranks of a tensor-parallel replica need, which share its weights."""
 
     check_rows: Callable[[Sequence[Row]], Callable[[], None]] | None = None
     """Called with the rows of every forward as soon as they are known; what it returns is called before the launch."""
@@ -56,8 +56,8 @@ class TreeModel:
         self.compiled: CompiledForward | None = None
         """Captured steps through torch.compile, once `compile` is called."""
         self.cache: KVCache | None = None
-        self.forward: Forward | None = None
-        """How steps are evaluated; chosen by `allocate`."""
+        self.forward: EagerForward | None = None
+        """The strategy that evaluates steps; chosen by `allocate`."""
         self.capturer: Capturer | None = None
         """Captures steps from the next `allocate` on; None evaluates them directly."""
         self._uncapturable: str | None = None
@@ -72,14 +72,19 @@ class TreeModel:
         return self.adapter.model
 
     @property
+    def config(self) -> PretrainedConfig:
+        """The config of its text part."""
+        return self.adapter.config
+
+    @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The model's device."""
         return self.adapter.device
 
     @property
     def vocab_size(self) -> int:
         """V, the model's logits per token."""
-        return self.adapter.config.vocab_size
+        return self.config.vocab_size
 
     @property
     def attention(self) -> str:
@@ -103,7 +108,7 @@ class TreeModel:
 
     @property
     def graph_reason(self) -> str | None:
-        """Why steps that could be graphs on this device are evaluated directly; None if they are graphs."""
+        """The reason why steps that could be graphs here are evaluated directly; None if they are graphs."""
         return self._uncapturable if self.forward is None else self._uncapturable or self.forward.reason
 
     @property
@@ -116,7 +121,7 @@ class TreeModel:
         self.compiled = CompiledForward(self.adapter, backend)
 
     def shortage(self, num_slots: int, max_length: int, max_nodes: int, like: KVCache, num_sharing: int) -> str | None:
-        """Why `allocate` with these sizes would run out of memory, which `num_sharing` ranks share; None if not."""
+        """One line if `allocate` with these sizes would run out of memory, which `num_sharing` ranks share, or None."""
         free = free_bytes(self.device)
         if free is None:
             return None
@@ -136,10 +141,11 @@ class TreeModel:
         if self.forward is None or not known or self.forward.capturer is not self.capturer:
             self.forward = self.cache = None  # first, as there may be no room for two
             self.cache = like.resized(num_slots, rows)
-            direct = EagerForward(self.adapter, self.sampler, self.cache, self._hear_replica)
-            self.forward = direct
+            parts = self.adapter, self.sampler, self.cache, self._hear_replica
             if self.capturer is not None:
-                self.forward = GraphForward(direct, self.compiled or self.adapter, self.capturer)
+                self.forward = GraphForward(*parts, self.capturer, self.compiled or self.adapter)
+            else:
+                self.forward = EagerForward(*parts)
         self.forward.limit(max_nodes)
 
     def prepare(self, num_candidates: int, show: bool = True) -> None:

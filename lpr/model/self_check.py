@@ -1,10 +1,10 @@
-"""The guard at load: does this model evaluate a token tree as it evaluates plain text?
+"""The check at load that a model evaluates a token tree as it evaluates plain text.
 
 Some models keep state or build masks outside the hooks that lpr uses, without an error (recurrent layers, local
-attention that slices by cache row, positions counted inside attention). A config tells only some of them apart
-(`refusal`), so every model is asked once: two small trees, with a compaction between them, against cache-free
-forwards of every root-to-node path. Then three sequences of unequal shapes together, against each by itself, decide
-whether its batches are packed or padded.
+attention that slices by cache row, positions counted inside attention). A config reveals only some of them (`refusal`),
+so every model evaluates two small trees, with a compaction between them, and the logits are compared with cache-free
+forwards of every root-to-node path. Three sequences of unequal shapes, together and each by itself, then decide whether
+batches are packed or padded.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from lpr.config import InputError
 from lpr.model.adapter import Adapter
 from lpr.model.exact import BLOCK
+from lpr.model.failures import first_line
 from lpr.model.families import refusal
 from lpr.model.inputs import Row
 from lpr.model.kv_cache import KVCache
@@ -36,7 +37,7 @@ _ACCEPTED = (0, 2, 5)
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 _HALF_TOLERANCE = 6e-2
 _FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError, NotImplementedError)
-"""What models raise that do not fit."""
+"""Errors of models that do not fit."""
 _PROMPT = 24
 _KERNEL_PROMPT = 200
 
@@ -57,8 +58,7 @@ def self_check(runner: TreeModel) -> KVCache:
         try:
             return _check(adapter)
         except Exception as failure:  # whatever a compiler or driver raises; the model is checked again without them
-            lines = str(failure).strip().splitlines() or [""]
-            logger.warning("attention=%r does not work here, using 'sdpa': %s", adapter.attention, lines[0])
+            logger.warning("attention=%r does not work here, using 'sdpa': %s", adapter.attention, first_line(failure))
             adapter.set_attention("sdpa")
     return _check(adapter)
 
@@ -73,8 +73,7 @@ def check_compiled(runner: TreeModel, like: KVCache) -> None:
     tokens = torch.randint(0, runner.vocab_size, (13,), generator=torch.Generator().manual_seed(4)).tolist()
     nothing = Selection.build([])
     for start, count in ((0, 12), (12, 1)):
-        chain, positions = list(range(-1, count - 1)), list(range(start, start + count))
-        row = Row(0, start, tokens[start : start + count], chain, positions, count)
+        row = Row.chain(0, start, tokens[start : start + count], count)
         shape = static_shape([row], nothing, 0, 1, cache.rows_per_slot, count, adapter.reads_bits)
         assert shape is not None
         words = torch.zeros(shape.num_words, dtype=torch.int32)
@@ -111,10 +110,9 @@ def _check(adapter: Adapter) -> SlotCache:
     except InputError:
         raise
     except _FAILURES as failure:
-        reason = str(failure).strip().splitlines() or [""]
         raise InputError(
             f"model type {name!r} cannot run a token tree: its forward failed with {type(failure).__name__}: "
-            f"{reason[0]}"
+            f"{first_line(failure)}"
         ) from failure
     if not error <= tolerance:
         raise InputError(
@@ -125,7 +123,7 @@ def _check(adapter: Adapter) -> SlotCache:
 
 
 def _inexact_step(adapter: Adapter) -> str | None:
-    """In which kind of step the logits of a text are other bits than one by one; None if in none of them.
+    """The kind of step in which the logits of a text are other bits than one by one, or None.
 
     The text ends behind a block of exact attention, and the tree branches in front of it.
     """
@@ -134,9 +132,7 @@ def _inexact_step(adapter: Adapter) -> str | None:
     text = torch.randint(0, adapter.config.vocab_size, (branch + depth,), generator=generator).tolist()
 
     def forward(cache: SlotCache, start: int, end: int) -> torch.Tensor:
-        chain = list(range(-1, end - start - 1))
-        row = Row(0, start, text[start:end], chain, list(range(start, end)), min(depth, end - start))
-        return adapter.logits([row], cache)
+        return adapter.logits([Row.chain(0, start, text[start:end], min(depth, end - start))], cache)
 
     cache = SlotCache(1, 2 * BLOCK)
     whole = forward(cache, 0, branch + depth)
@@ -157,7 +153,7 @@ def _inexact_step(adapter: Adapter) -> str | None:
         return "in a tree"
     cache = SlotCache(2, 2 * BLOCK)
     forward(cache, 0, branch)
-    other = Row(1, 0, text[:9], list(range(-1, 8)), list(range(9)), 1)
+    other = Row.chain(1, 0, text[:9], 1)
     batch = adapter.logits([row, other], cache)
     return None if torch.equal(batch[1:-1:2], single) else "in a batch"
 
@@ -182,7 +178,7 @@ def _batch_logits(adapter: Adapter, together: bool, packed: bool = False) -> tor
         slot = index if together else 0
         tokens = torch.randint(0, adapter.config.vocab_size, (length + len(parents),), generator=generator).tolist()
         positions = [length + len(_path(parents, node)) - 1 for node in range(len(parents))]
-        steps[0].append(Row(slot, 0, tokens[:length], list(range(-1, length - 1)), list(range(length)), index % 2))
+        steps[0].append(Row.chain(slot, 0, tokens[:length], index % 2))
         steps[1].append(Row(slot, length, tokens[length:], list(parents), positions, len(parents) - index))
     results = []
     for rows in steps:
@@ -216,8 +212,7 @@ def _tree_error(adapter: Adapter, cache: SlotCache, prompt_length: int) -> float
         return adapter.logits([row], cache).float()
 
     text = random_tokens(prompt_length)
-    chain = list(range(-1, prompt_length - 1))
-    forward(Row(0, 0, text, chain, list(range(prompt_length)), 0))
+    forward(Row.chain(0, 0, text, 0))
     worst = torch.zeros((), device=adapter.device)
     span = torch.full((), 1e-9, device=adapter.device)
     for _ in range(2):

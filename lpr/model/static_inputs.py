@@ -1,9 +1,9 @@
 """A step's inputs at fixed places on the device: what a captured graph reads, filled by one copy.
 
 A step of a few sequences is padded to a `StaticShape`, one of a small number. Everything that differs between two
-steps of one shape is in a single run of int32 words: tokens, positions, cache rows, who is whose ancestor in bits, and
-how each next token is chosen. The dense mask is made of the bits on the device, as part of the graph; so the host
-copies T * T / 32 words and never the T * KV of a mask.
+steps of one shape is in a single run of int32 words: tokens, positions, cache rows, ancestors as bits, and the sampling
+parameters. A dense mask is made of the bits on the device, as part of the graph: the host copies T * T / 32 words and
+never the T * KV of a mask.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FEW_KEYS = 16
 
 @dataclass(frozen=True)
 class StaticShape:
-    """What a captured graph holds as constants; steps of equal shape are replays of one graph."""
+    """The constants of a captured graph; steps of equal shape are replays of one graph."""
 
     first_slot: int
     batch: int
@@ -50,14 +50,14 @@ class StaticShape:
     num_keys: int
     """Noise keys; 0: no row is sampled."""
     filtered: bool
-    """Are limits applied? Always where rows are sampled, unless the vocabulary is in parts: without limits they do
-    nothing, and shapes are fewer."""
+    """True if limits are applied: always where rows are sampled, which makes shapes fewer, unless the vocabulary is in
+    parts."""
     tree_bits: bool = False
-    """Does attention read the ancestors in bits, in place of a dense mask?"""
+    """True if attention reads the ancestors as bits, in place of a dense mask."""
     is_wide: bool = False
-    """Is a vocabulary in parts gathered for a limit that needs the whole of it?"""
+    """True if a vocabulary in parts is gathered for a limit that needs the whole of it."""
     only_logits: bool = False
-    """Does the graph end at the logits [B * T, V]? What logits processors get is chosen from outside of it."""
+    """True if the graph ends at the logits [B * T, V]; tokens are then chosen outside of it."""
 
     @cached_property
     def sizes(self) -> dict[str, tuple[int, ...]]:
@@ -178,7 +178,7 @@ def _known_shape(*fields: Any) -> StaticShape:
 
 
 def node_buckets(batch: int, height: int) -> Sequence[int]:
-    """What T may be in a batch of that size, as multiples of `height`."""
+    """The values of T in a batch of that size, multiples of `height`."""
     if height == 1:
         return NODE_BUCKETS if batch == 1 else BATCH_NODE_BUCKETS
     return [size for size in NODE_BUCKETS if size % height == 0]

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from lpr.config import DecodeConfig, InputError
+from lpr.core.wire import payload_words
 from lpr.model.inputs import round_up
 from lpr.planner.facts import Collective, ModelFacts, Weights
 
@@ -167,7 +168,7 @@ def kv_rows(decode: DecodeConfig, lp: int, max_length: int) -> int:
 
 def payload_bytes(decode: DecodeConfig, lp: int) -> int:
     """Bytes of each rank's payload in a step's all-gather."""
-    return 4 * decode.resolved(lp).payload_words(decode.max_batch_size, lp, decode.carries_trees(lp))
+    return 4 * payload_words(decode.resolved(lp), decode.max_batch_size, lp, decode.carries_trees(lp))
 
 
 def read_bytes(facts: ModelFacts, tp: int, element_size: int, num_tokens: int) -> int:

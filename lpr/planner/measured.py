@@ -9,6 +9,7 @@ from typing import Any
 
 from lpr.config import DecodeConfig, InputError
 from lpr.core.step_times import interpolate
+from lpr.core.wire import payload_words
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Drafted:
     def payload_bytes(self, lp: int) -> int:
         """Bytes of a rank's payload in the step's all-gather."""
         decode = DecodeConfig(window_size=0, trie_nodes=self.budget - 1)
-        return 4 * decode.resolved().payload_words(1, lp, decode.carries_trees(lp))
+        return 4 * payload_words(decode.resolved(), 1, lp, decode.carries_trees(lp))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from lpr.config import NUM_HEADER
+from lpr.core.wire import NUM_HEADER
 from lpr.planner.facts import ModelFacts
 from lpr.planner.footprint import Mesh, forward_flops, kv_row_bytes, read_bytes
 from lpr.planner.hardware import Gpu

@@ -20,12 +20,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lpr.config import InputError
 from lpr.fleet.options import default_name
+from lpr.protocol import Stop
 from lpr.serve.api.app import Surface, build
 from lpr.serve.api.context import Context
 from lpr.serve.api.middleware import Keys
 from lpr.serve.keeper import Keeper, Patience, RankProcesses
 from lpr.serve.link import Link
-from lpr.serve.messages import Loading, Stop, ToFront
+from lpr.serve.messages import Loading, ToFront
 from lpr.serve.metrics import Metrics
 from lpr.serve.options import ServeArgs
 from lpr.serve.ranks.processes import Ranks

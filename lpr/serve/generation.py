@@ -12,9 +12,9 @@ from typing import Protocol
 from starlette.types import Receive
 
 from lpr.config import SamplingParams
+from lpr.protocol import Chunk, ErrorCode, TokenLogprobs, Usage
 from lpr.serve.errors import ApiError
 from lpr.serve.jobs import Job
-from lpr.serve.messages import Chunk, TokenLogprobs, Usage
 from lpr.serve.service import Service
 
 
@@ -54,7 +54,7 @@ class Choice:
     """Has a limit ended the text? Then the end of its job is waited for, which says what it took."""
     stop_reason: int | str | None = None
     """The stop string, or the id of `stop_token_ids`, that ended it."""
-    error: str | None = None
+    error: ApiError | None = None
     usage: Usage | None = None
     first: float | None = None
     """When its first token came (time.monotonic)."""
@@ -153,7 +153,7 @@ class Generation:
             pass
         for choice in self.choices:
             if choice.error is not None:
-                raise failure_of(choice.error)
+                raise choice.error
 
     async def _next(self, keep_alive: float | None) -> Chunk | None:
         assert self._gone is not None
@@ -172,7 +172,7 @@ class Generation:
         finally:
             getting.cancel()
         if time.monotonic() >= self._deadline:
-            raise ApiError(504, f"not finished within --request-timeout {self._timeout:g} s", code="timeout")
+            raise ApiError(ErrorCode.TIMEOUT, f"not finished within --request-timeout {self._timeout:g} s")
         return None
 
     def _take(self, chunk: Chunk) -> Event | None:
@@ -200,7 +200,9 @@ class Generation:
         choice.token_ids += chunk.token_ids
         choice.logprobs += chunk.logprobs or []
         choice.sources += chunk.sources or []
-        choice.finish_reason, choice.error = finish, chunk.error
+        choice.finish_reason = finish
+        if chunk.failure is not None:
+            choice.error = ApiError(chunk.failure.code, chunk.failure.message)
         choice.stop_reason = chunk.stop_reason
         choice.usage = chunk.usage or choice.usage
         if choice.job.is_scoring:
@@ -211,17 +213,10 @@ class Generation:
     def _note_scored(self, choice: Choice) -> None:
         """After the last of the known texts, let the wanted ones begin; raises ApiError for one that failed."""
         if choice.error is not None:
-            raise failure_of(choice.error)
+            raise choice.error
         if all(each.finish_reason is not None for each in self.scored):
             for each in self.choices:
                 self._service.release(each.job)
-
-
-def failure_of(error: str) -> ApiError:
-    """The error of a request that could not be finished."""
-    if "shut down" in error or "ranks were lost" in error:
-        return ApiError(503, error, code="unavailable", retry_after=5)
-    return ApiError(500, error, code="generation_failed")
 
 
 def usage_of(choices: Sequence[Choice], num_prompt: int) -> dict[str, object]:

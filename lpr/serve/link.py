@@ -7,16 +7,8 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
-from lpr.serve.messages import (
-    PROTOCOL,
-    FrameReader,
-    Hello,
-    ProtocolError,
-    ToDriver,
-    ToFront,
-    frame,
-    read_to_front,
-)
+from lpr.protocol import ProtocolError
+from lpr.serve.messages import PROTOCOL, FrameReader, Hello, ToDriver, ToFront, frame, read_to_front
 
 _FAREWELL = 1.0
 """Seconds for what was sent last to leave."""

@@ -1,4 +1,4 @@
-"""What exact mode asks a model and a machine for: whose sums depend on the shape of a step, and at which heights."""
+"""Whether a model can be exact on this machine, and at which heights (rows) of its matrix products."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _UNKNOWN_HEIGHT = 4
 _HEIGHTS = (*range(1, 34), 40, 48, 64, 65, 96, 128, 129, 192, 256, 257, 384, 512)
 _MOST_ROWS = 513
 MOST_LOGITS = 66
-"""Rows of the output head that are asked about: few steps have more results."""
+"""Rows of the output head that are tried: few steps have more results."""
 _VECTOR = 64
 """Values that an elementwise operator of PyTorch takes at once on a CPU, at most: two vectors of AVX-512 in half
 precision."""
@@ -32,7 +32,7 @@ Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def refusal(model: Any, own_attention: bool) -> str | None:
-    """Why the logits of `model` depend on the shape of a step, as far as its class and config tell; None if not."""
+    """The reason in its class and config why the logits of `model` depend on a step's shape; None if there is none."""
     config = model.config.get_text_config(decoder=True)
     if own_attention:
         return "its attention is its own code, which adds in the order of cache rows"
@@ -79,7 +79,7 @@ def find_heights(model: nn.Module) -> Heights | str:
             (max(low, other_low), min(high, other_high))
             for low, high in ranges
             for other_low, other_high in found
-            if other_low < other_high  # of one height alone, nothing says that its rows may stand anywhere
+            if other_low < other_high  # at one height alone, a row's place may matter
             and max(low, other_low) <= min(MOST_FILLED, high, other_high)
         ]
         if not ranges or (not is_known and ranges[0][1] < _MOST_ROWS):  # what code of its own multiplies is not cut
@@ -168,7 +168,7 @@ def _linear_alone(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) 
 
 
 def _all_known(model: nn.Module) -> bool:
-    """Does `model` multiply by the weights of these modules only?"""
+    """True if all matrices of `model` belong to modules of these classes."""
     return all(
         isinstance(module, nn.Linear | Conv1D | nn.Embedding)
         for module in model.modules()

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,7 +64,7 @@ def attend(
                 if end > start:
                     out[row, :, entry] = _attend_entry(entry, *states, path.rows[start:end], softcap, own_sinks)
             continue
-        arrays = [each.numpy() for each in states]
+        arrays: Any = [each.numpy() for each in states]
         extra = None if own_sinks is None else own_sinks.numpy()
         share_out(partial(_attend_heads, *arrays, path, softcap or 0.0, extra, out[row].numpy()), key.shape[1])
     return out.to(query.dtype)

@@ -1,7 +1,7 @@
 """Sampling on a CPU in C++ (native/sampling.h): the tokens that `specification.pick` chooses, id for id.
 
 A row is read a few times in a core's cache: scaled, searched for the best total of score and noise, and added up where
-a limit asks for it. The specification decides the rows where rounding would matter, two in a hundred thousand.
+a limit needs it. The specification decides the rows where rounding would matter, two in a hundred thousand.
 """
 
 from __future__ import annotations

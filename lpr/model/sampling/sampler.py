@@ -61,7 +61,7 @@ class Sampler:
         found = []
         for in_parts in (False, True):
             cache = SlotCache(1, 256)
-            inputs = adapter.inputs([Row(0, 0, [1, 2, 3], [-1, 0, 1], [0, 1, 2], 3)], cache)
+            inputs = adapter.inputs([Row.chain(0, 0, [1, 2, 3], 3)], cache)
             inputs.in_parts = in_parts
             found.append(adapter.forward(inputs, cache).float())
         whole, mine = found

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from lpr.serve.api.context import Context
 from lpr.serve.api.sse import COMMENT, DONE, EventStream, error_event, event
 from lpr.serve.errors import ApiError
-from lpr.serve.generation import Choice, DisconnectedError, Event, Generation, failure_of
+from lpr.serve.generation import Choice, DisconnectedError, Event, Generation
 
 KEEP_ALIVE = 10.0
 """Seconds without an event after which a stream says that it lives."""
@@ -71,7 +71,7 @@ async def _events(generation: Generation, form: Form) -> AsyncGenerator[bytes, N
                     yield COMMENT
                     continue
                 if each.choice.error is not None:
-                    raise failure_of(each.choice.error)
+                    raise each.choice.error
                 yield event(form.step(each, choices))
             for data in form.end(choices):
                 yield event(data)

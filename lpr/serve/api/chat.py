@@ -11,8 +11,8 @@ from fastapi import APIRouter, Request, Response
 
 from lpr.serve.api.answers import answer
 from lpr.serve.api.context import Context, aside, context_of, note_prefix
+from lpr.serve.bodies import ChatBody, Sampling, StreamOptions
 from lpr.serve.generation import Choice, Event, Generation, Wanted, decoding_of, usage_of
-from lpr.serve.protocol import ChatBody, Sampling, StreamOptions
 from lpr.serve.text.grammar import grammar_of
 from lpr.serve.text.logprobs import for_chat
 from lpr.serve.text.served import Served, spread

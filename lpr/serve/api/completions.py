@@ -14,9 +14,9 @@ from lpr.config import SamplingParams
 from lpr.serve.api.answers import answer
 from lpr.serve.api.chat import answer_as_chat
 from lpr.serve.api.context import aside, context_of, note_prefix
+from lpr.serve.bodies import CompletionBody, FimBody, Prompt, StreamOptions
 from lpr.serve.errors import bad
 from lpr.serve.generation import Choice, Event, Generation, Wanted, decoding_of, usage_of
-from lpr.serve.protocol import CompletionBody, FimBody, Prompt, StreamOptions
 from lpr.serve.text.grammar import grammar_of
 from lpr.serve.text.logprobs import for_completion, for_prompt, joined
 from lpr.serve.text.served import Served, spread

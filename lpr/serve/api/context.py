@@ -12,6 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 from starlette.requests import Request
 
 from lpr.fleet.affinity import prefix_keys
+from lpr.protocol import ErrorCode
 from lpr.serve.errors import ApiError, bad
 from lpr.serve.generation import Generation
 from lpr.serve.metrics import Metrics
@@ -53,7 +54,7 @@ class Context:
         """What is served; raises ApiError (503) while nothing is."""
         self.service.check_ready()
         if self.served is None:
-            raise ApiError(503, "the model is not loaded yet", code="loading", retry_after=5)
+            raise ApiError(ErrorCode.LOADING, "the model is not loaded yet")
         return self.served
 
     def name(self, request: Request, kind: str, wanted: str | None = None) -> str:

@@ -12,9 +12,9 @@ from fastapi import APIRouter, Request, Response
 from lpr.config import SamplingParams
 from lpr.serve.api.answers import answer
 from lpr.serve.api.context import aside, context_of, note_prefix
+from lpr.serve.bodies import InfillBody
 from lpr.serve.errors import bad
 from lpr.serve.generation import Choice, Event, Generation
-from lpr.serve.protocol import InfillBody
 from lpr.serve.text.fim import Extra
 from lpr.serve.text.served import Served, fresh_seed, sampling, spread
 
@@ -161,7 +161,7 @@ class _InfillForm:
     def _finished(self, choice: Choice) -> dict[str, Any]:
         job, usage = choice.job, choice.usage
         num_prompt, num_output = len(job.prompt_ids), len(choice.token_ids)
-        begun = job.given or job.arrived
+        begun = job.begun or job.arrived
         prompt_ms = 1e3 * ((choice.first or begun) - begun)
         predict_ms = 1e3 * ((choice.latest or 0.0) - (choice.first or 0.0))
         num_cached = usage.num_cached if usage is not None else 0

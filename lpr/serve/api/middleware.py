@@ -16,6 +16,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lpr.config import InputError
+from lpr.protocol import ErrorCode
 from lpr.serve.errors import ApiError
 from lpr.serve.metrics import Metrics
 
@@ -157,8 +158,8 @@ class Guard:
         key = value.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
         name = self._keys.name_of(key)
         if name is None:
-            code = "invalid_api_key" if key else "missing_api_key"
-            raise ApiError(401, "give a valid key as Authorization: Bearer KEY", code=code)
+            code = ErrorCode.INVALID_KEY if key else ErrorCode.MISSING_KEY
+            raise ApiError(code, "give a valid key as Authorization: Bearer KEY")
         return name
 
     async def _with_body(self, headers: Mapping[str, str], receive: Receive) -> Receive:
@@ -179,7 +180,8 @@ class Guard:
                     if len(body) > self._max_body:
                         raise self._too_large()
         except TimeoutError as failure:
-            raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s") from failure
+            message = f"the body did not arrive within {BODY_SECONDS:g} s"
+            raise ApiError(ErrorCode.BODY_TIMEOUT, message) from failure
         _check_text(bytes(body))
         pending = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
@@ -189,7 +191,7 @@ class Guard:
         return replayed
 
     def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body is larger than --max-body {self._max_body} bytes", code="body_too_large")
+        return ApiError(ErrorCode.BODY_TOO_LARGE, f"the body is larger than --max-body {self._max_body} bytes")
 
     def _write(self, scope: Scope, state: dict[str, Any], status: int, seconds: float) -> None:
         line = {
@@ -213,9 +215,8 @@ def _check_text(body: bytes) -> None:
         try:
             json.dumps(json.loads(body), ensure_ascii=False).encode()
         except UnicodeEncodeError as failure:
-            raise ApiError(
-                400, "the body holds half of a surrogate pair, which is no text", None, "invalid_json"
-            ) from failure
+            message = "the body holds half of a surrogate pair, which is no text"
+            raise ApiError(ErrorCode.INVALID_JSON, message) from failure
         except (ValueError, RecursionError):
             return  # no JSON at all: the application says so
 
@@ -227,7 +228,7 @@ def _check_type(scope: Scope, headers: Mapping[str, str]) -> None:
     """
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if scope["method"] == "POST" and kind != "application/json" and not kind.endswith("+json"):
-        raise ApiError(415, "send the body as Content-Type: application/json", code="unsupported_media_type")
+        raise ApiError(ErrorCode.MEDIA_TYPE, "send the body as Content-Type: application/json")
 
 
 def _request_id(given: str | None) -> str:

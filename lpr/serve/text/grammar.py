@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 
-from lpr.serve.errors import ApiError, bad
-from lpr.serve.protocol import ResponseFormat
+from lpr.protocol import ErrorCode
+from lpr.serve.bodies import ResponseFormat
+from lpr.serve.errors import bad
 
 _FIELDS = {"json_schema": "json_schema.schema", "regex": "regex", "grammar": "grammar"}
 
@@ -21,7 +22,7 @@ def grammar_of(wanted: ResponseFormat | None) -> str | None:
         import llguidance
     except ImportError as failure:
         message = "response_format needs the package llguidance: pip install 'lpr[grammar]'"
-        raise ApiError(400, message, "response_format", "not_installed") from failure
+        raise bad("response_format", message, ErrorCode.NOT_INSTALLED) from failure
     matcher = llguidance.LLMatcher
     param = "response_format." + _FIELDS.get(wanted.type, "type")
     try:
