@@ -159,16 +159,6 @@ def test_plain_decoding_where_drafts_do_not_pay() -> None:
     assert predict(setting(temperature=None), Mesh(1, 8)).drafted is None
 
 
-def test_a_measured_table_replaces_the_roofline() -> None:
-    rows = [{"batch": 1, "kv": 256, "ms": [2, 9]}, {"batch": 1, "kv": 1024, "ms": [4, 18]}]
-    table = read_step_times({"nodes": [1, 64], "rows": rows, "source": "x"}, "t")
-    found = predict(setting(table=table, temperature=None), Mesh(1, 1))
-    assert found.step.forward == pytest.approx(4e-3), "at the cached length of the setting"
-    assert predict(setting(table=table, temperature=None, kv=256), Mesh(1, 1)).step.forward == pytest.approx(2e-3)
-    drafted = setting(table=table, kv=256).step(Mesh(1, 1), Drafted(0.0, 32, 2.0, 32.5), Inputs())
-    assert drafted.forward == pytest.approx(5.5e-3)
-
-
 def test_every_uncertainty_moves_a_prediction_as_it_says() -> None:
     """Slow values lower tokens per second and fast ones raise them, where the input matters at all."""
     one = setting(machine=replace(A100, gpu=replace(A100.gpu, flops=2e13)))  # slow enough for arithmetic to matter
