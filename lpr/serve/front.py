@@ -167,11 +167,11 @@ class Front:
         if self._keeper is not None:
             self._keeper.hear(message)
         self.service.receive(message)
-        if self.service.is_hopeless:
-            self._fail(2, self.service.refused or "")
-        elif self.service.facts is not None and self.context.served is None:
+        if self.service.mesh.is_hopeless:
+            self._fail(2, self.service.mesh.refused or "")
+        elif self.service.mesh.facts is not None and self.context.served is None:
             try:
-                self.context.served = Served(self.service.facts, self.args.names, self.args.fim, self._template)
+                self.context.served = Served(self.service.mesh.facts, self.args.names, self.args.fim, self._template)
             except (InputError, ValueError) as failure:
                 self._fail(2, str(failure))
 
@@ -226,14 +226,14 @@ class Front:
         address = f"{scheme}://{self.args.host}:{self.port}"
         print(f"lpr.serve: listening on {address}", flush=True)
         columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        ready = asyncio.create_task(self.service.ready.wait())
+        ready = asyncio.create_task(self.service.mesh.ready.wait())
         with Progress(*columns, console=self._console, disable=not self._console.is_terminal) as progress:
             bar = progress.add_task("starting the ranks", total=None)
             while not ready.done():
                 await asyncio.wait({ready}, timeout=0.2)
-                if isinstance(loading := self.service.loading, Loading):
+                if isinstance(loading := self.service.mesh.loading, Loading):
                     progress.update(bar, description=loading.stage, completed=loading.done, total=loading.total)
-        facts = self.service.facts
+        facts = self.service.mesh.facts
         if facts is not None:
             mesh = f"lp {facts.lp} x tp {facts.tp}, {facts.dtype} on {facts.device}"
             print(f"lpr.serve: ready: {self.args.names[0]}, {mesh}", flush=True)

@@ -22,7 +22,7 @@ from lpr.serve.text.served import Served, fresh_seed, sampling, spread
 router = APIRouter()
 
 SAMPLERS = ("top_k", "top_p", "min_p", "temperature", "penalties", "infill")
-"""Names that `samplers` may hold. "infill" is llama.cpp's sampler that all but takes the most likely token: greedy."""
+"""Names that `samplers` may hold. "infill" is llama.cpp's nearly greedy sampler."""
 MOST = 512
 """Tokens of a middle where `n_predict` is -1."""
 
@@ -31,7 +31,7 @@ class LineLimit:
     """Ends a text at a line that is indented too little, or after a line once the time is up."""
 
     def __init__(self, n_indent: int, t_max_ms: float) -> None:
-        """No line but the first may begin left of column `n_indent`; `t_max_ms` counts from the first token."""
+        """Lines after the first need an indent of `n_indent`; `t_max_ms` counts from the first token."""
         self._n_indent = n_indent
         self._t_max = t_max_ms / 1000
         self._began: float | None = None
@@ -49,7 +49,7 @@ class LineLimit:
         if last and self._line:
             shown, self._line = shown + self._line, None
         self._has_line = self._has_line or "\n" in shown
-        # As in llama.cpp: not before a line is complete, so that slow machines still show one.
+        # As in llama.cpp, not before a line is complete, so that slow machines still show one.
         return shown, bool(self._t_max) and self._has_line and now - self._began > self._t_max
 
     def _indented(self, text: str) -> tuple[str, bool]:
@@ -89,13 +89,13 @@ async def infill(body: InfillBody, request: Request) -> Response:
 
 
 def _prompt(served: Served, body: InfillBody, count: int) -> tuple[list[int], bool]:
-    """The prompt's ids, and whether something was left out to make it fit."""
+    """The prompt's ids, and whether it was truncated."""
     prefix = body.input_prefix + body.prompt
     room = served.facts.max_length - count
     if room < 2:
         raise bad("n_predict", f"n_predict {count} leaves no room; the model's limit is {served.facts.max_length}")
     if served.filler is None and not body.input_suffix.strip():
-        # Nothing follows the hole: then it is no hole, and every model can go on.
+        # Nothing follows the hole, so every model can continue.
         ids = served.tokens.encode("".join(extra.text for extra in body.input_extra) + prefix)
         kept = ids[max(0, len(ids) - room) :]
         if not kept:
