@@ -23,7 +23,7 @@ import tyro
 from rich.console import Console
 
 from benchmarks.common import Options, Whole, progress, run_main
-from benchmarks.limit import Counted, figures_with_limit, count_output
+from benchmarks.limit import Counted, count_output, figures_with_limit
 from benchmarks.peers.recorded import CountSteps, replayed_peers
 from benchmarks.record import Recorded, read_texts
 from benchmarks.replay import FixedSizes, Task, replay_task
