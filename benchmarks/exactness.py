@@ -29,8 +29,8 @@ from benchmarks.common import Options, Whole, circumstances, run_main, write_jso
 from lpr import DecodeConfig, Engine, EngineOptions, InputError, SamplingParams, bundled_model
 from lpr.dist.comm import Comm
 from lpr.engine.request import Request
-from lpr.model.cache import TreeCache
 from lpr.model.inputs import Row, StepInputs
+from lpr.model.kv_cache import KVCache
 from lpr.model.loader import load
 from lpr.model.sampling.selection import Selection
 from tests.prompts import PROMPTS
@@ -101,21 +101,22 @@ class Watch:
         self.prompts = {tuple(prompt): index for index, prompt in enumerate(prompts)}
         model = engine.model
         rows_of_step: list[Row] = []
-        evaluate, logits_of = type(model).evaluate, type(model).logits
+        evaluate, forward_of = type(model).evaluate, type(model.adapter).forward
 
         def evaluated(rows: Sequence[Row], selection: Selection, num_candidates: int) -> torch.Tensor:
             rows_of_step[:] = rows
             return evaluate(model, rows, selection, num_candidates)
 
-        def logits(inputs: StepInputs, cache: TreeCache) -> torch.Tensor:
-            found = logits_of(model, inputs, cache)
+        def forward(inputs: StepInputs, cache: KVCache) -> torch.Tensor:
+            found = forward_of(model.adapter, inputs, cache)
             if rows_of_step:
                 here = {each.slots[engine.comm.rank]: each for each in engine.scheduler.running}
                 self.look(here, rows_of_step, found)
                 rows_of_step.clear()
             return found
 
-        model.evaluate, model.logits = evaluated, logits  # type: ignore[method-assign]
+        model.evaluate = evaluated  # type: ignore[method-assign]
+        model.adapter.forward = forward  # type: ignore[method-assign, assignment]
 
     def look(self, running: dict[int, Request], rows: Sequence[Row], logits: torch.Tensor) -> None:
         """Take the digests of the results of `rows`, whose logits [n, V] follow one another."""

@@ -33,6 +33,7 @@ from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
 from lpr.config import Auto
 from lpr.core.step_times import StepTimes, read_step_times
 from lpr.dist.runtime import World, join
+from lpr.engine.hooks import StepHooks
 from lpr.engine.request import Prompt, Request
 from lpr.engine.scheduler import Schedule
 
@@ -92,14 +93,14 @@ class Counter:
         begins |= any(request.num_output == 0 for request in schedule.decoding)
         lengths = [len(request.tokens) for request in running]
         held = sum(sum(request.num_computed_tokens) for request in running)
-        engine.recorder = clock = StepClock(time.thread_time)
+        engine.hooks = clock = StepClock(time.thread_time)
         result = run(schedule, num_command_bytes)
-        engine.recorder = None
-        if result[0]:
-            loads = [load + own for load, own in zip(loads, result[0][0].num_entries, strict=True)]
+        engine.hooks = StepHooks()
+        if result.outcomes:
+            loads = [load + own for load, own in zip(loads, result.outcomes[0].num_entries, strict=True)]
             self.host.append(clock.phases["draft"] + clock.phases["commit"])
         self.num_steps += 1
-        emitted = sum(len(outcome.concluded.emitted) for outcome in result[0])
+        emitted = sum(len(outcome.concluded.emitted) for outcome in result.outcomes)
         self.num_tokens += emitted
         if not begins:
             self.decoding = [self.decoding[0] + emitted, self.decoding[1] + max(loads)]
@@ -141,7 +142,7 @@ def count(
     engine: Engine, prompts: Sequence[Prompt], params: Sequence[SamplingParams], load: int, times: StepTimes
 ) -> tuple[list[list[int]], Counter]:
     """Keep `load` requests running; returns their outputs, and the counts of the steps with a full load."""
-    counter, run = Counter(times), engine.run
+    counter, run = Counter(times), engine.replica.run
     left = list(zip(prompts, params, strict=True))[::-1]
     requests: list[Request] = []
 
@@ -153,14 +154,14 @@ def count(
     def running() -> list[Request]:
         return [request for request in requests if request.finish_reason is None]
 
-    engine.run = counted  # type: ignore[method-assign]
+    engine.replica.run = counted  # type: ignore[method-assign]
     try:
         while left or len(running()) == load:
             while left and len(running()) < load:
                 requests.append(engine.submit(*left.pop()))
             engine.step()
     finally:
-        engine.run = run  # type: ignore[method-assign]
+        engine.replica.run = run  # type: ignore[method-assign]
     for request in running():
         engine.abort(request)
     while not engine.is_idle:

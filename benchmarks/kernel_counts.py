@@ -29,10 +29,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from benchmarks.common import RESULTS, Options, run_main
-from lpr.model.cache import TreeCache
 from lpr.model.kernels.attention_kernel import choose_tiles
 from lpr.model.packing import pack_projections
 from lpr.model.runner import TreeModel
+from lpr.model.slot_cache import SlotCache
 from lpr.model.static_inputs import StaticShape
 from lpr.planner.facts import config_from
 from lpr.planner.presets import read_preset
@@ -135,11 +135,10 @@ def fake_runner(model: PreTrainedModel, config: Any) -> TreeModel:
     runner = TreeModel(model, attention="triton", graphs=False)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    like = TreeCache(1, 2)
+    like = SlotCache(1, 2)
     for layer in range(config.num_hidden_layers):
-        like._layers[layer] = (torch.empty(2, heads, dim, dtype=model.dtype, device=GPU),) * 2
-    runner.cache = TreeCache(1, ROWS)
-    runner.cache.allocate(like)
+        like.layer_tensors[layer] = (torch.empty(2, heads, dim, dtype=model.dtype, device=GPU),) * 2
+    runner.cache = like.resized(1, ROWS)
     return runner
 
 
@@ -158,9 +157,10 @@ def generated_code(runner: TreeModel, inputs: Any) -> str:
     torch._dynamo.reset()
     assert runner.cache is not None
     runner.compile()
+    assert runner.compiled is not None
     try:
         with mock.patch.object(GraphLowering, "codegen", stop):
-            runner._call(inputs, runner.cache)
+            runner.compiled.forward(inputs, runner.cache)
     except Exception:
         if not found:  # not GeneratedError, which Dynamo wraps
             raise
@@ -175,7 +175,7 @@ def count(config: Any, num_entries: int, num_kv: int, dtype: torch.dtype = torch
         model = fake_model(config, dtype)
         runner = fake_runner(model, config)
         assert runner.cache is not None
-        shape = StaticShape(0, 1, num_entries, num_kv, ROWS, 8 if num_entries > 1 else 0, 0, False, tree_bits=True)
+        shape = StaticShape(0, 1, num_entries, num_kv, 8 if num_entries > 1 else 0, 0, False, tree_bits=True)
         words = torch.empty(shape.num_words, dtype=torch.int32, device=GPU)
         splits = _splits(config, num_entries, num_kv, dtype)
         layers = config.num_hidden_layers
@@ -185,9 +185,9 @@ def count(config: Any, num_entries: int, num_kv: int, dtype: torch.dtype = torch
             with Launches() as around:
                 inputs, selection = shape.read(words)
             with Launches() as forward:
-                logits = runner.logits(inputs, runner.cache)
+                logits = runner.adapter.forward(inputs, runner.cache)
             with around:
-                runner._results(logits, selection, shape.num_candidates, fixed_shapes=True)
+                runner.sampler.results(logits, selection, shape.num_candidates, fixed_shapes=True)
             more = forward.names["lpr::tree_attention"] * (splits > 1)
             result[name] = {"launches": around.total + forward.total + more, "forward": forward.total + more}
             result["around_the_forward"] = around.total

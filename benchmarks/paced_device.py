@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from lpr.config import TreeSizes, result_words
+from lpr.config import TreeSizes
 from lpr.core.step_times import StepTimes
-from lpr.dist.comm import SoloComm
+from lpr.core.wire import first_result, node_width, result_words
+from lpr.dist.comm import Comm
 from lpr.engine.engine import Engine
 from lpr.model.inputs import Row
 from lpr.model.sampling.selection import Selection
@@ -167,8 +168,10 @@ class Device:
         self.lap.ready = self.clock.now()
 
 
-class PacedComm(SoloComm):
+class PacedComm(Comm):
     """Rank 0 of `size` ranks; the others are simulated and take as long as this one, at the same time."""
+
+    size: int = 1
 
     def __init__(self, size: int) -> None:
         """A world of `size` ranks."""
@@ -215,12 +218,12 @@ class PacedModel:
         cache.move = lambda rows: None
         cache.clear = lambda slot, num_cached: None
         cache.move_slot = self.move_slot
-        exchange: Any = engine._exchange
+        exchange: Any = engine.replica.exchange
         self._exchange = exchange
         self._gather, exchange.gather = exchange.gather, self.gather
 
     def move_slot(self, source: int, target: int, num_cached: int) -> None:
-        """As TreeCache.move_slot."""
+        """As KVCache.move_slot."""
         self._by_slot[target] = self._by_slot[source]
 
     def fill(self, rows: Sequence[Row]) -> None:
@@ -243,7 +246,7 @@ class PacedModel:
             rows, selection, num_candidates, self._num_slots, self._rows_per_slot, NODE_BUCKETS[-1], tree_bits=True
         )
         if shape is not None:
-            shape.place(self._words.numpy()[: shape.num_words], rows, selection)
+            shape.place(self._words.numpy()[: shape.num_words], rows, selection, self._model.cache)
             self._there[: shape.num_words].copy_(self._words[: shape.num_words])
         longest = max(row.num_cached for row in rows)
         self.device.launch(sum(row.num_entries for row in rows), len(rows), longest)
@@ -262,7 +265,7 @@ class PacedModel:
                     results.append(self._recorded.answers(text, root, tokens, parents, depths, num_candidates))
             return torch.from_numpy(np.concatenate(results))
 
-    def gather(self, local: Any, draft: Any, *rest: Any) -> Any:
+    def gather(self, draft: Any, local: Any, *rest: Any) -> Any:
         """As Exchange.gather; simulates the results of the other ranks while the device works."""
         with self.device.clock.stopped():
             self._draft, self._others = draft, []
@@ -270,7 +273,7 @@ class PacedModel:
                 for (text, root), tree in zip(self.steps, draft.trees, strict=True):
                     columns = (tree.tokens, tree.parents, tree.depths)
                     self._others.append(self._recorded.answers(text, root, *columns, self._k))
-        return self._gather(local, draft, *rest)
+        return self._gather(draft, local, *rest)
 
     def payloads(self, payload: torch.Tensor) -> torch.Tensor:
         """This rank's payload and those of the simulated ranks."""
@@ -278,8 +281,8 @@ class PacedModel:
         everything = payload[None]
         if size > 1:
             everything = everything.repeat(size, 1)
-            capacity, width = self._config.owned_capacity(size), result_words(self._config.num_recycled)
-            begin = self._exchange.first_result(len(self._draft))
+            capacity, width = self._exchange.capacity, node_width(self._config, self._exchange.carries_trees)
+            begin = first_result(len(payload), capacity, width)
             tables = everything[:, begin:].view(size, -1, capacity, width).numpy()
             for index, (split, found) in enumerate(zip(self._draft.shards, self._others, strict=True)):
                 for rank in range(1, size):

@@ -24,6 +24,7 @@ from benchmarks.common import DataOptions, Flag, run_main
 from benchmarks.data import prompts_of
 from benchmarks.engines import StepClock, load_engine, params_for, switch
 from lpr import DecodeConfig, Engine
+from lpr.engine.hooks import StepHooks
 
 PHASES = {"draft": "draft", "forward": "forward", "gather": "exchange", "commit": "accept, commit"}
 """Phases of a step as the engine reports them, and their names in the result."""
@@ -68,7 +69,7 @@ def time_steps(
     switch(engine, decode)
     gc.freeze()  # as lpr.generate does
     per_step: dict[str, list[float]] = defaultdict(list)
-    clock = engine.recorder = StepClock(time.thread_time)
+    clock = engine.hooks = StepClock(time.thread_time)
     try:
         for ms in decode_steps(engine, prompts, temperature, max_new_tokens):
             for phase, name in PHASES.items():
@@ -77,7 +78,7 @@ def time_steps(
             per_step["step"].append(ms)
             per_step["outside the forward"].append(ms - clock.phases["forward"])
     finally:
-        engine.recorder = None
+        engine.hooks = StepHooks()
     per_step["host alone"] = host_alone(engine, decode, prompts, temperature, max_new_tokens)
     return {
         "temperature": temperature,
@@ -112,7 +113,7 @@ def host_alone(
         return recorded[-1]
 
     def read(rows: Any, *args: Any) -> torch.Tensor:
-        model._inputs(rows)
+        model.adapter.step_inputs(rows, model.cache)
         return recorded.pop(0)
 
     times: list[float] = []

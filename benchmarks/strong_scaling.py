@@ -21,6 +21,7 @@ from benchmarks.common import DataOptions, Whole, progress, run_main
 from benchmarks.data import prompts_of
 from benchmarks.engines import RankCounter, count_steps, load_engine, params_for
 from lpr import DecodeConfig
+from lpr.core.wire import payload_words
 from lpr.engine.stats import DecodeStats
 
 
@@ -64,7 +65,7 @@ def measure(options: StrongScalingOptions, console: Console) -> dict[str, Any]:
                 total.add(stats)
                 counter.add(mine)
             sizes, carries_trees = decode.resolved(num_ranks), decode.carries_trees(num_ranks)
-            payload = 4 * sizes.payload_words(decode.max_batch_size, num_ranks, carries_trees)
+            payload = 4 * payload_words(sizes, decode.max_batch_size, num_ranks, carries_trees)
             case = {"temperature": temperature, "budget_per_rank": budget, "num_ranks": num_ranks}
             counts = figures(total, counter)
             found.append({**case, **counts, "by_seed": by_seed, "payload_bytes_per_rank": payload})

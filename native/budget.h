@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cmath>
-#include <functional>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -38,10 +37,10 @@ inline double time_at(double per_rank, const StepRow& row) {
 // Expected tokens and time of a step while its trees are drafted, one after the other.
 class ExpectedTokens {
  public:
-  ExpectedTokens(int64_t count, double beside, int64_t pending, int64_t held, int64_t limit, int64_t num_ranks,
+  ExpectedTokens(int64_t count, double other_tokens, int64_t pending, int64_t held, int64_t limit, int64_t num_ranks,
                  const StepRow& row)
-      : tokens_(static_cast<double>(count) + beside), base_(count * (1 + held)), pending_(pending), most_(count * limit), num_ranks_(num_ranks),
-        row_(row) {
+      : tokens_(static_cast<double>(count) + other_tokens), base_(count * (1 + held)), pending_(pending),
+        most_(count * limit), num_ranks_(num_ranks), row_(row) {
     rate_ = tokens_ / times(0);
     node_ms_ = cheapest(0);
   }
@@ -139,8 +138,8 @@ struct AcceptanceHistory {
 class Budget {
  public:
   virtual ~Budget() = default;
-  // `num_homes` ranks evaluate each tree together; none: all ranks.
-  virtual void begin(int64_t count, int64_t pending, int64_t kv, std::optional<int64_t> num_homes) = 0;
+  // `num_homes` ranks evaluate each tree together.
+  virtual void begin(int64_t count, int64_t pending, int64_t num_homes) = 0;
   virtual DraftRequest request(const AcceptanceHistory& history) = 0;
   virtual void cut(std::vector<Draft*>& drafts, std::vector<AcceptanceHistory*>& histories) = 0;
   virtual void observe(const std::vector<const TokenTree*>& trees, const std::vector<const Tokens*>& paths,
@@ -155,9 +154,7 @@ struct TreeLimits {
 class FixedBudget : public Budget {
  public:
   explicit FixedBudget(std::vector<TreeLimits> by_homes) : by_homes_(std::move(by_homes)), now_(by_homes_.back()) {}
-  void begin(int64_t, int64_t, int64_t, std::optional<int64_t> num_homes) override {
-    now_ = num_homes ? by_homes_.at(*num_homes - 1) : by_homes_.back();
-  }
+  void begin(int64_t, int64_t, int64_t num_homes) override { now_ = by_homes_.at(num_homes - 1); }
   DraftRequest request(const AcceptanceHistory&) override { return {now_.num_drafted, std::nullopt, now_.columns}; }
   void cut(std::vector<Draft*>&, std::vector<AcceptanceHistory*>&) override {}
   void observe(const std::vector<const TokenTree*>&, const std::vector<const Tokens*>&,
@@ -172,27 +169,23 @@ class AdaptiveBudget : public Budget {
  public:
   bool window = false;
   int64_t num_ranks = 1;
-  double beside = 0.0;  // tokens that other requests are expected to get in the running step
-  std::function<StepRow(int64_t batch, int64_t kv)> row_of;  // by the table of step times that all ranks share
+  StepRow times;              // milliseconds at the knots of a step like the running one
+  double other_tokens = 0.0;  // that other requests are expected to get in the running step
 
-  AdaptiveBudget(std::vector<TreeLimits> by_homes, std::function<StepRow(int64_t, int64_t)> rows)
-      : row_of(std::move(rows)), by_homes_(std::move(by_homes)) {
+  AdaptiveBudget(std::vector<TreeLimits> by_homes, StepRow first_times)
+      : times(std::move(first_times)), by_homes_(std::move(by_homes)) {
     int64_t window_size = by_homes_.back().columns;
     spread(by_homes_.size());
-    first_yield_[0] = yield_[0] = 0.14;
-    first_yield_[1] = yield_[1] = std::max(0.0, 0.16 * std::log2((1 + window_size) / 3.0));
-    if (window_nodes_) {
-      StepRow row = row_of(1, 1);
-      double earned = first_yield_[0] + first_yield_[1];
-      window = (1 + earned) / times(1 + window_nodes_, 0, row) > 1 / times(1, 0, row);
-    }
+    first_yield_[0] = yield_[0] = constants.first_window_yield;
+    first_yield_[1] = yield_[1] = std::max(0.0, constants.pool_yield * std::log2((1 + window_size) / 3.0));
+    double earned = first_yield_[0] + first_yield_[1];
+    if (window_nodes_) window = (1 + earned) / milliseconds(1 + window_nodes_, 0) > 1 / milliseconds(1, 0);
   }
 
-  void begin(int64_t count, int64_t pending, int64_t kv, std::optional<int64_t> num_homes) override {
-    spread(num_homes.value_or(by_homes_.size()));
+  void begin(int64_t count, int64_t pending, int64_t num_homes) override {
+    spread(num_homes);
     count_ = count;
     pending_ = pending;
-    kv_ = kv;
     expected_ = nullptr;
   }
 
@@ -200,8 +193,7 @@ class AdaptiveBudget : public Budget {
     if (history.pause) return {0, std::nullopt, 0};
     int64_t held = window ? window_nodes_ : 0;
     if (!expected_)
-      expected_ =
-          std::make_shared<ExpectedTokens>(count_, beside, pending_, held, limit_, num_ranks, row_of(count_, kv_));
+      expected_ = std::make_shared<ExpectedTokens>(count_, other_tokens, pending_, held, limit_, num_ranks, times);
     return {limit_ - held, Price(expected_, history.trust(all_.trust())), window ? columns_ : 0};
   }
 
@@ -215,7 +207,6 @@ class AdaptiveBudget : public Budget {
       }
       return;
     }
-    StepRow row = row_of(count_, kv_);
     double first = all_.trust();
     std::vector<std::vector<double>> falling;
     std::vector<double> gains;
@@ -226,14 +217,14 @@ class AdaptiveBudget : public Budget {
       held += drafts[i]->num_window;
     }
     std::sort(gains.begin(), gains.end(), std::greater<>());
-    double without = static_cast<double>(count_) + beside;
+    double without = static_cast<double>(count_) + other_tokens;
     std::vector<double> tokens = {without};
     double sum = 0.0;
     for (double gain : gains) tokens.push_back(without + (sum += gain));
     size_t best = 0;
     double best_rate = -kInfinity, near_price = 0.0, first_rate = 0.0, first_time = 0.0;
     for (size_t k = 0; k < tokens.size(); k++) {
-      double time = times(held + static_cast<int64_t>(k), pending_, row);
+      double time = milliseconds(held + static_cast<int64_t>(k), pending_);
       double rate = tokens[k] / time;
       if (rate > best_rate) {
         best = k;
@@ -248,7 +239,7 @@ class AdaptiveBudget : public Budget {
     }
     double threshold = best ? gains[best - 1] : kInfinity;
     for (size_t i = 0; i < drafts.size(); i++) keep(*drafts[i], *histories[i], falling[i], threshold, near_price);
-    if (window_nodes_) weigh_window(tokens, row);
+    if (window_nodes_) weigh_window(tokens);
   }
 
   void observe(const std::vector<const TokenTree*>& trees, const std::vector<const Tokens*>& paths,
@@ -306,16 +297,16 @@ class AdaptiveBudget : public Budget {
     history.count(draft.tree->size() > 1, falling.empty() || falling[0] < near_price);
   }
 
-  void weigh_window(const std::vector<double>& tokens, const StepRow& row) {
+  void weigh_window(const std::vector<double>& tokens) {
     double count = static_cast<double>(count_);
     int64_t held = count_ * window_nodes_, left = count_ * limit_ - held, drafted = static_cast<int64_t>(tokens.size()) - 1;
     double more = count * (window ? yield_[0] : yield_[0] + yield_[1]), less = window ? count * yield_[1] : 0.0;
     double best_wide = -kInfinity, best_plain = -kInfinity;
     for (int64_t k = 0; k <= (window ? drafted : std::min(drafted, left)); k++)
-      best_wide = std::max(best_wide, (tokens[k] + more) / times(k + (count_ + held), pending_, row));
+      best_wide = std::max(best_wide, (tokens[k] + more) / milliseconds(k + (count_ + held), pending_));
     auto weigh_plain = [&](double expected, int64_t k) {
-      if (window) expected = std::max(expected - less, count + beside);
-      best_plain = std::max(best_plain, expected / times(k + count_, pending_, row));
+      if (window) expected = std::max(expected - less, count + other_tokens);
+      best_plain = std::max(best_plain, expected / milliseconds(k + count_, pending_));
     };
     for (int64_t k = 0; k <= drafted; k++) weigh_plain(tokens[k], k);
     if (window && drafted && drafted >= left) {  // all nodes were spent: what further ones would promise
@@ -335,13 +326,13 @@ class AdaptiveBudget : public Budget {
   }
 
   // Milliseconds of a step whose trees have `size` nodes together, and `pending` further tokens on each rank.
-  double times(int64_t size, int64_t pending, const StepRow& row) const {
+  double milliseconds(int64_t size, int64_t pending) const {
     return time_at(std::ceil(static_cast<double>(size) / static_cast<double>(num_ranks)) + static_cast<double>(pending),
-                   row);
+                   times);
   }
 
   std::vector<TreeLimits> by_homes_;
-  int64_t limit_ = 0, window_nodes_ = 0, columns_ = 0, count_ = 1, pending_ = 0, kv_ = 1;
+  int64_t limit_ = 0, window_nodes_ = 0, columns_ = 0, count_ = 1, pending_ = 0;
   double first_yield_[2], yield_[2], segment_wide_ = 0.0, segment_plain_ = 0.0;
   int segment_ = 0;
   AcceptanceHistory all_;

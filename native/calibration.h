@@ -3,8 +3,8 @@
 
 #include <cstring>
 
-#include "blake2b.h"
 #include "constants.h"
+#include "digest.h"
 #include "tree.h"
 
 namespace lpr {
@@ -26,7 +26,7 @@ inline int octave_of(double odds) {
 // The cell of odds that are raised by so many octaves.
 inline int cell_within(int kind, double odds, int octaves) {
   int octave = odds == 0.0 ? 0 : octave_of(odds) + octaves;
-  return kind * constants.num_buckets + std::min(std::max(octave + constants.middle, 0), constants.num_buckets - 1);
+  return kind * constants.num_buckets + std::min(std::max(octave + constants.middle_bucket, 0), constants.num_buckets - 1);
 }
 
 class Calibration {
@@ -36,7 +36,7 @@ class Calibration {
   explicit Calibration(bool is_sampled = false)
       : frequencies(constants.shipped_frequencies.at(is_sampled)), trials(constants.shipped_trials.at(is_sampled)) {}
 
-  uint64_t digest() const { return hash_.digest(); }
+  uint64_t digest() const { return digest_.value; }
 
   void observe(const TokenTree& tree, const Tokens& path, const Tokens& cells) {
     int all = static_cast<int>(frequencies.size());
@@ -47,7 +47,9 @@ class Calibration {
       for (int child = tree.first_child[path[i]]; child >= 0; child = tree.next_sibling[child]) {
         if (0 <= cells[child] && cells[child] < end) {
           double changed = count(cells[child], child == right);
-          hash_.update(&changed, sizeof changed);
+          uint64_t bits;
+          std::memcpy(&bits, &changed, sizeof bits);
+          digest_.add(bits);
         }
       }
     }
@@ -57,13 +59,13 @@ class Calibration {
   double count(int cell, bool right) {
     double total = trials[cell] + 1.0;
     double frequency = frequencies[cell];
-    frequency = std::max(constants.least, frequency + (right - frequency) / total);
+    frequency = std::max(constants.least_frequency, frequency + (right - frequency) / total);
     frequencies[cell] = frequency;
-    trials[cell] = std::min(total, constants.memory);
+    trials[cell] = std::min(total, constants.cell_memory);
     return frequency;
   }
 
-  Blake2b hash_;
+  Digest digest_;
 };
 
 }  // namespace lpr

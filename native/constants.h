@@ -1,30 +1,31 @@
-// The numbers that the Python core defines, handed over once when the module is loaded: each is said in one place.
+// The numbers of lpr/core/constants.py and lpr/core/wire.py, which lpr.native hands over once, when it loads the module.
 #pragma once
 
 #include <cstdint>
-#include <string>
-#include <unordered_map>
 #include <vector>
 
 namespace lpr {
 
+using Numbers = std::vector<double>;
+
+#define LPR_CONSTANTS(X)                                                                                              \
+  X(int, num_header) X(int, num_tree_header) X(int, num_node_words) X(int, node_bits)                                 \
+  X(int, max_match) X(double, growth) X(double, shared_trust) X(double, replaced_trust) X(int, pool_match)            \
+  X(double, sibling_trust) X(int, most_siblings) X(int, pair_bits) X(double, most_known) X(double, delay)             \
+  X(int, root_places) X(int, node_places) X(int, recent_tokens) X(Numbers, weights) X(Numbers, novelties)             \
+  X(Numbers, candidate_weights) X(int, recent_stage) X(int, recent_kind) X(int, several)                              \
+  X(std::vector<int64_t>, levels) X(int, num_levels) X(int, num_kinds) X(int, num_buckets) X(int, middle_bucket)      \
+  X(double, cell_memory) X(double, least_frequency) X(std::vector<int64_t>, knots)                                    \
+  X(double, first_window_yield) X(double, pool_yield) X(int, window_segment) X(double, window_memory)                 \
+  X(double, window_return) X(int, quiet_steps) X(int, longest_pause) X(int, longest_far_pause) X(double, near_price)  \
+  X(double, trusted_nodes) X(double, trust_memory) X(double, plain_memory) X(double, long_memory)                     \
+  X(double, most_promised) X(int, forgotten_after)                                                                    \
+  X(std::vector<Numbers>, shipped_frequencies) X(std::vector<Numbers>, shipped_trials)
+
 struct Constants {
-  // lpr.config
-  int num_header, num_tree_header;
-  // lpr.core.drafting
-  std::vector<double> weight, novelty, recycled;
-  double growth, shared_trust, replaced_trust, beside_trust, most, delay;
-  int most_beside, pair_bits;  // lpr.core.evaluated
-  int pool_match, root_places, node_places, max_match, recent_tokens;
-  // lpr.core.calibration
-  std::vector<std::vector<double>> shipped_frequencies, shipped_trials;  // greedy, sampled
-  std::vector<int64_t> levels;
-  int num_levels, num_kinds, num_buckets, middle, recent_stage, recent_kind, several;
-  double memory, least;
-  // lpr.core.budget and step_times
-  std::vector<int64_t> knots;
-  double window_memory, window_return, trusted_nodes, trust_memory, plain_memory, most_promised, long_memory, near_price;
-  int window_segment, quiet_steps, longest_pause, longest_far_pause, forgotten_after;
+#define LPR_FIELD(type, name) type name;
+  LPR_CONSTANTS(LPR_FIELD)
+#undef LPR_FIELD
 };
 
 inline Constants constants;

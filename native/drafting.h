@@ -37,14 +37,12 @@ struct Span {
 class Drafter {
  public:
   const std::optional<uint64_t> seed;  // of a request that samples
-  std::shared_ptr<Calibration> calibration;
-  std::shared_ptr<NGramPool> pool;
+  Calibration calibration;
+  NGramPool pool;
 
   Drafter(int64_t trie_nodes, int64_t branch_length, int64_t trie_capacity, int64_t guess_set_size, int64_t ngram_size,
-          std::shared_ptr<SuffixIndex> shared, std::shared_ptr<CandidateTable> table,
-          std::shared_ptr<Calibration> calibrated, std::optional<uint64_t> seed = std::nullopt)
-      : seed(seed), calibration(calibrated ? std::move(calibrated) : std::make_shared<Calibration>(seed.has_value())),
-        pool(std::make_shared<NGramPool>(guess_set_size)), own_(trie_capacity), shared_(std::move(shared)),
+          std::shared_ptr<SuffixIndex> shared, std::shared_ptr<CandidateTable> table, std::optional<uint64_t> seed)
+      : seed(seed), calibration(seed.has_value()), pool(guess_set_size), own_(trie_capacity), shared_(std::move(shared)),
         table_(std::move(table)), branch_length_(branch_length), ngram_size_(ngram_size), tries_on_(trie_nodes > 0) {}
 
   Drafter(const Drafter&) = delete;
@@ -53,8 +51,8 @@ class Drafter {
     if (tries_on_) {
       own_.extend(tokens, count);
       for (size_t i = 0; i < count; i++) remember(tokens[i]);
-    } else if (pool->guess_set_size) {  // a trie knows them itself
-      pool->add_text(tail_, tokens, count, ngram_size_);
+    } else if (pool.guess_set_size) {  // a trie knows them itself
+      pool.add_text(tail_, tokens, count, ngram_size_);
     }
     num_observed_ += count;
     tail_.insert(tail_.end(), tokens, tokens + count);
@@ -65,7 +63,7 @@ class Drafter {
   // Add up to `budget` nodes to the tree, best first; returns each node's calibrated path probability.
   std::vector<double> draft(TokenTree& tree, int64_t budget, std::optional<int64_t> max_depth, Price* price);
 
-  void learn(const TokenTree& tree, const Tokens& path) { calibration->observe(tree, path, cells_); }
+  void learn(const TokenTree& tree, const Tokens& path) { calibration.observe(tree, path, cells_); }
 
   // Keep what the model ranked highest after the nodes of the tree; before `observe`. Rows of k per node.
   void keep_candidates(const TokenTree& tree, const Tokens& path, const int32_t* candidates, const uint8_t* scores,

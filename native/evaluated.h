@@ -39,9 +39,9 @@ class EvaluatedNodes {
     last_tokens_.assign(candidates, candidates + count);
     last_scores_.assign(scores, scores + count);
     k_ = k;
-    beside_.clear();
+    siblings_.clear();
     for (int child = first_child_[path.back()]; child >= 0; child = next_sibling_[child])
-      if (static_cast<int>(beside_.size()) < constants.most_beside) beside_.push_back(child);
+      if (static_cast<int>(siblings_.size()) < constants.most_siblings) siblings_.push_back(child);
     num_tokens_ = num_tokens + static_cast<int64_t>(path.size());
   }
 
@@ -68,10 +68,10 @@ class EvaluatedNodes {
   }
 
   // Append to `rows` what was said beside the node that `count` tokens below the root lead to.
-  void beside(int64_t num_tokens, const int32_t* below, size_t count, std::vector<Row>& rows) {
+  void of_siblings(int64_t num_tokens, const int32_t* below, size_t count, std::vector<Row>& rows) {
     rows.clear();
     if (num_tokens != num_tokens_) return;
-    level_.assign(beside_.begin(), beside_.end());
+    level_.assign(siblings_.begin(), siblings_.end());
     for (size_t i = 0; i < count; i++) {
       size_t found = 0;
       for (int node : level_) {
@@ -137,7 +137,7 @@ class EvaluatedNodes {
   size_t stride_ = 0;
   int most_ = 0;  // candidates that a slot has room for
   // The last tree, what was said of it, and the children of its path's end that the next root stands beside.
-  Tokens tokens_, first_child_, next_sibling_, last_tokens_, beside_, level_;
+  Tokens tokens_, first_child_, next_sibling_, last_tokens_, siblings_, level_;
   std::vector<uint8_t> last_scores_;
   int k_ = 0;
   int64_t num_tokens_ = -1;  // of the sequence, when the next root stands there

@@ -5,40 +5,6 @@
 
 namespace lpr {
 
-using Served = std::vector<std::vector<int64_t>>;  // per rank, the sequences that it serves, in the order of its rows
-
-// The length of a rank's pending chain without the root.
-inline int64_t pending_at(const SequenceState& state, int64_t rank) {
-  return static_cast<int64_t>(state.tokens.size()) - state.num_computed_tokens[rank] - 1;
-}
-
-// The most pending tokens of a home rank, what else it serves as a token each, and the longest sequence.
-inline std::pair<int64_t, int64_t> workload(const std::vector<const SequenceState*>& states,
-                                            const std::vector<int64_t>& homes, const Served* served) {
-  if (states.empty()) return {0, 0};
-  int64_t most = std::numeric_limits<int64_t>::min(), longest = 0, count = states.size();
-  for (int64_t rank : homes) {
-    int64_t total = served ? static_cast<int64_t>((*served)[rank].size()) - count : 0;
-    for (const SequenceState* state : states) total += pending_at(*state, rank);
-    most = std::max(most, total);
-  }
-  for (const SequenceState* state : states) longest = std::max<int64_t>(longest, state->tokens.size());
-  return {most, longest};
-}
-
-// The shards of a tree: home ranks with a longer pending chain get fewer nodes, other ranks none.
-inline std::vector<Shard> split(const SequenceState& state, const TokenTree& tree, int64_t num_ranks,
-                                std::optional<int64_t> max_owned) {
-  std::vector<int64_t> pending;
-  for (int64_t rank : state.homes()) pending.push_back(pending_at(state, rank));
-  int64_t count = state.homes().size();
-  std::vector<Shard> shards = partition(tree, count, pending, max_owned);
-  if (count == num_ranks) return shards;
-  std::vector<Shard> all(num_ranks);
-  for (int64_t i = 0; i < count; i++) all[state.homes()[i]] = std::move(shards[i]);
-  return all;
-}
-
 // Tokens, parents and positions of a rank's row, one after the other: its pending chain and its shard's nodes below it.
 inline Tokens row_entries(const SequenceState& state, const TokenTree& tree, const Shard& shard, size_t rank) {
   int64_t computed = state.num_computed_tokens[rank], length = state.tokens.size();
@@ -59,20 +25,6 @@ inline Tokens row_entries(const SequenceState& state, const TokenTree& tree, con
     positions[above + i] = static_cast<int32_t>(length - 1) + tree.depths[node];
   }
   return entries;
-}
-
-// The entries of a rank's row whose K/V stays: its pending chain, and the path as far as the rank evaluated it.
-inline Tokens kept_entries(const SequenceState& state, const Shard& shard, const Tokens& path, size_t rank) {
-  if (shard.nodes.empty()) return {};
-  int32_t above = static_cast<int32_t>(state.tokens.size() - state.num_computed_tokens[rank] - 1);
-  Tokens kept(above);
-  std::iota(kept.begin(), kept.end(), 0);
-  for (int node : path) {
-    auto found = std::lower_bound(shard.nodes.begin(), shard.nodes.end(), node);
-    if (found == shard.nodes.end() || *found != node) break;
-    kept.push_back(above + static_cast<int32_t>(found - shard.nodes.begin()));
-  }
-  return kept;
 }
 
 // Bit j % 64 of word j / 64 of entry i: is entry j this entry or one of its ancestors?

@@ -12,7 +12,7 @@ class Search {
   void run(Drafter& drafter, TokenTree& tree, int limit, int64_t deepest, Price* price, std::vector<double>& found) {
     drafter_ = &drafter;
     tree_ = &tree;
-    frequencies_ = drafter.calibration->frequencies.data();
+    frequencies_ = drafter.calibration.frequencies.data();
     heap_.clear();
     payloads_.clear();
     places_.clear();
@@ -147,7 +147,7 @@ class Search {
       for (int child = tree_->first_child[node]; child >= 0; child = tree_->next_sibling[child])
         if (find_row(tree_->tokens[child]) < 0) add_row(tree_->tokens[child]);
     }
-    total += constants.novelty[std::min<size_t>(offset, constants.novelty.size() - 1)];
+    total += constants.novelties[std::min(offset, constants.max_match)];
     offer(node, probability, total, stage, offset, has_held, order, tried);
   }
 
@@ -218,7 +218,7 @@ class Search {
       row_cells_.push_back(cell);
       known += frequencies_[cell];
     }
-    double scale = known <= constants.most ? probability : probability * constants.most / known;
+    double scale = known <= constants.most_known ? probability : probability * constants.most_known / known;
     for (size_t i = 0; i < rows_.size(); i++) {
       Payload child{kChild, node, rows_[i].token, row_cells_[i], rows_[i].places, offset + 1, kNothing, 0.0, 0.0};
       push(scale * frequencies_[row_cells_[i]], child);
@@ -297,17 +297,17 @@ class Search {
     int limit = depth ? constants.node_places : constants.root_places;
     each_trie([&](const SuffixIndex& trie, double trust, uint8_t source) {
       trie.match(context_.data(), context_.size(), limit, [&](int64_t index, int length) {
-        places_.push_back({trust * constants.weight[length], &trie, nullptr, index, source});
+        places_.push_back({trust * constants.weights[length], &trie, nullptr, index, source});
       });
     });
   }
 
   void ngrams(int depth) {
     if (depth) return;
-    const std::vector<Tokens>* found = drafter_->pool->get(context_.back());
+    const std::vector<Tokens>* found = drafter_->pool.get(context_.back());
     if (!found) return;
     for (auto ngram = found->rbegin(); ngram != found->rend(); ++ngram)  // the newest first
-      places_.push_back({constants.weight[constants.pool_match], nullptr, &*ngram, 1, kPool});
+      places_.push_back({constants.weights[constants.pool_match], nullptr, &*ngram, 1, kPool});
   }
 
   void one_token(int depth) {
@@ -321,27 +321,27 @@ class Search {
       });
     });
     if (!drafter_->table_) return;
-    drafter_->evaluated_.nearest(drafter_->own_, own_places_, context_, rows_said_);
-    if (rows_said_.empty()) rows_said_.push_back(drafter_->table_->get(last));
+    drafter_->evaluated_.nearest(drafter_->own_, own_places_, context_, candidates_);
+    if (candidates_.empty()) candidates_.push_back(drafter_->table_->get(last));
     add_candidates(1.0);
     if (depth > constants.max_match) return;
     const int32_t* below = context_.data() + context_.size() - depth;
-    drafter_->evaluated_.beside(drafter_->num_observed_, below, depth, rows_said_);
-    add_candidates(constants.beside_trust);
+    drafter_->evaluated_.of_siblings(drafter_->num_observed_, below, depth, candidates_);
+    add_candidates(constants.sibling_trust);
   }
 
   // Rows of candidates and scores, which share their weight.
   void add_candidates(double trust) {
-    double share = trust / static_cast<double>(std::max<size_t>(1, rows_said_.size()));
-    for (const CandidateTable::Row& row : rows_said_)
+    double share = trust / static_cast<double>(std::max<size_t>(1, candidates_.size()));
+    for (const CandidateTable::Row& row : candidates_)
       for (int i = 0; i < row.size; i++)
-        places_.push_back({share * constants.recycled[row.scores[i]], nullptr, nullptr, row.tokens[i], kRecycled});
+        places_.push_back({share * constants.candidate_weights[row.scores[i]], nullptr, nullptr, row.tokens[i], kRecycled});
   }
 
   void one_replaced() {
     each_trie([&](const SuffixIndex& trie, double trust, uint8_t source) {
       trie.match(context_.data(), context_.size() - 1, constants.node_places, [&](int64_t index, int length) {
-        double weight = constants.replaced_trust * trust * constants.weight[length - 1];
+        double weight = constants.replaced_trust * trust * constants.weights[length - 1];
         places_.push_back({weight, &trie, nullptr, index + 1, source});
       });
     });
@@ -372,7 +372,7 @@ class Search {
   std::vector<Row> rows_;
   std::vector<Trials> trials_;  // by depth
   std::vector<int64_t> own_places_;
-  std::vector<CandidateTable::Row> rows_said_;
+  std::vector<CandidateTable::Row> candidates_;
   Noise noise_;
   Tokens tried_tokens_, row_tokens_, row_of_, row_cells_, context_;
 };

@@ -1,12 +1,13 @@
 // How a step's tokens are chosen, in words (lpr/core/noise_keys.py).
 #pragma once
 
+#include <tsl/robin_map.h>
+
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
-#include <tuple>
 #include <vector>
 
-#include "flat_map.h"
 
 namespace lpr {
 
@@ -44,7 +45,7 @@ inline std::vector<int32_t> selection_words(const std::vector<Choice>& choices, 
   std::vector<int32_t> words(5 * total);
   int32_t *key_of = words.data(), *rest = key_of + total;
   std::vector<uint64_t> seeds;
-  std::vector<FlatMap> known;  // per seed: position -> number of its key
+  std::vector<tsl::robin_map<int32_t, int32_t>> known;  // per seed: position -> number of its key
   std::vector<uint32_t> keys;
   for (size_t i = 0; i < choices.size(); i++) {
     size_t mine = std::find(seeds.begin(), seeds.end(), choices[i].seed) - seeds.begin();
@@ -58,13 +59,9 @@ inline std::vector<int32_t> selection_words(const std::vector<Choice>& choices, 
     std::memcpy(numbers + 3, &choices[i].min_p, 4);
     for (size_t j = 0; j < positions[i].count; j++) {
       int32_t at = positions[i].begin[j];
-      int64_t key = known[mine].get(at);
-      if (key < 0) {
-        key = static_cast<int64_t>(keys.size());
-        known[mine].replace(at, key);
-        keys.push_back(noise_key(choices[i].seed, at));
-      }
-      *key_of++ = static_cast<int32_t>(key);
+      auto [key, is_new] = known[mine].try_emplace(at, static_cast<int32_t>(keys.size()));
+      if (is_new) keys.push_back(noise_key(choices[i].seed, at));
+      *key_of++ = key->second;
       for (int column = 0; column < 4; column++) rest[column * total + j] = numbers[column];
     }
     rest += positions[i].count;

@@ -3,22 +3,16 @@
 
 #include "accept.h"
 #include "budget.h"
+#include "digest.h"
 #include "drafting.h"
-#include "partition.h"
 #include "window.h"
+#include "wire.h"
 
 namespace lpr {
 
 // What a state needs of a TreeSizes.
 struct Sizes {
   int64_t window_size, ngram_size, guess_set_size, trie_nodes, branch_length, trie_capacity, num_recycled;
-};
-
-// What the target model says of each node of a tree: `candidates` and `scores` are [nodes, k], row after row.
-struct TreeResult {
-  Tokens next_tokens, candidates;
-  std::vector<uint8_t> scores;
-  int k = 0;
 };
 
 class SequenceState {
@@ -41,9 +35,9 @@ class SequenceState {
     std::iota(homes_.begin(), homes_.end(), 0);
     if (tokens.empty()) throw std::invalid_argument("a sequence starts with at least one token");
     if (sizes.num_recycled) table = std::make_shared<CandidateTable>();
-    hash_.update_words(tokens.data(), tokens.size());
-    hash_.update(params.data(), params.size());
-    hash_.update_words(num_computed_tokens.data(), num_computed_tokens.size());
+    committed_.update(tokens);
+    for (char each : params) committed_.add(static_cast<unsigned char>(each));
+    committed_.update(num_computed_tokens);
   }
 
   SequenceState(const SequenceState&) = delete;
@@ -71,7 +65,13 @@ class SequenceState {
     return static_cast<int64_t>(tokens.size()) - least;
   }
 
-  uint64_t digest() const { return hash_.digest(); }
+  // The length of a rank's pending chain without the root.
+  int64_t num_above(int64_t rank) const { return static_cast<int64_t>(tokens.size()) - num_computed_tokens[rank] - 1; }
+
+  // Greatest depth of a node that could still be emitted with a bonus token behind it.
+  int64_t max_depth() const { return std::min(longest_ - static_cast<int64_t>(tokens.size()) - 1, kDeepest); }
+
+  uint64_t digest() const { return committed_.value; }
 
   bool may_end(const Tokens& emitted) const {
     auto ends = [this](int32_t token) { return std::find(stop_ids_.begin(), stop_ids_.end(), token) != stop_ids_.end(); };
@@ -95,12 +95,11 @@ class SequenceState {
   }
 
   // A digest of the tree that is about to be evaluated and all before it; only ranks that have drafted it know it.
-  uint64_t sign_tree(const TokenTree& tree) {
-    drafted_.update_words(tree.tokens.data(), tree.tokens.size());
-    drafted_.update_words(tree.parents.data(), tree.parents.size());
-    uint64_t calibrated = drafter->calibration->digest();
-    drafted_.update(&calibrated, sizeof calibrated);
-    return drafted_.digest();
+  uint64_t tree_digest(const TokenTree& tree) {
+    drafted_.update(tree.tokens);
+    drafted_.update(tree.parents);
+    drafted_.add(drafter->calibration.digest());
+    return drafted_.value;
   }
 
   Tokens advance(const TokenTree& tree, const Tokens& path, const TreeResult& result,
@@ -116,7 +115,7 @@ class SequenceState {
       int64_t held = before + depth_held(shards[rank], path);
       num_computed_tokens[rank] = std::min<int64_t>(held, tokens.size() - 1);
     }
-    hash_.update_words(emitted.data(), emitted.size());
+    committed_.update(emitted);
     is_suspect = bonus == kNotANumber;
     if (table && result.k) {
       for (int32_t token : tree.tokens) table->prefetch(token);
@@ -141,11 +140,10 @@ class SequenceState {
   void begin_drafting() {
     int64_t guesses = sizes_.window_size ? sizes_.guess_set_size : 0;
     drafter = std::make_shared<Drafter>(sizes_.trie_nodes, sizes_.branch_length, sizes_.trie_capacity, guesses,
-                                        sizes_.ngram_size, shared_, table, nullptr, seed_);
+                                        sizes_.ngram_size, shared_, table, seed_);
     drafter->observe(tokens.data(), tokens.size());
     drafted_ = {};
-    uint64_t begun = digest();
-    drafted_.update(&begun, sizeof begun);
+    drafted_.add(digest());
   }
 
   // Let the next draft profit from a step that emitted these tokens.
@@ -157,7 +155,7 @@ class SequenceState {
     if (window && succeeded) {
       Tokens next(result.next_tokens.size());
       std::transform(result.next_tokens.begin(), result.next_tokens.end(), next.begin(), likely);
-      for (const Tokens& ngram : window->advance(tree, next, emitted.size(), tokens)) drafter->pool->add(ngram);
+      for (const Tokens& ngram : window->advance(tree, next, emitted.size(), tokens)) drafter->pool.add(ngram);
     } else if (window) {
       start_window(window->num_columns);
     }
@@ -174,13 +172,15 @@ class SequenceState {
     return static_cast<int64_t>(depth);
   }
 
+  static constexpr int64_t kDeepest = 1 << 20;  // no tree is as deep
+
   Sizes sizes_;
   std::vector<int64_t> homes_;
   std::shared_ptr<SuffixIndex> shared_;
   int64_t longest_;
   Tokens stop_ids_;
   std::optional<uint64_t> seed_;  // of a request that samples
-  Blake2b hash_, drafted_;
+  Digest committed_, drafted_;
 };
 
 }  // namespace lpr

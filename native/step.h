@@ -1,60 +1,35 @@
-// A step of a batch, between what goes up to the device and what comes back (StepDraft in lpr/core/rows.py).
+// The host's two halves of a step. Specification: lpr/core/step.py.
 #pragma once
 
-#include <utility>
-
 #include "budgets.h"
-#include "carried.h"
 #include "rows.h"
+#include "wire.h"
 
 namespace lpr {
-
-// What all ranks say of a tree's nodes: each node's owner counts. `values` are int32 [ranks, trees, capacity, 1 + k +
-// ceil(k / 4) or more] with these strides: a next token, k candidates and, in bytes, k scores; `places` says the tree's
-// number per rank.
-inline TreeResult results_of(const int32_t* values, const int64_t* strides, const std::vector<int64_t>& places,
-                             const std::vector<Shard>& shards, int k) {
-  size_t count = 0;
-  for (const Shard& shard : shards) count += shard.owned.size();
-  TreeResult all{Tokens(count), Tokens(count * k), std::vector<uint8_t>(count * k), k};
-  for (size_t rank = 0; rank < shards.size(); rank++) {
-    const int32_t* table = values + static_cast<int64_t>(rank) * strides[0] + places[rank] * strides[1];
-    for (size_t row = 0; row < shards[rank].owned.size(); row++) {
-      const int32_t* from = table + static_cast<int64_t>(row) * strides[2];
-      size_t node = shards[rank].owned[row];
-      all.next_tokens[node] = from[0];
-      std::copy_n(from + 1, k, all.candidates.begin() + node * k);
-      std::memcpy(all.scores.data() + node * k, from + 1 + k, k);
-    }
-  }
-  return all;
-}
-
-// What ranks say besides their results (lpr/core/headers.py): a row of words of each.
-struct Headers {
-  const int32_t* words;
-  int64_t num_ranks, stride;
-
-  const int32_t* row(int64_t rank) const { return words + rank * stride; }
-  int32_t num_candidates(int64_t rank) const { return row(rank)[3]; }
-  const int32_t* of_tree(int64_t rank, int64_t place) const {
-    return row(rank) + constants.num_header + place * constants.num_tree_header;
-  }
-  int32_t num_owned(int64_t rank, int64_t place) const { return of_tree(rank, place)[2]; }
-};
 
 // What a step did to one sequence.
 struct Conclusion {
   std::shared_ptr<TokenTree> tree;
   std::shared_ptr<std::vector<Shard>> shards;
   Tokens next_tokens, path, emitted;
-  std::optional<Tokens> kept;  // none where the rank met logits that are not numbers
+  bool has_nan = false;
   std::optional<int32_t> failure;
   bool may_end = false;
 };
 
-// What a step evaluates of its sequences. Trees and shards are null where other ranks serve the sequence, which alone
-// draft its tree; once concluded, all are there.
+// Int64 columns of one length.
+struct Columns {
+  std::vector<int64_t> first, second, third;
+
+  void add(int64_t one, int64_t two, int64_t three) {
+    first.push_back(one);
+    second.push_back(two);
+    third.push_back(three);
+  }
+};
+
+// What a step evaluates of its sequences. Trees and shards are null where only other ranks serve the sequence and draft
+// its tree; once concluded, all are there.
 class StepDraft {
  public:
   std::vector<SequenceState*> states;
@@ -62,111 +37,106 @@ class StepDraft {
   std::vector<std::shared_ptr<std::vector<Shard>>> shards;
   size_t rank;
   Served served;
+  int64_t capacity;
+  int32_t num_candidates = 0;
   std::vector<int64_t> num_entries;  // per rank, the tokens that it has evaluated; once concluded
 
   // Draft a tree per sequence that this rank serves, cut the trees to what pays, and split them over their home ranks.
-  StepDraft(std::vector<SequenceState*> those, const std::vector<int64_t>& depths, Budgets& budgets, int64_t num_ranks,
-            int64_t max_owned, size_t mine, std::optional<Served> rows)
-      : states(std::move(those)), trees(states.size()), shards(states.size()), rank(mine) {
-    if (rows) {
-      served = std::move(*rows);
-    } else {
-      std::vector<int64_t> all(states.size());
-      std::iota(all.begin(), all.end(), 0);
-      served.assign(num_ranks, all);
-    }
-    budgets.begin_step();
+  StepDraft(std::vector<SequenceState*> those, Budgets& budgets, size_t mine, Served rows, int64_t max_owned,
+            int32_t num_wanted)
+      : states(std::move(those)), trees(states.size()), shards(states.size()), rank(mine), served(std::move(rows)),
+        capacity(max_owned) {
     for (const auto& [homes, members] : groups()) {
-      draft_group(homes, members, depths, budgets.of(homes));
-      for (size_t i : members)
-        shards[i] = std::make_shared<std::vector<Shard>>(split(*states[i], *trees[i], num_ranks, max_owned));
+      draft_group(homes, members, budgets.of(homes));
+      for (size_t i : members) shards[i] = std::make_shared<std::vector<Shard>>(split(*states[i], *trees[i]));
     }
+    for (int64_t i : own_trees())
+      if (trees[i]->size() > 1) num_candidates = num_wanted;
   }
 
   const std::vector<int64_t>& own_trees() const { return served[rank]; }
 
   const Shard& own(size_t tree) const { return (*shards[tree])[rank]; }
 
-  Tokens headers(uint64_t digest, int32_t num_command_bytes, int32_t num_candidates, bool is_compared) const {
-    Tokens words;
-    auto add = [&](uint64_t signature) {
-      words.push_back(static_cast<int32_t>(static_cast<uint32_t>(signature)));
-      words.push_back(static_cast<int32_t>(static_cast<uint32_t>(signature >> 32)));
-    };
-    add(digest);
-    words.push_back(num_command_bytes);
-    words.push_back(num_candidates);
-    for (int64_t tree : own_trees()) {
-      add(is_compared ? states[tree]->sign_tree(*trees[tree]) : 0);
-      words.push_back(static_cast<int32_t>(own(tree).owned.size()));
+  Tokens header(int32_t num_command_bytes, const std::optional<std::vector<uint64_t>>& digests) const {
+    Digest all;
+    std::vector<uint64_t> tree_digests(own_trees().size(), 0);
+    std::vector<int32_t> num_owned;
+    for (int64_t tree : own_trees()) num_owned.push_back(static_cast<int32_t>(own(tree).owned.size()));
+    if (digests) {
+      for (const SequenceState* state : states) all.add(state->digest());
+      all.update(*digests);
+      for (size_t i = 0; i < tree_digests.size(); i++)
+        tree_digests[i] = states[own_trees()[i]]->tree_digest(*trees[own_trees()[i]]);
     }
-    return words;
+    return pack_header(all.value, num_command_bytes, num_candidates, tree_digests, num_owned);
   }
 
-  // Do all ranks hold the same by their headers, of which there are as many for each replica?
-  bool agrees(const Headers& said) const {
-    std::vector<const int32_t*> first(states.size(), nullptr);  // per tree, what the first rank that serves it signed
-    for (int64_t rank = 0; rank < said.num_ranks; rank++) {
-      if (!std::equal(said.row(rank), said.row(rank) + 2, said.row(0))) return false;
-      const std::vector<int64_t>& served_there = served[rank * served.size() / said.num_ranks];
-      for (size_t place = 0; place < served_there.size(); place++) {
-        const int32_t*& known = first[served_there[place]];
-        const int32_t* here = said.of_tree(rank, place);
-        if (!known) known = here;
-        if (!std::equal(here, here + 2, known)) return false;
+  // Of every node that this rank owns its place among the nodes of all rows, its place among the tables of the payload,
+  // and its words.
+  Columns placement() const {
+    Columns found;
+    int64_t start = 0;
+    for (size_t row = 0; row < own_trees().size(); row++) {
+      size_t tree = own_trees()[row];
+      const Shard& shard = own(tree);
+      auto from = shard.nodes.begin();
+      for (size_t place = 0; place < shard.owned.size(); place++) {
+        from = std::lower_bound(from, shard.nodes.end(), shard.owned[place]);
+        found.add(start + (from - shard.nodes.begin()),
+                  static_cast<int64_t>(row) * capacity + static_cast<int64_t>(place),
+                  node_word(*trees[tree], shard.owned[place]));
       }
+      start += static_cast<int64_t>(shard.nodes.size());
     }
-    return true;
+    return found;
   }
 
-  // `said` are the headers of the ranks whose results `values` are.
-  std::vector<Conclusion> conclude(const int32_t* values, const int64_t* strides, int64_t width, const Headers& said,
-                                   Budgets& budgets) {
-    std::vector<Conclusion> all;
+  // Accept a path of each tree and advance the states; `moves` gets row, entry, and the entry in whose place it belongs.
+  std::vector<Conclusion> conclude(const Payloads& payloads, Budgets& budgets, Columns& moves) {
+    check(payloads);
+    Payloads all = payloads.authoritative(served.size());
     std::vector<std::vector<int64_t>> places(states.size(), std::vector<int64_t>(served.size(), 0));
     for (size_t each = 0; each < served.size(); each++)
       for (size_t place = 0; place < served[each].size(); place++) places[served[each][place]][each] = place;
+    std::vector<Tokens> kept(states.size());
+    std::vector<Conclusion> concluded;
     num_entries.assign(served.size(), 0);
     for (size_t i = 0; i < states.size(); i++) {
       SequenceState& state = *states[i];
       bool is_mine = trees[i] != nullptr;
       if (!is_mine) {
-        receive(i, values, strides, width, places[i], said);
+        auto [tree, split] = read_tree(all, state.homes(), places[i]);
+        trees[i] = std::move(tree);
+        shards[i] = std::make_shared<std::vector<Shard>>(std::move(split));
         state.forget_drafts();
       }
       int32_t k = std::numeric_limits<int32_t>::max();
-      for (int64_t home : state.homes()) k = std::min(k, said.num_candidates(home));
-      TreeResult result = results_of(values, strides, places[i], *shards[i], k);
-      Conclusion each{trees[i], shards[i], {}, accept(*trees[i], result.next_tokens), {}, Tokens{}, {}, false};
-      if (is_mine && SequenceState::has_nan(own(i), result))
-        each.kept.reset();
-      else if (is_mine)
-        each.kept = kept_entries(state, own(i), each.path, rank);
+      for (int64_t home : state.homes()) k = std::min(k, all.num_candidates(home));
+      TreeResult result = read_result(all, places[i], *shards[i], k);
+      Conclusion each{trees[i], shards[i], {}, accept(*trees[i], result.next_tokens), {}, false, {}, false};
+      each.has_nan = is_mine && SequenceState::has_nan(own(i), result);
+      if (is_mine && !each.has_nan) kept[i] = kept_entries(state, own(i), each.path);
+      for (int64_t home : state.homes())
+        num_entries[home] += state.num_above(home) + static_cast<int64_t>((*shards[i])[home].nodes.size());
       int32_t bonus = result.next_tokens[each.path.back()];
       if (bonus < 0) each.failure = bonus;
-      for (int64_t home : state.homes())
-        num_entries[home] += pending_at(state, home) + static_cast<int64_t>((*shards[i])[home].nodes.size());
       each.emitted = state.advance(*trees[i], each.path, result, *shards[i]);
       each.may_end = each.failure || state.may_end(each.emitted);
       each.next_tokens = std::move(result.next_tokens);
-      all.push_back(std::move(each));
+      concluded.push_back(std::move(each));
     }
-    for (const auto& [homes, members] : groups()) {
-      std::vector<const TokenTree*> those;
-      std::vector<const Tokens*> paths;
-      std::vector<AcceptanceHistory*> histories;
-      for (size_t i : members) {
-        those.push_back(all[i].tree.get());
-        paths.push_back(&all[i].path);
-        histories.push_back(&states[i]->acceptance);
-      }
-      budgets.of(homes).observe(those, paths, histories);
+    for (const auto& [homes, members] : groups()) observe_group(members, concluded, budgets.of(homes));
+    for (size_t row = 0; row < own_trees().size(); row++) {
+      const Tokens& entries = kept[own_trees()[row]];
+      for (size_t place = 0; place < entries.size(); place++)
+        if (entries[place] != static_cast<int32_t>(place)) moves.add(row, entries[place], place);
     }
-    return all;
+    return concluded;
   }
 
  private:
-  using Group = std::pair<std::vector<int64_t>, std::vector<size_t>>;
+  using Group = std::pair<Homes, std::vector<size_t>>;
 
   // Sets of home ranks, and those of this rank's trees that have just these, both in the order of the sequences.
   std::vector<Group> groups() const {
@@ -182,29 +152,12 @@ class StepDraft {
     return found;
   }
 
-  // Take the tree of a sequence, and its shards, from what its home ranks have sent.
-  void receive(size_t tree, const int32_t* values, const int64_t* strides, int64_t width,
-               const std::vector<int64_t>& places, const Headers& said) {
-    const std::vector<int64_t>& homes = states[tree]->homes();
-    std::vector<int64_t> owned(served.size(), 0);
-    for (int64_t home : homes) owned[home] = said.num_owned(home, places[home]);
-    auto row_of = [&](int64_t home, int64_t i) {
-      return values + home * strides[0] + places[home] * strides[1] + i * strides[2] + width - 2;
-    };
-    auto [read, split] = read_tree(row_of, homes, owned, served.size());
-    trees[tree] = std::move(read);
-    shards[tree] = std::make_shared<std::vector<Shard>>(std::move(split));
-  }
-
-  void draft_group(const std::vector<int64_t>& homes, const std::vector<size_t>& members,
-                   const std::vector<int64_t>& depths, Budget& budget) {
-    std::vector<const SequenceState*> these;
-    for (size_t index : members) these.push_back(states[index]);
-    auto [pending, kv] = workload(these, homes, &served);
-    budget.begin(static_cast<int64_t>(members.size()), pending, kv, static_cast<int64_t>(homes.size()));
+  void draft_group(const Homes& homes, const std::vector<size_t>& members, Budget& budget) {
+    budget.begin(static_cast<int64_t>(members.size()), most_pending(homes, members),
+                 static_cast<int64_t>(homes.size()));
     std::vector<Draft> drafts;
-    for (size_t index : members)
-      drafts.push_back(states[index]->build(depths[index], budget.request(states[index]->acceptance)));
+    for (size_t i : members)
+      drafts.push_back(states[i]->build(states[i]->max_depth(), budget.request(states[i]->acceptance)));
     std::vector<Draft*> those;
     std::vector<AcceptanceHistory*> histories;
     for (size_t i = 0; i < members.size(); i++) {
@@ -214,22 +167,66 @@ class StepDraft {
     budget.cut(those, histories);
     for (size_t i = 0; i < members.size(); i++) trees[members[i]] = std::move(drafts[i].tree);
   }
-};
 
-// Cache rows that accepted entries lie in, and those where they belong, one after the other; not those in their place.
-inline std::pair<std::vector<int64_t>, std::vector<int64_t>> cache_moves(const std::vector<const Conclusion*>& concluded,
-                                                                         const std::vector<int64_t>& first_rows) {
-  std::vector<int64_t> sources, targets;
-  for (size_t i = 0; i < concluded.size(); i++) {
-    if (!concluded[i]->kept) continue;
-    const Tokens& kept = *concluded[i]->kept;
-    for (size_t index = 0; index < kept.size(); index++) {
-      if (kept[index] == static_cast<int32_t>(index)) continue;
-      sources.push_back(first_rows[i] + kept[index]);
-      targets.push_back(first_rows[i] + static_cast<int64_t>(index));
+  void observe_group(const std::vector<size_t>& members, const std::vector<Conclusion>& concluded, Budget& budget) {
+    std::vector<const TokenTree*> those;
+    std::vector<const Tokens*> paths;
+    std::vector<AcceptanceHistory*> histories;
+    for (size_t i : members) {
+      those.push_back(concluded[i].tree.get());
+      paths.push_back(&concluded[i].path);
+      histories.push_back(&states[i]->acceptance);
     }
+    budget.observe(those, paths, histories);
   }
-  return {std::move(sources), std::move(targets)};
-}
+
+  // The most tokens that one of `homes` evaluates besides these trees; another tree counts as one token.
+  int64_t most_pending(const Homes& homes, const std::vector<size_t>& members) const {
+    int64_t most = std::numeric_limits<int64_t>::min();
+    for (int64_t rank : homes) {
+      int64_t total = static_cast<int64_t>(served[rank].size()) - static_cast<int64_t>(members.size());
+      for (size_t i : members) total += states[i]->num_above(rank);
+      most = std::max(most, total);
+    }
+    return most;
+  }
+
+  // The shards of a tree: home ranks with a longer pending chain get fewer nodes, other ranks none.
+  std::vector<Shard> split(const SequenceState& state, const TokenTree& tree) const {
+    std::vector<int64_t> pending;
+    for (int64_t rank : state.homes()) pending.push_back(state.num_above(rank));
+    std::vector<Shard> of_homes = partition(tree, static_cast<int64_t>(pending.size()), pending, capacity);
+    std::vector<Shard> all(served.size());
+    for (size_t i = 0; i < of_homes.size(); i++) all[state.homes()[i]] = std::move(of_homes[i]);
+    return all;
+  }
+
+  // The entries of this rank's row whose K/V stays: its pending chain, and the path as far as the rank evaluated it.
+  Tokens kept_entries(const SequenceState& state, const Shard& shard, const Tokens& path) const {
+    if (shard.nodes.empty()) return {};
+    int32_t above = static_cast<int32_t>(state.num_above(rank));
+    Tokens kept(above);
+    std::iota(kept.begin(), kept.end(), 0);
+    for (int node : path) {
+      auto found = std::lower_bound(shard.nodes.begin(), shard.nodes.end(), node);
+      if (found == shard.nodes.end() || *found != node) break;
+      kept.push_back(above + static_cast<int32_t>(found - shard.nodes.begin()));
+    }
+    return kept;
+  }
+
+  // Refuse payloads that cannot be read, or that ranks have sent from unequal states.
+  void check(const Payloads& all) const {
+    int64_t num_ranks = served.size();
+    bool fits = num_ranks && all.num_ranks >= num_ranks && all.num_ranks % num_ranks == 0;
+    for (const auto& trees : served) fits = fits && static_cast<int64_t>(trees.size()) <= all.num_trees();
+    for (int64_t rank = 0; fits && rank < all.num_ranks; rank++) {
+      int32_t k = all.num_candidates(rank);
+      fits = k >= 0 && result_words(k) <= all.width;
+    }
+    if (!fits) throw std::invalid_argument("the payloads do not hold the results of all trees");
+    if (!headers_agree(all, served, states.size())) throw std::invalid_argument("the headers of the ranks differ");
+  }
+};
 
 }  // namespace lpr

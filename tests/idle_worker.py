@@ -13,7 +13,7 @@ import sys
 import time
 
 import lpr
-from lpr.dist.channel import CommError
+from lpr.dist.errors import CommError
 from lpr.dist.runtime import World, join, leave
 
 PROMPT, PARAMS = "def f(", lpr.SamplingParams(max_new_tokens=12)

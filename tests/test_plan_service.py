@@ -14,12 +14,14 @@ import pytest
 
 from lpr.cli.plan import main
 from lpr.core.step_times import KNOTS, StepTimes
+from lpr.engine.limits import Limits
+from lpr.engine.scheduler import Scheduler
 from lpr.planner.footprint import Mesh
-from lpr.planner.service.capacity import Effort, Kind, Search, make_arrivals, simulate
-from lpr.planner.service.costs import Point, StepCosts, measured_points
-from lpr.planner.service.mesh import Slots, simulate_mesh
-from lpr.planner.service.requests import ClosedArrivals, PoissonArrivals, SimRequest
-from lpr.planner.service.workload import Demand, Lengths, Speed, Workload, read_workload
+from lpr.planner.simulated.capacity import Effort, Kind, Search, make_arrivals, simulate
+from lpr.planner.simulated.costs import Point, StepCosts, measured_points
+from lpr.planner.simulated.mesh import Slots, simulate_mesh
+from lpr.planner.simulated.requests import Arrivals, ClosedArrivals, PoissonArrivals, SimRequest
+from lpr.planner.simulated.workload import Demand, Lengths, Speed, Workload, read_workload
 
 EXAMPLE = Path(__file__).parent.parent / "configs" / "service" / "editors.toml"
 
@@ -42,24 +44,22 @@ def request(arrived: float, prompt: int = 4, output: int = 1) -> SimRequest:
     return SimRequest(arrived, prompt, output, tokens=list(range(prompt)))
 
 
-def given(*requests: SimRequest) -> PoissonArrivals:
+def given(*requests: SimRequest) -> Arrivals:
     """Arrivals that are these requests."""
-    found = PoissonArrivals(1.0, 0, request, random.Random(0))
-    found._waiting.extend(requests)
-    return found
+    return Arrivals(requests)
 
 
 def test_a_request_by_hand() -> None:
     """Three steps of two tokens make five, the prompt's last piece together with the first."""
     policy = Constant(2)
-    (done,) = simulate_mesh(given(request(0.5, 20, 5)), policy, Slots(prefill_chunk=8, longest_chain=4))
+    (done,) = simulate_mesh(given(request(0.5, 20, 5)), policy, Slots(prefill_chunk=8, longest_chain=4).scheduler())
     assert policy.steps == [(0, [8]), (0, [8]), (1, []), (1, []), (1, [])]
     assert (done.first, done.ended, done.num_steps) == (3.5, 5.5, 3)
     assert (done.first_seconds, done.token_seconds) == (3.0, 0.5)
 
 
 def test_slots_are_as_many_as_there_are() -> None:
-    done = simulate_mesh(given(*(request(0.0, output=2) for _ in range(5))), Constant(), Slots(num_slots=2))
+    done = simulate_mesh(given(*(request(0.0, output=2) for _ in range(5))), Constant(), Slots(num_slots=2).scheduler())
     assert [each.ended for each in done] == [2, 2, 4, 4, 6]
     assert [each.first_seconds for each in done] == [1, 1, 3, 3, 5]
 
@@ -67,14 +67,15 @@ def test_slots_are_as_many_as_there_are() -> None:
 def test_padded_rows_fill_in_turn_with_decoding() -> None:
     policy = Constant()
     late = request(0.5, 30, 2)
-    simulate_mesh(given(request(0.0, 4, 4), late), policy, Slots(prefill_chunk=16, longest_chain=4, packed=False))
+    padded = Scheduler(Limits[SimRequest](8, 1, 16, 4, packed=False))
+    simulate_mesh(given(request(0.0, 4, 4), late), policy, padded)
     assert (1, [16]) not in policy.steps and (0, [16]) in policy.steps and (2, []) in policy.steps
 
 
 def test_prefixes_are_reused() -> None:
     policy = Constant()
     first, second = (SimRequest(at, 40, 1, tokens=[0] * 32 + [-at - 1] * 8) for at in (0, 100))
-    simulate_mesh(given(first, second), policy, Slots(prefill_chunk=8, longest_chain=8))
+    simulate_mesh(given(first, second), policy, Slots(prefill_chunk=8, longest_chain=8).scheduler())
     assert len(policy.steps) == 5 + 1, "the second computes no more than a tree's worth"
 
 
@@ -92,7 +93,7 @@ def test_two_ranks_share_one_request_or_have_one_each() -> None:
 
     points = {(0.0, 1, 1): Point(1.0, 10.0), (0.0, 1, 2): Point(1.0, 20.0, gather_ms=0.5)}
     pair = given(request(0.0, 4, 60), request(0.0, 4, 4))
-    simulate_mesh(pair, Watching(TIMES, points, random.Random(0)), Slots(num_ranks=2, longest_chain=8))
+    simulate_mesh(pair, Watching(TIMES, points, random.Random(0)), Slots(num_ranks=2, longest_chain=8).scheduler())
     assert homes[1] == ([(0,), (1,)], 3.0), "each evaluates one request: 2 + 0.1 x 10 ms"
     assert homes[-1] == ([(0, 1)], 4.5), "both evaluate what is left: 2 + 0.1 x 20 ms, and the gather"
 
@@ -100,7 +101,7 @@ def test_two_ranks_share_one_request_or_have_one_each() -> None:
 def mean_wait(num_slots: int, load: float, number: int = 8000) -> float:
     """Seconds that requests of one step each wait, the step included, when a second's arrivals are `load`."""
     arrivals = PoissonArrivals(load, number, request, random.Random(1))
-    done = simulate_mesh(arrivals, Constant(), Slots(num_slots=num_slots, retains=False))
+    done = simulate_mesh(arrivals, Constant(), Slots(num_slots=num_slots).scheduler(retains=False))
     return statistics.mean(each.first_seconds for each in done)
 
 
@@ -115,7 +116,9 @@ def test_one_slot_is_the_queue_of_the_books(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_clients_keep_littles_law() -> None:
     """Clients that ask again at once: as many as there are = answers a second times seconds per answer."""
-    done = simulate_mesh(ClosedArrivals(7, 7000, lambda now: request(now, output=3)), Constant(), Slots(num_slots=4))
+    done = simulate_mesh(
+        ClosedArrivals(7, 7000, lambda now: request(now, output=3)), Constant(), Slots(num_slots=4).scheduler()
+    )
     seconds = statistics.mean(each.ended - each.arrived for each in done)
     assert len(done) == 7000
     assert len(done) / max(each.ended for each in done) * seconds == pytest.approx(7, rel=0.01)
@@ -141,8 +144,6 @@ def test_steps_cost_what_the_table_says() -> None:
     assert took == pytest.approx((TIMES.time(entries, 3) + 2 * 0.5 + 1.0) * 1e-3) and len(emitted) == 2
     apart = StepCosts(TIMES, {(0.0, 8, 1): Point(3.0, 10.0)}, random.Random(0), prompt_ms=0.3)
     assert apart.step(requests, [(long, [50])])[0] == pytest.approx((TIMES.time(20, 2) + 54 * 0.3) * 1e-3)
-    slow = StepCosts(TIMES, {(0.0, 8, 1): Point(3.0, 10.0)}, random.Random(0), 0.3, {2: 1.5}.__getitem__)
-    assert slow.step(requests, [(long, [50])])[0] == pytest.approx((1.5 * TIMES.time(20, 2) + 54 * 0.3) * 1e-3)
 
 
 def test_tokens_of_a_step_have_the_mean_that_was_measured() -> None:
@@ -150,7 +151,7 @@ def test_tokens_of_a_step_have_the_mean_that_was_measured() -> None:
     for length, pace in ((12, 1.0), (400, 1.0), (400, 2.0)):
         costs = StepCosts(TIMES, {(0.0, 8, 1): Point(3.0, 10.0)}, random.Random(0))
         asked = [SimRequest(0.0, 4, length, pace=pace, tokens=[1, 2, 3, 4]) for _ in range(24000 // length)]
-        done = simulate_mesh(given(*asked), costs, Slots(retains=False))
+        done = simulate_mesh(given(*asked), costs, Slots().scheduler(retains=False))
         assert length * len(done) / sum(each.num_steps for each in done) == pytest.approx(3.0 * pace, rel=0.03)
     plain = StepCosts(TIMES, {(0.0, 1, 1): Point(1.0, 1.0)}, random.Random(0))
     fast = running(request(0.0, output=50), 3)
@@ -234,7 +235,7 @@ def test_a_sample_of_meshes_stands_for_all() -> None:
     for each in all_requests:
         dice.choice(router).append(each)
     served = [each for part in router for each in simulate_mesh(
-        given(*part), StepCosts(TIMES, kind.points, random.Random(0)), kind.slots)]  # fmt: skip
+        given(*part), StepCosts(TIMES, kind.points, random.Random(0)), kind.slots.scheduler())]  # fmt: skip
     sample = simulate(work, kind, Demand(rate=10.0), 800, 3, seed=0)
     measured = statistics.median(1e3 * each.first_seconds for each in served)
     assert sample.first_token_ms[0] == pytest.approx(measured, rel=0.1)
@@ -298,16 +299,24 @@ def test_the_example_says_all_that_can_be_said(tmp_path: Path) -> None:
         (workload(arrivals={"rate": 1, "clients": 2}), [], "arrivals: give either"),
         (workload(prompt={"median": 10, "p90": 5, "most": 20}), [], "prompt: a spread needs median <= p90 <= most"),
         (workload(output={}), [], "output: give either values, or a median"),
-        (workload(output={"values": [0]}), [], "output: lengths must be at least 1 token"),
-        (workload(slo={"first_token_ms": 1, "per_token_ms": 0}), [], "slo: per_token_ms must be above 0"),
-        (workload(slo={"first_token_ms": 1, "per_token_ms": 1, "share": 1}), [], "share = 1.0 must lie between 0 and"),
+        (workload(output={"values": [0]}), [], "Expected `int` >= 1 - at `$.output.values"),
+        (
+            workload(slo={"first_token_ms": 1, "per_token_ms": 0}),
+            [],
+            "> 0.0 - at `$.slo.per_token_ms`",
+        ),
+        (workload(slo={"first_token_ms": 1, "per_token_ms": 1, "share": 1}), [], "at `$.slo.share`"),
         (workload(slo={"first_token_ms": 1}), [], "missing required field `per_token_ms`"),
         (workload(temperature={"hot": 1}), [], "temperature: its keys are temperatures"),
         (workload(temperature={"0": 0}), [], "temperature: no request has one"),
-        (workload(request_ms=-1), [], "must not be negative"),
+        (workload(request_ms=-1), [], "at `$.request_ms`"),
         (workload(no_such=1), [], "unknown field `no_such`"),
         (workload(step_times=[{"file": "gone.json"}]), [], "cannot read"),
-        (workload(tokens_per_step=[{"temperature": 0, "tokens_per_step": 0.5, "nodes": 1}]), [], "tokens_per_step: "),
+        (
+            workload(tokens_per_step=[{"temperature": 0, "tokens_per_step": 0.5, "nodes": 1}]),
+            [],
+            "at `$.tokens_per_step",
+        ),
         (workload(tokens_per_step=None), [], "step_times need tokens_per_step"),
         (workload(step_times=None), [], "--model is missing"),
         (workload(), ["--rate", "-1"], "arrivals: give either"),

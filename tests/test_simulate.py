@@ -16,6 +16,7 @@ from benchmarks.measured import measurements_of
 from lpr.cli.plan import main as plan_main
 from lpr.config import DecodeConfig, InputError
 from lpr.core.step_times import interpolate, read_step_times
+from lpr.core.wire import payload_words
 from lpr.planner.facts import ModelFacts, facts_of
 from lpr.planner.footprint import Mesh, kv_row_bytes, read_bytes
 from lpr.planner.hardware import GPUS
@@ -126,7 +127,7 @@ def test_interpolation() -> None:
 def test_payload_is_that_of_the_exchange() -> None:
     for lp in (1, 2, 8):
         decode = DecodeConfig(window_size=4, guess_set_size=4, trie_nodes=32, max_batch_size=1)
-        expected = 4 * decode.resolved(lp).payload_words(1, lp, decode.carries_trees(lp))
+        expected = 4 * payload_words(decode.resolved(lp), 1, lp, decode.carries_trees(lp))
         assert Drafted(0.0, 64 * lp, 1.0, 64.0 * lp).payload_bytes(lp) == expected
 
 
@@ -156,16 +157,6 @@ def test_plain_decoding_where_drafts_do_not_pay() -> None:
     found = predict(setting(measured=slow_host), Mesh(1, 8))
     assert found.drafted is None and found.tokens_per_step == 1
     assert predict(setting(temperature=None), Mesh(1, 8)).drafted is None
-
-
-def test_a_measured_table_replaces_the_roofline() -> None:
-    rows = [{"batch": 1, "kv": 256, "ms": [2, 9]}, {"batch": 1, "kv": 1024, "ms": [4, 18]}]
-    table = read_step_times({"nodes": [1, 64], "rows": rows, "source": "x"}, "t")
-    found = predict(setting(table=table, temperature=None), Mesh(1, 1))
-    assert found.step.forward == pytest.approx(4e-3), "at the cached length of the setting"
-    assert predict(setting(table=table, temperature=None, kv=256), Mesh(1, 1)).step.forward == pytest.approx(2e-3)
-    drafted = setting(table=table, kv=256).step(Mesh(1, 1), Drafted(0.0, 32, 2.0, 32.5), Inputs())
-    assert drafted.forward == pytest.approx(5.5e-3)
 
 
 def test_every_uncertainty_moves_a_prediction_as_it_says() -> None:

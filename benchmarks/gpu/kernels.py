@@ -16,7 +16,7 @@ from benchmarks.gpu.models import tree_step
 from benchmarks.gpu.parts import Sizes, median_ms, wait
 from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
 from lpr.model.attention import additive
-from lpr.model.graphs import CudaCapturer
+from lpr.model.capture import CudaCapturer
 from lpr.model.sampling import choice, specification
 from lpr.model.sampling.selection import Selection
 from lpr.model.tree_mask import build_mask
@@ -98,7 +98,7 @@ def attention(sizes: Sizes, bytes_per_s: float | None) -> dict[str, Any]:
 
 def attention_row(heads: tuple[int, int], count: int, length: int, sizes: Sizes) -> dict[str, Any]:
     """Microseconds and error of each version for one size; a version that fails is recorded with its reason."""
-    from lpr.model.kernels import attention_kernel, reference
+    from lpr.model.kernels import attention_kernel
 
     [row], _ = tree_step(length - count, count, 8)
     mask = build_mask([row.parents], [row.num_cached], torch.tensor([row.positions], device=sizes.device), sizes.device)
@@ -107,8 +107,10 @@ def attention_row(heads: tuple[int, int], count: int, length: int, sizes: Sizes)
     like: dict[str, Any] = {"device": sizes.device, "dtype": sizes.dtype}
     caches = torch.randn(copies, 2, 1, length, num_kv_heads, HEAD_DIM, **like).transpose(3, 4)
     query = torch.randn(1, count, num_heads, HEAD_DIM, **like).transpose(1, 2)
-    group = num_heads // num_kv_heads  # the reference's scores for more than one K/V head may not fit
-    expected = reference.tree_attention(query[:, :group], caches[0, 0][:, :1], caches[0, 1][:, :1], mask).float()
+    group = num_heads // num_kv_heads  # the scores of more than one K/V head may not fit
+    states = [each.float() for each in (query[:, :group], caches[0, 0][:, :1], caches[0, 1][:, :1])]
+    seen = mask.visible(length)[:, None]
+    expected = torch.nn.functional.scaled_dot_product_attention(*states, attn_mask=seen, enable_gqa=True)
     dense = additive(mask.visible(length)[:, None], sizes.dtype).repeat(1, 1, group, 1)  # made once per step
 
     def sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -13,14 +13,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from benchmarks.engines import switch
 from benchmarks.gpu.parts import Sizes, generate, median_ms, rate, wait
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
-from lpr.model.cache import TreeCache
-from lpr.model.graphs import CudaCapturer
-from lpr.model.inputs import Row, build_inputs
-from lpr.model.kernels.hook import KERNELS
+from lpr.model.capture import CudaCapturer
+from lpr.model.inputs import Row
+from lpr.model.kv_cache import KVCache
 from lpr.model.packing import pack_projections
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.selection import Selection
 from lpr.model.self_check import self_check
+from lpr.model.slot_cache import SlotCache
 from lpr.model.static_inputs import NODE_BUCKETS, StaticShape, static_shape
 from lpr.planner.facts import config_from
 
@@ -43,11 +43,11 @@ def tree_step(num_cached: int, count: int, vocab_size: int) -> tuple[list[Row], 
     return [Row(0, num_cached, tokens, parents, [num_cached + depth for depth in depths], count)], Selection.build([])
 
 
-def shapes_like(runner: TreeModel) -> TreeCache:
+def shapes_like(runner: TreeModel) -> KVCache:
     """A cache after one forward, for its layer shapes."""
-    like = TreeCache(1, 32)
+    like = SlotCache(1, 32)
     rows, _ = tree_step(0, 2, runner.vocab_size)
-    runner.logits(build_inputs(rows, 32, runner.device), like)
+    runner.adapter.logits(rows, like)
     return like
 
 
@@ -64,7 +64,7 @@ def step_times(name: str, model: PreTrainedModel, sizes: Sizes, bytes_per_s: flo
         if graphs and runner.graphs is None:
             continue
         assert runner.cache is not None
-        per_token = sum(pool[:, 0].numel() * pool.element_size() for pool in runner.cache._pools)
+        per_token = runner.cache.bytes_per_token
         for length in sizes.lengths:
             nodes = sizes.nodes if graphs or sizes.device.type != "cuda" else sizes.few_nodes
             times = []
@@ -83,10 +83,11 @@ def step_times(name: str, model: PreTrainedModel, sizes: Sizes, bytes_per_s: flo
     return result
 
 
-def words_of(shape: StaticShape, rows: Sequence[Row], selection: Selection) -> torch.Tensor:
+def words_of(runner: TreeModel, shape: StaticShape, rows: Sequence[Row], selection: Selection) -> torch.Tensor:
     """A step's words on the host."""
     words = torch.empty(shape.num_words, dtype=torch.int32)
-    shape.place(words.numpy(), rows, selection)
+    assert runner.cache is not None
+    shape.place(words.numpy(), rows, selection, runner.cache)
     return words
 
 
@@ -102,7 +103,7 @@ def replay_equals_program(runner: TreeModel, sizes: Sizes) -> dict[str, bool]:
             continue
         replayed = replayed.clone()
         with torch.no_grad():
-            words = words_of(shape, rows, selection).to(sizes.device)
+            words = words_of(runner, shape, rows, selection).to(sizes.device)
             results = run_static(runner, shape, words)
         found[str(count)] = bool(torch.equal(replayed, results[-rows[0].num_results :]))
     return found
@@ -197,7 +198,9 @@ def large_end_to_end(model: PreTrainedModel, sizes: Sizes) -> dict[str, Any]:
 def run_static(runner: TreeModel, shape: StaticShape, words: torch.Tensor) -> torch.Tensor:
     """The program of a graph of `shape`, without a graph."""
     inputs, selection = shape.read(words)
-    return runner._compute(inputs, selection, 8)
+    assert runner.cache is not None
+    logits = (runner.compiled or runner.adapter).forward(inputs, runner.cache)
+    return runner.sampler.results(logits, selection, 8, fixed_shapes=True)
 
 
 def compiled_step(model: PreTrainedModel, sizes: Sizes) -> dict[str, Any]:
@@ -210,10 +213,10 @@ def compiled_step(model: PreTrainedModel, sizes: Sizes) -> dict[str, Any]:
     for count in (1, max(2, sizes.few_nodes[-2])):
         step = tree_step(sizes.lengths[0], count, plain.vocab_size)
         shape = static_shape(
-            *step, 8, 1, plain.cache.rows_per_slot, NODE_BUCKETS[-1], tree_bits=plain.attention in KERNELS
+            *step, 8, 1, plain.cache.rows_per_slot, NODE_BUCKETS[-1], tree_bits=plain.adapter.reads_bits
         )
         assert shape is not None
-        words = words_of(shape, *step).to(sizes.device)
+        words = words_of(plain, shape, *step).to(sizes.device)
         times = {}
         for compiled in (False, True):
             torch._dynamo.reset()

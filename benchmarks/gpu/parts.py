@@ -19,7 +19,6 @@ from benchmarks.engines import StepClock, plain, switch
 from benchmarks.exactness import Group, Worlds
 from benchmarks.race import stock_generate
 from lpr import DecodeConfig, Engine, InputError, SamplingParams, bundled_model
-from lpr.config import AUTOMATIC
 from lpr.core.step_times import KNOTS
 from lpr.planner.presets import read_preset
 
@@ -28,6 +27,9 @@ TINY = dict(
     model_type="llama", vocab_size=128, max_position_embeddings=512, hidden_size=64, intermediate_size=96,
     num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, rope_theta=1e4,
 )  # fmt: skip
+
+SIZES = ("window_size", "ngram_size", "guess_set_size", "trie_nodes")
+"""The sizes of a tree that may be automatic."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ def end_to_end(sizes: Sizes, prompts: Sequence[str]) -> dict[str, Any]:
             result[label] = rate(complete, ids, device)
             emitted, steps = (sum(column) for column in zip(*numbers, strict=True))
             result[label]["tokens_per_step"] = round(emitted / steps, 3)
-            result[label]["sizes"] = {field: getattr(engine.sizes, field) for field in AUTOMATIC}
+            result[label]["sizes"] = {field: getattr(engine.sizes, field) for field in SIZES}
     return result
 
 
@@ -184,7 +186,7 @@ def host_share(sizes: Sizes, prompt: str) -> dict[str, Any]:
     for nodes in (1, 32, 64):
         decode = DecodeConfig(window_size=0, trie_nodes=nodes - 1, max_batch_size=1)
         engine = Engine.from_pretrained(bundled_model(), decode, device=str(sizes.device), graphs=graphs)
-        clock = engine.recorder = StepClock(time.perf_counter)
+        clock = engine.hooks = StepClock(time.perf_counter)
         request = engine.submit(prompt, SamplingParams(max_new_tokens=sizes.max_new_tokens, ignore_eos=True))
         parts: list[dict[str, float]] = []
         while request.finish_reason is None:

@@ -17,32 +17,9 @@ from typing import Protocol
 import numpy as np
 
 from lpr.config import TreeSizes
-from lpr.core.beside import Rows
-from lpr.core.step_times import KNOTS, SHORTEST_KV, last_slope, times_at
+from lpr.core import constants
+from lpr.core.step_times import last_slope, times_at
 from lpr.core.tree import Source, TokenTree
-
-WINDOW_SEGMENT = 16
-"""Steps between two decisions whether the Jacobi window runs: it needs several steps to show what it yields."""
-WINDOW_MEMORY = 0.05
-"""Weight of a step in the moving average of what the window yields."""
-WINDOW_RETURN = 0.01
-"""Per step without a window, how far the estimate of its yield goes back to the first guess: it is tried again."""
-QUIET_STEPS = 4
-"""After so many steps in a row that were best without any draft, a sequence is decoded plainly for a while."""
-LONGEST_PAUSE, LONGEST_FAR_PAUSE = 8, 32
-"""Most steps between two trials whether drafts pay again; the pause doubles up to this. Far: see `NEAR_PRICE`."""
-NEAR_PRICE = 0.5
-"""A sequence whose best node is worth less than this part of its price is far from paying."""
-TRUSTED_NODES = 2.0
-"""Promised nodes that a sequence is believed for before any of them was tried."""
-TRUST_MEMORY = 0.95
-"""Per step with drafts, what is left of earlier evidence of how far a sequence's promises hold."""
-PLAIN_MEMORY = 0.99
-"""The same per plain step: what failed long ago is tried again."""
-MOST_PROMISED = 2.0
-"""Promised nodes that a step counts for at most: a long chain that breaks at once is one failure, not sixty."""
-LONG_MEMORY = 0.995
-"""The same for all sequences together, by which a new one is judged at first."""
 
 
 class ExpectedTokens:
@@ -140,12 +117,12 @@ class AcceptanceHistory:
 
     def trust(self, first: float = 1.0) -> float:
         """Factor for promised probabilities: what came of earlier ones, `first` without any."""
-        return (first * TRUSTED_NODES + self.accepted) / (TRUSTED_NODES + self.expected)
+        return (first * constants.TRUSTED_NODES + self.accepted) / (constants.TRUSTED_NODES + self.expected)
 
     def record_step(self, offered: float, accepted: int, memory: float) -> None:
         """Take in how many nodes a step's drafts promised, and how many of them were accepted."""
-        weight = min(1.0, MOST_PROMISED / offered) if offered else 0.0
-        memory = memory if offered else PLAIN_MEMORY
+        weight = min(1.0, constants.MOST_PROMISED / offered) if offered else 0.0
+        memory = memory if offered else constants.PLAIN_MEMORY
         self.expected = memory * self.expected + weight * offered
         self.accepted = memory * self.accepted + weight * accepted
 
@@ -157,18 +134,18 @@ class AcceptanceHistory:
             self.quiet = 0
         else:
             self.quiet += 1
-            if self.quiet >= QUIET_STEPS:
-                longest = LONGEST_FAR_PAUSE if is_far else LONGEST_PAUSE
-                self.pause = min(longest, 2 ** (self.quiet - QUIET_STEPS + 1))
+            if self.quiet >= constants.QUIET_STEPS:
+                longest = constants.LONGEST_FAR_PAUSE if is_far else constants.LONGEST_PAUSE
+                self.pause = min(longest, 2 ** (self.quiet - constants.QUIET_STEPS + 1))
 
 
 class Budget(Protocol):
     """How large the trees of a step become."""
 
-    def begin(self, count: int, pending: int, kv: int, num_homes: int | None = None) -> None:
+    def begin(self, count: int, pending: int, num_homes: int | None = None) -> None:
         """Begin a step of `count` sequences, whose trees `num_homes` ranks evaluate together; default: all ranks.
 
-        `pending` counts the tokens that a rank evaluates besides the trees, `kv` the longest cached length.
+        `pending` counts the tokens that a rank evaluates besides the trees.
         """
         ...
 
@@ -198,8 +175,8 @@ class FixedBudget:
         ]
         self._request = self._requests[-1]
 
-    def begin(self, count: int, pending: int, kv: int, num_homes: int | None = None) -> None:
-        """Every step is alike, but for its ranks."""
+    def begin(self, count: int, pending: int, num_homes: int | None = None) -> None:
+        """Steps differ by the number of their ranks alone."""
         self._request = self._requests[num_homes - 1 if num_homes is not None else -1]
 
     def request(self, history: AcceptanceHistory) -> DraftRequest:
@@ -212,31 +189,37 @@ class FixedBudget:
     def observe(
         self, trees: Sequence[TokenTree], paths: Sequence[Sequence[int]], histories: Sequence[AcceptanceHistory]
     ) -> None:
-        """Nothing is learnt."""
+        """Fixed sizes do not learn."""
 
 
 class AdaptiveBudget:
     """Trees of the size that promises the most tokens per millisecond."""
 
-    def __init__(self, config: TreeSizes, cost: Rows, num_ranks: int = 1) -> None:
-        """Sizes up to those of `config`, by the times of `cost`, for trees that `num_ranks` ranks evaluate."""
-        self.cost = cost
+    def __init__(self, config: TreeSizes, times: Sequence[float], num_ranks: int = 1) -> None:
+        """Sizes up to those of `config`, for trees that `num_ranks` ranks evaluate.
+
+        `times` are milliseconds at `constants.KNOTS` of a step of one sequence (StepTimes.row).
+        """
+        self.times = times
+        """Milliseconds at `constants.KNOTS` of a step like the running one."""
+        self.other_tokens = 0.0
+        """Tokens that other requests are expected to get in the running step, which lasts as long for all."""
         self._parts = sizes_by_homes(config, num_ranks)
         self._spread(num_ranks)
-        # Measured beside a trie at temperature 0.8: windows of 4, 8, 16 and 32 columns gave 0.10 to 0.18 tokens a step
-        # and their pool 0.09, 0.20, 0.40 and 0.55 (dev/LOG.md, strong scaling).
-        self._first_yield = (0.14, max(0.0, 0.16 * math.log2((1 + config.window_size) / 3)))
+        self._first_yield = (
+            constants.FIRST_WINDOW_YIELD,
+            max(0.0, constants.POOL_YIELD * math.log2((1 + config.window_size) / 3)),
+        )
         self._yield = self._first_yield
         """Tokens a step that the window, and that its pool, are expected to earn."""
         self.window = False
         if self._window_nodes:
             earned = total(self._first_yield)
-            self.window = (1 + earned) / self._time(1 + self._window_nodes) > 1 / self._time(1)
-        self.beside = 0.0
-        """Tokens that other requests are expected to get in the running step, which lasts as long for all."""
+            plain, wide = self._milliseconds(np.array([1, 1 + self._window_nodes]), 0)
+            self.window = bool((1 + earned) / wide > 1 / plain)
         self._segment: list[tuple[float, float]] = []
         self._all = AcceptanceHistory()
-        self._step = (1, 0, SHORTEST_KV)
+        self._step = (1, 0)
         self._expected_tokens: ExpectedTokens | None = None
         self._prices: tuple[Sequence[float], tuple[int, ...], list[float], list[float]] | None = None
         """Row and sizes of the last step, and what its nodes would cost: mostly those of the next one too."""
@@ -247,9 +230,9 @@ class AdaptiveBudget:
         self.num_ranks = num_homes
         self._limit, self._columns, self._window_nodes = sizes.num_nodes - 1, sizes.window_size, sizes.num_window_nodes
 
-    def begin(self, count: int, pending: int, kv: int, num_homes: int | None = None) -> None:
-        """Begin a step."""
-        self._step = (count, pending, kv)
+    def begin(self, count: int, pending: int, num_homes: int | None = None) -> None:
+        """Begin a step; `times` and `other_tokens` are set before."""
+        self._step = (count, pending)
         self._expected_tokens = None
         self._spread(num_homes if num_homes is not None else len(self._parts))
 
@@ -270,28 +253,27 @@ class AdaptiveBudget:
                 history.offered = 0.0
                 history.count(False, is_far=True)
             return
-        count, pending, kv = self._step
-        row = self.cost.row(count, kv)
+        count, pending = self._step
         first = self._all.trust()
         falling = [
             np.minimum(1.0, history.trust(first) * _falling(draft))
             for draft, history in zip(drafts, histories, strict=True)
         ]
         gains = np.sort(np.concatenate(falling))[::-1]
-        tokens = count + self.beside + np.concatenate([[0.0], np.cumsum(gains)])
+        tokens = count + self.other_tokens + np.concatenate([[0.0], np.cumsum(gains)])
         sizes = sum(draft.num_window for draft in drafts) + np.arange(len(tokens))
-        times = self._times(sizes, pending, row)
+        times = self._milliseconds(sizes, pending)
         rates = tokens / times
         best = int(np.argmax(rates))
         threshold = gains[best - 1] if best else np.inf
-        near_price = NEAR_PRICE * float(rates[0] * (times[1] - times[0])) if len(gains) else 0.0
+        near_price = constants.NEAR_PRICE * float(rates[0] * (times[1] - times[0])) if len(gains) else 0.0
         for draft, history, each in zip(drafts, histories, falling, strict=True):
             kept = int(np.count_nonzero(each >= threshold))
             draft.tree.truncate(draft.num_window + kept)
             history.offered = total(draft.probabilities[draft.num_window : draft.num_window + kept])
             history.count(len(draft.tree) > 1, is_far=not len(each) or each[0] < near_price)
         if self._window_nodes:
-            self._weigh_window(tokens, count, pending, row)
+            self._weigh_window(tokens, count, pending)
 
     def observe(
         self, trees: Sequence[TokenTree], paths: Sequence[Sequence[int]], histories: Sequence[AcceptanceHistory]
@@ -299,25 +281,24 @@ class AdaptiveBudget:
         """Learn how far promises held, and what the window yields while it runs; forget that while it does not."""
         for tree, path, history in zip(trees, paths, histories, strict=True):
             accepted = sum(tree.sources[node] != Source.WINDOW for node in path[1:])
-            history.record_step(history.offered, accepted, TRUST_MEMORY)
-            self._all.record_step(history.offered, accepted, LONG_MEMORY)
+            history.record_step(history.offered, accepted, constants.TRUST_MEMORY)
+            self._all.record_step(history.offered, accepted, constants.LONG_MEMORY)
         if not trees or not self._parts[-1].num_window_nodes:
             return
-        news, weight = self._first_yield, WINDOW_RETURN
+        news, weight = self._first_yield, constants.WINDOW_RETURN
         if self.window:
             sources = [tree.sources[node] for tree, path in zip(trees, paths, strict=True) for node in path]
             news = (sources.count(Source.WINDOW) / len(trees), sources.count(Source.POOL) / len(trees))
-            weight = WINDOW_MEMORY
+            weight = constants.WINDOW_MEMORY
         self._yield = tuple(old + weight * (new - old) for old, new in zip(self._yield, news, strict=True))  # type: ignore[assignment]
 
     def _without_drafts(self, held: int) -> ExpectedTokens:
         """The step without drafts, whose sequences have `held` window nodes each."""
-        count, pending, kv = self._step
-        found, sizes = self.cost.row(count, kv), (count, pending, held)
-        key = (*sizes, self.num_ranks)
-        if self._prices is None or self._prices[0] is not found or self._prices[1] != key:
-            self._prices = (found, key, *self._price_nodes(np.array(found), *sizes))
-        return ExpectedTokens(count + self.beside, *self._prices[2:])
+        count, pending = self._step
+        key = (count, pending, held, self.num_ranks)
+        if self._prices is None or self._prices[0] is not self.times or self._prices[1] != key:
+            self._prices = (self.times, key, *self._price_nodes(np.array(self.times), count, pending, held))
+        return ExpectedTokens(count + self.other_tokens, *self._prices[2:])
 
     def _price_nodes(self, row: np.ndarray, count: int, pending: int, held: int) -> tuple[list[float], list[float]]:
         """Milliseconds of the step by its drafted nodes, and the least that further ones cost on average."""
@@ -325,12 +306,12 @@ class AdaptiveBudget:
         per_rank = (count * (1 + held) + nodes) / self.num_ranks + pending
         times = times_at(per_rank, row)
         # t(n) is linear between the knots, so on average nodes are cheapest up to one of these, or far beyond the last.
-        ahead = np.array(KNOTS) - per_rank[:, None]
+        ahead = np.array(constants.KNOTS) - per_rank[:, None]
         slopes = np.where(ahead > 1e-9, (row - times[:, None]) / np.maximum(ahead, 1e-9), np.inf)
         cheapest = np.minimum(slopes.min(1), last_slope(row)) / self.num_ranks
         return times.tolist(), cheapest.tolist()
 
-    def _weigh_window(self, tokens: np.ndarray, count: int, pending: int, row: Sequence[float]) -> None:
+    def _weigh_window(self, tokens: np.ndarray, count: int, pending: int) -> None:
         """Compare the step with and without a window; switch at the end of a segment.
 
         Its nodes are taken from those that a step may have, so where these are all spent it must earn more than the
@@ -344,22 +325,19 @@ class AdaptiveBudget:
             if drafted and drafted >= left:
                 further = (tokens[-1] - tokens[-2]) * drafted / (drafted + np.arange(1.0, held + 1))
                 plain = np.concatenate([plain, tokens[-1] + np.cumsum(further)])
-            plain = np.maximum(plain - count * by_pool, count + self.beside)
+            plain = np.maximum(plain - count * by_pool, count + self.other_tokens)
         else:
             wide, plain = tokens[: left + 1] + count * (by_window + by_pool), tokens
-        best_wide = (wide / self._times(np.arange(len(wide)) + (count + held), pending, row)).max()
-        best_plain = (plain / self._times(np.arange(len(plain)) + count, pending, row)).max()
+        best_wide = (wide / self._milliseconds(np.arange(len(wide)) + (count + held), pending)).max()
+        best_plain = (plain / self._milliseconds(np.arange(len(plain)) + count, pending)).max()
         self._segment.append((float(best_wide), float(best_plain)))
-        if len(self._segment) == WINDOW_SEGMENT:
+        if len(self._segment) == constants.WINDOW_SEGMENT:
             self.window = total([each for each, _ in self._segment]) > total([each for _, each in self._segment])
             self._segment.clear()
 
-    def _time(self, size: int) -> float:
-        return float(self._times(np.array([size]), 0, self.cost.row(1, 1))[0])
-
-    def _times(self, sizes: np.ndarray, pending: int, row: Sequence[float]) -> np.ndarray:
-        """Milliseconds of steps whose trees have `sizes` nodes together, and `pending` further tokens on each rank."""
-        return times_at(np.ceil(sizes / self.num_ranks) + pending, row)
+    def _milliseconds(self, sizes: np.ndarray, pending: int) -> np.ndarray:
+        """Times of steps whose trees have `sizes` nodes together, and `pending` further tokens on each rank."""
+        return times_at(np.ceil(sizes / self.num_ranks) + pending, self.times)
 
 
 def sizes_by_homes(config: TreeSizes, num_ranks: int) -> list[TreeSizes]:

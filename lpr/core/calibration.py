@@ -13,131 +13,29 @@ either, because its stage was asked about another case.
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import exp, frexp
+from math import frexp
 
-from lpr.core.tree import Source, TokenTree
+from lpr.core import constants
+from lpr.core.digest import Digest
+from lpr.core.tree import TokenTree
 
-NUM_STAGES = 4
-"""Stages of a search: the longest context, one token, one token replaced, none."""
-RECENT_STAGE = 3
-RECENT_KIND = 0
-"""Kind of a token that is tried without any context; all other kinds are a `Source`, the best place's."""
-SEVERAL = 5
-"""Added to the `Source` of evidence that is more than one place."""
-
-_LEVELS = (0, 1, *[2] * 4, *[3] * 10)
-"""Level by depth of the parent; deeper ones are level 4: what has been right so often is copied text, or a loop."""
-_NUM_LEVELS, _NUM_KINDS, _NUM_BUCKETS = 5, 11, 24
-_MIDDLE = 12
-_STAGE_SIZE = _NUM_LEVELS * _NUM_KINDS * _NUM_BUCKETS
-
-# Recorded completions hold no guesses of a window. These are only where its first steps start from.
-_GUESSED = {Source.WINDOW: -2.0, Source.WINDOW + SEVERAL: 1.0}
-
-
-@dataclass(frozen=True)
-class _Fit:
-    """The log-odds of a child are level + kind + slope * octave of the odds of its score."""
-
-    levels: tuple[tuple[float, ...], ...]
-    """One row per stage, one column per level."""
-    slopes: tuple[tuple[float, ...], ...]
-    kinds: dict[int, float]
-    """Those that were fitted."""
-
-
-# Fitted on replays of the first 50 ClassEval tasks of two models, cold and warm (dev/LOG.md).
-_GREEDY = _Fit(
-    levels=(
-        (0.40, 0.58, 0.37, 0.30, 1.48),
-        (-0.13, -0.73, -0.96, 0.0, 0.0),
-        (-1.06, -0.50, -0.51, 0.0, 0.0),
-        (-0.90, -0.66, -1.49, 0.0, 0.0),
-    ),
-    slopes=(
-        (0.92, 1.04, 1.00, 0.61, 0.41),
-        (0.84, 0.55, 0.49, 0.7, 0.7),
-        (0.56, 0.65, 0.7, 0.7, 0.7),
-        (0.20, 0.0, 0.0, 0.7, 0.7),
-    ),
-    kinds={
-        RECENT_KIND: -3.06,
-        Source.TRIE: 0.29,
-        Source.SHARED_TRIE: 0.09,
-        Source.TRIE + SEVERAL: -0.60,
-        Source.SHARED_TRIE + SEVERAL: -0.55,
-    },
-)
-# Fitted on texts of SmolLM2-135M-Instruct at temperature 0.8 (16 ClassEval tasks, benchmarks.record), with the noise in
-# the odds and the fit above as the prior.
-_SAMPLED = _Fit(
-    levels=(
-        (0.39, 0.62, 0.50, 0.23, 1.23),
-        (-0.96, -0.80, -0.84, -0.05, 0.0),
-        (-0.71, -0.52, -0.56, 0.0, 0.0),
-        (-0.78, -0.78, -1.49, 0.0, 0.0),
-    ),
-    slopes=(
-        (0.67, 0.75, 0.74, 0.54, 0.30),
-        (0.50, 0.46, 0.50, 0.67, 0.7),
-        (0.54, 0.62, 0.71, 0.7, 0.7),
-        (0.26, 0.08, 0.0, 0.7, 0.7),
-    ),
-    kinds={
-        RECENT_KIND: -3.06,
-        Source.TRIE: 0.05,
-        Source.SHARED_TRIE: 0.09,
-        Source.TRIE + SEVERAL: -0.54,
-        Source.SHARED_TRIE + SEVERAL: -0.55,
-        Source.POOL + SEVERAL: -0.28,
-        Source.RECYCLED + SEVERAL: -0.24,
-    },
-)
-
-STRENGTH, WEAK_STRENGTH = 200.0, 20.0
-"""Trials that the shipped frequency of a cell counts for. Weak: not fitted, or deep, where a loop shows at once."""
-_DEEP = 3  # first level whose cells are weak
-MEMORY = 1000.0
-"""Trials that a cell remembers: older ones fade, so that it follows the text."""
-LEAST = 1e-4
-"""No cell falls below this, so that none is lost for good."""
+_STAGE_SIZE = constants.NUM_LEVELS * constants.NUM_KINDS * constants.NUM_BUCKETS
 
 
 def first_cell(stage: int, depth: int) -> int:
     """The first cell of a stage below parents of a depth; `cell_within` counts from there."""
-    return (stage * _NUM_LEVELS + (_LEVELS[depth] if depth < len(_LEVELS) else 4)) * _NUM_KINDS * _NUM_BUCKETS
+    level = constants.LEVELS[depth] if depth < len(constants.LEVELS) else constants.NUM_LEVELS - 1
+    return (stage * constants.NUM_LEVELS + level) * constants.NUM_KINDS * constants.NUM_BUCKETS
 
 
 def cell_within(kind: int, odds: float) -> int:
     """The place of a cell among those of its stage and depth: by kind of evidence and octave of the score's odds."""
-    bucket = frexp(odds)[1] + _MIDDLE
-    if not 0 <= bucket < _NUM_BUCKETS:
-        bucket = 0 if bucket < 0 else _NUM_BUCKETS - 1
-    return kind * _NUM_BUCKETS + bucket
-
-
-def _shipped(fit: _Fit) -> tuple[array[float], array[float]]:
-    """Per cell: the frequency before anything was observed, and the trials that it counts for."""
-    frequencies, trials = array("d"), array("d")
-    for levels, slopes in zip(fit.levels, fit.slopes, strict=True):
-        for number, (level, slope) in enumerate(zip(levels, slopes, strict=True)):
-            for kind in range(_NUM_KINDS):
-                log_odds = level + fit.kinds.get(kind, _GUESSED.get(kind, 0.0))
-                for bucket in range(_NUM_BUCKETS):
-                    frequency = 1 / (1 + exp(-log_odds - slope * (bucket - _MIDDLE)))
-                    # Rounded, so that ranks with different mathematical libraries start alike.
-                    frequencies.append(min(max(round(frequency, 6), LEAST), 1.0))
-                fitted = kind in fit.kinds and number < _DEEP
-                trials.extend([STRENGTH if fitted else WEAK_STRENGTH] * _NUM_BUCKETS)
-    return frequencies, trials
-
-
-_SHIPPED = (_shipped(_GREEDY), _shipped(_SAMPLED))
-"""For requests that are greedy, and for those that sample."""
+    bucket = frexp(odds)[1] + constants.MIDDLE_BUCKET
+    if not 0 <= bucket < constants.NUM_BUCKETS:
+        bucket = 0 if bucket < 0 else constants.NUM_BUCKETS - 1
+    return kind * constants.NUM_BUCKETS + bucket
 
 
 class Calibration:
@@ -146,21 +44,20 @@ class Calibration:
     The caller decides what one object covers, a request or all of them.
     """
 
-    __slots__ = ("_hash", "frequencies", "trials")
+    __slots__ = ("_digest", "frequencies", "trials")
 
     def __init__(self, is_sampled: bool = False) -> None:
         """What is shipped, fitted on recorded completions, for a request that is greedy or that samples."""
-        frequencies, trials = _SHIPPED[is_sampled]
-        self.frequencies = frequencies[:]
+        self.frequencies = constants.SHIPPED_FREQUENCIES[is_sampled][:]
         """Per cell: how often its children were right, 0 to 1."""
-        self.trials = trials[:]
+        self.trials = constants.SHIPPED_TRIALS[is_sampled][:]
         """Per cell: the number of trials that its frequency counts for."""
-        self._hash = hashlib.blake2b(digest_size=8)
+        self._digest = Digest()
 
     @property
     def digest(self) -> int:
         """64-bit digest of every frequency that an observation changed, in order."""
-        return int.from_bytes(self._hash.digest(), "little")
+        return self._digest.value
 
     def observe(self, tree: TokenTree, path: Sequence[int], cells: Sequence[int]) -> None:
         """Take in the accepted `path` of `tree`; `cells` [len(tree)] has each node's cell, -1 for none.
@@ -175,13 +72,13 @@ class Calibration:
             for child in tree.children[parent].values():
                 if 0 <= cells[child] < end:
                     changed.append(self._count(cells[child], child == right))
-        self._hash.update(changed.tobytes())
+        self._digest.update(memoryview(changed).cast("B").cast("Q"))
 
     def _count(self, cell: int, right: bool) -> float:
         """Take in one trial; return the cell's new frequency."""
         trials = self.trials[cell] + 1.0
         frequency = self.frequencies[cell]
-        frequency = max(LEAST, frequency + (right - frequency) / trials)
+        frequency = max(constants.LEAST_FREQUENCY, frequency + (right - frequency) / trials)
         self.frequencies[cell] = frequency
-        self.trials[cell] = min(trials, MEMORY)
+        self.trials[cell] = min(trials, constants.CELL_MEMORY)
         return frequency

@@ -17,7 +17,7 @@ tree held before (the Jacobi window's) are children like others, which cost no b
 
 Candidates are kept by where they were said (lpr.core.evaluated): those count that followed the last token in the
 context that agrees longest, and those beside the node in the tree before; where there are none, the table's. A
-request's sampling noise is known and changes a child's odds (lpr.core.known_noise).
+request's sampling noise is known and changes a child's odds (lpr.core.noise_keys).
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from math import ldexp
 from typing import Any
 
 from lpr.config import TreeSizes
+from lpr.core import constants
 from lpr.core.budget import Price
-from lpr.core.calibration import RECENT_KIND, RECENT_STAGE, SEVERAL, Calibration, cell_within, first_cell
+from lpr.core.calibration import Calibration, cell_within, first_cell
 from lpr.core.evaluated import EvaluatedNodes
-from lpr.core.known_noise import KnownNoise
+from lpr.core.noise_keys import KnownNoise
 from lpr.core.pool import NGramPool
-from lpr.core.recycle import MAX_SCORE, CandidateTable, probability_of
-from lpr.core.suffix_index import MAX_MATCH, SuffixIndex
+from lpr.core.recycle import CandidateTable
+from lpr.core.suffix_index import SuffixIndex
 from lpr.core.tree import Source, TokenTree
 
 Place = tuple[float, Sequence[int], int, int]
@@ -45,37 +46,9 @@ FindPlaces = Callable[[list[int], int], list[Place]]
 Tried = Mapping[int, object]
 _NOTHING: Tried = {}
 
-# Measured on the first 50 ClassEval tasks of two models; the optimum is flat (see dev/LOG.md). POOL_MATCH and
-# RECYCLED_WEIGHT were measured with the bundled model: recorded completions hold no guesses of a model.
-GROWTH = 1.3
-"""Factor of a place's weight per matching token before it: 1.3^match."""
-NOVELTY = 5.0
-"""Weight kept back for tokens that the evidence does not know."""
-SHARED_TRUST = 0.4
-"""Weight of a place in the shared trie; one of the request itself has 1."""
-REPLACED_TRUST = 0.3
-"""Factor for places where the last token differs."""
-POOL_MATCH = 3
-"""A pooled n-gram weighs as much as a match of this length: the model itself guessed it nearby."""
-RECYCLED_WEIGHT = 128.0
-"""Weight that a token's recycled candidates share, each by its probability."""
-BESIDE_TRUST = 0.5
-"""Factor of the candidates beside a node (lpr.core.evaluated), where one token before it differs."""
-MOST = 0.999
-"""Most that the children of one stage can be worth together."""
-DELAY = 0.25
-"""Part of the escape's probability at which the next source is asked: about what its best child will get."""
-ROOT_PLACES, NODE_PLACES = 32, 8
-"""Places looked up per trie at the root, and at a node below it."""
-RECENT_TOKENS = 64
-"""Tokens of the request tried without any context, the most recent first."""
-
-_WEIGHT = [GROWTH**length for length in range(MAX_MATCH + 1)]
-_NOVELTY = [NOVELTY / GROWTH**offset for offset in range(MAX_MATCH + 1)]
-_RECYCLED = [RECYCLED_WEIGHT * probability_of(score) for score in range(MAX_SCORE + 1)]
 _RECYCLED_SOURCE = int(Source.RECYCLED)
 _HELD = int(Source.WINDOW)
-_HELD_TOO = _HELD + SEVERAL
+_HELD_TOO = _HELD + constants.SEVERAL
 _ESCAPE = -1
 _RECENT = -2
 
@@ -105,7 +78,7 @@ class Drafter:
         self._own = SuffixIndex(config.trie_capacity)
         self._tries = [(self._own, 1.0, int(Source.TRIE))]
         if shared is not None:
-            self._tries.append((shared, SHARED_TRUST, int(Source.SHARED_TRIE)))
+            self._tries.append((shared, constants.SHARED_TRUST, int(Source.SHARED_TRIE)))
         self._table = table
         self._tail: list[int] = []
         self._num_observed = 0
@@ -126,7 +99,7 @@ class Drafter:
                 recent[token] = None
         elif self.pool.guess_set_size:  # a trie knows them itself
             self.pool.add_text(self._tail, tokens, self.config.ngram_size)
-        self._tail = [*self._tail, *tokens[-MAX_MATCH:]][-MAX_MATCH:]
+        self._tail = [*self._tail, *tokens[-constants.MAX_MATCH :]][-constants.MAX_MATCH :]
         self._num_observed += len(tokens)
 
     def draft(
@@ -145,7 +118,7 @@ class Drafter:
         self._cells = [-1] * len(tree)
         if deepest < 1 or (budget < 1 and len(tree) == 1):
             return probabilities
-        recent = list(islice(reversed(self._recent), RECENT_TOKENS))
+        recent = list(islice(reversed(self._recent), constants.RECENT_TOKENS))
         limit = len(tree) + max(0, budget)
         noise = KnownNoise(self.seed, self._num_observed)
         search = _Search(tree, self._sources, self._tail, recent, self.calibration.frequencies, limit, price, noise)
@@ -190,34 +163,37 @@ class Drafter:
     def _two_tokens(self, context: list[int], depth: int) -> list[Place]:
         """Where at least the last two tokens were seen, and, at the root, the pooled n-grams."""
         places = [] if depth else self._ngrams(context, depth)
-        limit = NODE_PLACES if depth else ROOT_PLACES
+        limit = constants.NODE_PLACES if depth else constants.ROOT_PLACES
         for trie, trust, source in self._tries:
             tokens = trie.tokens
             for index, length in trie.match(context, limit):
-                places.append((trust * _WEIGHT[length], tokens, index, source))
+                places.append((trust * constants.WEIGHTS[length], tokens, index, source))
         return places
 
     def _ngrams(self, context: list[int], depth: int) -> list[Place]:
         """The pooled n-grams that start with the root."""
         if depth:
             return []
-        return [(_WEIGHT[POOL_MATCH], ngram, 1, int(Source.POOL)) for ngram in self.pool.get(context[-1])]
+        return [
+            (constants.WEIGHTS[constants.POOL_MATCH], ngram, 1, int(Source.POOL))
+            for ngram in self.pool.get(context[-1])
+        ]
 
     def _one_token(self, context: list[int], depth: int) -> list[Place]:
         """Where the last token was seen, and its recycled candidates."""
         last = context[-1]
         places: list[Place] = []
         for trie, trust, source in self._tries:
-            tokens, weight = trie.tokens, trust * GROWTH
-            for index in trie.match_last(last, NODE_PLACES):
+            tokens, weight = trie.tokens, trust * constants.GROWTH
+            for index in trie.match_last(last, constants.NODE_PLACES):
                 places.append((weight, tokens, index, source))
         if self._table is not None:
             own = [index for _, _, index, source in places if source == Source.TRIE]
             rows = self._evaluated.nearest(self._own, own, context)
             _add_candidates(places, [zip(*row, strict=True) for row in rows] or [self._table.get(last)], 1.0)
-            if depth <= MAX_MATCH:
-                rows = self._evaluated.beside(self._num_observed, context[len(context) - depth :])
-                _add_candidates(places, [zip(*row, strict=True) for row in rows], BESIDE_TRUST)
+            if depth <= constants.MAX_MATCH:
+                rows = self._evaluated.of_siblings(self._num_observed, context[len(context) - depth :])
+                _add_candidates(places, [zip(*row, strict=True) for row in rows], constants.SIBLING_TRUST)
         return places
 
     def _one_replaced(self, context: list[int], depth: int) -> list[Place]:
@@ -226,8 +202,10 @@ class Drafter:
         places: list[Place] = []
         for trie, trust, source in self._tries:
             tokens = trie.tokens
-            for index, length in trie.match(before, NODE_PLACES):
-                places.append((REPLACED_TRUST * trust * _WEIGHT[length - 1], tokens, index + 1, source))
+            for index, length in trie.match(before, constants.NODE_PLACES):
+                places.append(
+                    (constants.REPLACED_TRUST * trust * constants.WEIGHTS[length - 1], tokens, index + 1, source)
+                )
         return places
 
 
@@ -236,7 +214,7 @@ def _add_candidates(places: list[Place], rows: Sequence[Iterable[tuple[int, int]
     share = trust / max(1, len(rows))
     for row in rows:
         for token, score in row:
-            places.append((share * _RECYCLED[score], (token,), 0, _RECYCLED_SOURCE))
+            places.append((share * constants.CANDIDATE_WEIGHTS[score], (token,), 0, _RECYCLED_SOURCE))
 
 
 class _Search:
@@ -311,7 +289,9 @@ class _Search:
         for token in held:
             if token not in rows:
                 rows[token] = [0.0]
-        total += _NOVELTY[offset] if offset < MAX_MATCH else _NOVELTY[MAX_MATCH]
+        total += (
+            constants.NOVELTIES[offset] if offset < constants.MAX_MATCH else constants.NOVELTIES[constants.MAX_MATCH]
+        )
         frequencies = self._frequencies
         depth = self._tree.depths[node]
         first = first_cell(stage, depth)
@@ -320,11 +300,11 @@ class _Search:
             if token in held:
                 kind = _HELD_TOO if len(row) > 1 else _HELD
             else:
-                kind = row[1][3] if len(row) == 2 else row[1][3] + SEVERAL
+                kind = row[1][3] if len(row) == 2 else row[1][3] + constants.SEVERAL
             octaves = self._noise.octaves(depth, token)
             row[0] = cell = first + cell_within(kind, ldexp(row[0] / (total - row[0]), octaves))
             known += frequencies[cell]
-        scale = probability if known <= MOST else probability * MOST / known
+        scale = probability if known <= constants.MOST_KNOWN else probability * constants.MOST_KNOWN / known
         for token, row in rows.items():
             serial += 1
             heappush(heap, (-scale * frequencies[row[0]], serial, node, token, row, offset + 1))
@@ -334,7 +314,7 @@ class _Search:
     def ask_later(self, node: int, kept: float, order: int, tried: Tried) -> None:
         """Let the source number `order` share out the probability `kept` among children of `node`, in its turn."""
         self._serial += 1
-        heappush(self._heap, (-DELAY * kept, self._serial, node, _ESCAPE, (order, kept, tried), 0))
+        heappush(self._heap, (-constants.DELAY * kept, self._serial, node, _ESCAPE, (order, kept, tried), 0))
 
     def __iter__(self) -> Iterator[tuple[int, float, list[Place], int, int]]:
         """Yield (node, path probability, evidence for its children, offset into it, cell); no node twice."""
@@ -380,9 +360,11 @@ class _Search:
         """
         order = self._orders.get(depth)
         if order is None:
-            first, order = first_cell(RECENT_STAGE, depth), []
+            first, order = first_cell(constants.RECENT_STAGE, depth), []
             for rank, token in enumerate(self._recent):
-                cell = first + cell_within(RECENT_KIND, ldexp(1.0 / (rank + 1), self._noise.octaves(depth, token)))
+                cell = first + cell_within(
+                    constants.RECENT_KIND, ldexp(1.0 / (rank + 1), self._noise.octaves(depth, token))
+                )
                 order.append((-self._frequencies[cell], rank, cell))
             if self._noise.is_known:
                 order.sort()
@@ -393,7 +375,7 @@ class _Search:
         """The last tokens up to and including `node`; enough of them for the longest match."""
         tokens, parents = self._tree.tokens, self._tree.parents
         path: list[int] = []
-        while node and len(path) < MAX_MATCH:
+        while node and len(path) < constants.MAX_MATCH:
             path.append(tokens[node])
             node = parents[node]
         path.reverse()

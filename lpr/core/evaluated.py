@@ -14,29 +14,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lpr.core.suffix_index import MAX_MATCH, SuffixIndex
+from lpr.core import constants
+from lpr.core.suffix_index import SuffixIndex
 from lpr.core.tree import TokenTree
 
 Ranked = tuple[Sequence[int], Sequence[int]]
 """Candidates of a node, most likely first, and their scores (lpr.core.recycle)."""
 
-PAIR_BITS = 12
-"""Pairs of tokens are kept in 2^12 slots, each pair in one that its hash chooses, the newest alone (rule R8)."""
-MOST_BESIDE = 4
-"""Rejected children of one node that are followed, those drafted first."""
-
 
 class EvaluatedNodes:
     """What the steps of one request said; known to its home ranks."""
 
-    __slots__ = ("_beside", "_by_place", "_candidates", "_children", "_num_tokens", "_pairs", "_scores")
+    __slots__ = ("_by_place", "_candidates", "_children", "_num_tokens", "_pairs", "_scores", "_siblings")
 
     def __init__(self) -> None:
         self._by_place: dict[int, Ranked] = {}
         """By the number of tokens before it: what was said after a committed token."""
         self._pairs: dict[int, tuple[int, int, Ranked]] = {}
         self._children: Sequence[Mapping[int, int]] = []
-        self._beside: list[int] = []
+        self._siblings: list[int] = []
         self._candidates: Sequence[Sequence[int]] = []
         self._scores: Sequence[Sequence[int]] = []
         self._num_tokens = -1  # of the sequence, when the next root stands beside those children
@@ -62,7 +58,7 @@ class EvaluatedNodes:
         for place, node in enumerate(path, num_tokens - 1):
             self._by_place[place] = (candidates[node], scores[node])
         self._children, self._candidates, self._scores = tree.children, candidates, scores
-        self._beside = list(tree.children[path[-1]].values())[:MOST_BESIDE]
+        self._siblings = list(tree.children[path[-1]].values())[: constants.MOST_SIBLINGS]
         self._num_tokens = num_tokens + len(path)
 
     def nearest(self, trie: SuffixIndex, places: Sequence[int], context: Sequence[int]) -> list[Ranked]:
@@ -70,7 +66,7 @@ class EvaluatedNodes:
 
         Where that is the last token only, what was said after the last two in another tree.
         """
-        tokens, start, reach = trie.tokens, trie.start, min(len(context), MAX_MATCH)
+        tokens, start, reach = trie.tokens, trie.start, min(len(context), constants.MAX_MATCH)
         longest, rows = 0, list[Ranked]()
         for after in places:
             row = self._by_place.get(trie.base + after - 1)
@@ -90,12 +86,12 @@ class EvaluatedNodes:
                 return [found[2]]
         return rows
 
-    def beside(self, num_tokens: int, below: Sequence[int]) -> list[Ranked]:
+    def of_siblings(self, num_tokens: int, below: Sequence[int]) -> list[Ranked]:
         """What was said beside the node that the tokens `below` the root lead to; none if the last step is not known.
 
         `num_tokens` is the length of the sequence now.
         """
-        nodes, children = self._beside, self._children
+        nodes, children = self._siblings, self._children
         if num_tokens != self._num_tokens:
             return []
         for token in below:
@@ -105,4 +101,4 @@ class EvaluatedNodes:
 
 def _slot(left: int, last: int) -> int:
     """Where a pair of tokens is kept."""
-    return ((left * 0x9E3779B1 + last) * 0x85EBCA77 & 0xFFFFFFFF) >> (32 - PAIR_BITS)
+    return ((left * 0x9E3779B1 + last) * 0x85EBCA77 & 0xFFFFFFFF) >> (32 - constants.PAIR_BITS)

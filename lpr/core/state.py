@@ -8,34 +8,19 @@ it, so all of them make it anew from the tokens then.
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from lpr.config import SamplingParams, TreeSizes, result_words
+from lpr.config import SamplingParams, TreeSizes
 from lpr.core.accept import NOT_A_NUMBER, likely
 from lpr.core.budget import AcceptanceHistory, Draft, DraftRequest
+from lpr.core.digest import MASK64, Digest
 from lpr.core.drafting import Drafter
 from lpr.core.partition import Shard
 from lpr.core.recycle import CandidateTable
 from lpr.core.suffix_index import SuffixIndex
 from lpr.core.tree import TokenTree
 from lpr.core.window import JacobiWindow
-
-_MASK64 = 2**64 - 1
-
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """What the model says of one place of an output, before penalties, temperature and limits."""
-
-    logprob: float
-    """Log-probability of the token that was chosen."""
-    top: Sequence[tuple[int, float]]
-    """The most likely tokens, most likely first, and theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,25 +33,6 @@ class TreeResult:
     """Its k most likely next tokens, most likely first."""
     scores: Sequence[Sequence[int]]
     """Their scores (see lpr.core.recycle.SCORE_STEPS)."""
-
-    @classmethod
-    def from_payloads(
-        cls, payloads: np.ndarray, index: int | Sequence[int], shards: Sequence[Shard], k: int
-    ) -> TreeResult:
-        """The results of tree number `index`, each node's from the rank that owns it (rule R1).
-
-        `payloads` is int32 [ranks, trees, capacity, result_words(k) or more]: of the nodes that each rank owns, in
-        order, the next token, k candidates and, four bytes to a word, k scores. Where ranks have unequal trees, `index`
-        says the tree's number per rank.
-        """
-        places = [index] * len(shards) if isinstance(index, int) else index
-        width = result_words(k)
-        table = np.empty((sum(len(shard.owned) for shard in shards), width), np.int32)
-        for rank, shard in enumerate(shards):
-            if shard.owned:
-                table[np.array(shard.owned, np.intp)] = payloads[rank, places[rank], : len(shard.owned), :width]
-        scores = np.ascontiguousarray(table[:, 1 + k :]).astype("<i4").view(np.uint8)[:, :k]
-        return cls(table[:, 0].tolist(), table[:, 1 : 1 + k].tolist(), scores.tolist())
 
 
 class SequenceState:
@@ -108,11 +74,10 @@ class SequenceState:
         """Were the last logits not numbers? Then the next tree is the root alone, to tell whose fault it is."""
         self.probabilities: list[float] = []
         """Estimated path probability of each node drafted last; 0 where only the window proposed it."""
-        self._drafted = hashlib.blake2b(digest_size=8)
-        self._hash = hashlib.blake2b(array("q", self.tokens).tobytes(), digest_size=8)
-        # A rank that samples its nodes by another seed would be followed by all of them, in step and wrong.
-        self._hash.update(repr(params).encode())
-        self._hash.update(array("q", self.num_computed_tokens).tobytes())
+        self._drafted, self._committed = Digest(), Digest()
+        # With the parameters: all ranks would follow one that samples its nodes by another seed, in step and wrong.
+        for words in (self.tokens, repr(params).encode(), self.num_computed_tokens):
+            self._committed.update(words)
 
     @property
     def homes(self) -> list[int]:
@@ -132,10 +97,11 @@ class SequenceState:
 
     def _begin_drafting(self) -> Drafter:
         """Make what drafts from the tokens, which all home ranks do before the same step."""
-        seed = self.params.seed & _MASK64 if self.params.temperature > 0 else None
+        seed = self.params.seed & MASK64 if self.params.temperature > 0 else None
         drafter = self.drafter = Drafter(self.config, self._shared, self.table, seed=seed)
         drafter.observe(self.tokens)
-        self._drafted = hashlib.blake2b(self.digest.to_bytes(8, "little"), digest_size=8)
+        self._drafted = Digest()
+        self._drafted.update([self.digest])
         return drafter
 
     @property
@@ -143,10 +109,20 @@ class SequenceState:
         """Length of the longest pending chain of any home rank, the root included."""
         return len(self.tokens) - min([self.num_computed_tokens[rank] for rank in self.homes])
 
+    def num_above(self, rank: int) -> int:
+        """Length of a rank's pending chain without the root."""
+        return len(self.tokens) - 1 - self.num_computed_tokens[rank]
+
+    @property
+    def max_depth(self) -> int:
+        """Greatest depth of a node that could still be emitted with a bonus token behind it."""
+        longest = self._longest if self._longest is not None else len(self.tokens) + self.config.num_nodes
+        return longest - len(self.tokens) - 1
+
     @property
     def digest(self) -> int:
         """64-bit digest of the request and every token committed so far, the same on all ranks."""
-        return int.from_bytes(self._hash.digest(), "little")
+        return self._committed.value
 
     def build(self, max_depth: int, request: DraftRequest) -> Draft:
         """Draft the next tree: the Jacobi window if it runs, and drafts as requested, none deeper than `max_depth`."""
@@ -169,13 +145,12 @@ class SequenceState:
         is_full = self._longest is not None and len(self.tokens) >= self._longest
         return is_full or not self._stop_ids.isdisjoint(emitted)
 
-    def sign_tree(self, tree: TokenTree) -> int:
+    def tree_digest(self, tree: TokenTree) -> int:
         """64-bit digest of this tree, which is about to be evaluated, and all before it; the same on its home ranks."""
         assert self.drafter is not None, "only ranks that have drafted a tree know it"
-        self._drafted.update(array("q", tree.tokens).tobytes())
-        self._drafted.update(array("q", tree.parents).tobytes())
-        self._drafted.update(self.drafter.calibration.digest.to_bytes(8, "little"))
-        return int.from_bytes(self._drafted.digest(), "little")
+        for words in (tree.tokens, tree.parents, [self.drafter.calibration.digest]):
+            self._drafted.update(words)
+        return self._drafted.value
 
     def advance(self, tree: TokenTree, path: Sequence[int], result: TreeResult, shards: Sequence[Shard]) -> list[int]:
         """Commit the accepted `path` and its bonus token; return the emitted tokens.
@@ -195,7 +170,7 @@ class SequenceState:
             min(after, len(self.tokens) - 1) if shard.nodes and not has_nan else before
             for before, after, has_nan, shard in zip(self.num_computed_tokens, held, has_nan, shards, strict=True)
         ]
-        self._hash.update(array("q", emitted).tobytes())
+        self._committed.update(emitted)
         self.is_suspect = bonus == NOT_A_NUMBER
         if self.table is not None and result.candidates[0]:
             self.table.update(tree.tokens, result.candidates, result.scores)

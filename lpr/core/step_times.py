@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from lpr.config import InputError
+from lpr.core.constants import KNOTS
 
-KNOTS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-"""Numbers of evaluated tokens, per rank, that a row has times for."""
 SHORTEST_KV = 256
 """Cached tokens up to which attention is taken to cost the same."""
 KV_GRAIN = 64

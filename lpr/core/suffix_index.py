@@ -18,11 +18,10 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from lpr.core.constants import MAX_MATCH
+
 END = -1
 """Stands in the history between documents, where no continuation goes on."""
-
-MAX_MATCH = 16
-"""Longest match length that is told apart; more agreeing tokens say nothing more about the next one."""
 
 _NONE = -1
 _SHIFT = 32

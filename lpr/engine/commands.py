@@ -1,7 +1,7 @@
 """The commands: everything that changes what the ranks do, in one totally ordered log.
 
 The driver (world rank 0) puts commands in order, one codec carries them, and every rank, the driver included, applies
-them by the same `Engine.apply` after the same step. There is no second way in: the command line, `generate`, `stream`,
+them by the same `Replica.apply` after the same step. There is no second way in: the command line, `generate`, `stream`,
 a service, learnt outputs, tries and measured step times all become commands.
 """
 
@@ -13,35 +13,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from lpr.config import DecodeConfig, SamplingParams
+from lpr.config import DecodeConfig
 from lpr.core.suffix_index import END
-
-RequestId = int | str
-
-
-class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Complete a prompt."""
-
-    id: RequestId
-    token_ids: list[int]
-    """The prompt, and behind it what was delivered already of an output that goes on."""
-    params: SamplingParams
-    num_prompt: int
-    """How many of `token_ids` are the prompt."""
-    priority: int = 0
-    """Requests of a lower number are admitted earlier (see lpr.engine.scheduler)."""
-    has_processors: bool = False
-    """Do logits processors apply, which are code that each rank brings itself?"""
-    tenant: str = ""
-    """Whose request this is: it shares drafts and K/V with requests of the same tenant only."""
-    learns: bool = True
-    """May it draft from outputs of the tenant's other requests, and they from its own?"""
-
-
-class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Drop a request, wherever it is; one that is finished or unknown is left as it is."""
-
-    id: RequestId
+from lpr.protocol import Abort, Stop, Submit
 
 
 class Learn(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -67,24 +41,22 @@ class Costs(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Configure(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Decode further requests with other settings, forgetting what drafts were learnt."""
+    """Decode further requests with other settings."""
 
     decode: DecodeConfig
+    keep_drafts: bool = False
+    """Keep the learned outputs, unless `trie_capacity` changes; else they are forgotten."""
 
 
 class TakeIn(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Go on together with replicas that have loaded, after all other commands that came with this one."""
 
     replicas: list[int]
-    """Their numbers (see lpr.dist.register)."""
+    """Their numbers (see lpr.dist.rendezvous)."""
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Take no further requests; those submitted are completed."""
-
-
-class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Abort all requests; the other ranks leave `Engine.work`."""
 
 
 Command = Submit | Abort | Learn | Costs | Configure | TakeIn | Drain | Stop

@@ -13,15 +13,16 @@ from collections.abc import Sequence
 import torch
 
 from lpr.config import DecodeConfig, SamplingParams, TreeSizes
-from lpr.core.beside import Beside, TimesBeside, Work
-from lpr.core.step_times import KNOTS, SHORTEST_KV, Key, StepTimes, StepTimesTracker, at_knots
+from lpr.core.concurrent_load import ConcurrentLoad, Work, times_under_load
+from lpr.core.constants import KNOTS
+from lpr.core.step_times import SHORTEST_KV, Key, StepTimes, StepTimesTracker, at_knots
 from lpr.dist.comm import Comm, is_driver
 from lpr.engine.request import Outcome, Request
-from lpr.model.cache import TreeCache
 from lpr.model.inputs import Row
+from lpr.model.kv_cache import KVCache
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.selection import Selection
-from lpr.native import AdaptiveBudget, Budgets
+from lpr.native import Budgets
 
 FIRST_TOKENS, FIRST_STEPS = 2.0, 4
 """Tokens that a step brings to a request before any has told, and for how many steps that counts."""
@@ -56,60 +57,60 @@ def resolve_sizes(decode: DecodeConfig, times: StepTimes | None, num_ranks: int)
 
 
 class Sizer:
-    """The budgets of an engine's steps and, where it is adaptive, the table that all ranks decide by."""
+    """The budgets of an engine's steps and, where sizes are automatic, the step times that all ranks decide by."""
 
     def __init__(self, sizes: TreeSizes, times: StepTimes | None, comm: Comm, follow: bool = True) -> None:
-        """Trees of these sizes: all of them in every step or, with a table of step `times`, what pays.
+        """Trees of these sizes: all of their nodes in every step or, by step `times`, those that pay.
 
-        `follow` False decides by that table for good.
+        With `follow` False these times stay.
         """
         self._longest_tree = sizes.num_nodes
         self._tracker = StepTimesTracker(times) if times is not None and follow and is_driver(comm) else None
         self._since_shared = self._plain = 0
-        self.budgets = Budgets(sizes, comm.size, times)
+        self._times = times
+        self.budgets = Budgets(sizes, comm.size, times.row(1, 1) if times is not None else None)
         self._rank, self._num_ranks = comm.rank, comm.size
-        self._beside, self._work = Beside(comm.size), Work([], [], [])
+        self._load, self._work = ConcurrentLoad(comm.size), Work([], [], [])
 
     @property
     def times(self) -> StepTimes | None:
-        """The table that all ranks decide by, the same on each of them."""
-        return self.budgets.cost
+        """The step times that all ranks decide by, the same on each of them; None where sizes are fixed."""
+        return self._times
 
     @times.setter
-    def times(self, table: StepTimes) -> None:
-        if self.budgets.cost is not None:
-            self.budgets.cost = table
+    def times(self, times: StepTimes) -> None:
+        if self._times is not None:
+            self._times, self.budgets.first_times = times, times.row(1, 1)
 
     def begin_step(self, batch: Sequence[Request], filling: Sequence[tuple[Request, Sequence[int]]]) -> None:
-        """Price the trees of a step by what other ranks do in it."""
-        if self._num_ranks == 1 or self.times is None or not batch:
+        """Set the price of the nodes of a step, by its requests and by the load of other ranks."""
+        if self._times is None or not batch:
+            self.budgets.begin_step({})
             return
-        served, pending, fills = ([0] * self._num_ranks for _ in range(3))
+        by_homes: dict[tuple[int, ...], list[Request]] = {}
         for request in batch:
-            above, computed = len(request.tokens) - 1, request.num_computed_tokens
-            for rank in request.homes:
-                served[rank] += 1
-                pending[rank] += above - computed[rank]
-        for _, counts in filling:
-            fills = [before + count for before, count in zip(fills, counts, strict=True)]
-        self._work = work = Work(served, pending, fills)
-        sets = {tuple(request.homes) for request in batch}
-        # Nobody asks where all share their homes, and counting tokens is work that would wait for the device.
-        expected = [_tokens_per_step(request) if len(sets) > 1 else 0.0 for request in batch]
-        for homes in [each for each in sets if self._rank in each]:
-            budget = self.budgets.of(homes)
-            assert isinstance(budget, AdaptiveBudget), "there is a table"
-            own, others = max(fills[rank] for rank in homes), self._beside.others(work, homes)
-            budget.cost = TimesBeside(self.times, own, others) if own or others else self.times
-            budget.beside = 0.0
-            for request, tokens in zip(batch, expected, strict=True):
-                if tuple(request.homes) != homes:
-                    budget.beside += tokens
+            by_homes.setdefault(tuple(request.homes), []).append(request)
+        prices = {
+            homes: (self._times.row(len(members), max([len(each.tokens) for each in members])), 0.0)
+            for homes, members in by_homes.items()
+            if self._rank in homes
+        }
+        if self._num_ranks > 1:
+            self._work = work = _work_of(batch, filling, self._num_ranks)
+            expected: dict[tuple[int, ...], float] = {}
+            if len(by_homes) > 1:  # counting tokens is work that would wait for the device
+                expected = {homes: sum(map(_tokens_per_step, members)) for homes, members in by_homes.items()}
+            for homes, (times, _) in prices.items():
+                own, others = max(work.fills[rank] for rank in homes), self._load.others(work, homes)
+                if own or others:
+                    times = times_under_load(times, own, others)
+                prices[homes] = times, sum(tokens for each, tokens in expected.items() if each != homes)
+        self.budgets.begin_step(prices)
 
     def end_step(self, loads: Sequence[int]) -> None:
         """Take in how many tokens the ranks have evaluated for the batch of `begin_step`."""
         if self._work.served:
-            self._beside.observe(self._work, loads)
+            self._load.observe(self._work, loads)
             self._work = Work([], [], [])
 
     def observe(self, batch: Sequence[Request], outcomes: Sequence[Outcome], milliseconds: float) -> StepTimes | None:
@@ -140,6 +141,18 @@ class Sizer:
         return table if table.differs(self.times, SHARE_PART) else None
 
 
+def _work_of(batch: Sequence[Request], filling: Sequence[tuple[Request, Sequence[int]]], num_ranks: int) -> Work:
+    served, pending, fills = ([0] * num_ranks for _ in range(3))
+    for request in batch:
+        above, computed = len(request.tokens) - 1, request.num_computed_tokens
+        for rank in request.homes:
+            served[rank] += 1
+            pending[rank] += above - computed[rank]
+    for _, counts in filling:
+        fills = [before + count for before, count in zip(fills, counts, strict=True)]
+    return Work(served, pending, fills)
+
+
 def _tokens_per_step(request: Request) -> float:
     stats = request.stats
     return (FIRST_TOKENS * FIRST_STEPS + stats.num_tokens) / (FIRST_STEPS + stats.num_steps)
@@ -147,7 +160,7 @@ def _tokens_per_step(request: Request) -> float:
 
 def measure_step_times(
     model: TreeModel,
-    like: TreeCache,
+    like: KVCache,
     comm: Comm,
     max_nodes: int,
     max_length: int,
@@ -167,7 +180,7 @@ def measure_step_times(
 
 
 def _measure_rows(
-    model: TreeModel, like: TreeCache, comm: Comm, batch: int, max_nodes: int, lengths: Sequence[int]
+    model: TreeModel, like: KVCache, comm: Comm, batch: int, max_nodes: int, lengths: Sequence[int]
 ) -> dict[int, list[float]]:
     """Milliseconds at KNOTS of a batch, by the number of cached tokens of each sequence.
 

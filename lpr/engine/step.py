@@ -8,103 +8,90 @@ tokens whose K/V the rank lacks, and it is longer or shorter.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from lpr.config import TreeSizes, result_words
+import numpy as np
+import torch
+
+from lpr.config import TreeSizes
 from lpr.core.budgets import Budgets
-from lpr.engine.exchange import DesyncError, Exchange, read_logprobs
+from lpr.engine.exchange import Exchange
+from lpr.engine.hooks import StepHooks
 from lpr.engine.request import Outcome, Request
 from lpr.model.inputs import Row
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.processors import ProcessorPath
 from lpr.model.sampling.selection import Selection
-from lpr.native import Conclusion, StepDraft, cache_moves, draft_step
+from lpr.native import Conclusion, StepDraft, draft_step
 
 GREEDY = Selection.build([])
 """The selection of a step without sampled requests and without logits processors."""
-PhaseTimer = Callable[[str], None]
-"""Called with the name of a phase when that phase of a step has ended (lpr.cli.trace)."""
 
 
-def untimed(phase: str) -> None:
-    """Nobody times this step."""
+@dataclass(frozen=True)
+class StepPlan:
+    """What one step does, the same on all ranks."""
+
+    decoding: Sequence[Request]
+    """They advance by their accepted path and a bonus token."""
+    filling: Sequence[tuple[Request, Sequence[int]]]
+    """They compute the K/V of so many tokens of their pending chain, per rank. A rank whose rows are padded has either
+    rows of `decoding` or one of these."""
+    sizes: TreeSizes
+    digest: int = 0
+    """Of what else must agree on all ranks, the home ranks for one."""
+    num_command_bytes: int = 0
+    """Length of the commands that the driver broadcasts after the step; 0 on other ranks."""
 
 
-def nothing() -> None:
-    """No work waits for the device to be busy."""
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did."""
+
+    outcomes: list[Outcome]
+    """Per decoding request."""
+    num_command_bytes: int
+    """Length of the commands that the driver has announced."""
 
 
-def decode_step(
-    batch: Sequence[Request],
-    filling: Sequence[tuple[Request, Sequence[int]]],
-    sizes: TreeSizes,
-    model: TreeModel,
-    exchange: Exchange,
-    budgets: Budgets,
-    num_command_bytes: int = 0,
-    end_phase: PhaseTimer = untimed,
-    while_busy: Callable[[], None] = nothing,
-    signature: int = 0,
-) -> tuple[list[Outcome], int]:
-    """Advance every request of `batch` by its accepted path and a bonus token, and fill pieces of pending chains.
-
-    `filling` holds requests and numbers of tokens per rank; on a rank whose rows are padded there are either rows of
-    the batch or one of these. A rank without work still takes part in the collective, whose header announces the
-    driver's commands. `while_busy` is called as soon as the device has work. `signature` is of
-    what else must be the same on all ranks, the homes (`Scheduler.signature`) for one. Also returns the length of the
-    commands in bytes.
-    """
-    comm = exchange.comm
-    fills = [fill_row(request, counts[comm.rank], comm.rank) for request, counts in filling if counts[comm.rank]]
-    depths = [request.longest - len(request.tokens) - 1 for request in batch]
-    draft = draft_step(
-        [request.running for request in batch],
-        *(depths, budgets, comm.size, exchange.capacity, comm.rank, served_by(batch, comm.size)),
-    )
-    mine, rows = draft.mine, shard_rows(batch, draft, comm.rank)
-    end_phase("draft")
-    # Where no tree has a draft, nobody asks for the runners-up, and they would cost plain decoding 4 %.
-    num_candidates = min(sizes.num_recycled, model.vocab_size) if draft.has_nodes else 0
-    together = [*rows, *fills] if model.packed else without_gaps(rows)
-    chosen = selection([batch[index] for index in mine], rows)
-    asked = [request.params.logprobs for request in batch if request.params.logprobs is not None]
-    if chosen.num_logprobs is not None:
-        chosen.num_logprobs = max(asked)  # of all ranks' requests
-    local = model.evaluate(together, chosen, num_candidates) if rows else None
-    if fills and not rows:
-        model.fill(fills)
-    while_busy()
-    end_phase("forward")
-    digest = 0
-    if comm.size * comm.tp_size > 1:
-        digest = combine(
-            [*(each.running.digest for each in batch), *(each.running.digest for each, _ in filling), signature]
-        )
-    own = local if chosen.num_logprobs is None or local is None else local[:, : result_words(num_candidates)]
-    gathered = exchange.gather(own, draft, digest, num_candidates, num_command_bytes)
-    if asked:
-        behind = local[:, own.shape[1] :] if local is not None and own is not None and own is not local else None
-        said = exchange.gather_logprobs(behind, draft, max(asked))
-    end_phase("gather")
-    # Only now: had a rank been lost before, the step would be dropped, and nothing of it may have happened.
-    for request, counts in filling:
+def decode_step(plan: StepPlan, model: TreeModel, exchange: Exchange, budgets: Budgets, hooks: StepHooks) -> StepResult:
+    """Take the step of `plan`; a rank without work still takes part in the gather."""
+    draft = draft_trees(plan, exchange, budgets, min(plan.sizes.num_recycled, model.vocab_size))
+    rows = shard_rows(plan.decoding, draft)
+    hooks.end_phase("draft")
+    results = forward(plan, model, draft, rows)
+    hooks.while_busy()
+    hooks.end_phase("forward")
+    gathered = exchange.gather(draft, results, num_logprobs(plan.decoding))
+    hooks.end_phase("gather")
+    concluded, moves = gathered.conclude(budgets)
+    # Only now: a step that has lost a rank is dropped, and must have left no trace.
+    commit(model, rows, [concluded[index] for index in draft.mine], moves)
+    for request, counts in plan.filling:
         count_filled(request, counts)
-    try:
-        concluded = draft.conclude(gathered.values, gathered.headers, budgets)
-    except ValueError as failure:
-        raise DesyncError(f"what the ranks have sent in a step does not fit together: {failure}") from failure
-    commit(model, rows, [concluded[index] for index in mine])
-    logprobs = read_logprobs(said, draft) if asked else [None] * len(batch)
-    end_phase("commit")
-    outcomes = [Outcome(each, draft.num_entries, said) for each, said in zip(concluded, logprobs, strict=True)]
-    return outcomes, gathered.num_command_bytes
+    hooks.end_phase("commit")
+    logprobs = gathered.logprobs()
+    outcomes = [Outcome(each, draft.num_entries, nodes) for each, nodes in zip(concluded, logprobs, strict=True)]
+    return StepResult(outcomes, gathered.num_command_bytes)
 
 
-def served_by(batch: Sequence[Request], num_ranks: int) -> list[list[int]] | None:
-    """Per rank, which requests it serves, in the order of its slots; None for a single rank, which serves all."""
+def draft_trees(plan: StepPlan, exchange: Exchange, budgets: Budgets, num_candidates: int) -> StepDraft:
+    """Draft this rank's trees; all ranks draft the trees that they share alike."""
+    comm, digests = exchange.comm, None
+    if comm.size * comm.tp_size > 1:
+        digests = [*(request.running.digest for request, _ in plan.filling), plan.digest]
+    return draft_step(
+        [request.running for request in plan.decoding],
+        *(budgets, comm.rank, served_by(plan.decoding, comm.size), exchange.capacity),
+        *(num_candidates, plan.num_command_bytes, digests),
+    )
+
+
+def served_by(batch: Sequence[Request], num_ranks: int) -> list[list[int]]:
+    """Per rank, which requests it serves, in the order of its slots."""
     if num_ranks == 1:
-        return None
+        return [list(range(len(batch)))]
     return [
         sorted(
             [index for index, request in enumerate(batch) if rank in request.homes],
@@ -114,10 +101,41 @@ def served_by(batch: Sequence[Request], num_ranks: int) -> list[list[int]] | Non
     ]
 
 
+def shard_rows(batch: Sequence[Request], draft: StepDraft) -> list[Row]:
+    """This rank's part of a step, in the order of its slots.
+
+    Of each request that it serves its pending chain, which ends in the root, and its shard's nodes.
+    """
+    return [
+        Row.of(batch[index].slots[draft.rank], num_cached, entries, num_results)
+        for index, (num_cached, num_results, entries) in zip(draft.mine, draft.rows, strict=True)
+    ]
+
+
+def forward(plan: StepPlan, model: TreeModel, draft: StepDraft, rows: Sequence[Row]) -> torch.Tensor | None:
+    """Evaluate this rank's rows and fill its pieces of pending chains; returns the results, None without rows."""
+    rank = draft.rank
+    fills = [fill_row(request, counts[rank], rank) for request, counts in plan.filling if counts[rank]]
+    if not rows:
+        if fills:
+            model.fill(fills)
+        return None
+    together = [*rows, *fills] if model.packed else without_gaps(rows)
+    chosen = selection([plan.decoding[index] for index in draft.mine], rows)
+    if chosen.num_logprobs is not None:
+        chosen.num_logprobs = num_logprobs(plan.decoding)
+    return model.evaluate(together, chosen, draft.num_candidates)
+
+
+def num_logprobs(batch: Sequence[Request]) -> int | None:
+    """The most alternatives whose log-probabilities a request asks for; None if no request asks for any."""
+    return max([each.params.logprobs for each in batch if each.params.logprobs is not None], default=None)
+
+
 def without_gaps(rows: Sequence[Row]) -> list[Row]:
     """`rows` of a padded batch, with empty ones for the other slots up to the last: padding makes one block of all.
 
-    It begins with slot 0, as captured graphs do.
+    The block begins with slot 0, as captured graphs do.
     """
     if all([row.slot == slot for slot, row in enumerate(rows)]):
         return list(rows)
@@ -141,25 +159,13 @@ def count_filled(request: Request, counts: Sequence[int]) -> None:
     state.num_computed_tokens = [held + count for held, count in zip(state.num_computed_tokens, counts, strict=True)]
 
 
-def shard_rows(batch: Sequence[Request], draft: StepDraft, rank: int) -> list[Row]:
-    """This rank's part of a step: of each request that it serves its pending chain and its shard's nodes.
-
-    The chain ends in the root; rows are in the order of slots.
-    """
-    return [
-        Row.of(batch[index].slots[rank], num_cached, entries, num_results)
-        for index, (num_cached, num_results, entries) in zip(draft.mine, draft.rows(), strict=True)
-    ]
-
-
 def selection(batch: Sequence[Request], rows: Sequence[Row]) -> Selection:
     """How the next token after each result entry is chosen: by the request's parameters and the token's position."""
     if all([request.is_plain for request in batch]):
         return GREEDY
     positions = [row.positions[row.num_entries - row.num_results :] + 1 for row in rows]
     chosen = Selection.build([(request.params, each) for request, each in zip(batch, positions, strict=True)])
-    asked = [request.params.logprobs for request in batch if request.params.logprobs is not None]
-    chosen.num_logprobs = max(asked) if asked else None
+    chosen.num_logprobs = num_logprobs(batch)
     start = 0
     for request, row in zip(batch, rows, strict=True):
         if request.processors is not None:
@@ -171,17 +177,15 @@ def selection(batch: Sequence[Request], rows: Sequence[Row]) -> Selection:
     return chosen
 
 
-def commit(model: TreeModel, rows: Sequence[Row], concluded: Sequence[Conclusion]) -> None:
-    """Keep the K/V of each row's pending chain and of what it evaluated of the accepted path; none if there is NaN."""
+def commit(model: TreeModel, rows: Sequence[Row], concluded: Sequence[Conclusion], moves: np.ndarray) -> None:
+    """Keep the K/V of each row's pending chain and of its part of the accepted path; none of a row with NaN.
+
+    `moves` are int64 [3, n] (StepDraft.conclude): row, entry, and the entry in whose place it belongs.
+    """
     cache = model.cache
     assert cache is not None
     for row, each in zip(rows, concluded, strict=True):
-        if each.is_spoilt:
+        if each.has_nan:
             cache.clear(row.slot, row.num_cached)
-    cache.move(cache_moves(concluded, [row.slot * cache.rows_per_slot + row.num_cached for row in rows]))
-
-
-def combine(digests: Iterable[int]) -> int:
-    """One 64-bit digest of the sequences' digests, in order."""
-    joined = b"".join([each.to_bytes(8, "little") for each in digests])
-    return int.from_bytes(hashlib.blake2b(joined, digest_size=8).digest(), "little")
+    if moves.shape[1]:
+        cache.move(np.array(cache.first_rows(rows))[moves[0]] + moves[1:])

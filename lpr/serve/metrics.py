@@ -6,9 +6,9 @@ import time
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from lpr.protocol import Chunk, Usage
 from lpr.serve.fleet_metrics import FleetCollector
 from lpr.serve.jobs import Job
-from lpr.serve.messages import Chunk, Usage
 from lpr.serve.service import Service
 
 _SHORT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
@@ -42,10 +42,10 @@ class Metrics:
             "vllm:request_time_per_output_token_seconds", "A request's mean time per output token.", _INTER
         )
         self.end_to_end = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", _LONG)
-        self.queue = histogram("vllm:request_queue_time_seconds", "Arrival to submission to the engine.", _LONG)
-        self.prefill = histogram("vllm:request_prefill_time_seconds", "Submission to first token.", _LONG)
+        self.queue = histogram("vllm:request_queue_time_seconds", "Arrival to the first step.", _LONG)
+        self.prefill = histogram("vllm:request_prefill_time_seconds", "First step to first token.", _LONG)
         self.decode = histogram("vllm:request_decode_time_seconds", "First to last token.", _LONG)
-        self.inference = histogram("vllm:request_inference_time_seconds", "Submission to last token.", _LONG)
+        self.inference = histogram("vllm:request_inference_time_seconds", "First step to last token.", _LONG)
         self.prompt_length = histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self.output_length = histogram("vllm:request_generation_tokens", "Tokens emitted for a request.", _TOKENS)
         self.max_tokens = histogram("vllm:request_params_max_tokens", "A request's max_tokens.", _TOKENS)
@@ -149,13 +149,13 @@ class Metrics:
         if job.is_scoring:
             return
         self.finished.labels(**self._names, finished_reason=chunk.finish_reason or "error").inc()
-        if job.ended is None or job.given is None or job.first is None or job.latest is None:
+        if job.ended is None or job.begun is None or job.first is None or job.latest is None:
             return
         self.end_to_end.observe(job.ended - job.arrived)
-        self.queue.observe(job.given - job.arrived)
-        self.prefill.observe(job.first - job.given)
+        self.queue.observe(job.begun - job.arrived)
+        self.prefill.observe(job.first - job.begun)
         self.decode.observe(job.latest - job.first)
-        self.inference.observe(job.ended - job.given)
+        self.inference.observe(job.ended - job.begun)
         self.prompt_length.observe(len(job.prompt_ids))
         self.output_length.observe(len(job.token_ids))
         if len(job.token_ids) > 1:

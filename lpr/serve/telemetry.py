@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import Request
 
 from lpr.config import InputError, SamplingParams
-from lpr.serve.generation import Choice, Generation, failure_of
+from lpr.serve.generation import Choice, Generation
 
 _OPERATIONS = {"/v1/chat/completions": "chat", "/chat/completions": "chat"}
 
@@ -63,8 +63,8 @@ def tracer(endpoint: str, model: str, exporter: Any = None) -> Callable[[Request
             span.set_attribute("gen_ai.response.time_to_first_chunk", first.first - first.arrived)
         failed = next((choice.error for choice in choices if choice.error is not None), None)
         if failed is not None:
-            span.set_attribute("error.type", failure_of(failed).code or "error")
-            span.set_status(Status(StatusCode.ERROR, failed))
+            span.set_attribute("error.type", failed.shown_code or "error")
+            span.set_status(Status(StatusCode.ERROR, failed.message))
         span.end()
 
     trace.flush = provider.force_flush  # type: ignore[attr-defined]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
@@ -12,13 +12,19 @@ from typing import Any, ParamSpec, TypeVar
 from starlette.requests import Request
 
 from lpr.fleet.affinity import prefix_keys
+from lpr.protocol import ErrorCode
+from lpr.serve.bodies import Sampling
 from lpr.serve.errors import ApiError, bad
-from lpr.serve.generation import Generation
+from lpr.serve.generation import Generation, Wanted
 from lpr.serve.metrics import Metrics
 from lpr.serve.service import Service
 from lpr.serve.text.served import Served
 from lpr.serve.text.tokens import LONG
 
+STREAM: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}, "application/json": {"schema": {}}}}
+}
+"""In the schema of an endpoint whose answers can be streams."""
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -34,7 +40,7 @@ class Running:
 
 @dataclass
 class Context:
-    """The service behind the HTTP surface."""
+    """The service behind the HTTP endpoints."""
 
     service: Service
     metrics: Metrics
@@ -53,7 +59,7 @@ class Context:
         """What is served; raises ApiError (503) while nothing is."""
         self.service.check_ready()
         if self.served is None:
-            raise ApiError(503, "the model is not loaded yet", code="loading", retry_after=5)
+            raise ApiError(ErrorCode.LOADING, "the model is not loaded yet")
         return self.served
 
     def name(self, request: Request, kind: str, wanted: str | None = None) -> str:
@@ -71,6 +77,13 @@ class Context:
         while (key, full) in self.open:
             full = f"{kind}-{request.state.request_id}-{secrets.token_hex(4)}"
         return full
+
+    def generation(self, request: Request, body: Sampling | None, wanted: Sequence[Wanted], **more: Any) -> Generation:
+        """Accept the texts that a request wants; `more` as Generation takes it. Raises ApiError."""
+        if body is not None:
+            more |= {"priority": body.priority, "details": bool(body.return_sources)}
+        tenant, timeout = self.tenant(request), self.request_timeout
+        return Generation(self.service, wanted, request.receive, timeout=timeout, tenant=tenant, **more)
 
     @contextmanager
     def running(self, request: Request, name: str, generation: Generation) -> Iterator[None]:

@@ -10,9 +10,10 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 import lpr
+from lpr.protocol import ErrorCode
 from lpr.serve.api.context import aside, context_of
+from lpr.serve.bodies import DetokenizeBody, TokenizeBody
 from lpr.serve.errors import ApiError
-from lpr.serve.protocol import DetokenizeBody, TokenizeBody
 from lpr.serve.text.fim import FAMILIES
 from lpr.serve.text.served import Served
 
@@ -92,7 +93,7 @@ async def detokenize(body: DetokenizeBody, request: Request) -> dict[str, Any]:
 async def cancel(request_id: str, request: Request) -> dict[str, Any]:
     """End a running request by its id: the answer's, or the X-Request-Id, with all that came with it."""
     if not context_of(request).cancel(request, request_id):
-        raise ApiError(404, f"no request {request_id!r} is running", "request_id", "request_not_found")
+        raise ApiError(ErrorCode.REQUEST_NOT_FOUND, f"no request {request_id!r} is running", "request_id")
     return {"id": request_id, "object": "request.deleted", "deleted": True}
 
 

@@ -16,18 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from lpr.serve.messages import (
-    PROTOCOL,
-    FrameReader,
-    Hello,
-    Load,
-    ProtocolError,
-    Pulse,
-    ToDriver,
-    ToFront,
-    frame,
-    read_to_driver,
-)
+from lpr.protocol import ProtocolError
+from lpr.serve.messages import PROTOCOL, FrameReader, Hello, Load, Pulse, ToDriver, ToFront, frame, read_to_driver
 
 PULSE_EVERY = 1.0
 """Seconds between two pulses."""
@@ -57,7 +47,7 @@ class Line:
             raise FrontGoneError(f"no front listens at {path}: {failure}") from failure
         self._socket.settimeout(None)
         self._incoming: queue.SimpleQueue[ToDriver | _Wake | None] = queue.SimpleQueue()
-        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._outgoing: queue.SimpleQueue[bytes | threading.Event | None] = queue.SimpleQueue()
         self._load = Load()
         self._moved = time.monotonic()
         self._threads = [threading.Thread(target=each, daemon=True) for each in (self._read, self._write)]
@@ -91,6 +81,12 @@ class Line:
                 wait = 0.0
         return taken
 
+    def flush(self) -> None:
+        """Wait until what is queued has reached the socket, or a second has passed."""
+        done = threading.Event()
+        self._outgoing.put(done)
+        done.wait(1.0)
+
     def wake(self) -> None:
         """From any thread: let `take` return, as there is other work."""
         if self._incoming.empty():
@@ -118,6 +114,7 @@ class Line:
         due = time.monotonic() + PULSE_EVERY
         with contextlib.suppress(OSError):
             while True:
+                data: bytes | threading.Event | None
                 try:
                     data = self._outgoing.get(timeout=max(0.0, due - time.monotonic()))
                 except queue.Empty:
@@ -125,4 +122,7 @@ class Line:
                     due = time.monotonic() + PULSE_EVERY
                 if data is None:
                     return
+                if isinstance(data, threading.Event):
+                    data.set()
+                    continue
                 self._socket.sendall(data)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from lpr.config import InputError
+from lpr.protocol import MeshError
 from lpr.serve.messages import Loading, Refused
 from lpr.serve.options import parse
 from lpr.serve.ranks.line import FrontGoneError, Line
@@ -43,12 +44,7 @@ def main(argv: Sequence[str]) -> int:
         elif rank:
             time.sleep(_RANK_0_SPEAKS)  # the first rank to leave ends the job, and rank 0 has to say why before that
         return 2
-    except FrontGoneError as failure:
-        print(f"lpr.serve: rank {rank}: {failure}", file=sys.stderr)
-        return 1
-    except RuntimeError as failure:
-        if type(failure).__name__ not in ("CommError", "DesyncError"):  # lpr's own, whose modules import torch
-            raise
+    except (FrontGoneError, MeshError) as failure:
         print(f"lpr.serve: rank {rank}: {failure}", file=sys.stderr)
         return 1
     finally:

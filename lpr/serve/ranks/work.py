@@ -11,16 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lpr.dist.channel import CommError
 from lpr.dist.comm import is_driver
 from lpr.dist.runtime import World, join
 from lpr.engine.engine import Engine
-from lpr.engine.exchange import DesyncError
 from lpr.engine.trie_file import check_writable, read_trie, trie_path
 from lpr.model.loader import bundled_model
+from lpr.protocol import MeshError
 from lpr.serve.messages import Loading
 from lpr.serve.options import ServeArgs
-from lpr.serve.ranks.driver import Driver, epoch_of
+from lpr.serve.ranks.bridge import EngineBridge, epoch_of
 from lpr.serve.ranks.line import FrontGoneError, Line
 from lpr.serve.ranks.processes import ORIGIN, SOCKET
 
@@ -58,7 +57,7 @@ def run(args: ServeArgs, line: Line | None) -> None:
 
 def _drive(engine: Engine, line: Line, model: str, args: ServeArgs, takes_over: bool) -> None:
     with _stopped(engine), _kept_trie(args.trie, engine, loads=not takes_over), _shared(args, engine, line) as drafts:
-        Driver(engine, line, model, learns=args.share_drafts != "none", drafts=drafts).run()
+        EngineBridge(engine, line, model, learns=args.share_drafts != "none", drafts=drafts).run()
 
 
 @contextlib.contextmanager
@@ -87,7 +86,7 @@ def _stopped(engine: Engine) -> Iterator[None]:
     """End the other ranks too, unless one of them is lost."""
     try:
         yield
-    except (CommError, DesyncError):
+    except MeshError:
         raise
     except BaseException:
         engine.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lpr.serve.messages import TokenLogprobs
+from lpr.protocol import TokenLogprobs
 from lpr.serve.text.tokens import Tokens
 
 

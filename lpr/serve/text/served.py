@@ -9,10 +9,11 @@ from dataclasses import fields, replace
 from typing import Any
 
 from lpr.config import InputError, SamplingParams
+from lpr.protocol import ErrorCode
+from lpr.serve.bodies import Message, Sampling
 from lpr.serve.errors import ApiError, bad
 from lpr.serve.generation import Wanted
 from lpr.serve.messages import Facts
-from lpr.serve.protocol import Message, Sampling
 from lpr.serve.text.chat_template import RESERVED, ChatTemplates, TemplateError
 from lpr.serve.text.fim import Filler, filler
 from lpr.serve.text.tokens import Tokens
@@ -50,7 +51,8 @@ class Served:
             return self.names[0]
         if name not in self.names:
             served = ", ".join(self.names)
-            raise ApiError(404, f"the model {name!r} is not served here; {served} is", "model", "model_not_found")
+            message = f"the model {name!r} is not served here; {served} is"
+            raise ApiError(ErrorCode.MODEL_NOT_FOUND, message, "model")
         return name
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
@@ -63,13 +65,14 @@ class Served:
         """The filler; raises ApiError (400) for a model that was not trained to fill holes."""
         if self.filler is None:
             message = f"{param}: the model {self.names[0]!r} has no tokens for filling in the middle"
-            raise bad(param, message, "fim_not_supported")
+            raise bad(param, message, ErrorCode.NO_FIM)
         return self.filler
 
     def chat_ids(self, messages: Sequence[Message], body: Any) -> list[int]:
         """The prompt of a conversation; raises ApiError if the model's template refuses it."""
         if not self.templates:
-            raise bad("messages", "messages: the model has no chat template; use /v1/completions", "no_chat_template")
+            message = "messages: the model has no chat template; use /v1/completions"
+            raise bad("messages", message, ErrorCode.NO_CHAT_TEMPLATE)
         plain = [_plain(message) for message in messages]
         final = plain[-1].get("content") or "" if body.continue_final_message else None
         more = {"add_generation_prompt": body.add_generation_prompt, **_template_kwargs(body)}
@@ -99,7 +102,7 @@ class Served:
         if wanted > most:
             total = num_prompt + wanted
             message = f"the prompt's {num_prompt} tokens and max_tokens {wanted} are {total} tokens; the model's limit"
-            raise bad("max_tokens", f"{message} is {self.facts.max_length}", "context_length_exceeded")
+            raise bad("max_tokens", f"{message} is {self.facts.max_length}", ErrorCode.TOO_LONG)
         if body.min_tokens > wanted:
             raise bad("min_tokens", f"min_tokens {body.min_tokens} is above max_tokens {wanted}")
         temperature = 1.0 if body.temperature is None else body.temperature
@@ -131,7 +134,7 @@ class Served:
         most = self.facts.max_length - num_prompt
         if most < 1:
             message = f"the prompt's {num_prompt} tokens leave no room; the model's limit is {self.facts.max_length}"
-            raise bad("prompt", message, "context_length_exceeded")
+            raise bad("prompt", message, ErrorCode.TOO_LONG)
         return most
 
     def _bias(self, bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
@@ -147,7 +150,8 @@ def sampling(values: dict[str, Any]) -> SamplingParams:
     """SamplingParams of values that were checked one by one; raises ApiError for what does not go together."""
     for name in values:
         if name not in _KNOWN:  # a later engine may know it
-            raise bad(name, f"{name}: this version of the engine does not support it", "unsupported_parameter")
+            message = f"{name}: this version of the engine does not support it"
+            raise bad(name, message, ErrorCode.UNSUPPORTED_PARAMETER)
     try:
         return SamplingParams(**values)
     except InputError as failure:

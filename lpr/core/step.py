@@ -1,0 +1,231 @@
+"""The host's two halves of a step: drafting and splitting the trees, then accepting paths. Twin: native/step.h.
+
+Each half is one call: `draft_step` returns all that the forward and the gather need, `StepDraft.conclude` takes the
+gathered payloads and returns what happened to each sequence.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lpr.core import wire
+from lpr.core.accept import accept
+from lpr.core.budgets import Budgets
+from lpr.core.digest import Digest
+from lpr.core.partition import Shard, partition
+from lpr.core.rows import row_entries
+from lpr.core.state import SequenceState, TreeResult, has_nan_result
+from lpr.core.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class Conclusion:
+    """What a step did to one sequence."""
+
+    tree: TokenTree
+    shards: list[Shard]
+    """Per rank, its part of the tree."""
+    next_tokens: Sequence[int]
+    """Per node (TreeResult)."""
+    path: list[int]
+    """Accepted nodes from the root downwards."""
+    emitted: list[int]
+    """The tokens of the path below the root, and the bonus token."""
+    has_nan: bool
+    """True if this rank met logits that are not numbers; it keeps no K/V of the step then."""
+    failure: int | None
+    """Why there is no bonus token (a code of lpr.core.accept)."""
+    may_end: bool
+    """True after a failure, or if the sequence may end here (SequenceState.may_end)."""
+
+
+@dataclass
+class StepDraft:
+    """What a step evaluates of its decoding sequences: a tree of each that this rank serves, split over its ranks."""
+
+    states: Sequence[SequenceState]
+    rank: int
+    """This rank."""
+    served: wire.Served
+    """Per rank, the trees that it evaluates, in the order of its rows."""
+    capacity: int
+    """Most nodes of a tree that a rank may own."""
+    trees: list[TokenTree | None]
+    """None where only other ranks serve the sequence and draft its tree; once concluded, all trees."""
+    shards: list[list[Shard] | None]
+    """Per tree, each rank's part of it; None as for `trees`."""
+    num_candidates: int = 0
+    """Candidates wanted per node: 0 where no tree has a draft, since computing them costs plain decoding 4 %."""
+    rows: list[tuple[int, int, np.ndarray]] = field(default_factory=list)
+    """Per tree of this rank: tokens computed before, nodes to evaluate, and `row_entries`."""
+    placement: np.ndarray = field(default_factory=lambda: np.empty((3, 0), np.int64))
+    """Int64 [3, n], of every node that this rank owns: its place among the nodes of all rows, its place among the
+    tables of the payload, and its words (wire.node_words)."""
+    header: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    """What this rank sends besides its results (lpr.core.wire)."""
+    num_entries: list[int] = field(default_factory=list)
+    """Per rank, the tokens that it has evaluated, pending chains and nodes; once concluded."""
+
+    def __len__(self) -> int:
+        """Number of trees."""
+        return len(self.trees)
+
+    @property
+    def mine(self) -> Sequence[int]:
+        """The trees that this rank evaluates."""
+        return self.served[self.rank]
+
+    def own(self, index: int) -> tuple[TokenTree, Shard]:
+        """A tree that this rank has drafted, and its part of it."""
+        tree, shards = self.trees[index], self.shards[index]
+        assert tree is not None and shards is not None, "this rank has not drafted the tree"
+        return tree, shards[self.rank]
+
+    def conclude(self, payloads: np.ndarray, width: int, budgets: Budgets) -> tuple[list[Conclusion], np.ndarray]:
+        """Accept a path of each tree, and advance the states and `budgets`.
+
+        `payloads` is int32 [world ranks, words], with tables of `width` words a node (lpr.core.wire); of the ranks
+        that share a replica the first one counts (rule R6). Also returns the entries whose K/V must move, int64 [3, n]:
+        the number of this rank's row, the entry, and the entry in whose place it belongs. Raises ValueError, before
+        anything has changed, if the ranks' headers differ, and for payloads that are no trees.
+        """
+        if not wire.headers_agree(payloads, self.served):
+            raise ValueError("the headers of the ranks differ")
+        payloads = payloads[:: len(payloads) // len(self.served)]
+        tables = wire.tables_of(payloads, self.capacity, width)
+        concluded: list[Conclusion] = []
+        kept: dict[int, list[int]] = {}
+        self.num_entries = [0] * len(self.served)
+        for index, state in enumerate(self.states):
+            is_mine = self.trees[index] is not None
+            tree, shards, result = self._read(index, payloads, tables)
+            path = accept(tree, result.next_tokens)
+            has_nan = is_mine and has_nan_result(shards[self.rank], result)
+            if is_mine and not has_nan:
+                kept[index] = kept_entries(state, path, shards[self.rank], self.rank)
+            for rank in state.homes:
+                self.num_entries[rank] += state.num_above(rank) + len(shards[rank].nodes)
+            bonus = result.next_tokens[path[-1]]
+            emitted = state.advance(tree, path, result, shards)
+            failure = bonus if bonus < 0 else None
+            may_end = failure is not None or state.may_end(emitted)
+            concluded.append(Conclusion(tree, shards, result.next_tokens, path, emitted, has_nan, failure, may_end))
+        for homes, members in groups(self.states, self.mine):
+            trees = [concluded[index].tree for index in members]
+            histories = [self.states[index].acceptance for index in members]
+            budgets.of(homes).observe(trees, [concluded[index].path for index in members], histories)
+        moves = [
+            (row, entry, place)
+            for row, index in enumerate(self.mine)
+            for place, entry in enumerate(kept.get(index, ()))
+            if entry != place
+        ]
+        return concluded, np.array(moves, np.int64).reshape(-1, 3).T
+
+    def _read(self, index: int, payloads: np.ndarray, tables: np.ndarray) -> tuple[TokenTree, list[Shard], TreeResult]:
+        """A tree, its shards and its results, by what its home ranks have sent."""
+        homes, places = self.states[index].homes, wire.places_of(index, self.served)
+        tree, shards = self.trees[index], self.shards[index]
+        if tree is None or shards is None:
+            counts = [0] * len(self.served)
+            for rank in homes:
+                counts[rank] = int(wire.tree_header(payloads[rank], places[rank])[2])
+            words = tables[..., -wire.NUM_NODE_WORDS :]
+            tree, shards = wire.read_tree(words, homes, places, counts, len(self.served))
+            self.trees[index], self.shards[index] = tree, shards
+            self.states[index].forget_drafts()
+        k = min(wire.num_candidates(payloads[rank]) for rank in homes)
+        return tree, shards, wire.read_result(tables, places, shards, k)
+
+
+def draft_step(
+    states: Sequence[SequenceState],
+    budgets: Budgets,
+    rank: int,
+    served: wire.Served,
+    capacity: int,
+    num_candidates: int = 0,
+    num_command_bytes: int = 0,
+    digests: Sequence[int] | None = None,
+) -> StepDraft:
+    """Draft a tree for each of `states` that `rank` serves, cut the trees to what pays, and split them.
+
+    `served` has per rank the sequences of which it is a home rank, in the order of its rows. Sequences with the same
+    home ranks share a budget. `digests` are of what else all ranks hold; None if there is no rank to compare with.
+    """
+    num_ranks = len(served)
+    draft = StepDraft(states, rank, served, capacity, [None] * len(states), [None] * len(states))
+    for homes, members in groups(states, served[rank]):
+        these = [states[index] for index in members]
+        budget = budgets.of(homes)
+        budget.begin(len(these), most_pending(these, homes, served), len(homes))
+        drafts = [state.build(state.max_depth, budget.request(state.acceptance)) for state in these]
+        budget.cut(drafts, [state.acceptance for state in these])
+        for state, index, each in zip(these, members, drafts, strict=True):
+            draft.trees[index], draft.shards[index] = each.tree, split(state, each.tree, num_ranks, capacity)
+    own = [draft.own(index) for index in draft.mine]
+    if any(len(tree) > 1 for tree, _ in own):
+        draft.num_candidates = num_candidates
+    for index, (tree, shard) in zip(draft.mine, own, strict=True):
+        entries = row_entries(states[index], tree, shard, rank)
+        draft.rows.append((states[index].num_computed_tokens[rank], len(shard.nodes), entries))
+    draft.placement = placement(own, capacity)
+    shared = Digest()
+    tree_digests = [0] * len(own)
+    if digests is not None:
+        shared.update([*(state.digest for state in states), *digests])
+        tree_digests = [states[index].tree_digest(tree) for index, (tree, _) in zip(draft.mine, own, strict=True)]
+    counts = [len(shard.owned) for _, shard in own]
+    draft.header = wire.pack_header(shared.value, num_command_bytes, draft.num_candidates, tree_digests, counts)
+    return draft
+
+
+def groups(states: Sequence[SequenceState], members: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Sets of home ranks, and those of `members` that have just these, both in the order of the states."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for index in sorted(members):
+        found.setdefault(tuple(states[index].homes), []).append(index)
+    return [(list(homes), those) for homes, those in found.items()]
+
+
+def most_pending(states: Sequence[SequenceState], homes: Sequence[int], served: wire.Served) -> int:
+    """The most tokens that one of `homes` evaluates besides the trees of `states`.
+
+    A tree of another sequence that the rank serves counts as one token.
+    """
+    return max(sum(state.num_above(rank) for state in states) + len(served[rank]) - len(states) for rank in homes)
+
+
+def split(state: SequenceState, tree: TokenTree, num_ranks: int, max_owned: int) -> list[Shard]:
+    """The shards of `tree`; home ranks with a longer pending chain get fewer nodes, other ranks none."""
+    pending = [state.num_above(rank) for rank in state.homes]
+    of_homes = dict(zip(state.homes, partition(tree, len(pending), pending, max_owned), strict=True))
+    return [of_homes.get(rank) or Shard([], []) for rank in range(num_ranks)]
+
+
+def placement(own: Sequence[tuple[TokenTree, Shard]], capacity: int) -> np.ndarray:
+    """`StepDraft.placement`."""
+    sources: list[int] = []
+    targets: list[int] = []
+    words = [np.empty(0, np.int64)]
+    start = 0
+    for place, (tree, shard) in enumerate(own):
+        words.append(wire.node_words(tree, shard.owned))
+        sources += [start + int(entry) for entry in np.searchsorted(shard.nodes, shard.owned)]
+        targets += range(place * capacity, place * capacity + len(shard.owned))
+        start += len(shard.nodes)
+    return np.stack([np.array(sources, np.int64), np.array(targets, np.int64), np.concatenate(words)])
+
+
+def kept_entries(state: SequenceState, path: Sequence[int], shard: Shard, rank: int) -> list[int]:
+    """The entries of a rank's row whose K/V stays: its pending chain, and the path as far as it evaluated it."""
+    if not shard.nodes:
+        return []
+    above = state.num_above(rank)
+    entry = {node: above + i for i, node in enumerate(shard.nodes)}
+    on_path = itertools.takewhile(entry.__contains__, path)
+    return [*range(above), *(entry[node] for node in on_path)]

@@ -1,0 +1,50 @@
+// Words that go up to the device (lpr.core.rows, lpr.core.noise_keys).
+#include "bindings.h"
+
+namespace lpr {
+
+using Entries = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+void place_rows(nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> words, size_t batch,
+                size_t num_entries, const std::vector<int64_t>& slots, int64_t rows_per_slot,
+                const std::vector<int64_t>& num_cached, const std::vector<Entries>& entries) {
+  RowWords to(words.data(), batch, num_entries);
+  if (words.size() < to.size()) throw std::invalid_argument("the words do not hold the rows");
+  for (size_t i = 0; i < batch; i++) {
+    size_t count = i < entries.size() ? entries[i].shape(1) : 0;
+    if (count > num_entries) throw std::invalid_argument("a row is longer than its place");
+    to.place(i, slots[i], rows_per_slot, count ? num_cached[i] : 0, count ? entries[i].data() : nullptr, count);
+  }
+}
+
+nb::object ancestors(const Tokens& parents, size_t num_words) {
+  return owned_array<uint64_t, 2>(ancestor_words(parents, num_words), {parents.size(), num_words});
+}
+
+nb::object selection(const nb::sequence& choices, const std::vector<Array>& positions) {
+  std::vector<Choice> those;
+  for (nb::handle each : choices)
+    those.push_back({nb::cast<uint64_t>(each[0]), nb::cast<float>(each[1]), nb::cast<int32_t>(each[2]),
+                     nb::cast<float>(each[3]), nb::cast<float>(each[4])});
+  if (those.size() != positions.size()) throw std::invalid_argument("positions for each choice");
+  std::vector<Positions> places;
+  for (const Array& each : positions) places.push_back({each.data(), each.size()});
+  std::vector<int32_t> words = selection_words(those, places);
+  size_t count = words.size();
+  return owned_array<int32_t, 1>(std::move(words), {count});
+}
+
+void bind_rows(nb::module_& m) {
+  m.def("place_rows", &place_rows, "words"_a, "batch"_a, "num_entries"_a, "slots"_a, "rows_per_slot"_a, "num_cached"_a,
+        "entries"_a);
+  m.def("ancestor_words", &ancestors, "parents"_a, "num_words"_a);
+  m.def(
+      "ancestor_words",
+      [](Array parents, size_t num_words) {
+        return ancestors(Tokens(parents.data(), parents.data() + parents.size()), num_words);
+      },
+      "parents"_a, "num_words"_a);
+  m.def("selection_words", &selection, "choices"_a, "positions"_a);
+}
+
+}  // namespace lpr
