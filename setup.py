@@ -1,6 +1,9 @@
 """Builds the drafting core in C++ (native/); pyproject.toml has all the rest.
 
 The extension is optional: without a compiler lpr runs the same core in Python, more slowly.
+
+scikit-build-core (0.11, tried) fails the installation where compilation fails. Of its editable modes, one shadows
+PYTHONPATH, so that a second checkout imports the first, and the other builds in the root of the checkout.
 """
 
 from pathlib import Path

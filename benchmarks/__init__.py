@@ -1,15 +1,15 @@
-"""Programs that measure lpr; each prints one JSON line last. What they need beyond lpr is in the extra `bench`."""
+"""Programs that measure lpr; each prints one JSON line last. Their further packages are in the extra `bench`."""
 
 import os
 import sys
 from types import TracebackType
 
 EXTRA = ("httpx", "matplotlib", "psutil", "pyarrow")
-"""Packages of that extra, as they are imported."""
+"""Packages of that extra, by import name."""
 
 
-def _say_what_is_missing(kind: type[BaseException], failure: BaseException, trace: TracebackType | None) -> None:
-    """Instead of a traceback: programs import these packages first of all, before anybody can ask for them."""
+def _report_missing_package(kind: type[BaseException], failure: BaseException, trace: TracebackType | None) -> None:
+    """One line instead of a traceback: programs import these packages before they parse options."""
     if not isinstance(failure, ModuleNotFoundError) or failure.name not in EXTRA:
         sys.__excepthook__(kind, failure, trace)
         return
@@ -17,4 +17,4 @@ def _say_what_is_missing(kind: type[BaseException], failure: BaseException, trac
     os._exit(2)
 
 
-sys.excepthook = _say_what_is_missing
+sys.excepthook = _report_missing_package

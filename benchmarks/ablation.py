@@ -2,50 +2,59 @@
 
     python -m benchmarks.ablation --data classeval.jsonl --output benchmarks/results/ablation.json
 
-Steps are counted, not timed, so any machine gives the same figures. Prompts run one by one, so the shared trie of a
-configuration learns the outputs in order, as an engine's does. `by_depth` holds nodes drafted and accepted by source
-at depths up to `up_to_depth` (1, 2, 4, 8, ...) and above the group before.
-
-`share_of_limit` is how near the steps come to copying the longest phrase of the text so far in each (benchmarks.limit).
-A model says something of rejected nodes, too, which a replay of recorded steps does not know, so held-out prompts are
+Steps are counted, not timed. Prompts run one by one, so the shared index of a configuration learns the outputs in
+order. `by_depth` holds nodes drafted and accepted by source and depth (groups up to 1, 2, 4, 8, ...). `share_of_limit`
+relates the steps to those of copying the longest phrase in each (benchmarks.limit). An engine drafts from the logits of
+rejected nodes too, which a replay of recorded steps lacks, so the figures of held-out prompts are made with
 
     python -m benchmarks.ablation --model FOLDER --chat-template --data classeval.jsonl --skip 50 --prompts 62 \
         --kinds trie --budgets 17 65 --cold --together 4 --dtype bfloat16
 
-where `--cold` lets no request draft from another's output, so that several can run together.
+where `--cold` lets no request draft from another's output, so several can run together.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 
-from benchmarks.common import model_parser, progress, run_main, whole
+from benchmarks.common import DataOptions, Flag, Whole, progress, run_main
 from benchmarks.data import prompts_of
 from benchmarks.engines import load_engine, params_for, split_budget, switch
-from benchmarks.limit import Counted, beside_limit, count_output
+from benchmarks.limit import Counted, count_output, figures_with_limit
 from benchmarks.record import groups
 from lpr import Completion, DecodeConfig, Engine, InputError, SamplingParams
 from lpr.core.suffix_index import as_learnt
 from lpr.engine.stats import DecodeStats
 
-KINDS = ("window", "trie", "both")
+
+@dataclass(frozen=True, kw_only=True)
+class AblationOptions(DataOptions):
+    """Tokens per step by draft source and node budget."""
+
+    kinds: tuple[Literal["window", "trie", "both"], ...] = ("window", "trie", "both")
+    """Draft sources."""
+    cold: Flag = False
+    """No request drafts from the output of another."""
+    together: Whole = 1
+    """Requests in a step; more than 1 need --cold."""
+    budgets: tuple[int, ...] = (32, 64, 128, 256)
+    """Node budgets."""
+    temperatures: tuple[float, ...] = (0.0, 0.8)
+    """Temperatures."""
 
 
-def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def measure(options: AblationOptions, console: Console) -> dict[str, Any]:
     """Run every kind at every budget and temperature."""
     if options.together > 1 and not options.cold:
         raise InputError("--together needs --cold: requests that learn from each other run in order")
-    prompts, engine = prompts_of(options)[options.skip :], load_engine(options)
-    if not prompts:
-        raise InputError(f"{options.data} has no prompts behind the first {options.skip}")
+    prompts, engine = prompts_of(options), load_engine(options)
     console.print(f"ceiling: {options.max_new_tokens} tokens per step (a whole output at once); plain decoding: 1")
     ids = [engine.encode(prompt) for prompt in prompts]
     cases = list(product(options.temperatures, options.kinds, options.budgets))
@@ -59,7 +68,6 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             sizes = {"window_size": decode.window_size, "trie_nodes": decode.trie_nodes}
             found.append({**case, **sizes, **figures_of(ids, outputs, options.cold)})
     return {
-        "benchmark": "ablation",
         "data": Path(options.data).name,
         "first_prompt": options.skip,
         "num_prompts": len(prompts),
@@ -91,18 +99,13 @@ def complete(
 
 
 def figures_of(prompts: Sequence[list[int]], outputs: Sequence[Completion], is_cold: bool) -> dict[str, Any]:
-    """What one configuration's steps came to, beside the limit of the same outputs."""
+    """The figures of one configuration, with the limit of the same outputs."""
     total, counted, known = DecodeStats(), list[Counted](), list[list[int]]()
     for prompt, output in zip(prompts, outputs, strict=True):
         counted.append(count_output(prompt, output.token_ids, output.stats.num_steps, known))
         total.add(output.stats)
         if not is_cold:
             known.append(as_learnt(prompt, output.token_ids))
-    return {**figures(total), **beside_limit(counted)}
-
-
-def figures(total: DecodeStats) -> dict[str, Any]:
-    """What one configuration's steps came to."""
     return {
         "nodes_per_step": round(total.num_nodes / total.num_steps, 1),
         "accepted_per_step": {
@@ -112,19 +115,13 @@ def figures(total: DecodeStats) -> dict[str, Any]:
             {"source": source, "up_to_depth": depth, **vars(count)}
             for (source, depth), count in sorted(total.by_depth.items())
         ],
+        **figures_with_limit(counted),
     }
 
 
 def main() -> int:
     """Run the command line; returns the exit code."""
-    parser = model_parser("ablation", "Tokens per step by draft source and node budget.")
-    parser.add_argument("--skip", type=whole, default=0, metavar="N", help="leave out the first N prompts")
-    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
-    parser.add_argument("--cold", action="store_true", help="no request drafts from the output of another")
-    parser.add_argument("--together", type=whole, default=1, metavar="N", help="requests in a step (1; more: --cold)")
-    parser.add_argument("--budgets", type=int, nargs="+", default=[32, 64, 128, 256])
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
-    return run_main(parser, measure)
+    return run_main("ablation", AblationOptions, measure)
 
 
 if __name__ == "__main__":

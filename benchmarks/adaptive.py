@@ -2,33 +2,43 @@
 
     python -m benchmarks.adaptive --data classeval.jsonl humaneval.jsonl --output benchmarks/results/adaptive.json
 
-All contestants complete a prompt at the same time, a few steps each in turn (benchmarks/race.py): one whole completion
-after the other, equal engines differed by 10 %. Ratios are of the sums of seconds over all prompts. The contestants
-share one model. Traps for the promise "never slower than plain decoding": prompts of random tokens and real prompts at
-temperature 1.5, and a shared trie that was fed, for every pair of tokens that will come, a wrong continuation.
+All contestants share one model and complete a prompt in turns of a few steps (benchmarks/race.py); with turns of a
+whole completion, equal engines differed by 10 %. Ratios are of the sums of seconds over all prompts. Traps for the
+promise "never slower than plain decoding": prompts of random tokens and real prompts at temperature 1.5, and a shared
+index that holds a wrong continuation of every pair of tokens to come.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from benchmarks.common import model_parser, progress, run_main
-from benchmarks.data import prompts_of
+from benchmarks.common import ManyDataOptions, progress, run_main
+from benchmarks.data import load_prompts, template_of
 from benchmarks.engines import OneModel, engines_over, load_model, params_for, plain, split_budget
 from benchmarks.race import Lpr, Race, run_race
 from lpr import DecodeConfig, Engine
 
 PLAIN, AUTO = "plain", "auto"
 TURN = 8
-"""Steps of a contestant before the next one's turn: each begins with caches that the others have filled."""
+"""Steps of a contestant in a turn; a turn begins with caches that the others have filled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveOptions(ManyDataOptions):
+    """Automatic tree sizes against fixed ones and plain decoding."""
+
+    sizes: tuple[int, ...] = (4, 8, 16, 32, 64)
+    """Fixed numbers of nodes."""
+    temperatures: tuple[float, ...] = (0.0, 0.8)
+    """Temperatures."""
 
 
 def grid(sizes: Sequence[int]) -> dict[str, DecodeConfig]:
@@ -42,12 +52,12 @@ def grid(sizes: Sequence[int]) -> dict[str, DecodeConfig]:
 
 
 def contestants(model: OneModel, decodes: dict[str, DecodeConfig]) -> dict[str, Lpr]:
-    """An engine each that has learnt nothing."""
+    """An engine for each configuration, with empty draft indexes."""
     return {name: Lpr(engine, TURN) for name, engine in engines_over(model, decodes).items()}
 
 
 def traps(model: OneModel, prompts: Sequence[list[int]], max_new_tokens: int) -> list[dict[str, Any]]:
-    """Plain against automatic where drafts must fail."""
+    """Plain against automatic sizes where drafts must fail."""
     rng, racers = random.Random(0), contestants(model, grid([]))
     vocabulary = racers[PLAIN].engine.model.vocab_size
     noise = [[rng.randrange(vocabulary) for _ in range(64)] for _ in prompts]
@@ -63,7 +73,7 @@ def traps(model: OneModel, prompts: Sequence[list[int]], max_new_tokens: int) ->
 
 
 def mislead(racers: dict[str, Lpr], prompts: Sequence[list[int]], params: Any, rng: random.Random) -> None:
-    """Teach the automatic contestant a wrong continuation of every pair of tokens that will come."""
+    """Feed the automatic contestant a wrong continuation of every pair of tokens to come."""
     engine: Engine = racers[PLAIN].engine
     for done in engine.generate(prompts, params):
         ids = [*done.prompt_token_ids[-1:], *done.token_ids]
@@ -92,9 +102,10 @@ def figures(race: Race) -> dict[str, Any]:
     return {"different": sum(tally.num_different for tally in race.tallies.values()), "results": results}
 
 
-def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def measure(options: AdaptiveOptions, console: Console) -> dict[str, Any]:
     """Race every data set and temperature, then the traps."""
-    texts = {Path(path).stem: prompts_of(options, options.prompts + 1, path) for path in options.data}
+    template = template_of(options)
+    texts = {Path(path).stem: load_prompts(path, options.prompts + 1, template) for path in options.data}
     console.print("ceiling: the best of the grid's fixed sizes, chosen afterwards per data set and temperature")
     model = load_model(options)
     races, encode = [], contestants(model, {PLAIN: plain()})[PLAIN].engine.encode
@@ -106,7 +117,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
                 race = run_race(contestants(model, grid(options.sizes)), prompts, params, advance)
                 races.append(summary(data, temperature, race))
     cases = traps(model, next(iter(sets.values())), options.max_new_tokens)
-    return {"benchmark": "adaptive", "races": races, "traps": cases, "max_new_tokens": options.max_new_tokens}
+    return {"races": races, "traps": cases, "max_new_tokens": options.max_new_tokens}
 
 
 def summary(data: str, temperature: float, race: Race) -> dict[str, Any]:
@@ -126,10 +137,7 @@ def summary(data: str, temperature: float, race: Race) -> dict[str, Any]:
 
 def main() -> int:
     """Run the command line; returns the exit code."""
-    parser = model_parser("adaptive", "Automatic tree sizes against fixed ones and plain decoding.", many=True)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[4, 8, 16, 32, 64])
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
-    return run_main(parser, measure)
+    return run_main("adaptive", AdaptiveOptions, measure)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,20 @@
-"""Ranks of a service are killed and stopped at random, and every stream is compared with the undisturbed one.
+"""Kills and stops ranks of a service at random, and compares every stream with the undisturbed one.
 
     python -m benchmarks.chaos --minutes 10 --ranks 3 --json
 
-A service is started on loopback and answers requests of all kinds (temperature 0 and 0.8, penalties, stop strings,
-log-probabilities, grammars). What it says while nothing is lost is the measure. Then clients ask on and on, while every
-few seconds SIGKILL or SIGSTOP hits a rank at random, the driver's included, or all ranks at once, or SIGKILL their
-supervisor, and with it the store through which they speak. Text, token ids, end, offsets and usage of every stream must
-be equal, log-probabilities within 1e-3. At the end nothing may be left: no process, listening port, temporary file or
-shared memory.
+A service on loopback answers requests of all kinds (temperature 0 and 0.8, penalties, stop strings, log-probabilities,
+grammars). Its answers before any loss are the reference. Then clients send requests continuously, while every few
+seconds SIGKILL or SIGSTOP hits a random rank, the driver's included, or all ranks at once, or SIGKILL hits their
+supervisor, and with it their store. Text, token ids, finish reason, offsets and usage of every stream must be equal,
+log-probabilities within 1e-3. At the end no process, listening port, temporary file or shared memory may be left.
 
-A *pause* is the longest silence of all clients together between one loss and the next. Where no rank was left and the
-model had to be loaded again, it is not counted in `pause_with_survivors_...`. The exit code is 1 if a stream failed or
-was different, or something is left. The last line of stdout is JSON.
+A *pause* is the longest time without any event of any client between one loss and the next. Where no rank was left and
+the model was loaded again, it is not counted in `pause_with_survivors_...`. The exit code is 1 if a stream failed or
+differed, or something is left. The last line of stdout is JSON.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import random
@@ -26,7 +24,7 @@ import socket
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -36,31 +34,63 @@ import psutil
 from rich.console import Console
 
 from benchmarks.chaos_streams import Clients, bodies, pauses
-from benchmarks.common import OneLineParser, finish, make_parser, progress, table, whole
+from benchmarks.common import Flag, Options, Whole, progress, run_main
 from benchmarks.processes.leaks import Traces
 from benchmarks.processes.services import running
 from lpr.config import InputError
 
 RANK = "lpr.serve.ranks.rank"
-"""What the command of a rank names; that of a launcher names more."""
+"""A word in the command of a rank; a launcher's command has more."""
 SUPERVISOR = "lpr.dist.supervisor"
 LAUNCHERS = ("torch.distributed.run", SUPERVISOR)
 LOGPROB_TOLERANCE = 1e-3
-"""The height of a step's products decides the last bits in float32."""
+"""The number of rows in a step's matrix products decides the last bits in float32."""
 READY_SECONDS = 300.0
-"""Time for a service to be ready again, on a machine that does other things too."""
+"""Time for a service to be ready again, on a busy machine."""
 NUM_BODIES = 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChaosOptions(Options):
+    """Kill ranks of a service at random, and compare streams."""
+
+    threads: Whole = 1
+    """CPU threads of each rank."""
+    minutes: float = 10.0
+    """Duration of the losses."""
+    ranks: Whole = 3
+    """Replicas."""
+    every: float = 4.0
+    """Seconds from ready to the next loss."""
+    clients: Whole = 4
+    """Streams at a time."""
+    batch: Whole = 4
+    """Slots of the service."""
+    seed: Whole = 0
+    """Seed of requests and losses."""
+    quick: Flag = False
+    """Half a minute, to check that it works."""
+    model: str | None = None
+    """Folder or hub id; the bundled model if none is given."""
+    device: str | None = None
+    """cpu, cuda or cuda:N; a GPU if there is one."""
+    dtype: str = "float32"
+    """Type of the weights; other types round by the number of rows."""
+    exact: Flag = False
+    """Exact mode: the same bits for every shape of a step."""
+    folder: str | None = None
+    """Folder for temporary files; the system's if none is given."""
 
 
 @dataclass
 class Losses:
-    """What was done to the ranks, and when (time.monotonic)."""
+    """Losses of ranks, with times (time.monotonic)."""
 
     times: list[float] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
-    """Of each: the signal, and how many ranks got it of how many."""
+    """Of each loss: the signal, and the number of ranks that got it."""
     num_restarts: list[int] = field(default_factory=list)
-    """Before each: how often the service had started all ranks again."""
+    """Before each loss: how often the service had restarted all ranks."""
     num_kills: int = 0
     """Processes that got SIGKILL."""
     num_stops: int = 0
@@ -68,7 +98,7 @@ class Losses:
     num_all: int = 0
     """Times that all ranks were hit at once."""
     problem: str | None = None
-    """Why no more could be done."""
+    """Why the losses stopped early."""
 
 
 async def disturb(
@@ -80,7 +110,7 @@ async def disturb(
             losses.problem = f"the service was not ready again within {READY_SECONDS:.0f} s"
             return
         await asyncio.sleep(max(0.2, min(4 * every, dice.expovariate(1 / every), end - time.monotonic())))
-        if time.monotonic() > end or not await is_ready(http):  # what the last loss did may show only now
+        if time.monotonic() > end or not await is_ready(http):  # the last loss may show only now
             continue
         family = traces.family()
         ranks = [each for each in family if is_rank(each)]
@@ -115,7 +145,7 @@ async def ready(http: httpx.AsyncClient) -> bool:
 
 
 async def is_ready(http: httpx.AsyncClient) -> bool:
-    """Does the service say that it is ready? A front that does not answer is not."""
+    """True if the service answers that it is ready."""
     try:
         return (await http.get("/readyz")).status_code == 200
     except httpx.HTTPError:
@@ -123,7 +153,7 @@ async def is_ready(http: httpx.AsyncClient) -> bool:
 
 
 def is_rank(process: psutil.Process) -> bool:
-    """Is it a rank, and neither a launcher nor one that was hit before and still has to be ended?"""
+    """True for a rank, except a stopped one that still has to be ended."""
     try:
         words = process.cmdline()
         stands = process.status() == psutil.STATUS_STOPPED
@@ -133,14 +163,14 @@ def is_rank(process: psutil.Process) -> bool:
 
 
 def is_supervisor(process: psutil.Process) -> bool:
-    """Is it the process that starts the ranks and holds their store?"""
+    """True for the process that starts the ranks and holds their store."""
     try:
         return SUPERVISOR in process.cmdline()
     except psutil.Error:
         return False
 
 
-async def run(url: str, traces: Traces, options: argparse.Namespace, console: Console) -> dict[str, Any]:
+async def run(url: str, traces: Traces, options: ChaosOptions, console: Console) -> dict[str, Any]:
     """One run against the service at `url`."""
     asked = bodies(NUM_BODIES, options.seed)
     clients, losses, ending = Clients(url, asked), Losses(), asyncio.Event()
@@ -195,7 +225,7 @@ async def run(url: str, traces: Traces, options: argparse.Namespace, console: Co
         "logprob_difference": clients.largest_difference,
         "events": counts,
         "losses": [
-            [round(at - began, 1), kind, "others go on" if is_short else "all begin again", round(pause, 3)]
+            [round(at - began, 1), kind, "others continue" if is_short else "all restart", round(pause, 3)]
             for at, kind, is_short, pause in zip(losses.times, losses.kinds, survived, found, strict=True)
         ],
         "problems": [each[:600] for each in (*failed, *clients.different)][:10],
@@ -208,20 +238,24 @@ def quantile(ordered: list[float], share: float) -> float | None:
 
 
 def metrics(text: str) -> dict[str, int]:
-    """What befell the ranks, as the service counts it."""
+    """Events of the ranks, as the service counts them."""
     found = re.findall(r'^lpr:rank_events_total\{.*?event="(\w+)".*?\} ([\d.e+]+)$', text, re.M)
     return {name: int(float(value)) for name, value in found}
 
 
-def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Start a service, disturb it, stop it, and look for what is left; raises InputError."""
+def measure(options: ChaosOptions, console: Console) -> dict[str, Any]:
+    """Start a service, disturb it, stop it, and count leaks; raises InputError."""
+    if options.quick:
+        options = replace(options, minutes=0.5)
+    if options.minutes <= 0 or options.every <= 0 or options.ranks < 1 or options.clients < 1:
+        raise InputError("--minutes, --every, --ranks and --clients must be above 0")
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="chaos-", dir=options.folder) as folder:
         keeps = Path(folder) / "files"
         keeps.mkdir()
-        # torch makes itself a cache among the temporary files of whoever imports it, and leaves it there.
+        # torch leaves a cache among the temporary files.
         environment = {"TMPDIR": str(keeps), "TORCHINDUCTOR_CACHE_DIR": str(Path(folder) / "torch")}
-        flags = ["--no-access-log", "--lp", str(options.lp), "--dtype", options.dtype]
+        flags = ["--no-access-log", "--lp", str(options.ranks), "--dtype", options.dtype]
         flags += ["--max-batch-size", str(options.batch), "--request-timeout", "900", "--shutdown-timeout", "50"]
         flags += ["--exact"] if options.exact else []
         for name in ("model", "device"):
@@ -238,69 +272,21 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         port = int(service.url.rpartition(":")[2])
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
             left["ports"] += 1
-        for each in traces.seen:  # what leaked is told, and not left to the machine
+        for each in traces.seen:  # leaked processes are reported, and ended
             with contextlib.suppress(psutil.Error):
                 each.kill()
+    wrong = result["failed"] or result["different"] or any(left.values()) or code
     return {
-        "benchmark": "chaos", "ranks": options.lp, "minutes": options.minutes, "seed": options.seed,
+        "ranks": options.ranks, "minutes": options.minutes, "seed": options.seed,
         "clients": options.clients, "exit_code": code, **result, "leaks": left,
         "seconds": round(time.monotonic() - began, 1),
+        "num_failed": int(bool(wrong) or result["logprob_difference"] > LOGPROB_TOLERANCE),
     }  # fmt: skip
 
 
-def show(result: dict[str, Any], console: Console) -> None:
-    """The result as a small table, and what went wrong."""
-    rows = [[name, str(result[name])] for name in ("kills", "stops", "all_at_once", "streams", "failed", "different")]
-    rows += [["pause p50 [s]", str(result["pause_p50_s"])], ["pause p99 [s]", str(result["pause_p99_s"])]]
-    rows += [["pause with survivors p99 [s]", str(result["pause_with_survivors_p99_s"])]]
-    rows += [[name.replace("_", " "), str(count)] for name, count in result["events"].items()]
-    rows += [[f"leaked {name.replace('_', ' ')}", str(count)] for name, count in result["leaks"].items()]
-    console.print(table(f"{result['ranks']} ranks, {result['minutes']:g} minutes", ("what", "count"), rows))
-    for problem in result["problems"]:
-        console.print(problem, markup=False, highlight=False, soft_wrap=True)
-
-
-def is_sound(result: dict[str, Any]) -> bool:
-    """Was every stream what it had to be, and is nothing left?"""
-    wrong = result["failed"] or result["different"] or any(result["leaks"].values()) or result["exit_code"]
-    return not wrong and result["logprob_difference"] <= LOGPROB_TOLERANCE
-
-
-def make_chaos_parser() -> OneLineParser:
-    """The command line."""
-    parser = make_parser("chaos", "Ranks of a service are killed at random, and streams compared.", threads=1)
-    parser.add_argument("--minutes", type=float, default=10.0, metavar="M", help="how long ranks are killed (10)")
-    parser.add_argument("--ranks", dest="lp", type=whole, default=3, metavar="N", help="replicas (3)")
-    parser.add_argument("--every", type=float, default=4.0, metavar="S", help="seconds from ready to the next loss (4)")
-    parser.add_argument("--clients", type=whole, default=4, metavar="N", help="streams at a time (4)")
-    parser.add_argument("--batch", type=whole, default=4, metavar="N", help="slots of the service (4)")
-    parser.add_argument("--seed", type=whole, default=0, metavar="N", help="of requests and losses (0)")
-    parser.add_argument("--quick", action="store_true", help="half a minute, to see that it works")
-    parser.add_argument("--model", metavar="M", help="folder or hub id (default: the bundled model)")
-    parser.add_argument("--device", metavar="D", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
-    parser.add_argument("--dtype", default="float32", help="float32 (default): others round by a product's height")
-    parser.add_argument("--exact", action="store_true", help="the same bits for every shape of a step (exact mode)")
-    parser.add_argument("--folder", metavar="DIR", help="where the run keeps temporary files (default: the system's)")
-    return parser
-
-
 def main() -> int:
-    """Run from the command line: 0, 1 if something went wrong, 2 for bad input."""
-    parser = make_chaos_parser()
-    options = parser.parse_args()
-    if options.quick:
-        options.minutes = 0.5
-    if options.minutes <= 0 or options.every <= 0 or options.lp < 1 or options.clients < 1:
-        parser.error("--minutes, --every, --ranks and --clients must be above 0")
-    console = Console(stderr=True, quiet=options.json)
-    try:
-        result = measure(options, console)
-    except InputError as failure:
-        print(f"{parser.prog}: {failure}", file=sys.stderr)
-        return 2
-    show(result, console)
-    finish(result, options.output)
-    return 0 if is_sound(result) else 1
+    """Run the command line; returns the exit code."""
+    return run_main("chaos", ChaosOptions, measure)
 
 
 if __name__ == "__main__":

@@ -26,20 +26,20 @@ REGEX = "[a-z]{2,9}( [a-z]{2,9}){30,60}"
 
 @dataclass
 class Output:
-    """A stream as its client saw it, without the borders of its steps."""
+    """A stream as its client saw it, without step boundaries."""
 
     text: str = ""
     ids: list[int] = field(default_factory=list)
     finish: str | None = None
     offsets: list[int] = field(default_factory=list)
-    """Where the text of each token begins, as `logprobs` say it."""
+    """Where the text of each token begins, from `logprobs`."""
     logprobs: list[float] = field(default_factory=list)
     num_tokens: int = 0
-    """As usage says."""
+    """From usage."""
     failed: str | None = None
 
     def exact(self) -> tuple[object, ...]:
-        """What has to be equal: all but log-probabilities, whose last bits follow the height of the step's products."""
+        """Everything that must be equal: all but log-probabilities, whose last bits depend on the rows of a step."""
         return self.text, self.ids, self.finish, self.offsets, len(self.logprobs), self.num_tokens
 
 
@@ -74,15 +74,15 @@ def bodies(count: int, seed: int) -> list[dict[str, Any]]:
 
 
 class Clients:
-    """Clients that ask again as soon as they are answered."""
+    """Clients that send the next request as soon as they are answered."""
 
     def __init__(self, url: str, asked: list[dict[str, Any]]) -> None:
-        """Ask `asked`, over and over."""
+        """Send the requests `asked` repeatedly."""
         self.asked = asked
         self.wanted: list[Output] = []
         """The undisturbed answers."""
         self.events: list[float] = []
-        """When some client got something (time.monotonic)."""
+        """Times of all events of all clients (time.monotonic)."""
         self.num_streams = 0
         self.failed: list[str] = []
         self.different: list[str] = []
@@ -91,11 +91,11 @@ class Clients:
         self._http = httpx.AsyncClient(base_url=url, timeout=900, limits=httpx.Limits(max_connections=None))
 
     async def close(self) -> None:
-        """Hang up."""
+        """Disconnect."""
         await self._http.aclose()
 
     async def undisturbed(self, num_clients: int) -> None:
-        """Learn what the answers are while nothing is lost."""
+        """Record the answers before any loss."""
         gate = asyncio.Semaphore(num_clients)
 
         async def one(body: dict[str, Any]) -> Output:
@@ -105,16 +105,17 @@ class Clients:
         self.wanted = list(await asyncio.gather(*(one(body) for body in self.asked)))
 
     async def work(self, seed: str, ending: asyncio.Event) -> None:
-        """Ask at random until the end, and compare."""
+        """Send random requests until `ending`, and compare."""
         dice = random.Random(seed)
         while not ending.is_set():
             index = dice.randrange(len(self.asked))
             stream = dice.random() < 0.9
             found = await self.ask(self.asked[index], stream)
             self.num_streams += 1
-            self._compare(self.asked[index], found, self.wanted[index])
+            self.compare(self.asked[index], found, self.wanted[index])
 
-    def _compare(self, body: dict[str, Any], found: Output, wanted: Output) -> None:
+    def compare(self, body: dict[str, Any], found: Output, wanted: Output) -> None:
+        """Record a failure or a difference of an answer."""
         if found.failed is not None:
             self.failed.append(found.failed)
             return
@@ -124,7 +125,7 @@ class Clients:
             self.largest_difference = max(self.largest_difference, abs(one - other))
 
     async def ask(self, body: dict[str, Any], stream: bool) -> Output:
-        """One request to its end; what goes wrong is in `failed`."""
+        """One request to its end; a failure is in `failed`."""
         output = Output()
         more: dict[str, Any] = {"return_token_ids": True}
         if stream:
@@ -166,7 +167,7 @@ class Clients:
 
 
 def pauses(events: list[float], losses: list[float], end: float) -> Iterator[float]:
-    """Per loss, seconds of the longest silence of all clients together from it to the next one (or to `end`).
+    """Per loss, the longest time in seconds without any event until the next loss (or `end`).
 
     `events`, `losses` and `end` are times on one clock, `events` and `losses` in order.
     """

@@ -1,117 +1,167 @@
-"""What every benchmark shares: its command line, a progress bar, and a result that carries its circumstances.
+"""What every benchmark shares: command line options, a progress bar, and a result with its circumstances.
 
-A benchmark is a parser and a function that measures; the rest is here:
+A benchmark is a dataclass of options, whose docstrings are the help, and a function that measures:
 
-    def measure(options, console):
-        with progress(console, len(cases)) as advance:
-            ...
-        return {"benchmark": "name", "runs": [...]}  # its tables: benchmarks/result_tables, or every value as it is
+    def measure(options: NameOptions, console: Console) -> dict[str, Any]:
+        return {"runs": [...]}
 
     def main() -> int:
-        parser = make_parser("name", "What it measures.")
-        return run_main(parser, measure)
+        return run_main("name", NameOptions, measure)
 
-The result is one JSON line, the last of stdout; tables and the bar go to stderr, unless `--json` asks for neither. An
-entry that came to nothing holds its reason as `failed` (see `attempt`): it is never averaged, and the exit code is 1.
+The result is one JSON line, the last of stdout. Tables (benchmarks.report) and the progress bar go to stderr, unless
+`--json` is given. An entry that failed holds its reason as `failed` (see `attempt`); it is never averaged, and the exit
+code is 1.
 """
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import datetime
 import gc
+import io
 import json
 import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, TypeVar
 
 import torch
+import tyro
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
+from rich.table import Table as RichTable
 
-from benchmarks.result_tables import tables_of
-from benchmarks.result_tables.parts import failures
+from benchmarks.report.parts import Table, failures
+from benchmarks.report.sections import parts_of
 from lpr.config import InputError
 
 RESULTS = Path(__file__).parent / "results"
-STEP_TIMES = Path(__file__).parent / "tables"
+STEP_TIMES = Path(__file__).parent / "step_times"
 """Tables of step times, as `lpr.core.step_times` reads them: `h100_7b` is estimated, `flat_N` takes N ms a step."""
+T = TypeVar("T")
 
 
-def whole(text: str) -> int:
-    """A whole number of at least 0, for argparse."""
-    value = int(text)
-    if value < 0:
-        raise ValueError
-    return value
+def _whole(words: list[str]) -> int:
+    if not words[0].isdecimal():
+        raise ValueError(f"{words[0]!r} is not an integer of at least 0")
+    return int(words[0])
 
 
-whole.__name__ = "number of at least 0"  # argparse names the type in its message
+Whole = Annotated[
+    int,
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="N",
+        instance_from_str=_whole,
+        is_instance=lambda value: isinstance(value, int),
+        str_from_instance=lambda value: [str(value)],
+    ),
+]
+"""An option that is an integer of at least 0."""
+Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
 
-class OneLineParser(argparse.ArgumentParser):
-    """Bad input is one line on stderr and exit code 2."""
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of every benchmark."""
 
-    def error(self, message: str) -> NoReturn:
-        """Say what is wrong, without the usage."""
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
-def make_parser(name: str, description: str, threads: int = 0) -> OneLineParser:
-    """The command line that all benchmarks have: `--threads`, `--output` and `--json`."""
-    parser = OneLineParser(prog=f"benchmarks.{name}", description=description)
-    parser.add_argument(
-        "--threads", type=whole, default=threads, metavar="N", help=f"CPU threads (default: {threads or 'as torch'})"
-    )
-    parser.add_argument("--output", metavar="FILE", help="write the result as JSON, for benchmarks/results")
-    parser.add_argument("--json", action="store_true", help="print the JSON line only, no tables")
-    return parser
+    threads: Whole = 0
+    """CPU threads; 0 leaves torch's default."""
+    output: str | None = None
+    """File to which the result is written as JSON, for benchmarks/results."""
+    json: Flag = False
+    """Print the JSON line only, no tables."""
 
 
-def model_parser(name: str, description: str, many: bool = False, threads: int = 0) -> OneLineParser:
-    """The command line of a benchmark that decodes the prompts of one data set, or of `many`, with a model."""
-    parser = make_parser(name, description, threads)
-    what = "JSON lines of ClassEval, HumanEval, GSM8K, ..., or hub:classeval, hub:humaneval, hub:gsm8k, hub:mt_bench"
-    parser.add_argument("--data", required=True, metavar="FILE", nargs="+" if many else None, help=what)
-    parser.add_argument("--prompts", type=whole, default=20, metavar="N", help="use the first N prompts (default 20)")
-    parser.add_argument(
-        "--chat-template", action="store_true", help="prompts are messages in the model's chat template"
-    )
-    parser.add_argument("--max-new-tokens", type=whole, default=256, metavar="N", help="tokens per prompt (256)")
-    parser.add_argument("--model", metavar="M", help="folder or hub id (default: the bundled model)")
-    parser.add_argument("--device", metavar="D", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
-    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
-    parser.add_argument("--exact", action="store_true", help="the same bits for every shape of a step (exact mode)")
-    return parser
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(Options):
+    """Options of a benchmark that decodes prompts with a model."""
+
+    prompts: Whole = 20
+    """Use the first N prompts."""
+    chat_template: Flag = False
+    """Put each prompt as a user's message into the model's chat template."""
+    max_new_tokens: Whole = 256
+    """Tokens per prompt."""
+    model: str | None = None
+    """Folder or hub id; the bundled model if none is given."""
+    device: str | None = None
+    """cpu, cuda or cuda:N; a GPU if there is one."""
+    dtype: str = "auto"
+    """auto, float32, bfloat16 or float16."""
+    exact: Flag = False
+    """Exact mode: the same bits for every shape of a step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions(ModelOptions):
+    """Options of a benchmark that decodes the prompts of one data set."""
+
+    skip: Whole = 0
+    """Leave out the first N prompts."""
+    data: str
+    """JSON lines of ClassEval, HumanEval, GSM8K, ..., or hub:classeval, hub:humaneval, hub:gsm8k, hub:mt_bench."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManyDataOptions(ModelOptions):
+    """Options of a benchmark that decodes the prompts of several data sets."""
+
+    data: tuple[str, ...]
+    """JSON lines of ClassEval, HumanEval, GSM8K, ..., or hub:classeval, hub:humaneval, hub:gsm8k, hub:mt_bench."""
+
+
+def read_options(name: str, kind: type[T], arguments: Sequence[str] | None = None) -> T:
+    """The options of the command line; raises InputError with one line for bad input, SystemExit(0) for `--help`."""
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            return tyro.cli(kind, prog=f"benchmarks.{name}", args=arguments)
+    except SystemExit as leaving:
+        if not leaving.code:
+            raise
+        # The first line is a title; horizontal rules separate the message from hints.
+        lines = [line.strip(" │╰╯") for line in complaint.getvalue().splitlines()[1:]]
+        parts = " ".join("\n" if set(line) <= set("-─") else line for line in lines).split("\n")
+        raise InputError(next((part.strip() for part in parts if part.strip()), "bad arguments")) from None
 
 
 def run_main(
-    parser: OneLineParser,
-    measure: Callable[[argparse.Namespace, Console], dict[str, Any]],
+    name: str,
+    kind: type[T],
+    measure: Callable[[T, Console], dict[str, Any]],
     arguments: Sequence[str] | None = None,
 ) -> int:
-    """Parse, measure, print and write the result; returns the exit code: 1 if an entry failed, 2 for bad input."""
-    options = parser.parse_args(arguments)
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    console = Console(stderr=True, quiet=options.json)
-    if not console.is_terminal:
-        console.width = 120  # a log file has no edge to wrap at
+    """Parse, measure, print and write the result.
+
+    `kind` is a subclass of Options. Returns the exit code: 0, 1 if an entry failed, or 2 for bad input.
+    """
     try:
-        result = measure(options, console)
+        options: Any = read_options(name, kind, arguments)
+        if options.threads:
+            torch.set_num_threads(options.threads)
+        console = make_console(options.json)
+        result = {"benchmark": name, **measure(options, console)}
     except InputError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
+        print(f"benchmarks.{name}: {error}", file=sys.stderr)
         return 2
     finally:
-        gc.unfreeze()  # what is frozen at the exit, triton's bindings report as leaked, in 30 lines
+        gc.unfreeze()  # else triton's bindings report what is frozen at exit as leaked, in 30 lines
     show(result, console)
     finish(result, options.output)
     return 1 if result.get("num_failed") or next(failures(result), None) else 0
+
+
+def make_console(is_quiet: bool) -> Console:
+    """A console on stderr; a log file gets lines of 120 columns."""
+    console = Console(stderr=True, quiet=is_quiet)
+    if not console.is_terminal:
+        console.width = 120
+    return console
 
 
 def finish(result: dict[str, Any], output: str | None) -> None:
@@ -123,7 +173,7 @@ def finish(result: dict[str, Any], output: str | None) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a value for people to read; makes the folder."""
+    """Write a value as indented JSON; makes the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
@@ -137,12 +187,12 @@ def read_json(path: str | Path) -> Any:
 
 
 def attempt(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `call` returns; if it raises, its reason as `failed`. Bad input is not a failure and is raised."""
+    """The result of `call`, or `failed` with the reason if it raises; bad input is raised."""
     try:
         return call()
     except InputError:
         raise
-    except Exception as failure:  # whatever it is, it is a result
+    except Exception as failure:  # any failure is a result
         return {"failed": reason(failure)}
 
 
@@ -153,7 +203,7 @@ def reason(failure: Exception) -> str:
 
 @contextmanager
 def progress(console: Console, total: int, what: str = "decoding") -> Iterator[Callable[..., None]]:
-    """A progress bar on a terminal and nothing elsewhere; yields what advances it and can name what runs next."""
+    """A progress bar on a terminal, nothing elsewhere; yields `advance(number, now)`, where `now` names what runs."""
     hidden = console.quiet or not console.is_terminal
     with Progress(console=console, disable=hidden, transient=True) as bar:
         row = bar.add_task(what, total=total)
@@ -164,22 +214,22 @@ def progress(console: Console, total: int, what: str = "decoding") -> Iterator[C
         yield advance
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A table of text cells: the first column to the left, the others to the right."""
-    made = Table(title=title, title_justify="left")
-    for index, column in enumerate(columns):
-        made.add_column(column, justify="left" if index == 0 else "right")
-    for row in rows:
-        made.add_row(*row)
-    return made
-
-
 def show(result: dict[str, Any], console: Console) -> None:
-    """The result's tables, and a line per failure."""
-    for each in tables_of(result):
-        console.print(table(each.title, each.columns, each.rows))
+    """Print the result's tables, and a line per failure."""
+    for part in [] if "failed" in result else parts_of(result):
+        console.print(rich_table(part.table))
     for what, why in failures(result):
         console.print(f"failed: {what}: {why}", markup=False, highlight=False, soft_wrap=True)
+
+
+def rich_table(table: Table) -> RichTable:
+    """A table for a console: the first column to the left, the others to the right."""
+    made = RichTable(title=table.title, title_justify="left")
+    for index, column in enumerate(table.columns):
+        made.add_column(column, justify="left" if index == 0 else "right")
+    for row in table.rows:
+        made.add_row(*row)
+    return made
 
 
 def circumstances() -> dict[str, Any]:
@@ -187,19 +237,18 @@ def circumstances() -> dict[str, Any]:
     import transformers
 
     cpu = platform.processor() or platform.machine()
-    try:
+    with contextlib.suppress(OSError, IndexError):
         names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
         cpu = f"{len(names)} x {names[0].split(':', 1)[1].strip()}"
-    except (OSError, IndexError):
-        pass
     words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]  # folders of this machine
-    changed = _git("status", "--porcelain", "--", "../lpr")
+    root = Path(__file__).parents[1]
+    changed = git(root, "status", "--porcelain", "--", "lpr")
     program = Path(sys.argv[0])
-    name = program.parent.name if program.stem == "__main__" else program.stem  # a package's command
+    name = program.parent.name if program.stem == "__main__" else program.stem
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": " ".join(["python -m", f"benchmarks.{name}", *words]),
-        "commit": _git("rev-parse", "--short", "HEAD") + ("+changes" if changed else ""),
+        "commit": git(root, "rev-parse", "--short", "HEAD") + ("+changes" if changed else ""),
         "cpu": cpu,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "threads": torch.get_num_threads(),
@@ -209,6 +258,7 @@ def circumstances() -> dict[str, Any]:
     }
 
 
-def _git(*words: str) -> str:
-    command = ["git", "-C", str(Path(__file__).parent), *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+def git(folder: Path, *words: str) -> str:
+    """What a git command prints about the repository in `folder`; empty if it fails."""
+    command = ["git", "-C", str(folder), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stdout.strip()

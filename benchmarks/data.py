@@ -1,12 +1,11 @@
-"""Prompts of public data sets, from files or, where there is a network, by names such as `hub:classeval`.
+"""Prompts of public data sets, from files or by names such as `hub:classeval`.
 
-A name stands for one file of one commit of its repository on the Hugging Face hub, so that a result's prompts can be
-had again. A file that was fetched once is read from the hub's cache, also without a network.
+A name stands for one file at one commit of a repository on the Hugging Face hub, so results can be reproduced. A file
+that was fetched once is read from the hub's cache, without a network too.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,17 +15,18 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.utils import logging
 from transformers import AutoTokenizer
 
+from benchmarks.common import DataOptions, ModelOptions
 from lpr import bundled_model
 from lpr.config import InputError
 
 PREFIX = "hub:"
 PROMPT_FIELDS = ("skeleton", "prompt", "question", "turns")
-"""Field of a record that holds the prompt: ClassEval, HumanEval and traces, GSM8K, MT-Bench."""
+"""Fields that may hold a record's prompt: ClassEval; HumanEval and traces; GSM8K; MT-Bench."""
 
 
 @dataclass(frozen=True)
 class HubFile:
-    """Where a data set's records are: a dataset repository, a commit of it and a file in it."""
+    """A dataset repository, a commit of it and a file in it."""
 
     repository: str
     commit: str
@@ -64,16 +64,23 @@ def load_prompts(path: str, count: int, template: str | Path | None = None) -> l
     return prompts if template is None else in_chat_template(prompts, template)
 
 
-def prompts_of(options: argparse.Namespace, count: int | None = None, path: str | None = None) -> list[str]:
-    """The prompts that a command line asks for (benchmarks.common.model_parser), or `count` of them, or of `path`."""
-    template = (options.model or bundled_model()) if options.chat_template else None
-    return load_prompts(path or options.data, options.prompts if count is None else count, template)
+def prompts_of(options: DataOptions, count: int | None = None) -> list[str]:
+    """Prompts `--skip` to `--prompts` (or to `count`) of a data set; raises InputError if there are none."""
+    found = load_prompts(options.data, options.prompts if count is None else count, template_of(options))
+    if len(found) <= options.skip:
+        raise InputError(f"{options.data} has no prompts after the first {options.skip}")
+    return found[options.skip :]
+
+
+def template_of(options: ModelOptions) -> str | Path | None:
+    """The model whose chat template is asked for, None without `--chat-template`."""
+    return (options.model or bundled_model()) if options.chat_template else None
 
 
 def in_chat_template(prompts: list[str], model: str | Path) -> list[str]:
-    """Each prompt as the only message of a chat, to be answered; raises InputError if the model has no template.
+    """Each prompt as the only message of a chat; raises InputError if the model has no template.
 
-    The text begins with the special tokens that the template writes, so it is encoded without further ones.
+    The text begins with the template's special tokens, so it is encoded without further ones.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)

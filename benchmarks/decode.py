@@ -3,23 +3,22 @@
     python -m benchmarks.decode --data classeval.jsonl --output benchmarks/results/decode.json
 
 Every prompt is completed by all contestants in turn (benchmarks/race.py). Ratios are of medians over prompts, after a
-few tokens of a warm-up prompt. `speedup_by_prompt` is over transformers for each prompt, whose seconds were measured
-side by side. All must emit the same tokens; a difference is counted.
+few tokens of a warm-up prompt. `speedup_by_prompt` is relative to transformers for each prompt. Outputs that differ
+from transformers' are counted.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from benchmarks.common import model_parser, progress, run_main, whole
+from benchmarks.common import DataOptions, progress, run_main
 from benchmarks.data import prompts_of
 from benchmarks.engines import engines_over, load_model, params_for, plain, split_budget
 from benchmarks.race import Contestant, Lpr, Race, Stock, run_race
@@ -29,11 +28,21 @@ WARM_UP_TOKENS = 32
 STOCK, PLAIN, AUTO = "transformers greedy", "lpr autoregressive", "lpr auto"
 
 
-def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class DecodeOptions(DataOptions):
+    """Wall clock of completions against transformers."""
+
+    budgets: tuple[int, ...] = (16, 32, 64)
+    """Node budgets of fixed sizes."""
+    kinds: tuple[Literal["window", "trie", "both"], ...] = ("trie", "both")
+    """Draft sources of fixed sizes."""
+
+
+def measure(options: DecodeOptions, console: Console) -> dict[str, Any]:
     """Race all contestants over all prompts."""
     decodes = {PLAIN: plain(), AUTO: DecodeConfig(max_batch_size=1)}
     decodes |= {f"lpr {kind} {size}": split_budget(kind, size) for kind in options.kinds for size in options.budgets}
-    texts = prompts_of(options, options.skip + options.prompts + 1)[options.skip :]
+    texts = prompts_of(options, options.skip + options.prompts + 1)
     engines = engines_over(load_model(options), decodes)
     model = engines[PLAIN].model
     stock: Any = AutoModelForCausalLM.from_pretrained(options.model or bundled_model(), dtype=model.model.dtype)
@@ -50,7 +59,6 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     with progress(console, len(prompts)) as advance:
         race = run_race(contestants, prompts, params, advance)
     return {
-        "benchmark": "decode",
         "data": Path(options.data).name,
         "first_prompt": options.skip + 1,
         "num_prompts": len(prompts) - 1,
@@ -62,7 +70,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def results_of(race: Race) -> list[dict[str, Any]]:
-    """Medians over prompts, and what they are beside transformers' and plain decoding."""
+    """Medians over prompts, also relative to transformers and to plain decoding."""
     medians = {name: statistics.median(tally.seconds) for name, tally in race.tallies.items()}
     return [
         {
@@ -82,11 +90,7 @@ def results_of(race: Race) -> list[dict[str, Any]]:
 
 def main() -> int:
     """Run the command line; returns the exit code."""
-    parser = model_parser("decode", "Wall clock of completions against transformers.")
-    parser.add_argument("--skip", type=whole, default=0, metavar="N", help="leave out the first N prompts")
-    parser.add_argument("--budgets", type=int, nargs="*", default=[16, 32, 64])
-    parser.add_argument("--kinds", nargs="+", default=["trie", "both"], choices=["window", "trie", "both"])
-    return run_main(parser, measure)
+    return run_main("decode", DecodeOptions, measure)
 
 
 if __name__ == "__main__":

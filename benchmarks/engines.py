@@ -7,20 +7,21 @@ that several ranks take these very steps).
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.common import ModelOptions
 from lpr import DecodeConfig, Engine, EngineOptions, SamplingParams, bundled_model
 from lpr.core.partition import partition
 from lpr.core.state import num_computed_after
+from lpr.engine.hooks import StepHooks
 from lpr.engine.stats import DecodeStats
 from lpr.model.loader import Loaded, load
 
 
-def load_engine(options: argparse.Namespace, decode: DecodeConfig | None = None) -> Engine:
-    """The engine that `--model`, `--dtype`, `--device` and `--exact` ask for."""
+def load_engine(options: ModelOptions, decode: DecodeConfig | None = None) -> Engine:
+    """The engine of `--model`, `--dtype`, `--device` and `--exact`."""
     found = load_model(options)
     return Engine(found.loaded, decode, found.options)
 
@@ -33,8 +34,8 @@ class OneModel:
     options: EngineOptions
 
 
-def load_model(options: argparse.Namespace) -> OneModel:
-    """The model that `--model`, `--dtype` and `--device` ask for, to be run as `--exact` says."""
+def load_model(options: ModelOptions) -> OneModel:
+    """The model of `--model`, `--dtype`, `--device` and `--exact`."""
     loaded = load(str(options.model or bundled_model()), options.dtype, options.device)
     return OneModel(loaded, EngineOptions(dtype=options.dtype, device=options.device, exact=options.exact))
 
@@ -45,7 +46,7 @@ def engines_over(model: OneModel, decodes: Mapping[str, DecodeConfig]) -> dict[s
 
 
 def switch(engine: Engine, decode: DecodeConfig) -> None:
-    """Decode under `decode` from now on, with nothing learnt."""
+    """Decode under `decode` from now on, with empty draft indexes."""
     engine.configure(decode)
 
 
@@ -76,29 +77,26 @@ def params_for(
     ]
 
 
-class StepClock:
-    """A step recorder that keeps the milliseconds of each phase of the last step, by a clock in seconds."""
+class StepClock(StepHooks):
+    """Keeps the milliseconds of each phase of the last step, by a clock in seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """No step yet."""
         self.phases: dict[str, float] = {}
         self._clock, self._last = clock, 0.0
 
-    def begin(self) -> Callable[[str], None]:
-        """A step begins."""
+    def begin_step(self) -> None:
+        """Start the clock."""
         self.phases, self._last = {}, self._clock()
-        return self._end_phase
 
-    def _end_phase(self, phase: str) -> None:
+    def end_phase(self, phase: str) -> None:
+        """Take the phase's time."""
         now = self._clock()
         self.phases[phase], self._last = (now - self._last) * 1e3, now
 
-    def record(self, *step: Any) -> None:
-        """What the step did is of no interest."""
 
-
-class RankCounter:
-    """A step recorder that counts what each of several ranks would evaluate of one request after the other."""
+class RankCounter(StepHooks):
+    """Counts what each of several ranks would evaluate of one request after the other."""
 
     def __init__(self, num_ranks: int, capacity: int) -> None:
         """No step counted yet; `capacity` nodes of a tree are a rank's own at most."""
@@ -120,12 +118,8 @@ class RankCounter:
         self.num_pending += other.num_pending
         self.largest_shards += other.largest_shards
 
-    def begin(self) -> Callable[[str], None]:
-        """A step begins; its phases are of no interest."""
-        return lambda phase: None
-
-    def record(self, requests: Sequence[Any], outcomes: Sequence[Any], chunks: Sequence[Any]) -> None:
-        """Take in a step of the one request that runs."""
+    def end_step(self, batch: Sequence[Any], outcomes: Sequence[Any], chunks: Any) -> None:
+        """Count a step of the one request that runs."""
         concluded = outcomes[0].concluded
         pending = [self.num_tokens - held - 1 for held in self.num_computed_tokens]
         shards = partition(concluded.tree, self.num_ranks, pending, self.capacity)
@@ -149,7 +143,7 @@ def count_steps(
     """Complete `prompts` one by one, as `num_ranks` ranks of these sizes would."""
     switch(engine, decode.for_one_rank(num_ranks))
     total, counter = DecodeStats(), RankCounter(num_ranks, decode.resolved(num_ranks).owned_capacity(num_ranks))
-    engine.recorder = counter
+    engine.hooks = counter
     try:
         for prompt, each in zip(prompts, params, strict=True):
             ids = engine.encode(prompt)
@@ -157,5 +151,5 @@ def count_steps(
             total.add(engine.generate([ids], each)[0].stats)
             advance()
     finally:
-        engine.recorder = None
+        engine.hooks = StepHooks()
     return total, counter

@@ -1,19 +1,19 @@
-"""Are the bits the same? Ids and logits of every way to decode against plain decoding, with exact mode and without.
+"""Ids and bits of logits of every way to decode against plain decoding, with exact mode and without.
 
     python -m benchmarks.exactness MODEL --dtypes bfloat16 float32 --output benchmarks/results/exactness.json
 
-Prompts are taken in groups of four. After each group the result is written to `--output`, and a run that finds its own
-file there goes on behind the last group, so hours of it can be had in pieces. Compared are the ids, and a digest of the
-logits from which each token was chosen: of every evaluated node on the path of the text, on every rank. Ranks are
-threads of this process. The cost is of runs that take turns.
+Prompts are decoded in groups of four. After each group the result is written to `--output`, and a run that finds its
+own file there continues after the last group. The benchmark compares the ids, and a digest of the logits from which
+each token was chosen: of every evaluated node on the path of the text, on every rank. Ranks are threads of this
+process. The cost is the ratio of runs that take turns.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,30 +22,31 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
+import tyro
 from rich.console import Console
 
-from benchmarks.common import circumstances, make_parser, run_main, whole, write_json
+from benchmarks.common import Options, Whole, circumstances, run_main, write_json
 from lpr import DecodeConfig, Engine, EngineOptions, InputError, SamplingParams, bundled_model
 from lpr.dist.comm import Comm
 from lpr.engine.request import Request
-from lpr.model.cache import TreeCache
 from lpr.model.inputs import Row, StepInputs
+from lpr.model.kv_cache import KVCache
 from lpr.model.loader import load
 from lpr.model.sampling.selection import Selection
 from tests.prompts import PROMPTS
 from tests.worlds import ThreadComm, ThreadWorld, run_ranks
 
 GROUP = 4
-"""Prompts that are decoded by every shape before the next ones are."""
+"""Prompts that every shape decodes before the next group."""
 TEMPERATURES = (0.0, 0.8)
-"""Of the prompts in turn."""
+"""Temperatures of the prompts, in turn."""
 WINDOW = DecodeConfig(window_size=5, trie_nodes=0, max_batch_size=1)
 TRIE = DecodeConfig(window_size=0, trie_nodes=24, max_batch_size=1)
 BOTH = DecodeConfig(window_size=4, trie_nodes=16, max_batch_size=1)
 BATCH = DecodeConfig(window_size=4, trie_nodes=16, max_batch_size=4, prefill_chunk=32)
 PLAIN = DecodeConfig.autoregressive(max_batch_size=1)
 WAIT = 36000.0
-"""Seconds that ranks wait for each other: they share a core, and may be stopped while something else is measured."""
+"""Seconds that ranks wait for each other: they share a core, and may be stopped meanwhile."""
 Ids = list[list[int]]
 T = TypeVar("T")
 
@@ -62,9 +63,9 @@ class Shape:
     decode: DecodeConfig
     num_ranks: int = 1
     delivered: bool = False
-    """Is the first half of each output given, as to a request that is taken up again?"""
+    """True if the first half of each output is given, as to a request that resumes."""
     again: bool = False
-    """Are the prompts submitted once more to an engine that has just decoded them, which finds their K/V?"""
+    """True if the engine has just decoded the same prompts, and finds their K/V."""
 
 
 SHAPES = {
@@ -83,7 +84,7 @@ SHAPES = {
     "both, batch of 4, 4 ranks, home ranks": Shape(BATCH, num_ranks=4),
 }
 USUAL = ("window, batch of 4", "trie, batch of 4", "both, batch of 4, fills of 32")
-"""Shapes that are tried without exact mode too."""
+"""Shapes that are also decoded without exact mode."""
 
 
 @dataclass
@@ -91,30 +92,31 @@ class Watch:
     """Digests of the logits that an engine's tokens are chosen from, by (request, position of the token)."""
 
     texts: Sequence[Sequence[int]] | None = None
-    """Prompt and output of each request, where known: only nodes on the path of it count."""
+    """Prompt and output of each request, where known; then only nodes on their path count."""
     digests: dict[tuple[int, int], set[bytes]] = field(default_factory=dict)
     prompts: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     def attach(self, engine: Engine, prompts: Ids) -> None:
-        """Look at every step of `engine`, which decodes `prompts`."""
+        """Watch every step of `engine`, which decodes `prompts`."""
         self.prompts = {tuple(prompt): index for index, prompt in enumerate(prompts)}
         model = engine.model
         rows_of_step: list[Row] = []
-        evaluate, logits_of = type(model).evaluate, type(model).logits
+        evaluate, forward_of = type(model).evaluate, type(model.adapter).forward
 
         def evaluated(rows: Sequence[Row], selection: Selection, num_candidates: int) -> torch.Tensor:
             rows_of_step[:] = rows
             return evaluate(model, rows, selection, num_candidates)
 
-        def logits(inputs: StepInputs, cache: TreeCache) -> torch.Tensor:
-            found = logits_of(model, inputs, cache)
+        def forward(inputs: StepInputs, cache: KVCache) -> torch.Tensor:
+            found = forward_of(model.adapter, inputs, cache)
             if rows_of_step:
                 here = {each.slots[engine.comm.rank]: each for each in engine.scheduler.running}
                 self.look(here, rows_of_step, found)
                 rows_of_step.clear()
             return found
 
-        model.evaluate, model.logits = evaluated, logits  # type: ignore[method-assign]
+        model.evaluate = evaluated  # type: ignore[method-assign]
+        model.adapter.forward = forward  # type: ignore[method-assign, assignment]
 
     def look(self, running: dict[int, Request], rows: Sequence[Row], logits: torch.Tensor) -> None:
         """Take the digests of the results of `rows`, whose logits [n, V] follow one another."""
@@ -145,7 +147,7 @@ class Watch:
 
 
 def decode(engine: Engine, shape: Shape, prompts: Ids, params: Sequence[SamplingParams], outputs: Ids) -> Any:
-    """The requests of a group, decoded by `engine` as it is configured."""
+    """The requests of a group, decoded by `engine` in its configuration."""
     requests = []
     for prompt, each, output in zip(prompts, params, outputs, strict=True):
         delivered = output[: len(output) // 2] if shape.delivered else []
@@ -161,7 +163,7 @@ class Worlds:
     """Engines of one model: alone, and as ranks of worlds, each loaded and checked once."""
 
     def __init__(self, model: Any, dtype: str, exact: bool, engine: Engine | None = None) -> None:
-        """None yet, but for an `engine` to be alone; `model` is a folder, a hub id, or a model in memory."""
+        """`engine` serves as the world of one; `model` is a folder, a hub id, or a model in memory."""
         self.exact = exact
         self._model, self._dtype = model, dtype
         self._tokenizer: Any = None
@@ -193,7 +195,7 @@ class Worlds:
 
 @dataclass
 class Group:
-    """A few prompts and what plain decoding makes of them."""
+    """A few prompts and their outputs by plain decoding."""
 
     worlds: Worlds
     prompts: Ids
@@ -202,16 +204,16 @@ class Group:
     digests: dict[tuple[int, int], set[bytes]] = field(default_factory=dict)
 
     def run(self, names: Sequence[str]) -> dict[str, Any]:
-        """What each of the shapes `names` gives, compared with plain decoding."""
+        """The comparison of each of the shapes `names` with plain decoding."""
         self.decode_plainly()
         return {name: self.compare(SHAPES[name]) for name in names}
 
     def decode_plainly(self) -> None:
-        """Find what the others are compared with."""
+        """Find the outputs and logits that the others are compared with."""
         [(self.outputs, self.digests, _)] = self.worlds.run(1, lambda engine: self.watched(engine, Shape(PLAIN), None))
 
     def compare(self, shape: Shape) -> dict[str, Any]:
-        """How many ids and logits of one shape differ."""
+        """The numbers of ids and logits of one shape that differ."""
         began = time.process_time()
         texts = [[*prompt, *output] for prompt, output in zip(self.prompts, self.outputs, strict=True)]
         found = self.worlds.run(shape.num_ranks, lambda engine: self.watched(engine, shape, texts))
@@ -255,10 +257,28 @@ class Group:
         return [list(request.token_ids) for request in requests], watch.digests, steps
 
 
-def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class ExactnessOptions(Options):
+    """Ids and logits against plain decoding, bit for bit."""
+
+    threads: Whole = 1
+    """CPU threads; 0 leaves torch's default."""
+    model: tyro.conf.Positional[str] = str(bundled_model())
+    """Folder or hub id."""
+    dtypes: tuple[str, ...] = ("bfloat16", "float32")
+    """Types of the weights."""
+    prompts: Whole = 40
+    """Number of prompts, at most 47."""
+    tokens: Whole = 200
+    """Tokens per prompt."""
+    rounds: Whole = 5
+    """Pairs of runs for the cost."""
+
+
+def measure(options: ExactnessOptions, console: Console) -> dict[str, Any]:
     """All groups of all types, then the cost; written after each group."""
     settings = {"model": Path(options.model).name, "tokens": options.tokens, "threads": torch.get_num_threads()}
-    result: dict[str, Any] = {"benchmark": "exactness", **settings, "runs": [], "cost": []}
+    result: dict[str, Any] = {**settings, "runs": [], "cost": []}
     path = Path(options.output) if options.output else None
     if path is not None and path.exists():
         result = json.loads(path.read_text())
@@ -277,7 +297,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
                 run["prompts"] += min(GROUP, options.prompts - first)
                 console.print(f"{run['dtype']}: {run['prompts']} prompts")
                 if path is not None:
-                    write_json(path, {**result, **circumstances()})
+                    write_json(path, {"benchmark": "exactness", **result, **circumstances()})
     known = [each["dtype"] for each in result["cost"]]
     for dtype in options.dtypes:
         if options.rounds and dtype not in known:
@@ -285,8 +305,8 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     return result
 
 
-def add_group(sums: dict[str, Any], worlds: Worlds, options: argparse.Namespace, first: int) -> None:
-    """Decode the prompts from `first` on and add what was counted to `sums`."""
+def add_group(sums: dict[str, Any], worlds: Worlds, options: ExactnessOptions, first: int) -> None:
+    """Decode the prompts from `first` on and add the counts to `sums`."""
     texts = [*PROMPTS, *(one + other for one, other in pairwise(PROMPTS))]
     seeds = range(first, first + min(GROUP, options.prompts - first))
     engine = worlds.engines(1)[0]
@@ -301,8 +321,8 @@ def add_group(sums: dict[str, Any], worlds: Worlds, options: argparse.Namespace,
         sums[name] = {key: round(before.get(key, 0) + value, 1) for key, value in counts.items()}
 
 
-def cost(options: argparse.Namespace, dtype: str) -> dict[str, Any]:
-    """Seconds of a step with exact mode over those without, plain and with drafts, of runs that take turns."""
+def cost(options: ExactnessOptions, dtype: str) -> dict[str, Any]:
+    """Ratios of the seconds of a step with exact mode to those without, plain and with drafts, of alternating runs."""
     engines = {
         exact: Engine(load(options.model, dtype, "cpu"), PLAIN, EngineOptions(exact=exact)) for exact in (True, False)
     }
@@ -324,15 +344,9 @@ def cost(options: argparse.Namespace, dtype: str) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run as a program; returns the exit code."""
-    parser = make_parser("exactness", "Are ids and logits those of plain decoding, bit for bit?", threads=1)
-    parser.add_argument("model", nargs="?", default=str(bundled_model()), help="folder or hub id (the bundled model)")
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], metavar="TYPE")
-    parser.add_argument("--prompts", type=whole, default=40, metavar="N", help="at most 47 (default 40)")
-    parser.add_argument("--tokens", type=whole, default=200, metavar="N", help="tokens per prompt (default 200)")
-    parser.add_argument("--rounds", type=whole, default=5, metavar="N", help="pairs of runs for the cost (default 5)")
-    return run_main(parser, measure, arguments)
+    """Run the command line; returns the exit code."""
+    return run_main("exactness", ExactnessOptions, measure, arguments)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

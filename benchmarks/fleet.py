@@ -1,24 +1,23 @@
-"""Strong scaling in wall-clock time: real ranks on meshes of lp x tp, each run checked against plain decoding.
+"""Strong scaling in wall-clock time: real ranks on meshes of lp x tp, with tokens checked against plain decoding.
 
     python -m benchmarks.fleet --data classeval.jsonl --meshes 1x1 2x1 1x2 --output benchmarks/results/fleet.json
 
-A run is the command that users start, `torchrun -m lpr.generate`, and its time is that command's own: all prompts one
-after the other, their first steps included, the start of the processes and the loading of the model not. There are,
-per data set and temperature, plain decoding on one process (1x1) and on every tensor-parallel size of the meshes
-(1xT), and lookahead on every mesh with every node budget per rank, half of it for the Jacobi window and its pool.
+A run is the command `torchrun -m lpr.generate`, and its time is that command's own: all prompts one after the other,
+with their first steps, without process start and model loading. Per data set and temperature there are plain decoding
+on one process (1x1) and on every tensor-parallel size of the meshes (1xT), and lookahead on every mesh with every node
+budget per rank, half of it for the Jacobi window and its pool.
 
-Speed-ups are over plain decoding on one process. Tokens are compared with plain decoding of the same tp, as a sum that
-is split over ranks differs in its last bits; where a GPU decodes in half precision, so does a GEMM of another height,
-and only --dtype float32 promises equality. A run that emits other tokens, fails or does not end in time is recorded
-as failed, without a speed-up; the rest goes on, and the exit code is 1.
+Speed-ups are relative to plain decoding on one process. Tokens are compared with plain decoding of the same tp, as a
+sum split over ranks differs in its last bits; in half precision so does a GEMM with other rows, so only --dtype float32
+promises equality. A run that emits other tokens, fails or times out is recorded as failed, without a speed-up; the rest
+goes on, and the exit code is 1.
 
-A rank has one CPU thread unless --threads says otherwise, so that on a CPU more ranks are more hardware, as GPUs are.
-benchmarks.strong_scaling counts the steps of more ranks than a machine has.
+A rank has one CPU thread by default, so that on a CPU more ranks are more hardware. benchmarks.strong_scaling counts
+the steps of more ranks than a machine has.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import statistics
@@ -27,24 +26,44 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 
-from benchmarks.common import OneLineParser, model_parser, progress, run_main, whole
-from benchmarks.data import prompts_of
+from benchmarks.common import ManyDataOptions, Whole, progress, run_main
+from benchmarks.data import load_prompts, template_of
 from benchmarks.engines import split_budget
 from benchmarks.processes.launch import LAUNCHER, RunFailedError, execute
 from lpr.config import InputError
 
 PLAIN = "autoregressive"
 SMALLEST_BUDGET = 16
-"""Nodes per rank below which no window fits beside a trie draft."""
+"""Fewest nodes per rank that hold both a window and a draft from the index."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetOptions(ManyDataOptions):
+    """Wall clock of real ranks on meshes lp x tp."""
+
+    threads: Whole = 1
+    """CPU threads of a rank; 0 leaves torch's default."""
+    meshes: tuple[str, ...] = ("1x1", "2x1", "1x2")
+    """Meshes LPxTP, such as 4x2."""
+    budgets: tuple[str, ...] = ("32", "64", "auto")
+    """Nodes per rank, or auto."""
+    temperatures: tuple[float, ...] = (0.0, 0.8)
+    """Temperatures."""
+    tp_backend: Literal["transformers", "deepspeed"] = "transformers"
+    """Tensor-parallel backend."""
+    repeats: Whole = 1
+    """Runs of each case; medians count."""
+    timeout: float = 900.0
+    """Seconds for one run."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is run and measured: a data set at a temperature on a mesh, with a node budget per rank."""
+    """A data set at a temperature on a mesh, with a node budget per rank."""
 
     data: str
     temperature: float
@@ -55,12 +74,12 @@ class Case:
 
     @property
     def baseline(self) -> Case:
-        """Plain decoding on one replica of as many ranks: what the tokens must equal."""
+        """Plain decoding with the same tp, whose tokens must be equal."""
         return Case(self.data, self.temperature, 1, self.tp, PLAIN)
 
     @property
     def reference(self) -> Case:
-        """Plain decoding on one process: what the speed-up is over."""
+        """Plain decoding on one process, the base of the speed-up."""
         return Case(self.data, self.temperature, 1, 1, PLAIN)
 
     @property
@@ -77,7 +96,7 @@ class Case:
 
 @dataclass
 class Run:
-    """One run of a case: what lpr.generate reported and wrote, or why there is nothing."""
+    """One run of a case: the report and output of lpr.generate, or its failure."""
 
     summary: dict[str, Any] = field(default_factory=dict)
     token_ids: list[list[int]] = field(default_factory=list)
@@ -85,31 +104,26 @@ class Run:
 
 
 def mesh(text: str) -> tuple[int, int]:
-    """The sizes (lp, tp) of a mesh such as 4x2, for argparse."""
+    """The sizes (lp, tp) of a mesh such as 4x2; raises InputError."""
     sizes = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
     if sizes is None:
-        raise ValueError
+        raise InputError(f"--meshes {text} is not like 4x2")
     return int(sizes[1]), int(sizes[2])
 
 
 def budget(text: str) -> int | str:
-    """A node budget per rank, for argparse."""
+    """A node budget per rank; raises InputError."""
     if text == "auto":
         return text
-    if int(text) < SMALLEST_BUDGET:
-        raise ValueError
+    if not text.isdigit() or int(text) < SMALLEST_BUDGET:
+        raise InputError(f"--budgets {text} is neither auto nor at least {SMALLEST_BUDGET}")
     return int(text)
-
-
-# argparse names the type in its message.
-mesh.__name__ = "mesh LPxTP like 4x2"
-budget.__name__ = f'number of at least {SMALLEST_BUDGET} or "auto"'
 
 
 def plan(
     data: Sequence[str], temperatures: Sequence[float], meshes: Sequence[tuple[int, int]], budgets: Sequence[int | str]
 ) -> list[Case]:
-    """All cases, each once, plain decoding before what is compared with it."""
+    """All cases, each once, plain decoding before the cases that are compared with it."""
     cases: list[Case] = []
     for path in data:
         for temperature in temperatures:
@@ -119,8 +133,8 @@ def plan(
     return list(dict.fromkeys(cases))
 
 
-def attempt(case: Case, options: argparse.Namespace, num_prompts: int, folder: Path, prompts: Path) -> Run:
-    """Run `case` once in a fleet of its own."""
+def attempt(case: Case, options: FleetOptions, num_prompts: int, folder: Path, prompts: Path) -> Run:
+    """Run `case` once, in processes of its own."""
     output = folder / "output.jsonl"
     output.unlink(missing_ok=True)
     command = [*LAUNCHER, f"--nproc_per_node={case.lp * case.tp}", "-m", "lpr.generate", "--tp", str(case.tp)]
@@ -144,7 +158,7 @@ def attempt(case: Case, options: argparse.Namespace, num_prompts: int, folder: P
 
 
 def judge(case: Case, runs: Mapping[Case, Sequence[Run]]) -> dict[str, Any]:
-    """The record of a case: figures, and whether its tokens are those of plain decoding."""
+    """The record of a case: figures, and whether its tokens equal those of plain decoding."""
     mine, expected = runs[case], runs[case.baseline][0]
     record: dict[str, Any] = {
         "data": case.data.rsplit("/", 1)[-1],
@@ -173,7 +187,7 @@ def judge(case: Case, runs: Mapping[Case, Sequence[Run]]) -> dict[str, Any]:
 
 
 def figures(runs: Sequence[Run]) -> dict[str, Any]:
-    """Of runs that all succeeded, the medians; only times, and steps that follow from times, differ between them."""
+    """Medians over the successful runs, which differ only in times and in steps that follow from times."""
     found = [run.summary for run in runs if run.error is None]
     seconds = statistics.median(each["seconds"] for each in found)
     num_tokens = statistics.median(each["num_tokens"] for each in found)
@@ -190,12 +204,13 @@ def figures(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Run every case, in rounds, so that a machine whose speed drifts does so for all."""
+def measure(options: FleetOptions, console: Console) -> dict[str, Any]:
+    """Run every case, in rounds, so that a drift of the machine's speed meets all alike."""
     if not options.repeats:
         raise InputError("--repeats 0 must be at least 1")
-    prompts = {path: prompts_of(options, path=path) for path in options.data}
-    cases = plan(options.data, options.temperatures, options.meshes, options.budgets)
+    meshes, budgets = [mesh(each) for each in options.meshes], [budget(each) for each in options.budgets]
+    prompts = {path: load_prompts(path, options.prompts, template_of(options)) for path in options.data}
+    cases = plan(options.data, options.temperatures, meshes, budgets)
     console.print("ceiling: tokens/s of plain decoding with the same tp, times tokens per step, if no step took longer")
     runs: dict[Case, list[Run]] = {case: [] for case in cases}
     total = options.repeats * len(cases)
@@ -214,7 +229,6 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             line = f"failed: {each['mesh']} {each['budget_per_rank']}: {each['error']}"
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     return {
-        "benchmark": "fleet",
         "num_prompts": {path.rsplit("/", 1)[-1]: len(each) for path, each in prompts.items()},
         "max_new_tokens": options.max_new_tokens,
         "tp_backend": options.tp_backend,
@@ -223,23 +237,9 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     }
 
 
-def fleet_parser() -> OneLineParser:
-    """The command line."""
-    parser = model_parser("fleet", "Wall clock of real ranks on meshes lp x tp.", many=True, threads=1)
-    parser.add_argument("--meshes", type=mesh, nargs="+", default=[(1, 1), (2, 1), (1, 2)], metavar="LPxTP")
-    parser.add_argument(
-        "--budgets", type=budget, nargs="+", default=[32, 64, "auto"], metavar="N", help="nodes per rank, or auto"
-    )
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8], metavar="T")
-    parser.add_argument("--tp-backend", default="transformers", choices=["transformers", "deepspeed"])
-    parser.add_argument("--repeats", type=whole, default=1, metavar="N", help="runs of each; medians count (default 1)")
-    parser.add_argument("--timeout", type=float, default=900.0, metavar="S", help="seconds for one run (default 900)")
-    return parser
-
-
 def main() -> int:
-    """Run the command line; returns the exit code: 1 if a run failed."""
-    return run_main(fleet_parser(), measure)
+    """Run the command line; returns the exit code."""
+    return run_main("fleet", FleetOptions, measure)
 
 
 if __name__ == "__main__":

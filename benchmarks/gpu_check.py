@@ -1,12 +1,12 @@
-"""Everything to find out on a machine with a GPU, in one command and a few minutes.
+"""Correctness and speed of every GPU part, in one command and a few minutes.
 
     python -m benchmarks.gpu_check --minutes 8
 
-Each section stands alone: one that fails is recorded with its reason and the rest goes on. On a GPU each has a budget
-of seconds (BUDGETS): it is begun only if that much is left, and cut off when it has used it up, so the whole ends in
-time; what was skipped or cut says so. Results are in benchmarks/results/gpu_check.json, written after every section,
-which `python -m benchmarks.report` and `python -m benchmarks.strong_scaling --simulate --times` read; each model's
-table of step times, as `StepTimes.from_json` reads it, is in benchmarks/results/tn_<gpu>_<model>.json as well.
+Sections are independent: a failure is recorded with its reason and the rest goes on. On a GPU each has a budget of
+seconds (BUDGETS): it begins only if that much is left, and is cut off when the budget is used up; the result names
+skipped and cut sections. Results are written to benchmarks/results/gpu_check.json after every section, which
+`python -m benchmarks.report` reads. Each model's table of step times, as `StepTimes.from_json` reads it, is also in
+benchmarks/results/tn_<gpu>_<model>.json, for `--costs` and the workloads of `lpr.plan --service`.
 `--device cpu --tiny` runs the same program on any machine, to test it.
 """
 
@@ -17,23 +17,25 @@ import importlib.util
 import json
 import re
 import signal
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
 
 import lpr.native
-from benchmarks.common import RESULTS, OneLineParser, circumstances, reason, write_json
+from benchmarks.common import RESULTS, Flag, circumstances, read_options, reason, write_json
 from benchmarks.gpu import kernels, models, parts
 from benchmarks.processes.launch import LAUNCHER, execute
-from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
+from lpr import DecodeConfig, Engine, InputError, SamplingParams, bundled_model
 from lpr.dist.runtime import World, join, leave
 from tests.prompts import PROMPTS
 
@@ -42,17 +44,37 @@ BUDGETS = {
     "profile": 10, "transformers": 20, "correctness": 30, "sampling": 25, "exact": 35, "end_to_end": 25,
     "host_share": 10, "ranks": 40, "attention": 45, "compiled": 100, "compiled:transformers": 75,
 }  # fmt: skip
-"""Seconds of a section on a GPU, by its name or the part of it in front of a colon: estimates for an H100. The sections
-up to `ranks` of two processes are within 8 minutes together; the rest takes what those leave."""
+"""Seconds of a section on a GPU, by its name or the part before a colon: estimates for an H100. The sections up to
+`ranks` of two processes fit in 8 minutes; the others take the remaining time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuCheckOptions:
+    """Correctness and speed on a GPU, in minutes."""
+
+    minutes: float = 8.0
+    """Begin no section after this time."""
+    device: Literal["cuda", "cpu"] = "cuda"
+    """Device."""
+    tiny: Flag = False
+    """Use tiny models, to test this program."""
+    sections: tuple[str, ...] = ()
+    """Run only these sections, such as t(n)."""
+    output: Path = RESULTS / "gpu_check.json"
+    """File to write the results to."""
+    worker: Path | None = None
+    """Internal: be one rank of a section with several ranks, and write to this file."""
+    tp: int = 1
+    """Internal: tensor-parallel size of that rank's mesh."""
 
 
 class BudgetError(BaseException):
-    """A section has used up its seconds. No Exception: none of its own fallbacks must take this for a failure."""
+    """A section has used up its budget. Not an Exception, so that no fallback inside the section catches it."""
 
 
 @contextmanager
 def at_most(seconds: float | None) -> Iterator[None]:
-    """Raise BudgetError in the main thread after so many seconds, as soon as Python runs again; None: never."""
+    """Raise BudgetError in the main thread after so many seconds; None means never."""
 
     def ring(*_: object) -> None:
         raise BudgetError(f"cut off after its {seconds:g} s")
@@ -70,14 +92,14 @@ def at_most(seconds: float | None) -> Iterator[None]:
 
 
 class Report:
-    """Runs sections and keeps what they return, fail with, or have no time for."""
+    """Runs sections and records their results, failures, or lack of time."""
 
     def __init__(
         self, path: Path, minutes: float, only: Sequence[str], budgets: Mapping[str, float] | None = None
     ) -> None:
-        """Results go to `path`; no section begins after `minutes`; `only` names the wanted ones, if any.
+        """Results go to `path`; no section begins after `minutes`; `only` names the wanted sections, if any.
 
-        `budgets` are the sections' seconds, as BUDGETS; without them a section takes what it takes.
+        `budgets` are the sections' seconds, as BUDGETS; without them a section has no limit.
         """
         self.path = path
         self.only = only
@@ -89,15 +111,15 @@ class Report:
 
     @property
     def seconds_left(self) -> float:
-        """Until the time is up."""
+        """Seconds until no section may begin."""
         return self.deadline - time.perf_counter()
 
     def budget(self, name: str) -> float | None:
-        """Seconds of a section; None: what it takes."""
+        """Seconds of a section; None means no limit."""
         return self.budgets.get(name, self.budgets.get(name.split(":")[0]))
 
     def run(self, name: str, section: Callable[[], dict[str, Any]]) -> Any:
-        """The section's result, or None: it is not begun if its budget is more than what is left."""
+        """The section's result, or None; a section does not begin if its budget exceeds the time left."""
         if self.only and name.split(":")[0] not in self.only:
             return None
         began, result, seconds = time.perf_counter(), None, self.budget(name)
@@ -126,7 +148,7 @@ class Report:
         return result
 
     def write(self) -> dict[str, Any]:
-        """The results so far, on disk."""
+        """Write and return the results so far."""
         named = {
             f"{word}_sections": [name for name, record in self.sections.items() if word in record]
             for word in ("failed", "skipped", "cut")
@@ -178,7 +200,7 @@ def ranks(
 
 
 def work_as_rank(target: Path, sizes: parts.Sizes, tp: int) -> int:
-    """What each process of `ranks` does: complete all prompts with the bundled model; rank 0 writes the ids."""
+    """The program of each process of `ranks`: completes all prompts with the bundled model; rank 0 writes the ids."""
     world = World.from_environment()
     device = world.device(sizes.device.type)
     with join(world, device, 120.0, tp) as comm:
@@ -204,7 +226,7 @@ def work_as_rank(target: Path, sizes: parts.Sizes, tp: int) -> int:
 
 
 def write_table(folder: Path, gpu: str, name: str, times: dict[str, Any], sizes: parts.Sizes) -> dict[str, Any]:
-    """The step times of a model as a table for the report and simulations, which is also a file of its own."""
+    """The step times of a model as a table, also written to a file of its own."""
     form = "graphs" if any(row["form"] == "graphs" for row in times["rows"]) else "eager"
     rows = [row for row in times["rows"] if row["form"] == form]
     table = {
@@ -220,7 +242,7 @@ def write_table(folder: Path, gpu: str, name: str, times: dict[str, Any], sizes:
 
 
 def large_model(report: Report, name: str, sizes: parts.Sizes, bytes_per_s: float | None) -> None:
-    """All that is measured on one model of a real shape; the first one is also profiled and raced."""
+    """The sections of one model of a real shape; the first model is also profiled and timed end to end."""
     held: dict[str, Any] = {}
 
     def build() -> dict[str, Any]:
@@ -243,7 +265,7 @@ def large_model(report: Report, name: str, sizes: parts.Sizes, bytes_per_s: floa
 
 
 def check(report: Report, sizes: parts.Sizes) -> None:
-    """All sections, the most telling first: what compiles and agrees, then a 7B model's steps, then the rest."""
+    """All sections: what compiles and agrees, then a 7B model's steps, then the rest."""
     prompts = PROMPTS[: sizes.num_prompts]
     on_gpu = sizes.device.type == "cuda"
     report.run("environment", environment)
@@ -264,7 +286,7 @@ def check(report: Report, sizes: parts.Sizes) -> None:
     for tp in (2, 4, 8):
         if tp <= num_gpus:
             report.run(f"ranks:tp {tp}", partial(ranks, tp, sizes, expected, 100.0, tp))
-    for name in names[1:][::-1]:  # the largest first: it says most about what drafts cost
+    for name in names[1:][::-1]:  # the largest first
         large_model(report, name, sizes, bytes_per_s)
     if on_gpu:
         report.run("attention", lambda: kernels.attention(sizes, bytes_per_s))
@@ -279,29 +301,25 @@ def compiled(sizes: parts.Sizes, part: Callable[..., dict[str, Any]]) -> dict[st
 
 def main() -> int:
     """Run the command line; returns the exit code: 0, 1 if a section failed, 2 without a GPU."""
-    parser = OneLineParser(prog="benchmarks.gpu_check", description="Correctness and speed on a GPU, in minutes.")
-    parser.add_argument("--minutes", type=float, default=8.0, help="begin no section after this time (default 8)")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--tiny", action="store_true", help="tiny models, to test this program")
-    parser.add_argument("--sections", nargs="+", default=[], metavar="NAME", help="only these, such as t(n)")
-    parser.add_argument("--output", metavar="FILE", default=str(RESULTS / "gpu_check.json"))
-    parser.add_argument("--worker", metavar="FILE", help="be one rank of the section that tests several")
-    parser.add_argument("--tp", type=int, default=1, help="of that rank's mesh")
-    options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("no CUDA device is available; `--device cpu --tiny` tests the program itself")
-    if options.device == "cpu" and not options.tiny:
-        parser.error("the real models are for a GPU: --device cpu needs --tiny")
+    try:
+        options = read_options("gpu_check", GpuCheckOptions)
+        if options.device == "cuda" and not torch.cuda.is_available():
+            raise InputError("no CUDA device is available; `--device cpu --tiny` tests the program itself")
+        if options.device == "cpu" and not options.tiny:
+            raise InputError("the real models are for a GPU: --device cpu needs --tiny")
+    except InputError as error:
+        print(f"benchmarks.gpu_check: {error}", file=sys.stderr)
+        return 2
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
     sizes = parts.Sizes.tiny(device) if options.tiny else parts.Sizes.real(device)
-    if options.worker:
-        return work_as_rank(Path(options.worker), sizes, options.tp)
+    if options.worker is not None:
+        return work_as_rank(options.worker, sizes, options.tp)
     budgets = BUDGETS if device.type == "cuda" else {}
-    report = Report(Path(options.output), options.minutes, options.sections, budgets)
+    report = Report(options.output, options.minutes, options.sections, budgets)
     check(report, sizes)
     record = report.write()
-    said = {name: names for name, names in record.items() if name.endswith("_sections")}
-    print(json.dumps({"output": report.path.name, **said}))
+    named = {name: names for name, names in record.items() if name.endswith("_sections")}
+    print(json.dumps({"output": report.path.name, **named}))
     return 1 if record["failed_sections"] else 0
 
 

@@ -1,19 +1,18 @@
-"""Home ranks: what real ranks evaluate and hold per committed token, against always splitting and never splitting.
+"""Home ranks: tokens evaluated and K/V held per committed token, against always and never splitting trees.
 
     python -m benchmarks.homes --data humaneval.jsonl --output benchmarks/results/homes.json
 
-Ranks are processes of this machine (gloo). A load is so many requests at any time: when one ends the next is submitted,
-also when the count is over, so that no run empties. Counting begins with the first request that another one makes room
-for, and ends when `--prompts` more have been submitted. Three policies complete the same prompts with the same engine:
-`split` (all ranks work on every tree), `home` (one rank per request) and `elastic`. Trees are as large as pays by a
-table of step times, and no step is timed: each counts what its busiest rank evaluates (prompts, pending chains, nodes
-and what ranks that join compute), and what such a step would take by the table. Of the host, the driver's processor
-time for drafting and for concluding a step is measured. All token ids are compared with plain decoding's.
+Ranks are processes of this machine (gloo). A load is a number of concurrent requests: when one ends the next is
+submitted. Counting begins with the first request that replaces another one, and ends when `--prompts` more have been
+submitted. Three policies complete the same prompts with the same engine: `split` (all ranks work on every tree), `home`
+(one rank per request) and `elastic`. Tree sizes follow a table of step times. Steps are counted, not timed: the tokens
+that a step's busiest rank evaluates (prompts, pending chains, nodes, and the prompts of ranks that join), and the time
+of such a step by the table. On the host, the driver's processor time for drafting and concluding is measured. All token
+ids are compared with plain decoding's.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -26,15 +25,15 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.common import STEP_TIMES, attempt, model_parser, progress, read_json, run_main
+from benchmarks.common import STEP_TIMES, DataOptions, attempt, progress, read_json, run_main
 from benchmarks.data import prompts_of
 from benchmarks.engines import StepClock, params_for
 from benchmarks.processes.launch import LAUNCHER, execute
-from benchmarks.stand_ins.recorded_forward import RecordedForward, recorded_texts
 from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
 from lpr.config import Auto
 from lpr.core.step_times import StepTimes, read_step_times
 from lpr.dist.runtime import World, join
+from lpr.engine.hooks import StepHooks
 from lpr.engine.request import Prompt, Request
 from lpr.engine.scheduler import Schedule
 
@@ -42,23 +41,41 @@ POLICIES: dict[str, int | Auto] = {"split": 0, "home": 1, "elastic": "auto"}
 """Name to `home_ranks`."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class HomesOptions(DataOptions):
+    """Tokens that ranks evaluate and hold, by how requests are distributed over them."""
+
+    ranks: tuple[int, ...] = (2, 4)
+    """Numbers of ranks."""
+    loads: tuple[int, ...] = (1, 2, 4, 8)
+    """Numbers of concurrent requests."""
+    temperatures: tuple[float, ...] = (0.0,)
+    """Temperatures."""
+    costs: Path = STEP_TIMES / "h100_7b.json"
+    """Table of step times; the default is an estimate of a 7B model on one H100."""
+    max_length: int = 1024
+    """Tokens of a prompt and its output."""
+    timeout: float = 3600.0
+    """Seconds per world."""
+
+
 @dataclass
 class Counter:
-    """Counts what steps of all ranks evaluate and hold, on the driver."""
+    """Counts the tokens that all ranks evaluate and hold, on the driver."""
 
     times: StepTimes
     num_steps: int = 0
     num_tokens: int = 0
     busiest: int = 0
-    """Tokens that the busiest rank evaluated, step by step."""
+    """Tokens that the busiest rank of each step evaluated."""
     everybody: int = 0
     filled: int = 0
-    """Tokens that ranks which joined a request computed beside the others."""
+    """Tokens that ranks computed to join a request."""
     milliseconds: float = 0.0
     decoding: list[int] = field(default_factory=lambda: [0, 0])
-    """Of steps in which nobody's prompt is evaluated: tokens emitted, and those that the busiest rank evaluated."""
+    """Of steps without prompts: tokens emitted, and tokens that the busiest rank evaluated."""
     copies: list[float] = field(default_factory=list)
-    """Per step: tokens whose K/V the ranks hold for running requests, per token of these."""
+    """Per step: tokens with K/V on some rank, summed over ranks, per token of the running requests."""
     widths: list[float] = field(default_factory=list)
     """Per step: home ranks of a request, on average."""
     host: list[float] = field(default_factory=list)
@@ -76,14 +93,14 @@ class Counter:
         begins |= any(request.num_output == 0 for request in schedule.decoding)
         lengths = [len(request.tokens) for request in running]
         held = sum(sum(request.num_computed_tokens) for request in running)
-        engine.recorder = clock = StepClock(time.thread_time)
+        engine.hooks = clock = StepClock(time.thread_time)
         result = run(schedule, num_command_bytes)
-        engine.recorder = None
-        if result[0]:
-            loads = [load + own for load, own in zip(loads, result[0][0].num_entries, strict=True)]
+        engine.hooks = StepHooks()
+        if result.outcomes:
+            loads = [load + own for load, own in zip(loads, result.outcomes[0].num_entries, strict=True)]
             self.host.append(clock.phases["draft"] + clock.phases["commit"])
         self.num_steps += 1
-        emitted = sum(len(outcome.concluded.emitted) for outcome in result[0])
+        emitted = sum(len(outcome.concluded.emitted) for outcome in result.outcomes)
         self.num_tokens += emitted
         if not begins:
             self.decoding = [self.decoding[0] + emitted, self.decoding[1] + max(loads)]
@@ -95,7 +112,7 @@ class Counter:
         return result
 
     def figures(self) -> dict[str, Any]:
-        """What the steps came to."""
+        """The figures of all steps."""
         return {
             "num_tokens": self.num_tokens,
             "tokens_per_step": round(self.num_tokens / self.num_steps, 3),
@@ -124,9 +141,8 @@ def complete(engine: Engine, prompts: Sequence[Prompt], params: Sequence[Samplin
 def count(
     engine: Engine, prompts: Sequence[Prompt], params: Sequence[SamplingParams], load: int, times: StepTimes
 ) -> tuple[list[list[int]], Counter]:
-    """Keep `load` requests running; what all have emitted, and what the steps between the first ones' and the last
-    ones' came to."""
-    counter, run = Counter(times), engine.run
+    """Keep `load` requests running; returns their outputs, and the counts of the steps with a full load."""
+    counter, run = Counter(times), engine.replica.run
     left = list(zip(prompts, params, strict=True))[::-1]
     requests: list[Request] = []
 
@@ -138,14 +154,14 @@ def count(
     def running() -> list[Request]:
         return [request for request in requests if request.finish_reason is None]
 
-    engine.run = counted  # type: ignore[method-assign]
+    engine.replica.run = counted  # type: ignore[method-assign]
     try:
         while left or len(running()) == load:
             while left and len(running()) < load:
                 requests.append(engine.submit(*left.pop()))
             engine.step()
     finally:
-        engine.run = run  # type: ignore[method-assign]
+        engine.replica.run = run  # type: ignore[method-assign]
     for request in running():
         engine.abort(request)
     while not engine.is_idle:
@@ -169,24 +185,14 @@ def work(spec: dict[str, Any]) -> None:
             exact=spec["exact"],
         )
         prompts: Sequence[Prompt] = spec["prompts"]
-        texts = []
-        if spec["recorded"]:
-            texts = recorded_texts(
-                *(spec["recorded"], engine.tokenizer, spec["counted"] + max(spec["loads"])),
-                *(spec["prompt_tokens"], spec["max_new_tokens"]),
-            )
-            prompts = [prompt for prompt, _ in texts]
-            RecordedForward(engine, texts)
         if comm.rank:
             engine.work()
             return
         runs = []
         for temperature in spec["temperatures"]:
             params = params_for(len(prompts), spec["max_new_tokens"], temperature, ignore_eos=True)
-            expected = [output for _, output in texts]
-            if not texts:
-                engine.configure(DecodeConfig.autoregressive(max_batch_size=8, max_length=spec["max_length"]))
-                expected = complete(engine, prompts, params)
+            engine.configure(DecodeConfig.autoregressive(max_batch_size=8, max_length=spec["max_length"]))
+            expected = complete(engine, prompts, params)
             for load in spec["loads"]:
                 number = load + spec["counted"]
                 case = {"num_ranks": comm.size, "temperature": temperature, "load": load}
@@ -200,21 +206,19 @@ def work(spec: dict[str, Any]) -> None:
 
 
 def compared(found: Sequence[list[int]], expected: Sequence[list[int]], counter: Counter) -> dict[str, Any]:
-    """The figures of a run, if it emitted what plain decoding emits."""
+    """The figures of a run, or a failure if it emitted other tokens than plain decoding."""
     different = sum(one != other[: len(one)] for one, other in zip(found, expected, strict=True))
     if different:
         return {"failed": f"{different} of {len(found)} prompts got other tokens than plain decoding"}
     return counter.figures()
 
 
-def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def measure(options: HomesOptions, console: Console) -> dict[str, Any]:
     """Run all worlds."""
     console.print("ceiling: the better of split and home at every load, and more where neither extreme is best")
     spec = {
         "times": read_json(options.costs),
-        "prompts": [] if options.recorded else prompts_of(options, options.prompts + max(options.loads)),
-        "recorded": options.data if options.recorded else None,
-        "prompt_tokens": options.prompt_tokens,
+        "prompts": prompts_of(options, options.skip + options.prompts + max(options.loads)),
         "counted": options.prompts,
         "loads": options.loads,
         "temperatures": options.temperatures,
@@ -243,9 +247,8 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             runs += [{"num_ranks": num_ranks, **failed}] if failed else []
             advance()
     return {
-        "benchmark": "homes",
         "data": Path(options.data).name,
-        "model": "recorded" if options.recorded else Path(options.model).name if options.model else "bundled",
+        "model": Path(options.model).name if options.model else "bundled",
         "times": Path(options.costs).name,
         "max_new_tokens": options.max_new_tokens,
         "num_prompts": options.prompts,
@@ -258,21 +261,7 @@ def main() -> int:
     if len(sys.argv) == 3 and sys.argv[1] == "--worker":
         work(read_json(sys.argv[2]))
         return 0
-    parser = model_parser("homes", "What ranks evaluate and hold per token, by how requests are spread over them.")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="N")
-    parser.add_argument("--loads", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help="concurrent requests")
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0], metavar="T")
-    parser.add_argument(
-        "--costs",
-        default=str(STEP_TIMES / "h100_7b.json"),
-        metavar="FILE",
-        help="step times (default: H100, 7B, estimated)",
-    )
-    parser.add_argument("--max-length", type=int, default=1024, metavar="N", help="prompt and output (default 1024)")
-    parser.add_argument("--recorded", action="store_true", help="answer from the traces of --data, greedily, no model")
-    parser.add_argument("--prompt-tokens", type=int, default=300, metavar="N", help="of traces, at most (default 300)")
-    parser.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="seconds per world (default 3600)")
-    return run_main(parser, measure)
+    return run_main("homes", HomesOptions, measure)
 
 
 if __name__ == "__main__":

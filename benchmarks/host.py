@@ -1,24 +1,22 @@
-"""How much of a step the device computes: host time on the critical path, beside a device of a given pace.
+"""Host time on the critical path of a step, on a device of a given pace.
 
     python -m benchmarks.host --traces T.jsonl --output benchmarks/results/host.json
-    python -m benchmarks.host --quick --json                # minutes; the last line is JSON
+    python -m benchmarks.host --quick --json                # minutes
 
-The model's forward is replaced by a paced device (benchmarks.stand_ins.paced): it takes t(n) of a table of step times
-and answers from recorded completions. *Efficiency* is the device's time over wall time while a batch decodes; *host ms*
-is the median of what a step takes beyond the device's time. Steps that evaluate a prompt do not count, those that end a
-request do. The host's work is timed by the processor time of its thread, so that other programs do not show. Its waits
-for the device poll, as CUDA does by default; with --sleep it sleeps, and wakes with cold caches. `h100_7b` is an
-estimate of a 7B model in bf16 on one H100 (7.3 ms for 1 node, 9 ms for 64; beyond that 13.2 GFLOP a token at 600
-TFLOP/s); the flat tables take 2, 4 and 8 ms whatever a step evaluates.
+The model's forward is replaced by a paced device (benchmarks.paced_device): it takes t(n) of a table of step times and
+answers from recorded completions. *Efficiency* is the device's time over wall time while a batch decodes; *host ms* is
+the median time of a step beyond the device's time. Steps that evaluate a prompt do not count. The host's work is timed
+by the processor time of its thread. Its waits for the device poll, as CUDA does by default; with --sleep they sleep and
+wake with cold caches. `h100_7b` is an estimate of a 7B model in bf16 on one H100 (7.3 ms for 1 node, 9 ms for 64, then
+13.2 GFLOP a token at 600 TFLOP/s); the flat tables take 2, 4 and 8 ms for any step.
 
-Nodes are those of a sequence on each rank. With lp above 1 the other ranks are simulated: they cost what this rank
-costs, at the same time, and the collective costs nothing. A sampled request follows the recorded text too, so that only
-its host work differs. Without --traces, text made of the built-in prompts by permuting lines stands in for completions.
+Nodes are those of a sequence on each rank. With lp above 1 the other ranks are simulated: they take as long as this
+rank, at the same time, and the collective takes no time. A sampled request follows the recorded text too, so only its
+host work differs. Without --traces, this repository's source serves as text.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import sys
@@ -30,9 +28,9 @@ from typing import Any
 from rich.console import Console
 
 import lpr.native
-from benchmarks.common import STEP_TIMES, make_parser, run_main, whole
+from benchmarks.common import STEP_TIMES, Flag, Options, Whole, run_main
+from benchmarks.paced_device import Clock, Device, Lap, PacedComm, PacedModel, Recorded
 from benchmarks.replay import read_traces
-from benchmarks.stand_ins.paced import Clock, Device, Lap, PacedComm, PacedModel, Recorded
 from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
 from lpr.config import InputError
 from lpr.engine.options import EngineOptions, load_step_times
@@ -40,12 +38,28 @@ from lpr.engine.options import EngineOptions, load_step_times
 FLAT = ("flat_2", "flat_4", "flat_8")
 LONGEST_PROMPT, LONGEST_OUTPUT = 1024, 384
 SPARE = 64
-"""Entries of a step beyond its trees, per sequence, up to which it counts: more means that a prompt was evaluated."""
+"""Entries of a step beyond its trees, per sequence, up to which the step counts; more are a prompt's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostOptions(Options):
+    """Efficiency of a step on a device of a given pace."""
+
+    threads: Whole = 1
+    """CPU threads; 0 leaves torch's default."""
+    traces: str | None = None
+    """JSON lines with prompt and completion; this repository's source if none is given."""
+    quick: Flag = False
+    """Fewer cases and steps: some minutes."""
+    sleep: Flag = False
+    """Wait for the device asleep instead of polling."""
+    steps: Whole = 0
+    """Steps per case; 0 means 200, or 60 with --quick."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured: one row of the result."""
+    """One row of the result."""
 
     batch: int
     nodes: int
@@ -55,7 +69,7 @@ class Case:
     costs: str = "h100_7b"
 
     def decode(self) -> DecodeConfig:
-        """Fixed sizes of so many nodes a sequence on each rank; with a window, a half of them for it and its pool."""
+        """Fixed sizes of `nodes` a sequence and rank; with a window, half of them for the window and its pool."""
         columns = max(1, self.nodes // 16) if self.window else 0
         return DecodeConfig(
             window_size=columns,
@@ -168,7 +182,7 @@ def summary(case: Case, laps: Sequence[Lap]) -> dict[str, Any]:
     }
 
 
-def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def measure(options: HostOptions, console: Console) -> dict[str, Any]:
     """All cases, one after the other."""
     from lpr.model.loader import load
 
@@ -186,16 +200,16 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     main_rows = [row for row in rows if row["costs"] == "h100_7b"]
     others = [row for row in rows if row["costs"] != "h100_7b"]
     waiting = "asleep" if options.sleep else "polling"
-    return {"benchmark": "host", "core": core_name(), "waiting": waiting, "rows": main_rows, "flat_rows": others}
+    return {"core": core_name(), "waiting": waiting, "rows": main_rows, "flat_rows": others}
 
 
 def core_name() -> str:
-    """Which drafting core runs."""
+    """The drafting core that runs."""
     return "native" if lpr.native.is_native else "python"
 
 
 def stand_in() -> list[tuple[str, str]]:
-    """Requests made of this repository's own source, where no recorded completions are given."""
+    """Requests made of this repository's source."""
     pairs = []
     for path in sorted((Path(__file__).parent.parent / "lpr").rglob("*.py")):
         text = path.read_text(encoding="utf-8")
@@ -206,12 +220,7 @@ def stand_in() -> list[tuple[str, str]]:
 
 def main() -> int:
     """Run the command line; returns the exit code."""
-    parser = make_parser("host", "Efficiency of a step beside a device of a given pace.", threads=1)
-    parser.add_argument("--traces", metavar="FILE", help="JSON lines with prompt and completion (default: own source)")
-    parser.add_argument("--quick", action="store_true", help="fewer cases and steps: some minutes")
-    parser.add_argument("--sleep", action="store_true", help="wait for the device asleep instead of polling")
-    parser.add_argument("--steps", type=whole, default=0, metavar="N", help="steps per case (default 200, quick 60)")
-    return run_main(parser, measure)
+    return run_main("host", HostOptions, measure)
 
 
 if __name__ == "__main__":

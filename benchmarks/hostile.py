@@ -1,4 +1,4 @@
-"""Clients that mean harm to a service, or are broken: what `benchmarks.soak` sends beside well-formed requests."""
+"""Malicious and broken clients of a service, for `benchmarks.soak`."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ VALUES: tuple[Any, ...] = (
 )  # fmt: skip
 PATHS = ("/v1/completions", "/v1/chat/completions", "/infill", "/tokenize", "/detokenize", "/v1/models", "/nowhere")
 Count = Callable[[str, str], None]
-"""Called with what happened, and with what is wrong about it or ""."""
+"""Called with an event, and with the problem or ""."""
 
 
 class Hostile:
-    """One such client, with dice of its own."""
+    """One such client, with its own random numbers."""
 
     def __init__(self, url: str, key: str, seed: str, count: Count, stop: threading.Event) -> None:
-        """Harm the service at `url`, whose key is `key`, until `stop` is set."""
+        """Attack the service at `url`, whose key is `key`, until `stop` is set."""
         self._url = url
         self._key = key
         self._address = ("127.0.0.1", int(url.rpartition(":")[2]))
         self._dice = random.Random(seed)
         self._count = count
         self._stop = stop
-        self._ways = (
+        self.ways = (
             self.malformed, self.fields, self.keys, self.drop, self.slow, self.noise, self.huge, self.endless,
             self.unread, self.idle,
         )  # fmt: skip
 
     def run(self, pause: float) -> None:
-        """Do harm in random ways, with `pause` seconds between two of them on average."""
+        """Attack in random ways, with `pause` seconds between two of them on average."""
         while not self._stop.is_set():
-            way = self._dice.choice(self._ways)
+            way = self._dice.choice(self.ways)
             try:
                 way()
             except OSError:
@@ -72,13 +72,13 @@ class Hostile:
         self._post(json.dumps(body).encode(), path=dice.choice(PATHS))
 
     def keys(self) -> None:
-        """Wrong keys, which must not get in."""
+        """Wrong keys, which must be refused."""
         key = self._dice.choice(["", "wrong", self._key[:-1], self._key + "x"])
         if self._post(b'{"prompt": "a"}', key=key) != 401:
-            self._count("keys", "a wrong key was let in")
+            self._count("keys", "a wrong key was accepted")
 
     def drop(self) -> None:
-        """A long answer whose reader goes in the middle."""
+        """A long answer whose reader disconnects in the middle."""
         body = {"prompt": "def f(", "max_tokens": 3000, "stream": self._dice.random() < 0.7, "ignore_eos": True}
         with self._begin(json.dumps(body).encode()) as link:
             link.settimeout(0.01 + self._dice.random())
@@ -88,14 +88,14 @@ class Hostile:
         self._count("dropped", "")
 
     def slow(self) -> None:
-        """A body that does not come."""
+        """A body that does not arrive."""
         with self._begin(b'{"prompt": ', length=1000) as link:
             self._stop.wait(2 * self._dice.random())
             link.sendall(b'"a"')
         self._count("slow", "")
 
     def unread(self) -> None:
-        """A stream that nobody reads."""
+        """A stream that is not read."""
         body = {"prompt": "a", "max_tokens": 500, "stream": True, "ignore_eos": True}
         with self._begin(json.dumps(body).encode()):
             self._stop.wait(3 * self._dice.random())
@@ -108,7 +108,7 @@ class Hostile:
         self._count("noise", "")
 
     def huge(self) -> None:
-        """A body beyond what is allowed."""
+        """A body above the limit."""
         if self._post(b'{"prompt": "' + b"a" * self._dice.choice((MAX_BODY, 4 * MAX_BODY)) + b'"}') not in (400, 413):
             self._count("huge", "it was accepted")
 
@@ -119,12 +119,12 @@ class Hostile:
             chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
             for _ in range(4 * MAX_BODY // 0x10000):
                 link.sendall(chunk)
-            # What follows the limit is still taken by the sockets' buffers, but the answer must have come.
+            # The sockets' buffers still take bytes beyond the limit, but the answer must have come.
             answer = link.recv(100)
         self._count("endless", "" if b" 413 " in answer or not answer else repr(answer))
 
     def idle(self) -> None:
-        """Several connections that say nothing, or half a request line."""
+        """Several connections with no bytes, or half a request line."""
         with contextlib.ExitStack() as links:
             for _ in range(self._dice.randrange(1, 12)):
                 link = links.enter_context(socket.create_connection(self._address, timeout=10))
@@ -134,18 +134,18 @@ class Hostile:
         self._count("idle", "")
 
     def _post(self, content: bytes, key: str | None = None, path: str = "/v1/completions") -> int:
-        """Send one request and return its status; from 500 on, but for 503, it is a problem."""
+        """Send one request and return its status; 500 and above, except 503, is a problem."""
         headers = {"Authorization": f"Bearer {key or self._key}", "Content-Type": "application/json"}
         if key == "":
             del headers["Authorization"]
         answer = httpx.post(self._url + path, content=content, headers=headers, timeout=120)
         wrong = answer.status_code >= 500 and answer.status_code != 503
-        said = f"{path} {content[:200]!r}: {answer.text[:200]}"
-        self._count(f"status {answer.status_code}", said if wrong else "")
+        problem = f"{path} {content[:200]!r}: {answer.text[:200]}"
+        self._count(f"status {answer.status_code}", problem if wrong else "")
         return answer.status_code
 
     def _begin(self, body: bytes, length: int | None = None) -> socket.socket:
-        """A connection on which a request was begun, whose body has `length` bytes if it is not this one."""
+        """A connection with a request whose Content-Length is `length`, or that of `body`."""
         link = socket.create_connection(self._address, timeout=30)
         link.sendall(self._head(f"Content-Length: {len(body) if length is None else length}") + body)
         return link

@@ -1,36 +1,38 @@
-"""Kernels that a step launches on a GPU, counted without one: operators as they come, and what inductor makes of them.
+"""Kernels that a step launches on a GPU, counted without one: operators one by one, packed, and compiled by inductor.
 
     python -m benchmarks.kernel_counts --model llama-2-7b --nodes 1 64
 
-The model has its real shape and no weights (fake tensors say "cuda"), and inductor generates the code that it would
-give a GPU, which is read and not run. A launch is a Triton kernel, a matrix product or an operator of its own; of tree
-attention two, where it splits the keys. cuBLAS may split a product into two launches: that is not seen here.
+The model has its real shape and no weights (fake tensors on "cuda"), and inductor generates code for a GPU, which is
+read and not run. A launch is a Triton kernel, a matrix product or an operator; tree attention counts two where it
+splits the keys. cuBLAS may split a product into two launches, which is not counted.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import json
 import re
+import sys
 import tempfile
 import time
 import types
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from rich.console import Console
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from benchmarks.common import RESULTS, OneLineParser, circumstances, write_json
-from lpr.model.cache import TreeCache
+from benchmarks.common import RESULTS, Options, run_main
 from lpr.model.kernels.attention_kernel import choose_tiles
 from lpr.model.packing import pack_projections
 from lpr.model.runner import TreeModel
+from lpr.model.slot_cache import SlotCache
 from lpr.model.static_inputs import StaticShape
 from lpr.planner.facts import config_from
 from lpr.planner.presets import read_preset
@@ -50,14 +52,14 @@ _OPERATOR = re.compile(r"torch\.ops\.([\w.]+)\(")
 
 
 class Launches(TorchDispatchMode):
-    """Counts the operators that launch something."""
+    """Counts the operators that launch kernels."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: collections.Counter[str] = collections.Counter()
 
     def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count one, unless it is a view or makes memory."""
+        """Count the operator, unless it is a view or an allocation."""
         name = func.name()
         is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
         if not is_view and not _NO_KERNEL.match(name):
@@ -66,12 +68,12 @@ class Launches(TorchDispatchMode):
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The number of launches."""
         return sum(self.names.values())
 
 
 class GeneratedError(Exception):
-    """Ends inductor's work: its code is there, and nothing can run it."""
+    """Ends inductor's work once the code is generated."""
 
 
 @contextlib.contextmanager
@@ -133,16 +135,15 @@ def fake_runner(model: PreTrainedModel, config: Any) -> TreeModel:
     runner = TreeModel(model, attention="triton", graphs=False)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    like = TreeCache(1, 2)
+    like = SlotCache(1, 2)
     for layer in range(config.num_hidden_layers):
-        like._layers[layer] = (torch.empty(2, heads, dim, dtype=model.dtype, device=GPU),) * 2
-    runner.cache = TreeCache(1, ROWS)
-    runner.cache.allocate(like)
+        like.layer_tensors[layer] = (torch.empty(2, heads, dim, dtype=model.dtype, device=GPU),) * 2
+    runner.cache = like.resized(1, ROWS)
     return runner
 
 
 def generated_code(runner: TreeModel, inputs: Any) -> str:
-    """What inductor makes of the runner's forward over `inputs`."""
+    """The code that inductor generates for the runner's forward over `inputs`."""
     from torch._inductor.graph import GraphLowering
 
     found: list[str] = []
@@ -156,11 +157,12 @@ def generated_code(runner: TreeModel, inputs: Any) -> str:
     torch._dynamo.reset()
     assert runner.cache is not None
     runner.compile()
+    assert runner.compiled is not None
     try:
         with mock.patch.object(GraphLowering, "codegen", stop):
-            runner._call(inputs, runner.cache)
+            runner.compiled.forward(inputs, runner.cache)
     except Exception:
-        if not found:  # it is not ours, which has come through several hands
+        if not found:  # not GeneratedError, which Dynamo wraps
             raise
     return found[0]
 
@@ -173,7 +175,7 @@ def count(config: Any, num_entries: int, num_kv: int, dtype: torch.dtype = torch
         model = fake_model(config, dtype)
         runner = fake_runner(model, config)
         assert runner.cache is not None
-        shape = StaticShape(0, 1, num_entries, num_kv, ROWS, 8 if num_entries > 1 else 0, 0, False, tree_bits=True)
+        shape = StaticShape(0, 1, num_entries, num_kv, 8 if num_entries > 1 else 0, 0, False, tree_bits=True)
         words = torch.empty(shape.num_words, dtype=torch.int32, device=GPU)
         splits = _splits(config, num_entries, num_kv, dtype)
         layers = config.num_hidden_layers
@@ -183,9 +185,9 @@ def count(config: Any, num_entries: int, num_kv: int, dtype: torch.dtype = torch
             with Launches() as around:
                 inputs, selection = shape.read(words)
             with Launches() as forward:
-                logits = runner.logits(inputs, runner.cache)
+                logits = runner.adapter.forward(inputs, runner.cache)
             with around:
-                runner._results(logits, selection, shape.num_candidates, fixed_shapes=True)
+                runner.sampler.results(logits, selection, shape.num_candidates, fixed_shapes=True)
             more = forward.names["lpr::tree_attention"] * (splits > 1)
             result[name] = {"launches": around.total + forward.total + more, "forward": forward.total + more}
             result["around_the_forward"] = around.total
@@ -224,15 +226,24 @@ def _count_code(code: str, splits: int) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    """Run the command line."""
-    parser = OneLineParser(prog="benchmarks.kernel_counts", description="Kernels of a step, counted without a GPU.")
-    parser.add_argument("--model", default="llama-2-7b", help="a preset of lpr.plan")
-    parser.add_argument("--layers", type=int, help="only so many of its layers")
-    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 64])
-    parser.add_argument("--kv", type=int, default=1024)
-    parser.add_argument("--output", metavar="FILE", default=str(RESULTS / "kernel_counts.json"))
-    options = parser.parse_args()
+@dataclass(frozen=True, kw_only=True)
+class KernelCountsOptions(Options):
+    """Kernels of a step, counted without a GPU."""
+
+    model: str = "llama-2-7b"
+    """A preset of lpr.plan."""
+    layers: int | None = None
+    """Use only the first N layers."""
+    nodes: tuple[int, ...] = (1, 64)
+    """Numbers of nodes."""
+    kv: int = 1024
+    """Cached tokens."""
+    output: str | None = str(RESULTS / "kernel_counts.json")
+    """File to write the result to."""
+
+
+def measure(options: KernelCountsOptions, console: Console) -> dict[str, Any]:
+    """Count every number of nodes."""
     from tests.pretend_gpu import load_guard
 
     with tempfile.TemporaryDirectory() as folder:
@@ -241,12 +252,13 @@ def main() -> int:
         if options.layers:
             config.num_hidden_layers = options.layers
         rows = [count(config, nodes, options.kv) for nodes in options.nodes]
-    about = {"benchmark": "kernel_counts", "model": options.model, "layers": config.num_hidden_layers}
-    write_json(Path(options.output), {**about, **circumstances(), "rows": rows})
-    for row in rows:
-        print(json.dumps(row))
-    return 0
+    return {"model": options.model, "layers": config.num_hidden_layers, "rows": rows}
+
+
+def main() -> int:
+    """Run the command line; returns the exit code."""
+    return run_main("kernel_counts", KernelCountsOptions, measure)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

@@ -1,10 +1,10 @@
-"""What drafting from text could reach at best, and where its steps end.
+"""The limit of drafting from text, and the causes of steps' ends.
 
-*The limit*: every step copies the longest phrase of what follows that is somewhere in the text so far, and the model
-adds a token: the parse of Lempel and Ziv (1977), with a bonus token for each phrase. Copying may run into what is being
-copied. A tree can leave a phrase for another, so this is no bound in the strict sense; nothing has come near it.
+*The limit*: every step copies the longest phrase that occurs in the text so far and continues it, and the model adds a
+token: the parse of Lempel and Ziv (1977), with a bonus token for each phrase. A copy may overlap its source. A tree can
+leave a phrase for another, so the limit is not a strict bound.
 
-*Ends*: a step ends where the token that came was not drafted. Why it was not tells what a better drafter would need.
+*Ends*: a step ends where the next token was not drafted. The cause shows what a better drafter would need.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SEPARATOR = -1
 
 
 class Cause(StrEnum):
-    """Why the token that came was not drafted below the last accepted one."""
+    """Why the next token was not drafted after the last accepted one."""
 
     FOLLOWED = "it had followed the last token somewhere"
     CANDIDATE = "it had been a candidate after the last token"
@@ -33,10 +33,10 @@ class Cause(StrEnum):
 
 
 class Phrases:
-    """Longest phrases of texts that are known up to a growing place."""
+    """Longest phrases of a text that occur before a growing position."""
 
     def __init__(self, known: Iterable[Sequence[int]], text: Sequence[int]) -> None:
-        """`text`, and `known` ones before it."""
+        """Index `text`, with the `known` texts before it."""
         joined: list[int] = []
         for each in known:
             joined += [*each, SEPARATOR]
@@ -51,7 +51,7 @@ class Phrases:
             self._first.setdefault(token, place)
 
     def longest(self, at: int) -> int:
-        """Tokens of the text from its place `at` on that also follow an earlier place, as many as possible."""
+        """Length of the longest phrase at position `at` that also occurs at an earlier position."""
         here, tokens = self._begin + at, self._tokens
         if here >= len(tokens):
             return 0
@@ -73,11 +73,11 @@ class Phrases:
 
 
 LONGEST_BLOCK, LOOP = 32, 64
-"""A text loops if a block of up to so many tokens repeats itself over more than so many tokens."""
+"""A text loops if a block of up to LONGEST_BLOCK tokens repeats over more than LOOP tokens."""
 
 
 def loops(tokens: Sequence[int]) -> bool:
-    """Does the text repeat itself at once? Such a text flatters whoever copies."""
+    """True if some block of the text repeats immediately; such a text favours copying."""
     text = np.array(tokens)
     for period in range(1, LONGEST_BLOCK + 1):
         run = 0
@@ -89,7 +89,7 @@ def loops(tokens: Sequence[int]) -> bool:
 
 
 def fewest_steps(prompt: Sequence[int], completion: Sequence[int], known: Iterable[Sequence[int]] = ()) -> int:
-    """Steps in which the limit writes `completion`: each is a longest phrase of the text so far, and one more token."""
+    """Steps of the limit for `completion`: each is a longest phrase of the text so far, and one more token."""
     phrases = Phrases(known, [*prompt, *completion])
     at, end, steps = len(prompt), len(prompt) + len(completion), 0
     while at < end:
@@ -100,7 +100,7 @@ def fewest_steps(prompt: Sequence[int], completion: Sequence[int], known: Iterab
 
 @dataclass(frozen=True)
 class Counted:
-    """An output: its tokens, the steps that wrote it, those of the limit, and whether it loops."""
+    """An output: its tokens, its steps, the steps of the limit, and whether it loops."""
 
     num_tokens: int
     num_steps: int
@@ -111,12 +111,12 @@ class Counted:
 def count_output(
     prompt: Sequence[int], output: Sequence[int], num_steps: int, known: Iterable[Sequence[int]] = ()
 ) -> Counted:
-    """An output that was written in so many steps, where the `known` texts could be copied from, too."""
+    """An output of `num_steps` steps, where the `known` texts could be copied too."""
     return Counted(len(output), num_steps, fewest_steps(prompt, output, known), loops(output))
 
 
-def beside_limit(outputs: Sequence[Counted]) -> dict[str, Any]:
-    """Tokens per step of some outputs and of the limit, for a result file, and again without those that loop."""
+def figures_with_limit(outputs: Sequence[Counted]) -> dict[str, Any]:
+    """Tokens per step of some outputs and of the limit, for a result file, also without outputs that loop."""
     straight = [each for each in outputs if not each.loops]
     found = {**_figures(outputs), "looping_outputs": round(1 - len(straight) / len(outputs), 4)}
     return {**found, "without_loops": _figures(straight)} if straight else found
@@ -136,7 +136,7 @@ def _figures(outputs: Sequence[Counted]) -> dict[str, Any]:
 
 @dataclass
 class StepEnds:
-    """Counts why steps of one request after the other ended."""
+    """Counts the causes of steps' ends, one request after the other."""
 
     known: Iterable[Sequence[int]] = ()
     """Texts that every request may copy from."""
@@ -157,7 +157,7 @@ class StepEnds:
     def end(self, depth: int, last: int, came: int, candidates: Iterable[int] = ()) -> None:
         """A step ended `depth` nodes below the root, at the token `last`, where `came` was not drafted.
 
-        `candidates` are what the model ranked highest after an earlier occurrence of `last`, where that is known.
+        `candidates` are the model's candidates after earlier occurrences of `last`, where known.
         """
         self.counts[self._cause(last, came, candidates), depth == 0] += 1
 

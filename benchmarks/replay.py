@@ -1,36 +1,26 @@
 """Replay recorded completions to measure drafting alone: `python -m benchmarks.replay --traces FILE.jsonl`.
 
-Greedy decoding emits the recorded completion whatever is drafted, so no model is needed to count its steps:
-the accepted path of each draft is walked along the recorded tokens, the next one is the bonus token. Prompt
-and completion are tokenised separately, without special tokens, because a model continues the tokens of its
-prompt. Recycled candidates and the Jacobi window need a model and are off here.
+Greedy decoding emits the recorded completion whatever is drafted, so no model is needed to count its steps: the
+accepted path of each draft follows the recorded tokens, and the next one is the bonus token. Prompt and completion are
+tokenised separately, without special tokens. Recycled candidates and the Jacobi window need a model and are off.
 
-With `--steps FILE` the texts are those of benchmarks.record at one `--temperature`, with what the model said after each
-token, so candidates are recycled, from accepted nodes only, and the sampling noise is known. `without_loops` are the
-same figures without the outputs in which a block of tokens repeats (benchmarks.limit.loops).
+benchmarks.data_sets replays texts that benchmarks.record has written, with the model's candidates.
 
 Each line of a trace file is a JSON object with the strings `prompt` and `completion`. `--warm FILE` puts the
-completions of its tasks into the shared trie before the first task; the same file serves for both:
+completions of its tasks into the shared index before the first task; the same file may serve for both:
 
     python -m benchmarks.replay --traces T.jsonl --last 50                              # cold
     python -m benchmarks.replay --traces T.jsonl --last 50 --warm T.jsonl --warm-first 50  # warm
 
-`expected_per_step` is the sum of the drafts' probabilities and `accepted_per_step` what was accepted of them: they
-agree where the calibration is good.
-
-Drafting waits for nothing, so it is timed by the processor time of its thread: other programs on the machine
-do not show in `draft_ms_per_step` (median) and `draft_ms_p99`.
-
-`limit_tokens_per_step` is what copying the longest phrase in every step would give, `share_of_limit` how near drafting
-comes to it, and `ends` why and where the steps ended (benchmarks.limit).
-
-A completed task does not enter the shared trie unless `--learn` is given (an engine's shared trie learns
-every completed request, but then the result depends on the order and number of tasks).
+`expected_per_step` is the sum of the drafts' probabilities and `accepted_per_step` the number of accepted nodes; they
+agree where the calibration is good. `draft_ms_per_step` (median) and `draft_ms_p99` are processor time of the thread.
+`limit_tokens_per_step` comes from copying the longest phrase in every step, `share_of_limit` relates drafting to it,
+and `ends` counts why and where steps ended (benchmarks.limit). With `--learn` each completed task enters the shared
+index, as in an engine; the result then depends on the order and number of tasks.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
@@ -41,13 +31,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
+import tyro
 from rich.console import Console
 
-from benchmarks.common import OneLineParser, make_parser, progress, run_main, whole
-from benchmarks.limit import StepEnds, fewest_steps, loops
-from benchmarks.record import Recorded, read_texts
+from benchmarks.common import Flag, Options, Whole, progress, run_main
+from benchmarks.limit import StepEnds, fewest_steps
+from benchmarks.record import Recorded
 from lpr.config import DecodeConfig, InputError, TreeSizes
 from lpr.core.suffix_index import as_learnt
 from lpr.core.tree import Source
@@ -55,7 +46,36 @@ from lpr.native import CandidateTable, Drafter, SuffixIndex, TokenTree
 
 Encode = Callable[[str], list[int]]
 T = TypeVar("T")
-_MAIN = ("tokens_per_step", "limit_tokens_per_step", "share_of_limit", "num_tokens", "num_steps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayOptions(Options):
+    """Measure drafting on recorded completions."""
+
+    traces: str
+    """JSON lines with prompt and completion."""
+    skip: Annotated[Whole, tyro.conf.arg(name="from")] = 0
+    """Leave out the first N tasks."""
+    first: Whole | None = None
+    """Replay the first N tasks only."""
+    last: Whole | None = None
+    """Replay the last N tasks only."""
+    warm: str | None = None
+    """Trace file whose completions are known before the first task."""
+    warm_first: Whole | None = None
+    """Know only the first N tasks of --warm."""
+    warm_last: Whole | None = None
+    """Know only the last N tasks of --warm."""
+    learn: Flag = False
+    """Each replayed completion enters the shared index."""
+    budget: Whole = 64
+    """Node budget of a step."""
+    branch_length: Whole | None = None
+    """Greatest depth of a node; the budget if none is given."""
+    tokenizer: str | None = None
+    """SentencePiece .model file, or name or path for AutoTokenizer."""
+    history_tokens: Whole = 0
+    """Fill the shared index with N tokens of perturbed text, to time queries."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +85,14 @@ class Task:
     prompt: list[int]
     completion: list[int]
     recorded: Recorded | None = None
-    """What the model said after each token."""
+    """The model's candidates after each token."""
 
     @property
     def seed(self) -> int | None:
-        """That of a sampled text."""
+        """The seed of a sampled text, None of a greedy one."""
         return self.recorded.seed if self.recorded is not None and self.recorded.temperature > 0 else None
 
-    def said(self, done: int, count: int) -> tuple[list[list[int]], list[list[int]]]:
+    def candidates_after(self, done: int, count: int) -> tuple[list[list[int]], list[list[int]]]:
         """Candidates and scores after up to `count` tokens, from the last before the completion's first `done` on."""
         if self.recorded is None:
             return [], []
@@ -83,7 +103,7 @@ class Task:
 
 @dataclass
 class Tally:
-    """What a replay counted; `expected` sums the probabilities of all nodes; the lists have an entry per step."""
+    """Counts of a replay; `expected` sums the probabilities of all nodes; the lists have an entry per step."""
 
     num_steps: int = 0
     num_tokens: int = 0
@@ -91,7 +111,7 @@ class Tally:
     num_accepted: int = 0
     expected: float = 0.0
     fewest_steps: int = 0
-    """Those of the limit (benchmarks.limit)."""
+    """Steps of the limit (benchmarks.limit)."""
     draft_ms: list[float] = field(default_factory=list)
     learn_ms: list[float] = field(default_factory=list)
 
@@ -140,19 +160,21 @@ def load_tokenizer(name: str) -> Encode:
 
         tokenizer = AutoTokenizer.from_pretrained(name)
         return lambda text: tokenizer.encode(text, add_special_tokens=False)
-    except Exception as error:  # whatever the libraries raise, the user gave a name that does not load
+    except Exception as error:  # the libraries raise many types
         raise InputError(f"cannot load tokenizer {name!r}: {str(error).strip().splitlines()[0]}") from error
 
 
 def select(pairs: list[T], first: int | None, last: int | None) -> list[T]:
-    """The first `first` of the pairs, or the last `last`, or all of them."""
+    """The first `first` of the pairs, or the last `last`, or all of them; raises InputError if both are given."""
+    if first is not None and last is not None:
+        raise InputError("--first and --last, and --warm-first and --warm-last, exclude each other")
     if first is not None:
         return pairs[:first]
     return pairs if last is None else pairs[max(0, len(pairs) - last) :]
 
 
 def tasks_of(pairs: Sequence[tuple[str, str]], encode: Encode, path: str) -> list[Task]:
-    """The pairs of a trace file in tokens, without those that have none; raises InputError if nothing is left."""
+    """The pairs of a trace file in tokens, without empty ones; raises InputError if nothing is left."""
     tasks = [Task(encode(prompt), encode(completion)) for prompt, completion in pairs]
     tasks = [task for task in tasks if task.prompt and task.completion]
     if not tasks:
@@ -161,16 +183,16 @@ def tasks_of(pairs: Sequence[tuple[str, str]], encode: Encode, path: str) -> lis
 
 
 def learn(trie: SuffixIndex, documents: Iterable[list[int]]) -> None:
-    """Put finished outputs into the trie, as an engine does."""
+    """Put finished outputs into the index, as an engine does."""
     for document in documents:
         trie.extend(document)
         trie.end_document()
 
 
 def fill(trie: SuffixIndex, tasks: Sequence[Task], num_tokens: int) -> None:
-    """Put `num_tokens` tokens of perturbed text into `trie`: each round of the tasks permutes one token in eight.
+    """Put `num_tokens` tokens of perturbed text into `trie`: each round of the tasks replaces one token in eight.
 
-    That keeps the frequent contexts of real text, the long chains that a query must not walk to their end.
+    That keeps the frequent contexts of real text, whose long chains a query must not walk to their end.
     """
     vocabulary = 1 + max(max(task.prompt + task.completion, default=0) for task in tasks)
     added, pace = 0, 1
@@ -189,7 +211,7 @@ def fill(trie: SuffixIndex, tasks: Sequence[Task], num_tokens: int) -> None:
 
 
 def follow(tree: TokenTree, tokens: Sequence[int], done: int) -> tuple[list[int], list[int]]:
-    """The path of `tree` along the recorded `tokens` after the first `done`, and what a step emits of them."""
+    """The path of `tree` along the recorded `tokens` after the first `done`, and the tokens that the step emits."""
     node = 0
     path: list[int] = []
     emitted: list[int] = []
@@ -206,7 +228,7 @@ class FixedSizes:
     """Drafts trees of one size for `replay_task`, and counts in `tally`."""
 
     def __init__(self, config: TreeSizes, shared: SuffixIndex, known: Sequence[Sequence[int]] = ()) -> None:
-        """A draft has up to `config.trie_nodes` nodes; `known` are the texts in the `shared` trie that count."""
+        """A draft has up to `config.trie_nodes` nodes; `known` are the texts of the `shared` index."""
         self.config, self.shared, self.tally = config, shared, Tally()
         self.known = list(known)
         self.ends = StepEnds(self.known)
@@ -222,7 +244,7 @@ class FixedSizes:
         self.tally.expected += sum(probabilities[1:])
 
     def observe(self, tree: TokenTree, path: list[int]) -> None:
-        """Take in which path was accepted."""
+        """Called with the accepted path."""
 
 
 def replay_task(task: Task, sizes: FixedSizes) -> None:
@@ -244,7 +266,7 @@ def replay_task(task: Task, sizes: FixedSizes) -> None:
             last = tree.tokens[path[-1]]
             sizes.ends.end(len(path) - 1, last, emitted[-1], ranked[last])
         sizes.ends.read(emitted)
-        tokens, (candidates, scores) = [tree.tokens[node] for node in path], task.said(done, len(path))
+        tokens, (candidates, scores) = [tree.tokens[node] for node in path], task.candidates_after(done, len(path))
         for token, row in zip(tokens, candidates, strict=False):
             ranked[token].update(row)
         root, done = emitted[-1], done + len(emitted)
@@ -263,54 +285,28 @@ def replay_task(task: Task, sizes: FixedSizes) -> None:
     tally.num_tokens += len(task.completion)
 
 
-def recorded_tasks(options: argparse.Namespace) -> list[Task]:
-    """The texts of `--steps` at one temperature; raises InputError if there are none."""
-    texts, _ = read_texts(options.steps)
-    texts = [text for text in texts if abs(text.temperature - options.temperature) < 1e-6 and len(text.output) > 1]
-    texts = [text for text in sorted(texts, key=lambda text: text.prompt) if text.prompt >= options.skip]
-    tasks = [Task(text.tokens[: text.num_prompt].tolist(), text.output, text) for text in texts]
-    tasks = select(tasks, options.first, options.last)
-    if not tasks:
-        raise InputError(f"{options.steps} holds no such texts at temperature {options.temperature:g}")
-    return tasks
-
-
-def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Replay as the command line says; the facts and results of the JSON line."""
-    if (options.traces is None) == (options.steps is None):
-        raise InputError("give either --traces or --steps")
+def measure(options: ReplayOptions, console: Console) -> dict[str, Any]:
+    """Replay as the options say; returns the facts and results of the JSON line."""
     config = DecodeConfig(
         window_size=0, trie_nodes=options.budget, branch_length=options.branch_length or max(1, options.budget)
     ).resolved()
-    if options.steps:
-        if options.warm or options.history_tokens:
-            raise InputError("--steps is replayed without --warm and --history-tokens")
-        tasks, known, name = recorded_tasks(options), [], None
-    else:
-        tokenizer = options.tokenizer or default_tokenizer()
-        encode, name = load_tokenizer(tokenizer), Path(tokenizer).name
-        traces = select(read_traces(options.traces)[options.skip :], options.first, options.last)
-        warm = select(read_traces(options.warm), options.warm_first, options.warm_last) if options.warm else []
-        tasks = tasks_of(traces, encode, options.traces)
-        known = [as_learnt(encode(prompt), encode(completion)) for prompt, completion in warm]
+    tokenizer = options.tokenizer or default_tokenizer()
+    encode = load_tokenizer(tokenizer)
+    traces = select(read_traces(options.traces)[options.skip :], options.first, options.last)
+    warm = select(read_traces(options.warm), options.warm_first, options.warm_last) if options.warm else []
+    tasks = tasks_of(traces, encode, options.traces)
+    known = [as_learnt(encode(prompt), encode(completion)) for prompt, completion in warm]
     shared = SuffixIndex(max(config.trie_capacity, options.history_tokens))
     fill(shared, tasks, options.history_tokens)
     learn(shared, known)
     warm_tokens, num_warm = len(shared), len(known)
     console.print(f"ceiling: every drafted token right, {config.branch_length + 1} tokens per step")
     found = replay(tasks, FixedSizes(config, shared, known), options.learn, console)
-    if options.steps:
-        straight = [task for task in tasks if not loops(task.completion)]
-        found["looping_outputs"] = round(1 - len(straight) / len(tasks), 4)
-        if straight and len(straight) < len(tasks):
-            again = replay(straight, FixedSizes(config, SuffixIndex(config.trie_capacity)), options.learn, console)
-            found["without_loops"] = {name: again[name] for name in _MAIN}
     return {
-        "benchmark": "replay",
         **found,
         "setting": "warm" if num_warm or options.history_tokens else "cold",
         "learn": options.learn,
-        "traces": options.traces or f"{Path(options.steps).stem} at temperature {options.temperature:g}",
+        "traces": options.traces,
         "first_prompt": options.skip,
         "num_tasks": len(tasks),
         "budget": options.budget,
@@ -318,12 +314,12 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         "warm": options.warm,
         "num_warm_tasks": num_warm,
         "num_warm_tokens": warm_tokens,
-        "tokenizer": name,
+        "tokenizer": Path(tokenizer).name,
     }
 
 
 def replay(tasks: Sequence[Task], sizes: FixedSizes, learns: bool, console: Console) -> dict[str, Any]:
-    """Replay the tasks, whose completions enter the shared trie if it `learns`; what came of it."""
+    """Replay the tasks, whose completions enter the shared index if it `learns`; returns the figures."""
     with progress(console, len(tasks), "replay") as advance:
         for task in tasks:
             replay_task(task, sizes)
@@ -349,34 +345,9 @@ def replay(tasks: Sequence[Task], sizes: FixedSizes, learns: bool, console: Cons
     }
 
 
-def build_parser() -> OneLineParser:
-    """The command line."""
-    parser = make_parser("replay", "Measure drafting on recorded completions.")
-    parser.add_argument("--traces", metavar="FILE", help="JSON lines with prompt and completion")
-    parser.add_argument("--steps", metavar="FILE", help="what benchmarks.record has written, instead of --traces")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="of the texts of --steps (0)")
-    parser.add_argument("--from", dest="skip", type=whole, default=0, metavar="N", help="leave out the first N")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--first", type=whole, metavar="N", help="replay the first N tasks only")
-    which.add_argument("--last", type=whole, metavar="N", help="replay the last N tasks only")
-    parser.add_argument("--warm", metavar="FILE", help="trace file whose completions are known before the first task")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--warm-first", type=whole, metavar="N", help="know only the first N tasks of --warm")
-    which.add_argument("--warm-last", type=whole, metavar="N", help="know only the last N tasks of --warm")
-    parser.add_argument("--learn", action="store_true", help="each replayed completion enters the shared trie")
-    parser.add_argument("--budget", type=whole, default=64, metavar="N", help="node budget of a step (default 64)")
-    parser.add_argument("--branch-length", type=whole, metavar="N", help="deepest node (default: the budget)")
-    parser.add_argument("--tokenizer", metavar="T", help="SentencePiece .model file, or name or path for AutoTokenizer")
-    parser.add_argument(
-        "--history-tokens", type=whole, default=0, metavar="N",
-        help="pre-fill the shared trie with N tokens of perturbed text, to time queries",
-    )  # fmt: skip
-    return parser
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    return run_main(build_parser(), measure, arguments)
+    return run_main("replay", ReplayOptions, measure, arguments)
 
 
 if __name__ == "__main__":

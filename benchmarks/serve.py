@@ -1,28 +1,26 @@
-"""The service under load: how long clients wait, for plain decoding and lookahead, with and without prefix reuse.
+"""The service under load: waiting times of clients, for plain decoding and lookahead, with and without prefix reuse.
 
     python -m benchmarks.serve --data classeval.jsonl --output benchmarks/results/serve.json
 
-One service per setting is started on loopback and stays idle while another is measured; every round runs each load
-against each of them in turn, so that what else the machine does meets all alike. Loads, as `kind:number`:
+One service per setting runs on loopback; every round runs each load against each service in turn. Loads, as
+`kind:number`:
 
     closed:C    C clients, each of which asks again as soon as it is answered
     poisson:R   R requests a second on average, at random times
     burst:N     N requests at once, once the burst before is answered
     typing:S    S people who type on in a file: a prompt per keystroke, and the request before it cancelled
 
-Of every request: TTFT (arrival to first token), time between tokens (a step's tokens share the time since the step
-before), end to end, tokens per step. Goodput counts the requests a second that kept --ttft-ms and --token-ms. The
-percentiles are of the requests of all rounds together. A request that fails is recorded as failed, never averaged.
+The result has time to first token (TTFT), time between tokens (a step's tokens share the time since the step before),
+end to end, and tokens per step. Goodput counts the requests a second within --ttft-ms and --token-ms. Percentiles are
+of the requests of all rounds. A request that fails is recorded as failed, never averaged.
 
-The services learn nothing from one request for another (`--share-drafts none`): a load asks the same prompts of every
-setting and, once all prompts are used up, again, so lookahead would otherwise draft from its own earlier answers.
-Settings without prefix reuse meet the typing loads only, as the other loads' prompts have no prefix in common.
-`--url` measures a service that runs already. `--simulate` predicts eight GPUs instead (benchmarks.simulated.service).
+The services do not learn from one request for another (`--share-drafts none`), because a load sends the same prompts to
+every setting and repeats them once all are used. Settings without prefix reuse get the typing loads only, as the other
+loads' prompts share no prefix. `--url` measures a running service.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -31,7 +29,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,10 +37,9 @@ from typing import Any
 import httpx
 from rich.console import Console
 
-from benchmarks.common import attempt, model_parser, progress, run_main, whole
+from benchmarks.common import DataOptions, Flag, Whole, attempt, progress, run_main
 from benchmarks.data import prompts_of
 from benchmarks.processes.services import running
-from benchmarks.simulated.service import simulate, simulated_parser
 from lpr.config import InputError
 
 SETTINGS = {
@@ -52,11 +49,48 @@ SETTINGS = {
     "lookahead, no reuse": ("--no-prefix-reuse",),
 }
 NO_REUSE = ", no reuse"
-QUICK = {"loads": ["closed:1", "closed:4", "typing:1"], "requests": 6, "max_new_tokens": 32, "rounds": 1}
-"""What --quick changes: a look at whether all works, no measurement."""
+QUICK = {"loads": ("closed:1", "closed:4", "typing:1"), "requests": 6, "max_new_tokens": 32, "rounds": 1}
+"""The options that --quick changes."""
 KINDS = ("closed", "poisson", "burst", "typing")
 KEY_SECONDS = 0.2
 """Mean time between two keystrokes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(DataOptions):
+    """The service under load."""
+
+    prompts: Whole = 100
+    """Use the first N prompts."""
+    max_new_tokens: Whole = 64
+    """Tokens per prompt."""
+    quick: Flag = False
+    """Check in two minutes that everything works."""
+    url: str | None = None
+    """Measure the service that runs there, instead of starting some."""
+    settings: tuple[str, ...] = tuple(SETTINGS)
+    """Settings of the services."""
+    loads: tuple[str, ...] = (
+        *("closed:1", "closed:2", "closed:4", "closed:8", "closed:16"),
+        *("poisson:1", "burst:8", "typing:1", "typing:4"),
+    )
+    """Loads, as kind:number."""
+    requests: Whole = 16
+    """Requests or keystrokes per load."""
+    rounds: Whole = 3
+    """Repetitions, interleaved."""
+    lp: Whole = 1
+    """Replicas of each service."""
+    batch: Whole = 8
+    """Slots of each service."""
+    temperature: float = 0.0
+    """Temperature of the requests."""
+    seed: Whole = 0
+    """Seed of the arrivals."""
+    ttft_ms: float = 500.0
+    """Goodput: limit of the time to the first token."""
+    token_ms: float = 50.0
+    """Goodput: limit of the mean time per token."""
 
 
 @dataclass
@@ -65,7 +99,7 @@ class Answer:
 
     ttft: float | None = None
     gaps: list[float] = field(default_factory=list)
-    """Per token after the first step: its share of the time since the step before."""
+    """Per token after the first step: its share of the time since the previous step."""
     seconds: float = 0.0
     num_tokens: int = 0
     num_steps: int = 0
@@ -76,9 +110,9 @@ class Answer:
 
 
 class Client:
-    """Asks one service."""
+    """A client of one service."""
 
-    def __init__(self, url: str, options: argparse.Namespace) -> None:
+    def __init__(self, url: str, options: ServeOptions) -> None:
         """`options` hold the parameters of every request."""
         limits = httpx.Limits(max_connections=None)
         self.http = httpx.AsyncClient(base_url=url, timeout=600, limits=limits)
@@ -128,16 +162,18 @@ class Client:
         return now
 
 
-async def run_load(kind: str, number: float, client: Client, prompts: Sequence[str], options: Any) -> list[Answer]:
-    """The answers of one load; prompts are taken in order, from the first again when they are used up.
+async def run_load(
+    kind: str, number: float, client: Client, prompts: Sequence[str], options: ServeOptions, first: int
+) -> list[Answer]:
+    """The answers of one load, with prompts from number `first` on, cyclically.
 
-    Each load begins where the one before ended: what was asked before is known to tries and caches.
+    Each load begins where the load before ended, because draft indexes and prefix caches hold earlier prompts.
     """
     dice = random.Random(options.seed)
     most, answers = options.max_new_tokens, [Answer() for _ in range(options.requests)]
 
     async def one(index: int) -> None:
-        await client.ask(prompts[(options.first + index) % len(prompts)], most, index, answers[index])
+        await client.ask(prompts[(first + index) % len(prompts)], most, index, answers[index])
 
     if kind == "closed":
         waiting = iter(range(len(answers)))
@@ -158,15 +194,14 @@ async def run_load(kind: str, number: float, client: Client, prompts: Sequence[s
             await asyncio.gather(*(one(index) for index in range(start, min(len(answers), start + int(number)))))
     else:
         people = [
-            typing(client, prompts[(options.first + person) % len(prompts)], person, options)
-            for person in range(int(number))
+            typing(client, prompts[(first + person) % len(prompts)], person, options) for person in range(int(number))
         ]
         return [answer for typed in await asyncio.gather(*people) for answer in typed]
     return answers
 
 
-async def typing(client: Client, text: str, person: int, options: Any) -> list[Answer]:
-    """Type on in a file, a keystroke at a time: each asks for what comes next and cancels the request before."""
+async def typing(client: Client, text: str, person: int, options: ServeOptions) -> list[Answer]:
+    """Type on in a file: each keystroke sends a request and cancels the request before."""
     dice = random.Random(f"{options.seed} {person}")
     start = len(text) * 2 // 3
     answers: list[Answer] = []
@@ -187,19 +222,19 @@ async def typing(client: Client, text: str, person: int, options: Any) -> list[A
 
 @dataclass(frozen=True)
 class Round:
-    """The answers of one load, and how long it took, in seconds."""
+    """The answers of one load, and its seconds."""
 
     answers: Sequence[Answer]
     seconds: float
 
 
-def summary(rounds: Sequence[Round], options: argparse.Namespace) -> dict[str, Any]:
-    """What a load's rounds come to together; times in milliseconds. Raises RuntimeError if no request was answered."""
+def summary(rounds: Sequence[Round], options: ServeOptions) -> dict[str, Any]:
+    """The figures of a load's rounds, times in milliseconds; raises RuntimeError if no request was answered."""
     answers = [answer for each in rounds for answer in each.answers]
     seconds = sum(each.seconds for each in rounds)
-    told = [answer for answer in answers if answer.ttft is not None and answer.failed is None]
-    done = [answer for answer in told if not answer.cancelled]
-    if not told:
+    answered = [answer for answer in answers if answer.ttft is not None and answer.failed is None]
+    done = [answer for answer in answered if not answer.cancelled]
+    if not answered:
         raise RuntimeError(next((answer.failed for answer in answers if answer.failed), "no request was answered"))
     good = [
         answer
@@ -216,8 +251,8 @@ def summary(rounds: Sequence[Round], options: argparse.Namespace) -> dict[str, A
         "cancelled_before_a_token": sum(answer.cancelled and answer.ttft is None for answer in answers),
         "num_failed": sum(answer.failed is not None for answer in answers),
         "seconds": round(seconds, 3),
-        "ttft_ms": quantiles([answer.ttft or 0.0 for answer in told]),
-        "between_tokens_ms": quantiles([gap for answer in told for gap in answer.gaps]),
+        "ttft_ms": quantiles([answer.ttft or 0.0 for answer in answered]),
+        "between_tokens_ms": quantiles([gap for answer in answered for gap in answer.gaps]),
         "end_to_end_ms": quantiles([answer.seconds for answer in done]),
         "tokens_per_step": round(tokens / steps, 3) if steps else None,
         "tokens_per_second": round(sum(answer.num_tokens for answer in answers) / seconds, 1),
@@ -236,7 +271,7 @@ def quantiles(values: Sequence[float]) -> dict[str, float] | None:
     return {name: round(1e3 * value, 2) for name, value in at.items()}
 
 
-def flags_of(setting: str, options: argparse.Namespace) -> list[str]:
+def flags_of(setting: str, options: ServeOptions) -> list[str]:
     """The flags of a service of one setting."""
     flags = [
         "--no-access-log",
@@ -253,10 +288,10 @@ def flags_of(setting: str, options: argparse.Namespace) -> list[str]:
     return [*flags, "--share-drafts", "none", *SETTINGS[setting]]
 
 
-def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def measure(options: ServeOptions, console: Console) -> dict[str, Any]:
     """Every load against every setting, in rounds."""
     if options.quick:
-        options = argparse.Namespace(**{**vars(options), **QUICK})
+        options = replace(options, **QUICK)  # type: ignore[arg-type]
     prompts = prompts_of(options)
     loads = [parse_load(each) for each in options.loads]
     unknown = [name for name in options.settings if name not in SETTINGS]
@@ -270,38 +305,38 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         pairs = [(kind, size, name) for kind, size in loads for name in urls if fits(kind, name)]
         advance = stack.enter_context(progress(console, options.rounds * len(pairs), "asking"))
         for url in urls.values():  # the first requests of a process are slower
-            warm = argparse.Namespace(**{**vars(options), "requests": 2, "first": 0})
-            asyncio.run(one_round("closed", 1, url, prompts, warm))
+            asyncio.run(one_round("closed", 1, url, prompts, replace(options, requests=2), 0))
         first = 2
         for _ in range(options.rounds):
             for kind, size in loads:
-                now = argparse.Namespace(**vars(options), first=first)
-                first += int(size) if kind == "typing" else options.requests
                 for name in (name for name in urls if fits(kind, name)):
-                    found = asyncio.run(one_round(kind, size, urls[name], prompts, now))
+                    found = asyncio.run(one_round(kind, size, urls[name], prompts, options, first))
                     rounds.setdefault((name, f"{kind}:{size:g}"), []).append(found)
                     advance(1, f"{name}, {kind}:{size:g}")
+                first += int(size) if kind == "typing" else options.requests
     runs = [
         {"name": name, "case": case, **attempt(partial(summary, found, options))}
         for (name, case), found in rounds.items()
     ]
     names = ("lp", "batch", "requests", "rounds", "max_new_tokens", "temperature", "ttft_ms", "token_ms")
     asked = {name: getattr(options, name) for name in names}
-    return {"benchmark": "serve", "data": Path(options.data).name, "num_prompts": len(prompts), **asked, "runs": runs,
+    return {"data": Path(options.data).name, "num_prompts": len(prompts), **asked, "runs": runs,
             "num_failed": sum(run.get("num_failed", 1) for run in runs)}  # fmt: skip
 
 
 def fits(kind: str, setting: str) -> bool:
-    """Is a load of this kind asked of this setting?"""
+    """True if this setting gets loads of this kind."""
     return kind == "typing" or not setting.endswith(NO_REUSE)
 
 
-async def one_round(kind: str, size: float, url: str, prompts: Sequence[str], options: Any) -> Round:
+async def one_round(
+    kind: str, size: float, url: str, prompts: Sequence[str], options: ServeOptions, first: int
+) -> Round:
     """One load against one service, once."""
     client = Client(url, options)
     began = time.monotonic()
     try:
-        answers = await run_load(kind, size, client, prompts, options)
+        answers = await run_load(kind, size, client, prompts, options, first)
     finally:
         await client.http.aclose()
     return Round(answers, time.monotonic() - began)
@@ -317,26 +352,8 @@ def parse_load(text: str) -> tuple[str, float]:
 
 
 def main() -> int:
-    """Run the benchmark from the command line."""
-    if "--simulate" in sys.argv[1:]:
-        arguments = [each for each in sys.argv[1:] if each != "--simulate"]
-        return run_main(simulated_parser(), simulate, arguments)
-    parser = model_parser("serve", "The service under load.")
-    parser.set_defaults(prompts=100, max_new_tokens=64)
-    parser.add_argument("--quick", action="store_true", help="see in two minutes whether all works")
-    parser.add_argument("--url", help="measure the service that runs there, instead of starting some")
-    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), metavar="S", help=", ".join(SETTINGS))
-    loads = [*(f"closed:{count}" for count in (1, 2, 4, 8, 16)), "poisson:1", "burst:8", "typing:1", "typing:4"]
-    parser.add_argument("--loads", nargs="+", default=loads, metavar="L", help="see above")
-    parser.add_argument("--requests", type=whole, default=16, metavar="N", help="requests or keystrokes per load")
-    parser.add_argument("--rounds", type=whole, default=3, metavar="N", help="repetitions, interleaved (3)")
-    parser.add_argument("--lp", type=whole, default=1, metavar="N", help="replicas of each service (1)")
-    parser.add_argument("--batch", type=whole, default=8, metavar="N", help="slots of each service (8)")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T")
-    parser.add_argument("--seed", type=whole, default=0, metavar="N", help="of the arrivals")
-    parser.add_argument("--ttft-ms", type=float, default=500.0, metavar="MS", help="goodput: first token within (500)")
-    parser.add_argument("--token-ms", type=float, default=50.0, metavar="MS", help="goodput: mean time per token (50)")
-    return run_main(parser, measure)
+    """Run the command line; returns the exit code."""
+    return run_main("serve", ServeOptions, measure)
 
 
 if __name__ == "__main__":

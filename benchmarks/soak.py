@@ -1,11 +1,11 @@
-"""A soak of the service: hostile clients beside well-formed requests, whose every answer is checked.
+"""A soak of the service: hostile clients and well-formed requests, whose every answer is checked.
 
     python -m benchmarks.soak --minutes 60 --lp 2
 
-Hostile are: malformed JSON, huge and endless bodies, bodies that never come, readers that do not read, connections
-dropped in the middle or never used, random fields, wrong keys, noise (benchmarks.hostile). Well-formed requests are
-compared with what an engine of this process says, character for character. Memory and open files of the front and the
-ranks are taken every --sample seconds; growth is counted from a tenth of the time on, when all caches have been used.
+Hostile clients send malformed JSON, huge and endless bodies, random fields, wrong keys and noise, do not read, or drop
+their connections (benchmarks.hostile). Answers to well-formed requests must equal the texts of an engine in this
+process. Memory and open files of the front and the ranks are sampled every --sample seconds; growth counts from a tenth
+of the time on, when all caches are in use.
 
 The last line is JSON: requests, `wrong` (well-formed requests not answered exactly), `status_5xx` (other than 503),
 `leaks` (requests left open, slots held, files, memory). The exit code is 1 if any of these is not 0, or a process died.
@@ -13,9 +13,9 @@ The last line is JSON: requests, `wrong` (well-formed requests not answered exac
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
+import shlex
 import statistics
 import sys
 import tempfile
@@ -31,7 +31,7 @@ import httpx
 import psutil
 from rich.console import Console
 
-from benchmarks.common import make_parser, progress, run_main, whole
+from benchmarks.common import Options, Whole, progress, run_main
 from benchmarks.hostile import MAX_BODY, Hostile
 from benchmarks.processes.services import Running, running
 from lpr import Engine, SamplingParams, bundled_model
@@ -42,9 +42,37 @@ PROMPTS = ("def f(x):\n", "import os\n\n\n", "for i in range(10):\n    ", TEXT, 
 SLOTS = 4
 
 
+@dataclass(frozen=True, kw_only=True)
+class SoakOptions(Options):
+    """Hostile clients and well-formed requests, whose every answer is checked."""
+
+    minutes: float = 10.0
+    """Duration."""
+    model: str | None = None
+    """Folder or hub id; the bundled model if none is given."""
+    lp: Whole = 1
+    """Replicas of the service."""
+    seed: Whole = 0
+    """Seed of all clients."""
+    clients: Whole = 3
+    """Clients that send well-formed requests."""
+    hostile: Whole = 4
+    """Hostile clients."""
+    pause: float = 0.0
+    """Mean seconds between requests."""
+    sample: float = 5.0
+    """Seconds between two samples."""
+    grow_mb: float = 100.0
+    """Growth of memory in MB that is not a leak."""
+    grow_files: Whole = 8
+    """Growth of open files that is not a leak."""
+    flags: str = ""
+    """Further flags of lpr.serve, in one word: --flags="--tp 2"."""
+
+
 @dataclass(frozen=True)
 class Case:
-    """A well-formed request and the texts that answer it."""
+    """A well-formed request and the expected texts."""
 
     body: dict[str, Any]
     texts: tuple[str, ...]
@@ -52,7 +80,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Sample:
-    """What the service's processes hold at one time; by process id."""
+    """Resources of the service's processes at one time, by process id."""
 
     seconds: float
     megabytes: dict[int, float]
@@ -62,16 +90,16 @@ class Sample:
 
 
 class Tally:
-    """What became of the requests; clients are threads."""
+    """Outcomes of the requests; clients are threads."""
 
     def __init__(self) -> None:
-        """Nothing yet."""
+        """Empty."""
         self.counts: Counter[str] = Counter()
         self.problems: list[str] = []
         self._lock = threading.Lock()
 
     def count(self, what: str, problem: str = "") -> None:
-        """Note what happened, and what is wrong about it."""
+        """Count an event, and record its problem if there is one."""
         with self._lock:
             self.counts[what] += 1
             if problem:
@@ -80,7 +108,7 @@ class Tally:
 
 
 def make_cases(model: str, seed: int) -> list[Case]:
-    """Requests of many kinds, most with prompts that begin alike, and what an engine says to each."""
+    """Requests of many kinds, most with prompts that begin alike, and an engine's texts for each."""
     dice = random.Random(seed)
     bodies: list[dict[str, Any]] = []
     for index in range(32):
@@ -116,7 +144,7 @@ def _params(body: dict[str, Any], number: int) -> SamplingParams:
 
 
 def ask(url: str, cases: Sequence[Case], seed: str, pause: float, tally: Tally, stop: threading.Event) -> None:
-    """Ask well-formed requests until told to stop, with `pause` seconds between two of them on average."""
+    """Send well-formed requests until `stop`, with `pause` seconds between two of them on average."""
     dice = random.Random(seed)
     with httpx.Client(base_url=url, timeout=300, headers={"Authorization": f"Bearer {KEY}"}) as client:
         while not stop.is_set():
@@ -151,19 +179,19 @@ def texts_of(answer: httpx.Response, stream: bool, count: int) -> tuple[str, ...
 
 
 def sample(process: psutil.Process, began: float) -> Sample:
-    """What a process and its descendants hold now."""
+    """Resources of a process and its descendants now."""
     megabytes, files = {}, {}
     for each in (process, *process.children(recursive=True)):
         try:
             megabytes[each.pid] = each.memory_info().rss / 2**20
             files[each.pid] = each.num_fds()
-        except psutil.Error:  # it has just ended, which is found by its absence
+        except psutil.Error:  # it has just ended
             continue
     return Sample(round(time.monotonic() - began, 1), megabytes, files)
 
 
 def left_open(service: Running, patience: float = 60.0) -> dict[str, float]:
-    """Requests and share of the cache that a service still holds, `patience` seconds after the last client."""
+    """Requests and share of the KV cache that a service still holds `patience` seconds after the last client."""
     headers = {"Authorization": f"Bearer {KEY}"}
     end = time.monotonic() + patience
     while True:
@@ -177,7 +205,7 @@ def left_open(service: Running, patience: float = 60.0) -> dict[str, float]:
 
 
 def growth(samples: Sequence[Sample], what: str) -> dict[int, float]:
-    """Per process, by how much a number grew: medians of the last fifth over the second tenth of the samples."""
+    """Growth of a number per process: median of the last fifth minus that of the second tenth of the samples."""
     tenth = max(1, len(samples) // 10)
     early, late = samples[tenth : 2 * tenth] or samples[:1], samples[-2 * tenth :]
     processes = set(getattr(early[0], what)) & set(getattr(late[-1], what))
@@ -188,8 +216,8 @@ def growth(samples: Sequence[Sample], what: str) -> dict[int, float]:
     return {pid: round(median(late, pid) - median(early, pid), 1) for pid in sorted(processes)}
 
 
-def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """The whole soak."""
+def measure(options: SoakOptions, console: Console) -> dict[str, Any]:
+    """Run the soak."""
     model = options.model or bundled_model()
     cases = make_cases(model, options.seed)
     tally, stop = Tally(), threading.Event()
@@ -197,7 +225,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         log = Path(folder) / "log"
         flags = ["--model", model, "--dtype", "float32", "--lp", str(options.lp), "--max-batch-size", str(SLOTS),
                  "--api-key", KEY, "--max-body", str(MAX_BODY), "--max-queue", "32", "--no-access-log",
-                 "--request-timeout", "300", *options.flags]  # fmt: skip
+                 "--request-timeout", "300", *shlex.split(options.flags)]  # fmt: skip
         with running(flags, options.threads, log) as service:
             process = psutil.Process(service.process.pid)
             pause = options.pause
@@ -224,7 +252,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     return verdict(options, tally, samples, after, held, died, code, written, console)
 
 
-def watch(process: psutil.Process, options: argparse.Namespace, console: Console) -> list[Sample]:
+def watch(process: psutil.Process, options: SoakOptions, console: Console) -> list[Sample]:
     """Samples over the time of the soak, or until the service ends."""
     began, samples = time.monotonic(), []
     seconds = 60 * options.minutes
@@ -240,7 +268,7 @@ def watch(process: psutil.Process, options: argparse.Namespace, console: Console
 
 
 def verdict(
-    options: argparse.Namespace,
+    options: SoakOptions,
     tally: Tally,
     samples: Sequence[Sample],
     after: Sample,
@@ -252,7 +280,7 @@ def verdict(
 ) -> dict[str, Any]:
     """The result; every problem is an entry that `failed`."""
     memory, files = growth(samples, "megabytes"), growth([*samples, after], "files")
-    # When all clients have gone, no process may hold more files than before they came.
+    # After all clients have disconnected, no process may hold more files than before.
     kept = {pid: count - samples[0].files[pid] for pid, count in after.files.items() if pid in samples[0].files}
     leaks = {
         "requests_left_open": held["running"] + held["waiting"],
@@ -269,7 +297,6 @@ def verdict(
         console.print(problem, markup=False, highlight=False)
     statuses = {name: number for name, number in tally.counts.items() if name.startswith("status 5")}
     return {
-        "benchmark": "soak",
         "minutes": options.minutes,
         "lp": options.lp,
         "requests": tally.counts["answer"],
@@ -291,20 +318,8 @@ def _rounded(values: dict[int, float]) -> dict[int, float]:
 
 
 def main() -> int:
-    """Run the soak from the command line."""
-    parser = make_parser("soak", "Hostile clients beside well-formed requests, whose every answer is checked.")
-    parser.add_argument("--minutes", type=float, default=10.0, metavar="M", help="how long (10)")
-    parser.add_argument("--model", metavar="M", help="folder or hub id (default: the bundled model)")
-    parser.add_argument("--lp", type=whole, default=1, metavar="N", help="replicas of the service (1)")
-    parser.add_argument("--seed", type=whole, default=0, metavar="N", help="of all clients (0)")
-    parser.add_argument("--clients", type=whole, default=3, metavar="N", help="that ask well-formed requests (3)")
-    parser.add_argument("--hostile", type=whole, default=4, metavar="N", help="that do harm (4)")
-    parser.add_argument("--pause", type=float, default=0.0, metavar="S", help="mean seconds between requests (0)")
-    parser.add_argument("--sample", type=float, default=5.0, metavar="S", help="seconds between two samples (5)")
-    parser.add_argument("--grow-mb", type=float, default=100.0, metavar="MB", help="growth that is no leak yet (100)")
-    parser.add_argument("--grow-files", type=whole, default=8, metavar="N", help="files that are no leak yet (8)")
-    parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="further flags of lpr.serve; last")
-    return run_main(parser, measure)
+    """Run the command line; returns the exit code."""
+    return run_main("soak", SoakOptions, measure)
 
 
 if __name__ == "__main__":

@@ -1,30 +1,44 @@
 """Strong scaling of steps: tokens per step at 1, 2, 4 and 8 ranks with a fixed node budget per rank.
 
     python -m benchmarks.strong_scaling --data classeval.jsonl --output benchmarks/results/strong_scaling.json
-    python -m benchmarks.strong_scaling --simulate --output benchmarks/results/simulate.json
 
-Steps are counted in one process (benchmarks/engines.py), not timed: `--simulate` predicts time
-(benchmarks/simulated/speed.py) and benchmarks.fleet measures it with real ranks. A rank's budget is split between the
-Jacobi window and the trie with its recycled candidates; all of it grows with the ranks.
+Steps are counted in one process (benchmarks/engines.py), not timed; benchmarks.fleet measures time with real ranks. A
+rank's budget is split between the Jacobi window and the trie with its recycled candidates; all of it grows with the
+ranks.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from benchmarks.common import model_parser, progress, run_main, whole
+from benchmarks.common import DataOptions, Whole, progress, run_main
 from benchmarks.data import prompts_of
 from benchmarks.engines import RankCounter, count_steps, load_engine, params_for
-from benchmarks.simulated.speed import simulate, simulate_parser
 from lpr import DecodeConfig
 from lpr.core.wire import payload_words
 from lpr.engine.stats import DecodeStats
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrongScalingOptions(DataOptions):
+    """Tokens per step against the number of ranks."""
+
+    ranks: tuple[int, ...] = (1, 2, 4, 8)
+    """Numbers of ranks."""
+    budgets: tuple[int, ...] = (32, 64)
+    """Node budgets of a rank."""
+    temperatures: tuple[float, ...] = (0.0, 0.8)
+    """Temperatures."""
+    seeds: Whole = 1
+    """Seeds of each prompt at temperatures above 0."""
+    window_share: float = 0.5
+    """Share of the budget for the window and its pool."""
 
 
 def per_rank(budget: int, window_share: float) -> DecodeConfig:
@@ -33,10 +47,10 @@ def per_rank(budget: int, window_share: float) -> DecodeConfig:
     return DecodeConfig(window_size=columns, guess_set_size=columns, trie_nodes=budget - 8 * columns, max_batch_size=1)
 
 
-def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def measure(options: StrongScalingOptions, console: Console) -> dict[str, Any]:
     """Run every budget, temperature and number of ranks."""
-    prompts, engine = prompts_of(options)[options.skip :], load_engine(options)
-    console.print("ceiling: as many times as ranks, if every rank's nodes paid as the first's; the paper: 1.5x on 8")
+    prompts, engine = prompts_of(options), load_engine(options)
+    console.print("ceiling: the number of ranks, if every rank's nodes were worth the first's; the paper: 1.5x on 8")
     cases = list(product(options.temperatures, options.budgets, options.ranks))
     seeds = {temperature: options.seeds if temperature else 1 for temperature in options.temperatures}
     found = []
@@ -44,7 +58,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         for temperature, budget, num_ranks in cases:
             decode = per_rank(budget, options.window_share)
             total, counter, by_seed = DecodeStats(), RankCounter(num_ranks, 0), []
-            for seed in range(seeds[temperature]):  # each knows nothing of what the others have sampled
+            for seed in range(seeds[temperature]):  # seeds do not learn from each other
                 params = params_for(len(prompts), options.max_new_tokens, temperature, first_seed=seed * len(prompts))
                 stats, mine = count_steps(engine, decode, prompts, params, num_ranks, advance)
                 by_seed.append(round(stats.tokens_per_step, 3))
@@ -56,7 +70,6 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             counts = figures(total, counter)
             found.append({**case, **counts, "by_seed": by_seed, "payload_bytes_per_rank": payload})
     return {
-        "benchmark": "strong_scaling",
         "data": Path(options.data).name,
         "first_prompt": options.skip,
         "num_prompts": len(prompts),
@@ -67,7 +80,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def figures(total: DecodeStats, counter: RankCounter) -> dict[str, Any]:
-    """What the steps of one configuration came to."""
+    """The figures of one configuration, per step."""
     steps = total.num_steps
     return {
         "tokens_per_step": round(total.tokens_per_step, 3),
@@ -85,18 +98,7 @@ def figures(total: DecodeStats, counter: RankCounter) -> dict[str, Any]:
 
 def main() -> int:
     """Run the command line; returns the exit code."""
-    if "--simulate" in sys.argv:
-        parser = simulate_parser()
-        parser.add_argument("--simulate", action="store_true", help="predict time instead of counting steps")
-        return run_main(parser, simulate)
-    parser = model_parser("strong_scaling", "Tokens per step against the number of ranks.")
-    parser.add_argument("--skip", type=whole, default=0, metavar="N", help="leave out the first N prompts")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--budgets", type=int, nargs="+", default=[32, 64])
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
-    parser.add_argument("--seeds", type=whole, default=1, metavar="N", help="of each prompt at temperatures above 0")
-    parser.add_argument("--window-share", type=float, default=0.5, help="part of the budget for window and pool")
-    return run_main(parser, measure)
+    return run_main("strong_scaling", StrongScalingOptions, measure)
 
 
 if __name__ == "__main__":

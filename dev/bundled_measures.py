@@ -1,4 +1,4 @@
-"""What the bundled model is judged by: bits per byte, lines filled in, and how many greedy outputs loop."""
+"""Quality of the bundled model: bits per byte, lines filled in, and the share of greedy outputs that loop."""
 
 import json
 import math
@@ -30,7 +30,7 @@ def find_loop(ids, longest, minimum):
 
 
 def four_gram_loop(ids):
-    """Tell whether some 4-gram of tokens stands more than eight times in a row."""
+    """Return True if a 4-gram of tokens repeats more than eight times in a row."""
     return any(all(ids[i + j] == ids[i + j % 4] for j in range(36)) for i in range(len(ids) - 35))
 
 
@@ -80,11 +80,10 @@ def fill_lines(model, tokenizer, holes, batch_size):
 
 
 def collect_stuck(args):
-    """Let a model write greedily after prompts of the training text, and keep where it loops, for the unlikelihood.
+    """Decode greedily after prompts of the training text and keep the loops, for the unlikelihood loss.
 
-    Each sequence is a prompt (weight 1), what the model wrote before the loop and the loop's first copies (0), and some
-    of the copies after them (-1). They are the states in which greedy decoding really is when it loops, which
-    repeated real text only resembles.
+    Each sequence is a prompt (weight 1), the model's text before the loop and the loop's first copies (0), and some of
+    the copies after them (-1). These are the real states of a looping decoder; repeated real text only resembles them.
     """
     torch.set_num_threads(args.threads)
     tokenizer = AutoTokenizer.from_pretrained(args.model)

@@ -1,4 +1,4 @@
-"""The bundled model's network: its losses written out, text that gets stuck, and its export."""
+"""The bundled model's network: its losses, repeating text to train against, and its export."""
 
 import json
 import os
@@ -106,7 +106,7 @@ def batch_loss(model, ids, weight, scale):
 
 
 def make_repetition(row, weight, rng, newlines):
-    """Turn one row of tokens into text that gets stuck, and mark the stuck part, in place.
+    """Turn one row of tokens into text that repeats, and mark the repeated part, in place.
 
     This is the pseudo-repetition of DITTO (Xu et al. 2022) with the unlikelihood loss of Welleck et al. (2019): a
     real prefix, whose last line or lines, or any last few tokens, then repeat up to the end. The first copies stay
@@ -123,7 +123,7 @@ def make_repetition(row, weight, rng, newlines):
 
 
 def export(model, weights, args, card):
-    """Write the checkpoint in bf16; every file is replaced atomically, so a reader never sees half of one."""
+    """Write the checkpoint in bf16. Every file is replaced atomically."""
     out = pathlib.Path(args.out)
     temp = out.parent / (out.name + ".tmp")
     shutil.rmtree(temp, ignore_errors=True)

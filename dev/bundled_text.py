@@ -55,10 +55,10 @@ def read_source(path):
 def cut_documents(text):
     """Return the documents of one file: the whole file, or each of its classes and functions by itself.
 
-    The short documents carry the imports that they use, as a class skeleton in a prompt does, and show
-    the model many more ends of text than whole files would. Which form a file gets is decided by its hash.
+    The short documents have the imports that they use, like a class skeleton in a prompt, and many more ends of text
+    than whole files. The file's hash decides its form.
     """
-    warnings.simplefilter("ignore")  # invalid escapes in other people's strings
+    warnings.simplefilter("ignore")  # invalid escapes in the sources
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -106,7 +106,7 @@ def list_files(roots):
 
 
 def select(args):
-    """Return (held out, text) of the files that pass the filters, and the counts of what happened to all."""
+    """Return (held out, text) of the files that pass the filters, and counts of all files by outcome."""
     files = list_files(args.sources)
     random.Random(args.seed).shuffle(files)
     counts, package_bytes, package_roots = collections.Counter(), collections.Counter(), {}
@@ -154,8 +154,8 @@ def pieces_of(text, rng):
 def make_hole(text, rng):
     """Return (prefix, middle, suffix) of a text: half of the holes between two random characters, half of lines.
 
-    The former are those of Bavarian et al. (2022). The latter are what an editor asks for: the line that the cursor is
-    on, whole or from the cursor on, or up to five lines; the suffix then begins with the end of a line.
+    The former are those of Bavarian et al. (2022). The latter are an editor's: the line of the cursor, whole or from
+    the cursor on, or up to five lines; the suffix then begins with the end of a line.
     """
     starts = [0] + [i + 1 for i, c in enumerate(text[:-1]) if c == "\n"]
     if rng.random() < 0.5:
@@ -192,8 +192,8 @@ def skeleton(text):
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             first = node.body[0]
-            said = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
-            node.body = [first] if said else [ast.Pass()]
+            documented = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+            node.body = [first] if documented else [ast.Pass()]
     return ast.unparse(tree) + "\n"
 
 
@@ -220,7 +220,7 @@ def encode(tokenizer, documents, fim, rng):
 def collect(args):
     """Collect the sources, cut them into documents, write token files, holes, prompts and a summary.
 
-    The tokenizer is trained, or with `--tokenizer` taken over; the tokens for holes are added to it.
+    The tokenizer is trained, or with `--tokenizer` read; the tokens for holes are added to it.
     """
     work = pathlib.Path(args.work)
     work.mkdir(parents=True, exist_ok=True)

@@ -34,7 +34,7 @@ PROMPTS = [[(7 * i + i * i) % 89 + 2 for i in range(19)], [(5 * i + 3 * i * i) %
 
 
 def tiny_config(family: Family) -> PreTrainedConfig:
-    """The family's config with SIZES, as far as its class (or that of its text part) knows them."""
+    """The family's config with those of SIZES that its class, or the class of its text part, has."""
     return _sized(CONFIG_MAPPING[family.model_type], family.config)
 
 
@@ -42,7 +42,7 @@ def _sized(cls: Any, overrides: dict[str, Any]) -> PreTrainedConfig:
     known = {field.name for field in dataclasses.fields(cls)} | set(cls.attribute_map)
     sizes = {name: value for name, value in SIZES.items() if name in known}
     if "qk_rope_head_dim" in known:
-        sizes.pop("head_dim", None)  # latent attention: it follows from the others, and every head has its own key
+        sizes.pop("head_dim", None)  # latent attention: derived from the others; every head has its own key
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     overrides = dict(overrides)
     for name, sub in getattr(cls, "sub_configs", {}).items():
@@ -64,7 +64,7 @@ def tiny_model(family: Family, spread: float = 0.15) -> PreTrainedModel:
 
 
 def stock_greedy(model: PreTrainedModel) -> list[list[int]]:
-    """What transformers' own `generate` says after each prompt, one at a time."""
+    """The greedy outputs of transformers' own `generate`, one prompt at a time."""
     texts = []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
@@ -77,19 +77,19 @@ def stock_greedy(model: PreTrainedModel) -> list[list[int]]:
 
 @dataclass
 class Observed:
-    """What lpr did with a family."""
+    """The result of one family."""
 
     status: str
     detail: str
-    """The refusal, or tokens per step."""
+    """The refusal's message, or tokens per step."""
 
     def matches(self, family: Family) -> bool:
-        """Is this what the table says, with the reason that it names?"""
+        """True if status and reason are those of the table."""
         return self.status == family.status and (self.status == WORKS or family.note in self.detail)
 
 
 def observe(family: Family) -> Observed:
-    """Run one family. An error that is no refusal, and any wrong token, is raised."""
+    """Run one family. Raises any error that is not a refusal, and AssertionError for a wrong token."""
     model = tiny_model(family)
     expected = stock_greedy(model) if family.status == WORKS else []  # before the model is switched to trees
     try:
@@ -97,7 +97,7 @@ def observe(family: Family) -> Observed:
     except InputError as refusal:
         return Observed(REFUSED, str(refusal))
     expected = expected or stock_greedy(model)
-    for text in expected:  # drafts that are right for some tokens and then wrong
+    for text in expected:  # drafts that are right for five tokens and then wrong
         engine.learn([token if i % 6 else (token + 1) % 97 for i, token in enumerate(text)])
     done = engine.generate(PROMPTS, SamplingParams(max_new_tokens=NEW_TOKENS))
     for completion, ids in zip(done, expected, strict=True):
@@ -111,7 +111,7 @@ def observe(family: Family) -> Observed:
 
 
 def table() -> str:
-    """The page's table, from what the matrix expects."""
+    """The page's table, from FAMILIES."""
     rows: dict[tuple[str, str], list[Family]] = {}
     for family in FAMILIES:
         rows.setdefault((family.status, family.row), []).append(family)
@@ -131,7 +131,7 @@ def table() -> str:
 
 
 def _noted(family: Family, row: list[Family]) -> str:
-    """A note, with the type if others of the row do without it."""
+    """A note, with the type if other types of the row lack it."""
     if all(other.note == family.note for other in row):
         return family.note
     return family.note if family.variant else f"{family.model_type}: {family.note}"
@@ -144,7 +144,7 @@ def with_table(page: str) -> str:
 
 
 def main(args: list[str]) -> int:
-    """Run the matrix; 1, and an unchanged page, if a family does other than the table says."""
+    """Run the matrix. Returns 1 and leaves the page unchanged if a family differs from the table."""
     parser = argparse.ArgumentParser(prog="python -m dev.families", description="Run lpr over the decoder families.")
     parser.add_argument("types", nargs="*", help="model types to run; all, and the page's table, without")
     chosen = parser.parse_args(args).types
@@ -162,7 +162,7 @@ def main(args: list[str]) -> int:
         try:
             seen = observe(family)
             right = seen.matches(family)
-        except Exception as failure:  # whatever a family raises is a line of the report, and the others still run
+        except Exception as failure:  # reported in a line; the other families still run
             seen, right = Observed("failed", f"{type(failure).__name__}: {failure}"), False
         unexpected += not right
         took = time.monotonic() - start

@@ -1,6 +1,6 @@
-"""Every decoder type that transformers knows as a causal LM: a tiny config of it, and what lpr does with it.
+"""Every decoder type that transformers knows as a causal LM: a tiny config, and whether lpr decodes it.
 
-`dev/families.py` runs this table and writes it into docs/families.md; `tests/test_families.py` holds it to be true.
+`dev/families.py` runs this table and writes it into docs/families.md; `tests/test_families.py` asserts it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 TRANSFORMERS = "5.23.0"
-"""The version whose types are listed; others may have more, or fewer."""
+"""The version whose types are listed."""
 WORKS, REFUSED, NOT_RUN = "works", "refused", "not run"
 
 SIZES: dict[str, Any] = {
@@ -22,7 +22,7 @@ SIZES: dict[str, Any] = {
     "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
     "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
 }  # fmt: skip
-"""Sizes of a tiny config. A type gets those that its config class knows; the sliding window is below the prompts."""
+"""Sizes of a tiny config; a type gets those that its config class has. Prompts are longer than the sliding window."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Family:
     model_type: str
     status: str = WORKS
     note: str = ""
-    """A limit of one that works; part of the refusal's message; why one is not run."""
+    """The limit of a type that works; part of a refusal's message; the reason why a type is not run."""
     variant: str = ""
     config: dict[str, Any] = field(default_factory=dict)
-    """Its config where it differs from SIZES."""
+    """Config values that differ from SIZES."""
 
     @property
     def name(self) -> str:
@@ -46,17 +46,17 @@ class Family:
 
 
 def works(row: str, *model_types: str, note: str = "", variant: str = "", **config: Any) -> list[Family]:
-    """Types that give transformers' own tokens."""
+    """Types whose tokens equal those of transformers."""
     return [Family(row, model_type, WORKS, note, variant, config) for model_type in model_types]
 
 
 def refused(row: str, note: str, *model_types: str, variant: str = "", **config: Any) -> list[Family]:
-    """Types that are refused with a line that holds `note`."""
+    """Types that are refused with a message that contains `note`."""
     return [Family(row, model_type, REFUSED, note, variant, config) for model_type in model_types]
 
 
 def not_run(row: str, note: str, *model_types: str) -> list[Family]:
-    """Types that the matrix leaves out, and why."""
+    """Types that the matrix leaves out; `note` is the reason."""
     return [Family(row, model_type, NOT_RUN, note) for model_type in model_types]
 
 
@@ -94,7 +94,7 @@ def _rope(kind: str, **parameters: Any) -> dict[str, Any]:
 
 # fmt: off
 FAMILIES: list[Family] = [
-    # Llama and its likes.
+    # Llama-like.
     *works(_LLAMA, "llama"),
     *works(_LLAMA, "llama", variant="Llama 3 rope", rope_parameters=_rope(
         "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)),
@@ -157,7 +157,7 @@ FAMILIES: list[Family] = [
            zero_expert_num=2, head_dim=8),
     *works("further ones", "modernbert-decoder", pad_token_id=0, local_attention=8),
     *works("further ones", "mllama", text_config={"cross_attention_layers": []}),
-    # Older ones.
+    # Older.
     *works("GPT-2, GPT-SW3, GPT-BigCode (StarCoder)", "gpt2", "gpt-sw3", "gpt_bigcode"),
     *works("GPT-NeoX, Pythia", "gpt_neox"),
     *works("GPT-NeoX, Pythia", "gpt_neox_japanese", note="keys made contiguous (shim)"),
@@ -180,7 +180,7 @@ FAMILIES: list[Family] = [
     *works("CTRL", "ctrl", dff=96),
     *works("BERT and kin with is_decoder", "bert", "bert-generation", "big_bird", "electra", "ernie", "megatron-bert",
            "rembert", "roc_bert", is_decoder=True, pad_token_id=0),
-    # What has layers that fold or select the past.
+    # Layers that fold or select the past.
     *refused(_STATE_SPACE, _RECURRENT, "mamba", "falcon_mamba", "rwkv", "xlstm"),
     *refused(_STATE_SPACE, _RECURRENT, "mamba2", num_heads=8, head_dim=16, expand=2, n_groups=2, state_size=8),
     *refused(_HYBRIDS, _RECURRENT, "recurrent_gemma", block_types=["recurrent", "attention"], attention_window_size=9),
@@ -220,7 +220,7 @@ FAMILIES: list[Family] = [
              "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus", "plbart", "trocr", "whisper",
              d_model=64, decoder_layers=2, num_hidden_layers=2, decoder_attention_heads=4, decoder_ffn_dim=64,
              pad_token_id=0, decoder_start_token_id=1),
-    # What the matrix leaves out.
+    # Not run.
     *not_run("multimodal wrappers", "a tiny one takes a vision or audio tower; text parts with a type are run",
              "gemma3n", "gemma4_unified_assistant", "gemma4_assistant", "qwen3_5_moe", "qwen4_exp", "dots3_note",
              "emu3", "fuyu", "git", "got_ocr2", "moshi", "moss_transcribe_diarize", "musicgen", "musicgen_melody",

@@ -43,20 +43,20 @@ def read_trace(path: Path = TRACE) -> dict[str, Any]:
     """The data that a trace page shows."""
     found = re.search(r'id="data">(.*?)</script>', path.read_text(encoding="utf-8"), re.DOTALL)
     if found is None:
-        raise ValueError(f"{path} is no trace page")
+        raise ValueError(f"{path} is not a trace page")
     data: dict[str, Any] = json.loads(found[1])
     return data
 
 
 def shown(text: str) -> str:
-    """A token as a reader can see it: spaces and line ends have no shape of their own."""
+    """A token with visible white space."""
     if len(text) > 3 and not text.strip(" "):
         return f"{len(text)} spaces"
     return text.replace(" ", "\u00b7").replace("\n", "\\n")
 
 
 def rows_of(parents: list[int], path: list[int]) -> list[float]:
-    """The row of each node: leaves one below the other, the accepted path on top, a parent beside its first child."""
+    """The row of each node: one per leaf, the accepted path on top, a parent in the row of its first child."""
     rows = [0.0] * len(parents)
     children: list[list[int]] = [[] for _ in parents]
     for node, parent in enumerate(parents[1:], 1):
@@ -76,7 +76,7 @@ def rows_of(parents: list[int], path: list[int]) -> list[float]:
 
 
 def picture(data: dict[str, Any]) -> str:
-    """The step as SVG text; readable on light and dark pages, since it brings its own background."""
+    """The step as SVG text, with its own background for light and dark pages."""
     step, names = data["requests"][0]["steps"][STEP - 1], data["tokens"]
     parents, path = step["parents"], step["path"]
     depths = [0] * len(parents)
@@ -113,7 +113,7 @@ def picture(data: dict[str, Any]) -> str:
 
 
 def legend() -> list[str]:
-    """What fills and borders mean."""
+    """The legend of fills and borders."""
     parts, x = [], LEFT
     for kind, text in (
         ("root", "last committed token"), ("window", "Jacobi window"), ("pool", "n-gram pool"), ("trie", "trie"),

@@ -42,14 +42,14 @@ def rate(progress, cool_down):
 
 
 class Clock:
-    """Tells how far the training has come, by training time rather than by steps.
+    """Progress of the training by training time, not by steps.
 
-    A process that is stopped, or compiles, must not use up the schedule: a step counts at most thrice the
+    Time in which the process is stopped or compiles must not use up the schedule: a step counts at most three times the
     median of the last hundred. The deadline still holds, because the rest of the schedule shrinks to it.
     """
 
     def __init__(self, minutes, deadline, counted, count_all):
-        """With `count_all` all time counts: for a machine so busy that the process mostly waits."""
+        """With `count_all` all time counts: for a busy machine, where the process mostly waits."""
         self.budget, self.counted, self.times, self.deadline = minutes * 60, counted, [], math.inf
         self.most = math.inf if count_all else 3
         if deadline:
@@ -57,7 +57,7 @@ class Clock:
             self.deadline = time.time() + ((hour * 60 + minute) * 60 - time.time() % 86400) % 86400
 
     def progress(self):
-        """Return the finished share of the schedule, 1.0 when the time is over."""
+        """Return the finished share of the schedule; 1.0 at its end."""
         left = min(self.budget - self.counted, self.deadline - time.time())
         return 1.0 if left <= 0 else self.counted / (self.counted + left)
 
@@ -103,7 +103,7 @@ class Batches:
         return torch.from_numpy(ids), torch.from_numpy(weights)
 
     def inside(self, ids):
-        """Tell which tokens of rows belong to a middle, its end token included and its marker not."""
+        """Return a mask of the tokens of a middle, with its end token and without its marker."""
         places = np.where(np.isin(ids, self.marks), np.arange(ids.shape[1]), 0)
         before = np.maximum.accumulate(places, axis=1)[:, :-1]  # the last mark strictly before each token
         found = np.take_along_axis(ids, before, axis=1) == self.marks[2]
@@ -233,7 +233,7 @@ def main():
     p.add_argument("--sources", nargs="+", default=[sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")])
     p.add_argument("--package-cap", type=int, default=4_000_000, help="bytes one package may contribute")
     p.add_argument("--vocab", type=int, default=4096, help="tokens of a new tokenizer, without those for holes")
-    p.add_argument("--tokenizer", help="take over the tokenizer of this folder instead of training one")
+    p.add_argument("--tokenizer", help="use the tokenizer of this folder instead of training one")
     p.add_argument("--fim", type=float, default=0.5, help="share of the documents that get holes")
     p.set_defaults(run=collect)
     p = commands.add_parser("stuck", parents=[shared])
@@ -263,15 +263,15 @@ def main():
     ):
         p.add_argument("--" + name, type=kind, default=value)
     p.add_argument("--from", dest="start", help="start from the weights in this folder")
-    p.add_argument("--deadline", help="HH:MM in UTC at which the training has to be over")
+    p.add_argument("--deadline", help="HH:MM in UTC at which the training ends")
     p.add_argument("--out", default="lpr/assets/bundled")
     p.add_argument("--resume", action="store_true")
     p.add_argument("--compile", action="store_true")
-    p.add_argument("--count-all", action="store_true", help="count the time in which the process was stopped, too")
+    p.add_argument("--count-all", action="store_true", help="also count time in which the process was stopped")
     p.set_defaults(run=train)
     p = commands.add_parser("eval", parents=[shared])
     p.add_argument("--model", default="lpr/assets/bundled")
-    p.add_argument("--classeval", default="../shared/data/classeval.jsonl")
+    p.add_argument("--classeval", required=True, help="ClassEval as JSON lines")
     p.add_argument("--batch", type=int, default=25)
     p.add_argument("--prompts", type=int, default=100, help="ClassEval skeletons")
     p.add_argument("--rows", type=int, default=100_000, help="held-out rows of 2048 tokens, at most")

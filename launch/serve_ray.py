@@ -2,11 +2,11 @@
 
     cd launch && serve run --working-dir . serve_ray:app model=Qwen/Qwen2.5-Coder-7B lp=4 tp=2 max_meshes=4
 
-Every machine needs `pip install 'lpr[ray]'`. A mesh is `python -m lpr.serve` on the machine of its replica; one of
-several machines is torchrun on all of them. The front sends prompts that begin alike, and requests of one session, to
-the same mesh, where their prefix is cached and their drafts are warm, unless that has too many requests. Ray Serve
-starts further meshes by the number of requests that run and wait, and starts lost ones again. A request whose mesh is
-lost before its answer began is asked of another one.
+Every machine needs `pip install 'lpr[ray]'`. A mesh is `python -m lpr.serve` on the machine of its replica, or torchrun
+on several machines. The front sends prompts that begin alike, and requests of one session, to the same mesh, where
+their prefix is cached and their drafts are warm, unless that mesh has too many requests. Ray Serve starts further
+meshes by the number of running and waiting requests, and restarts lost ones. A request whose mesh is lost before its
+answer begins goes to another mesh.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 LOAD_SECONDS = 3600.0
 """Time for a mesh to load its model, as lpr.serve's --load-timeout."""
 DRAIN_SECONDS = 30.0
-"""Time for open requests when a mesh is given up, as lpr.serve's --shutdown-timeout."""
+"""Time for open requests when a mesh is stopped, as lpr.serve's --shutdown-timeout."""
 TRIES = 3
-"""Meshes that a request is asked of, as long as none has begun to answer."""
+"""Meshes that a request is sent to until one begins to answer."""
 HOP_BY_HOP = ("connection", "content-length", "date", "host", "keep-alive", "server", "transfer-encoding")
 
 
@@ -55,16 +55,16 @@ class Settings(BaseModel, extra="forbid"):
     lp: PositiveInt = 1
     tp: PositiveInt = 1
     gpus_per_machine: int = 8
-    """A mesh takes as many machines as its ranks need; 0: ranks are CPU processes of one machine."""
+    """A mesh takes as many machines as its ranks need. With 0, ranks are CPU processes of one machine."""
     ranks_per_machine: int | None = None
     """Default: as many as there are GPUs."""
     cpus_per_rank: float = 1.0
     min_meshes: PositiveInt = 1
     max_meshes: PositiveInt = 1
     target_requests: float = 8.0
-    """Requests per mesh, running and waiting, above which Ray starts a further one; about the slots of a mesh."""
+    """Running and waiting requests per mesh above which Ray starts a further mesh; about the slots of a mesh."""
     most_requests: PositiveInt = 64
-    """Requests of a mesh above which its prompts go to the next one."""
+    """Requests of a mesh above which its prompts go to the next mesh."""
     upscale_seconds: float = 30.0
     downscale_seconds: float = 600.0
     flags: str = ""
@@ -82,7 +82,7 @@ class Settings(BaseModel, extra="forbid"):
 
     @property
     def bundles(self) -> list[dict[str, float]]:
-        """Resources of a mesh, one entry per machine; raises ValueError where ranks do not fill machines alike."""
+        """Resources of a mesh, one entry per machine; raises ValueError if ranks do not fill machines evenly."""
         machines, rest = divmod(self.num_ranks, self.machine_ranks)
         if rest:
             raise ValueError(f"{self.num_ranks} ranks do not fill machines of {self.machine_ranks}")
@@ -90,7 +90,7 @@ class Settings(BaseModel, extra="forbid"):
         return [bundle | ({"GPU": self.machine_ranks} if self.gpus_per_machine else {})] * machines
 
     def command(self, port: int, machine: int, head: str) -> list[str]:
-        """What a machine of a mesh runs: the service, or torchrun where there are several machines."""
+        """The command of a machine of a mesh: the service, or torchrun if there are several machines."""
         flags = ["--lp", str(self.lp), "--tp", str(self.tp), "--host", "127.0.0.1", "--port", str(port)]
         flags += ["--shutdown-timeout", f"{DRAIN_SECONDS - 5:.0f}"]
         flags += ["--model", self.model] if self.model is not None else []
@@ -106,26 +106,26 @@ class Settings(BaseModel, extra="forbid"):
 
 @ray.remote
 class Machine:
-    """A further machine of a mesh. It ends with the mesh, whose replica owns it, and its ranks end with it."""
+    """A further machine of a mesh. The mesh's replica owns it; it ends with the mesh, and its ranks end with it."""
 
     def __init__(self, command: list[str]) -> None:
         """Start the ranks of this machine."""
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
 
     def is_running(self) -> bool:
-        """Do they run?"""
+        """True while they run."""
         return self._process.poll() is None
 
 
 class Mesh:
-    """A mesh: the service as a child process, and further machines where it needs them."""
+    """A mesh: the service as a child process, and further machines if it needs them."""
 
     def __init__(self, settings: Settings) -> None:
-        """Start the ranks of all machines; the first look at its health comes when the model has loaded."""
+        """Start the ranks of all machines. Health checks begin when the model has loaded."""
         port = free_port()
         head = f"{ray.util.get_node_ip_address()}:{free_port()}"
         command = settings.command(port, 0, head)
-        # Nobody is left to answer when this process dies, whichever way, and GPUs must be free for the next one.
+        # However this process dies, the service must end with it, so that its GPUs are free for the next mesh.
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
         self._machines = [
             Machine.options(
@@ -140,14 +140,14 @@ class Mesh:
         self._http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=httpx.Timeout(None, connect=5.0))
 
     async def loaded(self) -> None:
-        """Return once requests are taken; raises RuntimeError if they never will be."""
+        """Return once the mesh takes requests; raises RuntimeError if it has ended."""
         async with asyncio.timeout(LOAD_SECONDS):
             while not await self._says_ok("/readyz"):
                 self._check_running()
                 await asyncio.sleep(0.2)
 
     async def check_health(self) -> None:
-        """Raise RuntimeError where a restart helps, as /livez says; Ray Serve asks now and then."""
+        """Raise RuntimeError if a restart helps, as /livez reports. Ray Serve calls this periodically."""
         self._check_running()
         if not await self._says_ok("/livez"):
             raise RuntimeError("the ranks are silent or hang")
@@ -155,14 +155,14 @@ class Mesh:
     async def answer(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes
     ) -> AsyncIterator[tuple[int, dict[str, str]] | bytes]:
-        """Ask the service; yields its status and headers, and the mesh's name, then its body as it comes."""
+        """Forward a request; yields status and headers, with the mesh's name, then the body as it arrives."""
         async with self._http.stream(method, path, headers=headers, content=body) as response:
             yield response.status_code, {**response.headers, "x-lpr-mesh": self._name}
             async for part in response.aiter_raw():
                 yield part
 
     async def __del__(self) -> None:
-        """Let the service finish what is open, and end it."""
+        """Let the service finish open requests, and end it."""
         self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             await asyncio.to_thread(self._process.wait, DRAIN_SECONDS)
@@ -179,18 +179,18 @@ class Mesh:
 
 
 class Front:
-    """Answers clients, each request by the mesh that knows how it begins."""
+    """Forwards each request to the mesh that has its prefix."""
 
     def __init__(self, meshes: DeploymentHandle) -> None:
-        """Answer by `meshes`."""
+        """Forward to `meshes`."""
         self._meshes = meshes
 
     async def __call__(self, request: Request) -> Response:
-        """Pass a request on, and its answer back; 503 where no mesh begins to answer."""
+        """Forward a request and its answer; 503 if no mesh begins to answer."""
         body = await request.body()
         headers = {name: value for name, value in request.headers.items() if name not in HOP_BY_HOP}
         path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-        # Without a key the choice is even; the router takes no part of it for a key then.
+        # Without a key, a random one spreads requests evenly.
         key = routing_key(headers, fields_of(body)) or uuid.uuid4().hex
         failure: Exception | None = None
         for _ in range(TRIES):
@@ -209,7 +209,7 @@ class Front:
 
 
 def fields_of(body: bytes) -> dict[str, Any]:
-    """The fields of a JSON body; none where it is something else."""
+    """The fields of a JSON object; {} for any other body."""
     with contextlib.suppress(ValueError):
         found = json.loads(body)
         return found if isinstance(found, dict) else {}
@@ -217,14 +217,14 @@ def fields_of(body: bytes) -> dict[str, Any]:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens at."""
+    """A free port of this machine."""
     with socket.socket() as found:
         found.bind(("", 0))
         return int(found.getsockname()[1])
 
 
 def app(settings: Settings) -> serve.Application:
-    """The application."""
+    """The application that `serve run` starts."""
     bundles = settings.bundles
 
     class Loaded(Mesh):

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The service on the machines of a SLURM job, one mesh per job; `--array=0-3` makes four of them, each with its own port:
+# The service on the machines of a SLURM job, one mesh per job. `--array=0-3` starts four meshes, each with its own port:
 #   sbatch --nodes=2 --gpus-per-node=8 launch/slurm_serve.sh --model M --lp 2 --tp 8 [lpr.serve arguments...]
-# lp x tp is the number of the job's GPUs. Its output begins with the address, which is that of the job's first machine.
+# lp x tp is the number of the job's GPUs. The output begins with the address of the service, on the job's first machine.
 #SBATCH --job-name=lpr-serve
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=16
@@ -15,10 +15,10 @@ echo "lpr.serve: http://$HEAD:$PORT"
 # The last 60 seconds are for open requests: torchrun gives its ranks 30 of them.
 set -- --host 0.0.0.0 --port "$PORT" --shutdown-timeout 25 "$@"
 if [ "$SLURM_JOB_NUM_NODES" = 1 ]; then
-    # On one machine the service starts the ranks itself, and starts lost ones again.
+    # On one machine the service starts the ranks itself and replaces lost ones.
     exec srun --kill-on-bad-exit=1 python -m lpr.serve "$@"
 fi
-# The machine with number 0 gets rank 0, which answers: so its number is given, not agreed on.
+# Rank 0 answers and must run on the machine with number 0, so --node-rank is given instead of negotiated.
 # shellcheck disable=SC2016  # each task reads its own number
 exec srun --kill-on-bad-exit=1 bash -c 'exec torchrun --nnodes="$SLURM_JOB_NUM_NODES" --node-rank="$SLURM_NODEID" \
     --nproc-per-node="$NPROC" --master-addr="$HEAD" --master-port="$((PORT + 20000))" -m lpr.serve "$@"' lpr "$@"

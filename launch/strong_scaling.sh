@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Wall clock of 1, 2, 4 and 8 ranks on this machine's GPUs (or NPROC processes), as lookahead parallel and as tensor
-# parallel: launch/strong_scaling.sh --model M --data classeval.jsonl [benchmarks.fleet arguments...]
+# Wall clock of 1, 2, 4 and 8 ranks on this machine's GPUs (or NPROC processes), with lookahead and tensor
+# parallelism: launch/strong_scaling.sh --model M --data classeval.jsonl [benchmarks.fleet arguments...]
 set -euo pipefail
 nproc=${NPROC:-$(nvidia-smi --list-gpus 2>/dev/null | wc -l)}
 meshes=(1x1)

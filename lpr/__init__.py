@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from lpr.drop_in.lookahead import Lookahead, lookahead
     from lpr.engine.engine import Engine
     from lpr.engine.options import EngineOptions
-    from lpr.engine.request import Chunk, Completion, Request
+    from lpr.engine.request import Completion, Request
     from lpr.model.loader import bundled_model
+    from lpr.protocol import Chunk
 
 __version__ = "0.1.0"
 __all__ = [
@@ -35,7 +36,7 @@ _HOMES = {
     "SamplingParams": "lpr.config",
     "Lookahead": "lpr.drop_in.lookahead",
     "lookahead": "lpr.drop_in.lookahead",
-    "Chunk": "lpr.engine.request",
+    "Chunk": "lpr.protocol",
     "Completion": "lpr.engine.request",
     "Engine": "lpr.engine.engine",
     "EngineOptions": "lpr.engine.options",

@@ -2,26 +2,71 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from functools import cache
+from reprlib import repr as shortened
+from typing import Annotated, Any, Literal, get_type_hints
+
+import msgspec
+from msgspec import Meta
 
 Auto = Literal["auto"]
-"""A size that follows from the measured time of a step and from what drafts earn."""
+"""A size that follows from measured step times and from the acceptance of drafts."""
+Whole = Annotated[int, Meta(ge=0, lt=2**31)]
+"""A whole number that ranks can send each other and native code takes."""
+Count = Annotated[int, Meta(ge=1, lt=2**31)]
+Seed = Annotated[int, Meta(ge=-(2**63))]
+Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+NotNegative = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
+Positive = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+NotEmpty = Annotated[str, Meta(min_length=1)]
 
 
 MAX_LOGPROBS = 20
 """Most alternatives whose log-probabilities a request can ask for."""
-AUTOMATIC = ("window_size", "ngram_size", "guess_set_size", "trie_nodes")
 
 
 class InputError(ValueError):
-    """Something the user gave us cannot work; the message is one line and says what would."""
+    """User input that cannot work; the message is one line that names the cause."""
 
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise InputError(message)
+
+
+@cache
+def _struct_of(kind: type) -> type[msgspec.Struct]:
+    return msgspec.defstruct(kind.__name__, [*get_type_hints(kind, include_extras=True).items()], kw_only=True)
+
+
+def validate(config: Any) -> None:
+    """Convert the fields of a frozen dataclass to their annotated types; raises InputError that names the field."""
+    struct = _struct_of(type(config))
+    values = {name: _plain(getattr(config, name)) for name in struct.__struct_fields__}
+    try:
+        found = msgspec.convert(values, struct)
+    except msgspec.ValidationError as failure:
+        reason, _, place = str(failure).replace("`", "").partition(" - at $.")
+        name = place.split("[")[0]
+        is_auto = "| str" in reason or "enum" in reason
+        wanted = 'a whole number or "auto"' if is_auto else reason.removeprefix("Expected ")
+        raise InputError(f"{name}={shortened(values[name])} must be {wanted}") from None
+    vars(config).update(msgspec.structs.asdict(found))
+
+
+def _plain(value: Any) -> Any:
+    """A value in types that commands carry: numpy's floats become floats, iterables and dicts become tuples."""
+    if isinstance(value, (int, str)) or value is None:
+        return value
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, Mapping):
+        value = value.items()
+    return tuple(map(_plain, value)) if isinstance(value, Iterable) else value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,56 +79,40 @@ class DecodeConfig:
     decoding (Fu et al. 2024), trie_nodes is the decoding length of trie drafts (Zhao et al. 2024).
     """
 
-    window_size: int | Auto = "auto"
+    window_size: Whole | Auto = "auto"
     """W: columns of the Jacobi window. 0 switches the window and its n-gram pool off."""
-    ngram_size: int | Auto = "auto"
+    ngram_size: Count | Auto = "auto"
     """N: length of the n-grams that the window yields; the window has N-1 levels. auto: 5, as in the paper."""
-    guess_set_size: int | Auto = "auto"
+    guess_set_size: Whole | Auto = "auto"
     """G: pooled n-grams, per first token, that may be verified in one step. auto: W, as in the paper."""
-    trie_nodes: int | Auto = "auto"
+    trie_nodes: Whole | Auto = "auto"
     """Node budget of drafts from the request's trie, the shared trie and recycled candidates. 0 switches them off."""
-    max_nodes: int = 128
+    max_nodes: Count = 128
     """Most nodes per rank of a tree whose sizes are automatic."""
-    branch_length: int = 128
+    branch_length: Count = 128
     """Longest branch of a draft, in tokens below the root; a long copied passage is one long branch."""
-    num_candidates: int = 8
+    num_candidates: Annotated[int, Meta(ge=0, le=64)] = 8
     """k: most likely next tokens kept per evaluated node, recycled as drafts. 0 switches recycling off."""
-    trie_capacity: int = 1_000_000
+    trie_capacity: Count = 1_000_000
     """Tokens that the trie shared between requests remembers; the oldest outputs are forgotten first."""
-    max_batch_size: int = 8
+    max_batch_size: Count = 8
     """Sequences decoded in one step; further requests wait for a free slot."""
-    max_length: int | None = None
+    max_length: Annotated[int, Meta(ge=2)] | None = None
     """Longest prompt plus output, in tokens. Default: the model's own limit, at most 4096."""
-    prefill_chunk: int = 512
+    prefill_chunk: Count = 512
     """Longest pending chain evaluated in one step; a longer prompt takes several steps."""
-    home_ranks: int | Auto = "auto"
+    home_ranks: Whole | Auto = "auto"
     """Ranks that work on a request's tree. auto: all for a single request, one where there are as many requests as
     ranks, and `max_batch_size` then holds per rank. 0: always all."""
-    first_token_ms: int = 0
+    first_token_ms: Whole = 0
     """Wanted time to the first token (TTFT), in milliseconds; requests that can still keep it come first. 0: none."""
-    per_token_ms: int = 0
+    per_token_ms: Whole = 0
     """Wanted time per token after it (TPOT), in milliseconds: requests wait, and prompts are filled in smaller pieces,
     while others would miss it. 0: none. Both go by the step times of automatic sizes."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work, with the arithmetic in the message; fill in what follows from other fields."""
-        for field in fields(self):
-            value = getattr(self, field.name)
-            may_be_auto = field.name in (*AUTOMATIC, "home_ranks")
-            if (field.name == "max_length" and value is None) or (may_be_auto and value == "auto"):
-                continue
-            wanted = 'a whole number or "auto"' if may_be_auto else "a whole number"
-            _require(
-                isinstance(value, int) and not isinstance(value, bool),
-                f"{field.name} must be {wanted}, not {value!r}",
-            )
-            may_be_none = (
-                *("window_size", "trie_nodes", "guess_set_size", "num_candidates", "home_ranks"),
-                *("first_token_ms", "per_token_ms"),
-            )
-            least = 0 if field.name in may_be_none else 1
-            why = f"be at least {least}" if least else "not be negative"
-            _require(value >= least, f"{field.name}={value} must {why}")
+        validate(self)
         if self.ngram_size == "auto":
             object.__setattr__(self, "ngram_size", 5)
         if self.guess_set_size == "auto" and self.window_size != "auto":
@@ -104,11 +133,6 @@ class DecodeConfig:
             f"trie_nodes={self.trie_nodes} make {sizes.num_nodes} nodes a step; the limit is 16384 "
             "(window_size 4096, ngram_size 64)",
         )
-        _require(self.num_candidates <= 64, f"num_candidates={self.num_candidates} must be at most 64")
-        _require(
-            self.max_length is None or self.max_length >= 2,
-            f"max_length={self.max_length} leaves no room for a prompt token and an output token",
-        )
 
     @classmethod
     def autoregressive(cls, **overrides: Any) -> DecodeConfig:
@@ -116,12 +140,12 @@ class DecodeConfig:
         return cls(**{"window_size": 0, "trie_nodes": 0, **overrides})
 
     def carries_trees(self, num_ranks: int) -> bool:
-        """Do results travel with their nodes, as a rank may not serve all requests?"""
+        """True if results travel with their nodes, because a rank may not serve all requests."""
         return num_ranks > 1 and self.home_ranks != 0
 
     @property
     def adaptive(self) -> bool:
-        """Does the size of a step's tree follow from measured times?"""
+        """True if the size of a step's tree follows from measured step times."""
         return "auto" in (self.window_size, self.trie_nodes, self.guess_set_size)
 
     def resolved(self, num_ranks: int = 1, nodes_per_rank: int | None = None) -> TreeSizes:
@@ -228,115 +252,54 @@ class TreeSizes:
 class SamplingParams:
     """Which tokens a request wants: the only thing besides the model and the prompt that decides its text."""
 
-    max_new_tokens: int = 64
+    max_new_tokens: Count = 64
     """Most tokens to emit."""
-    temperature: float = 0.0
+    temperature: NotNegative = 0.0
     """0 is greedy; above 0 the next token is sampled from softmax(logits / temperature)."""
-    top_k: int = 0
+    top_k: Whole = 0
     """Sample among the k most likely tokens. 0: no limit."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Sample among the most likely tokens that together reach this probability. 1: no limit."""
-    min_p: float = 0.0
+    min_p: Share = 0.0
     """Sample among tokens at least this times as likely as the most likely one. 0: no limit."""
-    seed: int = 0
+    seed: Seed = 0
     """Key of the sampling noise: the same seed gives the same text."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[NotEmpty, ...] = ()
     """Strings that end the output, or one; the text ends before the first of them."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[Whole, ...] = ()
     """Token ids that end the output, besides the model's end-of-text tokens; the text does not show them."""
     ignore_eos: bool = False
     """Go on after an end-of-text token (for measurements)."""
-    min_new_tokens: int = 0
+    min_new_tokens: Whole = 0
     """No end-of-text token and none of `stop_token_ids` before so many tokens."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: Positive = 1.0
     """Divides (if negative: multiplies) the logits of tokens that the prompt or the output holds. 1: none."""
-    no_repeat_ngram_size: int = 0
+    no_repeat_ngram_size: Whole = 0
     """No n-gram of this many tokens twice in prompt and output. 0: off."""
-    presence_penalty: float = 0.0
+    presence_penalty: Finite = 0.0
     """Subtracted from the logits of tokens that the output holds, as in OpenAI's API. 0: none."""
-    frequency_penalty: float = 0.0
+    frequency_penalty: Finite = 0.0
     """Subtracted from them as often as the output holds the token. 0: none."""
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    logit_bias: tuple[tuple[Whole, Finite], ...] = ()
     """Pairs of a token id and what is added to its logit; a dict will do."""
-    logprobs: int | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     """Say the log-probability of every emitted token, and of so many of the most likely ones at its place.
 
     They are the model's own, before penalties, temperature and limits. None: say none."""
     grammar: str = ""
     """Let the output keep to a grammar in llguidance's JSON form. Empty: any output."""
-    forced_ids: tuple[int, ...] = ()
+    forced_ids: tuple[Whole, ...] = ()
     """Begin the output with these token ids, whatever the model would choose: `logprobs` then say what it thinks of a
     text that is known."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _listed("stop", self.stop))
-        for name in ("stop_token_ids", "forced_ids"):
-            object.__setattr__(self, name, _listed(name, getattr(self, name)))
-        numbers = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-        for name in numbers:
-            value = getattr(self, name)
-            _require(isinstance(value, (int, float)), f"{name}={value!r} must be a number")
-            object.__setattr__(self, name, float(value))  # numpy's floats are floats too, but no command carries them
-        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        lists = {name: getattr(self, name) or () for name in ("stop", "stop_token_ids", "logit_bias", "forced_ids")}
+        stop = (self.stop,) if isinstance(self.stop, str) else lists["stop"]
+        vars(self).update({**lists, "stop": stop})
+        validate(self)
+        _require(self.seed < 2**64, f"seed={self.seed} must fit in 64 bits")
         _require(
-            _is_whole(self.max_new_tokens, 1),
-            f"max_new_tokens={self.max_new_tokens} must be a whole number of at least 1",
-        )
-        _require(0.0 <= self.temperature < float("inf"), f"temperature={self.temperature} must be 0 (greedy) or above")
-        _require(
-            _is_whole(self.top_k),
-            f"top_k={self.top_k} must be 0 (off) or a whole number above",
-        )
-        _require(0.0 < self.top_p <= 1.0, f"top_p={self.top_p} must be in (0, 1]; 1 is off")
-        _require(0.0 <= self.min_p <= 1.0, f"min_p={self.min_p} must be in [0, 1]; 0 is off")
-        _require(type(self.seed) is int and -(2**63) <= self.seed < 2**64, f"seed={self.seed} must fit in 64 bits")
-        _require(all(isinstance(s, str) and s for s in self.stop), f"stop={self.stop!r} must be non-empty strings")
-        _require(
-            all(map(_is_whole, self.stop_token_ids)),
-            f"stop_token_ids={self.stop_token_ids!r} must be token ids, whole numbers of at least 0",
-        )
-        _require(
-            all(map(_is_whole, self.forced_ids)),
-            "forced_ids must be token ids, whole numbers of at least 0",
-        )
-        _require(
-            _is_whole(self.min_new_tokens) and self.min_new_tokens <= self.max_new_tokens,
+            self.min_new_tokens <= self.max_new_tokens,
             f"min_new_tokens={self.min_new_tokens} must be from 0 to max_new_tokens={self.max_new_tokens}",
         )
-        _require(
-            0.0 < self.repetition_penalty < float("inf"),
-            f"repetition_penalty={self.repetition_penalty} must be above 0; 1 is off",
-        )
-        for name in ("presence_penalty", "frequency_penalty"):
-            _require(abs(getattr(self, name)) < float("inf"), f"{name}={getattr(self, name)} must be finite; 0 is off")
-        _require(
-            all(_is_whole(token) and abs(bias) < float("inf") for token, bias in self.logit_bias),
-            f"logit_bias={self.logit_bias!r} must be pairs of a token id and a finite number",
-        )
-        _require(
-            _is_whole(self.no_repeat_ngram_size),
-            f"no_repeat_ngram_size={self.no_repeat_ngram_size} must be 0 (off) or a whole number above",
-        )
-        _require(
-            self.logprobs is None or (_is_whole(self.logprobs) and self.logprobs <= MAX_LOGPROBS),
-            f"logprobs={self.logprobs} must be from 0 to {MAX_LOGPROBS}",
-        )
-
-
-def _is_whole(value: object, least: int = 0) -> bool:
-    """Is it a whole number that ranks can send each other and native code takes (below 2**31)?"""
-    return type(value) is int and least <= value < 2**31
-
-
-def _listed(name: str, values: Iterable[Any] | None) -> tuple[Any, ...]:
-    _require(values is None or isinstance(values, Iterable), f"{name}={values!r} must be a list")
-    return tuple(values or ())
-
-
-def _biases(values: Mapping[int, float] | Iterable[tuple[int, float]] | None) -> tuple[tuple[int, float], ...]:
-    try:
-        pairs = values.items() if isinstance(values, Mapping) else values or ()
-        return tuple((token, float(bias)) for token, bias in pairs)
-    except (TypeError, ValueError):
-        raise InputError(f"logit_bias={values!r} must be pairs of a token id and a finite number") from None

@@ -40,6 +40,7 @@ struct Chooser {
   float temperature, top_p, min_p;
   uint32_t key;
   int64_t top_k;  // 0 is off
+  uint32_t first_token;  // that of column 0: the logits may be a part of the vocabulary
 };
 
 struct Winner {
@@ -127,11 +128,11 @@ LPR_EACH_CPU inline void scale(const float* logits, int64_t size, float temperat
 }
 
 // The best total among tokens of a score of at least `kept` that come before (`end`, `end_token`).
-LPR_EACH_CPU inline Winner search(const Scores& scores, uint32_t key, float kept, float end, int64_t end_token) {
+LPR_EACH_CPU inline Winner search(const Scores& scores, const Chooser& choice, float kept, float end, int64_t end_token) {
   constexpr float LN2 = 0.69314718f;
   Winner winner;
   auto enter = [&](int64_t token) {
-    double total = static_cast<double>(scores.scaled[token]) + noise_of(key, static_cast<uint32_t>(token));
+    double total = static_cast<double>(scores.scaled[token]) + noise_of(choice.key, static_cast<uint32_t>(token) + choice.first_token);
     if (total > winner.total) {
       winner.second = winner.total;
       winner.total = total;
@@ -142,15 +143,15 @@ LPR_EACH_CPU inline Winner search(const Scores& scores, uint32_t key, float kept
   };
   enter(scores.first);
   float least = std::max(kept, end);
-  Words32 folded = key * 0x85EBCA6Bu - Words32{}, lanes;
-  for (int lane = 0; lane < LANES; lane++) lanes[lane] = static_cast<uint32_t>(lane);
+  Words32 folded = choice.key * 0x85EBCA6Bu - Words32{}, lanes;
+  for (int lane = 0; lane < LANES; lane++) lanes[lane] = static_cast<uint32_t>(lane) + choice.first_token;
   for (size_t block = 0; block < scores.largest.size(); block++) {
     float slack = static_cast<float>(NEAR + NEAR_PART * std::abs(winner.total)) * 2 + 1e-3f;
     float reach = static_cast<float>(winner.total) - slack;
     if (scores.largest[block] < least || scores.largest[block] + MOST_NOISE < reach) continue;
     for (int64_t i = block * BLOCK; i < static_cast<int64_t>(block + 1) * BLOCK; i += LANES) {
       Floats score = load(scores.scaled.data() + i);
-      Words32 bits = mixed(mixed((lanes + static_cast<uint32_t>(i)) ^ key) ^ folded);
+      Words32 bits = mixed(mixed((lanes + static_cast<uint32_t>(i)) ^ choice.key) ^ folded);
       // No noise exceeds -log((bits + 1/2) / 2^32), and a float's bits are a logarithm that is never too large.
       Floats halved = __builtin_convertvector(as<Ints>(bits >> 1), Floats);
       Floats exponent = __builtin_convertvector(as<Ints>(halved), Floats);
@@ -254,7 +255,7 @@ inline int64_t choose_row(const float* logits, int64_t size, const Chooser& choi
   float end = -std::numeric_limits<float>::infinity();
   int64_t end_token = size;
   while (true) {
-    Winner winner = search(scores, choice.key, kept, end, end_token);
+    Winner winner = search(scores, choice, kept, end, end_token);
     if (winner.second >= winner.total - (NEAR + NEAR_PART * std::abs(winner.total))) return DOUBT;
     if (winner.token == scores.first) return winner.token;
     bool allowed = true, doubtful = false;

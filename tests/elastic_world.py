@@ -1,24 +1,25 @@
-"""Ranks that die where a test says, as threads: the real register and ElasticComm, with groups that fail on demand."""
+"""Ranks that die where a test wants, as threads: real rendezvous and ProcessComm, groups that fail on demand."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-from lpr.dist.channel import CommError
-from lpr.dist.elastic import ElasticComm
-from lpr.dist.group import Group
-from lpr.dist.heart import Heart
-from lpr.dist.register import Decision, Member, Register
+from lpr.dist.comm import ProcessComm
+from lpr.dist.errors import CommError
+from lpr.dist.group import FindLoss, Group
+from lpr.dist.heartbeat import Heartbeat
+from lpr.dist.membership import Membership
+from lpr.dist.rendezvous import Decision, Member, Rendezvous
 
 
 def hash_store() -> dist.Store:
-    """A register's store within this process."""
+    """A rendezvous store within this process."""
     return dist.HashStore()
 
 
@@ -53,28 +54,26 @@ class _Collective:
     victim_came: bool = False
 
 
-class ThreadGroup:
+class ThreadGroup(Group):
     """One rank's end of a group."""
 
     def __init__(self, world: ElasticWorld, name: str, rank: int, size: int) -> None:
         """World rank `rank` of the group `name`."""
+        super().__init__()
         self.world = world
         self.name, self.rank, self.size = name, rank, size
         self.index = 0
 
-    def gather(self, payload: torch.Tensor) -> torch.Tensor:
-        """As Group.gather."""
+    def begin_gather(self, payload: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """As Group.begin_gather."""
         given = self._collect(payload.detach().cpu().clone(), range(self.size))
-        return torch.stack([given[rank] for rank in range(self.size)])  # type: ignore[misc]
+        return lambda: torch.stack([given[rank] for rank in range(self.size)])  # type: ignore[misc]
 
     def broadcast(self, message: bytes, length: int) -> bytes:
         """As Group.broadcast."""
         found = self._collect(message, [0])[0]
         assert isinstance(found, bytes) and len(found) == length
         return found
-
-    def limit(self, timeout: float) -> None:
-        """Every wait is bounded anyway."""
 
     def close(self) -> None:
         """As Group.close."""
@@ -116,30 +115,35 @@ class ThreadGroup:
                 world.lock.wait(0.05)
 
 
-class DirectHeart(Heart):
-    """Looks at the register whenever it is asked; no thread."""
+class DirectHeartbeat(Heartbeat):
+    """Looks at the rendezvous store whenever it is asked; no thread."""
 
-    def __init__(self, register: Register) -> None:
+    def __init__(self, rendezvous: Rendezvous) -> None:
         """With the rank's own connection."""
-        super().__init__(lambda: register)
-        self._register = register
+        super().__init__(lambda: rendezvous)
+        self._rendezvous = rendezvous
+        self._members: tuple[int, Sequence[int]] = -1, ()
 
     def start(self) -> None:
         """Nothing beats."""
 
-    @property
-    def is_broken(self) -> bool:  # type: ignore[override]
-        """Has somebody left the epoch, or died?"""
-        return self._register.is_broken(self.epoch, self.replicas)
+    def watch(self, epoch: int, replicas: Sequence[int]) -> None:
+        """As Heartbeat.watch."""
+        self._members = epoch, replicas
 
-    @is_broken.setter
-    def is_broken(self, value: bool) -> None:
+    @property
+    def loss(self) -> str | None:  # type: ignore[override]
+        """Of the watched epoch."""
+        return self._rendezvous.loss(*self._members)
+
+    @loss.setter
+    def loss(self, value: str | None) -> None:
         """Nothing is kept."""
 
     @property
     def newcomers(self) -> tuple[int, ...]:  # type: ignore[override]
         """Replicas that wait."""
-        return self._register.offered()
+        return self._rendezvous.offered()
 
     @newcomers.setter
     def newcomers(self, value: tuple[int, ...]) -> None:
@@ -147,7 +151,7 @@ class DirectHeart(Heart):
 
 
 class ElasticWorld:
-    """Threads that are replicas of a mesh, and a supervisor's part of the register."""
+    """Threads that are replicas of a mesh, and a supervisor's part of the rendezvous."""
 
     def __init__(self, num_replicas: int, *faults: Fault) -> None:
         """`num_replicas` ranks at first."""
@@ -166,20 +170,22 @@ class ElasticWorld:
         """Note that a collective was begun."""
         self.num_collectives[name] = max(self.num_collectives.get(name, 0), index + 1)
 
-    def register(self, replica: int) -> Register:
+    def rendezvous(self, replica: int) -> Rendezvous:
         """A connection of `replica`'s."""
-        return Register(self.store, Member(replica))
+        return Rendezvous(self.store, Member(replica))
 
-    def comm(self, replica: int, joins: bool = False) -> ElasticComm:
+    def comm(self, replica: int, joins: bool = False) -> ProcessComm:
         """The mesh as `replica` sees it."""
-        register = self.register(replica)
+        rendezvous = self.rendezvous(replica)
 
-        def connect(name: str, rank: int, size: int, is_broken: Callable[[], bool]) -> Group:
+        def connect(name: str, rank: int, size: int, find_loss: FindLoss, is_start: bool) -> Group:
             return ThreadGroup(self, name, rank, size)
 
-        return ElasticComm(register, DirectHeart(register), connect, self.num_replicas, joins=joins, timeout=WAIT)
+        beat = DirectHeartbeat(rendezvous)
+        members = Membership(rendezvous, beat, connect, self.num_replicas, joins=joins, timeout=WAIT)
+        return ProcessComm(members)
 
-    def start(self, replica: int, program: Callable[[ElasticComm], None], joins: bool = False) -> None:
+    def start(self, replica: int, program: Callable[[ProcessComm], None], joins: bool = False) -> None:
         """Run `program` as a replica."""
 
         def main() -> None:
@@ -193,7 +199,7 @@ class ElasticWorld:
                 self.failures[replica] = failure
             finally:
                 # What a supervisor and the kernel do when a process ends.
-                self.register(replica).mark_dead(replica, "it has ended")
+                self.rendezvous(replica).mark_dead(replica, "it has ended")
                 if comm is not None:
                     comm.close()
 
@@ -204,15 +210,15 @@ class ElasticWorld:
     def await_end(self, replica: int) -> None:
         """Wait until a replica has ended."""
         until = time.monotonic() + WAIT
-        while self.register(replica).dead_reason(replica) is None:
+        while self.rendezvous(replica).dead_reason(replica) is None:
             assert time.monotonic() < until, f"replica {replica} goes on"
             time.sleep(0.01)
 
     def found(self, epoch: int, replica: int) -> None:
         """Let a replica that has loaded be the first of a new mesh."""
-        register = self.register(replica)
-        register.decide(epoch, Decision([replica]))
-        register.welcome(epoch, replica)
+        rendezvous = self.rendezvous(replica)
+        rendezvous.decide(epoch, Decision([replica]))
+        rendezvous.welcome(epoch, replica)
 
     def join(self) -> None:
         """Wait for all ranks; raises what went wrong in one that a test did not end."""

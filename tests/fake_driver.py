@@ -15,11 +15,10 @@ from typing import Any
 import httpx
 from tokenizers import Tokenizer
 
+from lpr.protocol import Abort, Chunk, Stop, Submit, TokenLogprobs, Usage
 from lpr.serve.front import Front
 from lpr.serve.messages import (
     PROTOCOL,
-    Abort,
-    Chunk,
     Facts,
     Finish,
     FrameReader,
@@ -28,10 +27,6 @@ from lpr.serve.messages import (
     Pulse,
     Resume,
     Stepped,
-    Stop,
-    Submit,
-    TokenLogprobs,
-    Usage,
     frame,
     read_to_driver,
 )
@@ -94,6 +89,9 @@ class FakeDriver:
         """Called with what is in slots before each step."""
         self.resumed: list[int] | None = None
         self.submitted: list[Submit] = []
+        self.begun: list[int] = []
+        """Ids in the order in which they got a slot."""
+        self._slots: list[int] = []
         self.aborted: list[int] = []
         self.finished: list[int] = []
         self.stopped = False
@@ -119,11 +117,26 @@ class FakeDriver:
         stepping.cancel()
         self._writer.close()
 
+    def in_slots(self) -> list[int]:
+        """Ids of the requests with a slot; free slots go by priority and arrival."""
+        self._slots = [id for id in self._slots if id in self.running]
+        waiting = [submit for id, (submit, _) in self.running.items() if id not in self._slots]
+        waiting.sort(key=lambda each: each.arrived + 10 * each.priority)
+        new = [int(submit.id) for submit in waiting[: self.facts.max_batch_size - len(self._slots)]]
+        self._slots += new
+        self.begun += new
+        return list(self._slots)
+
+    def _load(self) -> Load:
+        return Load(self.in_slots(), 0.5, 1)
+
     def _obey(self, message: Any) -> None:
+        assert self._writer is not None
         if isinstance(message, Submit):
             self.submitted.append(message)
-            delivered = len(message.prompt_ids) - (message.num_prompt or 0)
+            delivered = len(message.token_ids) - message.num_prompt
             self.running[message.id] = (message, delivered)
+            self._writer.write(frame(Pulse(self._load())))
             held = (self._held or {}).get(message.id)
             if held is not None and held[1] > delivered:
                 self._write([self._chunk(message.id, held[1] - delivered)])
@@ -150,7 +163,7 @@ class FakeDriver:
 
     def _write(self, chunks: list[Chunk]) -> None:
         assert self._writer is not None
-        self._writer.write(frame(Stepped(chunks, Load(len(self.running), 0, 0.5, 1))))
+        self._writer.write(frame(Stepped(chunks, self._load())))
 
     async def _steps(self) -> None:
         assert self._writer is not None
@@ -159,10 +172,11 @@ class FakeDriver:
             await asyncio.sleep(self.pause or 0.001)
             if self.pulses and time.monotonic() - beat > 0.2:
                 beat = time.monotonic()
-                self._writer.write(frame(Pulse(Load(num_running=len(self.running)))))
+                self._writer.write(frame(Pulse(self._load())))
             if self.hold or not self.running:
                 continue
-            in_slots = list(self.running)[: self.facts.max_batch_size]
+            in_slots = self.in_slots()
+            self._writer.write(frame(Pulse(self._load())))
             self.before_step([self.running[id][0] for id in in_slots])
             self._write([self._chunk(id, self.per_step) for id in in_slots])
 

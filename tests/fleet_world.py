@@ -14,8 +14,9 @@ from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.fleet.options import FleetOptions
 from lpr.fleet.sharing import SharedDrafts
 from lpr.fleet.store import stream_of
-from lpr.serve.messages import Chunk, Load, Resume, Stepped, Stop, Submit
-from lpr.serve.ranks.driver import Driver
+from lpr.protocol import Chunk, Stop, Submit
+from lpr.serve.messages import Load, Resume, Stepped
+from lpr.serve.ranks.bridge import EngineBridge
 
 DECODE = DecodeConfig(window_size=0, trie_nodes=16, num_candidates=0, max_batch_size=2)
 PROMPTS = ("def fibonacci(n):\n    ", "class Stack:\n    def __init__(self):\n", "import os\n\ndef read_lines(path):\n")
@@ -35,6 +36,9 @@ class Line:
 
     def send(self, message: Any) -> None:
         self.said.append(message)
+
+    def flush(self) -> None:
+        pass
 
     def take(self, wait: float) -> list[Any]:
         time.sleep(0.002 if wait else 0)
@@ -66,9 +70,9 @@ class Member:
         """Complete a prompt; returns ids and decode steps. What the store brings meanwhile is learnt."""
         self._ids += 1
         params = SamplingParams(**{"max_new_tokens": 40, "seed": seed, **params})
-        submit = Submit(id=self._ids, prompt_ids=prompt, params=params, tenant=tenant)
+        submit = Submit(self._ids, prompt, params, len(prompt), tenant=tenant)
         line = self.turn(lambda line: any(each.finish_reason for each in line.chunks), Resume([]), submit)
-        assert all(chunk.error is None for chunk in line.chunks), [chunk.error for chunk in line.chunks]
+        assert all(chunk.failure is None for chunk in line.chunks), line.chunks
         usage = line.chunks[-1].usage
         assert usage is not None
         return [token for chunk in line.chunks for token in chunk.token_ids], usage.num_steps
@@ -89,7 +93,7 @@ class Member:
             return taken
 
         line = Line(script)
-        Driver(self.engine, line, MODEL, drafts=self.drafts).run()
+        EngineBridge(self.engine, line, MODEL, drafts=self.drafts).run()
         return line
 
     def learn(self, count: int) -> None:
@@ -104,7 +108,7 @@ class Member:
 
     def history(self, tenant: str = "") -> list[int]:
         """What drafts come from."""
-        return self.engine.learnt(tenant)[0].tolist()
+        return self.engine.learned(tenant)[0].tolist()
 
 
 @contextlib.contextmanager

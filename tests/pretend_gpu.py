@@ -24,12 +24,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import attention_reference
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lpr.model.kernels import reference
 from lpr.model.sampling import specification
 from lpr.model.sampling.choice import gpu_pick
 from lpr.model.sampling.selection import Selection
@@ -308,14 +308,14 @@ def to_gpu(module: torch.nn.Module) -> Any:
 
 def kernel(query: Any, key: Any, value: Any, mask: TreeMask, *, tiles: Any = None, **rules: Any) -> torch.Tensor:
     """Stands for the attention kernel: its specification, launched with tensors of the device only."""
-    return _launch(reference.tree_attention, query, key, value, mask, rules)
+    return _launch(attention_reference.tree_attention, query, key, value, mask, rules)
 
 
 def exact_kernel(query: Any, key: Any, value: Any, mask: TreeMask, paths: Paths, **rules: Any) -> torch.Tensor:
     """Stands for the kernel of exact mode, likewise."""
     if not all(isinstance(each, OnGpu) for each in (paths.entries, paths.num_shared)):
         raise PretendError("the kernel was given paths on the CPU")
-    return _launch(reference.exact_tree_attention, query, key, value, mask, rules)
+    return _launch(attention_reference.exact_tree_attention, query, key, value, mask, rules)
 
 
 def _launch(

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-from lpr.planner.facts import _ShapeCache
+from lpr.planner.facts import kept_shapes
 
 SIZES = {
     "vocab_size": 257, "hidden_size": 64, "intermediate_size": 112, "moe_intermediate_size": 48, "num_hidden_layers": 2,
@@ -45,14 +45,13 @@ def main(tp: int, model_types: list[str]) -> None:
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
         apply_tensor_parallelism(model, mesh, model._expand_parallel_plan(model.tp_plan))
         held = sum(getattr(each, "_local_tensor", each).numel() for each in model.parameters())
-        cache = _ShapeCache()
         with torch.no_grad(), CommDebugMode() as seen:
-            model(input_ids=torch.zeros(1, 2, dtype=torch.long), past_key_values=cache, use_cache=True)
+            kept = kept_shapes(model, torch.zeros(1, 2, dtype=torch.long))
         counts: dict[str, int] = {"all_reduce": 0, "all_gather": 0}
         for operator, count in seen.get_comm_counts().items():
             name = str(operator).replace("allreduce", "all_reduce").replace("allgather", "all_gather")
             counts["all_gather" if "all_gather" in name else "all_reduce" if "all_reduce" in name else name] += count
-        kv = sum(heads * (key + value) for heads, key, value in cache.shapes.values())
+        kv = sum(heads * (key + value) for heads, key, value in kept)
         print(json.dumps({"tp": tp, "model_type": model_type, "numel": held, "kv_values": kv, **counts}))
     dist.destroy_process_group()
 

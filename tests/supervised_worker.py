@@ -34,10 +34,12 @@ def main() -> int:
             return 0
         log = (folder / "log").open("a")
 
+        assert comm.membership is not None
+        membership = comm.membership
+
         def say(**facts: object) -> None:
-            print(
-                json.dumps({"at": time.time(), "pid": os.getpid(), "epoch": comm.epoch, **facts}), file=log, flush=True
-            )
+            fact = {"at": time.time(), "pid": os.getpid(), "epoch": membership.epoch, **facts}
+            print(json.dumps(fact), file=log, flush=True)
 
         say(drives=world.rank, size=comm.size)
         done = {path.stem for path in folder.glob("*.out")}

@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 from worlds import generate_on
 
 from lpr import DecodeConfig, Engine, SamplingParams
-from lpr.model.cache import TreeCache
 from lpr.model.inputs import Block, Row, StepInputs, build_inputs
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.choice import choose
 from lpr.model.sampling.selection import Selection
 from lpr.model.self_check import self_check
+from lpr.model.slot_cache import SlotCache
 
 LENGTHS = (1, 70, 9, 23, 130, 2, 40, 5, 64, 17)
 """Of the prompts; some exceed a step's prefill of 48 tokens."""
@@ -62,7 +62,7 @@ def seeded_ids() -> list[list[int]]:
 def batch_engine(size: int, packed: bool = True, **overrides: int) -> Engine:
     engine = Engine.from_model(model(), decode=DecodeConfig(max_batch_size=size, **{**DECODE, **overrides}))
     assert engine.model.packed, "a model that dispatches its attention takes packed rows"
-    engine.model.packed = engine.scheduler.packed = packed
+    engine.model.adapter.packed = engine.scheduler.limits.packed = packed
     return engine
 
 
@@ -143,10 +143,10 @@ def test_packed_logits_equal_padded_ones(family: str) -> None:
     ]
     logits = []
     for packed in (True, False):
-        cache = TreeCache(3, 64)
-        inputs = [build_inputs(rows, 64, runner.device, packed=packed) for rows in (first, second)]
+        cache = SlotCache(3, 64)
+        inputs = [build_inputs(rows, cache, runner.device, packed=packed) for rows in (first, second)]
         assert [each.packed for each in inputs] == [packed, packed]
-        logits.append(torch.cat([runner.logits(each, cache) for each in inputs]))
+        logits.append(torch.cat([runner.adapter.forward(each, cache) for each in inputs]))
     assert logits[0].shape == (3 + 8, 97)
     assert torch.allclose(*logits, rtol=0, atol=1e-5 * float(logits[1].abs().max()))
 
@@ -157,21 +157,22 @@ def test_packed_rows_need_no_neighbouring_slots(llama: PreTrainedModel) -> None:
     rows = [
         Row(slot, 0, text, list(range(-1, len(text) - 1)), list(range(len(text))), 1) for slot, text in texts.items()
     ]
-    cache = TreeCache(5, 16)
-    logits = runner.logits(build_inputs(rows, 16, runner.device, packed=True), cache)
+    cache = SlotCache(5, 16)
+    logits = runner.adapter.logits(rows, cache, packed=True)
     for found, text in zip(logits, texts.values(), strict=True):
         with torch.no_grad():
             expected = llama(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1]
         assert torch.allclose(found, expected, atol=1e-5)
     with pytest.raises(AssertionError, match="neighbours"):
-        build_inputs(rows, 16, runner.device)
+        build_inputs(rows, cache, runner.device)
 
 
 def test_rows_of_equal_shape_are_one_block_in_either_form() -> None:
     rows = [Row(slot, 4, [1, 2], [-1, 0], [4, 5], 1) for slot in (1, 2)]
-    inputs = build_inputs(rows, 16, torch.device("cpu"), packed=True)
+    cache = SlotCache(3, 16)
+    inputs = build_inputs(rows, cache, torch.device("cpu"), packed=True)
     assert not inputs.packed and inputs.tokens.shape == (2, 2)
-    assert build_inputs(rows[::-1], 16, torch.device("cpu"), packed=True).packed
+    assert build_inputs(rows[::-1], cache, torch.device("cpu"), packed=True).packed
 
 
 @pytest.mark.parametrize(
@@ -196,16 +197,15 @@ def test_models_that_cannot_be_packed_are_padded(family: str, sizes: dict[str, i
 
 
 def sees_a_row_of_the_neighbour(patch: pytest.MonkeyPatch) -> None:
-    cached = Block.cached
+    of_block = SlotCache.of_block
 
-    def mutant(self: Block, flat: torch.Tensor) -> torch.Tensor:
-        seen = cached(self, flat).clone()
-        if self.first_slot:
-            first = self.first_slot * self.rows_per_slot
-            seen[0, :, 0] = flat[0, :, first - self.rows_per_slot]
+    def mutant(self: SlotCache, flat: torch.Tensor, block: Block) -> torch.Tensor:
+        seen = of_block(self, flat, block).clone()
+        if block.first_slot:
+            seen[0, :, 0] = flat[0, :, (block.first_slot - 1) * self.rows_per_slot]
         return seen
 
-    patch.setattr(Block, "cached", mutant)
+    patch.setattr(SlotCache, "of_block", mutant)
 
 
 def sees_an_entry_of_the_neighbour(patch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -15,14 +14,16 @@ import pytest
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from benchmarks import ablation, fleet, plan_service, serve
+from benchmarks import ablation, fleet, serve
 from benchmarks.ablation import complete, figures_of
-from benchmarks.common import attempt, make_parser, model_parser, run_main
+from benchmarks.common import DataOptions, Options, attempt, read_options, run_main
 from benchmarks.engines import count_steps, engines_over, load_engine, load_model, params_for, plain, split_budget
 from benchmarks.limit import fewest_steps
+from benchmarks.processes.launch import RunFailedError
 from benchmarks.race import Output, run_race
 from lpr import Engine, InputError, SamplingParams
 from lpr.cli.generate import parse as parse_generate
+from lpr.engine.hooks import StepHooks
 from lpr.serve.options import parse as parse_serve
 
 ROOT = Path(__file__).parent.parent
@@ -33,15 +34,15 @@ def broken() -> dict[str, Any]:
 
 
 def test_a_failure_is_recorded_and_decides_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
-    def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-        return {"benchmark": "made", "runs": [{"name": "good", "value": 1}, {"name": "bad", **attempt(broken)}]}
+    def measure(options: Options, console: Console) -> dict[str, Any]:
+        return {"runs": [{"name": "good", "value": 1}, {"name": "bad", **attempt(broken)}]}
 
-    assert run_main(make_parser("made", "x"), measure, []) == 1
+    assert run_main("made", Options, measure, []) == 1
     out, err = capsys.readouterr()
     result = json.loads(out.splitlines()[-1])
     assert result["runs"][1]["failed"] == "ValueError: first line" and {"cpu", "commit", "command"} <= set(result)
     assert "failed: bad: ValueError: first line" in err and "good" in err
-    assert run_main(make_parser("made", "x"), measure, ["--json"]) == 1
+    assert run_main("made", Options, measure, ["--json"]) == 1
     assert capsys.readouterr().err == ""
 
 
@@ -49,7 +50,7 @@ def test_bad_input_is_one_line_and_not_a_failed_entry(capsys: pytest.CaptureFixt
     def refuse() -> dict[str, Any]:
         raise InputError("no such thing")
 
-    assert run_main(make_parser("made", "x"), lambda options, console: attempt(refuse), []) == 2
+    assert run_main("made", Options, lambda options, console: attempt(refuse), []) == 2
     out, err = capsys.readouterr()
     assert out == "" and err == "benchmarks.made: no such thing\n"
 
@@ -94,7 +95,7 @@ def test_counted_steps_are_those_of_the_engine(llama: PreTrainedModel) -> None:
         assert counter.num_evaluated >= counter.num_nodes and counter.largest_shards <= counter.num_evaluated
         counted[num_ranks] = counter
     assert counted[1].num_pending == 0 == counted[1].num_evaluated - counted[1].num_nodes, "one rank lacks nothing"
-    assert counted[2].num_pending > 0 and engine.recorder is None
+    assert counted[2].num_pending > 0 and type(engine.hooks) is StepHooks
 
 
 def test_requests_side_by_side_take_the_steps_that_each_takes_alone(llama: PreTrainedModel) -> None:
@@ -133,27 +134,20 @@ def test_exact_mode_is_a_flag_of_every_command_that_decodes(exact: list[str], mo
     wanted = bool(exact)
     assert parse_generate(["--prompt", "x", *exact]).options.exact is wanted
     assert parse_serve(exact).engine.exact is wanted
-    options = model_parser("made", "x").parse_args(["--data", "file", "--device", "cpu", *exact])
+    words = ["--data", "file", "--device", "cpu", *exact]
+    options = read_options("made", DataOptions, words)
     assert load_engine(options, plain()).model.exact is wanted
     assert engines_over(load_model(options), {"one": plain()})["one"].model.exact is wanted
-    more = {"lp": 1, "batch": 2, "tp_backend": "transformers", "temperatures": [0.0], "rounds": 1, "timeout": 1.0}
-    asked = argparse.Namespace(**vars(options), **more)
-    commands = [serve.flags_of("plain", asked)]
-
-    class StartedError(Exception):
-        pass
+    commands = [serve.flags_of("plain", read_options("serve", serve.ServeOptions, words))]
 
     def started(command: list[str], *_: Any, **__: Any) -> Any:
         commands.append(command)
-        raise StartedError
+        raise RunFailedError("not started")
 
-    monkeypatch.setattr(plan_service, "running", started)
     monkeypatch.setattr(fleet, "execute", started)
-    with pytest.raises(StartedError):
-        plan_service.ask_all(asked, ["x"], [("closed", 1.0)], Console(quiet=True))
-    with pytest.raises(StartedError):
-        fleet.attempt(fleet.Case("x", 0.0, 1, 1, fleet.PLAIN), asked, 1, Path("/tmp/none"), Path("x"))
-    assert [("--exact" in command) for command in commands] == [wanted] * 3
+    asked = read_options("fleet", fleet.FleetOptions, words)
+    fleet.attempt(fleet.Case("x", 0.0, 1, 1, fleet.PLAIN), asked, 1, Path("/tmp/none"), Path("x"))
+    assert [("--exact" in command) for command in commands] == [wanted] * 2
 
 
 def test_a_missing_package_is_one_line() -> None:

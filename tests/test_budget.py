@@ -327,9 +327,9 @@ def test_sizes_are_measured_at_the_start() -> None:
 def test_every_batch_size_and_limit_can_be_measured(max_nodes: int, max_batch_size: int) -> None:
     decode = DecodeConfig(max_nodes=max_nodes, max_batch_size=max_batch_size)
     engine = Engine.from_model(tiny_model(), decode=decode)
-    assert engine.costs is not None
-    assert {batch for batch, _ in engine.costs.rows} == {1, min(8, max_batch_size)}
-    assert engine.costs.row(max_batch_size, 256)[0] > 0
+    assert engine.step_times is not None
+    assert {batch for batch, _ in engine.step_times.rows} == {1, min(8, max_batch_size)}
+    assert engine.step_times.row(max_batch_size, 256)[0] > 0
 
 
 def test_ranks_decide_by_the_table_of_rank_0() -> None:
@@ -342,9 +342,9 @@ def test_ranks_decide_by_the_table_of_rank_0() -> None:
 
     def program(comm):  # type: ignore[no-untyped-def]
         engine = Engine.from_model(model, decode=DecodeConfig(max_nodes=32, max_batch_size=2), comm=comm)
-        assert (engine._sizer._tracker is None) == (comm.rank > 0), "one clock counts"
+        assert (engine.replica.sizer._tracker is None) == (comm.rank > 0), "one clock counts"
         done = [each.token_ids for each in engine.generate(prompts, params)]
-        shared.append(engine.costs)
+        shared.append(engine.step_times)
         return done, comm.num_broadcasts
 
     results = run_ranks(ThreadWorld(3), program)
@@ -362,7 +362,7 @@ def test_ranks_agree_after_other_settings() -> None:
         engine = Engine.from_model(model, decode=DecodeConfig(max_nodes=32), comm=comm)
         first = engine.generate([TEXT], params)[0].token_ids
         for _ in range(200 if comm.rank == 0 else 0):
-            engine._sizer._tracker.observe(1, 1, 1, 1e3)
+            engine.replica.sizer._tracker.observe(1, 1, 1, 1e3)
         engine.configure(DecodeConfig(max_nodes=48))
         assert engine.generate([TEXT], params)[0].token_ids == first
         return engine.sizes
@@ -377,7 +377,7 @@ def test_a_rank_that_decides_by_its_own_clock_is_caught() -> None:
     def program(comm):  # type: ignore[no-untyped-def]
         cost = DEAR if comm.rank == 1 else FLAT
         engine = Engine.from_model(model, decode=DecodeConfig(max_nodes=32), comm=comm, costs=FLAT)
-        engine._sizer.times = cost
+        engine.replica.sizer.times = cost
         return engine.generate([TEXT], SamplingParams(max_new_tokens=40))
 
     with pytest.raises(DesyncError, match="rank 1"):
@@ -404,7 +404,7 @@ def test_resolved_sizes_fit_the_limit(most: int, num_ranks: int, window: int | s
 
 @pytest.mark.parametrize("field", ["window_size", "trie_nodes", "ngram_size", "guess_set_size"])
 def test_other_words_than_auto_are_refused(field: str) -> None:
-    with pytest.raises(InputError, match=f'{field} must be a whole number or "auto"'):
+    with pytest.raises(InputError, match=f"{field}='automatic' must be a whole number"):
         DecodeConfig(**{field: "automatic"})
 
 

@@ -1,4 +1,4 @@
-"""The bundled model's recipe: holes, weights of what is inside them, loops; and what the model is said to be."""
+"""The bundled model's recipe: holes, the weights of their tokens, and loops."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tokenizer(tmp_path_factory):
 
 
 def without_marks():
-    """The bundled model's tokenizer as it was before it got tokens for holes."""
+    """The bundled model's tokenizer without the tokens for holes."""
     from transformers import PreTrainedTokenizerFast
 
     core = Tokenizer.from_str(tokenizer_json())
@@ -77,7 +77,7 @@ def test_ids_keep_the_vocabulary_and_gain_the_marks(tokenizer):
     assert order == [prefix, suffix, middle, 0] * num_holes
 
 
-def test_the_service_asks_as_the_recipe_trains(tokenizer, monkeypatch):
+def test_the_service_prompts_as_the_recipe_trains(tokenizer, monkeypatch):
     """`suffix` finds the added tokens, and its prompts are the ids that were trained on."""
     import bundled_text
 
@@ -128,7 +128,7 @@ def test_loops_are_found():
     assert four_gram_loop([7, *[1, 2, 3, 4] * 9]) and not four_gram_loop([1, 2, 3, 4] * 8)
 
 
-def test_a_wider_model_says_the_same(tokenizer):
+def test_a_wider_model_has_the_same_logits(tokenizer):
     """Rows for added tokens change no other logit; the losses written out are those of the library."""
     from bundled_net import batch_loss, load_model, token_losses
 

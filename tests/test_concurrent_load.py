@@ -128,7 +128,7 @@ def test_mutant_one_rank_prices_trees_by_other_loads() -> None:
 
     def misjudge(engine: Engine) -> None:
         if engine.comm.rank == 3:
-            engine._sizer._load.others = lambda work, homes: [0.5, 900.0]  # type: ignore[method-assign]
+            engine.replica.sizer.load.others = lambda work, homes: [0.5, 900.0]  # type: ignore[method-assign]
 
     with pytest.raises(DesyncError, match="rank 3|rank 0"):
         serve(misjudge)

@@ -25,10 +25,12 @@ from lpr import DecodeConfig, Engine, EngineOptions, SamplingParams
 from lpr.cli.generate import main, parse
 from lpr.config import InputError
 from lpr.core.step_times import StepTimes
-from lpr.engine.commands import Abort, Configure, Costs, Drain, Learn, Stop, Submit, decode, encode
+from lpr.engine.commands import Command, Configure, Costs, Drain, Learn, decode, encode
 from lpr.engine.exchange import DesyncError
+from lpr.engine.replica import Replica
 from lpr.engine.request import Request
 from lpr.engine.scheduler import Scheduler
+from lpr.protocol import Abort, Stop, Submit
 
 DECODE = DecodeConfig(window_size=3, trie_nodes=12, max_batch_size=2)
 PROMPTS = [[3, 5, 7, 9, 11, 13, 5, 7], [2, 4, 6, 8], [50] * 12 + [3, 4], [7, 8, 9] * 5]
@@ -112,7 +114,7 @@ def test_an_abort_reaches_all_ranks_in_the_next_step(
             engine.step()
         for request in requests:
             assert [token for chunk in request.take() for token in chunk.token_ids] == request.token_ids
-        assert not engine._requests and engine.scheduler.is_idle
+        assert not engine.requests and engine.scheduler.is_idle
         return seen, [request.token_ids for request in requests]
 
     first, *others = run_ranks(ThreadWorld(num_ranks), program)
@@ -151,7 +153,7 @@ def test_workers_know_only_commands(model: PreTrainedModel, expected: list[list[
             result = "seen"
             engine.close()
             assert unfinished.finish_reason in ("abort", "length")
-        return result, engine.shared.history().tolist(), engine.is_stopped
+        return result, engine.replica.drafts.shared.history().tolist(), engine.is_stopped
 
     ranks = run_ranks(ThreadWorld(3), program)
     assert [each[0] for each in ranks] == ["seen", None, None]
@@ -237,7 +239,7 @@ def test_mutant_a_prefix_that_one_rank_forgets(model: PreTrainedModel) -> None:
         engine = Engine.from_model(model, decode=DECODE, comm=comm)
         engine.generate(PROMPTS[:1], LONG)
         if comm.rank == 1:
-            engine.scheduler.forget()
+            engine.scheduler.placement.forget()
         engine.generate([[*PROMPTS[0], 1, 2]], LONG)
 
     with pytest.raises(DesyncError, match="rank 1"):
@@ -250,7 +252,7 @@ def test_mutant_stale_keys_and_values(model: PreTrainedModel, monkeypatch: pytes
 
     def wrong(self: Scheduler[Request]) -> Any:
         found = admit(self)
-        return found and replace(found, num_computed_tokens=[len(found.request.tokens) - 1] * self.num_ranks)
+        return found and replace(found, num_computed_tokens=[len(found.request.tokens) - 1] * self.limits.num_ranks)
 
     engine = Engine.from_model(model, decode=DECODE)
     right = engine.generate(PROMPTS[1:2], LONG)[0].token_ids
@@ -301,8 +303,8 @@ def test_only_rank_0_reads_the_step_times(model: PreTrainedModel, tmp_path: Path
     def program(comm: ThreadComm) -> Any:
         costs = path if comm.rank == 0 else None
         engine = Engine.from_model(model, decode=DecodeConfig(max_nodes=32), comm=comm, costs=costs)
-        assert engine.costs is not None
-        return engine.costs.to_json(), engine.sizes
+        assert engine.step_times is not None
+        return engine.step_times.to_json(), engine.sizes
 
     first, *others = run_ranks(ThreadWorld(3), program)
     assert others == [first] * 2
@@ -333,9 +335,9 @@ def test_lines_of_a_file_say_how_they_are_sampled(tmp_path: Path, capsys: pytest
     assert [row["text"] for row in rows[:4]] == [each.text for each in done]
     assert len({row["text"] for row in rows[:4]}) == 4 and rows[1]["note"] == 1
     assert [row["error"] for row in rows[4:]] == [
-        "line 5: temperature: Expected `float`, got `str`",
-        "line 6: max_new_tokens=0 must be a whole number of at least 1",
-        "line 7: seed: Expected `int`, got `float`",
+        "line 5: temperature='hot' must be float, got str",
+        "line 6: max_new_tokens=0 must be int >= 1",
+        "line 7: seed=1.5 must be int, got float",
     ]
 
 
@@ -361,13 +363,14 @@ def test_transformers_is_left_alone() -> None:
 def test_the_drop_in_keeps_its_engine(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second call of the same size configures nothing anew."""
     configured = []
-    configure = Engine._configure
+    apply = Replica.apply
 
-    def counted(self: Engine, decode: DecodeConfig) -> None:
-        configured.append(decode)
-        configure(self, decode)
+    def counted(self: Replica, command: Command) -> None:
+        if isinstance(command, Configure):
+            configured.append(command.decode)
+        apply(self, command)
 
-    monkeypatch.setattr(Engine, "_configure", counted)
+    monkeypatch.setattr(Replica, "apply", counted)
     for _ in range(3):
         model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=8, custom_generate=lpr.Lookahead(DECODE))
     assert len(configured) == 1

@@ -1,10 +1,12 @@
-"""The documentation says what is: it builds, its links lead somewhere, its commands, names and figures are real."""
+"""The documentation agrees with the code: it builds, links resolve, commands parse, names exist, blocks of code run."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -21,7 +23,8 @@ from typing import Any
 import pytest
 from torch.distributed.run import get_args_parser  # noqa: TID251 - torchrun's flags, no process group
 
-from dev.step_picture import PICTURE, STEP, TRACE, picture, read_trace
+import lpr
+from dev.step_picture import PICTURE, TRACE, picture, read_trace
 from lpr.cli.generate import parse
 from lpr.cli.jsonl import read_prompts
 from lpr.cli.trace import PLACEHOLDER
@@ -31,7 +34,9 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 SITE = ("mkdocs", "material", "mkdocstrings")
 NOT_FLAGS_OF_OURS = {"--gpus-per-node", "--nodes", "--array"}
-"""Of sbatch, which is not here to be asked."""
+"""Flags of sbatch, which the tests do not install."""
+OTHER_PATHS = {"/models", "/cache", "/dev/shm"}
+"""Absolute paths of the container image, which look like routes of the service."""
 FOLDERS = ("benchmarks", "configs", "dev", "docs", "launch", "lpr", "tests", ".ci")
 
 named = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -45,10 +50,9 @@ def code_of(text: str) -> list[str]:
     return [line for block in blocks for line in block.replace("\\\n", " ").splitlines()] + spans
 
 
-def blocks_of(name: str, language: str) -> list[str]:
+def blocks_of(page: Path, language: str) -> list[str]:
     """The code blocks of a page that are marked as `language`."""
-    text = (DOCS / name).read_text(encoding="utf-8")
-    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
 def commands_of(text: str) -> list[tuple[str, list[str], list[str]]]:
@@ -73,7 +77,7 @@ def help_of(module: str) -> str:
         patch.setattr(sys, "argv", [module, "--help"])
         patch.setattr(sys.stdout, "write", lambda part: text.append(part) or len(part))
         patch.setenv("COLUMNS", "200")
-        runpy.run_module(module, run_name="__main__")
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
     return re.sub(r"\x1b\[[0-9;]*m", "", "".join(text))
 
 
@@ -125,7 +129,48 @@ def missing_names(text: str) -> set[str]:
                 missing.add(name)
         if re.fullmatch(r"\w+\.json", code) and not (ROOT / "benchmarks" / "results" / code).exists():
             missing.add(code)
+        missing |= {name for name in re.findall(r"\b(?:lpr|vllm):[a-z_]+", code) if not is_metric(name)}
+        if route := re.fullmatch(r"(?:GET |POST |DELETE )?(/[a-z][\w./]*)", code):
+            missing |= {route[1]} - routes() - OTHER_PATHS
+        missing |= unknown_members(code)
     return missing
+
+
+@cache
+def source_of(*folders: str) -> str:
+    return "\n".join(path.read_text("utf-8") for each in folders for path in sorted((ROOT / each).rglob("*.py")))
+
+
+def is_metric(name: str) -> bool:
+    """True if the service exports the metric. Counters get their `_total` from the client library."""
+    return re.search(rf'"{name.removesuffix("_total")}(?:_total)?"', source_of("lpr")) is not None
+
+
+@cache
+def routes() -> set[str]:
+    """The service's paths, with ID for a request's id."""
+    found = re.findall(r'@router\.\w+\("([^"]+)"', source_of("lpr/serve/api"))
+    return {re.sub(r"\{.*?\}", "ID", path) for path in found}
+
+
+def unknown_members(code: str) -> set[str]:
+    """Members of lpr's classes, and keywords of its settings, that code names and that do not exist."""
+    unknown = {
+        f"engine.{name}" for name in re.findall(r"(?<![\w/.])engine\.([a-z]\w*)\b(?!\.)", code) if not in_engine(name)
+    }
+    for cls, arguments in re.findall(r"\b(SamplingParams|DecodeConfig|EngineOptions)\(([^()]*)\)", code):
+        known = {field.name for field in dataclasses.fields(getattr(lpr, cls))}
+        unknown |= {f"{cls}({name}=)" for name in set(re.findall(r"(\w+)=", arguments)) - known}
+    if member := re.fullmatch(r"([A-Z]\w+)\.(\w+)(?:\(.*\))?", code):
+        cls, name = member.groups()
+        bodies = re.findall(rf"^class {cls}\b.*?(?=^\S)", source_of("lpr") + "\nend", re.DOTALL | re.MULTILINE)
+        if not any(re.search(rf"\b(?:def {name}\b|{name}\b *[:=])", body) for body in bodies):
+            unknown.add(code)
+    return unknown
+
+
+def in_engine(name: str) -> bool:
+    return hasattr(lpr.Engine, name) or f"self.{name} " in inspect.getsource(lpr.Engine)
 
 
 def exists(name: str) -> bool:
@@ -178,12 +223,17 @@ def test_faults_are_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     wrong = "Use `--no-such` with [this](gone.md).\n"
     wrong += "```\ntorchrun --nproc=2 -m lpr.generate --tp 2 \\\n    --widow-size 3\n```\n"
-    wrong += "`python -m benchmarks.gone`, `lpr.Engin`, `lpr/core/gone.py`, `gone.json`, `lpr.config.DecodeConfig.gone`"
+    wrong += (
+        "`python -m benchmarks.gone`, `lpr.Engin`, `lpr/core/gone.py`, `gone.json`, `lpr.config.DecodeConfig.gone`, "
+    )
+    wrong += "`lpr:gone_total`, `/v1/gone`, `engine.gone()`, `SamplingParams(top_k=1, gone=2)`, `TokenTree.gone`"
     assert broken_links(page, wrong) == {"gone.md"}
     right = wrong.replace("`python -m benchmarks.gone`, ", "")
     assert unknown_flags(right) == {"--no-such", "torchrun --nproc", "lpr.generate --widow-size"}
-    expected = {"benchmarks.gone", "lpr.Engin", "lpr/core/gone.py", "gone.json", "lpr.config.DecodeConfig.gone"}
-    assert missing_names(wrong) == expected
+    assert missing_names(wrong) == {
+        *("benchmarks.gone", "lpr.Engin", "lpr/core/gone.py", "gone.json", "lpr.config.DecodeConfig.gone"),
+        *("lpr:gone_total", "/v1/gone", "engine.gone", "SamplingParams(gone=)", "TokenTree.gone"),
+    }
 
 
 def test_the_site_builds(tmp_path: Path) -> None:
@@ -196,24 +246,21 @@ def test_the_site_builds(tmp_path: Path) -> None:
         assert (tmp_path / f"{page.stem}.html").exists()
     assert (tmp_path / "trace.html").read_bytes() == TRACE.read_bytes()
     api = (tmp_path / "api.html").read_text(encoding="utf-8")
-    import lpr
-
     for name in lpr.__all__:
         assert f'id="lpr.{name}"' in api, f"docs/api.md leaves out lpr.{name}"
 
 
-@pytest.mark.parametrize("name", ["quickstart.md", "engine.md", "drop_in.md"])
-def test_blocks_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    blocks = blocks_of(name, "python")
-    assert len(blocks) >= 2
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page, "python")], ids=lambda page: page.name)
+def test_blocks_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each Python block is a program; it may use what the blocks before it define."""
     namespace: dict[str, Any] = {}
-    for number, block in enumerate(blocks, 1):
-        exec(compile(block, f"docs/{name}, python block {number}", "exec"), namespace)
+    for number, block in enumerate(blocks_of(page, "python"), 1):
+        exec(compile(block, f"{page.name}, python block {number}", "exec"), namespace)
     assert len(capsys.readouterr().out) > 20
 
 
 def test_the_program_for_several_ranks_runs(tmp_path: Path) -> None:
-    (program,) = blocks_of("engine.md", "py")
+    (program,) = blocks_of(DOCS / "engine.md", "py")
     (tmp_path / "program.py").write_text(program, encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "program.py"]
     threads = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -226,7 +273,7 @@ def test_the_program_for_several_ranks_runs(tmp_path: Path) -> None:
 
 def test_lines_of_prompts_are_read(tmp_path: Path) -> None:
     """With every field that the page's line has."""
-    (line,) = blocks_of("command.md", "json")
+    (line,) = blocks_of(DOCS / "command.md", "json")
     (tmp_path / "in.jsonl").write_text(line, encoding="utf-8")
     (read,) = read_prompts(tmp_path / "in.jsonl")
     assert read.error is None and set(read.sampling) == set(json.loads(line)) - {"prompt"}
@@ -247,9 +294,6 @@ def test_rooms_are_shown() -> None:
         assert not [room for room in rooms if f"{room}/" not in text], path.name
 
 
-# The trace, the picture of one of its steps, and what the tutorial says about it.
-
-
 def test_the_trace_is_a_page_of_today() -> None:
     template = (files("lpr") / "assets" / "trace.html").read_text(encoding="utf-8")
     before, after = template.split(PLACEHOLDER)
@@ -259,54 +303,3 @@ def test_the_trace_is_a_page_of_today() -> None:
 
 def test_the_picture_is_of_the_trace() -> None:
     assert PICTURE.read_text(encoding="utf-8") == picture(read_trace()), "run python -m dev.step_picture"
-
-
-def test_the_tutorial_tells_of_the_trace() -> None:
-    data = read_trace()
-    step = data["requests"][0]["steps"][STEP - 1]
-    text = " ".join((DOCS / "tutorial.md").read_text(encoding="utf-8").split())
-    counts = {name: step["sources"].count(index) for index, name in enumerate(data["sources"])}
-    owned = step["owners"].count(1)
-    assert len(step["path"]) == len(step["emitted"]) == 6 and len(step["ancestors"][1]) == 3
-    for words in (
-        f"step {STEP} of the demonstration", f"asks about {len(step['tokens'])} positions",
-        f"the steps before: {counts['window']} nodes", f"begin with the root: {counts['pool']} nodes",
-        f"what followed there: {counts['trie']} nodes", f"Rank 0 evaluates {step['evaluated'][0]} nodes",
-        f"Rank 1 evaluates {step['evaluated'][1]}: the {owned} that", "commits six tokens, five accepted and one bonus",
-    ):  # fmt: skip
-        assert words in text
-
-
-# The README's figures are those of the result files.
-
-
-def result(name: str) -> Any:
-    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
-
-
-def test_figures_of_the_readme() -> None:
-    rows = [line for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
-    for traces in ("codellama-13b", "deepseek-coder-6.7b"):
-        runs = [run for run in result("replay")["runs"] if run["traces"].startswith(traces) and not run["learn"]]
-        cold, warm = (
-            next(run["tokens_per_step"] for run in runs if run["setting"] == each) for each in ("cold", "warm")
-        )
-        assert any(traces in row and f"| {cold:.2f} / {warm:.2f} |" in row for row in rows)
-    speeds = []
-    for name in ("decode", "decode_humaneval"):
-        speeds.append({each["name"]: each["speedup_over_transformers"] for each in result(name)["results"]})
-    lookup, automatic = (
-        "{:.2f}x ({:.2f}x)".format(*(speed[name] for speed in speeds))
-        for name in ("transformers prompt lookup", "lpr auto")
-    )
-    assert any(lookup in row and automatic in row for row in rows)
-    races = [race for race in result("adaptive")["races"] if race["temperature"] == 0.8]
-    over = [next(each["over_plain"] for each in race["results"] if each["name"] == "auto") for race in races]
-    assert len(races) == 4 and any(f"{min(over):.2f}x to {max(over):.2f}x" in row for row in rows)
-    steps = {
-        (run["temperature"], run["num_ranks"]): run["tokens_per_step"] + 1e-9  # three decimals, whose 5 rounds up
-        for run in result("strong_scaling")["runs"]
-        if run["budget_per_rank"] == 32
-    }
-    shown = f"{steps[0.0, 1]:.2f} to {steps[0.0, 8]:.2f} ({steps[0.8, 1]:.2f} to {steps[0.8, 8]:.2f})"
-    assert any(shown in row for row in rows)

@@ -416,13 +416,13 @@ def test_the_engine_stays_and_grows(llama3: PreTrainedModel, monkeypatch: pytest
     both(model, **ONE)
     engine = EngineCache.of(model).engine
     assert engine is not None and engine.decode.max_batch_size == 1 and engine.max_length == 256
-    assert engine.shared is not None
-    shared = engine.shared
+    assert engine.replica.drafts.shared is not None
+    shared = engine.replica.drafts.shared
     monkeypatch.setattr(lpr.Engine, "from_model", None)  # never made again
     for arguments in ({**THREE}, {**ONE, "max_new_tokens": 300}, {**THREE}):
         stock, mine = both(model, **arguments)
         assert mine.tolist() == stock.tolist()
-    assert EngineCache.of(model).engine is engine and engine.shared is shared
+    assert EngineCache.of(model).engine is engine and engine.replica.drafts.shared is shared
     assert engine.decode.max_batch_size == 3 and engine.max_length == 512
     forwards = []
     hook = model.register_forward_pre_hook(lambda *args: forwards.append(1))

@@ -133,13 +133,13 @@ def test_prompts_that_cannot_be_completed(engine: Engine, prompt, params: Sampli
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"window_size": -1}, "window_size=-1 must not be negative"),
+        ({"window_size": -1}, "window_size=-1 must be int >= 0"),
         ({"ngram_size": 1}, "ngram_size=1 must be at least 2"),
         ({"window_size": 4000, "ngram_size": 20}, "nodes a step; the limit is 16384"),
-        ({"trie_nodes": 1.5}, "trie_nodes must be a whole number"),
-        ({"branch_length": 0}, "branch_length=0 must be at least 1"),
-        ({"max_length": 1}, "leaves no room"),
-        ({"num_candidates": 65}, "at most 64"),
+        ({"trie_nodes": 1.5}, "trie_nodes=1.5 must be a whole number"),
+        ({"branch_length": 0}, "branch_length=0 must be int >= 1"),
+        ({"max_length": 1}, "max_length=1"),
+        ({"num_candidates": 65}, "num_candidates=65 must be int <= 64"),
     ],
 )
 def test_impossible_decode_configs(arguments: dict[str, int], message: str) -> None:
@@ -156,7 +156,7 @@ def test_impossible_decode_configs(arguments: dict[str, int], message: str) -> N
         ({"top_p": 0.0}, "top_p=0.0"),
         ({"top_k": -1}, "top_k=-1"),
         ({"min_p": 2.0}, "min_p=2.0"),
-        ({"stop": ("",)}, "non-empty strings"),
+        ({"stop": ("",)}, "stop="),
         ({"seed": 2**64}, "64 bits"),
     ],
 )

@@ -16,17 +16,17 @@ from conftest import tiny_model
 from transformers import PreTrainedModel
 from worlds import ThreadComm, ThreadWorld, generate_on, run_ranks
 
-import lpr.model.inputs
+import lpr.model.adapter
 import lpr.model.self_check
 from benchmarks.exactness import SHAPES, Group, Worlds
 from lpr import DecodeConfig, Engine, InputError, SamplingParams, native
 from lpr.dist.comm import Comm
 from lpr.engine.exchange import DesyncError
-from lpr.model.cache import TreeCache
-from lpr.model.exact import check, in_order, products
+from lpr.model.exact import check, in_order
 from lpr.model.inputs import Row
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
+from lpr.model.slot_cache import SlotCache
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -44,7 +44,7 @@ NATIVE = pytest.param("native", marks=pytest.mark.skipif(native.attend_in_order 
 @pytest.fixture
 def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention as it is without the extension."""
-    monkeypatch.setattr(in_order, "attends", lambda device: False)
+    monkeypatch.setattr(native, "attend_in_order", None)
 
 
 @pytest.fixture(params=[NATIVE, "torch"])
@@ -69,10 +69,9 @@ def chain(start: int, tokens: list[int], num_results: int | None = None) -> Row:
 
 def in_pieces(runner: TreeModel, text: list[int], sizes: list[int], kv_bucket: int = 32) -> torch.Tensor:
     """The logits [n, V] of a text that is evaluated in pieces."""
-    cache, at, found = TreeCache(1, 512), 0, []
+    cache, at, found = SlotCache(1, 512), 0, []
     for size in sizes:
-        inputs = runner.inputs([chain(at, text[at : at + size])], 512, kv_bucket=kv_bucket)
-        found.append(runner.logits(inputs, cache))
+        found.append(runner.adapter.logits([chain(at, text[at : at + size])], cache, 1, kv_bucket))
         at += size
     return torch.cat(found)
 
@@ -86,10 +85,10 @@ def check_trees(runner: TreeModel, num_checked: int = 6) -> None:
         depths = [0]
         for parent in parents[1:]:
             depths.append(depths[parent] + 1)
-        cache = TreeCache(1, 512)
-        runner.logits(runner.inputs([chain(0, TEXT[:start], 1)], 512), cache)
+        cache = SlotCache(1, 512)
+        runner.adapter.logits([chain(0, TEXT[:start], 1)], cache)
         row = Row(0, start, tokens, parents, [start + depth for depth in depths], 40)
-        logits = runner.logits(runner.inputs([row], 512), cache)
+        logits = runner.adapter.logits([row], cache)
         for node in generator.sample(range(40), num_checked):
             path, at = [], node
             while at >= 0:
@@ -124,14 +123,14 @@ def test_rows_of_a_batch_do_not_change_each_other(attention: str) -> None:
     runner = checked(tiny_model().to(torch.bfloat16))
     alone = in_pieces(runner, TEXT[:40], [30, 10])[30:]
     for packed in (False, True):
-        cache = TreeCache(3, 512)
+        cache = SlotCache(3, 512)
         for slot, count in ((0, 30), (1, 70), (2, 5)):
             first = chain(0, TEXT[:count], 1)
             first.slot = slot
-            runner.logits(runner.inputs([first], 512), cache)
+            runner.adapter.logits([first], cache)
         rows = [chain(30, TEXT[30:40]), chain(70, TEXT[70:73]), Row(2, 5, [1, 2, 3], [-1, 0, 0], [5, 6, 6], 3)]
         rows[1].slot = 1
-        logits = runner.logits(runner.inputs(rows, 512, packed=packed), cache)
+        logits = runner.adapter.logits(rows, cache, packed=packed)
         assert torch.equal(logits[:10], alone)
 
 
@@ -190,25 +189,28 @@ def test_ids_and_logits_of_the_evidence(exact_mode: bool) -> None:
         assert (counts["outputs_that_differ"], counts["logits_that_differ"] > 0) == (0, not exact_mode), name
 
 
-def test_a_rank_that_adds_in_another_order_is_noticed(monkeypatch: pytest.MonkeyPatch, by_torch: None) -> None:
+def test_a_rank_that_adds_in_another_order_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     params = [SamplingParams(max_new_tokens=8)]
     model = tiny_model(spread=0.12)
-    group = Group(Worlds(model, "float32", exact=True), [TEXT], params)  # three blocks: the sum of two has one order
+    group = Group(Worlds(model, "float32", exact=True), [TEXT], params)
     group.decode_plainly()
     texts = [TEXT + group.outputs[0]]
-    add, step = products._sum_in_order, threading.local()
+    find, step = in_order.find_paths, threading.local()
 
-    def by_rank(parts: torch.Tensor, dim: int, start: torch.Tensor | None = None) -> torch.Tensor:
-        turned = getattr(step, "rank", 0) == 1 and start is None
-        return add(parts.flip(dim) if turned else parts, dim, start)
+    def by_rank(mask: torch.Tensor) -> in_order.Paths:
+        paths = find(mask)
+        if getattr(step, "rank", 0) != 1:
+            return paths
+        ends = zip(paths.starts[:-1], paths.starts[1:], strict=True)
+        return in_order.Paths(np.concatenate([paths.rows[start:end][::-1] for start, end in ends]), paths.starts)
 
     def program(comm: ThreadComm) -> Any:
         step.rank = comm.rank
         engine = Engine.from_model(model, decode=SHAPES["window"].decode, comm=comm, exact=True)
         return group.watched(engine, SHAPES["window"], texts)
 
-    monkeypatch.setattr(products, "_sum_in_order", by_rank)
-    monkeypatch.setattr(lpr.model.self_check, "_inexact_step", lambda runner: None)
+    monkeypatch.setattr(in_order, "find_paths", by_rank)
+    monkeypatch.setattr(lpr.model.self_check, "_inexact_step", lambda adapter: None)
     found = run_ranks(ThreadWorld(2), program)
     known = [digests[key] == group.digests[key] for _, digests, _ in found for key in digests if key in group.digests]
     assert not all(known)
@@ -297,7 +299,7 @@ def two_threads() -> Iterator[None]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_several_threads(dtype: torch.dtype, two_threads: None, attention: str) -> None:
     runner = checked(tiny_model("llama").to(dtype))
-    assert runner.heights is not None and runner.heights.num_threads == 2
+    assert runner.adapter.heights is not None and runner.adapter.heights.num_threads == 2
     check_pieces(runner)
     check_trees(runner, 2)
 
@@ -307,7 +309,7 @@ def test_a_number_of_threads_that_nobody_asked_the_machine_about() -> None:
     torch.set_num_threads(before + 1)
     try:
         with pytest.raises(RuntimeError, match=rf"checked with {before} threads and torch has {before + 1} now"):
-            runner.inputs([chain(0, [1])], 64)
+            runner.adapter.inputs([chain(0, [1])], SlotCache(1, 64))
     finally:
         torch.set_num_threads(before)
 
@@ -355,12 +357,12 @@ def test_steps_are_cut_where_a_library_takes_another_kernel(
     """As AMX does in bfloat16 behind 32 rows; a step of many more is several products in it."""
     met = by_height(monkeypatch, 33, 129)
     runner = checked(tiny_model("llama").to(dtype))
-    assert runner.heights is not None and runner.heights.most == 32
+    assert runner.adapter.heights is not None and runner.adapter.heights.most == 32
     met.clear()
     check_pieces(runner)
     check_trees(runner)
-    assert max(met) == 32 and min(met) >= runner.heights.fewest
-    monkeypatch.setattr(lpr.model.runner, "pin_heights", lambda model: None)
+    assert max(met) == 32 and min(met) >= runner.adapter.heights.fewest
+    monkeypatch.setattr(lpr.model.adapter, "pin_heights", lambda model: None)
     with pytest.raises(InputError, match="cannot be exact: its logits are other bits in a step of many tokens"):
         checked(tiny_model("llama").to(dtype))
 
@@ -394,46 +396,9 @@ def test_a_model_whose_layers_depend_on_the_height_is_refused() -> None:
         self_check(TreeModel(model, exact=True))
 
 
-def off_by_one(patch: pytest.MonkeyPatch, runner: TreeModel) -> None:
-    def mutant(parents: list[int], num_cached: int) -> products.Tail | None:
-        tail = find_tail(parents, num_cached)
-        if tail is None:
-            return None
-        rows = torch.cat([torch.full((len(tail.rows), 1), tail.floor - 1), tail.rows[:, :-1]], 1)
-        held = torch.cat([torch.ones(len(rows), 1, dtype=torch.bool), tail.held[:, :-1]], 1)
-        return tail if tail.floor == 0 else products.Tail(tail.floor - 1, rows, held, tail.num_shared)
-
-    find_tail = products.find_tail
-    patch.setattr(lpr.model.inputs, "find_tail", mutant)
-
-
-def order_of_cache_rows(patch: pytest.MonkeyPatch, runner: TreeModel) -> None:
-    patch.setattr(lpr.model.inputs, "find_tail", lambda parents, num_cached: None)
-
-
 def heights_that_vary(patch: pytest.MonkeyPatch, runner: TreeModel) -> None:
-    assert runner.heights is not None
-    runner.heights = replace(runner.heights, fewest=1)
-
-
-def blocks_from_the_last(patch: pytest.MonkeyPatch, runner: TreeModel) -> None:
-    add = products._sum_in_order
-
-    def mutant(parts: torch.Tensor, dim: int, start: torch.Tensor | None = None) -> torch.Tensor:
-        return add(parts.flip(dim) if start is None else parts, dim, start)
-
-    patch.setattr(products, "_sum_in_order", mutant)
-
-
-def tails_in_another_order(patch: pytest.MonkeyPatch, runner: TreeModel) -> None:
-    """The values behind a branch are added from the last of a block on."""
-    add = products._tail_products
-
-    def mutant(weights: torch.Tensor, value: torch.Tensor, rows: torch.Tensor, height: int) -> torch.Tensor:
-        backwards = rows.unflatten(1, (-1, products.BLOCK)).flip(2).flatten(1)
-        return add(weights.flip(-1), value, backwards, height)
-
-    patch.setattr(products, "_tail_products", mutant)
+    assert runner.adapter.heights is not None
+    runner.adapter.heights = replace(runner.adapter.heights, fewest=1)
 
 
 def paths_from_their_ends(patch: pytest.MonkeyPatch, runner: TreeModel) -> None:
@@ -471,28 +436,14 @@ def steps_of_another_rounding(patch: pytest.MonkeyPatch, runner: TreeModel) -> N
     patch.setattr(in_order, "attend", mutant)
 
 
-def notice(fault: Callable[[pytest.MonkeyPatch, TreeModel], None], patch: pytest.MonkeyPatch) -> None:
-    runner = checked(tiny_model("qwen3", **FAMILIES["qwen3"], num_attention_heads=2))
-    fault(patch, runner)
-    with pytest.raises(AssertionError):
-        check_pieces(runner)
-        check_trees(runner)
-
-
-@pytest.mark.parametrize(
-    "fault", [off_by_one, order_of_cache_rows, heights_that_vary, blocks_from_the_last, tails_in_another_order]
-)
-def test_faults_are_noticed(
-    fault: Callable[[pytest.MonkeyPatch, TreeModel], None], monkeypatch: pytest.MonkeyPatch, by_torch: None
-) -> None:
-    notice(fault, monkeypatch)
-
-
-@pytest.mark.skipif(native.attend_in_order is None, reason="no extension")
 @pytest.mark.parametrize(
     "fault", [heights_that_vary, paths_from_their_ends, a_sibling_is_seen, steps_of_another_rounding]
 )
-def test_faults_of_the_extension_are_noticed(
-    fault: Callable[[pytest.MonkeyPatch, TreeModel], None], monkeypatch: pytest.MonkeyPatch
+def test_faults_are_noticed(
+    fault: Callable[[pytest.MonkeyPatch, TreeModel], None], monkeypatch: pytest.MonkeyPatch, attention: str
 ) -> None:
-    notice(fault, monkeypatch)
+    runner = checked(tiny_model("qwen3", **FAMILIES["qwen3"], num_attention_heads=2))
+    fault(monkeypatch, runner)
+    with pytest.raises(AssertionError):
+        check_pieces(runner)
+        check_trees(runner)

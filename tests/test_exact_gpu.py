@@ -11,13 +11,13 @@ from conftest import tiny_model
 from pretend_gpu import PretendGpu, gpu, guard, to_gpu
 from torch import nn
 
-import lpr.model.runner
+import lpr.model.adapter
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.model import pinned
-from lpr.model.cache import TreeCache
 from lpr.model.inputs import Row
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
+from lpr.model.slot_cache import SlotCache
 
 __all__ = ["gpu", "guard"]
 
@@ -51,7 +51,8 @@ def test_ids_are_those_of_plain_decoding_and_products_have_one_height(
     assert [each.token_ids for each in done] == expected
     assert sum(each.stats.num_steps for each in done) < 20, "drafts were accepted"
     assert engine.model.graph_reason is None and gpu.num_replays
-    engine.model.graphs = None
+    engine.model.capturer = None
+    engine.configure(engine.decode)
     assert [each.token_ids for each in engine.generate(PROMPTS, PARAMS)] == expected
     assert heights == {pinned.HEIGHT}
 
@@ -65,7 +66,7 @@ def test_products_that_depend_on_the_height_are_found(gpu: PretendGpu, monkeypat
 
     monkeypatch.setattr(nn.Linear, "forward", by_shape)
     self_check(TreeModel(to_gpu(tiny_model().bfloat16()), exact=True))
-    monkeypatch.setattr(lpr.model.runner, "pin_heights", lambda model: None)
+    monkeypatch.setattr(lpr.model.adapter, "pin_heights", lambda model: None)
     with pytest.raises(InputError, match="cannot be exact: its logits are other bits in a step of many tokens"):
         self_check(TreeModel(to_gpu(tiny_model().bfloat16()), exact=True, attention="triton"))
 
@@ -87,5 +88,5 @@ def test_a_pinned_model_is_as_it_was_outside_of_steps() -> None:
     assert torch.equal(model(ids).logits, expected)
     runner = TreeModel(model)
     row = Row(0, 0, list(range(70)), list(range(-1, 69)), list(range(70)), 70)
-    found = runner.logits(runner.inputs([row], 128), TreeCache(1, 128))
+    found = runner.adapter.logits([row], SlotCache(1, 128))
     torch.testing.assert_close(found, expected[0], atol=1e-4, rtol=0)

@@ -11,11 +11,11 @@ import random
 from importlib.util import find_spec
 from typing import Any
 
+import attention_reference
 import numpy as np
 import pytest
 import torch
 
-from lpr.model.kernels import reference
 from lpr.model.tree_mask import Paths, TreeMask, build_mask, find_paths
 
 if not find_spec("triton"):
@@ -88,7 +88,7 @@ class World:
         mask = build_mask(parents_of, [text] * batch, positions.to(DEVICE), DEVICE)
         parts = [each.to(DEVICE) for each in (query, key, value)]
         if specification:
-            return reference.exact_tree_attention(*parts, mask, **rules)
+            return attention_reference.exact_tree_attention(*parts, mask, **rules)
         return exact_kernel.tree_attention(*parts, mask, find_paths(mask), **rules)
 
 

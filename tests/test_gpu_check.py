@@ -12,14 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from benchmarks import gpu_check
 from benchmarks.gpu import parts as gpu_parts
 from benchmarks.gpu_check import Report
-from benchmarks.report.parts import Result
-from benchmarks.report.times import step_costs
-from benchmarks.simulated.speed import simulate, simulate_parser
+from benchmarks.report.times import step_times
 from lpr.core.step_times import StepTimes
 
 ROOT = Path(__file__).parent.parent
@@ -55,12 +52,8 @@ def test_every_section_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         found = {name: record["sections"]["exact"][name][kind] for name in ("exact", "usual")}
         assert found["exact"]["logits_that_differ"] == 0 < found["usual"]["logits_that_differ"]
         assert found["exact"]["logits_compared"] == 2 * 12
-    # The one file is what the report and the simulation read.
-    [part] = step_costs(Result("gpu_check.json", record))
+    [part] = step_times(record)
     assert [row[0] for row in part.table.rows] == ["tiny: batch 1, 32 cached", "tiny: batch 1, 64 cached"]
-    arguments = ["--models", "llama-2-7b", "--gpus", "1", "--gpu", "h100", "--times", str(target)]
-    simulated = simulate(simulate_parser().parse_args(arguments), Console(quiet=True))
-    assert simulated["times_source"] == table["source"]
 
 
 def test_a_failed_section_is_recorded_and_the_rest_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

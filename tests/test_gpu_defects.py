@@ -1,7 +1,4 @@
-"""Defects of the CUDA path that a review found without a GPU, each by what shows it without one.
-
-DEFECTS says, by the numbers of that review, where each is held to be mended: here, or where its subject is tested.
-"""
+"""Faults of the CUDA path that show without a GPU: on a pretended one, or in what is asked of torch."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,61 +16,29 @@ from fake_graphs import FakeCapturer
 from pretend_gpu import PretendGpu, gpu, guard, to_gpu
 from torch.distributed import HashStore  # noqa: TID251 - a store of one process, no group
 
-import lpr.model.runner
+import lpr.model.adapter
 from lpr import DecodeConfig, native
 from lpr.core.wire import NUM_HEADER
 from lpr.dist import runtime
+from lpr.dist.rendezvous import Member, Rendezvous
 from lpr.dist.runtime import World, memory_of, sharing
 from lpr.engine.exchange import Exchange
 from lpr.model import loader
-from lpr.model.graphs import GraphRunner, uncapturable
+from lpr.model.capture import uncapturable
 from lpr.model.inputs import Row, build_inputs
 from lpr.model.kernels import hook
-from lpr.model.runner import TreeModel
+from lpr.model.runner import SharedWeights, TreeModel
 from lpr.model.sampling.selection import Selection
 from lpr.model.self_check import self_check
+from lpr.model.slot_cache import SlotCache
 from lpr.model.static_inputs import WIDE_KV, StaticShape, static_shape
 
 __all__ = ["gpu", "guard"]
 
-DEFECTS = {
-    "1 a replica hangs at exit": ("gpu_defects", "release_drops_graphs_that_a_command_has_frozen"),
-    "2 captures in every request": ("gpu_defects", "lengths_and_noise_keys_make_few_shapes"),
-    "2 captures after the start": ("pretend_gpu", "kernel_and_graphs"),
-    "3 logits processors switch graphs off": ("pretend_gpu", "processors"),
-    "4 breaks of the compiled graph": ("compiled", "a_forward_is_one_graph"),
-    "4 an import in the forward": ("gpu_defects", "the_kernel_is_imported_before_a_forward"),
-    "5 blocking copies of the mask": ("gpu_defects", "the_mask_travels_pinned"),
-    "6 noise and sorts over the vocabulary": ("sampling_kernel", "the_same_ids_as_the_specification"),
-    "6 the kernel is what samples": ("pretend_gpu", "kernel_and_graphs"),
-    "7 drafting in Python": ("gpu_defects", "drafting_a_large_tree_is_native"),
-    "8 a failed capture": ("pretend_gpu", "a_failed_capture_leaves_the_stream_and_names_its_cause"),
-    "9 Llama 4 is refused": ("gpu_defects", "experts_that_do_not_read_the_setting_are_not_refused_for_it"),
-    "9 Falcon, GPT-Neo, Phi-MoE copy": ("graphs", "a_forward_that_waits_is_named_and_evaluated_directly"),
-    "10 heights after a failed capture": ("gpu_defects", "after_a_failed_capture_steps_stay_as_high_as_a_replay"),
-    "11 an error on one rank": ("gpu_defects", "an_error_on_one_rank_does_not_wait_for_the_others"),
-    "12 loading through the host": ("gpu_defects", "a_model_is_read_straight_to_a_gpu"),
-    "13 ranks that see one GPU": ("gpu_defects", "ranks_that_see_one_gpu_each_do_not_share_it"),
-    "14 a step's time-out covers loading": ("gpu_defects", "loading_has_a_time_out_of_its_own"),
-    "15 the check of rows": ("gpu_defects", "rows_are_compared_while_the_step_is_prepared"),
-    "16 the payload of a full batch": ("gpu_defects", "the_payload_is_that_of_the_running_batch"),
-    "16 pageable": ("pretend_gpu", "faults_are_noticed"),
-    "17 the drop-in waits for each token": ("pretend_gpu", "the_drop_in_waits_once_a_step_and_not_for_each_token"),
-    "18 errors of a compiler: attention": ("gpu_defects", "a_compilers_error_is_no_runtime_error_and_sdpa_takes_over"),
-    "18 errors of a compiler: captures": ("gpu_defects", "after_a_failed_capture_steps_stay_as_high_as_a_replay"),
-}
-"""By number and subject: test file and test."""
-
-
-def test_every_defect_has_a_test() -> None:
-    assert {int(name.split()[0]) for name in DEFECTS} == set(range(1, 19))
-    for name, (file, test) in DEFECTS.items():
-        assert f"def test_{test}(" in (Path(__file__).parent / f"test_{file}.py").read_text(), name
-
 
 def test_the_mask_travels_pinned(gpu: PretendGpu) -> None:
     rows = [Row(0, 5, [1] * 4, [-1, 0, 0, 2], [5, 6, 6, 7], 2), Row(1, 0, [1] * 3, [-1, 0, 1], [0, 1, 2], 1)]
-    build_inputs(rows, 128, torch.device("cuda", 0), 8, 16, tree_bits=True)
+    build_inputs(rows, SlotCache(2, 128), torch.device("cuda", 0), 8, 16, tree_bits=True)
     assert gpu.count("pinned") >= 3 and gpu.count("pageable") == gpu.count("wait") == 0
 
 
@@ -101,11 +65,6 @@ def test_the_kernel_is_imported_before_a_forward(monkeypatch: pytest.MonkeyPatch
     assert callable(hook._versions[hook.KERNELS["triton"]])
 
 
-def runner_of(capturer: Any, compute: Any) -> GraphRunner:
-    logits = torch.linspace(-1, 1, 50).repeat(8, 1)
-    return GraphRunner(compute, lambda inputs: logits, capturer, torch.device("cpu"), 2, 512, tree_bits=True)
-
-
 class CompilerError(Exception):
     """As Triton's: no RuntimeError."""
 
@@ -124,19 +83,16 @@ class Failing:
 def test_after_a_failed_capture_steps_stay_as_high_as_a_replay(caplog: pytest.LogCaptureFixture) -> None:
     """Ranks of a tensor-parallel replica meet in every layer: the one that failed must not compute fewer rows."""
     heights = []
-
-    def compute(inputs: Any, selection: Selection, num_candidates: int) -> torch.Tensor:
-        heights.append(inputs.tokens.shape[1])
-        return torch.zeros(inputs.tokens.numel(), 1, dtype=torch.int32)
-
-    capturer = Failing()
-    runner = runner_of(capturer, compute)
-    runner.limit(64)
+    runner, capturer = TreeModel(tiny_model()), Failing()
+    runner.capturer = capturer
+    runner.allocate(2, 256, 64, self_check(runner))
+    inner = runner.model.forward
+    runner.model.forward = lambda **given: (heights.append(given["input_ids"].shape[1]), inner(**given))[1]
     for count in (1, 5, 20):
         row = Row(0, 3, [1] * count, list(range(-1, count - 1)), list(range(3, 3 + count)), 1)
-        assert runner.evaluate([row], Selection.build([]), 0) is not None
-    assert heights == [1, 8, 32] and capturer.num_captures == 1
-    assert runner.reason == "ptxas is missing" and "CompilerError" in caplog.text
+        assert len(runner.evaluate([row], Selection.build([]), 0)) == 1
+    assert list(dict.fromkeys(heights)) == [1, 8, 32] and capturer.num_captures == 1
+    assert runner.graph_reason == "ptxas is missing" and "CompilerError" in caplog.text
 
 
 def test_release_drops_graphs_that_a_command_has_frozen() -> None:
@@ -145,10 +101,12 @@ def test_release_drops_graphs_that_a_command_has_frozen() -> None:
     class Graphs:
         """In a cycle, as the real ones are."""
 
+        num_captures = 1
+
     runner = TreeModel(tiny_model())
     graphs: Any = Graphs()
     graphs.itself, gone = graphs, weakref.ref(graphs)
-    runner.graphs = graphs
+    runner.forward = graphs
     gc.freeze()
     del graphs
     runner.release()
@@ -185,47 +143,41 @@ def test_ranks_that_see_one_gpu_each_do_not_share_it(
     assert memory_of(None) == memory_of(None), "on a CPU all ranks of a machine share its memory"
 
 
-class Mesh:
-    """Stands for a DeviceMesh of two replicas."""
+class FakeGroup:
+    """A torch process group of two ranks that always answers; notes what is done to it."""
 
-    shape = (2, 1)
+    def __init__(self, done: list[Any]) -> None:
+        self.done = done
 
-    def get_group(self, axis: str) -> str:
-        return axis
+    def _allgather_base(self, gathered: torch.Tensor, payload: torch.Tensor) -> FakeGroup:
+        self.done.append("gather")
+        gathered.copy_(payload.repeat(2))
+        return self
 
-    def get_local_rank(self, axis: str) -> int:
-        return 0
+    def wait(self, *limit: timedelta) -> None:
+        """It has ended."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def abort(self) -> None:
+        self.done.append("abort")
 
 
 @pytest.fixture
 def groups(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A world of two GPUs with NCCL, in which nothing meets: what is done to the process groups, in order."""
+    """A world of two ranks in which nothing meets: what is done to the process groups, in order."""
     done: list[Any] = []
+    store = HashStore()
 
-    def end(how: str) -> None:
-        done.append(how)
-        monkeypatch.setattr(runtime.dist, "is_initialized", lambda: False)
+    def make_group(store: object, rank: int, size: int, device: torch.device, timeout: float) -> FakeGroup:
+        done.append((size, device.type, timeout))
+        return FakeGroup(done)
 
-    def init(backend: str, timeout: timedelta, **_: Any) -> None:
-        done.append((backend, timeout.total_seconds()))
-        monkeypatch.setattr(runtime.dist, "is_initialized", lambda: True)
-
-    channel = SimpleNamespace(close=lambda: None)
-    monkeypatch.setattr(runtime, "_connect", lambda *_: None)
-    monkeypatch.setattr(runtime, "_die_with_launcher", lambda: None)
-    monkeypatch.setattr(runtime, "memory_of", lambda device: "gpu")
-    monkeypatch.setattr(runtime, "sharing", lambda *_: (1, 1))
-    monkeypatch.setattr(runtime, "StoreChannel", lambda *_: channel)
-    monkeypatch.setattr(runtime, "init_device_mesh", lambda *_, **__: Mesh())
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(runtime.dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(runtime.dist, "init_process_group", init)
-    monkeypatch.setattr(runtime.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(runtime.dist, "barrier", lambda: done.append("barrier"))
-    monkeypatch.setattr(runtime.dist, "destroy_process_group", lambda: end("destroy"))
-    monkeypatch.setattr(runtime.dist.distributed_c10d, "_abort_process_group", lambda: end("abort"))
-    set_timeout = lambda limit, group: done.append((group, limit.total_seconds()))  # noqa: E731
-    monkeypatch.setattr(runtime.dist.distributed_c10d, "_set_pg_timeout", set_timeout)
+    monkeypatch.setattr(runtime, "connect_store", lambda *_, **__: store)
+    monkeypatch.setattr(runtime, "sharing", lambda *_: (2, 2))
+    monkeypatch.setattr(runtime, "die_with_parent", lambda: None)
+    monkeypatch.setattr(runtime.group, "make_group", make_group)
     return done
 
 
@@ -233,22 +185,30 @@ TWO = World(rank=0, size=2, local_rank=0, attempt=0, launched=True)
 
 
 def test_an_error_on_one_rank_does_not_wait_for_the_others(groups: list[Any]) -> None:
-    """Destroying an NCCL group is a collective: the others do not come to it, and the process would hang."""
-    with pytest.raises(ZeroDivisionError), runtime.join(TWO, "cuda:0", 60.0):
+    """A collective at the end would hang: the others do not come to it."""
+    with pytest.raises(ZeroDivisionError), runtime.join(TWO, "cpu", 60.0):
         raise ZeroDivisionError
-    assert "abort" in groups and "destroy" not in groups and "barrier" not in groups
+    assert groups[1:] == ["abort"]
     groups.clear()
-    with runtime.join(TWO, "cuda:0", 60.0):
+    with runtime.join(TWO, "cpu", 60.0):
         pass
-    assert groups[-2:] == ["barrier", "destroy"], "who ends well waits for the others"
+    assert groups[1:] == ["gather", "abort"], "who ends well waits for the others"
 
 
-def test_loading_has_a_time_out_of_its_own(groups: list[Any]) -> None:
-    with runtime.join(TWO, "cuda:0", 30.0, load_timeout=3600.0) as comm:
-        assert groups == [("nccl", 3600.0), ("lp", 3600.0), ("tp", 3600.0)]
-        groups.clear()
+def test_a_lost_rank_is_written_down_for_the_others(groups: list[Any]) -> None:
+    with pytest.raises(ZeroDivisionError), runtime.join(TWO, "cpu", 60.0):
+        raise ZeroDivisionError
+    other = Rendezvous(runtime.connect_store(TWO, timedelta(0)), Member(1))
+    assert other.loss(0, [0, 1]) == "replica 0 was lost: rank 0 failed: ZeroDivisionError"
+
+
+def test_loading_has_a_time_out_of_its_own(groups: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+    monkeypatch.setattr(runtime.group.ProcessGroup, "limit", lambda self, timeout: limits.append(timeout))
+    with runtime.join(TWO, "cpu", 30.0, load_timeout=3600.0) as comm:
+        assert groups == [(2, "cpu", 3600.0)] and not limits
         comm.loaded()
-        assert [seconds for _, seconds in groups] == [30.0] * 3 and {"lp", "tp"} < {group for group, _ in groups}
+        assert limits == [30.0]
 
 
 def test_the_payload_is_that_of_the_running_batch() -> None:
@@ -279,11 +239,11 @@ def test_rows_are_compared_while_the_step_is_prepared(graphs: bool, monkeypatch:
         return lambda: events.append("answer")
 
     model = tiny_model()
-    runner = TreeModel(model, check_rows=ask)
+    runner = TreeModel(model, shared=SharedWeights(check_rows=ask))
     runner.capturer = FakeCapturer() if graphs else None
     runner.allocate(1, 64, 8, self_check(runner))
     monkeypatch.setattr(StaticShape, "place", noted("inputs", StaticShape.place))
-    monkeypatch.setattr(lpr.model.runner, "build_inputs", noted("inputs", build_inputs))
+    monkeypatch.setattr(lpr.model.adapter, "build_inputs", noted("inputs", build_inputs))
     model.forward = noted("forward", model.forward)
     row = Row(0, 0, [1, 2, 3], [-1, 0, 1], [0, 1, 2], 3)
     for _ in range(2):

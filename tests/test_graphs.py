@@ -12,14 +12,15 @@ from fake_graphs import FakeCapturer
 from transformers import PreTrainedModel
 from worlds import generate_on
 
-import lpr.model.attention
+import lpr.model.step_scope
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
-from lpr.dist.channel import SoloChannel
-from lpr.model.cache import TreeCache
-from lpr.model.graphs import GraphRunner, NoWaiting, Program, uncapturable
+from lpr.dist.comm import Comm
+from lpr.model.capture import NoWaiting, Program, uncapturable
+from lpr.model.graphs import GraphForward
 from lpr.model.inputs import Row, build_inputs
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.selection import Selection
+from lpr.model.slot_cache import SlotCache
 from lpr.model.static_inputs import KV_BUCKETS, NODE_BUCKETS, StaticShape, static_shape
 
 PROMPTS = [[3, 5, 7, 9, 11, 13, 5, 7], [2, 4], [50] * 20 + [3, 4], [7, 8, 9] * 5, [(i * i) % 97 for i in range(90)]]
@@ -49,7 +50,8 @@ def ids(engine: Engine, params: list[SamplingParams]) -> list[list[int]]:
 def captured(engine: Engine, decode: DecodeConfig = DECODE, capturer: Any = None) -> FakeCapturer:
     """Let `engine` decode by graphs from now on."""
     capturer = capturer or FakeCapturer()
-    engine.model.capturer, engine.model.packed, engine.model.kv_bucket = capturer, False, 256  # as on a GPU
+    adapter = engine.model.adapter
+    engine.model.capturer, adapter.packed, adapter.kv_bucket = capturer, False, 256  # as on a GPU
     engine.configure(decode)
     return capturer
 
@@ -116,9 +118,10 @@ def test_static_inputs_say_what_direct_inputs_say() -> None:
     shape = static_shape(rows, selection, 2, num_slots=8, rows_per_slot=640, max_entries=128)
     assert shape is not None and (shape.batch, shape.num_entries, shape.num_kv, shape.num_keys) == (4, 96, 512, 64)
     words = torch.empty(shape.num_words, dtype=torch.int32)
-    shape.place(words.numpy(), rows, selection)
+    cache = SlotCache(8, 640)
+    shape.place(words.numpy(), rows, selection, cache)
     inputs, chosen_by = shape.read(words)
-    direct = build_inputs(rows, 640, torch.device("cpu"), node_bucket=96, kv_bucket=512)
+    direct = build_inputs(rows, cache, torch.device("cpu"), node_bucket=96, kv_bucket=512)
     assert torch.equal(inputs.tokens[:3], direct.tokens) and torch.equal(inputs.positions[:3], direct.positions)
     assert torch.equal(inputs.write_rows.view(4, 96)[:3], direct.write_rows.view(3, 96))
     assert inputs.write_rows.view(4, 96)[3].tolist() == [4 * 640 - 1] * 96, "an empty row writes to its spare"
@@ -165,9 +168,7 @@ def test_shapes_are_few_and_hold_their_steps() -> None:
 def test_no_more_graphs_than_allowed(
     model: PreTrainedModel, expected: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        GraphRunner.__init__, "__defaults__", (2, 1, lambda: None, False)
-    )  # graphs, height, meet, parts
+    monkeypatch.setattr("lpr.model.graphs.MAX_GRAPHS", 2)
     engine = Engine.from_model(model, decode=DECODE)
     capturer = captured(engine)
     graphs, sizes = engine.model.graphs, []
@@ -276,7 +277,7 @@ def test_a_forward_that_computes_with_the_cached_length_is_noticed(model: PreTra
     inner = embed.forward
 
     def shifted(tokens: torch.Tensor) -> torch.Tensor:
-        step = lpr.model.attention.current_step()
+        step = lpr.model.step_scope.current_step()
         return inner(tokens) * (1 + 0.001 * (step.length if step is not None else 0))
 
     embed.forward = shifted
@@ -298,7 +299,7 @@ def test_models_that_cannot_be_captured_are_named_by_their_configuration(
 ) -> None:
     model = tiny_model(family, **sizes)
     runner = TreeModel(model)
-    reason = uncapturable(model, runner._accepts_positions)
+    reason = uncapturable(model, runner.adapter.accepts_positions)
     assert reason is not None and word in reason and "\n" not in reason
 
 
@@ -343,29 +344,21 @@ def test_an_operator_that_is_not_replayed_changes_the_text(
 # One synchronisation per step.
 
 
-class BlindComm:
+class BlindComm(Comm):
     """A world that reads no payload on the device: what comes back is made up."""
 
-    rank = tp_rank = 0
-    tp_size = num_sharing = 1
-    tp_mesh = membership = None
+    size: int = 1
 
     def __init__(self, size: int) -> None:
+        super().__init__()
         self.size = size
         self.num_gathers = 0
-        self.channel = SoloChannel()
 
     def gather(self, payload: torch.Tensor) -> torch.Tensor:
         if payload.device.type == "cpu":
             return payload.expand(self.size, -1)
         self.num_gathers += 1
         return torch.zeros(self.size, len(payload), dtype=torch.int32)
-
-    def broadcast(self, message: bytes, length: int) -> bytes:
-        return message  # of the only rank that is here
-
-    def loaded(self) -> None:
-        pass
 
 
 class Watch(NoWaiting):
@@ -385,10 +378,10 @@ class Watch(NoWaiting):
 def to_meta(engine: Engine) -> None:
     """Move model and cache to a device without data: whoever reads from it fails."""
     engine.model.model.to("meta")
-    engine.model.device = torch.device("meta")
+    engine.model.adapter.device = torch.device("meta")
     engine.model.cache = None
-    layers = engine._like._layers
-    engine._like._layers = {layer: (pair[0].to("meta"), pair[1].to("meta")) for layer, pair in layers.items()}
+    layers = engine.replica.like.layer_tensors
+    layers.update({layer: (pair[0].to("meta"), pair[1].to("meta")) for layer, pair in layers.items()})
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -400,14 +393,14 @@ def test_a_step_waits_for_the_device_once(num_ranks: int, graphs: bool, monkeypa
     engine = Engine.from_model(tiny_model(), decode=decode, comm=comm)
     to_meta(engine)
     moved = []
-    move = TreeCache.move
+    move = SlotCache.move
 
-    def counted(self: TreeCache, rows: np.ndarray) -> None:
+    def counted(self: SlotCache, rows: np.ndarray) -> None:
         moved.extend(rows[0])
         move(self, rows)
 
-    monkeypatch.setattr(TreeCache, "move", counted)
-    monkeypatch.setattr(GraphRunner, "_check_length", lambda *args: None)  # reads logits, once at the first capture
+    monkeypatch.setattr(SlotCache, "move", counted)
+    monkeypatch.setattr(GraphForward, "_check_length", lambda *args: None)  # reads logits, once at the first capture
     capturer = captured(engine, decode) if graphs else None
     engine.configure(decode)
     for params in (GREEDY[:3], MIXED[:3]):

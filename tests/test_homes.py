@@ -23,9 +23,11 @@ from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.core.state import SequenceState
 from lpr.engine.exchange import DesyncError, Exchange
 from lpr.engine.homes import FILLS_PER_TOKEN, Candidate, choose, speedup
+from lpr.engine.limits import Limits
 from lpr.engine.request import Request
 from lpr.engine.scheduler import Scheduler
 from lpr.engine.slots import RankSlots
+from lpr.engine.stats import DecodeStats
 from lpr.native import StepDraft
 
 SHARED = [(7 * i * i + i) % 89 for i in range(40)]
@@ -181,7 +183,7 @@ def test_mutant_a_home_forgotten_by_one_rank(model: PreTrainedModel, forgetful: 
     def forget(engine: Engine) -> None:
         if engine.comm.rank != forgetful:
             return
-        update = engine.scheduler._update_homes
+        update = engine.scheduler.placement.update
 
         def forgets() -> None:
             update()
@@ -189,7 +191,7 @@ def test_mutant_a_home_forgotten_by_one_rank(model: PreTrainedModel, forgetful: 
                 if request.homes == [0, 1, 2] and request.num_output > 4:
                     request.homes = [0, 1]
 
-        engine.scheduler._update_homes = forgets  # type: ignore[method-assign]
+        engine.scheduler.placement.update = forgets  # type: ignore[method-assign]
 
     with pytest.raises(DesyncError, match=f"rank {forgetful}"):
         serve(3, model, prepare=forget)
@@ -198,7 +200,7 @@ def test_mutant_a_home_forgotten_by_one_rank(model: PreTrainedModel, forgetful: 
 def test_mutant_one_rank_lets_others_join_later(model: PreTrainedModel) -> None:
     def hesitate(engine: Engine) -> None:
         if engine.comm.rank == 2:
-            engine.scheduler.join_chunk = 1
+            engine.scheduler.limits.join_chunk = 1
 
     with pytest.raises(DesyncError, match="rank 2"):
         serve(3, model, prepare=hesitate)
@@ -208,8 +210,8 @@ def test_mutant_home_ranks_draft_on_as_if_nobody_had_joined(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They let the newcomer begin anew alone, which knows less than they do."""
-    monkeypatch.setattr("lpr.engine.replicated.SequenceState", Forgetful)
-    monkeypatch.setattr("lpr.engine.replicated.SuffixIndex", lpr.core.suffix_index.SuffixIndex)
+    monkeypatch.setattr("lpr.engine.replica.SequenceState", Forgetful)
+    monkeypatch.setattr("lpr.engine.drafts.SuffixIndex", lpr.core.suffix_index.SuffixIndex)
     monkeypatch.setattr("lpr.engine.step.draft_step", lpr.core.step.draft_step)
     monkeypatch.setattr("lpr.engine.sizing.Budgets", lpr.core.budgets.Budgets)
     with pytest.raises(DesyncError, match="their drafts or tokens are not the same"):
@@ -325,14 +327,14 @@ def test_what_is_chosen_stays_chosen() -> None:
 
 def test_speedup_by_the_table() -> None:
     """Where more nodes take no longer, ranks that share a tree help; where time grows with them, they do not."""
-    flat = speedup(1, lambda count: 10.0 + 0.001 * count, 64, 100, 250, 6400)
-    steep = speedup(1, lambda count: count, 64, 100, 250, 6400)
+    flat = speedup(1, lambda count: 10.0 + 0.001 * count, 64, DecodeStats(100, 0, 250, 6400))
+    steep = speedup(1, lambda count: count, 64, DecodeStats(100, 0, 250, 6400))
     assert 1.05 < flat < 1.5 and steep <= 1.0
-    assert speedup(4, lambda count: 10.0, 64, 100, 250, 6400) < flat, "every further rank adds less"
-    assert speedup(1, lambda count: 10.0, 64, 100, 100, 6400) < 1.05, "no draft was ever right"
-    assert 1.0 < speedup(1, lambda count: 10.0, 64, 0, 0, 0) < 1.5, "a new request is believed a little"
+    assert speedup(4, lambda count: 10.0, 64, DecodeStats(100, 0, 250, 6400)) < flat, "every further rank adds less"
+    assert speedup(1, lambda count: 10.0, 64, DecodeStats(100, 0, 100, 6400)) < 1.05, "no draft was ever right"
+    assert 1.0 < speedup(1, lambda count: 10.0, 64, DecodeStats(0, 0, 0, 0)) < 1.5, "a new request is believed a little"
 
 
 def test_homes_are_a_setting() -> None:
-    assert Scheduler(2, 3, 8, 3, True, True, 0).capacity == 2
-    assert Scheduler(2, 3, 8, 3, True, True, 1).capacity == 6
+    assert Scheduler(Limits(2, 3, 8, 3, True, True, 0)).capacity == 2
+    assert Scheduler(Limits(2, 3, 8, 3, True, True, 1)).capacity == 6

@@ -1,4 +1,4 @@
-"""The parts of a mesh that survives: the register, groups that break, and what the supervisor makes of exit codes."""
+"""The parts of a mesh that survives: the rendezvous, groups that break, and what the supervisor makes of exit codes."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from typing import Any
 import pytest
 import torch
 
-from lpr.dist import channel, group, heart, register
-from lpr.dist.channel import CommError
-from lpr.dist.register import Arrival, Decision, Member, Register
-from lpr.dist.supervisor import BACKOFF, Replica, Supervisor, process_state, rank_environment
+from lpr.dist import group, heartbeat, rendezvous
+from lpr.dist.errors import CommError
+from lpr.dist.places import rank_environment
+from lpr.dist.rendezvous import Arrival, Decision, Member, Rendezvous
+from lpr.dist.supervisor import BACKOFF, Restarts, process_state
 from tests.elastic_world import hash_store
 
 ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
-def registers() -> list[Register]:
+def members() -> list[Rendezvous]:
     store = hash_store()
-    return [Register(store, Member(replica)) for replica in range(3)]
+    return [Rendezvous(store, Member(replica)) for replica in range(3)]
 
 
 def in_threads(calls: list[Callable[[], Any]]) -> list[Any]:
@@ -50,65 +51,66 @@ def in_threads(calls: list[Callable[[], Any]]) -> list[Any]:
     return results
 
 
-def test_survivors_agree_on_who_is_left(registers: list[Register]) -> None:
-    registers[1].mark_dead(1, "it was killed")
+def test_survivors_agree_on_who_is_left(members: list[Rendezvous]) -> None:
+    members[1].mark_dead(1, "it was killed")
     first, third = in_threads(
         [
-            lambda: registers[0].meet(1, [0, 1, 2], Arrival(7), 30),
-            lambda: registers[2].meet(1, [0, 1, 2], Arrival(8), 30),
+            lambda: members[0].meet(1, [0, 1, 2], Arrival(7), 30),
+            lambda: members[2].meet(1, [0, 1, 2], Arrival(8), 30),
         ]
     )
     assert first == third == Decision([0, 2])
-    assert registers[0].arrivals(1, [0, 2]) == {Member(0): Arrival(7), Member(2): Arrival(8)}
+    assert members[0].arrivals(1, [0, 2]) == {Member(0): Arrival(7), Member(2): Arrival(8)}
     with pytest.raises(CommError, match="takes part no more: it was killed"):
-        registers[1].meet(1, [0, 1, 2], Arrival(7), 30)
+        members[1].meet(1, [0, 1, 2], Arrival(7), 30)
 
 
-def test_who_does_not_come_is_declared_dead(registers: list[Register]) -> None:
-    assert registers[0].meet(1, [0, 1], Arrival(0), 0.1) == Decision([0])
-    assert "did not come to epoch 1" in str(registers[2].dead_reason(1))
+def test_who_does_not_come_is_declared_dead(members: list[Rendezvous]) -> None:
+    assert members[0].meet(1, [0, 1], Arrival(0), 0.1) == Decision([0])
+    assert "did not come to epoch 1" in str(members[2].dead_reason(1))
 
 
-def test_the_first_decision_counts(registers: list[Register]) -> None:
+def test_the_first_decision_counts(members: list[Rendezvous]) -> None:
     planned = Decision([0, 1, 5], planned=True)
-    assert registers[0].decide(3, planned) == planned
-    assert registers[1].decide(3, Decision([1])) == planned
-    assert registers[2].meet(3, [0, 1, 2], Arrival(4), 30) == planned, "also for one that comes late"
+    assert members[0].decide(3, planned) == planned
+    assert members[1].decide(3, Decision([1])) == planned
+    assert members[2].meet(3, [0, 1, 2], Arrival(4), 30) == planned, "also for one that comes late"
 
 
 def test_a_rank_of_a_replica_is_missed_like_all_of_it() -> None:
     store = hash_store()
-    pair = Register(store, Member(0, 1), tp_size=2)
+    pair = Rendezvous(store, Member(0, 1), tp_size=2)
     with pytest.raises(CommError, match="replica 0 takes part no more"):
         pair.meet(1, [0], Arrival(0), 0.1)  # its other rank does not come
 
 
-def test_long_messages_come_in_pieces(registers: list[Register]) -> None:
-    data = os.urandom(2 * register.PIECE_BYTES + 17)
-    registers[0].put("state", data)
-    assert registers[1].get("state", 5, lambda: False) == data
-    registers[0].forget("state")
-    with pytest.raises(CommError, match="nobody has left state"):
-        registers[1].get("state", 5, lambda: True)
+def test_long_messages_come_in_pieces(members: list[Rendezvous]) -> None:
+    data = os.urandom(2 * rendezvous.PIECE_BYTES + 17)
+    members[0].put("state", data)
+    assert members[1].get("state", 5, lambda: None) == data
+    for number in range(rendezvous.MOST_MESSAGES):
+        members[0].put(f"later {number}", b"")
+    with pytest.raises(CommError, match="state was not written: rank 0 was lost"):
+        members[1].get("state", 5, lambda: "rank 0 was lost")
 
 
 def test_silence_is_noticed_and_a_pause_of_ones_own_is_not_blamed_on_others(
-    registers: list[Register], monkeypatch: pytest.MonkeyPatch
+    members: list[Rendezvous], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr(channel.time, "monotonic", lambda: now[0])
-    watch = heart.Watch(registers[0])
+    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now[0])
+    watch = heartbeat.Watch(members[0])
 
-    def silent_after(seconds: float, *beating: Register) -> list[int]:
+    def silent_after(seconds: float, *beating: Rendezvous) -> list[int]:
         now[0] += seconds
         for number, each in enumerate(beating):
             each.beat(int(10 * now[0]) + number)
         return watch.silent([0, 1])
 
-    assert [silent_after(1, *registers[:2]) for _ in range(3)] == [[]] * 3
-    assert [silent_after(1, registers[0]) for _ in range(6)] == [[], [], [], [], [1], [1]]
+    assert [silent_after(1, *members[:2]) for _ in range(3)] == [[]] * 3
+    assert [silent_after(1, members[0]) for _ in range(6)] == [[], [], [], [], [1], [1]]
     assert silent_after(60) == [], "this process stood still"
-    assert [silent_after(1, registers[0]) for _ in range(6)][-1] == [1]
+    assert [silent_after(1, members[0]) for _ in range(6)][-1] == [1]
 
 
 class FakeGroup:
@@ -136,23 +138,23 @@ class FakeGroup:
 def test_a_wait_ends_when_a_member_is_lost() -> None:
     """Whatever the backend does: gloo's aborted collectives, for one, wait for their own time-out."""
     outcome: list[Any] = [None]
-    fake, looks = FakeGroup(outcome), iter([False, False, True])
+    fake, looks = FakeGroup(outcome), iter([None, None, "rank 1 was lost"])
     ranks = group.ProcessGroup(fake, 0, 2, torch.device("cpu"), 60, lambda: next(looks))
     first = ranks.gather(torch.tensor([4, 5], dtype=torch.int32))
     outcome[0] = "Operation timed out!"
-    with pytest.raises(CommError, match="another rank has ended or hangs"):
+    with pytest.raises(CommError, match="rank 1 was lost"):
         ranks.gather(torch.tensor([6, 7], dtype=torch.int32))
     assert first.tolist() == [[4, 5], [4, 5]], "a failed gather leaves the one before, which may have to be handed on"
-    kept = len(group._abandoned)
+    kept = len(group.abandoned)
     ranks.close()
-    assert fake.aborted == 1 and len(group._abandoned) == kept + 1, "destroying it would wait for the collective"
-    group._abandoned.pop()
+    assert fake.aborted == 1 and len(group.abandoned) == kept + 1, "destroying it would wait for the collective"
+    group.abandoned.pop()
 
 
 def test_a_failed_collective_is_one_line() -> None:
     fake = FakeGroup(["Connection closed by peer\nat line 3"])
-    ranks = group.ProcessGroup(fake, 0, 2, torch.device("cpu"), 60, lambda: False)
-    with pytest.raises(CommError, match="^Connection closed by peer$"):
+    ranks = group.ProcessGroup(fake, 0, 2, torch.device("cpu"), 60, lambda: None)
+    with pytest.raises(CommError, match="^another rank has ended or hangs: Connection closed by peer$"):
         ranks.gather(torch.zeros(1, dtype=torch.int32))
 
 
@@ -180,19 +182,19 @@ def test_a_wait_on_a_gpu_gives_nccl_no_time_out(monkeypatch: pytest.MonkeyPatch)
     looks = iter([False] * 5 + [True])
     work = SimpleNamespace(is_completed=lambda: next(looks), wait=lambda *limit: asked.append(limit))
     asked: list[Any] = []
-    ranks = group.ProcessGroup(None, 0, 2, torch.device("cuda", 0), 60, lambda: False)
+    ranks = group.ProcessGroup(None, 0, 2, torch.device("cuda", 0), 60, lambda: None)
     monkeypatch.setattr(group, "SLICE", 0.0)
-    ranks._wait(lambda: work)
+    ranks.wait(work)
     assert asked == [()] and next(looks, None) is None
 
 
 def test_a_rank_that_never_comes_does_not_hold_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search for the members of a group ends as soon as one of them is known to be lost."""
     began = time.monotonic()
-    with pytest.raises(CommError, match="did not find each other"):
-        group.connect(hash_store(), 0, 2, torch.device("cpu"), 5.0, lambda: True)
+    with pytest.raises(CommError, match="did not find each other: it was killed"):
+        group.connect(hash_store(), 0, 2, torch.device("cpu"), 5.0, lambda: "it was killed")
     assert time.monotonic() - began < 4
-    group._abandoned.pop()
+    group.abandoned.pop()
 
 
 # The supervisor.
@@ -222,19 +224,14 @@ def test_ranks_that_cannot_start_are_given_up(tmp_path: Path) -> None:
 
 def test_a_place_is_not_given_up_while_a_replica_works() -> None:
     """Replicas that are killed again and again while they load are replaced in the end."""
-    supervisor = Supervisor(["true"], 2)
-    supervisor._epoch = 0
-    supervisor._replicas[1] = Replica(1, 1, [], is_ready=True)
-    for number in range(2, 9):
-        supervisor._replace(Replica(number, 0, [], codes={number: -9}))
-        assert supervisor._due.pop(0) <= time.monotonic() + BACKOFF[-1] and supervisor._code is None
-    del supervisor._replicas[1]
-    supervisor._replace(Replica(9, 0, [], codes={9: -9}))
-    assert supervisor._code is None, "place 1 has not been tried again"
-    for number in range(10, 13):
-        supervisor._replace(Replica(number, 1, [], codes={number: -9}))
-    assert supervisor._code == 1
-    supervisor._socket.close()
+    restarts = Restarts(2)
+    for _ in range(7):
+        assert restarts.plan(0)
+        assert restarts.due.pop(0) <= time.monotonic() + BACKOFF[-1]
+    assert restarts.plan(0, is_last=True), "place 1 has not been tried again"
+    assert [restarts.plan(1, is_last=True) for _ in range(3)] == [True, True, False]
+    assert Restarts(1).plan(0, had_loaded=True, is_last=True)
+    assert not Restarts(1).plan(0, is_refused=True, is_last=True)
 
 
 def test_a_supervisor_leaves_no_rank_behind(tmp_path: Path) -> None:
@@ -261,9 +258,7 @@ def test_a_supervisor_leaves_no_rank_behind(tmp_path: Path) -> None:
 
 
 def test_ranks_do_not_see_another_launcher() -> None:
-    found = rank_environment({"TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "3", "HOME": "/h", "OMP_NUM_THREADS": "5"}, 4)
-    assert found == {"HOME": "/h", "OMP_NUM_THREADS": "5"}
-    supervisor = Supervisor(["true"], 2, tp=2)
-    places = supervisor._environment(number=3, place=1, tp_rank=1)
-    assert (places["RANK"], places["LOCAL_RANK"], places["WORLD_SIZE"]) == ("7", "3", "4")
-    supervisor._socket.close()
+    variables = {"TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "3", "HOME": "/h", "OMP_NUM_THREADS": "5"}
+    found = rank_environment(variables, rank=7, local_rank=3, num_ranks=4, port=1234)
+    assert variables.keys() & found.keys() == {"HOME", "OMP_NUM_THREADS"} and found["OMP_NUM_THREADS"] == "5"
+    assert [found[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")] == ["7", "3", "4", "1234"]

@@ -9,11 +9,11 @@ from transformers import PreTrainedModel
 
 from lpr.config import InputError, SamplingParams
 from lpr.core.wire import result_words
-from lpr.model.cache import TreeCache
 from lpr.model.inputs import Row, build_inputs
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.selection import Selection
 from lpr.model.self_check import self_check
+from lpr.model.slot_cache import SlotCache
 
 FAMILIES = {
     "llama": {},
@@ -33,7 +33,7 @@ FAMILIES = {
 def test_families_that_run_a_tree(family: str) -> None:
     runner = TreeModel(tiny_model(family, **FAMILIES[family]))
     cache = self_check(runner)
-    assert isinstance(cache, TreeCache)
+    assert isinstance(cache, SlotCache)
 
 
 def test_silently_wrong_models_are_refused() -> None:
@@ -77,10 +77,10 @@ def paths(parents: list[int]) -> list[list[int]]:
 def test_ragged_trees_equal_sequential_evaluation(llama: PreTrainedModel, rows, buckets, packed: bool) -> None:
     """Prompts in a ragged batch, then trees, a commit of one path each, and one more token after it."""
     runner = TreeModel(llama)
-    cache = TreeCache(len(rows), 64)
+    cache = SlotCache(len(rows), 64)
 
     def forward(batch: list[Row]) -> torch.Tensor:
-        return runner.logits(build_inputs(batch, cache.rows_per_slot, runner.device, *buckets, packed), cache)
+        return runner.adapter.logits(batch, cache, *buckets, packed=packed)
 
     def chain(slot: int, cached: int, tokens: list[int]) -> Row:
         count = len(tokens)
@@ -99,7 +99,7 @@ def test_ragged_trees_equal_sequential_evaluation(llama: PreTrainedModel, rows, 
             expected = sequential(llama, prompt + [nodes[i] for i in path])[-1]
             assert torch.allclose(next(found), expected, atol=2e-4)
         path = max(paths(parents), key=len)
-        cache.commit(slot, len(prompt), path)
+        cache.commit(Row(slot, len(prompt), nodes, parents, nodes, 0), path)
         texts.append(prompt + [nodes[i] for i in path])
     logits = forward([chain(slot, len(text), [5]) for slot, text in enumerate(texts)])
     for slot, text in enumerate(texts):
@@ -108,13 +108,13 @@ def test_ragged_trees_equal_sequential_evaluation(llama: PreTrainedModel, rows, 
 
 def test_moving_a_slot_keeps_its_sequence(llama: PreTrainedModel) -> None:
     runner = TreeModel(llama)
-    cache = TreeCache(3, 32)
+    cache = SlotCache(3, 32)
     text = [4, 8, 15, 16, 23, 42]
     row = Row(2, 0, text, list(range(-1, 5)), list(range(6)), 1)
-    runner.logits(build_inputs([row], 32, runner.device), cache)
+    runner.adapter.logits([row], cache)
     cache.move_slot(2, 0, 6)
     row = Row(0, 6, [7], [-1], [6], 1)
-    logits = runner.logits(build_inputs([row], 32, runner.device), cache)
+    logits = runner.adapter.logits([row], cache)
     assert torch.allclose(logits[0], sequential(llama, [*text, 7])[-1], atol=2e-4)
 
 
@@ -149,7 +149,7 @@ def prompt_logits(runner: TreeModel, prompts: list[list[int]]) -> torch.Tensor:
         Row(slot, 0, tokens, list(range(-1, len(tokens) - 1)), list(range(len(tokens))), 1)
         for slot, tokens in enumerate(prompts)
     ]
-    return runner.logits(build_inputs(rows, 64, torch.device("cpu"), packed=True), TreeCache(len(rows), 64))
+    return runner.adapter.logits(rows, SlotCache(len(rows), 64), packed=True)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral", "gemma2", "gpt2"])
@@ -158,12 +158,12 @@ def test_prompts_need_no_mask(family: str, monkeypatch: pytest.MonkeyPatch) -> N
     model = tiny_model(family, **FAMILIES[family])
     runner = TreeModel(model)
     prompts = [[5, 17, 9, 4, 80, 3, 3, 41, 7, 12, 60, 2], [8, 8, 1]]
-    blocks = [build_inputs([row], 64, torch.device("cpu")).blocks[0] for row in pieces()]
+    blocks = [build_inputs([row], SlotCache(1, 64), torch.device("cpu")).blocks[0] for row in pieces()]
     assert [block.is_causal for block in blocks] == [True, False, False]
     found = prompt_logits(runner, prompts)
     for prompt, mine in zip(prompts, found, strict=True):
         torch.testing.assert_close(mine, sequential(model, prompt)[-1], rtol=1e-4, atol=1e-4)
-    monkeypatch.setattr("lpr.model.inputs._is_prompt", lambda row: False)
+    monkeypatch.setattr(Row, "is_prompt", False)
     torch.testing.assert_close(found, prompt_logits(runner, prompts), rtol=1e-5, atol=1e-5)
 
 

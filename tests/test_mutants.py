@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
 from altered_gather import change_received
 from conftest import tiny_model
 from test_lossless import stock_greedy
@@ -14,13 +15,13 @@ from transformers import PreTrainedModel
 
 import lpr.engine.step
 import lpr.model.inputs
-import lpr.model.sampling.in_numpy
+import lpr.model.sampling.specification
 import lpr.native
 from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.core.window import JacobiWindow
 from lpr.engine.exchange import Exchange
-from lpr.model.cache import TreeCache
 from lpr.model.inputs import Row
+from lpr.model.slot_cache import SlotCache
 from lpr.native import StepDraft
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [(3 * i) % 89 for i in range(40)], [9, 9, 4, 2] * 6]
@@ -115,12 +116,12 @@ def visible_sibling(patch: pytest.MonkeyPatch) -> None:
 
 
 def wrong_compaction_row(patch: pytest.MonkeyPatch) -> None:
-    move = TreeCache.move
-    patch.setattr(TreeCache, "move", lambda self, rows: move(self, rows + np.array([[1], [0]])))
+    move = SlotCache.move
+    patch.setattr(SlotCache, "move", lambda self, rows: move(self, rows + np.array([[1], [0]])))
 
 
 def no_compaction(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TreeCache, "move", lambda self, rows: None)
+    patch.setattr(SlotCache, "move", lambda self, rows: None)
 
 
 def accepts_an_unchosen_child(patch: pytest.MonkeyPatch) -> None:
@@ -157,11 +158,11 @@ def test_greedy_equality_notices(
 
 
 def unkeyed_noise(patch: pytest.MonkeyPatch) -> None:
-    def mutant(keys: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        return np.random.default_rng().gumbel(size=tokens.shape).astype(np.float32)
+    def mutant(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(np.random.default_rng().gumbel(size=(len(keys), tokens.shape[1])).astype(np.float32))
 
-    patch.setattr(lpr.native, "choose_rows", None)  # numpy's noise is at hand, the extension's is not
-    patch.setattr(lpr.model.sampling.in_numpy, "gumbel_of_pairs", mutant)
+    patch.setattr(lpr.native, "choose_rows", None)  # the extension's noise cannot be replaced
+    patch.setattr(lpr.model.sampling.specification, "gumbel", mutant)
 
 
 def noise_keyed_by_the_parents_position(patch: pytest.MonkeyPatch) -> None:

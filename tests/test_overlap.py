@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
-from lpr.serve.messages import Stepped, Stop, Submit
-from lpr.serve.ranks.driver import Driver
+from lpr.protocol import Stop, Submit
+from lpr.serve.messages import Stepped
+from lpr.serve.ranks.bridge import EngineBridge
 
 PROMPTS = ["def add(a, b):\n    return a", "import os\n\n\ndef main"]
 
@@ -21,15 +22,17 @@ class ScriptedLine:
         self.sent: list[Any] = []
         self.waits: list[float] = []
         params = SamplingParams(max_new_tokens=24, ignore_eos=True)
-        self._script = [
-            Submit(id=id, prompt_ids=engine.encode(prompt), params=params) for id, prompt in enumerate(PROMPTS)
-        ]
+        prompts = map(engine.encode, PROMPTS)
+        self._script = [Submit(id, prompt, params, len(prompt)) for id, prompt in enumerate(prompts)]
 
     def moved(self, load: Any) -> None:
         self.load = load
 
     def send(self, message: Any) -> None:
         self.sent.append(message)
+
+    def flush(self) -> None:
+        pass
 
     def take(self, wait: float) -> list[Any]:
         self.waits.append(wait)
@@ -54,15 +57,13 @@ def serve(engine: Engine, overlaps: bool) -> tuple[ScriptedLine, list[int]]:
     """Serve the script; also how many steps had been sent whenever a step's forward began."""
     engine.configure(engine.decode)
     line = ScriptedLine(engine)
-    driver = Driver(engine, line, "bundled")  # type: ignore[arg-type]
-    driver._overlaps = overlaps
-    engine.while_busy = driver._send if overlaps else None
+    bridge = EngineBridge(engine, line, "bundled")  # type: ignore[arg-type]
+    bridge.overlaps = overlaps
     sent, evaluate = [], engine.model.evaluate
     engine.model.evaluate = lambda *args: (sent.append(len(line.steps)), evaluate(*args))[1]  # type: ignore[method-assign,func-returns-value]
     try:
-        driver.run()
+        bridge.run()
     finally:
-        engine.while_busy = None
         engine.model.evaluate = evaluate  # type: ignore[method-assign]
     return line, sent
 

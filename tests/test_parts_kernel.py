@@ -19,6 +19,7 @@ from lpr.core.accept import NOT_A_NUMBER
 from lpr.model.inputs import Row
 from lpr.model.sampling import choice, parts, specification
 from lpr.model.sampling.selection import TOP_K, Selection
+from lpr.model.slot_cache import SlotCache
 from lpr.model.static_inputs import static_shape
 
 if importlib.util.find_spec("triton") is None:
@@ -135,15 +136,15 @@ def test_an_engine_sends_lists_and_weights_where_limits_can_be_in_parts(monkeypa
     monkeypatch.setattr(parts.list_in_part, "__defaults__", (SHORT,))
     monkeypatch.setattr(parts.weigh_in_part, "__defaults__", (SHORT,))
     monkeypatch.setattr(parts.choose_within_limits, "__defaults__", (SHORT,))
-    monkeypatch.setattr("lpr.model.runner.limits_work", lambda device: True)
+    monkeypatch.setattr("lpr.model.sampling.sampler.limits_work", lambda device: True)
     model = tiny_model(spread=0.12)
     limited = SamplingParams(max_new_tokens=4, temperature=0.9, top_p=0.8, top_k=30, seed=7)
     wide = replace(limited, top_k=TOP_K + 1)
     engine = Engine.from_model(model, decode=DecodeConfig.autoregressive())
     expected = [engine.generate([[3, 5, 7]], params)[0].token_ids for params in (limited, wide)]
     part = WholePart()
-    engine.model.part = part  # type: ignore[assignment]
-    engine.model.check_part()
+    engine.model.sampler.part = part  # type: ignore[assignment]
+    engine.model.sampler.check_part(engine.model.adapter)
     assert part.widths == [2], "what the ranks agree on"
     sent = []
     for params, ids in zip((limited, wide), expected, strict=True):
@@ -161,7 +162,7 @@ def test_graphs_with_limits_are_others_where_a_vocabulary_is_in_parts() -> None:
         shape = static_shape([row], selection, 8, 2, 512, 64, tree_bits=True, in_parts=True)
         assert shape is not None and shape == replace(shape)
         words = torch.zeros(shape.num_words, dtype=torch.int32)
-        shape.place(words.numpy(), [row], selection)
+        shape.place(words.numpy(), [row], selection, SlotCache(2, 512))
         read = shape.read(words)[1]
         assert (read.filtered, read.is_wide) == (bool(limits), "top_k" in limits)
         assert parts.may_be_in_parts(read, with_limits=True) == ("top_k" not in limits)

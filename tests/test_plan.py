@@ -22,9 +22,9 @@ from worlds import ThreadWorld
 from lpr.cli.plan import Args, main, make_plan, show
 from lpr.config import DecodeConfig, InputError
 from lpr.engine.exchange import Exchange
-from lpr.model.cache import TreeCache
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
+from lpr.model.slot_cache import SlotCache
 from lpr.planner.facts import ModelFacts, config_from, facts_of
 from lpr.planner.footprint import (
     Mesh,
@@ -130,12 +130,13 @@ def test_payload_is_that_of_the_exchange(lp: int) -> None:
 def test_kv_bytes_are_those_of_the_cache(model_type: str) -> None:
     values = config_values(model_type)
     model = tiny_model(values.pop("model_type"), **values)  # type: ignore[arg-type]
-    runner = TreeModel(model, node_bucket=16, kv_bucket=256)
+    runner = TreeModel(model)
+    runner.adapter.node_bucket, runner.adapter.kv_bucket = 16, 256
     decode = DecodeConfig(window_size=3, guess_set_size=3, trie_nodes=8, max_batch_size=2, branch_length=8)
     runner.allocate(2, 64, decode.resolved().num_nodes, self_check(runner))
     cache = runner.cache
-    assert isinstance(cache, TreeCache)
-    held = sum(pool.numel() * pool.element_size() for pool in cache._pools)
+    assert isinstance(cache, SlotCache)
+    held = cache.num_bytes
     facts = facts_of(model.config, model_type)
     assert kv_rows(decode, 1, 64) == cache.rows_per_slot
     assert footprint(facts, decode, Mesh(1, 1), 64, 4).kv_bytes == held
@@ -263,12 +264,12 @@ def test_models_by_folder_file_and_toml(tmp_path: Path, capsys: pytest.CaptureFi
         (["--model", "llama-2-7b", "--bandwidth", "fast"], "--bandwidth 'fast' is no size"),
         (["--model", "llama-2-7b", "--gpu", "h1000"], "--gpu 'h1000' is none of a100-80gb"),
         (["--model", "llama-2-7b", "--network", "string"], "link 'string' is none of nvlink-a100"),
-        (["--model", "llama-2-7b", "--temperature", "-1"], "temperature=-1.0 must be 0 (greedy) or above"),
+        (["--model", "llama-2-7b", "--temperature", "-1"], "temperature=-1.0 must be float >= 0"),
         (["--model", "llama-2-7b", "--gpus", "0"], "--gpus 0 must be at least 1"),
-        (["--model", "llama-2-7b", "--batch", "0"], "max_batch_size=0 must be at least 1"),
+        (["--model", "llama-2-7b", "--batch", "0"], "max_batch_size=0 must be int >= 1"),
         (["--model", "llama-2-7b", "--context", "1"], "--context 1 leaves no room"),
         (["--model", "llama-2-7b", "--context", "8192"], "--context 8192 exceeds the 4096 positions"),
-        (["--model", "llama-2-7b", "--window-size", "-1"], "window_size=-1 must not be negative"),
+        (["--model", "llama-2-7b", "--window-size", "-1"], "window_size=-1 must be int >= 0"),
         (["--model", "llama-2-7b", "--rate", "1"], "--rate needs --service FILE"),
         (["--model", "missing.toml"], "cannot read missing.toml: No such file"),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import re
@@ -13,17 +12,16 @@ from typing import Any
 
 import pytest
 
-from benchmarks.plan_service import Calibration, Pace, Simulator, fit_prompts
-from benchmarks.serve import Answer, Round
 from lpr.cli.plan import main
-from lpr.config import InputError
 from lpr.core.step_times import KNOTS, StepTimes
+from lpr.engine.limits import Limits
+from lpr.engine.scheduler import Scheduler
 from lpr.planner.footprint import Mesh
-from lpr.planner.service.capacity import Effort, Kind, Search, make_arrivals, simulate
-from lpr.planner.service.costs import Point, StepCosts, measured_points
-from lpr.planner.service.mesh import Slots, simulate_mesh
-from lpr.planner.service.requests import ClosedArrivals, PoissonArrivals, SimRequest
-from lpr.planner.service.workload import Demand, Lengths, Speed, Workload, read_workload
+from lpr.planner.simulated.capacity import Effort, Kind, Search, make_arrivals, simulate
+from lpr.planner.simulated.costs import Point, StepCosts, measured_points
+from lpr.planner.simulated.mesh import Slots, simulate_mesh
+from lpr.planner.simulated.requests import Arrivals, ClosedArrivals, PoissonArrivals, SimRequest
+from lpr.planner.simulated.workload import Demand, Lengths, Speed, Workload, read_workload
 
 EXAMPLE = Path(__file__).parent.parent / "configs" / "service" / "editors.toml"
 
@@ -46,24 +44,22 @@ def request(arrived: float, prompt: int = 4, output: int = 1) -> SimRequest:
     return SimRequest(arrived, prompt, output, tokens=list(range(prompt)))
 
 
-def given(*requests: SimRequest) -> PoissonArrivals:
+def given(*requests: SimRequest) -> Arrivals:
     """Arrivals that are these requests."""
-    found = PoissonArrivals(1.0, 0, request, random.Random(0))
-    found._waiting.extend(requests)
-    return found
+    return Arrivals(requests)
 
 
 def test_a_request_by_hand() -> None:
     """Three steps of two tokens make five, the prompt's last piece together with the first."""
     policy = Constant(2)
-    (done,) = simulate_mesh(given(request(0.5, 20, 5)), policy, Slots(prefill_chunk=8, longest_chain=4))
+    (done,) = simulate_mesh(given(request(0.5, 20, 5)), policy, Slots(prefill_chunk=8, longest_chain=4).scheduler())
     assert policy.steps == [(0, [8]), (0, [8]), (1, []), (1, []), (1, [])]
     assert (done.first, done.ended, done.num_steps) == (3.5, 5.5, 3)
     assert (done.first_seconds, done.token_seconds) == (3.0, 0.5)
 
 
 def test_slots_are_as_many_as_there_are() -> None:
-    done = simulate_mesh(given(*(request(0.0, output=2) for _ in range(5))), Constant(), Slots(num_slots=2))
+    done = simulate_mesh(given(*(request(0.0, output=2) for _ in range(5))), Constant(), Slots(num_slots=2).scheduler())
     assert [each.ended for each in done] == [2, 2, 4, 4, 6]
     assert [each.first_seconds for each in done] == [1, 1, 3, 3, 5]
 
@@ -71,14 +67,15 @@ def test_slots_are_as_many_as_there_are() -> None:
 def test_padded_rows_fill_in_turn_with_decoding() -> None:
     policy = Constant()
     late = request(0.5, 30, 2)
-    simulate_mesh(given(request(0.0, 4, 4), late), policy, Slots(prefill_chunk=16, longest_chain=4, packed=False))
+    padded = Scheduler(Limits[SimRequest](8, 1, 16, 4, packed=False))
+    simulate_mesh(given(request(0.0, 4, 4), late), policy, padded)
     assert (1, [16]) not in policy.steps and (0, [16]) in policy.steps and (2, []) in policy.steps
 
 
 def test_prefixes_are_reused() -> None:
     policy = Constant()
     first, second = (SimRequest(at, 40, 1, tokens=[0] * 32 + [-at - 1] * 8) for at in (0, 100))
-    simulate_mesh(given(first, second), policy, Slots(prefill_chunk=8, longest_chain=8))
+    simulate_mesh(given(first, second), policy, Slots(prefill_chunk=8, longest_chain=8).scheduler())
     assert len(policy.steps) == 5 + 1, "the second computes no more than a tree's worth"
 
 
@@ -96,7 +93,7 @@ def test_two_ranks_share_one_request_or_have_one_each() -> None:
 
     points = {(0.0, 1, 1): Point(1.0, 10.0), (0.0, 1, 2): Point(1.0, 20.0, gather_ms=0.5)}
     pair = given(request(0.0, 4, 60), request(0.0, 4, 4))
-    simulate_mesh(pair, Watching(TIMES, points, random.Random(0)), Slots(num_ranks=2, longest_chain=8))
+    simulate_mesh(pair, Watching(TIMES, points, random.Random(0)), Slots(num_ranks=2, longest_chain=8).scheduler())
     assert homes[1] == ([(0,), (1,)], 3.0), "each evaluates one request: 2 + 0.1 x 10 ms"
     assert homes[-1] == ([(0, 1)], 4.5), "both evaluate what is left: 2 + 0.1 x 20 ms, and the gather"
 
@@ -104,7 +101,7 @@ def test_two_ranks_share_one_request_or_have_one_each() -> None:
 def mean_wait(num_slots: int, load: float, number: int = 8000) -> float:
     """Seconds that requests of one step each wait, the step included, when a second's arrivals are `load`."""
     arrivals = PoissonArrivals(load, number, request, random.Random(1))
-    done = simulate_mesh(arrivals, Constant(), Slots(num_slots=num_slots, retains=False))
+    done = simulate_mesh(arrivals, Constant(), Slots(num_slots=num_slots).scheduler(retains=False))
     return statistics.mean(each.first_seconds for each in done)
 
 
@@ -119,7 +116,9 @@ def test_one_slot_is_the_queue_of_the_books(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_clients_keep_littles_law() -> None:
     """Clients that ask again at once: as many as there are = answers a second times seconds per answer."""
-    done = simulate_mesh(ClosedArrivals(7, 7000, lambda now: request(now, output=3)), Constant(), Slots(num_slots=4))
+    done = simulate_mesh(
+        ClosedArrivals(7, 7000, lambda now: request(now, output=3)), Constant(), Slots(num_slots=4).scheduler()
+    )
     seconds = statistics.mean(each.ended - each.arrived for each in done)
     assert len(done) == 7000
     assert len(done) / max(each.ended for each in done) * seconds == pytest.approx(7, rel=0.01)
@@ -145,8 +144,6 @@ def test_steps_cost_what_the_table_says() -> None:
     assert took == pytest.approx((TIMES.time(entries, 3) + 2 * 0.5 + 1.0) * 1e-3) and len(emitted) == 2
     apart = StepCosts(TIMES, {(0.0, 8, 1): Point(3.0, 10.0)}, random.Random(0), prompt_ms=0.3)
     assert apart.step(requests, [(long, [50])])[0] == pytest.approx((TIMES.time(20, 2) + 54 * 0.3) * 1e-3)
-    slow = StepCosts(TIMES, {(0.0, 8, 1): Point(3.0, 10.0)}, random.Random(0), 0.3, {2: 1.5}.__getitem__)
-    assert slow.step(requests, [(long, [50])])[0] == pytest.approx((1.5 * TIMES.time(20, 2) + 54 * 0.3) * 1e-3)
 
 
 def test_tokens_of_a_step_have_the_mean_that_was_measured() -> None:
@@ -154,7 +151,7 @@ def test_tokens_of_a_step_have_the_mean_that_was_measured() -> None:
     for length, pace in ((12, 1.0), (400, 1.0), (400, 2.0)):
         costs = StepCosts(TIMES, {(0.0, 8, 1): Point(3.0, 10.0)}, random.Random(0))
         asked = [SimRequest(0.0, 4, length, pace=pace, tokens=[1, 2, 3, 4]) for _ in range(24000 // length)]
-        done = simulate_mesh(given(*asked), costs, Slots(retains=False))
+        done = simulate_mesh(given(*asked), costs, Slots().scheduler(retains=False))
         assert length * len(done) / sum(each.num_steps for each in done) == pytest.approx(3.0 * pace, rel=0.03)
     plain = StepCosts(TIMES, {(0.0, 1, 1): Point(1.0, 1.0)}, random.Random(0))
     fast = running(request(0.0, output=50), 3)
@@ -238,7 +235,7 @@ def test_a_sample_of_meshes_stands_for_all() -> None:
     for each in all_requests:
         dice.choice(router).append(each)
     served = [each for part in router for each in simulate_mesh(
-        given(*part), StepCosts(TIMES, kind.points, random.Random(0)), kind.slots)]  # fmt: skip
+        given(*part), StepCosts(TIMES, kind.points, random.Random(0)), kind.slots.scheduler())]  # fmt: skip
     sample = simulate(work, kind, Demand(rate=10.0), 800, 3, seed=0)
     measured = statistics.median(1e3 * each.first_seconds for each in served)
     assert sample.first_token_ms[0] == pytest.approx(measured, rel=0.1)
@@ -302,16 +299,24 @@ def test_the_example_says_all_that_can_be_said(tmp_path: Path) -> None:
         (workload(arrivals={"rate": 1, "clients": 2}), [], "arrivals: give either"),
         (workload(prompt={"median": 10, "p90": 5, "most": 20}), [], "prompt: a spread needs median <= p90 <= most"),
         (workload(output={}), [], "output: give either values, or a median"),
-        (workload(output={"values": [0]}), [], "output: lengths must be at least 1 token"),
-        (workload(slo={"first_token_ms": 1, "per_token_ms": 0}), [], "slo: per_token_ms must be above 0"),
-        (workload(slo={"first_token_ms": 1, "per_token_ms": 1, "share": 1}), [], "share = 1.0 must lie between 0 and"),
+        (workload(output={"values": [0]}), [], "Expected `int` >= 1 - at `$.output.values"),
+        (
+            workload(slo={"first_token_ms": 1, "per_token_ms": 0}),
+            [],
+            "> 0.0 - at `$.slo.per_token_ms`",
+        ),
+        (workload(slo={"first_token_ms": 1, "per_token_ms": 1, "share": 1}), [], "at `$.slo.share`"),
         (workload(slo={"first_token_ms": 1}), [], "missing required field `per_token_ms`"),
         (workload(temperature={"hot": 1}), [], "temperature: its keys are temperatures"),
         (workload(temperature={"0": 0}), [], "temperature: no request has one"),
-        (workload(request_ms=-1), [], "must not be negative"),
+        (workload(request_ms=-1), [], "at `$.request_ms`"),
         (workload(no_such=1), [], "unknown field `no_such`"),
         (workload(step_times=[{"file": "gone.json"}]), [], "cannot read"),
-        (workload(tokens_per_step=[{"temperature": 0, "tokens_per_step": 0.5, "nodes": 1}]), [], "tokens_per_step: "),
+        (
+            workload(tokens_per_step=[{"temperature": 0, "tokens_per_step": 0.5, "nodes": 1}]),
+            [],
+            "at `$.tokens_per_step",
+        ),
         (workload(tokens_per_step=None), [], "step_times need tokens_per_step"),
         (workload(step_times=None), [], "--model is missing"),
         (workload(), ["--rate", "-1"], "arrivals: give either"),
@@ -327,42 +332,3 @@ def test_bad_input_is_one_line(plan, values: Any, flags: list[str], message: str
 def test_a_missing_file_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--service", "gone.toml"]) == 2
     assert capsys.readouterr().err == "lpr.plan: error: cannot read --service gone.toml: No such file or directory\n"
-
-
-# The benchmark that compares with a real service.
-
-
-def played(clients: int, number: int = 60) -> Round:
-    """Answers of a service that is a simulation itself."""
-    dice = random.Random(clients)
-    points = {(0.0, 1, 1): Point(3.0, 16.0), (0.0, 8, 1): Point(3.0, 16.0)}
-    policy = StepCosts(TIMES, points, random.Random(5), prompt_ms=0.5)
-    arrivals = ClosedArrivals(clients, number, lambda now: request(now, dice.randint(20, 400), 40))
-    done = sorted(simulate_mesh(arrivals, policy, Slots(retains=False)), key=lambda each: each.arrived)
-    answers = [
-        Answer(0.01 + each.first_seconds, [], 0.01 + each.ended - each.arrived, 40, each.num_steps, each.num_prompt)
-        for each in done
-    ]
-    return Round(answers, max(each.ended for each in done))
-
-
-def test_the_comparison_finds_a_service_that_is_its_own_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
-    calibration = Calibration({1: [played(1)], 8: [played(8)]}, {n: {"drafted": 150.0, "steps": 10.0} for n in (1, 8)})
-    base, slope = prompt_times = fit_prompts(calibration.rounds[1])
-    assert slope == pytest.approx(0.5, rel=0.05) and base == pytest.approx(10 + TIMES.time(16), rel=0.1)
-    options = argparse.Namespace(batch=8, rounds=1)
-
-    def ratios(times: StepTimes) -> list[float]:
-        run = Simulator(calibration, 0.0, times, prompt_times, options).compare("closed", 4, [played(4)])
-        return list(run["simulated_over_measured"].values())
-
-    assert len(ratios(TIMES)) == 3 and all(ratio == pytest.approx(1, abs=0.1) for ratio in ratios(TIMES))
-    slower = StepTimes({key: [2 * ms for ms in row] for key, row in TIMES.rows.items()})
-    assert all(ratio == pytest.approx(1, abs=0.2) for ratio in ratios(slower)), "the pace makes up for it"
-    monkeypatch.setattr(Pace, "factor", lambda self, count: 4.0)
-    assert not all(ratio == pytest.approx(1, abs=0.25) for ratio in ratios(TIMES)), "a wrong pace is noticed"
-
-
-def test_a_failed_request_is_no_measurement() -> None:
-    with pytest.raises(InputError, match="HTTP 503"):
-        fit_prompts([Round([Answer(failed="HTTP 503")], 1.0)])

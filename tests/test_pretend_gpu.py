@@ -26,18 +26,18 @@ from pretend_gpu import (
 from transformers import PreTrainedModel
 from worlds import ThreadComm, ThreadWorld, run_ranks
 
-import lpr.model.cache
-import lpr.model.runner
+import lpr.model.sampling.sampler
 import lpr.model.sampling.specification
+import lpr.model.slot_cache
 from lpr import DecodeConfig, Engine, InputError, Lookahead, SamplingParams
 from lpr.dist.download import Download
 from lpr.model import loader
-from lpr.model.cache import TreeCache
-from lpr.model.graphs import CudaCapturer
+from lpr.model.capture import CudaCapturer
 from lpr.model.packing import PackedLinear
 from lpr.model.sampling.choice import gpu_pick
 from lpr.model.sampling.processors import ROW_BY_ROW, OutputPenalty, Pick, ProcessorPath, Processors
 from lpr.model.sampling.selection import Selection
+from lpr.model.slot_cache import SlotCache
 from lpr.model.tree_mask import TreeMask
 
 __all__ = ["gpu", "guard"]
@@ -326,11 +326,11 @@ def selection_on_the_host(patch: pytest.MonkeyPatch) -> None:
 
 
 def move_by_host_indices(patch: pytest.MonkeyPatch) -> None:
-    def mutant(self: TreeCache, sources: list[int], targets: list[int]) -> None:
+    def mutant(self: SlotCache, sources: list[int], targets: list[int]) -> None:
         for pool in self._pools if sources else ():
             pool.index_copy_(1, torch.tensor(targets), pool.index_select(1, torch.tensor(sources)))
 
-    patch.setattr(TreeCache, "move", mutant)
+    patch.setattr(SlotCache, "move", mutant)
 
 
 def mask_on_the_host(patch: pytest.MonkeyPatch) -> None:
@@ -342,28 +342,28 @@ def mask_on_the_host(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_choice_that_waits(patch: pytest.MonkeyPatch) -> None:
-    inner = lpr.model.runner.choose
+    inner = lpr.model.sampling.sampler.choose
 
     def mutant(*args: Any) -> torch.Tensor:
         chosen = inner(*args)
         assert bool((chosen > -10).all())
         return chosen
 
-    patch.setattr(lpr.model.runner, "choose", mutant)
+    patch.setattr(lpr.model.sampling.sampler, "choose", mutant)
 
 
 def a_constant_of_the_host(patch: pytest.MonkeyPatch) -> None:
-    inner = lpr.model.runner.candidates
+    inner = lpr.model.sampling.sampler.candidates
 
     def mutant(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         tokens, scores = inner(logits, k)
         return tokens, scores * torch.tensor([1] * scores.shape[1], device=logits.device)
 
-    patch.setattr(lpr.model.runner, "candidates", mutant)
+    patch.setattr(lpr.model.sampling.sampler, "candidates", mutant)
 
 
 def pageable_copies(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(lpr.model.cache, "to_device", lambda array, device: torch.from_numpy(array).to(device))
+    patch.setattr(lpr.model.slot_cache, "to_device", lambda array, device: torch.from_numpy(array).to(device))
 
 
 def results_in_new_memory(patch: pytest.MonkeyPatch) -> None:

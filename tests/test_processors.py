@@ -47,7 +47,6 @@ from lpr.core.accept import NOT_A_NUMBER, PROCESSOR_FAILED, accept, as_guess, li
 from lpr.core.noise_keys import noise_key
 from lpr.core.tree import TokenTree
 from lpr.engine.exchange import Exchange
-from lpr.model.cache import TreeCache
 from lpr.model.sampling.choice import pick
 from lpr.model.sampling.noise import gumbel
 from lpr.model.sampling.processors import (
@@ -61,6 +60,7 @@ from lpr.model.sampling.processors import (
     is_row_by_row,
 )
 from lpr.model.sampling.selection import Selection
+from lpr.model.slot_cache import SlotCache
 from lpr.native import StepDraft
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [(3 * i) % 89 for i in range(40)], [9, 9, 4, 2] * 6]
@@ -364,8 +364,8 @@ def test_min_new_tokens_and_stop_token_ids(model: PreTrainedModel) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be above 0"),
-        ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size=-1 must be 0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be float > 0"),
+        ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size=-1 must be int >= 0"),
         ({"min_new_tokens": 65}, "min_new_tokens=65 must be from 0 to max_new_tokens=64"),
         ({"stop_token_ids": (-1,)}, "stop_token_ids"),
     ],
@@ -477,7 +477,7 @@ def check_rejected_nan(
 
     def program(comm: ThreadComm) -> list[Completion]:
         engine = broken_engine(model, token, comm)
-        engine.model.packed = engine.scheduler.packed = packed
+        engine.model.adapter.packed = engine.scheduler.limits.packed = packed
         return engine.generate(PROMPTS, SamplingParams(max_new_tokens=50))
 
     with pytest.MonkeyPatch.context() as patch:
@@ -500,7 +500,7 @@ def test_a_cache_that_keeps_nan_is_noticed(
 ) -> None:
     """Rows side by side in a padded batch read further than their own entries."""
     check_rejected_nan(model, often_drafted, 1, packed=False)
-    monkeypatch.setattr(TreeCache, "clear", lambda self, slot, num_cached: None)
+    monkeypatch.setattr(SlotCache, "clear", lambda self, slot, num_cached: None)
     with pytest.raises(AssertionError):
         check_rejected_nan(model, often_drafted, 1, packed=False)
 

@@ -14,7 +14,8 @@ from worlds import ThreadComm, ThreadWorld, generate_on, run_ranks
 
 from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.config import InputError
-from lpr.dist.comm import CommError, agree
+from lpr.dist.comm import agree
+from lpr.dist.errors import CommError
 from lpr.engine.exchange import DesyncError, Exchange, check_replica
 from lpr.model.inputs import Row
 from lpr.model.loader import model_digest
@@ -81,23 +82,23 @@ def test_one_gather_of_fixed_size_per_step(model: PreTrainedModel, num_ranks: in
         engine = Engine.from_model(model, decode=CONFIGS["both"], comm=comm)
         at_start = len(comm.gathered_bytes)
         steps = 0
-        original = engine._exchange.gather
+        original = engine.replica.exchange.gather
 
         def counted(*args: object) -> object:
             nonlocal steps
             steps += 1
             return original(*args)  # type: ignore[arg-type]
 
-        engine._exchange.gather = counted  # type: ignore[method-assign,assignment]
+        engine.replica.exchange.gather = counted  # type: ignore[method-assign,assignment]
         engine.generate(PROMPTS, PARAMS)
-        payloads = {4 * engine._exchange.payload_words(num_trees) for num_trees in range(9)}
+        payloads = {4 * engine.replica.exchange.payload_words(num_trees) for num_trees in range(9)}
         return comm.gathered_bytes[at_start:], comm.num_broadcasts, steps, payloads
 
     for sizes, num_broadcasts, steps, payloads in run_ranks(ThreadWorld(num_ranks), program):
         assert len(sizes) == steps > 10, "one collective per decode step"
         assert set(sizes) <= payloads and len(payloads) <= 5, "whose size depends on the number of trees only"
-        # To configure, and to submit: all at once where there are ranks to tell, else one by one.
-        assert num_broadcasts == (2 if num_ranks > 1 else 1 + len(PROMPTS))
+        # To configure, and to submit all requests at once; a rank alone has no rank to tell.
+        assert num_broadcasts == (2 if num_ranks > 1 else 0)
 
 
 def test_rank_zero_leads(model: PreTrainedModel, expected: list[list[int]]) -> None:
@@ -192,7 +193,7 @@ def test_mutant_own_value_for_an_ancestor(model: PreTrainedModel, monkeypatch: p
 def test_mutant_another_trie_on_one_rank(model: PreTrainedModel) -> None:
     def spoil(engine: Engine) -> None:
         if engine.comm.rank == 2:
-            engine.shared.extend([3, 4, 60, 61, 62, 63, 64])
+            engine.replica.drafts.shared.extend([3, 4, 60, 61, 62, 63, 64])
 
     with pytest.raises(DesyncError, match="the replicated state of rank 2 differs from that of the other 3 of 4 ranks"):
         generate_on(4, model, CONFIGS["trie"], PROMPTS, PARAMS, spoil)
@@ -256,7 +257,7 @@ def test_replicas_of_several_ranks(model: PreTrainedModel, expected: list[list[i
 def lie(engine: Engine) -> None:
     """A rank that is not its replica's first one computes other results than that one."""
     if engine.comm.tp_rank:
-        change_sent(engine._exchange, lambda draft, local: (local + 1) % 97)
+        change_sent(engine.replica.exchange, lambda draft, local: (local + 1) % 97)
 
 
 def test_the_first_rank_of_a_replica_is_authoritative(model: PreTrainedModel, expected: list[list[int]]) -> None:
@@ -280,7 +281,7 @@ def test_mutant_another_rank_of_a_replica_is_followed(
 def test_mutant_another_state_on_one_rank_of_a_replica(model: PreTrainedModel, spoiled: int) -> None:
     def spoil(engine: Engine) -> None:
         if engine.comm.rank * 2 + engine.comm.tp_rank == spoiled:
-            engine.shared.extend([3, 4, 60, 61, 62, 63, 64])
+            engine.replica.drafts.shared.extend([3, 4, 60, 61, 62, 63, 64])
 
     with pytest.raises(DesyncError, match=f"state of rank {spoiled} differs from that of the other 3 of 4 ranks"):
         generate_on(4, model, CONFIGS["trie"], PROMPTS, PARAMS, spoil, tp=2)

@@ -28,8 +28,11 @@ def text_of(prompt: int, tokens: list[int], num_prompt: int, temperature: float 
     return Recorded(prompt, temperature, prompt, num_prompt, np.array(tokens, np.int32), candidates, scores, hidden)
 
 
-def facts(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict:
-    assert replay.main([str(each) for each in arguments]) == 0
+def facts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: object) -> dict:
+    """The result of benchmarks.data_sets."""
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", ["data_sets", "--json", *map(str, arguments)])
+    assert data_sets.main() == 0
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
@@ -55,9 +58,8 @@ def test_the_steps_of_a_model_are_recorded_and_replayed(tmp_path, capsys, monkey
         if not text.temperature:
             assert said[:, 0].tolist() == text.output, "the first candidate is what a greedy request takes"
         assert abs(np.linalg.norm(text.hidden[text.num_prompt - 1].astype(float)) - 127) < 3
-    capsys.readouterr()
-    result = facts(capsys, "--steps", steps, "--temperature", 0.8, "--budget", 16)
-    assert result["num_tasks"] == 2 and result["num_tokens"] == sum(len(t.output) for t in texts if t.temperature)
+    result = facts(capsys, monkeypatch, "--steps", steps, "--budgets", 16)["runs"][1]
+    assert result["num_texts"] == 2 and result["num_tokens"] == sum(len(t.output) for t in texts if t.temperature)
     monkeypatch.setattr(sys, "argv", [*command, "13"])
     assert record.main() == 2 and "was recorded with" in capsys.readouterr().err
 
@@ -74,24 +76,22 @@ def test_texts_of_several_seeds_are_recorded_and_counted_by_seed(tmp_path, capsy
     for text in texts[1:]:
         params = SamplingParams(max_new_tokens=12, temperature=0.8, seed=text.seed)
         assert text.output == engine.generate(["def add(a, b):\n"], params)[0].token_ids
-    capsys.readouterr()
-    monkeypatch.setattr(sys, "argv", ["data_sets", "--json", "--steps", str(steps), "--budgets", "8"])
-    assert data_sets.main() == 0
-    greedy, sampled = json.loads(capsys.readouterr().out.splitlines()[-1])["runs"]
+    greedy, sampled = facts(capsys, monkeypatch, "--steps", steps, "--budgets", 8)["runs"]
     assert "by_seed" not in greedy and len(sampled["by_seed"]) == 3
     assert min(sampled["by_seed"]) <= sampled["tokens_per_step"] <= max(sampled["by_seed"])
 
 
-def test_recorded_candidates_are_recycled_and_loops_are_said(tmp_path, capsys):
+def test_recorded_candidates_are_recycled_and_loops_are_counted(tmp_path, capsys, monkeypatch):
     looping = text_of(0, [1, 2, 3, *[4, 5, 6] * 40], 3)
     straight = text_of(1, [1, 2, 3, *range(10, 40), *range(200, 240)], 3)
     again = text_of(2, [1, 2, 3, *range(10, 40, 2), 7, *range(10, 40, 3)], 3)
     save_texts(tmp_path / "a.npz", [looping, straight, again], {"model": "m"})
-    result = facts(capsys, "--steps", tmp_path / "a.npz", "--budget", 8)
+    (result,) = facts(capsys, monkeypatch, "--steps", tmp_path / "a.npz", "--budgets", 8)["runs"]
     assert result["looping_outputs"] == round(1 / 3, 4)
     assert result["without_loops"]["num_tokens"] == 70 + 26
     assert result["without_loops"]["tokens_per_step"] < result["tokens_per_step"]
-    assert facts(capsys, "--steps", tmp_path / "a.npz", "--from", 2, "--budget", 8)["num_tasks"] == 1
+    (last,) = facts(capsys, monkeypatch, "--steps", tmp_path / "a.npz", "--from", 2, "--budgets", 8)["runs"]
+    assert last["num_texts"] == 1
 
 
 def test_data_sets_are_replayed_at_all_temperatures_and_sizes(tmp_path, capsys, monkeypatch):
@@ -101,17 +101,15 @@ def test_data_sets_are_replayed_at_all_temperatures_and_sizes(tmp_path, capsys, 
     save_texts(tmp_path / "a.npz", [looping, straight, *sampled], {"model": "m"})
     save_texts(tmp_path / "b.npz", [straight], {"model": "m"})
     steps = [str(tmp_path / f"{name}.npz") for name in "ab"]
-    monkeypatch.setattr(sys, "argv", ["data_sets", "--json", "--steps", *steps, "--budgets", "4", "32"])
-    assert data_sets.main() == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    result = facts(capsys, monkeypatch, "--steps", *steps, "--budgets", 4, 32)
     runs = {(run["data"], run["temperature"], run["budget"]): run for run in result["runs"]}
     assert list(runs) == [("a", 0.0, 4), ("a", 0.0, 32), ("a", 0.8, 4), ("a", 0.8, 32), ("b", 0.0, 4), ("b", 0.0, 32)]
     assert runs["a", 0.0, 32]["looping_outputs"] == 0.5 and runs["a", 0.8, 32]["looping_outputs"] == 0
     assert runs["a", 0.0, 4]["tokens_per_step"] < runs["a", 0.0, 32]["tokens_per_step"]
     for budget in (4, 32):
-        alone = facts(capsys, "--steps", steps[1], "--budget", budget, "--branch-length", budget)
-        for run in (runs["b", 0.0, budget], runs["a", 0.0, budget]["without_loops"]):
-            assert {name: run[name] for name in replay._MAIN} == {name: alone[name] for name in replay._MAIN}
+        alone = runs["b", 0.0, budget]
+        without = runs["a", 0.0, budget]["without_loops"]
+        assert without == {name: alone[name] for name in without}, "the same text"
 
 
 def test_prompt_lookup_takes_the_steps_of_its_drafts():
@@ -129,8 +127,8 @@ def test_peers_that_are_not_installed_are_said(tmp_path, capsys, monkeypatch):
 def test_the_sampling_noise_of_recorded_texts_is_known(tmp_path, capsys, monkeypatch):
     tasks = replay.Task([1], [2, 3], text_of(5, [1, 2, 3], 1, temperature=0.8))
     assert tasks.seed == 5 and replay.Task([1], [2, 3], text_of(5, [1, 2, 3], 1)).seed is None
-    assert tasks.said(0, 2) == ([[92, 2], [93, 3]], [[11, 11], [11, 11]])
-    assert tasks.said(1, 5)[0] == [[93, 3]], "nothing was recorded after the last token"
+    assert tasks.candidates_after(0, 2) == ([[92, 2], [93, 3]], [[11, 11], [11, 11]])
+    assert tasks.candidates_after(1, 5)[0] == [[93, 3]], "nothing was recorded after the last token"
 
 
 def test_loops():
@@ -140,18 +138,11 @@ def test_loops():
     assert not loops(block * 5), "a block of 40 is no loop"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ([], "give either --traces or --steps"),
-        (["--steps", "no/such.npz"], "holds no recorded steps"),
-        (["--steps", "no/such.npz", "--warm", "x"], "without --warm"),
-    ],
-)
-def test_bad_steps_are_one_line(arguments, says, capsys):
-    assert replay.main(arguments) == 2
-    said = capsys.readouterr().err
-    assert says in said and said.count("\n") == 1
+def test_a_missing_file_is_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["data_sets", "--steps", "no/such.npz"])
+    assert data_sets.main() == 2
+    err = capsys.readouterr().err
+    assert "holds no recorded steps" in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("flags", [["--device", "cuda"], ["--exact"]])

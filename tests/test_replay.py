@@ -91,10 +91,7 @@ def test_a_malformed_file_is_one_line(tmp_path, capsys, text, says):
 def test_bad_arguments_are_one_line_and_exit_code_2(arguments, traces, capsys):
     if arguments and "--traces" not in arguments:
         arguments = ["--traces", str(traces), *arguments]
-    try:
-        code = replay.main(arguments)
-    except SystemExit as stop:
-        code = stop.code
+    code = replay.main(arguments)
     captured = capsys.readouterr()
     assert code == 2 and captured.err.count("\n") == 1 and captured.out == ""
 

@@ -3,12 +3,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from difficult_logits import PARAMS, peaked
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from lpr.config import SamplingParams
 from lpr.core.noise_keys import noise_key
 from lpr.core.recycle import SCORE_STEPS
-from lpr.model.sampling.choice import candidates, choose
+from lpr.model.sampling.choice import candidates, choose, pick
 from lpr.model.sampling.noise import gumbel
 from lpr.model.sampling.selection import Selection
 from lpr.model.sampling.specification import limit
@@ -128,3 +129,30 @@ def test_candidates() -> None:
     expected = best.values[:, :5].clamp_min(float(np.exp(-255 / SCORE_STEPS)))
     assert torch.allclose(recovered, expected, rtol=0.04)
     assert candidates(logits, 64)[0].shape == (4, 30)
+
+
+def pick_as_before(logits: torch.Tensor, selection: Selection) -> torch.Tensor:
+    """The choice as it was first written, with probabilities in float32 and ties in the order of an unstable sort."""
+    scores = logits.float()
+    scaled = scores / selection.temperature[:, None]
+    ordered, index = scaled.sort(-1, descending=True)
+    rank = torch.arange(scaled.shape[1])[None]
+    top_k = torch.where(selection.top_k > 0, selection.top_k, scaled.shape[1])[:, None]
+    keep = ordered >= ordered.gather(1, (top_k - 1).clamp_max(scaled.shape[1] - 1))
+    ordered = ordered.masked_fill(~keep, float("-inf"))
+    probs = torch.softmax(ordered, -1)
+    before = probs.cumsum(-1) - probs
+    keep &= (before < selection.top_p[:, None]) | (selection.top_p[:, None] >= 1) | (rank == 0)
+    probs = torch.softmax(ordered.masked_fill(~keep, float("-inf")), -1)
+    keep &= probs >= selection.min_p[:, None] * probs[:, :1]
+    scaled = scaled.masked_fill(~torch.zeros_like(keep).scatter(1, index, keep), float("-inf"))
+    return (scaled + gumbel(selection.keys[selection.key_of][:, None], torch.arange(scores.shape[1])[None])).argmax(-1)
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=range(len(PARAMS)))
+def test_no_id_has_changed_since_it_was_first_written(params: SamplingParams) -> None:
+    generator = torch.Generator().manual_seed(8)
+    for start in range(0, 1600, 400):
+        logits = peaked(generator, 400, 2000)
+        selection = Selection.build([(params, range(start, start + 400))])
+        assert torch.equal(pick(logits, selection), pick_as_before(logits, selection))

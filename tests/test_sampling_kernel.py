@@ -23,7 +23,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 def both(logits: torch.Tensor, selection: Selection, block: int = 4096) -> tuple[list[int], list[int]]:
     logits, selection = logits.to(DEVICE), selection.to(DEVICE)
-    kernel = sampling_kernel.pick(logits, selection, block)
+    kernel = sampling_kernel.choose(logits, selection, block)[0]
     return kernel.tolist(), specification.pick(logits, selection).tolist()
 
 

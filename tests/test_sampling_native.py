@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from lpr import native
 from lpr.config import SamplingParams
 from lpr.core.accept import NOT_A_NUMBER
-from lpr.model.sampling import in_cpp, in_numpy, specification
+from lpr.model.sampling import in_cpp, specification
 from lpr.model.sampling.choice import pick
 from lpr.model.sampling.selection import Selection
 
@@ -43,7 +43,7 @@ def test_a_large_vocabulary(params: SamplingParams, scale: float) -> None:
 def test_rows_in_doubt_are_rare_and_others_need_no_second_look(
     params: SamplingParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(in_cpp.in_numpy, "draw", None)
+    monkeypatch.setattr(in_cpp, "specification", None)
     for seed, scale in enumerate((1.0, 0.3, 0.02)):
         logits = peaked(torch.Generator().manual_seed(seed), 64, 20_000) * scale
         in_cpp.draw(logits, Selection.build([(params, range(64))]))
@@ -132,8 +132,15 @@ def test_faults_are_noticed(
 
 
 def test_plain_decoding_and_trees_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_numpy, "draw", None)
+    monkeypatch.setattr(in_cpp, "specification", None)
     for count in (1, 33):
         logits = peaked(torch.Generator().manual_seed(count), count, 5000)
         selection = Selection.build([(PARAMS[1], range(count))])
         assert torch.equal(pick(logits, selection), specification.pick(logits, selection))
+
+
+def test_a_part_of_the_vocabulary_has_its_own_tokens_noise() -> None:
+    logits = peaked(torch.Generator().manual_seed(2), 8, 3000)
+    for params in PARAMS:
+        selection = Selection.build([(params, range(8))]).from_token(1024)
+        assert torch.equal(in_cpp.draw(logits, selection), specification.pick(logits, selection))

@@ -13,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lpr.engine import slots as module
+from lpr.engine.limits import Limits
+from lpr.engine.placement import Placement
 from lpr.engine.scheduler import Schedule, Scheduler
 from lpr.engine.slots import RankSlots, SlotMove, num_shared
-from lpr.engine.waiting import MOST_OVERTAKEN
+from lpr.engine.waiting import SECONDS_PER_PRIORITY
 
 NUM_RANKS = 3
 ALL, ANY = 0, 99
@@ -28,6 +30,7 @@ class Fake:
 
     tokens: list[int]
     priority: int = 0
+    arrived: float = 0.0
     tenant: str = ""
     slots: list[int] = field(default_factory=list)
     homes: list[int] = field(default_factory=list)
@@ -73,11 +76,11 @@ def check_places(scheduler: Scheduler[Fake]) -> None:
     """Each rank's slots are those of the requests that it serves or will serve, without a gap."""
     for rank in range(NUM_RANKS):
         taken = sorted(request.slots[rank] for request in scheduler.running if request.slots[rank] >= 0)
-        assert taken == list(range(len(taken))) and len(taken) <= scheduler.num_slots
+        assert taken == list(range(len(taken))) and len(taken) <= scheduler.limits.num_slots
     for request in scheduler.running:
         assert request.homes and request.homes == sorted(set(request.homes)), "somebody serves it"
         assert all(request.slots[rank] >= 0 for rank in request.homes)
-    if not scheduler.is_elastic:
+    if not scheduler.limits.is_elastic:
         for request in scheduler.running:
             assert len(set(request.slots)) == 1, "all ranks have the same tables"
 
@@ -88,7 +91,7 @@ def check_rows(scheduler: Scheduler[Fake], schedule: Schedule[Fake]) -> None:
         fills = [counts[rank] for _, counts in schedule.filling if counts[rank]]
         decodes = [request for request in schedule.decoding if rank in request.homes]
         assert sum(fills) <= 5 and all(count > 0 for count in fills)
-        assert scheduler.packed or len(fills) <= (0 if decodes else 1)
+        assert scheduler.limits.packed or len(fills) <= (0 if decodes else 1)
     for request, counts in schedule.filling:
         for rank, count in enumerate(counts):
             assert request.num_computed_tokens[rank] + count < len(request.tokens), "the root is never filled"
@@ -102,7 +105,7 @@ def run_randomly(
 ) -> Scheduler[Fake]:
     """Arrivals, steps, ends and aborts at random; every row that counts as computed is looked at after every step."""
     choose = random.Random(seed)
-    scheduler: Scheduler[Fake] = Scheduler(num_slots, NUM_RANKS, 5, 3, packed, retains, most_homes, join_chunk)
+    scheduler: Scheduler[Fake] = Scheduler(Limits(num_slots, NUM_RANKS, 5, 3, packed, retains, most_homes, join_chunk))
     slots, texts = Slots(num_slots), [[choose.randrange(2) for _ in range(24)] for _ in range(3)]
     for _ in range(60):
         for _ in range(choose.choice([0, 0, 1, 2])):
@@ -155,7 +158,7 @@ def test_what_counts_as_computed_is_in_the_slot(
 
 def settle(scheduler: Scheduler[Fake], num_steps: int = 40) -> None:
     """Take steps until whoever should serve does."""
-    choose, slots = random.Random(0), Slots(scheduler.num_slots)
+    choose, slots = random.Random(0), Slots(scheduler.limits.num_slots)
     for _ in range(num_steps):
         while (admission := scheduler.admit()) is not None:
             admission.request.num_computed_tokens = list(admission.num_computed_tokens)
@@ -163,7 +166,7 @@ def settle(scheduler: Scheduler[Fake], num_steps: int = 40) -> None:
         for request in scheduler.running:  # only who serves whom is looked at here
             for rank, count in enumerate(request.num_computed_tokens):
                 slots.rows[rank][max(0, request.slots[rank])] = {j: () for j in range(count)}
-        take_step(schedule, slots, choose, scheduler.prefill_chunk)
+        take_step(schedule, slots, choose, scheduler.limits.prefill_chunk)
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -171,18 +174,18 @@ def settle(scheduler: Scheduler[Fake], num_steps: int = 40) -> None:
     ("count", "widths"), [(1, [3]), (2, [1, 2]), (3, [1, 1, 1]), (4, [1, 1, 1, 1]), (9, [1] * 6), (0, [])]
 )
 def test_ranks_are_spread_over_the_requests(count: int, widths: list[int], packed: bool) -> None:
-    scheduler: Scheduler[Fake] = Scheduler(2, NUM_RANKS, 5, 3, packed, True, ANY)
+    scheduler: Scheduler[Fake] = Scheduler(Limits(2, NUM_RANKS, 5, 3, packed, True, ANY))
     for number in range(count):
         scheduler.add(Fake([number + 1] * (3 + number)))
     settle(scheduler)
     assert sorted(len(request.homes) for request in scheduler.running) == widths
     loads = [sum(rank in request.homes for request in scheduler.running) for rank in range(NUM_RANKS)]
     assert not count or max(loads) - min(loads) <= 1
-    assert scheduler.num_waiting == max(0, count - 6)
+    assert len(scheduler.waiting) == max(0, count - 6)
 
 
 def test_from_all_ranks_to_one_each_and_back() -> None:
-    scheduler: Scheduler[Fake] = Scheduler(1, NUM_RANKS, 20, 3, True, True, ANY)
+    scheduler: Scheduler[Fake] = Scheduler(Limits(1, NUM_RANKS, 20, 3, True, True, ANY))
     first = Fake([1] * 20)
     scheduler.add(first)
     settle(scheduler)
@@ -203,7 +206,7 @@ def test_from_all_ranks_to_one_each_and_back() -> None:
 
 
 def test_a_prefix_draws_its_request() -> None:
-    scheduler: Scheduler[Fake] = Scheduler(2, NUM_RANKS, 50, 3, True, True, 1)
+    scheduler: Scheduler[Fake] = Scheduler(Limits(2, NUM_RANKS, 50, 3, True, True, 1))
     texts = [[number] * 40 for number in range(3)]
     for text in texts:
         scheduler.add(Fake(list(text)))
@@ -220,7 +223,7 @@ def test_a_prefix_draws_its_request() -> None:
 
 def test_ranks_that_look_for_work_more_often_choose_alike() -> None:
     """A driver without work asks for a schedule again and again; its workers wait."""
-    often, seldom = (Scheduler[Fake](1, NUM_RANKS, 50, 3, True, True, ANY) for _ in range(2))
+    often, seldom = (Scheduler[Fake](Limits(1, NUM_RANKS, 50, 3, True, True, ANY)) for _ in range(2))
     for _ in range(5):
         assert often.schedule().is_empty
     seen = []
@@ -232,17 +235,17 @@ def test_ranks_that_look_for_work_more_often_choose_alike() -> None:
         seen.append([])
         for _ in range(5):
             settle(scheduler, 1)
-            seen[-1].append([list(request.homes) for request in scheduler.running] + [scheduler.signature])
+            seen[-1].append([list(request.homes) for request in scheduler.running] + [scheduler.placement.digest])
     assert seen[0] == seen[1]
 
 
 def test_a_rank_that_does_not_speed_up_stays_away() -> None:
-    scheduler: Scheduler[Fake] = Scheduler(1, NUM_RANKS, 50, 3, True, True, ANY)
-    scheduler.speedup = lambda request, width: 1.5 if width == 1 else 1.005
+    scheduler: Scheduler[Fake] = Scheduler(Limits(1, NUM_RANKS, 50, 3, True, True, ANY))
+    scheduler.limits.speedup = lambda request, width: 1.5 if width == 1 else 1.005
     scheduler.add(Fake([1] * 9))
     settle(scheduler)
     assert len(scheduler.running[0].homes) == 2
-    scheduler.speedup = lambda request, width: 0.9
+    scheduler.limits.speedup = lambda request, width: 0.9
     settle(scheduler)
     assert len(scheduler.running[0].homes) == 1
 
@@ -310,7 +313,7 @@ def serves_before_it_has_filled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def counts_what_a_rank_held_that_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    leave = Scheduler._leave
+    leave = Placement._leave
 
     def remembers(self):  # type: ignore[no-untyped-def]
         before = [list(request.num_computed_tokens) for request in self.running]
@@ -318,7 +321,7 @@ def counts_what_a_rank_held_that_has_left(monkeypatch: pytest.MonkeyPatch) -> No
         for request, counts in zip(self.running, before, strict=True):
             request.num_computed_tokens = counts
 
-    monkeypatch.setattr(Scheduler, "_leave", remembers)
+    monkeypatch.setattr(Placement, "_leave", remembers)
 
 
 @pytest.mark.parametrize(
@@ -340,24 +343,24 @@ def test_mutants(monkeypatch: pytest.MonkeyPatch, fault) -> None:  # type: ignor
 
 
 def test_nobody_waits_for_ever() -> None:
-    """A request of low priority is overtaken by a bounded number of urgent ones."""
-    scheduler: Scheduler[Fake] = Scheduler(1, NUM_RANKS, 8, 3, True)
+    """A request of low priority is overtaken by urgent ones for a bounded time."""
+    scheduler: Scheduler[Fake] = Scheduler(Limits(1, NUM_RANKS, 8, 3, True))
     patient = Fake([1, 2], priority=2)
     scheduler.add(patient)
     num_overtaking = 0
     while num_overtaking < 1000:
-        scheduler.add(Fake([1, 3]))
+        scheduler.add(Fake([1, 3], arrived=float(num_overtaking)))
         admission = scheduler.admit()
         assert admission is not None
         if admission.request is patient:
             break
         scheduler.finish(admission.request)
         num_overtaking += 1
-    assert num_overtaking == 2 * MOST_OVERTAKEN - 1
+    assert num_overtaking == 2 * SECONDS_PER_PRIORITY
 
 
 def test_the_least_recently_used_prefix_goes_first() -> None:
-    scheduler: Scheduler[Fake] = Scheduler(3, NUM_RANKS, 8, 3, True)
+    scheduler: Scheduler[Fake] = Scheduler(Limits(3, NUM_RANKS, 8, 3, True))
 
     def complete(tokens: list[int]) -> int:
         scheduler.add(Fake(list(tokens)))
@@ -378,7 +381,7 @@ def test_the_least_recently_used_prefix_goes_first() -> None:
 
 
 def test_a_long_prompt_takes_turns_where_rows_are_padded() -> None:
-    scheduler: Scheduler[Fake] = Scheduler(2, NUM_RANKS, 4, 3, packed=False)
+    scheduler: Scheduler[Fake] = Scheduler(Limits(2, NUM_RANKS, 4, 3, packed=False))
     for tokens in ([1, 2], list(range(30))):
         scheduler.add(Fake(tokens))
         scheduler.admit()
@@ -393,7 +396,7 @@ def test_a_long_prompt_takes_turns_where_rows_are_padded() -> None:
 
 
 def test_withdrawn_requests_are_gone() -> None:
-    scheduler: Scheduler[Fake] = Scheduler(1, NUM_RANKS, 8, 3, True)
+    scheduler: Scheduler[Fake] = Scheduler(Limits(1, NUM_RANKS, 8, 3, True))
     requests = [Fake([1, number]) for number in range(5)]
     for request in requests:
         scheduler.add(request)

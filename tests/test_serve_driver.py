@@ -6,10 +6,11 @@ import pytest
 
 import lpr
 from lpr.config import SamplingParams
+from lpr.engine.request import Request
 from lpr.engine.text import TextStream
-from lpr.serve.messages import Abort, Chunk, Facts, Finish, Load, ProtocolError, Resume, Stepped, Stop, Submit, beyond
-from lpr.serve.ranks.delivery import Delivery
-from lpr.serve.ranks.driver import Driver
+from lpr.protocol import Abort, Chunk, ProtocolError, Stop, Submit
+from lpr.serve.messages import Facts, Finish, Load, Pulse, Resume, Stepped
+from lpr.serve.ranks.bridge import EngineBridge
 
 PROMPT = "def fibonacci(n):\n    "
 NUM = 40
@@ -28,6 +29,9 @@ class Line:
 
     def send(self, message):
         self.said.append(message)
+
+    def flush(self):
+        pass
 
     def take(self, wait):
         return self._script(self)
@@ -66,7 +70,7 @@ def drive(engine, *messages, steps=None):
         return []
 
     line = Line(script)
-    Driver(engine, line, "bundled").run()
+    EngineBridge(engine, line, "bundled").run()
     return line
 
 
@@ -74,7 +78,7 @@ def put_together(chunks, ids=(), text=""):
     """What a front makes of chunks: ids, text, log-probabilities, the end."""
     ids, logprobs, finish = list(ids), [], None
     for chunk in chunks:
-        chunk = beyond(chunk, len(ids), len(text))
+        chunk = chunk.after(len(ids), len(text))
         assert chunk.token_ids == [] or chunk.start == len(ids)
         ids += chunk.token_ids
         text += chunk.text
@@ -83,9 +87,8 @@ def put_together(chunks, ids=(), text=""):
     return ids, text, logprobs, finish
 
 
-def submit(id, params, prompt, ids=(), text="", details=False):
-    return Submit(id=id, prompt_ids=[*prompt, *ids], params=params, num_prompt=len(prompt), num_characters=len(text),
-                  details=details)  # fmt: skip
+def submit(id, params, prompt, ids=(), details=False):
+    return Submit(id, [*prompt, *ids], params, len(prompt), details=details)
 
 
 KINDS = {
@@ -118,7 +121,7 @@ def test_a_request_goes_on_from_every_point_of_its_stream(engine, regex, kind):
     assert wanted[0] == plain.token_ids and wanted[1] == plain.text and wanted[3] == plain.finish_reason
     for given in range(len(chunks) + 1):
         ids, text, logprobs, _ = put_together(chunks[:given])
-        rest = drive(engine, Resume([2]), submit(2, params, prompt, ids, text)).chunks(2)
+        rest = drive(engine, Resume([2]), submit(2, params, prompt, ids)).chunks(2)
         found = put_together(rest, ids, text)
         assert (found[0], found[1], found[3]) == (wanted[0], wanted[1], wanted[3]), f"after chunk {given}"
         assert [*logprobs, *found[2]] == pytest.approx(wanted[2], abs=1e-4)
@@ -131,30 +134,21 @@ def test_a_rank_that_takes_over_sends_what_is_beyond(engine, has):
     take_over(engine, has)
 
 
-def as_far_as_the_front(self, request, *rest):
-    """A seeded fault: a Delivery that takes the ranks to be where the front is."""
-    kept(self, request, *rest)
-    self._at_token, self._at_character = self._has_tokens, self._has_characters
-
-
-kept = Delivery.__init__
-
-
 @pytest.mark.parametrize(
-    "name, fault, has",
+    "where, name, fault, has",
     [
-        ("missed", lambda self: None, -3),
-        ("__init__", as_far_as_the_front, 3),
-        ("new", lambda self, chunk: None if self.request.num_output % 2 else sent(self, chunk), 0),
+        (Request, "resend", lambda self, num_tokens: Chunk(self.id, [], ""), -3),
+        (Chunk, "after", lambda self, num_tokens, num_characters: self, 3),
+        (Request, "take", lambda self: taken(self)[self.num_output % 2 :], 0),
     ],
 )
-def test_a_fault_in_the_delivery_shows(engine, monkeypatch, name, fault, has):
-    monkeypatch.setattr(Delivery, name, fault)
+def test_a_fault_in_the_delivery_shows(engine, monkeypatch, where, name, fault, has):
+    monkeypatch.setattr(where, name, fault)
     with pytest.raises((AssertionError, ProtocolError)):
         take_over(engine, has)
 
 
-sent = Delivery.new
+taken = Request.take
 
 
 def take_over(engine, has):
@@ -163,18 +157,17 @@ def take_over(engine, has):
     params = SamplingParams(max_new_tokens=NUM, temperature=0.8, seed=7, logprobs=1, stop=("zzz",))
     chunks = drive(engine, Resume([]), submit(1, params, prompt)).chunks(1)
     wanted = put_together(chunks)
-    drive(engine, Resume([]), submit(5, params, prompt), submit(6, params, prompt), steps=3)
+    drive(engine, Resume([]), submit(5, params, prompt, details=True), submit(6, params, prompt), steps=3)
     running = engine.requests[5]
     at = running.num_output
     assert 0 < at < NUM
-    # The chunks of a driver that was lost: any borders will do, as those of another tree are others.
     # What a lost driver has said: with any borders, as those of another tree are others.
     ids = wanted[0][: at + has]
     stream = TextStream(engine.tokenizer, prompt, params, engine.eos_token_ids)
     for token in ids:
         assert stream.push(token) is None
     text, logprobs = stream.take(), wanted[2][: len(ids)]
-    line = drive(engine, Resume([5]), submit(5, params, prompt, ids, text, details=True))
+    line = drive(engine, Resume([5]), submit(5, params, prompt, ids, details=True))
     found = put_together(line.chunks(5), ids, text)
     assert (found[0], found[1], found[3]) == (wanted[0], wanted[1], wanted[3])
     assert [*logprobs, *found[2]] == pytest.approx(wanted[2], abs=1e-4)
@@ -208,4 +201,17 @@ def test_the_first_words_are_facts_and_a_bad_request_is_said(engine):
 
 def test_a_gap_is_noticed():
     with pytest.raises(ProtocolError, match="goes on at token 5"):
-        beyond(Chunk(1, [7], "x", start=5), 4, 0)
+        Chunk(1, [7], "x", start=5).after(4, 0)
+
+
+def test_the_front_knows_before_a_step_which_requests_it_runs(engine):
+    """A step may be the last of all ranks: then the front has to know on which requests they died."""
+    prompt, params = engine.encode(PROMPT), SamplingParams(max_new_tokens=4)
+    line = drive(engine, Resume([]), *(submit(id, params, prompt) for id in range(20, 26)))
+    begun = set()
+    for message in line.said:
+        if isinstance(message, Pulse):
+            begun |= set(message.load.running)
+        elif isinstance(message, Stepped):
+            assert begun >= {chunk.id for chunk in message.chunks}
+    assert begun == set(range(20, 26))

@@ -15,12 +15,12 @@ from fake_driver import facts, served, tokenizer_json
 from starlette.requests import Request
 
 from lpr.config import InputError
+from lpr.protocol import Chunk, ErrorCode, Failure
 from lpr.serve.api.answers import answer
 from lpr.serve.api.context import Context
 from lpr.serve.api.middleware import Keys
 from lpr.serve.errors import ApiError
 from lpr.serve.front import Front
-from lpr.serve.messages import Chunk
 from lpr.serve.options import ServeArgs
 
 TEXT = "return x + 1\n"
@@ -87,13 +87,13 @@ def test_prompts_and_n_give_choices_in_order_with_seeds_that_follow(service):
     assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
     sent = service.driver.submitted[begin:]
     assert [request.params.seed for request in sent] == [7, 8, 7, 8]
-    assert sent[0].prompt_ids == sent[1].prompt_ids != sent[2].prompt_ids
+    assert sent[0].token_ids == sent[1].token_ids != sent[2].token_ids
 
 
 def test_token_ids_go_in_and_come_out(service):
     body = {"prompt": [316, 295], "return_token_ids": True}
     choice = service.client.post("/v1/completions", json=body).json()["choices"][0]
-    assert choice["prompt_token_ids"] == [316, 295] == service.driver.submitted[-1].prompt_ids
+    assert choice["prompt_token_ids"] == [316, 295] == service.driver.submitted[-1].token_ids
     assert len(choice["token_ids"]) == 6
 
 
@@ -133,7 +133,7 @@ def test_suffix_makes_a_prompt_for_filling_in(service, path):
     sent = service.driver.submitted[-1]
     tokens = service.front.context.served.tokens
     before, after = tokens.encode("a = "), tokens.encode("\nprint(a)")
-    assert sent.prompt_ids == [4096, *before, 4097, *after, 4098]
+    assert sent.token_ids == [4096, *before, 4097, *after, 4098]
     assert tokens.id_of("<|fim_pad|>") in sent.params.stop_token_ids
 
 
@@ -149,7 +149,7 @@ def test_mistrals_path_without_max_tokens_takes_what_fits(service):
         body = {"prompt": prompt, "suffix": "\n", **({"max_tokens": most} if most is not None else {})}
         service.client.post("/v1/fim/completions", json=body).raise_for_status()
         sent = service.driver.submitted[-1]
-        assert sent.params.max_new_tokens == (most or 512 - len(sent.prompt_ids))
+        assert sent.params.max_new_tokens == (most or 512 - len(sent.token_ids))
     error_of(service.client.post("/v1/fim/completions", json={"prompt": "a", "max_tokens": 0}), 400, "max_tokens")
     error_of(service.client.post("/v1/fim/completions", json={"prompt": "a " * 2000}), 400, "prompt")
     with served(facts(max_length=4096)) as long:
@@ -243,7 +243,7 @@ def test_a_chat_goes_through_the_models_template(service):
     assert answer["object"] == "chat.completion"
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": TEXT, "refusal": None}
     tokens = service.front.context.served.tokens
-    assert tokens.decode(service.driver.submitted[-1].prompt_ids) == "<system>s</system><user>u</user><assistant>"
+    assert tokens.decode(service.driver.submitted[-1].token_ids) == "<system>s</system><user>u</user><assistant>"
 
 
 def test_a_chat_streams_its_role_first(service):
@@ -260,7 +260,7 @@ def test_a_final_message_is_continued(service):
     body = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
     service.client.post("/v1/chat/completions", json=body).raise_for_status()
     tokens = service.front.context.served.tokens
-    assert tokens.decode(service.driver.submitted[-1].prompt_ids) == "<user>u</user><assistant>I say"
+    assert tokens.decode(service.driver.submitted[-1].token_ids) == "<user>u</user><assistant>I say"
 
 
 def test_the_template_is_told_more(service):
@@ -271,7 +271,7 @@ def test_the_template_is_told_more(service):
     tokens = service.front.context.served.tokens
     for kwargs, end in (({"thinking": False}, "<assistant>"), ({"add_generation_prompt": False}, "")):
         ask(**kwargs).raise_for_status()
-        assert tokens.decode(service.driver.submitted[-1].prompt_ids) == "<user>u</user>" + end
+        assert tokens.decode(service.driver.submitted[-1].token_ids) == "<user>u</user>" + end
     for name in ("messages", "tools", "documents", "self"):
         error = error_of(ask(**{name: []}), 400, "chat_template_kwargs")
         assert name in error["message"]
@@ -335,7 +335,7 @@ def test_what_llama_vim_sends_is_understood(service):
     assert set(answer) == set(VIM["response_fields"])
     sent = service.driver.submitted[-1]
     assert sent.params.temperature == 0 and sent.params.top_k == 40
-    text = service.front.context.served.tokens.decode(sent.prompt_ids)
+    text = service.front.context.served.tokens.decode(sent.token_ids)
     assert text == (
         "<|repo_name|>repository\n<|file_sep|>a.py\nimport os\n<|file_sep|>current\n"
         "<|fim_prefix|>def f(x):\n    <|fim_suffix|>\nprint(f(2))\n<|fim_middle|>"
@@ -385,8 +385,8 @@ def test_a_prompt_that_does_not_fit_keeps_what_is_nearest_to_the_hole(service):
     long = {**VIM, "input_prefix": "a = 1\n" * 500, "input_suffix": "b = 2\n" * 500, "response_fields": None}
     answer = service.client.post("/infill", json=long).json()
     sent = service.driver.submitted[-1]
-    assert answer["truncated"] is True and len(sent.prompt_ids) + 16 <= 512
-    text = service.front.context.served.tokens.decode(sent.prompt_ids)
+    assert answer["truncated"] is True and len(sent.token_ids) + 16 <= 512
+    text = service.front.context.served.tokens.decode(sent.token_ids)
     assert "a = 1\n    <|fim_suffix|>b = 2\n" in text and text.endswith("<|fim_middle|>")
 
 
@@ -414,9 +414,9 @@ def test_logprobs_in_both_shapes():
         assert found["tokens"] == ["return", " x"] and found["token_logprobs"] == [-0.5, -0.5]
         assert found["text_offset"] == [0, 6] and len(found["top_logprobs"][0]) == 2
         whole = service.client.post("/v1/completions", json={**body, "echo": True}).json()["choices"][0]
-        ids = service.driver.submitted[-1].prompt_ids
+        ids = service.driver.submitted[-1].token_ids
         scored = service.driver.submitted[-2]
-        assert (scored.prompt_ids, scored.params.forced_ids, scored.params.logprobs) == (ids[:1], tuple(ids[1:]), 2)
+        assert (scored.token_ids, scored.params.forced_ids, scored.params.logprobs) == (ids[:1], tuple(ids[1:]), 2)
         echoed = whole["logprobs"]
         assert "".join(echoed["tokens"]) == whole["text"] == PROMPT + "return x"
         assert echoed["token_logprobs"] == [None, *[-0.5] * (len(ids) + 1)] and echoed["top_logprobs"][0] is None
@@ -663,7 +663,11 @@ def test_an_error_of_the_engine_is_an_error_in_both_forms(service):
         thread.start()
     wait_for(lambda: len(service.driver.submitted) == begin + 2)
     for sent in service.driver.submitted[begin:]:
-        service.call(lambda sent=sent: service.driver.say(Chunk(sent.id, [], "", "error", "NaN")))
+        service.call(
+            lambda sent=sent: service.driver.say(
+                Chunk(sent.id, [], "", "error", Failure(ErrorCode.GENERATION_FAILED, "NaN"))
+            )
+        )
     for thread in threads:
         thread.join(10)
     service.driver.hold = False
@@ -778,7 +782,9 @@ def test_priority_goes_first_and_order_is_kept():
         service.driver.hold = False
         assert all(answer().status_code == 200 for answer in answers)
         tokens = service.front.context.served.tokens
-        assert [tokens.decode(sent.prompt_ids) for sent in service.driver.submitted[5:]] == ["early", "normal", "late"]
+        sent = {submit.id: tokens.decode(submit.token_ids) for submit in service.driver.submitted}
+        begun = [sent[id] for id in service.driver.begun[4:]]
+        assert [begun[0], begun[1][:5], *begun[2:]] == ["early", "first", "normal", "late"]
 
 
 def ask_in_thread(service, headers=None, **body):
@@ -809,7 +815,7 @@ def test_before_the_model_is_loaded_health_says_so():
 
 
 def test_a_silent_driver_is_neither_ready_nor_live(monkeypatch):
-    monkeypatch.setattr("lpr.serve.service.STALE_PULSE", 0.5)
+    monkeypatch.setattr("lpr.serve.mesh_state.STALE_PULSE", 0.5)
     with served() as service:
         service.driver.pulses = False
         service.driver.hold = True

@@ -13,8 +13,9 @@ import pytest
 from fake_driver import FakeDriver, FakeRanks, facts, served
 from serving import serving
 
-from lpr.serve import keeper, messages
-from lpr.serve.messages import Chunk, Load, Pulse, Stepped, frame
+from lpr.protocol import Chunk, TokenLogprobs
+from lpr.serve import keeper
+from lpr.serve.messages import Load, Pulse, Stepped, frame
 from lpr.serve.suspects import acquit, blame, most_suspect
 
 TEXT = "return x + 1\n    if y: return [z for z in range(10)]\n"
@@ -167,19 +168,15 @@ def test_many_streams_survive_several_losses_in_a_row_and_keep_their_order(quick
             )
         first = service.starts[0].drivers[0]
         given = [submit.id for submit in first.submitted]
-        assert len(given) == 5  # four slots and one on hand
+        assert len(given) == 9 and first.begun == given[:4]
         script.changes["hold"] = False
         service.call(lambda: service.starts[0].end(1))
         script.arm((3, end), (5, lambda ranks: ranks.take_over(1)), (6, lambda ranks: ranks.take_over()), (9, end))
         assert [stream.found()["text"] for stream in streams] == [TEXT] * 9
         second = service.starts[1].drivers[0]
-        assert [submit.id for submit in second.submitted[:5]] == given == second.resumed
-        order = list(
-            dict.fromkeys(
-                submit.id for ranks in service.starts for driver in ranks.drivers for submit in driver.submitted
-            )
-        )
-        assert order == [*given, 9, 6, 7, 8], "what waited keeps its order, the urgent one first"
+        assert [submit.id for submit in second.submitted[:9]] == given == second.resumed
+        order = list(dict.fromkeys(id for ranks in service.starts for driver in ranks.drivers for id in driver.begun))
+        assert order == [*given[:4], 9, *given[4:8]], "what waited keeps its order, the urgent one first"
 
 
 def test_a_cancelled_request_does_not_come_back(quick, script):
@@ -265,7 +262,7 @@ def test_the_request_that_kills_the_ranks_fails_alone(quick, script):
         poison = service.front.context.served.tokens.encode("poison")
 
         def before(running):
-            if any(submit.prompt_ids[: submit.num_prompt] == poison for submit in running):
+            if any(submit.token_ids[: submit.num_prompt] == poison for submit in running):
                 service.starts[-1].end(-11)
                 raise asyncio.CancelledError
 
@@ -323,7 +320,7 @@ def test_ranks_that_cannot_be_started_count_as_failed_starts(quick, script, monk
     """Out of memory there is no new process; the service says so, and ends when that goes on."""
     monkeypatch.setattr(keeper, "LONGEST_BACKOFF", 0.01)
     with served(facts(), script, max_failed_starts=3) as service:
-        wait_for(lambda: service.front.service.up)
+        wait_for(lambda: service.front.service.mesh.up)
 
         async def fail(ranks):
             raise OSError(errno.ENOMEM, "Cannot allocate memory")
@@ -336,7 +333,7 @@ def test_ranks_that_cannot_be_started_count_as_failed_starts(quick, script, monk
 
 def test_a_keeper_that_fails_ends_the_service(quick, script, monkeypatch, capsys):
     with served(facts(), script) as service:
-        wait_for(lambda: service.front.service.up)
+        wait_for(lambda: service.front.service.mesh.up)
         monkeypatch.setattr(service.front._keeper, "_make", lambda path: 1 // 0)
         service.call(lambda: service.starts[0].end(-9))
         assert service.ended() == 1
@@ -349,7 +346,7 @@ def test_a_long_folder_for_temporary_files_does(quick, script, monkeypatch, tmp_
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     with served(facts(), script) as service:
-        wait_for(lambda: service.front.service.up)
+        wait_for(lambda: service.front.service.mesh.up)
         assert service.client.get("/readyz").status_code == 200
 
 
@@ -360,8 +357,9 @@ def test_another_width_of_the_mesh_has_other_slots(quick, script):
         first = service.starts[0].drivers[0]
         first.hold = True
         streams = [Stream(service.url) for _ in range(8)]
-        wait_for(lambda: service.front.service.num_running == 6)
-        lost = Stepped([], Load(num_running=6, num_slots=4, num_ranks=2, epoch=1))
+        wait_for(lambda: (service.front.service.num_running, service.front.service.num_waiting) == (6, 2))
+        first.pulses = False
+        lost = Stepped([], Load([1, 2, 3, 4], num_slots=4, num_ranks=2, epoch=1))
         service.call(lambda: first._writer.write(frame(lost)))
         wait_for(lambda: service.front.service.num_running == 4)
         keep = service.front._make_ranks
@@ -375,7 +373,7 @@ def test_another_width_of_the_mesh_has_other_slots(quick, script):
         script.changes["hold"] = False
         service.call(lambda: service.starts[0].end(-9))
         assert [stream.found()["text"] for stream in streams] == [TEXT] * 8
-        assert service.front.service._num_slots == 2 and service.front._failure is None
+        assert service.front.service.mesh.num_slots == 2 and service.front._failure is None
 
 
 def test_ranks_that_came_back_with_another_model_are_refused(quick, script, capsys):
@@ -395,7 +393,7 @@ def test_ranks_that_came_back_with_another_model_are_refused(quick, script, caps
 
 
 def test_a_driver_that_stands_still_is_replaced(quick, script, monkeypatch):
-    monkeypatch.setattr("lpr.serve.service.STALE_PULSE", 0.4)
+    monkeypatch.setattr("lpr.serve.mesh_state.STALE_PULSE", 0.4)
     with served(facts(), script) as service:
         object.__setattr__(service.front._keeper._patience, "silent_seconds", 1.0)
         driver = service.starts[0].drivers[0]
@@ -409,11 +407,11 @@ def test_a_step_that_does_not_end_is_not_life(script):
     with served(facts(), script, timeout=300) as service:
         driver = service.starts[0].drivers[0]
         driver.pulses = False
-        load = Load(num_running=1, last_step=299.0)
+        load = Load([1], last_step=299.0)
         service.call(lambda: driver._writer.write(frame(Pulse(load))))
-        wait_for(lambda: service.front.service.load.last_step == 299.0)
+        wait_for(lambda: service.front.service.mesh.load.last_step == 299.0)
         assert service.client.get("/livez").status_code == 200, "a long prefill is no death"
-        load = Load(num_running=1, last_step=301.0)
+        load = Load([1], last_step=301.0)
         service.call(lambda: driver._writer.write(frame(Pulse(load))))
         wait_for(lambda: service.client.get("/livez").status_code == 503)
         assert "no step has ended" in service.client.get("/readyz").json()["reason"]
@@ -450,7 +448,7 @@ def test_doubled_tokens_are_cut_and_missing_ones_are_asked_for_again(quick, scri
         ids = driver._tokenizer.encode(TEXT).ids
 
         def chunk(start, end, at=0):
-            logprobs = [messages.TokenLogprobs(-0.5, [(token, -0.5)]) for token in ids[start:end]]
+            logprobs = [TokenLogprobs(-0.5, [(token, -0.5)]) for token in ids[start:end]]
             before, text = driver._said(start), driver._said(end)[len(driver._said(start)) :]
             return Chunk(id, ids[start:end], text, logprobs=logprobs, start=start, start_character=len(before))
 

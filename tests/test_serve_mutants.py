@@ -15,15 +15,15 @@ import pytest
 from fake_driver import served
 
 import lpr
+import lpr.engine.text as engine_text
 from lpr.engine.slots import RankSlots
-from lpr.engine.text import TextStream
+from lpr.protocol import Submit
 from lpr.serve import service
 from lpr.serve.api import answers, completions
 from lpr.serve.api.context import Context
 from lpr.serve.api.middleware import Keys
 from lpr.serve.generation import Generation
-from lpr.serve.messages import Submit
-from lpr.serve.ranks.driver import Driver
+from lpr.serve.ranks.bridge import EngineBridge
 from lpr.serve.ranks.line import Line
 from lpr.serve.text import served as served_module
 
@@ -67,7 +67,7 @@ def serving(engine):
         def drive():
             line = Line(running.front._attached)
             with contextlib.closing(line):
-                Driver(engine, line, "bundled").run()
+                EngineBridge(engine, line, "bundled").run()
 
         for _ in range(1000):
             if running.front._attached.exists():
@@ -183,24 +183,24 @@ def texts_of_one_prompt_have_one_seed(patch):
 
 
 def abort_is_not_sent(patch):
-    patch.setattr(service, "Abort", lambda id: Submit(id=-id, prompt_ids=[], params=lpr.SamplingParams()))
+    patch.setattr(service, "Abort", lambda id: Submit(-id, [], lpr.SamplingParams(), 0))
 
 
 def stop_string_is_kept(patch):
-    find = TextStream._find_stop
+    find = engine_text.find_stop
 
-    def later(self, visible):
-        cut, stop = find(self, visible)
+    def later(stops, visible):
+        cut, stop = find(stops, visible)
         return (None, None) if cut is None else (cut + len(stop), stop)
 
-    patch.setattr(TextStream, "_find_stop", later)
+    patch.setattr(engine_text, "find_stop", later)
 
 
 def a_character_is_split(patch):
     take = Generation._take
 
     def split(self, chunk):
-        tokens = served_module.Served(self._service.facts, ["a"]).tokens
+        tokens = served_module.Served(self._service.mesh.facts, ["a"]).tokens
         each = take(self, chunk)
         shown = "".join(tokens.text_of(token) for token in chunk.token_ids)
         return each and replace(each, text=each.text if shown.isascii() else shown)
@@ -251,7 +251,7 @@ def test_a_fault_is_found(engine, wanted, monkeypatch, fault):
 
 def drained(engine):
     """Abort what a fault has left behind."""
-    for request in list(engine.scheduler.requests):
+    for request in list(engine.requests.values()):
         engine.abort(request)
     engine.step()
     return engine.is_idle

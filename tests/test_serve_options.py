@@ -27,7 +27,7 @@ def test_a_config_file_sets_flags_and_flags_win(tmp_path):
         ("max_queue = -1", "--max-queue -1 must be at least 0"),
         ('share_drafts = "some"', "share_drafts = 'some'"),
         ("max_new_tokens = 1", "unknown key 'max_new_tokens'"),
-        ("trie_nodes = -1", "trie_nodes=-1 must not be negative"),
+        ("trie_nodes = -1", "trie_nodes=-1 must be int >= 0"),
         ("config = 'x'", "unknown key 'config'"),
     ],
 )

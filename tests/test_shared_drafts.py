@@ -19,10 +19,11 @@ pytest.importorskip("redis", reason="needs pip install 'lpr[fleet]'")
 
 import redis
 from fleet_world import DECODE, PROMPTS, Member, fleet, key_of
+from redis_server import redis_server
 
 import lpr
-from benchmarks.processes.redis_server import redis_server
 from lpr.core.suffix_index import END
+from lpr.engine.drafts import DraftIndexes
 from lpr.fleet import entries, keeper, reader, sharing, snapshots, store
 
 pytestmark = HAS_SERVER
@@ -95,7 +96,7 @@ def test_a_replica_drafts_from_what_another_has_written(loaded, plain, server):
 
 
 def test_own_entries_that_are_not_known_are_found(loaded, plain, server, monkeypatch):
-    monkeypatch.setattr(reader.Reader, "_is_news", lambda self, entry: entry is not None)
+    monkeypatch.setattr(reader.Reader, "is_new", lambda self, entry: True)
     with pytest.raises(AssertionError, match="only others'"):
         check_shared(loaded, plain[:1], server.url)
 
@@ -124,11 +125,11 @@ def one_stream_for_all(monkeypatch):
 
 def one_trie_for_all(monkeypatch):
     monkeypatch.setattr(
-        lpr.Engine, "_learn", lambda self, command: learn(self, msgspec.structs.replace(command, tenant="b"))
+        DraftIndexes, "learn", lambda self, command: learn(self, msgspec.structs.replace(command, tenant="b"))
     )
 
 
-learn = lpr.Engine._learn
+learn = DraftIndexes.learn
 
 
 @pytest.mark.parametrize("fault", [one_stream_for_all, one_trie_for_all])
@@ -350,7 +351,7 @@ def test_every_rank_learns_alike_and_a_new_driver_reads_on(loaded, plain, server
         else:
             engine.work()
             found = None
-        return found, engine.learnt()[0].tolist(), dict(engine.read_to)
+        return found, engine.learned()[0].tolist(), dict(engine.read_to)
 
     first, second = run_ranks(ThreadWorld(2), program)
     assert first[1:] == second[1:] and list(first[2]) == [""]

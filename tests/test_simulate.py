@@ -6,19 +6,16 @@ import json
 import math
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
-from sharded import config_values
+from published_runs import FITTED, GPT_FAST, check_published, fit, gpt_fast_layout
 
-from benchmarks.common import RESULTS, show
-from benchmarks.simulated.published import FITTED, GPT_FAST, check_published, compare_runs, fit, gpt_fast_layout
-from benchmarks.simulated.speed import TOLERANCE, measurements_of, simulate, simulate_parser
+from benchmarks.common import RESULTS
+from benchmarks.measured import measurements_of
 from lpr.cli.plan import main as plan_main
 from lpr.config import DecodeConfig, InputError
-from lpr.core.step_times import StepTimes, interpolate, read_step_times
+from lpr.core.step_times import interpolate, read_step_times
 from lpr.core.wire import payload_words
 from lpr.planner.facts import ModelFacts, facts_of
 from lpr.planner.footprint import Mesh, kv_row_bytes, read_bytes
@@ -38,6 +35,8 @@ from lpr.planner.prediction import (
 )
 from lpr.planner.presets import measured_values, resolve
 
+TOLERANCE = 0.25
+"""A published run that is further off is called wrong."""
 A100 = Machine(GPUS["a100-80gb"], Network(LINKS["nvlink-a100"], LINKS["ib-hdr"]))
 MEASURED = Measured(
     drafted=(Drafted(0.0, 32, 2.0, 32.0), Drafted(0.0, 64, 2.5, 64.0)),
@@ -160,16 +159,6 @@ def test_plain_decoding_where_drafts_do_not_pay() -> None:
     assert predict(setting(temperature=None), Mesh(1, 8)).drafted is None
 
 
-def test_a_measured_table_replaces_the_roofline() -> None:
-    rows = [{"batch": 1, "kv": 256, "ms": [2, 9]}, {"batch": 1, "kv": 1024, "ms": [4, 18]}]
-    table = read_step_times({"nodes": [1, 64], "rows": rows, "source": "x"}, "t")
-    found = predict(setting(table=table, temperature=None), Mesh(1, 1))
-    assert found.step.forward == pytest.approx(4e-3), "at the cached length of the setting"
-    assert predict(setting(table=table, temperature=None, kv=256), Mesh(1, 1)).step.forward == pytest.approx(2e-3)
-    drafted = setting(table=table, kv=256).step(Mesh(1, 1), Drafted(0.0, 32, 2.0, 32.5), Inputs())
-    assert drafted.forward == pytest.approx(5.5e-3)
-
-
 def test_every_uncertainty_moves_a_prediction_as_it_says() -> None:
     """Slow values lower tokens per second and fast ones raise them, where the input matters at all."""
     one = setting(machine=replace(A100, gpu=replace(A100.gpu, flops=2e13)))  # slow enough for arithmetic to matter
@@ -210,12 +199,11 @@ def test_batches_share_the_weights() -> None:
 
 
 def test_package_has_the_measurements_of_the_results() -> None:
-    results = Path(__file__).parent.parent / "benchmarks" / "results"
-    expected = measurements_of(results)
-    assert measured_values() == expected, "run: python -m benchmarks.strong_scaling --simulate --refresh"
+    expected = measurements_of(RESULTS)
+    assert measured_values() == expected, "run: python -m benchmarks.measured"
     measured = read_measured(expected)
     assert {each.temperature for each in measured.drafted} == {0.0, 0.8}
-    runs = json.loads((results / "strong_scaling.json").read_text())["runs"]
+    runs = json.loads((RESULTS / "strong_scaling.json").read_text())["runs"]
     for run in runs:
         [tree] = [
             each
@@ -224,35 +212,6 @@ def test_package_has_the_measurements_of_the_results() -> None:
         ]
         assert tree.tokens_per_step == run["tokens_per_step"]  # one tree, however many ranks share it
         assert measured.shard_nodes(tree, run["num_ranks"]) == pytest.approx(run["nodes_of_largest_shard"], rel=0.1)
-
-
-def test_real_runs_are_compared() -> None:
-    """Made-up runs that the model explains exactly, and one that takes twice as long."""
-    alone = {"rows": [{"nodes": 1, "kv": 9, "milliseconds": 4.0}], "first_step_ms": 20.0}
-    rows = [{"nodes": 17, "kv": 9, "milliseconds": 8.0}, {"nodes": 1, "kv": 9, "milliseconds": 4.5}]
-    repeat = {
-        "times": {"1": alone, "2": {"rows": rows, "first_step_ms": 20.0}},
-        "all_gather_ms": 1.0,
-        "load_average": 0.5,
-        "runs": [
-            {"name": "plain decoding", "processes": 1, "tokens": 100, "steps": 100, "seconds": 0.04 + 98 * 0.004},
-            {"name": "lookahead", "processes": 2, "tokens": 100, "steps": 40, "seconds": 2 * (0.042 + 38 * 0.009)},
-        ],
-    }
-    found = {
-        "source": "made up",
-        "num_prompts": 2,
-        "counted": [
-            {"num_ranks": 1, "tokens_per_step": 2.0, "nodes": 17},
-            {"num_ranks": 2, "tokens_per_step": 2.5, "nodes": 17},
-        ],
-        "repeats": [repeat, repeat],
-    }
-    plain, ahead = compare_runs(found)
-    assert plain["ratios"] == [1, 1] and plain["predicted_steps"] == plain["steps"] == 100
-    assert ahead["ratio"] == 2 and ahead["predicted_steps"] == ahead["steps"] == 40
-    with pytest.raises(InputError, match="not recorded runs"):
-        compare_runs({**found, "counted": []})
 
 
 @pytest.mark.parametrize(
@@ -267,58 +226,6 @@ def test_real_runs_are_compared() -> None:
 def test_bad_tables_are_one_line(values: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         read_step_times(values, "t.json")
-
-
-def test_recorded_runs_are_those_of_the_result() -> None:
-    """What a result says of the recorded runs is what the model says of them today."""
-    runs = json.loads((RESULTS / "simulate_runs.json").read_text())
-    assert compare_runs(runs) == json.loads((RESULTS / "simulate.json").read_text())["runs"]
-
-
-def test_times_are_read_from_the_table_of_another_tool(tmp_path: Path) -> None:
-    """`--times` takes what `--costs` and benchmarks.gpu_check write: one form of step times."""
-    path = tmp_path / "tn.json"
-    path.write_text(json.dumps({**StepTimes({(1, 1024): [5.0] * 16}).to_json(), "source": "a GPU"}))
-    arguments = ["--models", "llama-2-7b", "--gpus", "1", "2", "--gpu", "h100", "--times", str(path)]
-    result = simulate(simulate_parser().parse_args(arguments), Console(quiet=True))
-    assert result["times_source"] == "a GPU"
-    found = [each for setting in result["models"][0]["settings"] for each in setting["predictions"]]
-    assert {each["tp"] for each in found} == {1} and {each["step_ms"]["forward"] for each in found} == {5.0}
-
-
-def test_the_benchmark_answers_and_says_that_it_predicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = tmp_path / "config.json"
-    model.write_text(json.dumps(config_values("llama")))
-    options = simulate_parser().parse_args(["--models", str(model), "--gpus", "1", "8", "--gpu", "h100", "--kv", "32"])
-    console = Console(width=200, record=True, quiet=False)
-    result = simulate(options, console)
-    show(result, console)
-    assert "PREDICTED" in console.export_text() and "no GPU was available" in result["note"]
-    assert [row["is_fitted"] for row in result["gpt_fast"]].count(True) == 2
-    [found] = result["models"]
-    assert [each["temperature"] for each in found["settings"]] == [None, 0.0, 0.8]
-    for each in found["settings"]:
-        assert {(row["lp"], row["tp"]) for row in each["predictions"]} == {(1, 1), (8, 1), (4, 2), (2, 4), (1, 8)}
-        best = max(row["tokens_per_second"]["mid"] for row in each["predictions"] if row["lp"] * row["tp"] == 8)
-        assert each["on_8_gpus"]["tokens_per_second"]["mid"] == best
-        assert all(times["mid"] >= 1 for times in each["on_8_gpus"]["times"].values())
-    json.dumps(result)
-    capsys.readouterr()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--gpu", "h1000"], "--gpu 'h1000' is none of"),
-        (["--link", "string"], "link 'string' is none of nvlink-a100"),
-        (["--times", "no.json"], "cannot read no.json"),
-        (["--check-runs", "no.json"], "cannot read no.json"),
-        (["--models", "nope"], "'nope' is no preset"),
-    ],
-)
-def test_bad_arguments_are_one_line(arguments: list[str], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        simulate(simulate_parser().parse_args(["--gpus", "1", "--gpu", "h100", *arguments]), Console(quiet=True))
 
 
 def test_the_planner_recommends_by_prediction(capsys: pytest.CaptureFixture[str]) -> None:

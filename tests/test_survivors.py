@@ -12,8 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from lpr import DecodeConfig, Engine, EngineOptions, InputError, SamplingParams
-from lpr.dist.comm import is_driver
-from lpr.dist.elastic import ElasticComm
+from lpr.dist.comm import ProcessComm, is_driver
+from lpr.dist.results import Results
 from lpr.model.exact import check
 from tests.elastic_world import ElasticWorld, Fault
 
@@ -33,6 +33,12 @@ def expected(llama: PreTrainedModel) -> list[list[int]]:
     return [each.token_ids for each in engine.generate(PROMPTS, PARAMS)]
 
 
+def number_of(comm: ProcessComm) -> int:
+    """The number of a rank's replica in the job."""
+    assert comm.membership is not None
+    return comm.membership.replica
+
+
 class Job:
     """All prompts on ranks that may die: whoever is the driver submits what is missing, as a front would."""
 
@@ -45,10 +51,10 @@ class Job:
         self.widths: list[int] = []
         self.num_joined = 0
 
-    def engine(self, comm: ElasticComm) -> Engine:
+    def engine(self, comm: ProcessComm) -> Engine:
         return Engine.from_model(self.model, decode=self.decode, comm=comm)
 
-    def __call__(self, comm: ElasticComm) -> None:
+    def __call__(self, comm: ProcessComm) -> None:
         engine = self.engine(comm)
         while not engine.is_stopped:
             if is_driver(comm):
@@ -58,8 +64,8 @@ class Job:
                 engine.work()
         comm.finish()
 
-    def drive(self, engine: Engine, comm: ElasticComm) -> None:
-        self.drivers.append(comm._replica)
+    def drive(self, engine: Engine, comm: ProcessComm) -> None:
+        self.drivers.append(number_of(comm))
         for number in range(self.num_learns):
             engine.learn([number, number + 1, number + 2])
             self.step(engine, comm)
@@ -70,7 +76,7 @@ class Job:
         while not engine.is_idle:
             self.step(engine, comm)
 
-    def step(self, engine: Engine, comm: ElasticComm) -> None:
+    def step(self, engine: Engine, comm: ProcessComm) -> None:
         self.before_step(engine, comm)
         for request in engine.step():
             if request.finish_reason is not None:
@@ -79,7 +85,7 @@ class Job:
                 assert len(request.logprobs) == (request.num_output if request.params.logprobs is not None else 0)
         self.widths.append(comm.size)
 
-    def before_step(self, engine: Engine, comm: ElasticComm) -> None:
+    def before_step(self, engine: Engine, comm: ProcessComm) -> None:
         """Nothing more."""
 
 
@@ -119,7 +125,7 @@ def run_start(model: PreTrainedModel) -> int:
     """Collectives of a start: a loss there ends the job, as nothing is lost."""
     world = ElasticWorld(3)
 
-    def only_start(comm: ElasticComm) -> None:
+    def only_start(comm: ProcessComm) -> None:
         Engine.from_model(model, decode=DECODE, comm=comm)
 
     for replica in range(3):
@@ -190,16 +196,16 @@ class JoinedJob(Job):
     world: ElasticWorld
     joiners: tuple[int, ...] = (2, 3)
 
-    def before_step(self, engine: Engine, comm: ElasticComm) -> None:
+    def before_step(self, engine: Engine, comm: ProcessComm) -> None:
         number = len(self.widths)
         if number in (3, 7) and self.joiners:
             joiner, *rest = self.joiners
             self.joiners = tuple(rest)
             self.world.start(joiner, self, joins=True)
-            register = self.world.register(joiner)
-            while not register.is_ready(register.member):
+            rendezvous = self.world.rendezvous(joiner)
+            while not rendezvous.is_ready(rendezvous.member):
                 pass
-            register.offer([joiner])
+            rendezvous.offer([joiner])
 
 
 @pytest.mark.parametrize("fault", [None, Fault(1, 0, 0), Fault(1, 2, 1), Fault(1, 1, 2), Fault(2, 1, 0)])
@@ -223,14 +229,14 @@ class UnlikeJob(JoinedJob):
     def change(self, patch: pytest.MonkeyPatch) -> None:
         """What is unlike on replica 2."""
 
-    def engine(self, comm: ElasticComm) -> Engine:
+    def engine(self, comm: ProcessComm) -> Engine:
         with pytest.MonkeyPatch.context() as patch:
-            if comm._replica == 2:
+            if number_of(comm) == 2:
                 self.change(patch)
             options = EngineOptions(exact=self.exact)
             return Engine.from_model(self.model, decode=self.decode, comm=comm, options=options)
 
-    def before_step(self, engine: Engine, comm: ElasticComm) -> None:
+    def before_step(self, engine: Engine, comm: ProcessComm) -> None:
         if len(self.widths) == 3 and self.joiners:
             self.joiners = ()
             self.world.start(2, self, joins=True)
@@ -283,8 +289,8 @@ def test_replicas_that_were_all_lost_begin_anew(llama: PreTrainedModel, expected
     world = run(job, Fault(0, 12, 0), Fault(1, 0, 0), num_replicas=2)
     assert job.delivered == {} or texts(job) != expected
     world.start(2, job, joins=True)
-    register = world.register(2)
-    while not register.is_ready(register.member):
+    rendezvous = world.rendezvous(2)
+    while not rendezvous.is_ready(rendezvous.member):
         pass
     world.found(2, 2)
     world.join()
@@ -294,8 +300,8 @@ def test_replicas_that_were_all_lost_begin_anew(llama: PreTrainedModel, expected
 class FailingJob(Job):
     """Replica 1 runs out of memory in the middle."""
 
-    def __call__(self, comm: ElasticComm) -> None:
-        if comm._replica != 1:
+    def __call__(self, comm: ProcessComm) -> None:
+        if number_of(comm) != 1:
             super().__call__(comm)
             return
         engine = Engine.from_model(self.model, decode=self.decode, comm=comm)
@@ -343,14 +349,14 @@ def broken(
 def test_mutant_results_are_not_handed_over(
     llama: PreTrainedModel, expected: list[list[int]], span: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ElasticComm, "_level", lambda self, epoch: None)
+    monkeypatch.setattr(Results, "take", lambda *_: None)
     assert broken(llama, expected, span, monkeypatch)
 
 
 def test_mutant_counts_of_the_old_mesh_stay(
     llama: PreTrainedModel, expected: list[list[int]], span: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lpr.engine.scheduler.regrouped", lambda counts, kept: list(counts))
+    monkeypatch.setattr("lpr.engine.placement.regrouped", lambda counts, kept: list(counts))
     assert broken(llama, expected, span, monkeypatch)
 
 
@@ -358,11 +364,6 @@ def test_mutant_ranks_take_on_the_mesh_in_the_middle_of_a_step(
     llama: PreTrainedModel, expected: list[list[int]], span: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The shards of the old mesh, and the places of the new one."""
-    original = ElasticComm._enter
-
-    def at_once(self: ElasticComm, epoch: int, replicas: Sequence[int]) -> None:
-        original(self, epoch, replicas)
-        self.rank, self.size = self._replicas.index(self._replica), len(self._replicas)
-
-    monkeypatch.setattr(ElasticComm, "_enter", at_once)
+    monkeypatch.setattr(ProcessComm, "rank", property(lambda self: self.membership.replicas.index(number_of(self))))
+    monkeypatch.setattr(ProcessComm, "size", property(lambda self: len(self.membership.replicas)))
     assert broken(llama, expected, span, monkeypatch)

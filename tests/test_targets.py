@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from conftest import tiny_model
@@ -11,12 +12,14 @@ from conftest import tiny_model
 from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.config import InputError
 from lpr.core.step_times import KNOTS, StepTimes
-from lpr.engine.chains import Limits, rooms
-from lpr.engine.targets import Seen, Targets
+from lpr.engine.chains import rooms
+from lpr.engine.limits import Limits
+from lpr.engine.scheduler import Scheduler
+from lpr.engine.targets import Targets
 from lpr.engine.waiting import MOST_OVERTAKEN, Waiting
-from lpr.planner.service.costs import Point, StepCosts
-from lpr.planner.service.mesh import Slots, simulate_mesh
-from lpr.planner.service.requests import PoissonArrivals, SimRequest
+from lpr.planner.simulated.costs import Point, StepCosts
+from lpr.planner.simulated.mesh import simulate_mesh
+from lpr.planner.simulated.requests import PoissonArrivals, SimRequest
 
 TIMES = StepTimes({(1, 256): [2.0 + 0.05 * n for n in KNOTS]})
 """A step takes 2 ms, and 0.05 ms for each token."""
@@ -28,7 +31,7 @@ def request(arrived: float = 0.0, prompt: int = 100, output: int = 60) -> SimReq
 
 
 def targets(first: float = math.inf, token: float = math.inf, now: float = 0.0) -> Targets[SimRequest]:
-    return Targets(lambda: TIMES, lambda each: Seen(0, 0, 0), 1, first, token, now)
+    return Targets(lambda: TIMES, 1, first, token, now)
 
 
 def running(prompt: int, computed: int, arrived_ms: float = 0.0) -> SimRequest:
@@ -75,33 +78,33 @@ def test_as_many_run_beside_each_other_as_keep_their_time_per_token() -> None:
 
 
 def test_prompts_are_filled_in_pieces_that_leave_others_their_time_per_token() -> None:
-    limits = Limits(num_ranks=1, longest_chain=8, join_chunk=16, prefill_chunk=512, is_elastic=False)
+    limits = Limits[SimRequest](
+        num_slots=1, num_ranks=1, longest_chain=8, join_chunk=16, prefill_chunk=512, packed=True
+    )
     both = [running(300, 299), running(600, 0)]
-    assert rooms(both, limits, None) == [512]
-    [room] = rooms(both, limits, targets(token=10.0))
+    assert rooms(both, limits) == [512]
+    [room] = rooms(both, replace(limits, targets=targets(token=10.0)))
     assert 64 <= room < 160 and TIMES.time(1 + room, 1, 300) <= 10.0
-    assert rooms(both, limits, targets(token=0.1)) == [16], "never so small that it takes for ever"
-    assert rooms(both[1:], limits, targets(token=10.0)) == [512], "nobody waits for it"
+    assert rooms(both, replace(limits, targets=targets(token=0.1))) == [16], "never so small that it takes for ever"
+    assert rooms(both[1:], replace(limits, targets=targets(token=10.0))) == [512], "nobody waits for it"
 
 
-def goodput(slots: Slots, seed: int = 1) -> tuple[float, int]:
+def goodput(scheduler: Scheduler[SimRequest], seed: int = 1) -> tuple[float, int]:
     """Requests within both targets, as a part, of those that come in bursts faster than a mesh can serve them."""
     dice = random.Random(seed)
     arrivals = PoissonArrivals(38.0, 260, lambda now: request(now, prompt=dice.choice((40, 400))), dice)
     costs = StepCosts(TIMES, {(0.0, 1, 1): Point(1.0, 1.0)}, dice)
-    done = simulate_mesh(arrivals, costs, slots)
+    done = simulate_mesh(arrivals, costs, scheduler)
     good = [each for each in done if 1e3 * each.first_seconds <= FIRST_MS and 1e3 * each.token_seconds <= TOKEN_MS]
     return len(good) / len(done), len(done)
 
 
 def test_targets_raise_goodput() -> None:
     """The scheduler's own code, with its clock from the table."""
-    slots = Slots(num_slots=32, longest_chain=4, join_chunk=8, retains=False)
-    plain, _ = goodput(slots)
-    asked = Slots(
-        num_slots=32, longest_chain=4, join_chunk=8, retains=False, times=TIMES,
-        first_token_ms=FIRST_MS, per_token_ms=TOKEN_MS,
-    )  # fmt: skip
+
+    limits = Limits[SimRequest](32, 1, 512, 4, packed=True, retains=False, join_chunk=8)
+    plain, _ = goodput(Scheduler(limits))
+    asked = Scheduler(replace(limits, targets=targets(FIRST_MS, TOKEN_MS)))
     kept, served = goodput(asked)
     assert served == 260, "nobody waits for ever"
     assert kept > 1.5 * plain, (kept, plain)

@@ -7,9 +7,8 @@ from fake_driver import served
 from worlds import ThreadWorld, run_ranks
 
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
-from lpr.engine.replica import Replica
+from lpr.engine.drafts import MOST_TENANTS, SHARE, DraftIndexes
 from lpr.engine.slots import RankSlots
-from lpr.engine.tenants import MOST_TENANTS, SHARE, TenantTries
 from lpr.serve.front import Front
 from lpr.serve.options import ServeArgs
 
@@ -66,13 +65,13 @@ def check_first_step(model):
 
 def test_an_output_is_learnt_behind_its_prompt(llama, monkeypatch):
     check_first_step(llama)
-    monkeypatch.setattr("lpr.engine.replica.as_learnt", lambda prompt_ids, token_ids: token_ids)
+    monkeypatch.setattr("lpr.engine.drafts.as_learnt", lambda prompt_ids, token_ids: token_ids)
     with pytest.raises(AssertionError, match="had no draft"):
         check_first_step(llama)
 
 
 def everybodys_drafts(monkeypatch):
-    monkeypatch.setattr(Replica, "_learnt", lambda self, request: self.shared)
+    monkeypatch.setattr(DraftIndexes, "of", lambda self, tenant, in_use=(): self.shared)
 
 
 def everybodys_cache(monkeypatch):
@@ -94,22 +93,22 @@ def test_a_tenant_that_is_not_looked_at_is_found(llama, monkeypatch, fault):
 
 
 def test_the_least_recently_used_tenant_is_forgotten_and_its_share_is_bounded():
-    tries = TenantTries(16 * SHARE)
+    indexes = DraftIndexes(16 * SHARE)
     for number in range(MOST_TENANTS):
-        tries.of(f"tenant {number}").extend([number])
-    assert tries.of("tenant 0").history().tolist() == [0]
-    tries.of("one more")
-    assert tries.of("tenant 0").history().tolist() == [0], "it was used lately"
-    assert tries.of("tenant 1").history().tolist() == [], "it was not"
-    assert len(tries.tries) == MOST_TENANTS
-    first = tries.of("idle")
-    assert tries.of("idle") is first, "an empty trie is kept, as a request may hold it"
-    oldest, next_one = list(tries.tries)[:2]
-    tries.of("another", in_use={oldest})
-    assert oldest in tries.tries and next_one not in tries.tries, "a tenant whose request runs is not forgotten"
-    trie = tries.of("busy")
-    trie.extend(range(1000))
-    assert len(trie.history()) <= 16
+        indexes.of(f"tenant {number}").extend([number])
+    assert indexes.of("tenant 0").history().tolist() == [0]
+    indexes.of("one more")
+    assert indexes.of("tenant 0").history().tolist() == [0], "it was used lately"
+    assert indexes.of("tenant 1").history().tolist() == [], "it was not"
+    assert len(indexes.tenants) == MOST_TENANTS
+    first = indexes.of("idle")
+    assert indexes.of("idle") is first, "an empty index is kept, as a request may hold it"
+    oldest, next_one = list(indexes.tenants)[:2]
+    indexes.of("another", in_use={oldest})
+    assert oldest in indexes.tenants and next_one not in indexes.tenants, "a tenant whose request runs is not forgotten"
+    index = indexes.of("busy")
+    index.extend(range(1000))
+    assert len(index.history()) <= 16
 
 
 @pytest.mark.parametrize("share, apart", [("none", True), ("key", True), ("all", False)])

@@ -506,10 +506,10 @@ def test_the_scripted_cases_pass():
     [
         (lpr.engine.text, "MAX_UNFINISHED", 0),
         (lpr.engine.text, "CONTEXT", 1),
-        (TextStream, "_num_held_back", lambda self: 0),
-        (TextStream, "_find_stop", lambda self, visible: (None, None)),
-        (IncrementalDecoder, "_end_run", lambda self, run: setattr(self, "_run", None) or ""),
-        (lpr.engine.text._ByteRun, "readable", property(lambda self: "")),
+        (lpr.engine.text, "num_possible", lambda stops, text: 0),
+        (lpr.engine.text, "find_stop", lambda stops, text: (None, None)),
+        (lpr.engine.text, "REPLACEMENT", ""),
+        (IncrementalDecoder, "readable", ""),
     ],
 )
 def test_a_seeded_fault_is_noticed(target, attribute, value, monkeypatch):

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-import lpr.engine.replicated
+import lpr.engine.times_file
 from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.core.step_times import StepTimes
-from lpr.engine.times_file import TimesFile
+from lpr.engine.times_file import StartTimes
 from tests.conftest import tiny_model
 from tests.worlds import ThreadWorld, run_ranks
 
@@ -25,13 +25,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """An entry per measurement from now on."""
-    measure, calls = lpr.engine.replicated.measure_step_times, []
+    measure, calls = lpr.engine.times_file.measure_step_times, []
 
     def count(*args: object) -> StepTimes:
         calls.append(None)
         return measure(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(lpr.engine.replicated, "measure_step_times", count)
+    monkeypatch.setattr(lpr.engine.times_file, "measure_step_times", count)
     return calls
 
 
@@ -41,12 +41,12 @@ def test_an_engine_that_starts_again_reads_what_the_first_one_found(
     calls = counted(monkeypatch)
     first = Engine.from_model(tiny_model(), decode=DECODE)
     (file,) = home.rglob("*.json")
-    assert json.loads(file.read_text()) == first.costs.to_json() and len(calls) == 1
+    assert json.loads(file.read_text()) == first.step_times.to_json() and len(calls) == 1
     first.generate([[5, 6, 7]], SamplingParams(max_new_tokens=40))
     first.close()
     second = Engine.from_model(tiny_model(seed=1), decode=DECODE)
     assert len(calls) == 1, "other weights of the same shapes take the same time"
-    assert second.costs.to_json() == json.loads(file.read_text())
+    assert second.step_times.to_json() == json.loads(file.read_text())
     Engine.from_model(tiny_model(hidden_size=32), decode=DECODE)
     assert len(calls) == 2, "another shape does not"
 
@@ -59,12 +59,12 @@ def test_a_table_from_disk_that_is_wrong_is_corrected_by_steps(home: Path) -> No
     slow = StepTimes({key: [100 * ms for ms in row] for key, row in StepTimes.from_json(table).rows.items()})
     file.write_text(json.dumps(slow.to_json()))
     engine = Engine.from_model(tiny_model(), decode=DECODE)
-    assert engine.costs.to_json() == slow.to_json()
+    assert engine.step_times.to_json() == slow.to_json()
     for _ in range(4):
         engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=56))
     engine.close()
     before, after = slow.time(1, 1, 1), StepTimes.from_json(json.loads(file.read_text())).time(1, 1, 1)
-    assert after < before / 2 and after == engine.costs.time(1, 1, 1)
+    assert after < before / 2 and after == engine.step_times.time(1, 1, 1)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"nodes": [1, 2], "rows": []}', b"\xff"])
@@ -79,7 +79,7 @@ def test_a_damaged_file_is_measured_anew(home: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_home_that_takes_no_files_is_no_error(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (home / "lpr").write_text("in the way")
-    assert Engine.from_model(tiny_model(), decode=DECODE).costs is not None
+    assert Engine.from_model(tiny_model(), decode=DECODE).step_times is not None
 
 
 def test_all_ranks_decide_by_rank_0s_file(home: Path) -> None:
@@ -90,9 +90,9 @@ def test_all_ranks_decide_by_rank_0s_file(home: Path) -> None:
         first, second = models[comm.rank]
         engine = Engine.from_model(first, decode=DECODE, comm=comm)
         if comm.rank == 0:
-            engine._times_file.write(known)
+            engine.replica.start_times.keep(known)
         again = Engine.from_model(second, decode=DECODE, comm=comm)
-        return again.costs.to_json()
+        return again.step_times.to_json()
 
     found = run_ranks(ThreadWorld(2), start)
     assert found == [known.to_json()] * 2
@@ -106,5 +106,7 @@ def test_only_rank_0_writes(home: Path) -> None:
     class Other(type(engine.comm)):  # type: ignore[misc]
         rank, size = 1, 2
 
-    TimesFile(engine.model, Other(), 8, 64, 1).write(engine.costs)
+    times = StartTimes(None, Other())
+    times.path = file
+    times.keep(engine.step_times)
     assert not list(home.rglob("*.json"))

@@ -18,6 +18,7 @@ import lpr.engine.step
 from lpr import Completion, DecodeConfig, Engine, SamplingParams
 from lpr.cli.generate import main
 from lpr.cli.trace import PLACEHOLDER, Recorder, page, trace_data
+from lpr.engine.hooks import StepHooks
 
 DECODE = DecodeConfig(window_size=4, ngram_size=3, guess_set_size=4, trie_nodes=12, max_batch_size=2)
 PARAMS = SamplingParams(max_new_tokens=40)
@@ -46,7 +47,7 @@ class Page(HTMLParser):
 
 
 def record(engine: Engine, prompts: list[list[int]], max_steps: int = 500) -> tuple[Recorder, list[Completion]]:
-    recorder = engine.recorder = Recorder(max_steps)
+    recorder = engine.hooks = Recorder(max_steps)
     return recorder, engine.generate(prompts, PARAMS)
 
 
@@ -55,9 +56,9 @@ def test_the_data_is_what_the_engine_did(llama: PreTrainedModel, monkeypatch: py
     original = lpr.engine.step.decode_step
 
     def watched(*args):
-        outcomes, length = original(*args)
-        seen.extend(outcome.concluded for outcome in outcomes)
-        return outcomes, length
+        result = original(*args)
+        seen.extend(outcome.concluded for outcome in result.outcomes)
+        return result
 
     monkeypatch.setattr("lpr.engine.replica.decode_step", watched)
     engine = Engine.from_model(llama, decode=DECODE)
@@ -168,7 +169,7 @@ def test_a_run_that_is_interrupted_still_shows_its_steps(tmp_path: Path, llama: 
         raise KeyboardInterrupt
     shown = Page((tmp_path / "t.html").read_text()).data
     assert len(shown["requests"][0]["steps"]) == 1 and shown["requests"][0]["finish_reason"] is None
-    assert engine.recorder is None
+    assert type(engine.hooks) is StepHooks
     with lpr.cli.trace.traced(tmp_path / "none.html", 9, Engine.from_model(llama)):
         pass
     assert Page((tmp_path / "none.html").read_text()).data["requests"] == []

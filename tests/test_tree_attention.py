@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import attention_reference
 import numpy as np
 import pytest
 import torch
@@ -30,10 +31,10 @@ import lpr.model.tree_mask
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.core.tree import ancestor_bits
 from lpr.model.inputs import Row, build_inputs
-from lpr.model.kernels import reference
 from lpr.model.kernels.hook import LayerRule, layer_rule
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
+from lpr.model.slot_cache import SlotCache
 from lpr.model.tree_mask import TreeMask, ancestor_words, build_mask
 
 # Triton's interpreter in NumPy 2, on every kernel.
@@ -137,7 +138,7 @@ def clean(case: Case) -> tuple[torch.Tensor, ...]:
 
 def check_against_reference(version: Callable[..., torch.Tensor], case: Case, **rules: Any) -> None:
     tiles = {"tiles": rules.pop("tiles")} if "tiles" in rules else {}
-    expected = reference.tree_attention(*clean(case), case.mask, **rules).float()
+    expected = attention_reference.tree_attention(*clean(case), case.mask, **rules).float()
     actual = version(case.query, case.key, case.value, case.mask, **rules, **tiles).float()
     tolerance = 1e-5 if case.query.dtype == torch.float32 else 1e-2
     assert actual.shape == expected.shape and bool(actual.isfinite().all())
@@ -168,7 +169,7 @@ def cases(draw: st.DrawFn) -> tuple[Case, dict[str, Any]]:
 @given(cases())
 def test_the_reference_is_attention_along_every_path(drawn: tuple[Case, dict[str, Any]]) -> None:
     case, rules = drawn
-    actual = reference.tree_attention(*clean(case), case.mask, **rules)
+    actual = attention_reference.tree_attention(*clean(case), case.mask, **rules)
     assert torch.allclose(actual.double().cpu(), by_paths(case, **rules), atol=1e-5)
 
 
@@ -256,8 +257,8 @@ def test_bits_say_what_the_dense_mask_says() -> None:
         Row(0, 5, [1] * 4, [-1, 0, 0, 2], [5, 6, 6, 7], 2),
         Row(1, 0, [1] * 70, list(range(-1, 69)), [*range(70)], 1),
     ]
-    dense = build_inputs(rows, 128, DEVICE, 8, 16).blocks[0]
-    packed = build_inputs(rows, 128, DEVICE, 8, 16, tree_bits=True).blocks[0]
+    dense = build_inputs(rows, SlotCache(3, 128), DEVICE, 8, 16).blocks[0]
+    packed = build_inputs(rows, SlotCache(3, 128), DEVICE, 8, 16, tree_bits=True).blocks[0]
     assert packed.visible is None and packed.tree_mask is not None and dense.visible is not None
     real = packed.tree_mask.real()
     assert real.sum(1).tolist() == [4, 70]
@@ -378,12 +379,9 @@ def test_the_self_check_notices(mutant: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @needs_triton
-def test_a_kernel_that_lpr_chose_is_replaced_where_it_fails(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(TreeModel, "_choose_attention", lambda self: "triton")
-    runner = TreeModel(tiny_model("llama", head_dim=512, hidden_size=64).to(DEVICE))
-    assert runner.attention == "triton"
+def test_a_kernel_that_lpr_chose_is_replaced_where_it_fails(caplog: pytest.LogCaptureFixture) -> None:
+    runner = TreeModel(tiny_model("llama", head_dim=512, hidden_size=64).to(DEVICE), attention="triton")
+    runner.adapter.may_fall_back = True  # as "auto" on a GPU
     with caplog.at_level(logging.WARNING):
         self_check(runner)
     assert runner.attention == "sdpa"

@@ -244,7 +244,8 @@ def test_an_engine_with_a_loaded_trie_takes_the_steps_of_the_one_that_saved_it(
     assert warm.stats.sources == loaded.stats.sources
     small = Engine.from_model(llama, decode=DecodeConfig(trie_capacity=10))
     small.load_trie(tmp_path)
-    assert small.shared.history().tolist() == first.shared.history()[:34].tolist()[-10:], "the newest tokens"
+    history = first.replica.drafts.shared.history().tolist()
+    assert small.replica.drafts.shared.history().tolist() == history[:34][-10:], "the newest tokens"
 
 
 def test_a_trie_of_another_vocabulary_or_while_requests_run_is_refused(tmp_path: Path, llama: PreTrainedModel) -> None:
@@ -286,17 +287,16 @@ def test_rank_0_alone_needs_the_file(tmp_path: Path, llama: PreTrainedModel) -> 
     def program(comm: ThreadComm) -> tuple[list[int], list[int], int]:
         engine = Engine.from_model(llama, decode=DECODE, comm=comm)
         if comm.rank:
-            engine._read_trie = None  # type: ignore[method-assign,assignment]
             engine.work()
-            return engine.shared.history().tolist(), [], 0
+            return engine.replica.drafts.shared.history().tolist(), [], 0
         engine.load_trie(tmp_path)
-        history = engine.shared.history().tolist()
+        history = engine.replica.drafts.shared.history().tolist()
         [done] = engine.generate([[3, 4, 5]], PARAMS)
         engine.close()
         return history, done.token_ids, done.stats.num_steps
 
     ranks = run_ranks(ThreadWorld(3), program)
-    saved = engine.shared.history().tolist()
+    saved = engine.replica.drafts.shared.history().tolist()
     assert ranks[0][0] == saved and ranks[0][1] == saved[3:-1]
     assert all(history[: len(saved)] == saved for history, _, _ in ranks)
     assert ranks[0][2] < 10

@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_leaves
 import lpr.cli.generate
 from benchmarks.exactness import PLAIN, SHAPES, Group, Worlds
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
-from lpr.dist.comm import CommError, ProcessComm
+from lpr.dist.comm import ProcessComm
+from lpr.dist.errors import CommError
 from lpr.dist.runtime import World, join, leave
 from lpr.engine.exchange import DesyncError
 from lpr.model.loader import load
@@ -57,11 +58,11 @@ def run_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
     with torch.no_grad(), CountCollectives() as counted:
         logits = engine.model.model(input_ids=inputs, use_cache=False).logits
     prompts = PROMPTS * 2
-    part = engine.model.part
-    engine.model.part = None
+    part = engine.model.sampler.part
+    engine.model.sampler.part = None
     with CountCollectives() as counted_whole:
         whole = [each.token_ids for each in engine.generate(prompts, PARAMS)]
-    engine.model.part = part
+    engine.model.sampler.part = part
     with CountCollectives() as counted_in_parts:
         expected = [each.token_ids for each in engine.generate(prompts, PARAMS)]
     engine.configure(DECODE)
@@ -74,7 +75,7 @@ def run_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
         "logits": logits[0].tolist(),
         "mesh": [comm.size, comm.tp_size],
         "shapes": local_shapes(engine.model.model),
-        "kv_heads": engine._like._layers[0][0].shape[1],
+        "kv_heads": engine.replica.like.layer_tensors[0][0].shape[1],
         "collectives": counted.num_calls,
         "first_token": part.first if part is not None else None,
         "same_as_gathered": whole == expected,
@@ -86,7 +87,7 @@ def exact_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
     """What differs between plain decoding and trees in exact mode, under one split."""
     plain = DecodeConfig.autoregressive(max_batch_size=1)
     engine = Engine.from_pretrained(case["model"], plain, comm=comm, exact=True, dtype=case["dtype"])
-    assert engine.model.exact and engine.model.heights is not None
+    assert engine.model.exact and engine.model.adapter.heights is not None
     params = [replace(each, max_new_tokens=16) for each in PARAMS[2:5]]
     worlds = Worlds(None, case["dtype"], exact=True, engine=engine)
     found = Group(worlds, PROMPTS, params).run(["both, batch of 4, fills of 32", "window"])
@@ -106,8 +107,8 @@ def exact_ranks_case(case: dict[str, str], comm: ProcessComm) -> dict[str, objec
     finally:
         torch.set_num_threads(1)
     if case.get("fault") == "height" and comm.rank:
-        assert engine.model.heights is not None
-        engine.model.heights = replace(engine.model.heights, fewest=1, attention=1)
+        assert engine.model.adapter.heights is not None
+        engine.model.adapter.heights = replace(engine.model.adapter.heights, fewest=1)
     shape = SHAPES["both, batch of 4, 2 ranks that share every tree"]
     texts = [[*prompt, *output] for prompt, output in zip(PROMPTS, group.outputs, strict=True)]
     outputs, digests, steps = group.watched(engine, shape, texts)
@@ -152,9 +153,9 @@ def inject(fault: str | None, engine: Engine, comm: ProcessComm) -> None:
     if fault is None or (comm.rank, comm.tp_rank) != (comm.size - 1, comm.tp_size - 1):
         return
     if fault == "lie":
-        change_sent(engine._exchange, lambda draft, local: (local + 1) % 90)
+        change_sent(engine.replica.exchange, lambda draft, local: (local + 1) % 90)
     elif fault == "state":
-        engine.shared.extend([3, 5, 7, 9, 40, 41, 42, 43, 44] * 3)
+        engine.replica.drafts.shared.extend([3, 5, 7, 9, 40, 41, 42, 43, 44] * 3)
     else:
         raise AssertionError(fault)
 

@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from lpr import Completion, DecodeConfig, Engine, SamplingParams
-from lpr.dist.channel import CommError, HostChannel
-from lpr.dist.comm import Membership
+from lpr.dist.comm import Comm
+from lpr.dist.errors import CommError
 
 T = TypeVar("T")
 
@@ -55,50 +54,20 @@ class ThreadWorld:
             waiting.put(None)
 
 
-class ThreadChannel:
-    """The host channel of a ThreadWorld; counts what was announced."""
-
-    def __init__(self, world: ThreadWorld, rank: int) -> None:
-        """The channel as `rank` sees it."""
-        self._world = world
-        self._rank = rank
-        self.num_announced = 0
-
-    def announce(self, num_bytes: int) -> None:
-        """As HostChannel.announce."""
-        self.num_announced += 1
-        for rank, waiting in enumerate(self._world.announcements):
-            if rank != self._rank:
-                waiting.put(num_bytes)
-
-    def wait(self) -> int:
-        """As HostChannel.wait, but not for ever."""
-        try:
-            num_bytes = self._world.announcements[self._rank].get(timeout=self._world.timeout)
-        except queue.Empty:
-            num_bytes = None
-        if num_bytes is None:
-            raise CommError("another rank has ended or hangs")
-        return num_bytes
-
-    def check(self) -> None:
-        """Nobody is lost without a word."""
-
-
-class ThreadComm:
+class ThreadComm(Comm):
     """One rank of a ThreadWorld; counts its collectives and bytes, for tests."""
 
-    tp_mesh: DeviceMesh | None = None
-    membership: Membership | None = None
+    rank: int = 0
+    size: int = 1
 
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         """World rank `rank` of `world`."""
+        super().__init__()
         self.world = world
         self._world_rank = rank
         self.rank, self.tp_rank = divmod(rank, world.tp)
         self.size, self.tp_size = world.size // world.tp, world.tp
         self.num_sharing = world.size
-        self.channel: HostChannel = ThreadChannel(world, rank)
         self.gathered_bytes: list[int] = []
         self.num_broadcasts = 0
 
@@ -123,8 +92,21 @@ class ThreadComm:
         assert isinstance(received, bytes) and len(received) == length
         return received
 
-    def loaded(self) -> None:
-        """Time-outs stay."""
+    def announce(self, num_bytes: int) -> None:
+        """As Comm.announce."""
+        for rank, waiting in enumerate(self.world.announcements):
+            if rank != self._world_rank:
+                waiting.put(num_bytes)
+
+    def await_announcement(self) -> int:
+        """As Comm.await_announcement, but not for ever."""
+        try:
+            num_bytes = self.world.announcements[self._world_rank].get(timeout=self.world.timeout)
+        except queue.Empty:
+            num_bytes = None
+        if num_bytes is None:
+            raise CommError("another rank has ended or hangs")
+        return num_bytes
 
 
 def run_ranks(world: ThreadWorld, program: Callable[[ThreadComm], T], timeout: float = 120.0) -> list[T]:

@@ -1,1 +1,1 @@
-"""What `benchmarks.gpu_check` measures on a GPU: kernels, whole models, parts of a step."""
+"""The parts of `benchmarks.gpu_check`: kernels, whole models, parts of a step."""

@@ -1,4 +1,4 @@
-"""The kernels in benchmarks.gpu_check: do they compile and agree with their specifications, and how fast are they?"""
+"""The kernels in benchmarks.gpu_check: compilation, agreement with their specifications, and speed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.gpu.models import tree_step
 from benchmarks.gpu.parts import Sizes, median_ms, wait
 from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
 from lpr.model.attention import additive
-from lpr.model.graphs import CudaCapturer
+from lpr.model.capture import CudaCapturer
 from lpr.model.sampling import choice, specification
 from lpr.model.sampling.selection import Selection
 from lpr.model.tree_mask import build_mask
@@ -31,7 +31,7 @@ LIMITS = {
 
 
 def warm_up(sizes: Sizes) -> dict[str, Any]:
-    """Compile what the first engine needs, and say what it got: attention, sampling, captures, and their seconds."""
+    """Compile the kernels of a first engine; returns the chosen attention, sampling and captures, and their seconds."""
     began = time.perf_counter()
     picked = choice.gpu_pick(sizes.device) if sizes.device.type == "cuda" else specification.pick
     sampling_s = time.perf_counter() - began
@@ -54,7 +54,7 @@ def warm_up(sizes: Sizes) -> dict[str, Any]:
 
 
 def choices(sizes: Sizes) -> dict[str, Any]:
-    """Microseconds of choosing tokens by vocabulary, rows and limits: what lpr does, and the specification."""
+    """Microseconds of choosing tokens by vocabulary, rows and limits: lpr's choice, and the specification."""
     on_gpu = sizes.device.type == "cuda"
     rows = []
     for vocabulary, count in product(VOCABULARIES if on_gpu else (500,), (1, 16, 64) if on_gpu else (2,)):
@@ -78,14 +78,14 @@ def choices(sizes: Sizes) -> dict[str, Any]:
 # The attention of one layer.
 
 HEADS = {"7B": (32, 32), "34B, 70B": (64, 8), "70B, tp 8": (8, 1)}
-"""Query and K/V heads; 70B is one of eight tensor-parallel shards, too."""
+"""Query and K/V heads; of 70B also one of eight tensor-parallel shards."""
 HEAD_DIM = 128
 COLD_BYTES = 128 << 20
-"""Bytes of K and V that a captured graph goes through, several times any L2 cache, as a model's layers do."""
+"""Bytes of K and V that a captured graph reads: several times any L2 cache, like a model's layers."""
 
 
 def attention(sizes: Sizes, bytes_per_s: float | None) -> dict[str, Any]:
-    """One layer's tree attention, kernel and SDPA with a dense mask, beside the time to read K and V once."""
+    """Tree attention of one layer by kernel and by SDPA with a dense mask, and the time to read K and V once."""
     rows = []
     for (name, heads), count, length in product(HEADS.items(), (1, 64, 512), (512, 2048, 8192, 32768)):
         rows.append({"heads": name, "nodes": count, "kv": length, **attention_row(heads, count, length, sizes)})
@@ -98,7 +98,7 @@ def attention(sizes: Sizes, bytes_per_s: float | None) -> dict[str, Any]:
 
 def attention_row(heads: tuple[int, int], count: int, length: int, sizes: Sizes) -> dict[str, Any]:
     """Microseconds and error of each version for one size; a version that fails is recorded with its reason."""
-    from lpr.model.kernels import attention_kernel, reference
+    from lpr.model.kernels import attention_kernel
 
     [row], _ = tree_step(length - count, count, 8)
     mask = build_mask([row.parents], [row.num_cached], torch.tensor([row.positions], device=sizes.device), sizes.device)
@@ -107,8 +107,10 @@ def attention_row(heads: tuple[int, int], count: int, length: int, sizes: Sizes)
     like: dict[str, Any] = {"device": sizes.device, "dtype": sizes.dtype}
     caches = torch.randn(copies, 2, 1, length, num_kv_heads, HEAD_DIM, **like).transpose(3, 4)
     query = torch.randn(1, count, num_heads, HEAD_DIM, **like).transpose(1, 2)
-    group = num_heads // num_kv_heads  # the reference's scores for more than one K/V head may not fit
-    expected = reference.tree_attention(query[:, :group], caches[0, 0][:, :1], caches[0, 1][:, :1], mask).float()
+    group = num_heads // num_kv_heads  # the scores of more than one K/V head may not fit
+    states = [each.float() for each in (query[:, :group], caches[0, 0][:, :1], caches[0, 1][:, :1])]
+    seen = mask.visible(length)[:, None]
+    expected = torch.nn.functional.scaled_dot_product_attention(*states, attn_mask=seen, enable_gqa=True)
     dense = additive(mask.visible(length)[:, None], sizes.dtype).repeat(1, 1, group, 1)  # made once per step
 
     def sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -13,14 +13,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from benchmarks.engines import switch
 from benchmarks.gpu.parts import Sizes, generate, median_ms, rate, wait
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
-from lpr.model.cache import TreeCache
-from lpr.model.graphs import CudaCapturer
-from lpr.model.inputs import Row, build_inputs
-from lpr.model.kernels.hook import KERNELS
+from lpr.model.capture import CudaCapturer
+from lpr.model.inputs import Row
+from lpr.model.kv_cache import KVCache
 from lpr.model.packing import pack_projections
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.selection import Selection
 from lpr.model.self_check import self_check
+from lpr.model.slot_cache import SlotCache
 from lpr.model.static_inputs import NODE_BUCKETS, StaticShape, static_shape
 from lpr.planner.facts import config_from
 
@@ -33,7 +33,7 @@ def random_model(shape: dict[str, Any], sizes: Sizes) -> PreTrainedModel:
 
 
 def tree_step(num_cached: int, count: int, vocab_size: int) -> tuple[list[Row], Selection]:
-    """A greedy step of one random tree of `count` nodes below `num_cached` committed tokens."""
+    """A greedy step of one random tree of `count` nodes after `num_cached` committed tokens."""
     generator = torch.Generator().manual_seed(count)
     parents = [-1] + [int(torch.randint(node, (), generator=generator)) for node in range(1, count)]
     depths = [0] * count
@@ -43,11 +43,11 @@ def tree_step(num_cached: int, count: int, vocab_size: int) -> tuple[list[Row], 
     return [Row(0, num_cached, tokens, parents, [num_cached + depth for depth in depths], count)], Selection.build([])
 
 
-def shapes_like(runner: TreeModel) -> TreeCache:
-    """A cache that has seen one forward, for its layer shapes."""
-    like = TreeCache(1, 32)
+def shapes_like(runner: TreeModel) -> KVCache:
+    """A cache after one forward, for its layer shapes."""
+    like = SlotCache(1, 32)
     rows, _ = tree_step(0, 2, runner.vocab_size)
-    runner.logits(build_inputs(rows, 32, runner.device), like)
+    runner.adapter.logits(rows, like)
     return like
 
 
@@ -64,7 +64,7 @@ def step_times(name: str, model: PreTrainedModel, sizes: Sizes, bytes_per_s: flo
         if graphs and runner.graphs is None:
             continue
         assert runner.cache is not None
-        per_token = sum(pool[:, 0].numel() * pool.element_size() for pool in runner.cache._pools)
+        per_token = runner.cache.bytes_per_token
         for length in sizes.lengths:
             nodes = sizes.nodes if graphs or sizes.device.type != "cuda" else sizes.few_nodes
             times = []
@@ -83,15 +83,16 @@ def step_times(name: str, model: PreTrainedModel, sizes: Sizes, bytes_per_s: flo
     return result
 
 
-def words_of(shape: StaticShape, rows: Sequence[Row], selection: Selection) -> torch.Tensor:
+def words_of(runner: TreeModel, shape: StaticShape, rows: Sequence[Row], selection: Selection) -> torch.Tensor:
     """A step's words on the host."""
     words = torch.empty(shape.num_words, dtype=torch.int32)
-    shape.place(words.numpy(), rows, selection)
+    assert runner.cache is not None
+    shape.place(words.numpy(), rows, selection, runner.cache)
     return words
 
 
 def replay_equals_program(runner: TreeModel, sizes: Sizes) -> dict[str, bool]:
-    """Is a replayed graph's result that of its own uncaptured program, bit for bit, for a step it was not made from?"""
+    """True, by nodes, if a graph replayed on another step gives the same bits as its uncaptured program."""
     found, graphs = {}, runner.graphs
     assert graphs is not None
     for count in sizes.few_nodes:
@@ -102,14 +103,14 @@ def replay_equals_program(runner: TreeModel, sizes: Sizes) -> dict[str, bool]:
             continue
         replayed = replayed.clone()
         with torch.no_grad():
-            words = words_of(shape, rows, selection).to(sizes.device)
+            words = words_of(runner, shape, rows, selection).to(sizes.device)
             results = run_static(runner, shape, words)
         found[str(count)] = bool(torch.equal(replayed, results[-rows[0].num_results :]))
     return found
 
 
 def checks(model: PreTrainedModel) -> str:
-    """What the self-check at load says of a model."""
+    """The outcome of the self-check of a model."""
     try:
         self_check(TreeModel(model, graphs=False))
     except InputError as failure:
@@ -118,7 +119,7 @@ def checks(model: PreTrainedModel) -> str:
 
 
 def profile_step(model: PreTrainedModel, sizes: Sizes) -> dict[str, Any]:
-    """Where one step of 64 nodes spends its time, eager and as a graph: the operators that take longest."""
+    """The operators that take longest in a step of 64 nodes, eager and as a graph."""
     from torch.profiler import ProfilerActivity, profile
 
     on_gpu = sizes.device.type == "cuda"
@@ -163,9 +164,8 @@ def stock_rates(model: PreTrainedModel, sizes: Sizes, compiled: bool) -> dict[st
 def large_end_to_end(model: PreTrainedModel, sizes: Sizes) -> dict[str, Any]:
     """Tokens per second of a large model, plain and with drafts, greedy and sampled, one request at a time.
 
-    Its weights are random, so how many drafts are accepted says nothing of a real text: the time of a step does, with
-    everything that a step does. The texts of plain decoding and lookahead are compared, too: in half precision they
-    may part where two logits are close.
+    Its weights are random, so only the time of a whole step is meaningful, not the acceptance length. The texts of
+    plain decoding and lookahead are compared; in half precision they may differ where two logits are close.
     """
     prompt, tokens = list(range(3, 67)), 64 if sizes.device.type == "cuda" else sizes.max_new_tokens
     lookahead = DecodeConfig(window_size=8, trie_nodes=32, max_batch_size=1)
@@ -196,13 +196,15 @@ def large_end_to_end(model: PreTrainedModel, sizes: Sizes) -> dict[str, Any]:
 
 
 def run_static(runner: TreeModel, shape: StaticShape, words: torch.Tensor) -> torch.Tensor:
-    """What a graph of `shape` does, without a graph."""
+    """The program of a graph of `shape`, without a graph."""
     inputs, selection = shape.read(words)
-    return runner._compute(inputs, selection, 8)
+    assert runner.cache is not None
+    logits = (runner.compiled or runner.adapter).forward(inputs, runner.cache)
+    return runner.sampler.results(logits, selection, 8, fixed_shapes=True)
 
 
 def compiled_step(model: PreTrainedModel, sizes: Sizes) -> dict[str, Any]:
-    """A step of one token and one of a tree through torch.compile, captured as graphs: what fusion would gain."""
+    """Steps of one token and of a tree, captured as graphs, with and without torch.compile."""
     plain, fused = TreeModel(model, graphs=False), dict[str, Any]()
     on_gpu = sizes.device.type == "cuda"
     plain.allocate(1, max(sizes.lengths), max(sizes.nodes), shapes_like(plain))
@@ -211,10 +213,10 @@ def compiled_step(model: PreTrainedModel, sizes: Sizes) -> dict[str, Any]:
     for count in (1, max(2, sizes.few_nodes[-2])):
         step = tree_step(sizes.lengths[0], count, plain.vocab_size)
         shape = static_shape(
-            *step, 8, 1, plain.cache.rows_per_slot, NODE_BUCKETS[-1], tree_bits=plain.attention in KERNELS
+            *step, 8, 1, plain.cache.rows_per_slot, NODE_BUCKETS[-1], tree_bits=plain.adapter.reads_bits
         )
         assert shape is not None
-        words = words_of(shape, *step).to(sizes.device)
+        words = words_of(plain, shape, *step).to(sizes.device)
         times = {}
         for compiled in (False, True):
             torch._dynamo.reset()

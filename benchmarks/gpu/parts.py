@@ -19,7 +19,6 @@ from benchmarks.engines import StepClock, plain, switch
 from benchmarks.exactness import Group, Worlds
 from benchmarks.race import stock_generate
 from lpr import DecodeConfig, Engine, InputError, SamplingParams, bundled_model
-from lpr.config import AUTOMATIC
 from lpr.core.step_times import KNOTS
 from lpr.planner.presets import read_preset
 
@@ -29,10 +28,13 @@ TINY = dict(
     num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, rope_theta=1e4,
 )  # fmt: skip
 
+SIZES = ("window_size", "ngram_size", "guess_set_size", "trie_nodes")
+"""The sizes of a tree that may be automatic."""
+
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large everything is: as the papers' models, or tiny for a test of this program."""
+    """Sizes of models and workloads: as the papers' models, or tiny for a test of this program."""
 
     device: torch.device
     models: dict[str, dict[str, Any]]
@@ -60,7 +62,7 @@ class Sizes:
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done everything."""
+    """Wait until the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -84,7 +86,7 @@ def median_ms(call: Callable[[], object], device: torch.device, seconds: float =
 
 
 def bandwidth(sizes: Sizes) -> dict[str, Any]:
-    """Bytes per second, read and written, of a copy on the device: what the floor of t(n) is counted with."""
+    """Bytes per second, read and written, of a copy on the device, for the floor of t(n)."""
     source = torch.empty(sizes.copy_bytes, dtype=torch.uint8, device=sizes.device)
     target = torch.empty_like(source)
     ms = median_ms(lambda: target.copy_(source), sizes.device)
@@ -127,7 +129,7 @@ def _ids(engine: Engine, prompts: Sequence[str], params: SamplingParams) -> list
 
 
 def _same(one: list[list[int]], other: list[list[int]]) -> int:
-    """How many prompts have equal ids."""
+    """The number of prompts with equal ids."""
     return sum(mine == theirs for mine, theirs in zip(one, other, strict=True))
 
 
@@ -158,7 +160,7 @@ def end_to_end(sizes: Sizes, prompts: Sequence[str]) -> dict[str, Any]:
             result[label] = rate(complete, ids, device)
             emitted, steps = (sum(column) for column in zip(*numbers, strict=True))
             result[label]["tokens_per_step"] = round(emitted / steps, 3)
-            result[label]["sizes"] = {field: getattr(engine.sizes, field) for field in AUTOMATIC}
+            result[label]["sizes"] = {field: getattr(engine.sizes, field) for field in SIZES}
     return result
 
 
@@ -168,7 +170,7 @@ def generate(model: Any, prompt: list[int], tokens: int, **more: Any) -> int:
 
 
 def rate(complete: Callable[[list[int]], int], prompts: Sequence[list[int]], device: torch.device) -> dict[str, Any]:
-    """Tokens per second of `complete`, which returns how many it made of a prompt."""
+    """Tokens per second of `complete`, which returns the number of tokens that it emitted for a prompt."""
     complete(prompts[0])  # warms up
     emitted, began = 0, time.perf_counter()
     for prompt in prompts:
@@ -178,13 +180,13 @@ def rate(complete: Callable[[list[int]], int], prompts: Sequence[list[int]], dev
 
 
 def host_share(sizes: Sizes, prompt: str) -> dict[str, Any]:
-    """Median milliseconds of a step before its gather, in it, and after: what overlap could hide, and behind what."""
+    """Median milliseconds of a step before its gather, in the gather, and after it."""
     graphs = sizes.device.type == "cuda"
     result = {}
     for nodes in (1, 32, 64):
         decode = DecodeConfig(window_size=0, trie_nodes=nodes - 1, max_batch_size=1)
         engine = Engine.from_pretrained(bundled_model(), decode, device=str(sizes.device), graphs=graphs)
-        clock = engine.recorder = StepClock(time.perf_counter)
+        clock = engine.hooks = StepClock(time.perf_counter)
         request = engine.submit(prompt, SamplingParams(max_new_tokens=sizes.max_new_tokens, ignore_eos=True))
         parts: list[dict[str, float]] = []
         while request.finish_reason is None:
@@ -201,7 +203,7 @@ def host_share(sizes: Sizes, prompt: str) -> dict[str, Any]:
 
 
 def exact_mode(sizes: Sizes, prompts: Sequence[str]) -> dict[str, Any]:
-    """The bundled model in half precision, without and with `exact`: bits of logits, and ids with graphs, or why not.
+    """The bundled model in half precision, with and without `exact`: bits of logits, and ids with graphs.
 
     Logits are those of benchmarks.exactness: of each token of plain decoding, against a window and a batch of trees.
     """

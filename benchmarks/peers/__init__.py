@@ -1,7 +1,7 @@
-"""lpr and its peers on the same prompts and the same weights: `python -m benchmarks.peers` (see `command`).
+"""lpr and its peers on the same prompts and the same weights: `python -m benchmarks.peers`.
 
-A script per peer (`lade`, `pia`, `arctic`, `prompt_lookup`; `own` is lpr) says where the peer comes from, what is done
-otherwise than by its authors so that it runs, and completes prompts with it in a process of its own, in the peer's own
-environment. Nothing of a peer is part of this repository. The scripts import no package at their top, as the command
-reads them in another environment.
+A script per peer (`lade`, `pia`, `arctic`, `prompt_lookup`; `own` is lpr) names the peer's source and the deviations
+from its authors' setup, and completes prompts with it in a process in the peer's own environment. Nothing of a peer is
+part of this repository. The scripts import no package at module level, as the command imports them in another
+environment.
 """

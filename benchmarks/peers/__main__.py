@@ -1,7 +1,276 @@
-"""`python -m benchmarks.peers`."""
+"""lpr and its peers on the same prompts and the same weights in float32.
 
+    python -m benchmarks.real_model FOLDER
+    python -m benchmarks.peers install --work DIR
+    python -m benchmarks.peers run --work DIR --model FOLDER --chat-template --data hub:classeval
+    python -m benchmarks.peers time --work DIR --model FOLDER --chat-template --data hub:classeval --skip 68 --prompts 2
+    python -m benchmarks.peers table
+
+`install` clones each peer at its pinned commit, or takes a checkout that `--source lade=DIR` names; `changes` lists the
+deviations from its authors' setup. `run` counts steps, which do not depend on the machine's load. `time` lets all
+contestants complete a prompt in turn, greedily, together with transformers' plain decoding, and needs an idle machine;
+`run` reuses its outputs. Both renew the result file entry by entry, so `run --only lpr` renews lpr's rows alone. An
+interrupted run continues from the rounds in --work. A round (one variant, temperature and seed) begins with empty draft
+indexes. Sampled texts differ between systems by their random numbers, so only lpr's are compared with plain decoding's.
+`table` renews the table of docs/results.md from the result file.
+"""
+
+from __future__ import annotations
+
+import hashlib
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
 
-from benchmarks.peers.command import main
+import tyro
+from rich.console import Console
 
-sys.exit(main())
+from benchmarks.common import (
+    RESULTS,
+    Flag,
+    Options,
+    Whole,
+    circumstances,
+    progress,
+    read_json,
+    read_options,
+    run_main,
+    write_json,
+)
+from benchmarks.data import load_prompts
+from benchmarks.peers import arctic, lade, own, pia, prompt_lookup
+from benchmarks.peers.environment import install, installed
+from benchmarks.peers.recipe import Peer
+from benchmarks.peers.rounds import FIRST_SEED, Rounds, Task, row_of, time_them
+from benchmarks.report.parts import Table
+from benchmarks.report.steps import peers_table
+from lpr.config import InputError
+
+PEERS: dict[str, Peer] = {peer.name: peer for peer in (own.PEER, prompt_lookup.PEER, lade.PEER, pia.PEER, arctic.PEER)}
+SEPARATORS = (",", ".", " ")
+DOCS = Path(__file__).parents[2] / "docs" / "results.md"
+BEGIN, END = "<!-- made by python -m benchmarks.peers table -->", "<!-- end -->"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeersOptions(Options):
+    """lpr and its peers, on the same prompts and weights."""
+
+    threads: Whole = 1
+    """CPU threads."""
+    what: tyro.conf.Positional[Literal["install", "run", "time", "table", "changes"]]
+    """What to do."""
+    only: tuple[str, ...] = ()
+    """Some of lpr, transformers, lade, pia, arctic; all if none is given."""
+    work: Path | None = None
+    """Folder for environments and finished rounds."""
+    source: tuple[str, ...] = ()
+    """Checkouts to use instead of cloning, as PEER=DIR."""
+    model: Path | None = None
+    """Model folder, a Llama."""
+    data: str | None = None
+    """Prompts: a file, or hub:classeval and so on."""
+    chat_template: Flag = False
+    """Put each prompt into the model's chat template."""
+    skip: Whole = 60
+    """Leave out the first N prompts."""
+    prompts: Whole = 8
+    """Number of prompts."""
+    max_new_tokens: Whole = 160
+    """Tokens per prompt."""
+    temperatures: tuple[float, ...] = (0.0, 0.8)
+    """Temperatures."""
+    seeds: Whole = 1
+    """Number of seeds at temperatures above 0."""
+    variants: tuple[str, ...] = ()
+    """Some variants only, as the table names them."""
+    output: str | None = str(RESULTS / "peers.json")
+    """Result file, renewed entry by entry."""
+
+
+def chosen(options: PeersOptions) -> list[Peer]:
+    """The peers that `--only` names, of which `--variants` leaves some; raises InputError."""
+    names = options.only or tuple(PEERS)
+    if unknown := [name for name in names if name not in PEERS]:
+        raise InputError(f"no such peer: {', '.join(unknown)}; there are {', '.join(PEERS)}")
+    found = [PEERS[name] for name in PEERS if name in names]
+    if options.variants and (
+        unknown := [each for each in options.variants if not any(each in peer.variants for peer in found)]
+    ):
+        raise InputError(f"no such variant: {', '.join(map(repr, unknown))}")
+    return found
+
+
+def sources_of(options: PeersOptions) -> dict[str, Path]:
+    """The checkouts of `--source`; raises InputError."""
+    found = {}
+    for each in options.source:
+        name, equals, folder = each.partition("=")
+        if name not in PEERS or not equals:
+            raise InputError(f"--source {each}: PEER=DIR is wanted, PEER one of {', '.join(PEERS)}")
+        found[name] = Path(folder)
+    return found
+
+
+def task_of(options: PeersOptions) -> Task:
+    """The prompts of all contestants; raises InputError."""
+    from transformers import AutoTokenizer
+
+    if options.model is None or options.data is None:
+        raise InputError(f"{options.what} needs --{'data' if options.model else 'model'}")
+    if not options.prompts or not options.max_new_tokens:
+        raise InputError("nothing to complete: --prompts and --max-new-tokens must be at least 1")
+    if not (options.model / "config.json").exists():
+        raise InputError(f"{options.model} is no model folder; python -m benchmarks.real_model makes one")
+    template = options.model if options.chat_template else None
+    texts = load_prompts(options.data, options.skip + options.prompts, template)[options.skip :]
+    if len(texts) < options.prompts:
+        raise InputError(f"{options.data} has no {options.prompts} prompts after the first {options.skip}")
+    tokenizer: Any = AutoTokenizer.from_pretrained(options.model)
+    ends = read_json(options.model / "generation_config.json").get("eos_token_id")
+    return Task(
+        prompts=[tokenizer.encode(text, add_special_tokens=template is None) for text in texts],
+        max_new_tokens=options.max_new_tokens,
+        stop_ids=ends if isinstance(ends, list) else [] if ends is None else [ends],
+        separators=[tokenizer.convert_tokens_to_ids(each) or 0 for each in SEPARATORS],
+        facts={
+            "model": options.model.name, "weights": digest(options.model), "data": Path(options.data).name,
+            "chat_template": bool(template), "max_new_tokens": options.max_new_tokens,
+        },
+    )  # fmt: skip
+
+
+def digest(model: Path) -> str:
+    """The beginning of a hash of the weights."""
+    made = hashlib.sha256()
+    for file in sorted(model.glob("*.safetensors")):
+        made.update(file.read_bytes())
+    return made.hexdigest()[:12]
+
+
+def found_before(options: PeersOptions, facts: dict[str, Any]) -> dict[str, Any]:
+    """The result file so far, or an empty one; raises InputError if it is of another task."""
+    path = Path(str(options.output))
+    which = {"first_prompt": options.skip, "num_prompts": options.prompts}
+    result = {**facts, **which, "rows": [], "wall_clock": []}
+    if path.exists():
+        found: dict[str, Any] = read_json(path)
+        names = [*facts, *(which if options.what == "run" and found.get("rows") else ())]  # any prompts can be timed
+        if others := {name: found.get(name) for name in names if found.get(name) != result[name]}:
+            raise InputError(f"{path} is of another task ({others}); --output takes another file")
+        names = [name for name in ("rows", "wall_clock", "note", *(which if options.what == "time" else ()))]
+        result |= {name: found[name] for name in names if name in found}
+    return result
+
+
+def rounds_of(options: PeersOptions, task: Task) -> Rounds:
+    """The rounds in the work folder; `measure` and `task_of` have checked the options."""
+    assert options.work is not None and options.model is not None
+    return Rounds(options.work, options.model, task, options.threads)
+
+
+def run(options: PeersOptions, console: Console) -> dict[str, Any]:
+    """Count the steps of all rows that are asked for."""
+    peers, task = chosen(options), task_of(options)
+    result = found_before(options, task.facts)
+    seeds = list(range(FIRST_SEED, FIRST_SEED + max(1, options.seeds)))
+    rows = [
+        (peer, variant, temperature)
+        for peer in peers
+        for temperature in options.temperatures
+        if peer.samples or not temperature
+        for variant in peer.variants
+        if not options.variants or variant in options.variants
+    ]
+    with rounds_of(options, task) as rounds, progress(console, len(rows)) as advance:
+        for peer, variant, temperature in rows:
+            row = row_of(rounds, peer, variant, temperature, seeds if temperature else seeds[:1])
+            keep(result["rows"], row, ("peer", "variant", "temperature"))
+            write(result, options)
+            advance(1, f"{peer.name}, {variant}")
+    return result
+
+
+def time_all(options: PeersOptions, console: Console) -> dict[str, Any]:
+    """Time all contestants, a prompt at a time."""
+    peers, task = [peer for peer in chosen(options) if not peer.replays], task_of(options)
+    result = found_before(options, task.facts)
+    base = (prompt_lookup.PEER, prompt_lookup.PLAIN)
+    entries = [
+        base,
+        *(
+            (peer, variant) for peer in peers for variant in peer.variants
+            if (peer, variant) != base and (not options.variants or variant in options.variants)
+        ),
+    ]  # fmt: skip
+    with rounds_of(options, task) as rounds, progress(console, len(task.prompts)) as advance:
+        for entry in time_them(rounds, entries, options.skip, advance):
+            keep(result["wall_clock"], entry, ("peer", "variant", "prompt"))
+            write(result, options)
+    return result
+
+
+def keep(entries: list[dict[str, Any]], entry: dict[str, Any], names: Sequence[str]) -> None:
+    """Replace the entry with the same `names` values, or append it."""
+    for at, each in enumerate(entries):
+        if all(each[name] == entry[name] for name in names):
+            entries[at] = entry
+            return
+    entries.append(entry)
+
+
+def write(result: dict[str, Any], options: PeersOptions) -> None:
+    """Write the result so far."""
+    write_json(Path(str(options.output)), {"benchmark": "peers", **result, **circumstances()})
+
+
+def measure(options: PeersOptions, console: Console) -> dict[str, Any]:
+    """Run `install`, `run` or `time`."""
+    if options.work is None:
+        raise InputError(f"{options.what} needs --work")
+    if options.what == "install":
+        sources = sources_of(options)
+        for peer in chosen(options):
+            install(peer, options.work, sources.get(peer.name))
+        return {"peers": [peer.name for peer in chosen(options)]}
+    if missing := [peer.name for peer in chosen(options) if peer.repository and not installed(peer, options.work)]:
+        raise InputError(f"not installed in {options.work}: {', '.join(missing)}; python -m benchmarks.peers install")
+    return run(options, console) if options.what == "run" else time_all(options, console)
+
+
+def renew(page: Path, result: dict[str, Any]) -> None:
+    """Put the result's table between the page's marks; raises InputError."""
+    text = page.read_text(encoding="utf-8")
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise InputError(f"{page} has no place for the table: {BEGIN} and {END}")
+    page.write_text(f"{before}{BEGIN}\n\n{markdown(peers_table(result))}\n\n{END}{after}", encoding="utf-8")
+
+
+def markdown(table: Table) -> str:
+    """A table for a page."""
+    lines = [table.columns, ["---"] * len(table.columns), *table.rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    try:
+        options = read_options("peers", PeersOptions, arguments)
+        if options.what == "table":
+            renew(DOCS, read_json(str(options.output)))
+            return 0
+    except InputError as error:
+        print(f"benchmarks.peers: {error}", file=sys.stderr)
+        return 2
+    if options.what == "changes":
+        print("\n".join(f"{peer.name}: {change}" for peer in PEERS.values() for change in peer.changes))
+        return 0
+    return run_main("peers", PeersOptions, measure, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,7 +1,7 @@
 """Arctic's suffix decoding (Oliaro et al. 2024): snowflakedb/ArcticInference, its suffix tree in C++ without vLLM.
 
-Its engine is vLLM, for GPUs, so it drafts for the texts that plain decoding wrote: a step emits the longest drafted
-path that the text follows, and one token more, as its own simulator counts.
+Its engine is vLLM, so here it drafts for the texts of plain decoding: a step emits the longest drafted path that the
+text follows, and one more token, as in its own simulator.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DEPTH = 64
 
 
 def build(environment: Path, site: Path) -> None:
-    """Compile the suffix tree with the peer's own CMake file, beside the Python code that imports it."""
+    """Compile the suffix tree with the peer's own CMake file, next to the Python code that imports it."""
     programs, package = environment / "bin", site / "arctic_inference" / "suffix_decoding"
     sources, scratch = site / "csrc", site / "build"
     configure = [
@@ -40,7 +40,7 @@ PEER = Peer(
     module="benchmarks.peers.arctic",
     variants={
         "suffix decoding": f"its simulator's defaults: trees, depth {DEPTH}, factor 1, probability at least 0.1",
-        "suffix decoding, unlimited": "no limit by the matched length, nor by probability",
+        "suffix decoding, unlimited": "no limit by the matched length or by probability",
     },
     why="A replay of plain decoding's texts: no wall clock. Its global tree keeps the outputs of earlier prompts.",
     repository="https://github.com/snowflakedb/ArcticInference",
@@ -51,7 +51,7 @@ PEER = Peer(
     },
     requirements=("numpy", "nanobind", "cmake", "ninja"),
     changes=(
-        "only its suffix tree, compiled with its own CMakeLists.txt, and the Python package beside it: no vLLM",
+        "only its suffix tree, compiled with its own CMakeLists.txt, and its Python package: no vLLM",
         "its simulator's loop is written again here, as the simulator asks for pandas and a tokenizer",
     ),
     build=build,
@@ -61,7 +61,7 @@ PEER = Peer(
 
 
 def follow(tokens: list[int], parents: list[int], text: list[int]) -> list[int]:
-    """What of the drafted tree `text` follows: node i holds `tokens[i]` below node `parents[i]` (-1: the root)."""
+    """The drafted path that `text` follows: node i holds `tokens[i]` below node `parents[i]` (-1: the root)."""
     children = {(parent, token): node for node, (token, parent) in enumerate(zip(tokens, parents, strict=True))}
     node, accepted = -1, list[int]()
     for token in text:

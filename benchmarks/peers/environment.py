@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import read_json, write_json
+from benchmarks.common import git, read_json, write_json
 from benchmarks.peers.recipe import Peer
 from lpr.config import InputError
 
@@ -27,7 +27,7 @@ def python_of(peer: Peer, work: Path) -> Path:
 
 
 def install(peer: Peer, work: Path, source: Path | None = None) -> None:
-    """Make what `peer` needs under `work`, unless it is there; `source` is a checkout to take instead of cloning."""
+    """Install `peer` under `work`, unless it is there; `source` is a checkout to use instead of cloning."""
     home = work / peer.name
     if not peer.repository or installed(peer, work):
         return
@@ -50,7 +50,7 @@ def install(peer: Peer, work: Path, source: Path | None = None) -> None:
 
 
 def installed(peer: Peer, work: Path) -> dict[str, Any] | None:
-    """What the last installation of the peer has noted, if it was of this very recipe."""
+    """The record of the peer's installation, if it is of the same recipe."""
     mark = work / peer.name / MARK
     if not mark.exists():
         return None
@@ -72,7 +72,7 @@ def clone(peer: Peer, folder: Path) -> Path:
 
 
 def copy(peer: Peer, checkout: Path, packages: Path) -> None:
-    """The folders of the recipe, from the checkout to where they are imported; raises InputError."""
+    """Copy the recipe's folders from the checkout to the packages; raises InputError."""
     for name, place in peer.folders.items():
         if not (checkout / name).is_dir():
             raise InputError(f"{checkout} is no checkout of {peer.repository}: it has no folder {name}")
@@ -80,15 +80,12 @@ def copy(peer: Peer, checkout: Path, packages: Path) -> None:
 
 
 def commit_of(checkout: Path) -> str:
-    """The commit of a checkout; "unknown" for a copy without git's records."""
-    if not (checkout / ".git").exists():
-        return "unknown"
-    command = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stdout.strip() or "unknown"
+    """The commit of a checkout; "unknown" without git's records."""
+    return (git(checkout, "rev-parse", "HEAD") if (checkout / ".git").exists() else "") or "unknown"
 
 
 def weights_for(peer: Peer, model: Path, work: Path) -> Path:
-    """A model folder that the peer can read: `model`, or its weights beside a configuration in an older form."""
+    """A model folder that the peer can read: `model`, or its weights with a configuration in an older form."""
     if not peer.old_weights:
         return model
     folder = work / peer.name / "model"
@@ -106,7 +103,7 @@ def older(config: Mapping[str, Any], model_type: str = "") -> dict[str, Any]:
     made = {key: value for key, value in config.items() if key not in left_out}
     rope = config.get("rope_parameters") or {}
     if rope.get("rope_type", "default") != "default":
-        raise InputError(f"rope of the kind {rope['rope_type']} is nothing that the peers know")
+        raise InputError(f"rope of the kind {rope['rope_type']} is not supported by the peers")
     made["rope_theta"] = rope.get("rope_theta", config.get("rope_theta", 10000.0))
     if model_type:
         made["model_type"] = model_type
@@ -116,7 +113,7 @@ def older(config: Mapping[str, Any], model_type: str = "") -> dict[str, Any]:
 
 
 def call(command: list[str], what: str) -> None:
-    """Run a command; raises InputError with `what` and the last line of its complaint."""
+    """Run a command; raises InputError with `what` and the last line of its output."""
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=INSTALL_SECONDS)
     except (OSError, subprocess.SubprocessError) as failure:
@@ -124,7 +121,7 @@ def call(command: list[str], what: str) -> None:
 
 
 def last_line(failure: Exception) -> str:
-    """The last line that a failed command has printed, or what failed."""
-    said = getattr(failure, "stderr", None) or getattr(failure, "stdout", None) or b""
-    text = said if isinstance(said, str) else said.decode(errors="replace")
+    """The last line that a failed command printed, or the failure."""
+    output = getattr(failure, "stderr", None) or getattr(failure, "stdout", None) or b""
+    text = output if isinstance(output, str) else output.decode(errors="replace")
     return (text.strip().splitlines() or [str(failure)])[-1]

@@ -20,7 +20,7 @@ PEER = Peer(
         "W15 N5 G15, the prompt in its pool": "POOL_FROM_PROMPT=1, as its minimal.py",
         "W15 N5 G15": "its default: the pool holds what its window found",
     },
-    why="Nothing is learnt from one prompt for the next.",
+    why="Nothing is learned from one prompt for the next.",
     repository="https://github.com/hao-ai-lab/LookaheadDecoding",
     commit="eed010da9c7b1867912675d480feec5629e0c2d0",
     folders={"lade": "lade"},

@@ -13,11 +13,11 @@ PEER = Peer(
     module="benchmarks.peers.own",
     variants={
         PLAIN: "plain decoding",
-        AUTO: "sizes by measured step times, as shipped",
+        AUTO: "sizes by measured step times, the default",
         TRIE: "a tree of 64 nodes from text",
     },
     learns=(AUTO, TRIE),
-    why="Its shared trie keeps the outputs of earlier prompts.",
+    why="Its shared index keeps the outputs of earlier prompts.",
 )
 
 

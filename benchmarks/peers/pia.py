@@ -18,16 +18,16 @@ PEER = Peer(
     name="pia",
     module="benchmarks.peers.pia",
     variants={
-        CUT: "as shipped: what follows a text's first end token is not learnt, and a chat template writes one early",
-        UNCUT: "all of the prompt is learnt",
+        CUT: "as shipped: text after the first end token is not learned, and a chat template contains one early",
+        UNCUT: "all of the prompt is learned",
     },
-    why="It keeps what it has learnt from earlier prompts. It ignores the temperature, so it is greedy only.",
+    why="It keeps text of earlier prompts. It ignores the temperature, so it is greedy only.",
     repository="https://github.com/alipay/PainlessInferenceAcceleration",
     commit="78c9b002749f86a2dc601af3d02c5eaf6cc91507",
     folders={"lookahead/lookahead": "lookahead"},
     requirements=("torch=={torch}", "transformers==4.36.2", "numpy<2"),
     changes=(
-        "its Mistral instead of its Llama, which has no grouped-query attention: config.json says so, and "
+        "its Mistral instead of its Llama, which has no grouped-query attention: config.json names it, and "
         "that no window slides",
         "transformers 4.36.2, which its Mistral asks for, instead of 4.30.2; torch as lpr has it",
         "config.json in the form of transformers 4 (rope_theta at the top)",
@@ -50,7 +50,7 @@ def start(folder: str) -> Complete:
     model: Any = MistralForCausalLM.from_pretrained(folder, torch_dtype=torch.float32).eval()
 
     class Uncut(LookaheadCache):
-        """A trie that knows no end tokens, whatever it is told."""
+        """A trie without end tokens."""
 
         eos_ids = property(lambda self: [None], lambda self, ids: None)
 

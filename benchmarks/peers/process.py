@@ -1,4 +1,4 @@
-"""This end of a peer's process (benchmarks.peers.worker)."""
+"""The client of a peer's process (benchmarks.peers.worker)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ ROOT = Path(__file__).parents[2]
 
 
 class PeerError(RuntimeError):
-    """A peer has not answered, or with a failure."""
+    """A peer did not answer, or answered with a failure."""
 
 
 class Process:
     """Asks a peer's process to complete prompts; a context."""
 
     def __init__(self, python: Path, module: str, model: Path, threads: int, log: Path) -> None:
-        """Start it; what it prints goes to `log`. Raises PeerError."""
+        """Start the process; its output goes to `log`. Raises PeerError."""
         self._log = log
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads)}
         command = [str(python), "-m", module, str(model), str(threads)]
@@ -41,7 +41,7 @@ class Process:
             raise
 
     def complete(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a request; raises PeerError, also if none comes in time."""
+        """The answer to a request; raises PeerError, also on a time-out."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
@@ -77,7 +77,7 @@ class Process:
         except queue.Empty:
             raise PeerError(f"no answer within {seconds:g} s") from None
         if not line:
-            self._answers.put("")  # later requests find the end, too
+            self._answers.put("")  # later requests find the end too
             raise PeerError(self._last_words())
         answer: dict[str, Any] = json.loads(line)
         if "failed" in answer:
@@ -92,4 +92,4 @@ class Process:
 
     def _last_words(self) -> str:
         lines = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return f"its process ended: {lines[-1] if lines else 'without a word'}"
+        return f"its process ended: {lines[-1] if lines else 'no output'}"

@@ -13,7 +13,7 @@ PEER = Peer(
     name="transformers",
     module="benchmarks.peers.prompt_lookup",
     variants={PLAIN: "plain decoding", LOOKUP: "prompt_lookup_num_tokens=10"},
-    why="Nothing is learnt from one prompt for the next.",
+    why="Nothing is learned from one prompt for the next.",
 )
 
 

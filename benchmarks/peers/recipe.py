@@ -1,4 +1,4 @@
-"""What a peer is: where it comes from, what is done otherwise, and in which variants it runs."""
+"""The description of a peer: source, deviations and variants."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Peer:
-    """Someone who completes prompts in a process of its own."""
+    """A system that completes prompts in a process of its own."""
 
     name: str
-    """As the command line and the table call it."""
+    """Its name on the command line and in the table."""
     module: str
     """The script that completes prompts with it."""
     variants: Mapping[str, str]
-    """Settings under test, by name: what they are."""
+    """Settings under test: name to description."""
     why: str
-    """What a reader must know to judge its figures."""
+    """A remark for readers of its figures."""
     repository: str = ""
-    """Where git finds it; nothing: it is a package of the environment that this command runs in."""
+    """Its git URL; empty for a package of this environment."""
     commit: str = ""
     folders: Mapping[str, str] = field(default_factory=dict)
-    """What is taken of a checkout, and as which folder it is imported."""
+    """Folders of the checkout, and the names under which they are imported."""
     requirements: Sequence[str] = ()
-    """What pip installs into its environment."""
+    """Packages that pip installs into its environment."""
     changes: Sequence[str] = ()
-    """What is done otherwise than its authors do, so that it runs here. No peer's source is edited."""
+    """Deviations from its authors' setup, so that it runs here. No peer's source is edited."""
     build: Callable[[Path, Path], None] | None = None
     """Compiles it, given the environment's folder and the one that holds `folders`."""
     old_weights: bool = False
-    """Does it read the model folder of a transformers 4?"""
+    """True if it needs a model folder in the form of transformers 4."""
     model_type: str = ""
-    """The architecture whose code it runs the model with, where that is not the model's own name for itself."""
+    """The architecture whose code it runs the model with, if it differs from the model's own."""
     learns: Sequence[str] = ()
-    """The variants that keep text from one prompt for the next."""
+    """Variants that keep text from one prompt for the next."""
     samples: bool = True
-    """Does it decode at a temperature?"""
+    """True if it decodes at temperatures above 0."""
     replays: bool = False
-    """Does it draft for texts that are there already, instead of completing prompts?"""
+    """True if it drafts for existing texts, instead of completing prompts."""
 
     @property
     def identity(self) -> str:
-        """What would make another installation necessary."""
+        """Changes if another installation is necessary."""
         return json.dumps([self.repository, self.commit, dict(self.folders), list(self.requirements)])

@@ -1,7 +1,7 @@
-"""Peers that draft from text alone, replayed over a model's recorded texts: no model, so any temperature costs seconds.
+"""Peers that draft from text alone, replayed over a model's recorded texts, without the model.
 
-Whoever verifies a draft by sampling accepts what the text goes on with, as often as the model says it. So the steps
-that a recorded text takes are those of a run that happens to write it.
+Verification by sampling accepts a drafted token where the sampled text continues with it, so a recorded text takes the
+steps of a run that writes this text.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LOOKUP_TOKENS = 10
 
 @contextmanager
 def replayed_peers(work: Path) -> Iterator[dict[str, CountSteps]]:
-    """Who can be replayed, by name: Arctic's suffix tree as installed in `work`, and transformers' prompt lookup.
+    """Peers that can be replayed, by name: Arctic's suffix tree installed in `work`, and transformers' prompt lookup.
 
     Each text is drafted for by itself. Raises InputError where Arctic's is not installed.
     """
@@ -53,7 +53,7 @@ def replayed_peers(work: Path) -> Iterator[dict[str, CountSteps]]:
 
 
 def lookup_steps(prompt: Sequence[int], output: Sequence[int]) -> int:
-    """The steps of a text by transformers' own search for what follows its last tokens elsewhere."""
+    """The steps of a text by transformers' prompt lookup."""
     text = torch.tensor([[*prompt, *output]])
     longest = text.shape[1] + LOOKUP_TOKENS
     search: Any = PromptLookupCandidateGenerator(num_output_tokens=LOOKUP_TOKENS, max_length=longest)

@@ -1,22 +1,20 @@
 """Rounds: a variant of a peer completes all prompts one after the other, at one temperature with one seed.
 
-Finished rounds lie in the work folder and are taken again as long as the same software would make them.
+Finished rounds are kept in the work folder, and reused as long as the same software would make them.
 """
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import hashlib
 import json
 import os
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from benchmarks.common import read_json, write_json
+from benchmarks.common import git, read_json, write_json
 from benchmarks.peers import own
 from benchmarks.peers.environment import installed, python_of, weights_for
 from benchmarks.peers.process import PeerError, Process
@@ -30,7 +28,7 @@ FIRST_SEED = 100
 
 @dataclass(frozen=True)
 class Task:
-    """What all are to complete."""
+    """The prompts of all contestants."""
 
     prompts: list[list[int]]
     max_new_tokens: int
@@ -40,7 +38,7 @@ class Task:
     facts: dict[str, Any]
 
     def request(self, number: int, variant: str, temperature: float, seed: int) -> dict[str, Any]:
-        """The request for a prompt; the first of a round forgets what was learnt."""
+        """The request for a prompt; the first of a round clears the peer's indexes."""
         return {
             "variant": variant, "prompt": self.prompts[number], "max_new_tokens": self.max_new_tokens,
             "temperature": temperature, "seed": seed, "stop_ids": self.stop_ids, "separators": self.separators,
@@ -51,11 +49,12 @@ class Task:
 class Rounds:
     """Completes rounds, with a process per peer; a context."""
 
-    def __init__(self, options: argparse.Namespace, task: Task) -> None:
-        """No process runs yet."""
-        self.task = task
-        self.work, self._model, self._threads = options.work, options.model, options.threads or 1
-        self._processes: dict[str, Process] = {}
+    def __init__(
+        self, work: Path, model: Path, task: Task, threads: int = 1, processes: dict[str, Process] | None = None
+    ) -> None:
+        """`processes` are running ones by the name of their peer."""
+        self.task, self.work, self._model, self._threads = task, work, model, threads or 1
+        self._processes = dict(processes or {})
 
     def __enter__(self) -> Self:
         """The rounds."""
@@ -88,13 +87,13 @@ class Rounds:
             if plain:
                 request["text"] = plain[number]["ids"]
             done[number] = self.process(peer).complete(request)
-            if variant not in peer.learns:  # else only a whole round can be taken again
+            if variant not in peer.learns:  # else only a whole round can be reused
                 self.keep(peer, variant, temperature, seed, done)
         self.keep(peer, variant, temperature, seed, done)
         return [done[number] for number in range(len(self.task.prompts))]
 
     def keep(self, peer: Peer, variant: str, temperature: float, seed: int, done: dict[int, dict[str, Any]]) -> None:
-        """Note outputs by their prompt's place in the task, for this run and later ones."""
+        """Keep outputs by their prompt's number, for this run and later ones."""
         whole = len(done) == len(self.task.prompts)
         if variant in peer.learns and not whole:
             return
@@ -119,7 +118,7 @@ class Rounds:
         return {**facts, "prompts": digest_of(self.task.prompts)} if variant in peer.learns else facts
 
     def _read(self, peer: Peer, variant: str, temperature: float, seed: int) -> dict[int, dict[str, Any]]:
-        """Outputs that this very software has made of these prompts."""
+        """Outputs of the same software for these prompts."""
         path = self._path(peer, variant, temperature, seed)
         if not path.exists():
             return {}
@@ -159,7 +158,7 @@ def time_them(
 ) -> Iterator[dict[str, Any]]:
     """Seconds of every entry for every prompt, greedily, each prompt completed by all of them in changing order.
 
-    The first entry is the one that the others are held against: `base_seconds`, of the same prompt in the same run.
+    The first entry is the base of the others: `base_seconds`, of the same prompt in the same run.
     """
     task, done = rounds.task, [dict[int, dict[str, Any]]() for _ in entries]
     for peer, variant in entries:
@@ -187,7 +186,7 @@ def digest_of(value: Any) -> str:
 
 
 def software_of(peer: Peer, work: Path) -> str:
-    """The commit of a peer; for lpr, the last one that changed its code."""
+    """The commit of a peer; for lpr, the last commit that changed its code."""
     if peer.repository:
         return str((installed(peer, work) or {}).get("commit", "unknown"))[:12]
     if peer is not own.PEER:
@@ -196,10 +195,5 @@ def software_of(peer: Peer, work: Path) -> str:
         return f"transformers {transformers.__version__}"
     root = Path(__file__).parents[2]
     code = ["--", "lpr", "native"]
-    commit = _git(root, "log", "-1", "--format=%h", *code)
-    return f"lpr {commit}" + ("+changes" if _git(root, "status", "--porcelain", *code) else "")
-
-
-def _git(root: Path, *words: str) -> str:
-    command = ["git", "-C", str(root), *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stdout.strip()
+    commit = git(root, "log", "-1", "--format=%h", *code)
+    return f"lpr {commit}" + ("+changes" if git(root, "status", "--porcelain", *code) else "")

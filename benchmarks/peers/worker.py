@@ -1,8 +1,8 @@
-"""The process that a peer runs in: it answers one request after the other, as JSON lines.
+"""The process of a peer: it answers requests one by one, as JSON lines.
 
 A request has `variant`, `prompt` (ids), `max_new_tokens`, `temperature`, `seed`, `stop_ids`, `separators` (the ids of
-comma, period and blank), `text` (what plain decoding wrote, for replays) and `fresh`: forget what was learnt from
-earlier requests. The answer has `ids`, `steps` (forward passes that emitted tokens, the prompt's included), `seconds`.
+comma, period and blank), `text` (of plain decoding, for replays) and `fresh` (clear the indexes of earlier requests).
+The answer has `ids`, `steps` (forward passes that emitted tokens, the prompt's included), `seconds`.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ SOFTWARE = ("torch", "transformers", "numpy")
 
 
 def main(start: Callable[[str], Complete]) -> int:
-    """Serve requests from stdin until it ends; `start` loads the model. Its folder and the threads are given."""
+    """Serve requests from stdin until it ends; `start` loads the model. Arguments: model folder and threads."""
     folder, threads = sys.argv[1], int(sys.argv[2])
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever else is printed is no answer
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # other output goes to stderr
     if threads:
         _set_threads(threads)
     complete = start(folder)
-    _say(answers, {"software": {"python": platform.python_version(), **_software()}})
+    _send(answers, {"software": {"python": platform.python_version(), **_software()}})
     for line in sys.stdin:
-        _say(answers, _answer(complete, json.loads(line)))
+        _send(answers, _answer(complete, json.loads(line)))
     return 0
 
 
 def cut(ids: list[int], request: Request) -> list[int]:
-    """What of `ids` was asked for: up to the first stop token and not more than the limit."""
+    """The ids up to the first stop token, at most `max_new_tokens`."""
     ids = ids[: request["max_new_tokens"]]
     ends = [at for at, token in enumerate(ids) if token in request["stop_ids"]]
     return ids[: ends[0] + 1] if ends else ids
 
 
 class Calls:
-    """Counts the calls of a model's method, which it replaces."""
+    """Counts the calls of a model's method."""
 
     def __init__(self, model: Any, name: str) -> None:
-        """Of `model`, from now on."""
+        """Wrap the method `name` of `model`."""
         self.number = 0
         method = getattr(model, name)
 
@@ -60,7 +60,7 @@ class Calls:
 
 
 def how_to_choose(request: Request) -> dict[str, Any]:
-    """What `generate` of transformers is told of a request's temperature."""
+    """Arguments of transformers' `generate` for a request's temperature."""
     if not request["temperature"]:
         return {"do_sample": False}
     return {"do_sample": True, "temperature": request["temperature"], "top_k": 0, "top_p": 1.0}
@@ -70,13 +70,13 @@ def _answer(complete: Complete, request: Request) -> dict[str, Any]:
     began = time.perf_counter()
     try:
         ids, steps = complete(request)
-    except Exception as failure:  # whatever a peer raises is its result
+    except Exception as failure:  # any failure is the peer's result
         traceback.print_exc()
         return {"failed": f"{type(failure).__name__}: {failure}"[:300]}
     return {"ids": cut(ids, request), "steps": steps, "seconds": time.perf_counter() - began}
 
 
-def _say(answers: Any, value: dict[str, Any]) -> None:
+def _send(answers: Any, value: dict[str, Any]) -> None:
     answers.write(json.dumps(value) + "\n")
     answers.flush()
 
@@ -84,7 +84,7 @@ def _say(answers: Any, value: dict[str, Any]) -> None:
 def _set_threads(threads: int) -> None:
     try:
         import torch
-    except ImportError:  # a replay needs none
+    except ImportError:  # a replay does not need torch
         return
     torch.set_num_threads(threads)
 

@@ -1,1 +1,1 @@
-"""Processes that a benchmark starts, and what they leave behind."""
+"""Processes that a benchmark starts, and the traces that they leave."""

@@ -1,4 +1,4 @@
-"""Programs that a benchmark starts: torchrun and its ranks, each with a time-out and a reason if it fails."""
+"""Runs torchrun and its ranks with a time-out, and reports why a run failed."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 GRACE = 40.0
-"""Seconds that torchrun gets to end its ranks; it gives them 30."""
+"""Seconds for torchrun to end its ranks; it gives them 30."""
 
 
 class RunFailedError(RuntimeError):
-    """A run came to nothing; the message is one line."""
+    """A run failed; the message is one line."""
 
 
 def execute(command: Sequence[str], timeout: float, threads: int = 0, folder: Path | None = None) -> str:
-    """What `command` prints to stdout; raises RunFailedError if it fails or does not end within `timeout` seconds."""
+    """The stdout of `command`; raises RunFailedError if it fails or takes more than `timeout` seconds."""
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="lpr-run-") as made:
             return execute(command, timeout, threads, Path(made))
@@ -44,7 +44,7 @@ def execute(command: Sequence[str], timeout: float, threads: int = 0, folder: Pa
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a launcher that still runs, which ends its ranks."""
+    """End a running launcher, which ends its ranks."""
     if process.poll() is not None:
         return
     process.terminate()
@@ -56,7 +56,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def last_line(stderr: str) -> str:
-    """The line that says most about a failure: lpr's own, else an exception, else the last; torchrun adds a page."""
+    """The most informative line of stderr: lpr's own, else an exception other than torchrun's, else the last."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip(" =-")]
     own = [line for line in lines if line.startswith("lpr.generate:")]
     raised = [line for line in lines if re.match(r"(\[rank\d+\]: *)?[\w.]+(Error|Exception): ", line)]

@@ -1,4 +1,4 @@
-"""What a program and its children leave behind: processes, listening ports, files, shared memory."""
+"""Leaks of a program and its children: processes, listening ports, files, shared memory."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass
 class Traces:
-    """Looks at a process and all its descendants while it runs, and for what of them is left afterwards."""
+    """Observes a process and its descendants while it runs, and finds what they leave afterwards."""
 
     root: psutil.Process
     folder: Path
-    """Where they keep temporary files: nothing else does."""
+    """Folder of their temporary files, and of no others."""
     seen: set[psutil.Process] = field(default_factory=set)
-    """Every process so far; psutil tells them from later ones with the same id."""
+    """Every process so far; psutil distinguishes them from later ones with the same id."""
     ports: set[int] = field(default_factory=set)
     """Every port that one of them listened at."""
     _shared_before: set[str] = field(default_factory=lambda: set(_shared()))
@@ -28,11 +28,11 @@ class Traces:
         """The process and its descendants that live now, zombies excepted."""
         with contextlib.suppress(psutil.Error):
             living = [self.root, *self.root.children(recursive=True)]
-            return [each for each in living if _lives(each)]
+            return [each for each in living if is_alive(each)]
         return []
 
     def look(self) -> None:
-        """Take note of what is there now."""
+        """Record the processes and ports of this moment."""
         for process in self.family():
             self.seen.add(process)
             with contextlib.suppress(psutil.Error):
@@ -41,12 +41,12 @@ class Traces:
                         self.ports.add(link.laddr.port)
 
     def left(self) -> dict[str, int]:
-        """How much is left of them, by kind."""
+        """Numbers of leftovers, by kind."""
         listening = set()
         with contextlib.suppress(psutil.Error):
             every = psutil.net_connections(kind="inet")
             listening = {link.laddr.port for link in every if link.status == psutil.CONN_LISTEN and link.pid is None}
-        alive = [each for each in self.seen if _lives(each)]
+        alive = [each for each in self.seen if is_alive(each)]
         for process in alive:
             with contextlib.suppress(psutil.Error):
                 listening |= {link.laddr.port for link in process.net_connections(kind="inet")}
@@ -58,7 +58,8 @@ class Traces:
         }
 
 
-def _lives(process: psutil.Process) -> bool:
+def is_alive(process: psutil.Process) -> bool:
+    """True if the process runs and is not a zombie."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
@@ -70,7 +71,7 @@ def _shared() -> list[str]:
 
 
 def _mapped() -> set[str]:
-    """Shared memory that some living process uses: it may be another program's."""
+    """Shared memory that some living process uses, perhaps another program's."""
     used: set[str] = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):

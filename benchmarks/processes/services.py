@@ -1,4 +1,4 @@
-"""Services that a benchmark starts for itself, on free ports of loopback."""
+"""Services that a benchmark starts on free ports of loopback."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STOP_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Running:
-    """A service that takes requests."""
+    """A running service."""
 
     url: str
     process: subprocess.Popen[str]
@@ -44,9 +44,9 @@ class Running:
 def running(
     flags: Sequence[str], threads: int = 0, log: Path | None = None, more: Mapping[str, str] | None = None
 ) -> Iterator[Running]:
-    """A service with these flags, ready; what it writes to stderr goes to `log`, or to this process's own.
+    """A service with these flags that is ready; its stderr goes to `log`, or to this process's stderr.
 
-    `threads` are those of each rank, 0 leaves them to the service; `more` is added to its environment. Raises
+    `threads` are CPU threads of each rank (0: the service's default); `more` is added to its environment. Raises
     InputError if it does not become ready.
     """
     command = [sys.executable, "-m", "lpr.serve", "--port", "0", *flags]

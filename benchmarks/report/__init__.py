@@ -1,1 +1,1 @@
-"""One page and its pictures from the result files of the other benchmarks: `python -m benchmarks.report`."""
+"""Tables and pictures of results: tables on the terminal, both on one HTML page (`python -m benchmarks.report`)."""

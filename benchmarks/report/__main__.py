@@ -1,28 +1,36 @@
-"""One self-contained HTML page and its pictures from the result files of the other benchmarks.
+"""One HTML page and its pictures from the result files of the other benchmarks.
 
     python -m benchmarks.report --results benchmarks/results --output report/
 
-Measures nothing. A result that is missing, failed or of an older form is named on the page and on stderr.
+A result that is missing, failed or of an older form is named on the page and on stderr.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks.common import RESULTS, OneLineParser, read_json
+from benchmarks.common import RESULTS, read_json, read_options
 from lpr.config import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """One page and pictures from all results."""
+
+    results: Path = RESULTS
+    """Folder of result files."""
+    output: Path = Path("report")
+    """Folder to write to."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = OneLineParser(prog="benchmarks.report", description="One page and pictures from all results.")
-    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="folder of result files")
-    parser.add_argument("--output", type=Path, default=Path("report"), metavar="DIR", help="default: report/")
-    options = parser.parse_args(arguments)
     try:
+        options = read_options("report", ReportOptions, arguments)
         notes = make(options.results, options.output)
     except InputError as error:
         print(f"benchmarks.report: {error}", file=sys.stderr)
@@ -34,13 +42,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make(folder: Path, output: Path) -> list[str]:
-    """Write `index.html` and the pictures to `output`; returns what could not be shown. Raises InputError."""
+    """Write `index.html` and the pictures to `output`; returns notes about what is missing. Raises InputError."""
     if find_spec("matplotlib") is None:
         raise InputError("the pictures need matplotlib: pip install 'lpr[bench]'")
-    from benchmarks.report.page import Report
-    from benchmarks.report.parts import Result
+    from benchmarks.report.page import Report, Result
 
-    results = [Result(path.name, read(path)) for path in sorted(folder.glob("*.json"))]
+    results = []
+    for path in sorted(folder.glob("*.json")):
+        facts = read_json(path)
+        if not isinstance(facts, dict):
+            raise InputError(f"{path} is not a result: a JSON object was expected")
+        results.append(Result(path.name, facts))
     if not results:
         raise InputError(f"{folder} has no result files (*.json); the other benchmarks write them with --output")
     report = Report(results)
@@ -53,14 +65,6 @@ def make(folder: Path, output: Path) -> list[str]:
     except OSError as error:
         raise InputError(f"cannot write to {output}: {error.strerror or error}") from error
     return report.notes
-
-
-def read(path: Path) -> dict[str, object]:
-    """A result file; raises InputError."""
-    facts = read_json(path)
-    if not isinstance(facts, dict):
-        raise InputError(f"{path} is not a result: a JSON object was expected")
-    return facts
 
 
 if __name__ == "__main__":

@@ -1,44 +1,148 @@
-"""What a section of the report is made of: a result file, and a part that shows something of it."""
+"""Tables and charts as data, and the helpers that the builders of benchmarks.report.sections share."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from benchmarks.report.plots import Draw
-from benchmarks.result_tables.parts import Json, Table
+Json = dict[str, Any]
+
+CIRCUMSTANCES = {
+    "benchmark", "date", "command", "commit", "cpu", "gpu", "threads", "python", "torch", "transformers", "note",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Result:
-    """A result file: its name, and what it holds. Entries that failed have a key `failed` with the reason."""
+class Table:
+    """A title, and text cells in columns."""
 
-    file: str
-    facts: Json
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
 
-    @property
-    def benchmark(self) -> str:
-        """Which benchmark wrote it; empty if it does not say."""
-        return str(self.facts.get("benchmark", ""))
 
-    @property
-    def stem(self) -> str:
-        """The file's name without its ending."""
-        return self.file.rsplit(".", 1)[0]
+@dataclass(frozen=True)
+class Lines:
+    """A panel with a line per series over a logarithmic x axis."""
+
+    title: str
+    x: str
+    y: str
+    series: Mapping[str, Sequence[tuple[float, float]]]
+    """Name to points (x, y), by ascending x."""
+    plain: float | None = 1.0
+    """Height of the dashed line of plain decoding."""
+
+
+@dataclass(frozen=True)
+class Bars:
+    """A panel of horizontal bars."""
+
+    title: str
+    x: str
+    bars: Sequence[tuple[str, float, str]]
+    """Name, value and the text at the bar's end."""
+    marked: str | None = None
+    """Name of the bars that are highlighted."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One picture with the table of its numbers."""
+    """A table, and the picture of its figures if there is one."""
 
-    name: str
-    """Of the picture's file, without its ending."""
-    draw: Draw | None
-    """None: the table says it all."""
     table: Table
+    panels: Sequence[Lines | Bars] = ()
     headline: str = ""
-    """The result in one sentence: the picture in words, and for the top of the page."""
+    """The result in one sentence: the alternative text of the picture, and a line at the top of the page."""
 
-    @property
-    def numbers(self) -> set[tuple[str, ...]]:
-        """What it says; a part that says nothing new, such as a check that two results share, is not shown again."""
-        return {(self.headline, *row) for row in self.table.rows} if self.headline else set()
+
+Column = str | Callable[[Json], str]
+"""How a record becomes a cell: a format string such as "{seconds:.2f}", or a function."""
+
+
+def tabulate(title: str, records: Sequence[Json], columns: Mapping[str, Column]) -> Table:
+    """A table with a row per record that did not fail."""
+    rows = [
+        [how.format_map(record) if isinstance(how, str) else how(record) for how in columns.values()]
+        for record in sound(records)
+    ]
+    return Table(title, list(columns), rows)
+
+
+def optional(form: str) -> Callable[[Json], str]:
+    """A cell that is empty if a record lacks one of its values, or if the value is None."""
+
+    def cell(record: Json) -> str:
+        try:
+            return form.format_map(record)
+        except (KeyError, TypeError):
+            return ""
+
+    return cell
+
+
+def how_sampled(record: Json) -> str:
+    """The cell of a record's temperature."""
+    return mode(record["temperature"])
+
+
+def failures(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
+    """Every entry of a result that is marked as failed: its name and the reason."""
+    if isinstance(value, dict):
+        name = " ".join(str(value[key]) for key in ("name", "case", "heads", "kind", "num_ranks") if key in value)
+        where = f"{where} {name}".strip()
+        if value.get("failed"):  # a reason; or a count, which may be 0
+            yield where, str(value["failed"])
+        for key, each in value.items():
+            yield from failures(each, where if isinstance(each, list) else f"{where} {key}".strip())
+    elif isinstance(value, list):
+        for each in value:
+            yield from failures(each, where)
+
+
+def sound(entries: Sequence[Json]) -> list[Json]:
+    """The entries that did not fail."""
+    return [each for each in entries if "failed" not in each]
+
+
+def mode(temperature: float) -> str:
+    """How tokens are chosen, in words."""
+    return "greedy" if temperature == 0 else f"temperature {temperature:g}"
+
+
+def workload(facts: Json) -> str:
+    """The prompts of a result, in words."""
+    length = f" x {facts['max_new_tokens']} tokens" if "max_new_tokens" in facts else ""
+    return f"{facts['num_prompts']} prompts of {facts['data'].rsplit('.', 1)[0]}{length}"
+
+
+def distinct(entries: Sequence[Json], key: str) -> list[Any]:
+    """The distinct values of `key`, in order of appearance."""
+    return list(dict.fromkeys(each[key] for each in entries))
+
+
+def every_value(facts: Json) -> list[Part]:
+    """The single values of a result, and every list of records as a table."""
+    values = [(key, value) for key, value in facts.items() if key not in CIRCUMSTANCES]
+    name = str(facts.get("benchmark", ""))
+    single = [[key, _cell(value)] for key, value in values if isinstance(value, str | int | float)]
+    made = [Part(Table(name, ["", ""], single))] if single else []
+    for key, value in values:
+        records = [value] if isinstance(value, dict) else value
+        if isinstance(records, list) and records and all(isinstance(each, dict) for each in records):
+            columns = list(dict.fromkeys(name for each in records for name in each))
+            rows = [[_cell(each.get(name, "")) for name in columns] for each in records]
+            made.append(Part(Table(f"{name}: {key}", columns, rows)))
+    return made
+
+
+def _cell(value: Any) -> str:
+    inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    if any(isinstance(each, dict | list) for each in inner):
+        return f"{len(value)} entries, see the file"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_cell(each)}" for key, each in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(_cell, value))
+    return f"{value:,.6g}" if isinstance(value, float) else str(value)

@@ -1,13 +1,13 @@
-"""Pictures of results: one look for all, in a light and a dark form.
+"""Draws the panels of a part with matplotlib, in a light and a dark theme.
 
-Colours are those of Okabe and Ito, which people with any colour vision can tell apart, made lighter on dark ground; no
-picture tells things apart by colour alone.
+Colours are those of Okabe and Ito, which people with any colour vision can tell apart, lighter on dark ground. Markers
+differ too.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,14 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, NullLocator
+from matplotlib.ticker import NullLocator
+
+from benchmarks.report.parts import Bars, Lines
 
 WIDTH = 8.0
-"""Inches; with DPI the pixels of a picture, half as many again as the 800 that a page shows it with."""
+"""Inches."""
 DPI = 150
+MARKERS = "osD^vP"
 
 
 @dataclass(frozen=True)
@@ -36,28 +39,19 @@ class Theme:
 
     @property
     def settings(self) -> Any:
-        """Matplotlib's settings, a dictionary whose type has all their names, which differ between its versions."""
+        """Matplotlib's settings."""
         ink = ("text.color", "axes.titlecolor")
         soft = ("axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor")
+        lines = ("xtick.color", "ytick.color", "axes.edgecolor", "grid.color")
+        grounds = ("figure.facecolor", "axes.facecolor", "savefig.facecolor")
         return {
-            **dict.fromkeys(ink, self.ink),
-            **dict.fromkeys(soft, self.soft),
-            **dict.fromkeys(("xtick.color", "ytick.color", "axes.edgecolor", "grid.color"), self.line),
-            **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), self.page),
-            "axes.grid": True,
-            "axes.axisbelow": True,
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "axes.titlelocation": "left",
-            "axes.titlesize": 10.5,
-            "axes.titleweight": "bold",
-            "axes.labelsize": 9.5,
-            "font.family": "DejaVu Sans",  # comes with matplotlib, so that every machine draws alike
-            "font.size": 9,
-            "hatch.linewidth": 0.6,
-            "lines.linewidth": 1.8,
-            "lines.markersize": 5.5,
-        }
+            **dict.fromkeys(ink, self.ink), **dict.fromkeys(soft, self.soft), **dict.fromkeys(lines, self.line),
+            **dict.fromkeys(grounds, self.page),
+            "axes.grid": True, "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False,
+            "axes.titlelocation": "left", "axes.titlesize": 10.5, "axes.titleweight": "bold", "axes.labelsize": 9.5,
+            "font.family": "DejaVu Sans",  # comes with matplotlib, so pictures are alike on every machine
+            "font.size": 9, "lines.linewidth": 1.8, "lines.markersize": 5.5,
+        }  # fmt: skip
 
 
 LIGHT = Theme(
@@ -68,119 +62,81 @@ DARK = Theme(
     "dark", "#171c24", "#e3e8ef", "#a8b3c2", "#333c49",
     ("#5aaef0", "#ff8a45", "#2fc296", "#e3a0c5", "#f0b429", "#a9dcf8"),
 )  # fmt: skip
-MARKERS = "osD^vP"
-BAR_HEIGHT = 0.72
-
-Draw = Callable[[Theme], Figure]
 
 
-def png(draw: Draw, theme: Theme) -> bytes:
-    """The picture; the same bytes for the same results and version of matplotlib."""
+def png(panels: Sequence[Lines | Bars], theme: Theme) -> bytes:
+    """The picture of some panels, two in a row; the same bytes for the same result and version of matplotlib."""
+    columns = min(2, len(panels))
+    rows = -(-len(panels) // columns)
+    height = max(0.9 + 0.3 * len(each.bars) if isinstance(each, Bars) else 3.6 for each in panels)
     with matplotlib.rc_context(theme.settings):
-        figure = draw(theme)
+        figure = Figure(figsize=(WIDTH, height * rows), layout="constrained")
+        grid = figure.subplots(rows, columns, squeeze=False).flatten().tolist()
+        for axes, panel in zip(grid, panels, strict=False):
+            (draw_bars if isinstance(panel, Bars) else draw_lines)(axes, panel, theme)  # type: ignore[operator]
+            axes.set_title(panel.title)
+        for unused in grid[len(panels) :]:
+            unused.set_axis_off()
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=DPI, metadata={"Software": None})
     return buffer.getvalue()
 
 
-def panels(count: int, height: float, columns: int = 2, **more: Any) -> tuple[Figure, list[Axes]]:
-    """A figure with `count` axes in rows of up to `columns`, each row `height` inches high."""
-    columns = min(columns, count)
-    rows = -(-count // columns)
-    figure = Figure(figsize=(WIDTH, height * rows), layout="constrained")
-    grid = figure.subplots(rows, columns, squeeze=False, **more).flatten().tolist()
-    for unused in grid[count:]:
-        unused.set_axis_off()
-    return figure, grid[:count]
-
-
-def rank_axis(axes: Axes, ranks: Sequence[float], label: str = "ranks", room: float = 1.0) -> None:
-    """A log2 x axis with a tick at each number of ranks, and `room` for labels right of the last one."""
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(list(ranks)))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xticks(list(ranks), [f"{rank:g}" for rank in ranks])
-    axes.set_xlim(min(ranks) / 1.15, max(ranks) * 2**room)
-    axes.set_xlabel(label)
+def draw_lines(axes: Axes, panel: Lines, theme: Theme) -> None:
+    """A line per series, named at its end."""
+    places = sorted({x for points in panel.series.values() for x, _ in points})
+    labels = []
+    for number, (name, points) in enumerate(panel.series.items()):
+        if points:
+            color = theme.colors[number % len(theme.colors)]
+            axes.plot(*zip(*points, strict=True), MARKERS[number % len(MARKERS)] + "-", color=color)
+            labels.append((*points[-1], f"{name}: {points[-1][1]:.3g}", color))
+    if panel.plain is not None:
+        axes.axhline(panel.plain, linestyle="--", color=theme.soft, linewidth=1.2)
+    if places:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(places, [f"{place:g}" for place in places])
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xlim(places[0] / 1.15, places[-1] * (places[-1] / places[0] * 2) ** 0.6)
+    axes.set_ylim(0, 1.12 * max([1e-9, *(y for points in panel.series.values() for _, y in points)]))
+    axes.set_xlabel(panel.x)
+    axes.set_ylabel(panel.y)
     axes.grid(False, axis="x")
+    end_labels(axes, labels)
+
+
+def draw_bars(axes: Axes, panel: Bars, theme: Theme) -> None:
+    """Horizontal bars from the top down, each with its text at the end."""
+    for place, (name, value, text) in enumerate(panel.bars):
+        axes.barh(place, value, color=theme.colors[name == panel.marked], height=0.72)
+        axes.annotate(text, (value, place), (5, 0), textcoords="offset points", va="center", fontsize=8.5)
+    axes.set_yticks(range(len(panel.bars)), [name for name, _, _ in panel.bars])
+    axes.set_ylim(len(panel.bars) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(False, axis="y")
+    axes.axvline(1, color=theme.soft, linestyle="--", linewidth=1.2)
+    axes.set_xlim(0, 1.4 * max([1.0, *(value for _, value, _ in panel.bars)]))
+    axes.set_xlabel(panel.x)
 
 
 def end_labels(axes: Axes, labels: Sequence[tuple[float, float, str, str]], size: float = 8.5) -> None:
-    """Texts (x, y, text, colour) right of the ends of lines, moved apart where they would overlap.
+    """Texts (x, y, text, colour) to the right of the ends of lines, moved apart where they would overlap.
 
-    Call it when everything else is drawn, as it asks where the lines end.
+    The limits of the axes must be final.
     """
-    if not labels:
-        return
-    axes.get_ylim()  # settles limits that follow from the data
     to_points = 72 / axes.figure.dpi
-    spots = axes.transData.transform([(x, y) for x, y, _, _ in labels])[:, 1] * to_points
-    order = np.argsort(spots, kind="stable")
-    heights = [1.25 * size * (1 + labels[index][2].count("\n")) for index in order]
+    spots = axes.transData.transform([(x, y) for x, y, _, _ in labels] or [(0, 0)])[:, 1] * to_points
+    order = np.argsort(spots, kind="stable")[: len(labels)]
     moved = spots[order].copy()
     for _ in range(50):
         for low in range(len(moved) - 1):
-            gap = (heights[low] + heights[low + 1]) / 2
-            lack = gap - (moved[low + 1] - moved[low])
+            lack = 1.25 * size - (moved[low + 1] - moved[low])
             if lack > 0:
                 moved[low] -= lack / 2
                 moved[low + 1] += lack / 2
     for place, index in zip(moved, order, strict=True):
         x, y, text, color = labels[index]
         axes.annotate(
-            text, (x, y), (7, place - spots[index]), textcoords="offset points",
-            color=color, fontsize=size, va="center", ha="left", linespacing=1.15, bbox=on_ground(axes),
+            text, (x, y), (7, place - spots[index]), textcoords="offset points", color=color, fontsize=size,
+            va="center", ha="left", bbox={"facecolor": axes.get_facecolor(), "edgecolor": "none", "pad": 0.6},
         )  # fmt: skip
-
-
-def bars(
-    axes: Axes, names: Sequence[str], values: Sequence[float], colors: Sequence[str], texts: Sequence[str]
-) -> None:
-    """Horizontal bars from the top down, each with its text at the end."""
-    places = range(len(names))
-    axes.barh(places, values, color=colors, height=BAR_HEIGHT)
-    for place, value, text in zip(places, values, texts, strict=True):
-        beside(axes, text, value, place)
-    name_rows(axes, names)
-    axes.set_xlim(0, 1.32 * max([*values, 1.0]))
-
-
-def beside(axes: Axes, text: str, x: float, y: float, color: str | None = None, distance: float = 5) -> None:
-    """A text to the right of a point."""
-    axes.annotate(
-        text, (x, y), (distance, 0), textcoords="offset points", va="center", fontsize=8.5, color=color,
-        bbox=on_ground(axes),
-    )  # fmt: skip
-
-
-def on_ground(axes: Axes) -> dict[str, Any]:
-    """The box of a text that must be readable on top of lines."""
-    return {"facecolor": axes.get_facecolor(), "edgecolor": "none", "pad": 0.6}
-
-
-def name_rows(axes: Axes, names: Sequence[str]) -> None:
-    """Names left of horizontal bars, the first at the top."""
-    axes.set_yticks(range(len(names)), list(names))
-    axes.set_ylim(len(names) - 0.4, -0.6)
-    axes.tick_params(axis="y", length=0)
-    axes.grid(False, axis="y")
-
-
-def stacked(axes: Axes, names: Sequence[str], parts: Sequence[tuple[str, Sequence[float], str]]) -> None:
-    """Horizontal bars made of `parts` (label, values, colour), every other part hatched."""
-    ends = np.zeros(len(names))
-    for number, (label, values, color) in enumerate(parts):
-        axes.barh(
-            range(len(names)), values, left=ends, color=color, label=label, edgecolor=axes.get_facecolor(),
-            hatch="////" if number % 2 else "", height=BAR_HEIGHT,
-        )  # fmt: skip
-        ends += np.asarray(values, dtype=float)
-    name_rows(axes, names)
-
-
-def legend(axes: Axes, columns: int) -> None:
-    """A legend above the axes' picture, in the order of its parts."""
-    axes.legend(
-        ncols=columns, loc="lower left", bbox_to_anchor=(0, 1.0), frameon=False, fontsize=8.5, borderaxespad=0.2,
-        handlelength=1.2, columnspacing=1.2, handletextpad=0.5,
-    )  # fmt: skip

@@ -1,204 +1,121 @@
-"""Parts about time, which was measured: it belongs to the machine that is named beside it."""
+"""Results that were timed; they belong to the machine that the result names."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from benchmarks.report.parts import (
+    Bars,
+    Json,
+    Lines,
+    Part,
+    Table,
+    distinct,
+    how_sampled,
+    mode,
+    optional,
+    sound,
+    tabulate,
+    workload,
+)
 
-from benchmarks.report.parts import Part, Result
-from benchmarks.report.plots import MARKERS, Theme, bars, beside, end_labels, legend, panels, rank_axis, stacked
-from benchmarks.result_tables import times as tables
-from benchmarks.result_tables.parts import Json, Table, sound
-from benchmarks.result_tables.times import over_plain, race_title, sizes_title
-
-DEVICE_PARTS = {"forward": "forward", "choose": "choice of tokens", "candidates": "recycled candidates"}
-HOST_PARTS = {
-    "draft": ("draft",),
-    "inputs": ("inputs",),
-    "exchange": ("exchange",),
-    "accept, commit": ("accept, commit", "accept", "commit", "advance"),
-    "text": ("text",),
-    "partition, rows": ("partition", "rows", "selection"),
-}
+OVER_PLAIN = "times as fast as plain decoding"
 
 
-def breakdown(result: Result) -> list[Part]:
-    """Where the time of a step goes: the model's part, and the host's."""
-    runs = sound(result.facts["runs"])
-    table = tables.step_parts(result.facts)
-    names = table.columns[1:]
-    median = [run["median_ms"] for run in runs]
-
-    def draw(theme: Theme) -> Figure:
-        figure, (whole, host) = panels(2, 1.4 + 0.28 * len(runs), columns=1)
-        parts = [(label, [each[key] for each in median], theme.colors[number])
-                 for number, (key, label) in enumerate(DEVICE_PARTS.items())]  # fmt: skip
-        outside = [each["outside the forward"] for each in median]
-        stacked(whole, names, [*parts, ("everything else", outside, theme.colors[4])])
-        for place, each in enumerate(median):
-            total = sum(each[key] for key in DEVICE_PARTS) + each["outside the forward"]
-            beside(whole, f"{total:.1f}", total, place)
-        whole.margins(x=0.08)
-        whole.set_xlabel("the whole step, milliseconds of processor time")
-        host_parts = [
-            (label, [sum(each.get(key, 0.0) for key in keys) for each in median], theme.colors[number])
-            for number, (label, keys) in enumerate(HOST_PARTS.items())
-        ]
-        stacked(host, names, [part for part in host_parts if any(part[1])])
-        alone = [each["host alone"] for each in median]
-        host.plot(alone, range(len(runs)), "D", color=theme.ink, label="host alone", linestyle="none")
-        host.set_xlabel("everything else, enlarged, milliseconds of processor time")
-        legend(whole, 4)
-        legend(host, 4)
-        return figure
-
-    found = "; ".join(
-        f"{name}: {each['step']:.1f}, of which {each['outside the forward']:.2f} outside the model"
-        for name, each in zip(names, median, strict=True)
-        if each is median[0] or each is median[-1]
-    )
-    headline = f"Milliseconds of a step. {found}."
-    return [Part("step_time", draw, table, headline)]
-
-
-def decode(result: Result) -> list[Part]:
+def decode(facts: Json) -> list[Part]:
     """Wall clock against transformers."""
-    everyone = result.facts["results"]
-    best = max((each for each in sound(everyone) if each["name"].startswith("lpr")),
-               key=lambda each: each["speedup_over_transformers"])  # fmt: skip
-
-    def text(each: Json) -> str:
-        if "failed" in each:
-            return "failed"
-        steps = f", {each['tokens_per_step']:.1f} tokens/step" if each["tokens_per_step"] else ""
-        return f"{each['speedup_over_transformers']:.2f}x{steps}"
-
-    def color(name: str, theme: Theme) -> str:
-        if name == "lpr auto":
-            return theme.colors[1]
-        return theme.colors[0] if name.startswith("lpr") else theme.soft
-
-    def draw(theme: Theme) -> Figure:
-        figure, (axes,) = panels(1, 0.8 + 0.3 * len(everyone))
-        names = [each["name"] for each in everyone]
-        values = [each.get("speedup_over_transformers", 0.0) for each in everyone]
-        bars(axes, names, values, [color(name, theme) for name in names], [text(each) for each in everyone])
-        axes.axvline(1, color=theme.soft, linestyle="--", linewidth=1.2)
-        axes.set_xlabel("times as fast as transformers' greedy decoding (wall clock, medians over prompts)")
-        return figure
-
-    table = tables.decode(result.facts)
-    times = best["speedup_over_transformers"]
-    headline = f"{table.title}: {best['name']} is {times:.2f} times as fast as transformers' greedy decoding."
-    return [Part(result.stem, draw, table, headline)]
+    found = sound(facts["results"])
+    title = f"{workload(facts)}, greedy, {facts['device']}, {facts['dtype'].removeprefix('torch.')}"
+    table = tabulate(
+        title, found,
+        {
+            "": "{name}", "median s": "{median_seconds:.3f}", "over transformers": "{speedup_over_transformers:.2f}x",
+            "over lpr plain": "{speedup_over_autoregressive:.2f}x", "tokens/step": optional("{tokens_per_step:.2f}"),
+            "prompts with other tokens": "{prompts_with_other_tokens}",
+        },
+    )  # fmt: skip
+    bars = [
+        (each["name"], each["speedup_over_transformers"], f"{each['speedup_over_transformers']:.2f}x") for each in found
+    ]
+    best = max((bar for bar in bars if bar[0].startswith("lpr")), key=lambda bar: bar[1])
+    headline = f"{title}: {best[0]} is {best[2]} as fast as transformers' greedy decoding."
+    return [Part(table, [Bars("", "times as fast as transformers' greedy decoding", bars, "lpr auto")], headline)]
 
 
-def sizes(result: Result) -> list[Part]:
-    """Automatic sizes against the best fixed one on recorded texts, under given step times."""
-    runs = sound(result.facts["runs"])
-
-    def draw(theme: Theme) -> Figure:
-        figure, grid = panels(len(runs), 1.0 + 0.45 * max(len(run["races"]) for run in runs))
-        for axes, run in zip(grid, runs, strict=True):
-            names, values, colors, words = [], [], [], []
-            for race in run["races"]:
-                names += [f"{race['costs']}, fixed", "automatic"]
-                values += [race["best_fixed_over_plain"], race["auto"]["over_plain"]]
-                colors += [theme.colors[0], theme.colors[1]]
-                words += [f"{values[-2]:.2f}x ({race['best_fixed']} nodes)", f"{values[-1]:.2f}x"]
-            bars(axes, names, values, colors, words)
-            axes.axvline(1, color=theme.soft, linestyle="--", linewidth=1.2)
-            axes.set_xlabel("times as fast as plain decoding")
-            axes.set_title(sizes_title(run))
-        return figure
-
-    ratios = [race["auto_over_best_fixed"] for run in runs for race in run["races"]]
-    headline = (
-        f"Automatic sizes against the best fixed size, chosen afterwards: {min(ratios):.2f} to {max(ratios):.2f} times "
-        "its speed."
-    )
-    return [Part("sizes", draw, tables.sizes(result.facts), headline)]
-
-
-def adaptive(result: Result) -> list[Part]:
-    """Automatic sizes against a grid of fixed ones, and where drafts must fail."""
-    races, traps = sound(result.facts["races"]), sound(result.facts["traps"])
-
-    def race_axes(axes: Axes, race: Json, theme: Theme) -> None:
-        found = race["results"]
-        colors = {"auto": theme.colors[1], "plain": theme.soft}
-        marks = ["best fixed" if each["name"] == race["best_fixed"] else "" for each in found]
-        bars(
-            axes,
-            [each["name"] for each in found],
-            [each["over_plain"] for each in found],
-            [colors.get(each["name"], theme.colors[0]) for each in found],
-            [f"{each['over_plain']:.2f}x {mark}" for each, mark in zip(found, marks, strict=True)],
-        )
-        axes.axvline(1, color=theme.soft, linestyle="--", linewidth=1.2)
-        axes.set_xlabel("times as fast as plain decoding")
-
-    def draw_races(theme: Theme) -> Figure:
-        tallest = max(len(race["results"]) for race in races)
-        figure, grid = panels(len(races), 0.9 + 0.25 * tallest)
-        for axes, race in zip(grid, races, strict=True):
-            race_axes(axes, race, theme)
-            axes.set_title(race_title(race))
-        return figure
-
-    def draw_traps(theme: Theme) -> Figure:
-        figure, (axes,) = panels(1, 0.8 + 0.35 * len(traps))
-        values = [over_plain(each) for each in traps]
-        colors = [theme.colors[1]] * len(traps)
-        bars(axes, [each["case"] for each in traps], values, colors, [f"{value:.3f}x" for value in values])
-        axes.axvline(1, color=theme.soft, linestyle="--", linewidth=1.2)
-        axes.set_xlabel("automatic sizes: times as fast as plain decoding (1: no slower)")
-        return figure
-
+def adaptive(facts: Json) -> list[Part]:
+    """Automatic sizes against a grid of fixed ones, and where drafts cannot help."""
+    races = sound(facts["races"])
+    entries = [
+        {**each, "race": race_title(race), "best": " (best fixed)" * (each["name"] == race["best_fixed"])}
+        for race in races
+        for each in race["results"]
+    ]
+    table = tabulate(
+        "against fixed sizes", entries,
+        {
+            "race": "{race}", "contestant": "{name}{best}", "tokens/s": "{tokens_per_second:.1f}",
+            "over plain": "{over_plain:.2f}x", "tokens/step": "{tokens_per_step:.2f}",
+            "nodes/step": "{nodes_per_step:.1f}",
+        },
+    )  # fmt: skip
+    panels = [
+        Bars(race_title(race), OVER_PLAIN, [
+            (each["name"], each["over_plain"], f"{each['over_plain']:.2f}x") for each in race["results"]], "auto")
+        for race in races
+    ]  # fmt: skip
     found = "; ".join(f"{race_title(race)}: {race['auto_over_best_fixed']:.2f}x" for race in races)
-    headline = f"Speed against the best fixed size, chosen afterwards. {found}."
-    parts = [Part("automatic_sizes", draw_races, tables.races(result.facts), headline)]
-    if traps:
-        speeds = [over_plain(each) for each in traps]
-        headline = f"Where drafts must fail: {min(speeds):.2f} to {max(speeds):.2f} times the speed of plain decoding."
-        parts.append(Part("automatic_traps", draw_traps, tables.traps(result.facts), headline))
-    return parts
+    traps = [
+        (each["case"], over_plain, f"{over_plain:.3f}x")
+        for each in sound(facts["traps"])
+        for over_plain in [next(one["over_plain"] for one in each["results"] if one["name"] == "auto")]
+    ]
+    lost = Table("where drafts cannot help", ["", "over plain"], [[name, text] for name, _, text in traps])
+    return [
+        Part(table, panels, f"Automatic sizes relative to the best fixed size, chosen afterwards. {found}."),
+        Part(lost, [Bars("", OVER_PLAIN, traps)] if traps else []),
+    ]
 
 
-def step_costs(result: Result) -> list[Part]:
-    """t(n): how long a step takes with n nodes, for every table that the result holds."""
-    found = list(_tables(result.facts))
-    if not found:
+def race_title(race: Json) -> str:
+    """Data and temperature of a race."""
+    return f"{race['data']}, {mode(race['temperature'])}"
+
+
+def step(facts: Json) -> list[Part]:
+    """Medians of the parts of a step."""
+    runs = sound(facts["runs"])
+    names = list(runs[0]["median_ms"]) if runs else []
+    columns = [f"{run['budget']} nodes, {mode(run['temperature'])}" for run in runs]
+    cells = [[name, *(f"{run['median_ms'][name]:.3f}" for run in runs)] for name in names]
+    where = f"{', '.join(distinct(runs, 'device'))}, CPU threads: {', '.join(map(str, distinct(runs, 'threads')))}"
+    bars = [
+        (column, run["median_ms"]["step"], "{step:.1f}, host alone {host alone:.2f}".format_map(run["median_ms"]))
+        for column, run in zip(columns, runs, strict=True)
+    ]  # fmt: skip
+    picture = [Bars("", "milliseconds of a step, processor time", bars)] if bars else []
+    return [Part(Table(f"medians; {where}", ["median ms", *columns], cells), picture, "Milliseconds of a step.")]
+
+
+def step_times(facts: Json) -> list[Part]:
+    """t(n), the time of a step with n nodes, of every table of step times in a result."""
+    series = dict(_tables(facts))
+    if not series:
         raise KeyError("nodes, rows")
-    nodes = sorted({count for _, points in found for count, _ in points})
-
-    def draw(theme: Theme) -> Figure:
-        figure, (axes,) = panels(1, 3.8)
-        rank_axis(axes, nodes, "n, tokens that a step evaluates", room=1.6)
-        labels = []
-        for number, (name, points) in enumerate(found):
-            color = theme.colors[number % len(theme.colors)]
-            axes.plot(*zip(*points, strict=True), MARKERS[number % len(MARKERS)] + "-", color=color)
-            labels.append((*points[-1], name, color))
-        axes.set_ylim(0)
-        axes.tick_params(axis="x", labelsize=8)
-        axes.set_ylabel("t(n), milliseconds")
-        end_labels(axes, labels)
-        return figure
-
-    rows = [[name, *(f"{dict(points)[n]:.2f}" if n in dict(points) else "" for n in nodes)] for name, points in found]
-    words = "; ".join(f"{name}: {points[0][1]:.2f} to {points[-1][1]:.2f} ms" for name, points in found)
-    device = result.facts.get("gpu") or result.facts.get("cpu", "")
-    headline = f"From the fewest to the most nodes. {words}."
-    columns = ["milliseconds at", *(f"{n:g}" for n in nodes)]
-    return [Part(f"t_of_n_{result.stem}", draw, Table(str(device), columns, rows), headline)]
+    nodes = sorted({count for points in series.values() for count, _ in points})
+    rows = [
+        [name, *(f"{dict(points)[n]:.2f}" if n in dict(points) else "" for n in nodes)]
+        for name, points in series.items()
+    ]
+    device = str(facts.get("gpu") or facts.get("cpu", ""))
+    table = Table(device, ["milliseconds at", *(f"{n:g}" for n in nodes)], rows)
+    picture = Lines("", "n, tokens that a step evaluates", "t(n), milliseconds", series, None)
+    words = "; ".join(f"{name}: {points[0][1]:.2f} to {points[-1][1]:.2f} ms" for name, points in series.items())
+    return [Part(table, [picture], f"From the fewest to the most nodes: {words}.")]
 
 
 def _tables(value: Any, name: str = "") -> Iterator[tuple[str, list[tuple[float, float]]]]:
-    """Tables as lpr.core.step_times.StepTimes writes them, wherever in a result: a name and (tokens, milliseconds)."""
+    """Step times as lpr.core.step_times writes them, anywhere in a result: a name and points (tokens, milliseconds)."""
     if isinstance(value, list):
         for each in value:
             yield from _tables(each, name)
@@ -208,10 +125,33 @@ def _tables(value: Any, name: str = "") -> Iterator[tuple[str, list[tuple[float,
     nodes, rows = value.get("nodes"), value.get("rows")
     if isinstance(nodes, list) and isinstance(rows, list):
         for row in rows:
-            yield (
-                f"{name}: batch {row['batch']}, {row['kv']} cached".lstrip(": "),
-                list(zip(nodes, row["ms"], strict=True)),
-            )
+            label = f"{name}: batch {row['batch']}, {row['kv']} cached".lstrip(": ")
+            yield label, list(zip(nodes, row["ms"], strict=True))
         return
     for key, each in value.items():
         yield from _tables(each, name or key)
+
+
+def host(facts: Json) -> list[Part]:
+    """Host time of a step on a paced device."""
+    names = ("host_ms", "host_ms_p99", "draft_ms", "inputs_ms", "hidden_ms", "after_ms")
+
+    def case(row: Json) -> str:
+        words = f"{row['costs']}, batch {row['batch']}, {row['nodes']} nodes, lp {row['lp']}"
+        return f"{words}, {mode(row['temperature'])}{', window' if row['window'] else ''}"
+
+    columns = {"case": case, "efficiency": "{efficiency:.3f}", **{name: f"{{{name}:.3f}}" for name in names}}
+    rows = [*facts["rows"], *facts["flat_rows"]]
+    return [Part(tabulate(f"host time on the critical path, {facts['core']} core", rows, columns))]
+
+
+def fleet(facts: Json) -> list[Part]:
+    """Wall clock of real ranks; a run that failed has no figures."""
+    columns = {
+        "data": "{data}", "mode": how_sampled, "lp x tp, nodes": "{mesh} {budget_per_rank}",
+        "tokens/s": optional("{tokens_per_second:.1f}"), "speed-up": optional("{speedup_over_autoregressive:.2f}x"),
+        "tokens/step": optional("{tokens_per_step:.2f}"), "ms/step": optional("{ms_per_step:.2f}"),
+        "bytes/rank": optional("{payload_bytes_per_rank}"), "of ceiling": optional("{part_of_ceiling:.0%}"),
+        "tokens equal": "{equal_to_autoregressive}", "error": lambda run: run["error"] or "",
+    }  # fmt: skip
+    return [Part(tabulate(f"{facts['max_new_tokens']} tokens", facts["runs"], columns))]

@@ -19,8 +19,8 @@ from lpr.cli.jsonl import OrderedWriter, read_prompts
 from lpr.cli.trace import check_trace
 from lpr.config import DecodeConfig, InputError, SamplingParams
 from lpr.core.digest import digest_of
-from lpr.dist.channel import CommError
 from lpr.dist.comm import Comm, agree, is_driver
+from lpr.dist.errors import CommError
 from lpr.dist.runtime import World, join
 from lpr.dist.supervisor import Supervisor
 from lpr.engine.engine import Engine

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
-import msgspec
-
 from lpr.config import InputError, SamplingParams
 
 _SAMPLING_FIELDS = [each.name for each in fields(SamplingParams)]
@@ -59,21 +57,15 @@ def _parse(number: int, raw: bytes) -> PromptLine:
     sampling = {name: record[name] for name in _SAMPLING_FIELDS if name in record}
     try:
         # Alone it may contradict a default that the command's flags change; the engine checks both together.
-        checked = msgspec.convert({"max_new_tokens": 2**31 - 1, **sampling}, SamplingParams)
-    except (msgspec.ValidationError, InputError) as failure:
-        return PromptLine(number, prompt, record, error=f"line {number}: {_named(str(failure))}")
+        checked = SamplingParams(**{"max_new_tokens": 2**31 - 1, **sampling})
+    except InputError as failure:
+        return PromptLine(number, prompt, record, error=f"line {number}: {failure}")
     return PromptLine(number, prompt, record, {name: getattr(checked, name) for name in sampling})
 
 
 def _encoded(record: str) -> bytes:
     """A line of JSON as UTF-8; half of a surrogate pair, which UTF-8 has no bytes for, becomes its escape."""
     return record.encode("utf-8", "backslashreplace") + b"\n"
-
-
-def _named(failure: str) -> str:
-    """msgspec's "Expected `float`, got `str` - at `$.temperature`" with the field first."""
-    reason, at, place = failure.partition(" - at `$.")
-    return f"{place.rstrip('`')}: {reason}" if at else failure
 
 
 class OrderedWriter:

@@ -167,19 +167,8 @@ def make_plan(args: Args) -> Plan:
     rows = [footprint(facts, decode, mesh, args.context, DTYPE_SIZES[dtype]) for mesh in shapes]
     temperatures = (args.temperature, 0.0 if args.temperature > 0 else 0.8)
     # Half of the context: what a step finds in the cache on average while it fills.
-    settings = [
-        Setting(
-            facts,
-            machine,
-            read_measured(measured_values()),
-            args.context // 2,
-            DTYPE_SIZES[dtype],
-            each,
-            None,
-            args.batch,
-        )
-        for each in temperatures
-    ]
+    measured, kv, size = read_measured(measured_values()), args.context // 2, DTYPE_SIZES[dtype]
+    settings = [Setting(facts, machine, measured, kv, size, each, args.batch) for each in temperatures]
     fitting = [row.mesh for row in rows if row.fits(gpu.memory)]
     predictions = {
         temperature: [predict(setting, mesh) for mesh in fitting]

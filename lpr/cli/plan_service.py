@@ -19,10 +19,10 @@ from lpr.planner.hardware import Gpu
 from lpr.planner.measured import read_measured
 from lpr.planner.prediction import Machine, Setting
 from lpr.planner.presets import measured_values
-from lpr.planner.service.capacity import Answer, Effort, Kind, Search
-from lpr.planner.service.costs import measured_points, predicted_points, predicted_times
-from lpr.planner.service.mesh import Slots
-from lpr.planner.service.workload import Demand, Workload, check, read_times, read_workload
+from lpr.planner.simulated.capacity import Answer, Effort, Kind, Search
+from lpr.planner.simulated.costs import measured_points, predicted_points, predicted_times
+from lpr.planner.simulated.mesh import Slots
+from lpr.planner.simulated.workload import Demand, Workload, check, read_times, read_workload
 
 
 @dataclass(frozen=True, kw_only=True)

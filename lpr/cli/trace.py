@@ -1,15 +1,15 @@
-"""A trace: what every step drafted, evaluated and accepted, as one page that needs nothing but a browser.
+"""A trace: what every step drafted, evaluated and accepted, as one self-contained page for a browser.
 
-A `Recorder` that is set as `engine.recorder` takes down each step of each request. Every rank knows all trees
-and shards, as they are replicated, so rank 0's recorder tells of all ranks; the times are its own. On a GPU `forward`
-is the time to launch it, and `gather`, which waits for its results, holds the rest.
+A `Recorder` that is set as `engine.hooks` records each step of each request. Every rank knows all trees and shards, as
+they are replicated, so rank 0's recorder covers all ranks; the times are its own. On a GPU `forward` is the time to
+launch it, and `gather`, which waits for its results, holds the rest.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
@@ -21,18 +21,20 @@ from lpr.core.accept import likely
 from lpr.core.partition import Shard
 from lpr.core.tree import Source
 from lpr.engine.engine import Engine
-from lpr.engine.request import Chunk, Outcome, Request
+from lpr.engine.hooks import StepHooks
+from lpr.engine.request import Outcome, Request
 from lpr.engine.text import TextStream, decoder_of
 from lpr.files import replace_file
 from lpr.native import Conclusion
+from lpr.protocol import Chunk
 
 Json = dict[str, Any]
 PLACEHOLDER = "{{ trace }}"
 
 
 @dataclass
-class Recorder:
-    """Takes down up to `max_steps` steps, counted per request; further ones are only counted."""
+class Recorder(StepHooks):
+    """Records up to `max_steps` steps, counted per request; further ones are only counted."""
 
     max_steps: int = 500
     num_steps: int = 0
@@ -42,19 +44,19 @@ class Recorder:
     _phases: dict[str, float] = field(default_factory=dict)
     _last: float = 0.0
 
-    def begin(self) -> Callable[[str], None]:
-        """Start the clock of a step; returns what to call at the end of each phase."""
+    def begin_step(self) -> None:
+        """Start the clock."""
         self._phases = {}
         self._last = time.perf_counter()
-        return self._end_phase
 
-    def _end_phase(self, phase: str) -> None:
+    def end_phase(self, phase: str) -> None:
+        """Take the phase's time."""
         now = time.perf_counter()
         self._phases[phase] = round((now - self._last) * 1e3, 4)
         self._last = now
 
-    def record(self, batch: Sequence[Request], outcomes: Sequence[Outcome], chunks: Sequence[Chunk]) -> None:
-        """Take down the step that has just been timed, which advanced `batch` together."""
+    def end_step(self, batch: Sequence[Request], outcomes: Sequence[Outcome], chunks: Iterable[Chunk]) -> None:
+        """Record the step that has just been timed."""
         for request, outcome, chunk in zip(batch, outcomes, chunks, strict=True):
             if self.num_steps == self.max_steps:
                 self.num_left_out += 1
@@ -66,7 +68,7 @@ class Recorder:
 
 
 def step_record(concluded: Conclusion, probabilities: Sequence[float]) -> Json:
-    """One tree: per node its token, parent, source, owner, next token and path probability; and who did what.
+    """One tree: per node its token, parent, source, owner, next token and path probability; and each rank's part.
 
     `evaluated[r]` is the number of nodes that rank r evaluated and `ancestors[r]` those of them that another rank owns.
     """
@@ -132,7 +134,7 @@ def request_record(request: Request, steps: list[Json], engine: Engine) -> Json:
 
 
 def labels(engine: Engine) -> Callable[[int], str]:
-    """How a single token is shown: its text, or its name where it has none, or its id."""
+    """A function that shows a single token: as its text, or its name where it has none, or its id."""
     tokenizer = engine.tokenizer
     if tokenizer is None:
         return str
@@ -152,7 +154,7 @@ def labels(engine: Engine) -> Callable[[int], str]:
 
 
 def page(data: Json) -> str:
-    """The trace as HTML: self-contained, and no text in it can end the element that holds it."""
+    """The trace as self-contained HTML; no text in it can end the element that holds it."""
     template = (files("lpr") / "assets" / "trace.html").read_text(encoding="utf-8")
     return template.replace(PLACEHOLDER, json.dumps(data).replace("<", "\\u003c"), 1)
 
@@ -169,11 +171,11 @@ def traced(path: Path | None, max_steps: int, engine: Engine) -> Iterator[None]:
     if path is None:
         yield
         return
-    recorder = engine.recorder = Recorder(max_steps)
+    recorder = engine.hooks = Recorder(max_steps)
     try:
         yield
     finally:
-        engine.recorder = None
+        engine.hooks = StepHooks()
         _write(path, page(trace_data(recorder, engine)).encode())
 
 

@@ -1,7 +1,7 @@
 """Partition: which rank evaluates which nodes of a token tree.
 
 A rank evaluates an ancestor-closed subtree, its *shard*; every node has exactly one *owner*, whose next token counts
-everywhere (DESIGN rule R1). Nodes are dealt in depth-first order, in one run per rank: besides its run, a rank then
+everywhere (docs/rules.md, R1). Nodes are dealt in depth-first order, in one run per rank: besides its run, a rank then
 only needs the ancestors of the run's first node, so the nodes evaluated twice are at most one branch per rank.
 """
 

@@ -23,16 +23,6 @@ from lpr.core.tree import TokenTree
 from lpr.core.window import JacobiWindow
 
 
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """What the model says of one place of an output, before penalties, temperature and limits."""
-
-    logprob: float
-    """Log-probability of the token that was chosen."""
-    top: Sequence[tuple[int, float]]
-    """The most likely tokens, most likely first, and theirs."""
-
-
 @dataclass(frozen=True, slots=True)
 class TreeResult:
     """What the target model says of each node of a tree, in node order."""

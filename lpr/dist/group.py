@@ -1,84 +1,103 @@
-"""Process groups that can be left when a member is lost: gloo between CPUs, NCCL between GPUs.
+"""Process groups that can be left when a member is lost: NCCL between GPUs, gloo between CPUs.
 
-They are made without a default group: each epoch of a job has its own, and what a dead one still holds is let go.
+Each epoch of a job has a group of its own, made without torch's default group. This module is the only one that makes
+and aborts groups.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lpr.dist.channel import CommError
 from lpr.dist.download import Download
+from lpr.dist.errors import CommError, comm_errors
 
 SLICE = 0.5
-"""Seconds that a wait lasts between two looks at whether it can still end."""
+"""Seconds between two looks of a wait at whether it can still end."""
 CONNECT_SECONDS = 20.0
-"""Time for the members of a new group to find each other, once all have said that they come."""
+"""Time for the members of a new group to find each other once all have arrived at its epoch."""
+LOST = "another rank has ended or hangs"
 
-_abandoned: list[Any] = []
+abandoned: list[Any] = []
 """Groups with a collective that will never end: destroying one would wait for it."""
 
+FindLoss = Callable[[], str | None]
+"""Why the group is broken, so that no collective can end any more; None if it is whole. May raise CommError."""
 
-class Group(Protocol):
-    """The ranks of one epoch."""
+
+class Group:
+    """The ranks of one epoch. This class is a group of one rank, `ProcessGroup` one of several processes."""
+
+    def __init__(self) -> None:
+        """The only rank is the first one."""
+        self._download = Download()
 
     def gather(self, payload: torch.Tensor) -> torch.Tensor:
-        """Every rank's `payload` (int32 [P]) as int32 [ranks, P] on the host; valid until the next but one gather.
+        """Every rank's `payload` (int32 [P]) as int32 [ranks, P] on the host; raises CommError.
 
-        Raises CommError.
+        It is valid until the next gather but one: a failed gather leaves the result before it, which other ranks may
+        have missed.
         """
-        ...
+        return self.begin_gather(payload)()
+
+    def begin_gather(self, payload: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin a gather; what is returned waits for its result. Both raise CommError."""
+        return lambda: self._download.read(payload)[None]
 
     def broadcast(self, message: bytes, length: int) -> bytes:
-        """The first rank's `message` of `length` bytes, on every rank. Raises CommError."""
-        ...
+        """The first rank's `message` of `length` bytes, on every rank; raises CommError."""
+        return message
 
     def limit(self, timeout: float) -> None:
-        """Let waits end after `timeout` seconds from now on."""
-        ...
+        """End waits after `timeout` seconds from now on."""
 
     def close(self) -> None:
-        """Leave at once, so that others that wait for this rank fail too."""
-        ...
+        """Leave at once, so that ranks that wait for this one fail too."""
 
 
-IsBroken = Callable[[], bool]
-"""Is a member of the group lost, so that no collective can end any more?"""
-
-
-class ProcessGroup:
-    """A group of processes. Its buffers are made once, two of them: a failed gather must not spoil the one before."""
+class ProcessGroup(Group):
+    """A group of processes. Its two buffers are used in turn."""
 
     def __init__(
-        self, group: Any, rank: int, size: int, device: torch.device, timeout: float, is_broken: IsBroken
+        self, group: Any, rank: int, size: int, device: torch.device, timeout: float, find_loss: FindLoss
     ) -> None:
-        """Rank `rank` of a torch process `group` of `size` ranks, with payloads on `device`."""
+        """Rank `rank` of a torch process `group` of `size` ranks, with payloads on `device`; waits end after
+        `timeout` seconds."""
+        super().__init__()
         self._group = group
         self._rank = rank
         self._size = size
         self._device = device
         self._timeout = timeout
-        self._is_broken = is_broken
+        self._find_loss = find_loss
         self._gathered = [torch.empty(0, dtype=torch.int32)] * 2
-        self._download = Download()
-        self._hangs: list[Any] = []
+        self._hanging: list[Any] = []
+        """A collective that may not have ended, and its tensors."""
 
-    def gather(self, payload: torch.Tensor) -> torch.Tensor:
-        """As Group.gather."""
-        payload = payload.to(self._device)
+    def begin_gather(self, payload: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """As Group.begin_gather."""
+        payload = payload.to(self._device)  # gloo serves ranks that share a GPU, and works on the host
         self._gathered.reverse()
         count = payload.numel() * self._size
         if self._gathered[0].numel() != count:
             self._gathered[0] = torch.empty(count, dtype=payload.dtype, device=payload.device)
-        self._wait(lambda: self._group._allgather_base(self._gathered[0], payload), self._gathered[0], payload)
-        return self._download.read(self._gathered[0]).view(self._size, -1)
+        gathered = self._gathered[0]
+        with comm_errors(LOST):
+            work = self._group._allgather_base(gathered, payload)
+
+        def wait() -> torch.Tensor:
+            self.wait(work, gathered, payload)
+            return self._download.read(gathered).view(self._size, -1)
+
+        return wait
 
     def broadcast(self, message: bytes, length: int) -> bytes:
         """As Group.broadcast; no rank unpickles anything."""
@@ -86,22 +105,34 @@ class ProcessGroup:
         if self._rank == 0:
             data.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
         data = data.to(self._device)
-        self._wait(lambda: self._group.broadcast([data], _FROM_FIRST), data)
+        with comm_errors(LOST):
+            work = self._group.broadcast([data], dist.BroadcastOptions())
+        self.wait(work, data)
         return data.cpu().numpy().tobytes()
 
-    def _wait(self, begin: Callable[[], Any], *held: Any) -> None:
-        """Begin a collective on tensors `held` and wait for its end, looking now and then whether it can still end."""
-        try:
-            work = begin()
-            until = time.monotonic() + self._timeout
+    def wait(self, work: Any, *tensors: torch.Tensor) -> None:
+        """Wait for a collective on `tensors`; raises CommError if it failed, took too long or can no longer end."""
+        until = time.monotonic() + self._timeout
+        with comm_errors(LOST):
             while not self._has_ended(work):
-                self._hangs = [work, *held]
-                if self._is_broken() or time.monotonic() > until:
-                    raise CommError("the exchange between ranks cannot end: another rank has ended or hangs")
-        except CommError:
-            raise
-        except RuntimeError as failure:
-            raise CommError(str(failure).strip().split("\n")[0][:200]) from failure
+                self._hanging = [work, *tensors]
+                if loss := self._find_loss():
+                    raise CommError(loss)
+                if time.monotonic() > until:
+                    raise CommError(f"another rank hangs: no answer for {self._timeout:.0f} s")
+
+    def limit(self, timeout: float) -> None:
+        """As Group.limit."""
+        self._timeout = timeout
+
+    def close(self) -> None:
+        """As Group.close."""
+        if self._group is None:
+            return
+        abort_group(self._group)
+        if self._hanging and not self._hanging[0].is_completed():
+            abandoned.append((self._group, self._hanging))
+        self._group, self._hanging = None, []
 
     def _has_ended(self, work: Any) -> bool:
         """Wait for a collective for up to `SLICE` seconds; raises RuntimeError if it has failed."""
@@ -113,52 +144,28 @@ class ProcessGroup:
                     raise
                 return False
             return True
-        # To NCCL a wait that times out is the end of the communicator, and it sleeps a millisecond between two looks.
+        # For NCCL a wait that times out ends the communicator, and it sleeps a millisecond between two looks.
         until = time.monotonic() + SLICE
         while not work.is_completed():
             if time.monotonic() > until:
                 return False
-        work.wait()  # raises what has failed; else it holds up the stream, not the host
+        work.wait()  # raises an error of the collective; otherwise it holds up the stream, not the host
         return True
-
-    def limit(self, timeout: float) -> None:
-        """As Group.limit."""
-        self._timeout = timeout
-
-    def close(self) -> None:
-        """As Group.close."""
-        if self._group is None:
-            return
-        abort_group(self._group)
-        if self._hangs and not self._hangs[0].is_completed():
-            _abandoned.append((self._group, self._hangs))
-        self._group, self._hangs = None, []
-
-
-class SoloGroup:
-    """A group of one rank."""
-
-    def gather(self, payload: torch.Tensor) -> torch.Tensor:
-        """The payload itself."""
-        return payload.cpu()[None].clone()
-
-    def broadcast(self, message: bytes, length: int) -> bytes:
-        """The message itself."""
-        return message
-
-    def limit(self, timeout: float) -> None:
-        """Nobody waits."""
-
-    def close(self) -> None:
-        """Nobody waits."""
 
 
 def connect(
-    store: dist.Store, rank: int, size: int, device: torch.device, timeout: float, is_broken: IsBroken
+    store: dist.Store,
+    rank: int,
+    size: int,
+    device: torch.device,
+    timeout: float,
+    find_loss: FindLoss,
+    patience: float = CONNECT_SECONDS,
 ) -> Group:
-    """A group of `size` ranks that meet in `store`, all of which come; raises CommError if one is lost meanwhile."""
+    """A group of `size` ranks that meet in `store`; raises CommError if one is lost or stays away for `patience`
+    seconds. Waits in the group end after `timeout` seconds."""
     if size == 1:
-        return SoloGroup()
+        return Group()
     made: list[Any] = []
 
     def make() -> None:
@@ -167,18 +174,22 @@ def connect(
         except RuntimeError as failure:
             made.append(failure)
 
-    # In a thread: the search for the others ends with its own time-out only, and one of them may be dead by now.
+    # In a thread: making a group only ends with its own time-out, and one of the members may be dead by now.
     thread = threading.Thread(target=make, daemon=True, name="connect")
     thread.start()
-    until = time.monotonic() + CONNECT_SECONDS
+    until = time.monotonic() + patience
     while thread.is_alive():
-        thread.join(0.05)
-        if thread.is_alive() and (is_broken() or time.monotonic() > until):
-            _abandoned.append(thread)
-            raise CommError("the ranks did not find each other: another one has ended or hangs")
-    if isinstance(made[0], RuntimeError):
-        raise CommError(str(made[0]).strip().split("\n")[0][:200])
-    return ProcessGroup(made[0], rank, size, device, timeout, is_broken)
+        thread.join(0.05 if patience <= CONNECT_SECONDS else SLICE)
+        if not thread.is_alive():
+            break
+        loss = find_loss()
+        if loss or time.monotonic() > until:
+            abandoned.append(thread)
+            raise CommError(f"the ranks did not find each other: {loss or 'another one has ended or hangs'}")
+    with comm_errors(LOST):
+        if isinstance(made[0], RuntimeError):
+            raise made[0]
+    return ProcessGroup(made[0], rank, size, device, timeout, find_loss)
 
 
 def make_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout: float) -> Any:
@@ -193,19 +204,34 @@ def make_group(store: dist.Store, rank: int, size: int, device: torch.device, ti
 
 def abort_group(group: Any) -> None:
     """End what a group still waits for. NCCL kills its communicator; gloo closes with the last reference."""
-    abort = getattr(group, "abort", None)
-    if abort is not None:
-        try:
-            abort()
-        except RuntimeError:  # broken already, which is why it is left
-            return
+    with contextlib.suppress(RuntimeError):  # it is left because it is broken
+        group.abort()
 
 
-def _from_first() -> Any:
-    options = dist.BroadcastOptions()
-    options.rootRank = 0
-    options.rootTensor = 0
-    return options
+def join_replica(store: dist.Store, rank: int, size: int, nccl: bool, timeout: float) -> DeviceMesh:
+    """The mesh `tp` of the ranks that share a replica's weights. Their group is torch's default group."""
+    backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+    mesh = init_device_mesh("cuda" if nccl else "cpu", (size,), mesh_dim_names=("tp",))
+    limit_replica(mesh, timeout)  # the time-out of init_process_group does not reach groups that a mesh makes
+    return mesh
 
 
-_FROM_FIRST = _from_first()
+def limit_replica(mesh: DeviceMesh, timeout: float) -> None:
+    """End waits of a replica's collectives after `timeout` seconds from now on."""
+    for group in (dist.group.WORLD, mesh.get_group()):
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), group)
+
+
+def leave_replica(aborts: bool) -> None:
+    """Leave torch's default group, if there is one; `aborts` where the other ranks do not come.
+
+    Destroying an NCCL group is a collective, and live groups at exit end the process with a signal.
+    """
+    if not dist.is_initialized():
+        return
+    if aborts and "nccl" in dist.get_backend_config():
+        with contextlib.suppress(RuntimeError):
+            dist.distributed_c10d._abort_process_group()
+    else:
+        dist.destroy_process_group()

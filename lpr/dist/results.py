@@ -1,7 +1,7 @@
-"""What the collectives since a rank's last gather have brought, and how ranks hand it to those that missed it.
+"""The results of the collectives since a rank's last gather, and how ranks hand them to those that missed them.
 
-A gather ends somewhere only when all have begun it, so nobody misses more than the results since the last gather; they
-travel through the register (lpr.dist.elastic).
+A gather ends on a rank only when all ranks have begun it, so no rank misses more than the results since the last
+gather. They travel through the rendezvous store.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import msgspec
 import numpy as np
 import torch
 
-from lpr.dist.channel import CommError
-from lpr.dist.register import Member, Register
+from lpr.dist.rendezvous import Member, Rendezvous
 
 Result = torch.Tensor | bytes
 """Of a gather, int32 [ranks, words], or of a broadcast."""
@@ -22,57 +21,58 @@ Result = torch.Tensor | bytes
 class Results:
     """The results of one rank, by the number of their collective."""
 
-    def __init__(self, register: Register) -> None:
-        """Nothing has ended yet."""
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        """No collective has ended yet."""
         self.completed = 0
         """Number of the last collective that has ended for this rank."""
-        self._register = register
+        self._rendezvous = rendezvous
         self._by_number: dict[int, Result] = {}
 
     @property
     def known(self) -> int:
-        """Number of the last collective whose result this rank has, also by others."""
+        """Number of the last collective whose result this rank has, from its group or from other ranks."""
         return max([self.completed, *self._by_number])
 
     @property
     def next(self) -> Result | None:
-        """The result of the collective after the last one, where it is known."""
+        """The result of the collective after the last completed one, if it is known."""
         return self._by_number.get(self.completed + 1)
 
+    @property
+    def num_broadcasts(self) -> int:
+        """Broadcasts that have ended for this rank since its last gather."""
+        ended = (result for number, result in self._by_number.items() if number <= self.completed)
+        return sum(isinstance(result, bytes) for result in ended)
+
     def add(self, result: Result) -> None:
-        """This rank has taken part in the collective after the last one, which brought `result`."""
+        """Keep the result of the collective after the last completed one."""
         self._by_number[self.completed + 1] = result
 
     def end(self) -> Result:
-        """Count the collective after the last one as ended; its result."""
+        """Complete the next collective and return its result. After a gather, no rank needs earlier results."""
         self.completed += 1
-        return self._by_number[self.completed]
-
-    def forget_earlier(self) -> None:
-        """All ranks have begun the last collective, so nobody needs what was before."""
-        self._by_number = {number: result for number, result in self._by_number.items() if number >= self.completed}
+        result = self._by_number[self.completed]
+        if isinstance(result, torch.Tensor):
+            self._by_number = {number: kept for number, kept in self._by_number.items() if number >= self.completed}
+        return result
 
     def forget(self) -> None:
-        """All ranks have all results."""
+        """Drop all results: every rank has them."""
         self._by_number.clear()
 
     def leave(self, epoch: int) -> None:
-        """Leave them in the register for those that come to `epoch` without them."""
+        """Write the results to the store, for ranks that come to `epoch` without them."""
         rows = {number: _pack(result) for number, result in self._by_number.items()}
-        self._register.leave_behind(_key(epoch, self._register.member), msgspec.msgpack.encode(rows))
+        self._rendezvous.put(_key(epoch, self._rendezvous.member), msgspec.msgpack.encode(rows))
 
-    def take(self, epoch: int, members: Sequence[Member], timeout: float, is_hopeless: Callable[[], bool]) -> None:
-        """Take what the first of `members` has left for those behind; raises CommError, also where there is nobody."""
-        if not members:
-            raise CommError("nobody has left the results that this rank missed")
-        found = self._register.get(_key(epoch, members[0]), timeout, is_hopeless)
+    def take(self, epoch: int, members: Sequence[Member], timeout: float, find_loss: Callable[[], str | None]) -> None:
+        """Take the missed results from the first of `members` that has left its own; raises CommError."""
+        keys = [_key(epoch, member) for member in members]
+        key = next(filter(self._rendezvous.has, keys), keys[0])
+        found = self._rendezvous.get(key, timeout, find_loss)
         for number, packed in msgspec.msgpack.decode(found, type=dict[int, tuple[int, bytes]]).items():
             if number > self.known:
                 self._by_number[number] = _unpack(*packed)
-
-    def holders(self, epoch: int, members: Sequence[Member]) -> list[Member]:
-        """Those of `members` that have left theirs."""
-        return [member for member in members if self._register.has_left(_key(epoch, member))]
 
 
 def _key(epoch: int, member: Member) -> str:
@@ -85,6 +85,4 @@ def _pack(result: Result) -> tuple[int, bytes]:
 
 
 def _unpack(num_rows: int, data: bytes) -> Result:
-    if not num_rows:
-        return data
-    return torch.from_numpy(np.frombuffer(data, np.int32).copy()).view(num_rows, -1)
+    return torch.from_numpy(np.frombuffer(data, np.int32).copy()).view(num_rows, -1) if num_rows else data

@@ -1,4 +1,4 @@
-"""The world that torchrun started: the only module that reads its environment, and joins and leaves its groups."""
+"""The world that a launcher started: the only module that reads its environment and joins the mesh."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from lpr.config import InputError
-from lpr.dist.channel import CommError, StoreChannel
-from lpr.dist.comm import Comm, ProcessComm, SoloComm
-from lpr.dist.elastic import FIRST_EPOCH, ElasticComm
-from lpr.dist.group import Group, IsBroken
-from lpr.dist.group import connect as join_group
-from lpr.dist.heart import Heart
+from lpr.dist import group
+from lpr.dist.comm import Comm, ProcessComm
+from lpr.dist.errors import first_line
+from lpr.dist.group import FindLoss, Group, join_replica, leave_replica
+from lpr.dist.heartbeat import Heartbeat
+from lpr.dist.membership import Membership
 from lpr.dist.places import SUPERVISED, die_with_parent
-from lpr.dist.register import Member, Register
+from lpr.dist.rendezvous import Member, Rendezvous
 
 
 @dataclass(frozen=True)
@@ -39,12 +38,14 @@ class World:
     attempt: int
     """How often torchrun has restarted the job."""
     launched: bool
-    """Did torchrun (or another launcher with its environment) start this process?"""
+    """True if torchrun, or another launcher with its environment, started this process."""
     local_size: int = 1
     """Processes on this machine."""
     supervised: bool = False
-    """Are lost ranks replaced while the others go on (lpr.dist.supervisor)? Then `rank` counts all that were ever
-    started, and one from `size` on replaces another."""
+    """True if lost ranks are replaced while the others go on (lpr.dist.supervisor). `rank` then counts all ranks that
+    were ever started, and one from `size` on replaces another."""
+    has_agent_store: bool = False
+    """True if the launcher, and not rank 0, holds the rendezvous store."""
 
     @classmethod
     def from_environment(cls) -> World:
@@ -59,6 +60,7 @@ class World:
                 attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
                 launched="RANK" in os.environ and "MASTER_ADDR" in os.environ,
                 supervised=SUPERVISED in os.environ,
+                has_agent_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             )
         except ValueError as failure:
             raise InputError(f"RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers: {failure}") from failure
@@ -88,106 +90,21 @@ def join(
     """The world as a mesh of replicas of `tp` ranks each, for as long as the context lasts.
 
     Every wait of the start, loading included, ends with an error after `load_timeout` seconds (default: `timeout`), and
-    every wait of a step after `timeout`. NCCL serves GPUs that belong to one rank each, gloo everything else. Raises
-    InputError when the ranks cannot meet.
+    every wait of a step after `timeout`. Raises InputError when the ranks cannot meet.
     """
-    shape = world.mesh_shape(tp)
+    world.mesh_shape(tp)
     if world.size == 1 and not world.supervised:
-        yield SoloComm()
+        yield Comm()
         return
     _die_with_launcher()
-    if world.supervised:
-        with _join_elastic(world, device, timeout, tp, load_timeout) as elastic:
-            yield elastic
-        return
-    limit = timedelta(seconds=max(timeout, load_timeout or timeout))
-    on_gpu = device is not None and device.startswith("cuda")
-    if on_gpu:
-        torch.cuda.set_device(device)
     try:
-        is_host = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        store = _connect(world, limit, is_host)
-        num_sharing, most_sharing = sharing(store, world, memory_of(device if on_gpu else None))
-        if on_gpu and tp > 1 and most_sharing > 1:
-            raise _shared_gpu(tp, most_sharing)
-        nccl = on_gpu and most_sharing == 1 and dist.is_nccl_available()
-        # The ranks of a replica also compare what is on the host, for which a GPU's stream need not be waited for.
-        backend = ("cpu:gloo,cuda:nccl" if tp > 1 else "nccl") if nccl else "gloo"
-        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=limit)
+        comm = _meet(world, device, timeout, tp, max(timeout, load_timeout or timeout))
     except InputError:
         raise
     except (RuntimeError, ValueError) as failure:
-        first = str(failure).strip().splitlines()[0]
-        raise InputError(f"rank {world.rank} of {world.size} cannot join the others: {first}") from failure
-    channel = None
-    try:
-        mesh = init_device_mesh("cuda" if nccl else "cpu", shape, mesh_dim_names=("lp", "tp"))
-        for axis in ("lp", "tp"):  # the time-out of init_process_group does not reach groups made later
-            dist.distributed_c10d._set_pg_timeout(limit, mesh.get_group(axis))
-        channel = StoreChannel(lambda: _connect(world, limit), world.rank, world.size)
-        where = torch.device(device if nccl and device is not None else "cpu")
-        yield ProcessComm(mesh, where, channel, timeout, num_sharing)
-        with contextlib.suppress(RuntimeError):  # a rank that has left with an error does not come
-            dist.barrier()
-    except BaseException:
-        if nccl:  # destroying the group is a collective, for which the others do not come
-            with contextlib.suppress(RuntimeError):
-                dist.distributed_c10d._abort_process_group()
-        raise
-    finally:
-        if channel is not None:
-            channel.close()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def _join_elastic(
-    world: World, device: str | None, timeout: float, tp: int, load_timeout: float | None
-) -> Iterator[ElasticComm]:
-    """As `join`, where lost replicas are replaced while the others go on."""
-    limit = max(timeout, load_timeout or timeout)
-    on_gpu = device is not None and device.startswith("cuda")
-    num_sharing = _num_sharing(world, tp, on_gpu)
-    nccl = on_gpu and num_sharing == 1 and dist.is_nccl_available()
-    if on_gpu:
-        torch.cuda.set_device(device)
-    where = torch.device(device if nccl and device is not None else "cpu")
-    member = Member(*divmod(world.rank, tp))
-
-    def store() -> dist.Store:
-        return _connect(world, timedelta(seconds=limit))
-
-    def register() -> Register:
-        return Register(store(), member, tp)
-
-    def connect(name: str, rank: int, size: int, is_broken: IsBroken) -> Group:
-        meeting = dist.PrefixStore(f"group/{name}", store())
-        return join_group(meeting, rank, size, where, limit if name == FIRST_EPOCH else timeout, is_broken)
-
-    comm = None
-    try:
-        mesh = tp_group = None
-        mine = register()
-        if tp > 1:
-            shared = dist.PrefixStore(f"replica/{member.replica}", store())
-            backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
-            dist.init_process_group(
-                backend, store=shared, rank=member.tp_rank, world_size=tp, timeout=timedelta(seconds=limit)
-            )
-            mesh = init_device_mesh("cuda" if nccl else "cpu", (tp,), mesh_dim_names=("tp",))
-            tp_group = join_group(
-                dist.PrefixStore("host", shared), member.tp_rank, tp, torch.device("cpu"), limit,
-                lambda: mine.dead_reason(member.replica) is not None,
-            )  # fmt: skip
-        comm = ElasticComm(
-            mine, Heart(register), connect, world.size // tp,
-            joins=world.rank >= world.size, tp_group=tp_group, timeout=timeout,
-        )  # fmt: skip
-        comm.tp_mesh, comm.num_sharing = mesh, num_sharing
-    except (CommError, RuntimeError, ValueError) as failure:
-        first = str(failure).strip().splitlines()[0]
-        raise InputError(f"rank {world.rank} of {world.size} cannot join the others: {first}") from failure
+        leave_replica(aborts=True)
+        reason = f"rank {world.rank} of {world.size} cannot join the others: {first_line(failure)}"
+        raise InputError(reason) from failure
     try:
         yield comm
     except BaseException as failure:
@@ -195,6 +112,48 @@ def _join_elastic(
         raise
     comm.finish()
     comm.close()
+
+
+def _meet(world: World, device: str | None, timeout: float, tp: int, load_timeout: float) -> ProcessComm:
+    """Join the mesh. NCCL serves GPUs that belong to one rank each, gloo everything else."""
+    on_gpu = device is not None and device.startswith("cuda")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    member = Member(*divmod(world.rank, tp))
+    limit = timedelta(seconds=load_timeout)
+    store = connect_store(world, limit, is_host=world.rank == 0 and not world.has_agent_store)
+    rendezvous = Rendezvous(store, member, tp)
+    num_sharing, most_sharing = _count_sharing(world, store, device if on_gpu else None)
+    if on_gpu and tp > 1 and most_sharing > 1:
+        raise InputError(
+            f"--tp {tp} needs a GPU per rank, and {most_sharing} ranks share one: "
+            "start fewer ranks, or give --device cpu"
+        )
+    nccl = on_gpu and most_sharing == 1 and dist.is_nccl_available()
+    where = torch.device(device if nccl and device is not None else "cpu")
+
+    def connect(name: str, rank: int, size: int, find_loss: FindLoss, is_start: bool) -> Group:
+        meeting = dist.PrefixStore(f"group/{name}", connect_store(world, limit))
+        if is_start:
+            return group.connect(meeting, rank, size, where, load_timeout, find_loss, patience=load_timeout)
+        return group.connect(meeting, rank, size, where, timeout, find_loss)
+
+    tp_group = tp_mesh = None
+    if tp > 1:
+        shared = dist.PrefixStore(f"replica/{member.replica}", connect_store(world, limit))
+        tp_mesh = join_replica(shared, member.tp_rank, tp, nccl, load_timeout)
+        # The ranks of a replica also compare what is on the host, for which a GPU's stream need not be waited for.
+        tp_group = group.connect(
+            dist.PrefixStore("host", shared), member.tp_rank, tp, torch.device("cpu"), load_timeout,
+            lambda: rendezvous.dead_reason(member.replica), patience=load_timeout,
+        )  # fmt: skip
+    members = Membership(
+        rendezvous, Heartbeat(lambda: Rendezvous(connect_store(world, limit), member, tp)), connect, world.size // tp,
+        survives=world.supervised, joins=world.rank >= world.size, timeout=timeout,
+    )  # fmt: skip
+    return ProcessComm(
+        members, member.tp_rank, tp, tp_group=tp_group, tp_mesh=tp_mesh, num_sharing=num_sharing, timeout=timeout
+    )
 
 
 def memory_of(device: str | None) -> str:
@@ -214,23 +173,16 @@ def sharing(store: dist.Store, world: World, memory: str) -> tuple[int, int]:
     return counts[memory.encode()], max(counts.values())
 
 
-def _num_sharing(world: World, tp: int, on_gpu: bool) -> int:
-    """Ranks of a supervised job that share this one's memory; its supervisor shows all of them the same GPUs."""
-    if not on_gpu:
-        return world.local_size
-    num_sharing = -(-world.local_size // max(1, torch.cuda.device_count()))
-    if tp > 1 and num_sharing > 1:
-        raise _shared_gpu(tp, num_sharing)
-    return num_sharing
+def _count_sharing(world: World, store: dist.Store, device: str | None) -> tuple[int, int]:
+    """As `sharing`. A supervisor shows all ranks the same GPUs, and not all ranks of its job start together."""
+    if not world.supervised:
+        return sharing(store, world, memory_of(device))
+    num_devices = 1 if device is None else max(1, torch.cuda.device_count())
+    num_sharing = -(-world.local_size // num_devices)
+    return num_sharing, num_sharing
 
 
-def _shared_gpu(tp: int, num_sharing: int) -> InputError:
-    return InputError(
-        f"--tp {tp} needs a GPU per rank, and {num_sharing} ranks share one: start fewer ranks, or give --device cpu"
-    )
-
-
-def _connect(world: World, limit: timedelta, is_host: bool = False) -> dist.Store:
+def connect_store(world: World, limit: timedelta, is_host: bool = False) -> dist.Store:
     """A connection to the rendezvous store, with keys of this attempt only.
 
     torch 2.13 shares one store between restarts, so restarted gloo ranks would read the addresses of dead processes.

@@ -1,9 +1,9 @@
 """The supervisor: the process that starts the ranks of one machine, outlives each of them, and replaces the lost ones.
 
-torchrun ends all ranks when one fails. This process holds the rendezvous store, so that it survives any rank; says in
-the register which rank has ended, at once; ends a rank that is stopped or hangs, so that its sockets close and nobody
-waits for it; and starts a new replica in the place of a lost one, which loads by itself and joins the others when it is
-ready. When no replica is left, the first one that has loaded is the beginning of a new mesh.
+torchrun ends all ranks when one fails. This process holds the rendezvous store, so that it survives any rank. It marks
+a replica dead as soon as one of its ranks has ended, kills a rank that is stopped or hangs, so that its sockets close,
+and starts a new replica in the place of a lost one, which loads alone and joins the others when it is ready. If no
+replica is left, the first one that has loaded begins a new mesh.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lpr.dist.places import SUPERVISED, die_with_parent
+from lpr.dist.places import die_with_parent, rank_environment
 
 if TYPE_CHECKING:
-    from lpr.dist.heart import Watch
-    from lpr.dist.register import Register
+    from lpr.dist.heartbeat import Watch
+    from lpr.dist.rendezvous import Rendezvous
 
 TICK = 0.25
-"""Seconds between two looks at hearts and at who waits to join; the end of a process is noticed at once."""
+"""Seconds between two looks at heartbeats and newcomers; the end of a process is noticed at once."""
 BACKOFF = (0.0, 1.0, 5.0, 15.0, 60.0)
-"""Seconds before a place is filled again, by how often in a row its replicas have ended before they had loaded; the last
-one counts for all further times, as a place that is given up would be lost to a service that runs for months."""
+"""Seconds before a place is filled again, by its failed starts in a row. The last one counts for all further times: a
+service that runs for months must not lose a place."""
 HOPELESS = 3
 """Failed starts in a row at every place after which the job ends, if no replica is left."""
 STOP_SECONDS = 10.0
@@ -42,12 +42,11 @@ LEAVE_SECONDS = 30.0
 STOPPED_SECONDS = 2.0
 """Time that a rank may be stopped (SIGSTOP, a debugger) before it counts as lost."""
 DYING_SECONDS = 2.0
-"""Time that a rank has to end by itself, and to say why, once it takes part no more."""
-FINISHED = (0, 2, 130)
-"""Codes of a rank that has come to the end of its job: well, with bad input in it, or interrupted."""
+"""Time that the ranks of a dead replica have to end by themselves, and to report why."""
 BAD_INPUT = 2
-"""The exit code of a rank that refuses what it was asked for: starting it again would not help."""
-_FOREIGN = ("GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE")
+"""Exit code of a rank that refuses its input: starting it again would not help."""
+FINISHED = (0, BAD_INPUT, 130)
+"""Exit codes of a rank that has finished its job: well, with bad input in it, or interrupted."""
 
 
 @dataclass
@@ -58,23 +57,69 @@ class Replica:
     """Among all replicas that were ever started."""
     place: int
     """Among those of the full mesh."""
-    processes: list[subprocess.Popen[bytes]]
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     is_ready: bool = False
-    """Has it loaded?"""
+    """True if it has loaded."""
     codes: dict[int, int] = field(default_factory=dict)
     """Exit codes by process id, of the ranks that have ended."""
+    dead_since: float | None = None
+    """When it was first seen marked dead."""
+    stopped_since: dict[int, float] = field(default_factory=dict)
+    """By process id of a stopped rank, when that was first seen."""
 
     @property
     def is_over(self) -> bool:
-        """Have all its ranks ended?"""
+        """True if all its ranks have ended."""
         return len(self.codes) == len(self.processes)
 
     def signal(self, number: int) -> None:
-        """Send a signal to the ranks that live."""
+        """Send a signal to the ranks that have not ended."""
         for process in self.processes:
             if process.pid not in self.codes:
                 with contextlib.suppress(ProcessLookupError):
                     process.send_signal(number)
+
+    def is_stopped(self) -> bool:
+        """True if a rank was stopped by a signal `STOPPED_SECONDS` ago. Linux shows this, also of a rank that loads."""
+        now = time.monotonic()
+        pids = [process.pid for process in self.processes if process.pid not in self.codes]
+        stopped = [pid for pid in pids if process_state(pid) == "T"]
+        self.stopped_since = {pid: self.stopped_since.get(pid, now) for pid in stopped}
+        return any(now - since > STOPPED_SECONDS for since in self.stopped_since.values())
+
+
+class Restarts:
+    """When the places of lost replicas are filled again."""
+
+    def __init__(self, num_places: int) -> None:
+        """No replica was lost yet."""
+        self.due: dict[int, float] = {}
+        """By place, when it is to be filled."""
+        self._failures = [0] * num_places
+        """By place, replicas in a row that ended before they had loaded."""
+
+    def plan(self, place: int, *, had_loaded: bool = False, is_refused: bool = False, is_last: bool = False) -> bool:
+        """Plan to fill the place of a lost replica; false if that is hopeless.
+
+        `is_refused` if it refused its input, `is_last` if no replica is left.
+        """
+        failures = 0 if had_loaded else max(self._failures[place] + 1, HOPELESS if is_refused else 0)
+        self._failures[place] = failures
+        if is_last and min(self._failures) >= HOPELESS:
+            return False
+        now = time.monotonic()
+        self.due[place] = now + BACKOFF[min(failures, len(BACKOFF) - 1)]
+        if is_last:  # streams wait
+            self.due = {each: min(due, now + BACKOFF[HOPELESS - 1]) for each, due in self.due.items()}
+        return True
+
+    def take_due(self) -> list[int]:
+        """The places that are to be filled now."""
+        now = time.monotonic()
+        taken = [place for place, due in self.due.items() if due <= now]
+        for place in taken:
+            del self.due[place]
+        return taken
 
 
 class Supervisor:
@@ -93,23 +138,12 @@ class Supervisor:
         self._epoch = -1
         self._members: list[int] = []
         """The latest mesh: its epoch, and its replicas."""
-        self._failures = [0] * num_replicas
-        """Per place: replicas in a row that ended before they had loaded."""
-        self._due: dict[int, float] = {}
-        """When places are to be filled again."""
-        self._dead_since: dict[int, float] = {}
-        """Per replica that takes part no more, and has processes still."""
-        self._stopped_since: dict[int, float] = {}
-        """Per process id of a rank that was found stopped."""
+        self._restarts = Restarts(num_replicas)
         self._code: int | None = None
-        """What the job ends with, once that is known."""
+        """The exit code of the job, once it is known."""
         self._signalled: int | None = None
         self._until: float | None = None
         """When the ranks that are left are killed."""
-        self._socket = socket.socket()
-        self._socket.bind(("127.0.0.1", 0))
-        self._socket.listen(1024)
-        self._port = self._socket.getsockname()[1]
 
     def run(self) -> int:
         """Start the ranks and stay until all have ended; returns the exit code of the job.
@@ -117,63 +151,51 @@ class Supervisor:
         0 when a rank has finished the job, 2 for bad input, 1 when replicas end again and again before they have
         loaded, or 128 and a signal's number.
         """
-        with self._signals():
+        with self._signals(), socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(1024)
+            self._port = listener.getsockname()[1]
             for place in range(self.num_replicas):
                 self._start(place)
             # While they import their libraries: a store needs torch, which takes seconds to load.
-            self._register, self._watch = self._open_register()
+            self._rendezvous, self._watch = self._open_store(listener)
             try:
-                while self._replicas or (self._due and self._code is None):
+                while self._replicas or (self._restarts.due and self._code is None):
                     self._tick()
             finally:
                 for replica in self._replicas.values():
                     replica.signal(signal.SIGKILL)
         return 1 if self._code is None else self._code
 
-    def _open_register(self) -> tuple[Register, Watch]:
+    def _open_store(self, listener: socket.socket) -> tuple[Rendezvous, Watch]:
         from datetime import timedelta
 
         import torch.distributed as dist
 
-        from lpr.dist.heart import Watch
-        from lpr.dist.register import Member, Register
+        from lpr.dist.heartbeat import Watch
+        from lpr.dist.rendezvous import Member, Rendezvous
 
         store = dist.TCPStore(
             "127.0.0.1", self._port, None, is_master=True, timeout=timedelta(seconds=30), wait_for_workers=False,
-            master_listen_fd=self._socket.detach(),
+            master_listen_fd=listener.detach(),
         )  # fmt: skip
-        register = Register(dist.PrefixStore("lpr-attempt-0", store), Member(-1), self.tp)
-        return register, Watch(register)
-
-    # Processes.
+        rendezvous = Rendezvous(dist.PrefixStore("lpr-attempt-0", store), Member(-1), self.tp)
+        return rendezvous, Watch(rendezvous)
 
     def _start(self, place: int) -> None:
         number = self._num_started
         self._num_started += 1
-        processes = [
-            subprocess.Popen(
-                self.command,
-                env=self._environment(number, place, tp_rank),
-                process_group=0,  # a Ctrl-C in the terminal is for this process, which passes it on
-            )
-            for tp_rank in range(self.tp)
-        ]
-        self._replicas[number] = Replica(number, place, processes)
-        for process in processes:
+        replica = self._replicas[number] = Replica(number, place)
+        for tp_rank in range(self.tp):
+            rank, local_rank = number * self.tp + tp_rank, place * self.tp + tp_rank
+            variables = rank_environment(os.environ, rank, local_rank, self.num_replicas * self.tp, self._port)
+            # Its own process group: a Ctrl-C in the terminal is for this process, which passes it on.
+            process = subprocess.Popen(self.command, env=variables, process_group=0)
+            replica.processes.append(process)
             threading.Thread(target=self._await, args=(number, process), daemon=True).start()
 
     def _await(self, number: int, process: subprocess.Popen[bytes]) -> None:
         self._ended.put((number, process.pid, process.wait()))
-
-    def _environment(self, number: int, place: int, tp_rank: int) -> dict[str, str]:
-        size = self.num_replicas * self.tp
-        return {
-            **rank_environment(os.environ, size),
-            "RANK": str(number * self.tp + tp_rank), "LOCAL_RANK": str(place * self.tp + tp_rank),
-            "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True", SUPERVISED: str(os.getpid()),
-        }  # fmt: skip
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -190,8 +212,6 @@ class Supervisor:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    # One look.
-
     def _tick(self) -> None:
         with contextlib.suppress(queue.Empty):
             found = self._ended.get(timeout=TICK)
@@ -203,16 +223,18 @@ class Supervisor:
         self._note_ready()
         self._end_the_dead()
         if self._code is None:
-            self._fill_places()
+            for place in self._restarts.take_due():
+                self._start(place)
             self._found_or_offer()
         elif self._until is not None and time.monotonic() > self._until:
             for replica in self._replicas.values():
                 replica.signal(signal.SIGKILL)
 
     def _note_end(self, number: int, pid: int, code: int) -> None:
+        """Note that a rank has ended; a replica whose ranks have all ended is replaced, unless the job ends."""
         replica = self._replicas[number]
         replica.codes[pid] = code
-        self._register.mark_dead(number, f"a rank has ended with code {code}")
+        self._rendezvous.mark_dead(number, f"a rank has ended with code {code}")
         if code in FINISHED and replica.is_ready:
             self._end(code, LEAVE_SECONDS)
         elif self._code is None:
@@ -220,98 +242,64 @@ class Supervisor:
         if not replica.is_over:
             return
         del self._replicas[number]
-        self._dead_since.pop(number, None)
-        if self._code is None:
-            self._replace(replica)
-
-    def _replace(self, replica: Replica) -> None:
-        """Plan to fill the place of a replica that was lost, unless that is hopeless."""
-        codes = replica.codes.values()
-        print(f"lpr: replica {replica.number} was lost (codes {sorted(codes)})", file=sys.stderr, flush=True)
-        place, is_refused = replica.place, BAD_INPUT in codes
-        if replica.is_ready:
-            self._failures[place] = 0
-        else:
-            self._failures[place] = max(self._failures[place] + 1, HOPELESS if is_refused else 0)
-        if is_refused and self._epoch < 0:  # the start itself was refused, on all ranks
-            self._end(BAD_INPUT, STOP_SECONDS, signal.SIGTERM)
-        elif not self._replicas and min(self._failures) >= HOPELESS:
+        if self._code is not None:
+            return
+        print(f"lpr: replica {number} was lost (codes {sorted(replica.codes.values())})", file=sys.stderr, flush=True)
+        is_refused = BAD_INPUT in replica.codes.values()
+        is_planned = self._restarts.plan(
+            replica.place, had_loaded=replica.is_ready, is_refused=is_refused, is_last=not self._replicas
+        )
+        if not is_planned or (is_refused and self._epoch < 0):  # the start itself was refused, on all ranks
             self._end(BAD_INPUT if is_refused else 1, STOP_SECONDS, signal.SIGTERM)
-        else:
-            now = time.monotonic()
-            self._due[place] = now + BACKOFF[min(self._failures[place], len(BACKOFF) - 1)]
-            if not self._replicas:  # streams wait
-                self._due = {each: min(due, now + BACKOFF[HOPELESS - 1]) for each, due in self._due.items()}
-
-    def _fill_places(self) -> None:
-        now = time.monotonic()
-        for place in [place for place, due in self._due.items() if due <= now]:
-            del self._due[place]
-            self._start(place)
 
     def _note_ready(self) -> None:
         for replica in self._replicas.values():
             if not replica.is_ready:
-                members = self._register.members([replica.number])
-                replica.is_ready = all(self._register.is_ready(member) for member in members)
+                members = self._rendezvous.members([replica.number])
+                replica.is_ready = all(self._rendezvous.is_ready(member) for member in members)
 
     def _end_the_dead(self) -> None:
-        """Kill what hangs or was given up, so that its place can be filled. Loading takes as long as it takes."""
+        """Kill what hangs or is dead to the others, so that its place can be filled. Loading has no time limit here."""
         for number, replica in self._replicas.items():
-            if self._is_stopped(replica):
-                self._register.mark_dead(number, "it was stopped")
+            if replica.is_stopped():
+                self._rendezvous.mark_dead(number, "it was stopped")
                 replica.signal(signal.SIGKILL)
-        ready = [number for number, replica in self._replicas.items() if replica.is_ready]
-        for number in self._watch.silent(ready):
-            self._register.mark_dead(number, "no heartbeat")
+        ready = [replica for replica in self._replicas.values() if replica.is_ready]
+        for number in self._watch.silent([replica.number for replica in ready]):
+            self._rendezvous.mark_dead(number, "no heartbeat")
         now = time.monotonic()
-        for number in ready:
-            if self._register.dead_reason(number):
-                since = self._dead_since.setdefault(number, now)
-                if now - since > DYING_SECONDS:
-                    self._replicas[number].signal(signal.SIGKILL)
-
-    def _is_stopped(self, replica: Replica) -> bool:
-        """Has a rank been stopped by a signal for longer than a pulse may be missed? Linux says so, also of a loader."""
-        now = time.monotonic()
-        found = False
-        for process in replica.processes:
-            if process.pid in replica.codes or process_state(process.pid) != "T":
-                self._stopped_since.pop(process.pid, None)
-            else:
-                found |= now - self._stopped_since.setdefault(process.pid, now) > STOPPED_SECONDS
-        return found
+        for replica in ready:
+            if self._rendezvous.dead_reason(replica.number):
+                replica.dead_since = replica.dead_since or now
+                if now - replica.dead_since > DYING_SECONDS:
+                    replica.signal(signal.SIGKILL)
 
     def _found_or_offer(self) -> None:
         """Name the replicas that wait to join; if no mesh is left, let the first of them begin one."""
-        while (decision := self._register.decision(self._epoch + 1)) is not None:
+        while (decision := self._rendezvous.decision(self._epoch + 1)) is not None:
             self._epoch += 1
             self._members = decision.replicas
         waiting = [number for number, replica in self._replicas.items() if replica.is_ready]
         if self._epoch >= 0:
             waiting = [number for number in waiting if number not in self._members]
-        elif any(not self._is_newcomer(number) for number in self._replicas):
+        elif any(number < self.num_replicas for number in self._replicas):
             return  # the first start goes on
-        is_left = self._epoch >= 0 and any(self._is_alive(number) for number in self._members)
+        is_left = self._epoch >= 0 and any(
+            number in self._replicas and self._rendezvous.dead_reason(number) is None for number in self._members
+        )
         if waiting and not is_left:
-            from lpr.dist.register import Decision
+            from lpr.dist.rendezvous import Decision
 
-            if self._epoch < 0:  # the ranks of the start, which never met, have left their traces there
-                self._register.decide(0, Decision([]))
+            if self._epoch < 0:  # the ranks of the start, which never met, may have written there
+                self._rendezvous.decide(0, Decision([]))
             epoch = max(0, self._epoch) + 1
-            if self._register.decide(epoch, Decision(waiting[:1])).replicas == waiting[:1]:
-                self._register.welcome(epoch, waiting[0])
+            if self._rendezvous.decide(epoch, Decision(waiting[:1])).replicas == waiting[:1]:
+                self._rendezvous.welcome(epoch, waiting[0])
         elif self._epoch >= 0:
-            self._register.offer(waiting)
-
-    def _is_alive(self, number: int) -> bool:
-        return number in self._replicas and self._register.dead_reason(number) is None
-
-    def _is_newcomer(self, number: int) -> bool:
-        return number >= self.num_replicas
+            self._rendezvous.offer(waiting)
 
     def _end(self, code: int, patience: float, number: int | None = None) -> None:
-        """End the job with `code`: replace nobody, and kill what is left after `patience` seconds."""
+        """End the job with `code`: replace nothing, and kill what is left after `patience` seconds."""
         if not self._code:
             self._code = code
         if self._until is None:
@@ -319,24 +307,12 @@ class Supervisor:
         for replica in self._replicas.values():
             if number is not None:
                 replica.signal(number)
-            elif self._is_newcomer(replica.number) and not replica.is_ready:
+            elif replica.number >= self.num_replicas and not replica.is_ready:
                 replica.signal(signal.SIGKILL)  # it loads for a job that is over
 
 
-def rank_environment(variables: Mapping[str, str], num_ranks: int) -> dict[str, str]:
-    """What the ranks see of `variables`: not what another launcher meant for its own."""
-    kept = {
-        name: value
-        for name, value in variables.items()
-        if name not in _FOREIGN and not name.startswith("TORCHELASTIC_")
-    }
-    # Ranks of one machine share its cores; torchrun would give each of them a single thread, with a warning.
-    share = max(1, (os.cpu_count() or 1) // num_ranks)
-    return {"OMP_NUM_THREADS": str(share), **kept}
-
-
 def process_state(pid: int) -> str:
-    """One letter, as `ps` shows it; empty where there is no such process, or no /proc."""
+    """The state of a process as `ps` shows it, one letter; empty without such a process or without /proc."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

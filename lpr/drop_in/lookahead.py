@@ -1,10 +1,10 @@
 """The drop-in for transformers programs: `model.generate(**inputs, custom_generate=lpr.lookahead)`.
 
-`generate` prepares everything as ever: the generation config, the logits processors, the stopping criteria. What is
-replaced is the loop that runs the model. Greedy ids equal those of plain `generate`; with `do_sample=True` they are an
-exact sample of the same distribution, drawn by lpr's keyed noise (lpr.model.sampling). Each row's seed is one draw of
-`torch.randint` from torch's default CPU generator, so `torch.manual_seed` and `transformers.set_seed` make a call
-reproducible, and further calls differ. One process decodes; for lookahead parallelism there is `lpr.Engine`.
+`generate` prepares the generation config, the logits processors and the stopping criteria as always; lpr replaces the
+loop that runs the model. Greedy ids equal those of plain `generate`; with `do_sample=True` they are an exact sample of
+the same distribution, drawn by lpr's keyed noise (lpr.model.sampling). Each row's seed is one draw of `torch.randint`
+from torch's default CPU generator, so `torch.manual_seed` and `transformers.set_seed` make a call reproducible, and
+further calls differ. One process decodes; for lookahead parallelism use `lpr.Engine`.
 """
 
 from __future__ import annotations
@@ -35,16 +35,15 @@ from lpr.model.loader import wrap
 
 
 class HandOver:
-    """The signature of a Lookahead, for `generate` to ask: handing over what transformers (5.23) would drop.
+    """The signature of a Lookahead, which hands over arguments that transformers (5.23) would drop.
 
-    `generate` compares the signature of a callable `custom_generate` with that of its own sampling loop, and passes on
-    just those of its remaining keyword arguments that are new there. `streamer`, `tokenizer` and `assistant_model` are
-    taken out before: a streamer would get the prompt and wait for the rest for ever. So while it asks, they are put
-    among the remaining ones, under names that are new. Nothing of transformers is changed for anybody else.
+    `generate` reads the signature of a callable `custom_generate`, and passes on those of its remaining keyword
+    arguments that its own sampling loop does not have. It has removed `streamer`, `tokenizer` and `assistant_model`
+    before: a streamer would get the prompt and never the rest. So whenever `generate` reads the signature, they are put
+    back among the remaining arguments, under names that the sampling loop does not have. transformers is not changed.
     """
 
     def __get__(self, instance: Lookahead | None, owner: type) -> inspect.Signature | None:
-        """The signature of an instance; the class has its own."""
         if instance is None:
             return None
         frame = sys._getframe(1)
@@ -69,14 +68,14 @@ _HANDED_OVER = {
 class Lookahead:
     """A `custom_generate` for transformers that decodes with lpr: the same tokens in fewer forwards.
 
-    The prepared model (tree attention, K/V cache, tries) is kept on the model from call to call and grows with its
-    batches; between calls the model is as it was. One call at a time runs on a model.
+    The engine (tree attention, K/V cache, draft indexes) stays on the model from call to call and grows with its
+    batches; between calls the model has its own attention. One call at a time runs on a model.
     """
 
     __signature__ = HandOver()
 
     def __init__(self, decode: DecodeConfig | None = None, *, exact: bool = False) -> None:
-        """`decode` says how to draft; its `max_batch_size` and `max_length` are set to what each call needs.
+        """Draft as `decode` asks, except that `max_batch_size` and `max_length` follow from each call.
 
         `exact` is that of EngineOptions: ids and logits do not depend on `decode`, in half precision either.
         """
@@ -97,11 +96,10 @@ class Lookahead:
         assistant_tokenizer: Any = None,
         **model_kwargs: Any,
     ) -> torch.Tensor | GenerateDecoderOnlyOutput:
-        """What `generate` calls, with all it has prepared; returns what `generate` is to return.
+        """Called by `generate` with all it has prepared; returns the result of `generate`.
 
-        The arguments that begin with `lpr_` are those of `generate`, as `HandOver` hands them on.
-
-        Raises InputError, which names the option, for what a token tree cannot honour.
+        `HandOver` renames arguments of `generate` to those that begin with `lpr_`. Raises InputError, which names the
+        option, for one that a token tree cannot honour.
         """
         refuse(model, generation_config, lpr_assistant_model, lpr_synced_gpus, model_kwargs)
         prompts = prompts_of(input_ids, model_kwargs)
@@ -137,12 +135,12 @@ def advance(engine: Engine, requests: dict[Request, OutputRow], batch: OutputBat
     for request in engine.step():
         row = requests.get(request)
         if row is None:
-            continue  # an aborted one of an earlier call
+            continue  # aborted by an earlier call
         for chunk in request.take():
             for token in chunk.token_ids:
                 batch.push(row, token)
         if row.finished_at is not None and (batch.pads or batch.is_complete):
-            engine.abort(request)  # whatever came behind its end never happened, errors included
+            engine.abort(request)  # tokens and errors behind its end are dropped
         elif request.finish_reason == "error":
             raise row.failure or RuntimeError(f"row {row.index}: {request.error}")
         elif request.finish_reason == "length" and row.length < batch.ids.shape[1]:
@@ -170,7 +168,7 @@ def prompts_of(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> list[li
     return prompts
 
 
-# generate() passes these for every model; all others are inputs of a kind that a token tree does not carry.
+# generate() passes these for every model; a token tree has no place for other inputs.
 _HONOURED = {"attention_mask", "position_ids", "logits_to_keep", "use_cache", "past_key_values"}
 
 
@@ -180,13 +178,7 @@ def refuse(
     """Raise InputError that names what a token tree cannot honour."""
     mode = config.get_generation_mode(assistant_model)
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        options = (
-            "num_beams",
-            "penalty_alpha",
-            "dola_layers",
-            "prompt_lookup_num_tokens",
-            "use_mtp",
-        )
+        options = ("num_beams", "penalty_alpha", "dola_layers", "prompt_lookup_num_tokens", "use_mtp")
         given = [name for name in options if getattr(config, name, None) not in (None, 1, False)]
         given += ["assistant_model"] if assistant_model is not None else []
         _refuse(f"{mode.value.replace('_', ' ')} ({', '.join(given) or 'generation mode'})")
@@ -214,35 +206,31 @@ def _refuse(what: str) -> None:
 
 
 class EngineCache:
-    """What stays on a model between calls: its engine, and the attention that the engine needs.
+    """A model's engine between calls, and the attention that the engine needs.
 
-    An attribute of the model and not an entry in a table: the engine holds the model, so a table would keep both alive
-    for ever. Copies and pickles of the model leave it out.
+    It is an attribute of the model: the engine holds the model, so a table would keep both alive for ever. Copies and
+    pickles of the model leave it out.
     """
 
     NAME = "_lpr_kept"
 
     def __init__(self) -> None:
-        """Nothing yet."""
         self.lock = threading.RLock()
         self.engine: Engine | None = None
         self._made_for: tuple[Any, ...] | None = None
         self._tree_attention: list[Any] = []
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> EngineCache:
-        return EngineCache()
 
     def __reduce__(self) -> tuple[type[EngineCache], tuple[()]]:
         return EngineCache, ()
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> EngineCache:
-        """What is kept on `model`."""
+        """The cache of `model`."""
         return model.__dict__.setdefault(cls.NAME, cls())
 
     @contextmanager
     def attention(self, model: PreTrainedModel) -> Iterator[None]:
-        """Let the model use the engine's attention, and give it its own back."""
+        """Let the model use the engine's attention, and restore its own at the end."""
         configs = attention_configs(model)
         own = [config._attn_implementation_internal for config in configs]
         if len(self._tree_attention) == len(configs):
@@ -266,12 +254,12 @@ class EngineCache:
     ) -> Engine:
         """The engine, with a slot per prompt and room for its tokens as far as the model has positions.
 
-        The cache grows by powers of two and never shrinks; what outputs of earlier calls taught stays. K/V of earlier
-        calls does not: the model may have been trained in between.
+        The cache grows by powers of two and never shrinks. Learned outputs of earlier calls stay, their K/V does not:
+        the model may have been trained in between.
         """
         if self.engine is not None and not self.engine.is_idle:
             raise InputError("generate with lpr.lookahead cannot run inside another such call on the same model")
-        vocab_size = model.config.get_text_config(decoder=True).vocab_size  # drafts may hold none of its former ids
+        vocab_size = model.config.get_text_config(decoder=True).vocab_size  # drafts must not have ids of a larger one
         made_for = model.device, model.dtype, vocab_size, exact, torch.get_num_threads() if exact else None
         if self._made_for != made_for:
             self.engine = None
@@ -285,15 +273,12 @@ class EngineCache:
             self.engine = Engine.from_model(model, decode=wanted, prefix_reuse=False, exact=exact)
             self._made_for = made_for
         elif self.engine.decode != wanted:
-            shared, is_same = self.engine.shared, self.engine.decode.trie_capacity == wanted.trie_capacity
-            self.engine.configure(wanted)
-            if is_same:
-                self.engine.shared = shared
+            self.engine.configure(wanted, keep_drafts=True)
         return self.engine
 
 
 def attention_configs(model: PreTrainedModel) -> list[Any]:
-    """The configs that say which attention a part of the model uses, each once."""
+    """The configs that choose the attention of the model's parts, each once."""
     found: dict[int, Any] = {}
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -309,7 +294,7 @@ def _set_attention(configs: Sequence[Any], names: Sequence[Any]) -> None:
 
 @contextmanager
 def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Without dropout, and back to how each module was."""
+    """Evaluate without dropout, and restore the mode of each module at the end."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

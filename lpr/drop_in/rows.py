@@ -1,4 +1,4 @@
-"""The rows of one `generate` call: decoded each by itself, put together as the batch that transformers makes."""
+"""The rows of one `generate` call: each is decoded as a request, and all form the batch that transformers makes."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from lpr.config import InputError, SamplingParams
 from lpr.model.sampling.processors import Processor, is_row_by_row
 
-# These treat all rows of a batch alike. Every other processor or criterion may hold something per row (as
-# PrefixConstrainedLogitsProcessor does), so it sees a batch of as many rows as it would have, each of them this row.
+# These treat all rows of a batch alike. Every other processor or criterion may have state per row (as
+# PrefixConstrainedLogitsProcessor does), so it gets a batch of the usual number of rows, each of them this row.
 _ROWS_ALIKE = {
     getattr(transformers, name)
     for name in (
@@ -43,14 +43,14 @@ _ROWS_ALIKE = {
 }  # fmt: skip
 
 _ON_HOST = {EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria}
-"""Criteria that look at ids alone, wherever these are: on the host they keep no GPU waiting after every token."""
+"""Criteria that read ids only: with ids on the host, the GPU need not wait for them after every token."""
 
 
 def sampling_of(config: Any, processors: Sequence[Any]) -> tuple[SamplingParams, list[Any], list[Any]]:
-    """How lpr is to sample, the processors that come before that, and those that it stands for.
+    """The SamplingParams of a call, the processors to apply before them, and the processors that they replace.
 
-    Temperature, top-k, top-p and min-p at the end of the list are lpr's own to apply: the guesses of a Jacobi window,
-    which no processor sees, then follow them too.
+    lpr applies temperature, top-k, top-p and min-p at the end of the list itself: so the guesses of a Jacobi window,
+    which no processor sees, follow them too.
     """
     if not config.do_sample:
         return SamplingParams(), list(processors), []
@@ -73,7 +73,7 @@ def _is_plain(warper: Any) -> bool:
 
 
 def for_row(function: Callable[..., Any], index: int, num_rows: int, input_ids: torch.Tensor, values: Any) -> Any:
-    """What a processor or criterion says of row `index`, which is `input_ids` [1, L] with its `values`."""
+    """The result of a processor or criterion for row `index`, which is `input_ids` [1, L] with its `values`."""
     if num_rows == 1 or type(function) in _ROWS_ALIKE or isinstance(function, SynthIDTextWatermarkLogitsProcessor):
         return function(input_ids, values)
     if isinstance(values, torch.Tensor):
@@ -85,10 +85,9 @@ def for_row(function: Callable[..., Any], index: int, num_rows: int, input_ids: 
 
 
 class OutputRow:
-    """One row: its processors as the engine calls them, and how far it is."""
+    """One row: its processors as the engine calls them, and its progress."""
 
     def __init__(self, index: int, num_pads: int, batch: OutputBatch) -> None:
-        """OutputRow `index` of `batch`, whose first `num_pads` tokens are padding."""
         self.index = index
         self.batch = batch
         self.length = batch.num_prompt
@@ -98,18 +97,18 @@ class OutputRow:
         self.scores: list[torch.Tensor] = []
         self.logits: list[torch.Tensor] = []
         self.failure: Exception | None = None
-        """What a processor raised."""
+        """The exception of a processor."""
         self._pads = batch.prompt_ids[index : index + 1, :num_pads]
         self._functions = batch.processors
-        if batch.num_rows > 1:  # this one keeps a state per row
+        if batch.num_rows > 1:  # SynthID has state per row
             stateful = SynthIDTextWatermarkLogitsProcessor
             self._functions = [copy.deepcopy(f) if isinstance(f, stateful) else f for f in batch.processors]
 
     @property
     def processors(self) -> list[Processor]:
-        """What the engine is to call; nothing if there is nothing to do.
+        """The processors for the engine.
 
-        Where nothing else is to be done, these are the functions themselves: some need no waiting for the device.
+        These are the functions themselves where nothing else is to be done: some need no waiting for the device.
         """
         alike = not self._pads.numel() and all(map(is_row_by_row, self._functions))
         if alike and not (self.batch.keeps_scores or self.batch.keeps_logits):
@@ -138,7 +137,7 @@ class OutputRow:
 
 
 class OutputBatch:
-    """The output of a `generate` call while its rows arrive, a few tokens at a time and each at its own pace."""
+    """The output of a `generate` call while its rows grow, a few tokens at a time and each at its own pace."""
 
     def __init__(
         self,
@@ -157,7 +156,7 @@ class OutputBatch:
         self.keeps_scores = bool(config.return_dict_in_generate and config.output_scores)
         self.keeps_logits = bool(config.return_dict_in_generate and config.output_logits)
         self.pads = any(hasattr(each, "eos_token_id") for each in criteria)
-        """Is a finished row padded? Without an end-of-text token transformers lets it run on beside the others."""
+        """True if finished rows are padded. Without an end-of-text token transformers lets them run on."""
         pad = config._pad_token_tensor
         if self.num_rows > 1:
             if self.pads and pad is None:
@@ -181,24 +180,24 @@ class OutputBatch:
 
     @property
     def is_complete(self) -> bool:
-        """Are all tokens of the output there?"""
+        """True if all tokens of the output are there."""
         length = self.length
         return length is not None and (self.pads or all(row.length >= length for row in self.rows))
 
     def push(self, row: OutputRow, token: int) -> None:
-        """Take a row's next token; what comes behind the end of a row that is padded there never existed."""
+        """Add a row's next token; tokens behind the end of a padded row are dropped."""
         if row.finished_at is not None and self.pads:
             return
         self.ids[row.index, row.length] = token
         row.length += 1
-        # All criteria are asked: some count their calls.
+        # Every criterion is called: some count their calls.
         if row.finished_at is None and any([self._is_met(each, row) for each in self.criteria]):
             row.finished_at = row.length
         if self.streamer is not None:
             self._stream()
 
     def _is_met(self, criterion: Callable[..., Any], row: OutputRow) -> bool:
-        """Does a row end here? Only criteria of other people's are given tensors on a GPU, and waited for."""
+        """True if a row ends here. Only criteria outside _ON_HOST get tensors on the GPU, and are waited for."""
         input_ids = self.ids[row.index : row.index + 1, : row.length]
         if type(criterion) not in _ON_HOST:
             input_ids = input_ids.to(self.device)
@@ -206,7 +205,7 @@ class OutputBatch:
         return bool(for_row(criterion, row.index, self.num_rows, input_ids, scores))
 
     def _stream(self) -> None:
-        """Hand on the tokens [B] of every place at which all rows have one, as transformers does after each step."""
+        """Stream the tokens [B] of every place that all rows have reached, as transformers does after each step."""
         length = self.length
         ends = [row.length for row in self.rows if row.finished_at is None or not self.pads]
         ready = min(ends) if ends else self.ids.shape[1]
@@ -215,7 +214,7 @@ class OutputBatch:
             self._num_streamed = place + 1
 
     def result(self) -> torch.Tensor | GenerateDecoderOnlyOutput:
-        """What `generate` returns. Scores and logits behind the end of a padded row are zeros."""
+        """The result of `generate`. Scores and logits behind the end of a padded row are zeros."""
         length = self.length
         assert length is not None
         if self.streamer is not None:
@@ -234,6 +233,6 @@ class OutputBatch:
 
 
 def _columns(rows: Sequence[Sequence[torch.Tensor]], count: int) -> tuple[torch.Tensor, ...]:
-    """Per place the values [B, V] of all rows."""
+    """The values [B, V] of all rows, per place; zeros behind the end of a row."""
     nothing = torch.zeros_like(rows[0][0])
     return tuple(torch.cat([row[i] if i < len(row) else nothing for row in rows]) for i in range(count))

@@ -1,78 +1,46 @@
-"""Pending chains that are longer than a tree: how much of them each rank computes in a step.
-
-Pure, as the scheduler is, whose affair this is.
-"""
+"""Pending chains that are longer than a tree: how much of them each rank computes in a step. Pure, as the scheduler."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-from lpr.engine.targets import Targets, Timed
-
-
-class Chained(Timed, Protocol):
-    """What must be known of a running request."""
-
-    homes: list[int]
-    slots: list[int]
-    num_computed_tokens: list[int]
-
+from lpr.engine.limits import Limits
+from lpr.engine.schedulable import Schedulable
 
 MANY = 8
 """With more requests than this decoding, prompts are filled in parts. With fewer, the request that waits for its parts
 loses more than the others save: parts only save where several ranks fill in the same step (dev/LOG.md)."""
 
-R = TypeVar("R", bound=Chained)
+R = TypeVar("R", bound=Schedulable)
 Fill = tuple[R, list[int]]
 """A request, and how many tokens of its chain each rank computes."""
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What the scheduler allows."""
-
-    num_ranks: int
-    longest_chain: int
-    """A chain of up to so many tokens above the root is evaluated together with a tree."""
-    join_chunk: int
-    """Tokens that take hardly longer than to decode."""
-    prefill_chunk: int
-    """Most tokens of a rank and step."""
-    is_elastic: bool
-    """May a request have fewer ranks than there are?"""
-
-
-def rooms(running: Sequence[R], limits: Limits, targets: Targets[R] | None) -> list[int]:
+def rooms(running: Sequence[R], limits: Limits[R]) -> list[int]:
     """Tokens of long chains that each rank may compute in a step.
 
     A step lasts as long as its busiest rank. So where many others wait for it, a rank fills no more than an equal part
-    of all that is to be filled, or what takes hardly longer than to decode; and no more than leaves those that decode
+    of all long chains, or what takes hardly longer than decoding. It also fills no more than leaves decoding requests
     their time per token, even if a first token then comes too late: that is one request, and they are several.
     """
-    most = limits.prefill_chunk
+    most, targets = limits.prefill_chunk, limits.targets
     if not limits.is_elastic and targets is None:
         return [most] * limits.num_ranks
-    lacking = [_lacking(request, request.homes) for request in running]
+    lacking = [len(each.tokens) - 1 - min(each.num_computed_tokens[rank] for rank in each.homes) for each in running]
     long = [count if count > limits.longest_chain else 0 for count in lacking]
     if not any(long) or all(long):
         return [most] * limits.num_ranks
     if limits.is_elastic and long.count(0) > MANY:
         total = sum(count * len(request.homes) for count, request in zip(long, running, strict=True))
-        most = min(most, max(limits.join_chunk, total // limits.num_ranks))
-    if targets is None:
-        return [most] * limits.num_ranks
-    decoding = [request for request, count in zip(running, long, strict=True) if not count]
-    # The step is as long for those that decode on other ranks.
-    return [targets.chunk(decoding, min(most, limits.join_chunk), most)] * limits.num_ranks
+        most = min(most, max(limits.joining, total // limits.num_ranks))
+    if targets is not None:  # the step is as long for those that decode on other ranks
+        decoding = [request for request, count in zip(running, long, strict=True) if not count]
+        most = targets.chunk(decoding, min(most, limits.joining), most)
+    return [most] * limits.num_ranks
 
 
-def _lacking(request: Chained, ranks: Sequence[int]) -> int:
-    return len(request.tokens) - 1 - min(request.num_computed_tokens[rank] for rank in ranks)
-
-
-def fill(request: Chained, ranks: Sequence[int], counts: list[int], room: list[int], most: int) -> int:
+def fill(request: Schedulable, ranks: Sequence[int], counts: list[int], room: list[int], most: int) -> int:
     """Take room for up to `most` tokens of the pending chain on some ranks; returns what the worst still lacks."""
     computed, above, left = request.num_computed_tokens, len(request.tokens) - 1, 0
     for rank in ranks:
@@ -88,7 +56,7 @@ def fill(request: Chained, ranks: Sequence[int], counts: list[int], room: list[i
 def in_turn(
     decoding: Sequence[R], filling: Sequence[Fill[R]], fills_first: bool
 ) -> tuple[tuple[list[R], list[Fill[R]]], bool]:
-    """What is done first where rows are padded: all of a rank's would become as long as a chunk in one step.
+    """The part of a step's work that comes first where rows are padded, as a chunk would lengthen all rows of a rank.
 
     Returns what decodes and what fills in this step, and whether fills came first, which they do in turn.
     """

@@ -18,15 +18,15 @@ import torch
 from lpr.config import TreeSizes
 from lpr.core import wire
 from lpr.core.budgets import Budgets
-from lpr.core.state import TokenLogprobs
 from lpr.dist.comm import Comm
 from lpr.model.exact.check import Heights
 from lpr.model.inputs import Row
 from lpr.model.transfer import copy_over, to_device
 from lpr.native import Conclusion, StepDraft
+from lpr.protocol import MeshError, TokenLogprobs
 
 
-class DesyncError(RuntimeError):
+class DesyncError(MeshError):
     """The replicated state differs between ranks; the message names the ranks that differ."""
 
 
@@ -161,18 +161,16 @@ def common_heights(comm: Comm, heights: Heights | str) -> Heights | str:
 
     Why there are none, in words, on every rank if it is so on one.
     """
-    found = [0, 0, 0, 0, 0] if isinstance(heights, str) else [
-        -heights.most, heights.fewest, heights.attention, heights.multiple, heights.head_multiple
-    ]  # fmt: skip
+    found = [0, 0, 0, 0]
+    if not isinstance(heights, str):
+        found = [-heights.most, heights.fewest, heights.multiple, heights.head_multiple]
     everybody = comm.begin_gather_replica(torch.tensor(found, dtype=torch.int32))()
     if isinstance(heights, str):
         return heights
-    most, fewest, attention, multiple, head_multiple = everybody.amax(0).tolist()
+    most, fewest, multiple, head_multiple = everybody.amax(0).tolist()
     if not everybody.all() or fewest > -most:
         return "of another rank's shard"
-    return replace(
-        heights, fewest=fewest, most=-most, attention=attention, multiple=multiple, head_multiple=head_multiple
-    )
+    return replace(heights, fewest=fewest, most=-most, multiple=multiple, head_multiple=head_multiple)
 
 
 def check_digests(digests: Sequence[Sequence[int]], ranks: Sequence[int] | None = None) -> None:

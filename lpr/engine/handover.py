@@ -1,81 +1,78 @@
-"""What a replica that joins a running mesh is told: all that the others hold alike, except K/V and drafting state.
+"""The state that a replica gets when it joins a running mesh: all that the others hold alike, except K/V and drafts.
 
-Its K/V is computed from the tokens, piece by piece like any pending chain. What drafts were learnt from one request
+It computes the K/V from the tokens, piece by piece like any pending chain. What was learned from one request
 (calibration, window, n-gram pool, recycled candidates) begins anew on *all* ranks when the mesh changes, so it needs no
-format of its own; it is soon learnt again, and decides no token.
+format of its own; it is soon learned again, and decides no token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from lpr.config import DecodeConfig, SamplingParams, TreeSizes
-from lpr.core.state import TokenLogprobs
-from lpr.engine.commands import RequestId, Submit
+from lpr.config import DecodeConfig, TreeSizes
+from lpr.engine.drafts import DraftIndexes
 from lpr.engine.request import Request
+from lpr.engine.requests import RequestTable
 from lpr.engine.scheduler import Scheduler
 from lpr.engine.stats import DecodeStats
+from lpr.protocol import Submit, TokenLogprobs
 
 
-class Count(msgspec.Struct, frozen=True, array_like=True):
-    """Nodes of one source at one depth."""
-
-    source: int
-    depth: int
-    drafted: int
-    accepted: int
-
-
-class Carried(msgspec.Struct, frozen=True, array_like=True):
+class RequestState(msgspec.Struct, frozen=True, array_like=True):
     """A request on its way from rank to rank."""
 
-    id: RequestId
-    token_ids: list[int]
-    params: SamplingParams
-    num_prompt: int
-    priority: int
-    tenant: str
-    learns: bool
+    submit: Submit
+    """The command that would submit it as it is now."""
     num_cached_tokens: int
     logprobs: list[TokenLogprobs]
     num_steps: int
     num_fill_steps: int
     num_nodes: int
-    counts: list[Count]
-    num_computed_tokens: list[int] = []
-    """Per rank of the new mesh, of a request that runs."""
-    slots: list[int] = []
-    """The same."""
-    homes: list[int] = []
-    place: int = 0
+    counts: list[tuple[int, int, int, int]]
+    """By source and depth: nodes drafted and accepted."""
+    num_computed_tokens: list[int]
+    """Per rank of the new mesh, as are the slots; empty if it waits."""
+    slots: list[int]
+    homes: list[int]
+    arrived_ms: float
+    place: float = 0.0
     """In the queue, of one that waits."""
     arrival: int = 0
-    arrived_ms: float = 0.0
 
-    @property
-    def submit(self) -> Submit:
-        """The command that would submit the request as it is by now."""
-        place = (self.num_prompt, self.priority, False, self.tenant, self.learns)
-        return Submit(self.id, self.token_ids, self.params, *place)
-
-    def restore(self, request: Request) -> Request:
-        """Complete a request that was made from `submit`."""
-        request.num_cached_tokens = self.num_cached_tokens
-        stats = DecodeStats(
-            num_steps=self.num_steps,
-            num_fill_steps=self.num_fill_steps,
-            num_tokens=request.num_output,
-            num_nodes=self.num_nodes,
+    @classmethod
+    def of(cls, request: Request, place: float = 0.0, arrival: int = 0) -> RequestState:
+        """The state of `request`."""
+        stats = request.stats
+        return cls(
+            submit=request.submit,
+            num_cached_tokens=request.num_cached_tokens,
+            logprobs=request.logprobs,
+            num_steps=stats.num_steps,
+            num_fill_steps=stats.num_fill_steps,
+            num_nodes=stats.num_nodes,
+            counts=[(*at, stats.drafted[at], stats.accepted[at]) for at in stats.drafted],
+            num_computed_tokens=list(request.num_computed_tokens) if request.state is not None else [],
+            slots=list(request.slots),
+            homes=list(request.homes),
+            arrived_ms=request.arrived_ms,
+            place=place,
+            arrival=arrival,
         )
-        for count in self.counts:
-            stats.drafted[count.source, count.depth] = count.drafted
-            stats.accepted[count.source, count.depth] = count.accepted
+
+    def restore(self, requests: RequestTable) -> Request:
+        """The request, which is open in `requests` from now on."""
+        request = requests.make(self.submit)
+        stats = DecodeStats(self.num_steps, self.num_fill_steps, request.num_output, self.num_nodes)
+        for source, depth, drafted, accepted in self.counts:
+            stats.drafted[source, depth], stats.accepted[source, depth] = drafted, accepted
+        request.num_cached_tokens = self.num_cached_tokens
         request.slots, request.homes = list(self.slots), list(self.homes)
         request.arrived_ms = self.arrived_ms
         request.resume(stats, self.logprobs)
+        requests.open[request.id] = request
         return request
 
 
@@ -87,18 +84,18 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     times: dict[str, Any] | None
     """Step times that decide now, as StepTimes.to_json makes them; None where sizes are fixed."""
     follows: bool
-    """Do the times that steps really take change that table?"""
+    """True if the times that steps really take change them."""
     is_draining: bool
     next_id: int
     history: bytes
-    """int32 tokens of the shared trie."""
+    """int32 tokens of the shared index."""
     tenants: list[tuple[str, bytes]]
-    """The same of each tenant's own trie, the least recently used one first."""
+    """The same of each tenant's own index, the least recently used one first."""
     read_to: dict[str, str]
-    """By tenant: how far these go in what other replicas of the fleet have written."""
-    running: list[Carried]
+    """By tenant: the last entry of its stream that is in these (lpr.fleet)."""
+    running: list[RequestState]
     """In the order of their slots."""
-    waiting: list[Carried]
+    waiting: list[RequestState]
     """In the order of the queue."""
     num_arrivals: int
     num_queries: int
@@ -107,53 +104,36 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     """On the clock of the scheduler's targets, if there are any."""
 
 
-def carried(request: Request, place: int = 0, arrival: int = 0) -> Carried:
-    """A request as another rank can go on with it."""
-    stats = request.stats
-    return Carried(
-        id=request.id,
-        token_ids=list(request.tokens),
-        params=request.params,
-        num_prompt=request.num_prompt,
-        priority=request.priority,
-        tenant=request.tenant,
-        learns=request.learns,
-        num_cached_tokens=request.num_cached_tokens,
-        logprobs=request.logprobs,
-        num_steps=stats.num_steps,
-        num_fill_steps=stats.num_fill_steps,
-        num_nodes=stats.num_nodes,
-        counts=[Count(*at, stats.drafted[at], stats.accepted[at]) for at in stats.drafted],
-        num_computed_tokens=list(request.num_computed_tokens) if request.state is not None else [],
-        slots=list(request.slots),
-        homes=list(request.homes),
-        place=place,
-        arrival=arrival,
-        arrived_ms=request.arrived_ms,
-    )
-
-
-def state_of(scheduler: Scheduler[Request], **known: Any) -> State:
-    """The state of a replica: its scheduler's part, and all else that is `known`."""
+def state_of(scheduler: Scheduler[Request], drafts: DraftIndexes, **known: Any) -> State:
+    """The state of a replica: the scheduler's part, the draft indexes' part, and all else that is `known`."""
+    targets = scheduler.limits.targets
     return State(
-        running=[carried(request) for request in scheduler.running],
-        waiting=[carried(request, *at) for *at, request in scheduler.waiting],
-        num_arrivals=scheduler.num_arrivals,
+        history=drafts.history().tobytes(),
+        tenants=[(tenant, drafts.history(tenant).tobytes()) for tenant in drafts.tenants],
+        read_to=drafts.read_to,
+        running=[RequestState.of(request) for request in scheduler.running],
+        waiting=[RequestState.of(request, *at) for *at, request in scheduler.waiting],
+        num_arrivals=scheduler.waiting.num_arrivals,
         num_queries=scheduler.num_queries,
         num_hits=scheduler.num_hits,
-        now=scheduler.targets.now if scheduler.targets is not None else 0.0,
+        now=targets.now if targets is not None else 0.0,
         **known,
     )
 
 
-def resume(scheduler: Scheduler[Request], state: State, running: Sequence[Request], waiting: Sequence[Request]) -> None:
-    """Let an empty scheduler go on with the restored requests of a state."""
-    places = [(each.place, each.arrival) for each in state.waiting]
-    queue = [(*at, request) for at, request in zip(places, waiting, strict=True)]
+def resume(
+    state: State, scheduler: Scheduler[Request], drafts: DraftIndexes, requests: RequestTable
+) -> list[tuple[Request, list[int]]]:
+    """Let empty parts go on with a state; returns the running requests and their computed tokens per rank."""
+    tenants = [(tenant, np.frombuffer(history, np.int32)) for tenant, history in state.tenants]
+    drafts.restore(np.frombuffer(state.history, np.int32), tenants, state.read_to)
+    running = [each.restore(requests) for each in state.running]
+    queue = [(each.place, each.arrival, each.restore(requests)) for each in state.waiting]
     scheduler.resume(running, queue, state.num_arrivals)
     scheduler.num_queries, scheduler.num_hits = state.num_queries, state.num_hits
-    if scheduler.targets is not None:
-        scheduler.targets.now = state.now
+    if scheduler.limits.targets is not None:
+        scheduler.limits.targets.now = state.now
+    return [(request, each.num_computed_tokens) for request, each in zip(running, state.running, strict=True)]
 
 
 def encode(state: State) -> bytes:

@@ -1,16 +1,17 @@
-"""Hooks of a step: what a program may observe of it, and host work that may run while the device is busy."""
+"""Step hooks: how a trace, a benchmark's clock or a service's sending takes part in an engine's steps."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lpr.engine.request import Chunk, Outcome, Request
+    from lpr.engine.request import Outcome, Request
+    from lpr.protocol import Chunk
 
 
 class StepHooks:
-    """Called by every step; this base class does nothing."""
+    """Called by each step of an engine; the base class does nothing."""
 
     def begin_step(self) -> None:
         """A step begins."""
@@ -19,7 +20,10 @@ class StepHooks:
         """A phase of the step has ended: "draft", "forward", "gather" or "commit"."""
 
     def while_busy(self) -> None:
-        """The device has work: host work here is free."""
+        """The device has work: what the host does here takes no time, as long as the device takes longer."""
 
-    def end_step(self, batch: Sequence[Request], outcomes: Sequence[Outcome], chunks: Sequence[Chunk]) -> None:
-        """The step has advanced `batch`."""
+    def end_step(self, batch: Sequence[Request], outcomes: Sequence[Outcome], chunks: Iterable[Chunk]) -> None:
+        """The step has advanced the requests of `batch`, none of which has left its slot yet.
+
+        `chunks` are what it added to each, without text; they are made when they are iterated.
+        """

@@ -1,4 +1,4 @@
-"""How an engine runs its model: one object that travels whole, so that no flag is lost on its way."""
+"""How an engine runs its model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lpr.core.step_times import StepTimes, read_step_times
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """How a model is loaded and its steps evaluated; none of it decides what a tree holds."""
+    """How a model is loaded and its steps evaluated; none of it changes the draft trees."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto: the checkpoint's own on a GPU, float32 on a CPU."""
@@ -27,10 +27,10 @@ class EngineOptions:
     """Let torch.compile fuse the operators of these steps: a fourth of the kernels; the first start with a model takes
     minutes longer. auto: on, for a whole model that lpr loads itself."""
     tp_backend: Literal["transformers", "deepspeed"] = "transformers"
-    """Who splits the model: transformers by its own plan, or deepspeed, also where there is no plan."""
+    """The library that splits the model: transformers by its own plan, or deepspeed, which needs none."""
     costs: Path | StepTimes | None = None
-    """JSON table of step times to size trees by, instead of measured ones: makes the steps of a run repeatable. Rank 0
-    reads it for all."""
+    """JSON table of step times that decide tree sizes, instead of measured ones: makes the steps of a run repeatable.
+    Rank 0 reads it for all."""
     exact: bool = False
     """Give the same logits, bit for bit, for every shape of a step, in half precision too: a fifth to two fifths slower
     on a CPU. A model that cannot is refused."""
@@ -39,7 +39,7 @@ class EngineOptions:
 
 
 def load_step_times(path: Path) -> StepTimes:
-    """The table of step times in a JSON file; raises InputError."""
+    """The step times in a JSON file; raises InputError."""
     try:
         return read_step_times(json.loads(path.read_text(encoding="utf-8")), f"--costs {path}")
     except InputError:

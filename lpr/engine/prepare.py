@@ -1,4 +1,4 @@
-"""A loaded model, made ready and checked on all ranks before anything is decoded."""
+"""Prepares a loaded model for tree steps, and checks it on all ranks before anything is decoded."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lpr.core.step_times import StepTimes
 from lpr.dist.comm import Comm, agree, is_alone, is_driver
 from lpr.engine.exchange import check_replica, common_heights
 from lpr.engine.options import EngineOptions, load_step_times
-from lpr.model.cache import TreeCache
+from lpr.model.kv_cache import KVCache
 from lpr.model.loader import Loaded, model_digest, tokenizer_digest
 from lpr.model.packing import pack_projections
 from lpr.model.parallel import vocabulary_part
-from lpr.model.runner import TreeModel
+from lpr.model.runner import SharedWeights, TreeModel
 from lpr.model.self_check import check_compiled, self_check
 
 _KIND = "kind of processor or version of torch (exact mode needs one of all ranks)"
@@ -28,31 +28,26 @@ _KERNELS = "result of matrix products (exact mode needs the same bits of all ran
 
 def prepare(
     loaded: Loaded, decode: DecodeConfig, options: EngineOptions, comm: Comm
-) -> tuple[TreeModel, TreeCache, StepTimes | None]:
-    """The model as steps evaluate it, a cache like which its cache becomes, and on the driver the given step times.
+) -> tuple[TreeModel, KVCache, StepTimes | None]:
+    """The model as steps evaluate it, a template for its K/V cache, and on the driver the given step times.
 
     Raises InputError if the model cannot run a token tree, with several ranks on every rank if it is so on one, or if
     one has another model, tokenizer or `decode`; in exact mode also another kind of machine. A replica that joins a
     running mesh is compared with those that began it.
     """
     # Ranks that share weights must not enter a forward with different rows.
-    is_split = comm.tp_mesh is not None
-    model = TreeModel(
-        loaded.model,
-        attention=options.attention,
-        graphs=options.graphs,
-        check_rows=partial(check_replica, comm) if is_split else None,
-        exact=options.exact,
-        share_heights=partial(common_heights, comm) if is_split else None,
-        part=vocabulary_part(loaded.model) if is_split else None,
-    )
+    shared = None
+    if comm.tp_mesh is not None:
+        part = vocabulary_part(loaded.model)
+        shared = SharedWeights(partial(check_replica, comm), partial(common_heights, comm), part)
+    model = TreeModel(loaded.model, options.attention, options.graphs, options.exact, shared)
     failure, costs, like = None, None, None
     try:
         compiles = _compiles(model, loaded, options, comm)
         if compiles:
             pack_projections(loaded.model)
         like = self_check(model)
-        model.check_part()
+        model.sampler.check_part(model.adapter)
         if compiles:
             _compile(model, like, options)
         longest_sequence(loaded, decode)
@@ -85,19 +80,19 @@ def longest_sequence(loaded: Loaded, decode: DecodeConfig) -> int:
 
 
 def _compiles(model: TreeModel, loaded: Loaded, options: EngineOptions, comm: Comm) -> bool:
-    """Is the model to be compiled? Raises InputError if it is asked for and cannot be."""
+    """True if the model is to be compiled; raises InputError if `options` ask for it and it cannot be."""
     wanted, captures = options.compile, model.capturer is not None
     if wanted == "on" and not captures:
         raise InputError(f"compile works on captured steps: {model.graph_reason or 'it needs a GPU and graphs=True'}")
     if wanted == "on" and options.exact:
         raise InputError("compile adds in an order that the compiler chooses: it cannot be exact")
-    # A model of somebody else is theirs to call as well, and collectives have not been compiled yet.
+    # The program may call a model that it has loaded itself, and collectives have not been compiled yet.
     mine = captures and loaded.is_ours and comm.tp_mesh is None
     return wanted == "on" or (wanted == "auto" and mine and not options.exact)
 
 
-def _compile(model: TreeModel, like: TreeCache, options: EngineOptions) -> None:
-    """Compile a first step; without success steps are as they were, or it is an InputError if it was asked for."""
+def _compile(model: TreeModel, like: KVCache, options: EngineOptions) -> None:
+    """Compile a first step. A failure leaves steps as they were; it is an InputError if `options` ask for compiling."""
     model.compile()
     check_compiled(model, like)
     assert model.compiled is not None
@@ -106,9 +101,9 @@ def _compile(model: TreeModel, like: TreeCache, options: EngineOptions) -> None:
 
 
 def _machine(model: TreeModel, options: EngineOptions) -> dict[str, int]:
-    """What decides the bits of a sum besides the program, in exact mode, which needs it to be one; none without."""
-    heights = model.heights
-    if not options.exact or heights is None:  # one that failed says so in its own line
+    """Digests of what decides the bits of a sum, which exact mode needs to be equal on all ranks; zeros without it."""
+    heights = model.adapter.heights
+    if not options.exact or heights is None:  # a failure has its own error line
         return dict.fromkeys((_KIND, _THREADS, _KERNELS), 0)
     device = model.device
     is_gpu = device.type == "cuda"

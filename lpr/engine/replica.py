@@ -1,103 +1,99 @@
 """A replica of the job's state: what every rank holds and does alike, the driver included.
 
-One sentence carries it: *every rank applies the same commands after the same step*. So a step reads schedule, run,
-update, and nothing in it asks which rank this is, but for the shard that the rank evaluates.
+Every rank applies the same commands after the same step. So a step is schedule, run, update, and nothing in it asks
+which rank this is, except for the shard that the rank evaluates.
 """
 
 from __future__ import annotations
 
-import operator
-import reprlib
+import math
 import time
 from collections.abc import Sequence
 
-import numpy as np
-
-from lpr.config import InputError
+from lpr.config import DecodeConfig, TreeSizes
 from lpr.core.step_times import StepTimes
-from lpr.core.suffix_index import as_learnt
-from lpr.engine.commands import Abort, Command, Configure, Costs, Drain, Learn, RequestId, Stop, Submit, TakeIn
-from lpr.engine.exchange import DesyncError
+from lpr.dist.comm import Comm, agree, is_driver
+from lpr.dist.errors import MeshChangedError
+from lpr.engine import handover
+from lpr.engine.commands import Command, Configure, Costs, Drain, Learn, TakeIn
+from lpr.engine.drafts import DraftIndexes
+from lpr.engine.exchange import Exchange
 from lpr.engine.hooks import StepHooks
-from lpr.engine.replicated import ReplicatedState
-from lpr.engine.request import Outcome, Prompt, Request
-from lpr.engine.scheduler import Schedule
-from lpr.engine.step import StepPlan, decode_step
-from lpr.engine.targets import Targets
-from lpr.native import SuffixIndex
+from lpr.engine.limits import SHORTEST_FILL, Limits
+from lpr.engine.options import EngineOptions
+from lpr.engine.prepare import longest_sequence, prepare
+from lpr.engine.request import Outcome, Request
+from lpr.engine.requests import RequestTable
+from lpr.engine.scheduler import Schedule, Scheduler
+from lpr.engine.sizing import Sizer, resolve_sizes
+from lpr.engine.step import StepPlan, StepResult, decode_step
+from lpr.engine.times_file import StartTimes
+from lpr.model.loader import Loaded
+from lpr.native import SequenceState
+from lpr.protocol import Abort, RequestId, Stop, Submit
 
 
-class Replica(ReplicatedState):
-    """A replicated state as commands and steps change it."""
+class Replica:
+    """A model, its requests and what they draft from: the same on every rank, except for the K/V that a rank holds."""
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """The token ids of a prompt; raises InputError for one that is empty or not of this model's vocabulary."""
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise InputError("this model has no tokenizer: give prompts as lists of token ids")
-            try:
-                prompt.encode()
-            except UnicodeEncodeError as failure:
-                raise InputError(f"the prompt is no Unicode text: {failure.reason} at {failure.start}") from None
-            ids = list(self.tokenizer(prompt)["input_ids"])
-        else:
-            try:
-                ids = [operator.index(token) for token in prompt]
-            except TypeError:
-                raise InputError(f"a prompt is text or a list of token ids, not {reprlib.repr(prompt)}") from None
-        if not ids:
-            raise InputError("the prompt is empty: a model needs at least one token to continue")
-        outside = [token for token in ids if not 0 <= token < self.model.vocab_size]
-        if outside:
-            raise InputError(f"token id {outside[0]} is not in the model's vocabulary of {self.model.vocab_size}")
-        return ids
+    scheduler: Scheduler[Request]
+    drafts: DraftIndexes
+    exchange: Exchange
+    decode: DecodeConfig
+    sizes: TreeSizes
+    max_length: int
+    """Most tokens of a sequence, prompt included."""
+
+    def __init__(self, loaded: Loaded, decode: DecodeConfig, options: EngineOptions, comm: Comm) -> None:
+        """Prepare and check a loaded model on all ranks of `comm`; a Configure command makes the rest.
+
+        Raises InputError if the model cannot run a token tree, with several ranks on every rank if it is so on one, or
+        if one has another model, tokenizer or `decode`.
+        """
+        self.loaded, self.options, self.comm = loaded, options, comm
+        self.hooks = StepHooks()
+        self.is_draining = False
+        """True if further requests are refused."""
+        self.is_stopped = False
+        """True if the driver has ended the job."""
+        self.advanced: list[Request] = []
+        """Requests that steps or commands added something to, or that ended, until `take_advanced`."""
+        self.new_times: StepTimes | None = None
+        """On the driver, after a step: the step times that all ranks should decide by from now on, if they differ."""
+        self.sizer = Sizer(TreeSizes(), None, comm)
+        self._timed: tuple[Sequence[Request], Sequence[Outcome], float] | None = None
+        """The last step and its milliseconds, until the sizer has seen it."""
+        self.model, self.like, given = prepare(loaded, decode, options, comm)
+        self.start_times = StartTimes(given, comm)
+        self.requests = RequestTable(loaded.tokenizer, loaded.eos_token_ids, self.model.device)
+
+    # Commands.
 
     def apply(self, command: Command) -> None:
-        """Do what a command says; every rank applies the same commands after the same step."""
+        """Execute a command; every rank applies the same commands after the same step."""
         match command:
             case Submit():
                 self._submit(command)
             case Abort():
                 self._abort(command.id)
             case Learn():
-                self._learn(command)
+                self.drafts.learn(command)
             case Costs():
                 self._take_times(StepTimes.from_json(command.table), command.given)
             case Configure():
-                self._configure(command.decode)
+                self._configure(command.decode, command.keep_drafts)
             case TakeIn():
                 self._take_in(command.replicas)
             case Drain():
                 self.is_draining = True
             case Stop():
-                for id in list(self._requests):
+                for id in list(self.requests.open):
                     self._abort(id)
                 self.is_stopped = True
 
-    def _learn(self, command: Learn) -> None:
-        if command.replace:
-            self.shared = SuffixIndex(self.sizes.trie_capacity)
-        trie = self._tenants.learning(command.tenant) if command.tenant else self.shared
-        if trie is not None:
-            trie.insert(np.frombuffer(command.history, np.int32))
-            if command.read_to:
-                self._tenants.read_to[command.tenant] = command.read_to
-
-    def _count_id(self, id: RequestId) -> None:
-        if isinstance(id, int):
-            self._next_id = max(self._next_id, id + 1)
-
     def _submit(self, command: Submit) -> None:
-        self._count_id(command.id)
-        request = self._named.pop(command.id, None)
-        if request is None:
-            if command.has_processors:
-                raise InputError(f"request {command.id} has logits processors, which are code: submit it on every rank")
-            request = self._make(command, command.token_ids[: command.num_prompt])
-        elif (request.tokens, request.params) != (command.token_ids, command.params):
-            raise DesyncError(f"request {command.id} of this rank differs from that of rank 0")
-        self._requests[command.id] = request
-        if request.finish_reason is not None:  # what was delivered already says so
+        request = self.requests.submit(command)
+        if request.finish_reason is not None:  # the delivered tokens end it already
             self._end(request, request.finish_reason)
         elif self.is_draining:
             self._end(request, "abort")
@@ -105,27 +101,29 @@ class Replica(ReplicatedState):
             self.scheduler.add(request)
 
     def _abort(self, id: RequestId) -> None:
-        request = self._requests.get(id)
+        request = self.requests.open.get(id)
         if request is None:
             return
         if request.state is None:
             self.scheduler.withdraw(request)
         else:
-            request.settle()
+            request.collect()
             self._release(request)
         self._end(request, "abort")
 
     def _end(self, request: Request, reason: str) -> None:
         """End a request between two steps."""
         request.end(reason)
-        self._requests.pop(request.id, None)
-        self._advanced.append(request)
+        self.requests.open.pop(request.id, None)
+        self.advanced.append(request)
 
     def _take_times(self, times: StepTimes, given: bool) -> None:
         if given:
-            self._times, self._follows = times, False
+            self.start_times.give(times)
         else:
-            self._sizer.times = times
+            self.sizer.times = times
+
+    # A step.
 
     def schedule(self) -> Schedule[Request]:
         """Give free slots to waiting requests; what each running request does in the next step."""
@@ -137,84 +135,203 @@ class Replica(ReplicatedState):
         self._move()
         return schedule
 
-    def run(self, schedule: Schedule[Request], num_command_bytes: int) -> tuple[list[Outcome], int, StepTimes | None]:
-        """Take the step that `schedule` says, whose header announces `num_command_bytes` on the driver.
-
-        Returns what it did to each decoding request, the bytes of commands that the driver announced, and on the
-        driver, now and then, the step times that all ranks should decide by, as far as the step before tells.
-        """
+    def run(self, schedule: Schedule[Request], num_command_bytes: int) -> StepResult:
+        """Take the scheduled step, whose header announces `num_command_bytes` on the driver."""
         began, captures = time.perf_counter(), self.model.num_captures
-        self._new_times = None
-        self._sizer.begin_step(schedule.decoding, schedule.filling)
-        # With the length of what all draft from, a rank that has learned something else is found at once.
-        digest = (self.scheduler.signature + len(self.shared)) % 2**64
-        plan = StepPlan(schedule.decoding, schedule.filling, self.sizes, digest, num_command_bytes)
-        result = decode_step(plan, self.model, self._exchange, self._sizer.budgets, _Hooks(self))
-        outcomes = result.outcomes
-        if outcomes:
-            self._sizer.end_step(outcomes[0].num_entries)
-        if self.scheduler.targets is not None:
-            pass_step(self.scheduler.targets, schedule, outcomes, self.comm.size)
-        if outcomes and not schedule.filling and captures == self.model.num_captures:
-            self._timed = schedule.decoding, outcomes, (time.perf_counter() - began) * 1e3
-        return outcomes, result.num_command_bytes, self._new_times
+        self.new_times = None
+        self.hooks.begin_step()
+        self.sizer.begin_step(schedule.decoding, schedule.filling)
+        # With the length of the shared index, a rank that has learned something else is found at once.
+        digest = (self.scheduler.placement.digest + len(self.drafts.shared)) % 2**64
+        plan = StepPlan(
+            decoding=schedule.decoding,
+            filling=schedule.filling,
+            digest=digest,
+            num_command_bytes=num_command_bytes,
+            sizes=self.sizes,
+        )
+        result = decode_step(plan, self.model, self.exchange, self.sizer.budgets, _Hooks(self))
+        num_entries: Sequence[int] = [0] * self.comm.size
+        if result.outcomes:
+            num_entries = result.outcomes[0].num_entries
+            self.sizer.end_step(num_entries)
+        self.scheduler.pass_step(schedule, num_entries)
+        if result.outcomes and not schedule.filling and captures == self.model.num_captures:
+            self._timed = schedule.decoding, result.outcomes, (time.perf_counter() - began) * 1e3
+        return result
 
-    def _catch_up(self) -> None:
-        """While the device works, do what the last step left: nothing that decides what comes next."""
+    def catch_up(self) -> None:
+        """Finish what the last step left, while the device works: nothing that decides what comes next."""
         if self._timed is not None:
-            self._new_times, self._timed = self._sizer.observe(*self._timed), None
+            self.new_times, self._timed = self.sizer.observe(*self._timed), None
         for request in self.scheduler.running:
             request.write()
             request.stats.count_nodes()
-        if self.while_busy is not None:
-            self.while_busy()
 
     def update(self, schedule: Schedule[Request], outcomes: Sequence[Outcome]) -> None:
-        """Feed a step's results to its requests; those that are finished give their slots back."""
+        """Feed a step's results to its requests; finished ones give their slots back."""
         for request, _ in schedule.filling:
             request.stats.num_fill_steps += 1
         batch = schedule.decoding
         for request, outcome in zip(batch, outcomes, strict=True):
             request.advance(outcome)
-        self._advanced += batch
-        if self.recorder is not None and batch:
-            for request in batch:
-                request.write()
-            self.recorder.record(batch, outcomes, [request.chunks[-1] for request in batch])
+        self.advanced += batch
+        if batch:
+            self.hooks.end_step(batch, outcomes, (request.chunks[-1] for request in batch))
         for request in [request for request in batch if request.finish_reason is not None]:
             self._release(request)
-            del self._requests[request.id]
+            del self.requests.open[request.id]
+
+    def take_advanced(self) -> list[Request]:
+        """The requests that were added to, or that ended, since the last call."""
+        advanced, self.advanced = self.advanced, []
+        return advanced
+
+    def _new_state(self, request: Request, computed: Sequence[int]) -> SequenceState:
+        source = self.drafts.source(request, self.scheduler.running)
+        state = SequenceState(
+            *(request.tokens, request.params, self.sizes, self.comm.size, source, computed),
+            *(request.longest, request.text_stream.stop_ids),
+        )
+        state.homes = request.homes
+        return state
 
     def _release(self, request: Request) -> None:
         """Learn from a request's output, and take its slot."""
         assert self.model.cache is not None
-        learnt = self._learnt(request)
-        if learnt is not None and self.sizes.trie_nodes and request.num_output:
-            learnt.extend(as_learnt(request.prompt_ids, request.token_ids))
-            learnt.end_document()
+        if self.sizes.trie_nodes:
+            self.drafts.learn_output(request, self.scheduler.running)
         sound = request.error is None and request.num_output > 0
-        if not sound:  # its K/V may be NaN, which would spoil the slot's next request
-            slot = request.slots[self.comm.rank]
-            if slot >= 0:
-                self.model.cache.clear(slot, 0)
+        if not sound and (slot := request.slots[self.comm.rank]) >= 0:
+            self.model.cache.clear(slot, 0)  # its K/V may be NaN, which would reach the slot's next request
         self.scheduler.finish(request, keep=sound)
         self._move()
         request.state = None
 
+    def _move(self) -> None:
+        """Move this rank's K/V as the scheduler has decided."""
+        assert self.model.cache is not None
+        for move in self.scheduler.take_moves():
+            if move.rank == self.comm.rank:
+                copy = self.model.cache.exchange_slots if move.exchange else self.model.cache.move_slot
+                copy(move.source, move.target, move.num_rows)
+
+    # Configuration.
+
+    def _configure(self, decode: DecodeConfig, keep_drafts: bool) -> None:
+        while True:
+            try:
+                times = self._find_times(decode)
+                # Sizes are those of the full mesh: lost ranks come back, and meanwhile the budget cuts trees anyway.
+                membership = self.comm.membership
+                num_ranks = membership.num_replicas if membership is not None else self.comm.size
+                sizes = resolve_sizes(decode, times, num_ranks)
+                self._set_up(decode, sizes, times, self.comm, keep_drafts)
+                return
+            except MeshChangedError:  # on all survivors alike, which begin again
+                self.adopt_mesh()
+
+    def _find_times(self, decode: DecodeConfig) -> StepTimes | None:
+        """The step times that sizes under `decode` follow; None where sizes are fixed."""
+        if self.sizer.times is not None:
+            self.start_times.times = self.sizer.times
+        if not decode.adaptive:
+            return None
+        limits = decode.max_nodes, longest_sequence(self.loaded, decode), decode.max_batch_size
+        return self.start_times.find(self.model, self.like, *limits)
+
+    def _set_up(
+        self, decode: DecodeConfig, sizes: TreeSizes, times: StepTimes | None, comm: Comm, keep_drafts: bool = False
+    ) -> None:
+        """Make everything whose size `decode` decides; raises InputError on all ranks of `comm` if one has no room."""
+        self.max_length = longest_sequence(self.loaded, decode)
+        self.decode, self.sizes = decode, sizes
+        if not keep_drafts or self.drafts.capacity_tokens != sizes.trie_capacity:
+            self.drafts = DraftIndexes(sizes.trie_capacity)
+        packed, retains = self.model.packed, self.options.prefix_reuse
+        self.scheduler = Scheduler(Limits.of(decode, sizes, self.comm.size, packed, retains))
+        # A mesh that can shrink may leave whole trees to one rank, and must not move its K/V then.
+        fewest = self.comm.size if self.comm.membership is None else 1
+        cache = decode.max_batch_size, self.max_length, sizes.evaluated_capacity(fewest), self.like
+        agree(comm, self.model.shortage(*cache, self.comm.num_sharing))
+        self.model.allocate(*cache)
+        self._fit_mesh(times)
+        self.model.prepare(sizes.num_recycled, show=is_driver(self.comm))
+
+    def _fit_mesh(self, times: StepTimes | None) -> None:
+        """Make what depends on the number of ranks; `times` decide, None where sizes are fixed."""
+        num_slots, carries_trees = self.decode.max_batch_size, self.decode.carries_trees(self.comm.size)
+        self.sizer, self._timed = Sizer(self.sizes, times, self.comm, self.start_times.follows), None
+        self.exchange = Exchange(self.sizes, num_slots, self.comm, self.model.device, carries_trees)
+        if times is not None:
+            limits, decode = self.scheduler.limits, self.decode
+            limits.join_chunk = max(SHORTEST_FILL, times.critical_length())
+            targets = decode.first_token_ms or math.inf, decode.per_token_ms or math.inf
+            limits.decide_by(self._current_times, self.sizes.num_nodes // self.comm.size, *targets)
+
+    def _current_times(self) -> StepTimes:
+        times = self.sizer.times
+        assert times is not None, "sizes are not fixed"
+        return times
+
+    # The mesh.
+
+    def adopt_mesh(self) -> None:
+        """Go on with the ranks that there are now. Weights and K/V stay; the drafting state of requests begins anew.
+
+        The result is the same on all ranks, also on those that had begun a step which others had not.
+        """
+        assert self.comm.membership is not None
+        lost = self.scheduler.regroup(self.comm.membership.adopt())
+        self._move()
+        for request in lost:
+            request.state = None
+        for request in self.scheduler.running:
+            request.state = self._new_state(request, request.num_computed_tokens)
+        self._fit_mesh(self.sizer.times)
+
+    def _take_in(self, newcomers: Sequence[int]) -> None:
+        """Go on together with further replicas, to which the driver hands the state."""
+        membership = self.comm.membership
+        assert membership is not None
+        membership.take_in(newcomers)
+        self.adopt_mesh()
+        membership.meet(handover.encode(self._state()) if is_driver(self.comm) else b"")
+
+    def _state(self) -> handover.State:
+        times = self.sizer.times
+        return handover.state_of(
+            self.scheduler,
+            self.drafts,
+            decode=self.decode,
+            sizes=self.sizes,
+            times=times.to_json() if times is not None else None,
+            follows=self.start_times.follows,
+            is_draining=self.is_draining,
+            next_id=self.requests.next_id,
+        )
+
+    def resume(self, state: handover.State) -> None:
+        """On a newcomer: take over the state of the others; raises InputError if there is no room for it."""
+        times = StepTimes.from_json(state.times) if state.times is not None else None
+        self.start_times.times, self.start_times.follows = times, state.follows
+        self.is_draining, self.requests.next_id = state.is_draining, state.next_id
+        self._set_up(state.decode, state.sizes, times, Comm())  # the others do not meet here
+        for request, computed in handover.resume(state, self.scheduler, self.drafts, self.requests):
+            request.state = self._new_state(request, computed)
+        for tenant, _ in state.tenants:  # that running requests begin to draft here is no use of their indexes
+            self.drafts.of(tenant)
+
 
 class _Hooks(StepHooks):
+    """The engine's hooks, with the replica's own work while the device is busy."""
+
     def __init__(self, replica: Replica) -> None:
-        self.while_busy = replica._catch_up  # type: ignore[method-assign]
-        if replica.recorder is not None:
-            self.end_phase = replica.recorder.begin()  # type: ignore[method-assign]
+        self._hooks, self._catch_up = replica.hooks, replica.catch_up
 
+    def end_phase(self, phase: str) -> None:
+        self._hooks.end_phase(phase)
 
-def pass_step(
-    targets: Targets[Request], schedule: Schedule[Request], outcomes: Sequence[Outcome], num_ranks: int
-) -> None:
-    """Move the clock of the targets by a step, whose loads all ranks know."""
-    loads = list(outcomes[0].num_entries) if outcomes else [0] * num_ranks
-    for _, counts in schedule.filling:
-        loads = [load + count for load, count in zip(loads, counts, strict=True)]
-    requests = [*schedule.decoding, *(request for request, _ in schedule.filling)]
-    targets.pass_step(loads, len(requests) // num_ranks, max(len(request.tokens) for request in requests))
+    def while_busy(self) -> None:
+        self._catch_up()
+        self._hooks.while_busy()

@@ -1,30 +1,34 @@
-"""A request's way through the engine: what comes in, what each step adds, what it comes to."""
+"""A request, the chunks that steps add to it, and its completion."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from lpr.config import SamplingParams
 from lpr.core.accept import NOT_A_NUMBER
-from lpr.core.state import TokenLogprobs
-from lpr.engine.commands import RequestId, Submit
+from lpr.core.tree import Source
 from lpr.engine.stats import DecodeStats
 from lpr.engine.text import TextStream
 from lpr.model.sampling.processors import Processor, Processors
 from lpr.native import Conclusion, SequenceState
+from lpr.protocol import Chunk, ErrorCode, Failure, RequestId, Submit, TokenLogprobs, Usage
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
+MODEL_SOURCE = "model"
+"""Source of a token that no draft named: the model's own at the end of a step."""
+UNKNOWN_SOURCE = "unknown"
+"""Source of a token that is sent again."""
 
 
 @dataclass
 class Completion:
-    """What a request came to."""
+    """A finished request's output."""
 
     prompt: Prompt
     prompt_token_ids: list[int]
@@ -36,48 +40,31 @@ class Completion:
     """`stop` (end of text or a stop string), `length` (max_new_tokens), `abort` or `error`."""
     stats: DecodeStats
     error: str | None = None
-    """What ended the request early, in one line; ids and text are those before it."""
+    """Why the request ended early, in one line; ids and text are those before it."""
     logprobs: list[TokenLogprobs] | None = None
     """Per token id, if SamplingParams asked for them."""
 
 
 @dataclass(slots=True)
-class Chunk:
-    """What one step added to a request."""
-
-    request: Request
-    token_ids: list[int]
-    """Ids committed by the step."""
-    text: str
-    """Text that is final now; it may lag behind the ids by an incomplete character or a possible stop string.
-
-    Complete once the chunk was taken."""
-    finish_reason: str | None
-    """As in Completion; None while the request goes on."""
-    logprobs: list[TokenLogprobs] | None = None
-    """Per id of `token_ids`, if the request asks for them."""
-
-
-@dataclass(slots=True)
 class Outcome:
-    """What one step did for one sequence."""
+    """The result of one step for one sequence."""
 
     concluded: Conclusion
     """Tree, accepted path and emitted tokens."""
     num_entries: Sequence[int]
-    """Per rank, the tokens that it evaluated in the step: pending chains and shards of all sequences."""
+    """Tokens that each rank evaluated in the step: pending chains and shards of all sequences."""
     logprobs: list[TokenLogprobs] | None = None
     """Per node of the tree, in steps in which some request asks for them."""
 
 
 @dataclass(eq=False)
 class Request:
-    """A submitted prompt on its way."""
+    """A prompt and its output so far."""
 
     id: RequestId
     prompt: Prompt
     tokens: list[int]
-    """Prompt and output: the only list of them, which `state` extends."""
+    """Prompt and output: the only list of them; `state` extends it."""
     num_prompt: int
     params: SamplingParams
     text_stream: TextStream
@@ -86,42 +73,48 @@ class Request:
     tenant: str = ""
     """It shares drafts and K/V with requests of the same tenant only."""
     learns: bool = True
-    """Do requests of the tenant share drafts?"""
+    """True if it drafts from outputs of the tenant's other requests, and they from its own."""
+    details: bool = False
+    """True if chunks name the draft source of each token."""
+    arrived: float = 0.0
+    """When it arrived, in seconds (see Submit)."""
     _stats: DecodeStats = field(default_factory=DecodeStats)
     _outcomes: list[Outcome] = field(default_factory=list, repr=False)
-    """Of steps that `settle` has not looked at."""
+    """Of steps since the last `collect`."""
     _unwritten: list[Chunk] = field(default_factory=list, repr=False)
     _chunks: deque[Chunk] = field(default_factory=deque)
+    _num_characters: int = 0
+    """Of text in chunks so far, or delivered before."""
     finish_reason: str | None = None
     """None while the request goes on, then as in Completion."""
     error: str | None = None
     state: SequenceState | None = None
-    """While it runs, and so holds a slot: what the ranks hold of it and draft from."""
+    """Its decoding state while it runs and so holds a slot."""
     slots: list[int] = field(default_factory=list)
     """Per rank while it runs: its slot, -1 where it has none."""
     _homes: list[int] = field(default_factory=list)
     _logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_cached_tokens: int = 0
-    """Prompt tokens whose K/V was there already when the request began to run."""
+    """Prompt tokens whose K/V was reused when the request began to run."""
     arrived_ms: float = 0.0
     """When it came, on the clock of the scheduler's targets."""
     is_portable: bool = True
-    """Can a rank go on with it that did not submit it? Not where its own program brought processors, which are code."""
+    """False if it has processors of the caller: they are code, so only a rank that submitted it can go on with it."""
 
     @property
     def submit(self) -> Submit:
-        """The command that submits this request, as far as it has come by now."""
+        """The command that submits this request as it is now."""
         is_code = not self.is_portable
-        place = (self.num_prompt, self.priority, is_code, self.tenant, self.learns)
+        place = (self.num_prompt, self.priority, is_code, self.tenant, self.learns, self.details, self.arrived)
         return Submit(self.id, list(self.tokens), self.params, *place)
 
     def __post_init__(self) -> None:
-        """Say once what every step asks for."""
+        """Derive what every step reads."""
         params = self.params
         self.longest = self.num_prompt + params.max_new_tokens
-        """Tokens that prompt and output may come to."""
+        """Most tokens of prompt and output."""
         self.is_plain = params.temperature == 0 and self.processors is None and params.logprobs is None
-        """Is each next token the likeliest one, and nothing else asked for?"""
+        """True if each next token is the likeliest one, without processors and log-probabilities."""
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -176,49 +169,71 @@ class Request:
 
     @property
     def stats(self) -> DecodeStats:
-        """What decoding it has taken so far."""
-        self.settle()
+        """Counts of its steps so far."""
+        self.collect()
         return self._stats
 
     @property
     def logprobs(self) -> list[TokenLogprobs]:
-        """Per token of the output, if they were asked for."""
-        self.settle()
+        """Per token of the output, if `params` ask for them."""
+        self.collect()
         return self._logprobs
 
+    @property
+    def usage(self) -> Usage:
+        """The work that decoding it has taken so far."""
+        return self.stats.usage(self.num_cached_tokens)
+
     def resume(self, stats: DecodeStats, logprobs: Sequence[TokenLogprobs]) -> None:
-        """Go on from what another rank has counted."""
+        """Go on from another rank's counts."""
         self._stats, self._logprobs = stats, list(logprobs)
 
     @property
     def chunks(self) -> deque[Chunk]:
-        """What steps added and nobody has taken yet; `take` completes their text."""
-        self.settle()
+        """What steps added since the last `take`, which completes their text."""
+        self.collect()
         return self._chunks
 
     def take(self) -> list[Chunk]:
-        """What steps added since the last call."""
+        """The chunks since the last call, with their text."""
         self.write()
         taken = list(self._chunks)
         self._chunks.clear()
         return taken
 
+    def skip_text(self) -> None:
+        """Take the text so far as delivered."""
+        self._num_characters += len(self.text_stream.take())
+
+    def resend(self, num_tokens: int) -> Chunk:
+        """The output behind the first `num_tokens` tokens as one chunk, with all text that was taken so far.
+
+        For a receiver that has these tokens and any part of the text (see Chunk.after).
+        """
+        ids = self.token_ids[num_tokens:]
+        chunk = Chunk(self.id, ids, self.text_stream.taken, start=num_tokens)
+        if self.params.logprobs is not None:
+            chunk.logprobs = self._logprobs[len(self._logprobs) - len(ids) :]
+        if self.details:
+            chunk.sources = [UNKNOWN_SOURCE] * len(ids)
+        return chunk
+
     def advance(self, outcome: Outcome) -> None:
-        """Take in a step: at once if the request may end with it, else when somebody asks or the device is busy."""
+        """Add a step's result: at once if the request may end with it, else at the next `collect`."""
         self._outcomes.append(outcome)
         if outcome.concluded.may_end or self.params.stop:
-            self.settle()
+            self.collect()
 
-    def settle(self) -> None:
-        """Count what steps since the last call did, and make their chunks, but for the text."""
+    def collect(self) -> None:
+        """Count the steps since the last call and make their chunks, without text."""
         for outcome in self._outcomes:
             self._stats.count_step(outcome.concluded.tree, outcome.concluded.path)
             self._emit(outcome)
         self._outcomes.clear()
 
     def _emit(self, outcome: Outcome) -> None:
-        """Take in a step's tokens one by one: what follows the end of the request inside a step never existed."""
-        tokens = outcome.concluded.emitted
+        """Add a step's tokens up to the end of the request; later ones are dropped."""
+        tokens, path = outcome.concluded.emitted, outcome.concluded.path
         taken, self.finish_reason = self.text_stream.extend(tokens)
         if taken < len(tokens):
             del self.tokens[taken - len(tokens) :]
@@ -227,11 +242,22 @@ class Request:
             self._fail(outcome.concluded)
         logprobs = None
         if self.params.logprobs is not None and outcome.logprobs is not None:
-            found = [outcome.logprobs[node] for node in outcome.concluded.path[:taken]]
-            logprobs = [replace(each, top=each.top[: self.params.logprobs]) for each in found]
+            found = [outcome.logprobs[node] for node in path[:taken]]
+            logprobs = [TokenLogprobs(each.logprob, each.top[: self.params.logprobs]) for each in found]
             self._logprobs += logprobs
-        chunk = Chunk(self, tokens[:taken], "", self.finish_reason, logprobs)
+        chunk = Chunk(self.id, tokens[:taken], logprobs=logprobs, start=self.text_stream.num_tokens - taken)
+        if self.details:
+            sources = outcome.concluded.tree.sources
+            named = [Source(sources[node]).name.lower() for node in path[1 : 1 + taken]]
+            chunk.sources = [*named, MODEL_SOURCE][:taken]
         self._unwritten.append(chunk)
+        self._add(chunk)
+
+    def _add(self, chunk: Chunk) -> None:
+        if self.finish_reason is not None:
+            chunk.finish_reason, chunk.stop_reason = self.finish_reason, self.text_stream.stop_reason
+            chunk.usage = self._stats.usage(self.num_cached_tokens)
+            chunk.failure = Failure(ErrorCode.GENERATION_FAILED, self.error) if self.error is not None else None
         self._chunks.append(chunk)
 
     def end(self, reason: str) -> None:
@@ -239,22 +265,29 @@ class Request:
         self.write()
         self.text_stream.close()
         self.finish_reason = reason
-        self._chunks.append(Chunk(self, [], self.text_stream.take(), reason))
+        self._add(self._written(Chunk(self.id, [], start=self.text_stream.num_tokens)))
 
     def write(self) -> None:
         """Make the text of the chunks since the last call: work that can wait until the device is busy."""
-        self.settle()
+        self.collect()
         self._write_texts()
 
     def _write_texts(self) -> None:
         for chunk in self._unwritten:
-            chunk.text = self.text_stream.take(len(chunk.token_ids))
+            self._written(chunk)
         self._unwritten.clear()
 
-    def _fail(self, concluded: Conclusion) -> None:
-        """End a request of which the next token cannot be said; every rank does, but only some know a processor's why.
+    def _written(self, chunk: Chunk) -> Chunk:
+        """Complete a chunk by the text of its tokens, or by all that is left if the output has ended."""
+        chunk.text = self.text_stream.take(len(chunk.token_ids) or None)
+        chunk.start_character = self._num_characters
+        self._num_characters += len(chunk.text)
+        return chunk
 
-        Logits that are not numbers are asked for once more without a draft, which may have spoilt them.
+    def _fail(self, concluded: Conclusion) -> None:
+        """End a request without a next token, on every rank; the ranks that ran its processor know the cause.
+
+        After logits that are not numbers the step is repeated once without a draft, which may have caused them.
         """
         if concluded.failure == NOT_A_NUMBER:
             if len(concluded.tree) > 1:
@@ -268,7 +301,7 @@ class Request:
         self.text_stream.close()
 
     def completion(self) -> Completion:
-        """The finished request's result."""
+        """The finished request's output."""
         assert self.finish_reason is not None
         self.write()
         self._stats.count_nodes()
@@ -292,7 +325,7 @@ def make_request(
     device: torch.device,
     processors: Sequence[Processor] = (),
 ) -> Request:
-    """The request that a command describes, with what was delivered of its text already; raises InputError."""
+    """The request that a command describes, with its delivered tokens as output; raises InputError."""
     tokens, params = list(command.token_ids), command.params
     stream = TextStream(tokenizer, tokens[: command.num_prompt], params, eos_token_ids)
     own = Processors.of(params, command.num_prompt, stream.stop_ids, device, processors, tokenizer)
@@ -307,9 +340,11 @@ def make_request(
         command.priority,
         command.tenant,
         command.learns,
+        command.details,
+        command.arrived,
     )
     request.is_portable = not processors
     for token in tokens[command.num_prompt :]:
         request.finish_reason = request.finish_reason or stream.push(token)
-    stream.take()
+    request.skip_text()
     return request

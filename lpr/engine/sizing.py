@@ -18,8 +18,8 @@ from lpr.core.constants import KNOTS
 from lpr.core.step_times import SHORTEST_KV, Key, StepTimes, StepTimesTracker, at_knots
 from lpr.dist.comm import Comm, is_driver
 from lpr.engine.request import Outcome, Request
-from lpr.model.cache import TreeCache
 from lpr.model.inputs import Row
+from lpr.model.kv_cache import KVCache
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.selection import Selection
 from lpr.native import Budgets
@@ -70,7 +70,7 @@ class Sizer:
         self._times = times
         self.budgets = Budgets(sizes, comm.size, times.row(1, 1) if times is not None else None)
         self._rank, self._num_ranks = comm.rank, comm.size
-        self._load, self._work = ConcurrentLoad(comm.size), Work([], [], [])
+        self.load, self._work = ConcurrentLoad(comm.size), Work([], [], [])
 
     @property
     def times(self) -> StepTimes | None:
@@ -101,7 +101,7 @@ class Sizer:
             if len(by_homes) > 1:  # counting tokens is work that would wait for the device
                 expected = {homes: sum(map(_tokens_per_step, members)) for homes, members in by_homes.items()}
             for homes, (times, _) in prices.items():
-                own, others = max(work.fills[rank] for rank in homes), self._load.others(work, homes)
+                own, others = max(work.fills[rank] for rank in homes), self.load.others(work, homes)
                 if own or others:
                     times = times_under_load(times, own, others)
                 prices[homes] = times, sum(tokens for each, tokens in expected.items() if each != homes)
@@ -110,7 +110,7 @@ class Sizer:
     def end_step(self, loads: Sequence[int]) -> None:
         """Take in how many tokens the ranks have evaluated for the batch of `begin_step`."""
         if self._work.served:
-            self._load.observe(self._work, loads)
+            self.load.observe(self._work, loads)
             self._work = Work([], [], [])
 
     def observe(self, batch: Sequence[Request], outcomes: Sequence[Outcome], milliseconds: float) -> StepTimes | None:
@@ -160,7 +160,7 @@ def _tokens_per_step(request: Request) -> float:
 
 def measure_step_times(
     model: TreeModel,
-    like: TreeCache,
+    like: KVCache,
     comm: Comm,
     max_nodes: int,
     max_length: int,
@@ -180,7 +180,7 @@ def measure_step_times(
 
 
 def _measure_rows(
-    model: TreeModel, like: TreeCache, comm: Comm, batch: int, max_nodes: int, lengths: Sequence[int]
+    model: TreeModel, like: KVCache, comm: Comm, batch: int, max_nodes: int, lengths: Sequence[int]
 ) -> dict[int, list[float]]:
     """Milliseconds at KNOTS of a batch, by the number of cached tokens of each sequence.
 

@@ -1,8 +1,8 @@
-"""The slots of one rank: which request's K/V lies where, and what they retain of requests that are gone.
+"""The slots of one rank: which request's K/V lies where, and the prefix cache of requests that are gone.
 
 Requests that the rank serves hold its slots 0, 1, 2, ... without a gap, since a batch of padded rows is one block of
-neighbouring slots. The slots behind them are free, or *retain* tokens and K/V (prefix reuse): a request that comes
-begins behind the longest prefix that it shares with any slot, and the least recently used prefix goes first.
+neighbouring slots. The slots behind them are free, or *retain* tokens and K/V (prefix reuse): a new request begins
+behind the longest prefix that it shares with any slot, and the least recently used prefix is evicted first.
 
 Pure, and replicated: every rank keeps the tables of all ranks, so all know what each of them holds.
 """
@@ -11,29 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
+
+from lpr.engine.schedulable import Schedulable
 
 CONTINUED = 0.5
-"""A retained prefix is continued in its own slot if a new prompt shares this part of it; else it is copied."""
+"""A retained prefix is continued in its own slot if a new prompt shares at least this part of it; else it is copied."""
 
 
-class Holder(Protocol):
-    """What the slots must know of a request."""
-
-    tokens: list[int]
-    """Prompt and output so far."""
-    tenant: str
-    """K/V is shared among requests of one tenant only."""
-    slots: list[int]
-    """Per rank: its slot, -1 where it has none."""
-
-    @property
-    def num_computed_tokens(self) -> Sequence[int]:
-        """Per rank: leading tokens whose K/V it holds; asked of running requests only."""
-        ...
-
-
-H = TypeVar("H", bound=Holder)
+H = TypeVar("H", bound=Schedulable)
 
 
 @dataclass(frozen=True)
@@ -44,13 +30,13 @@ class SlotMove:
     source: int
     target: int
     num_rows: int
-    """Leading rows that matter."""
+    """Leading rows to copy."""
     exchange: bool = False
 
 
 @dataclass
 class Prefix:
-    """What a slot retains of a request that is gone."""
+    """Tokens and K/V that a slot retains of a request that is gone."""
 
     tokens: list[int]
     num_computed_tokens: int
@@ -65,7 +51,7 @@ class RankSlots(Generic[H]):
     rank: int
     num_slots: int
     retains: bool = True
-    """Do slots keep the prefixes of requests that are gone?"""
+    """True if slots keep the prefixes of requests that are gone."""
     running: list[H] = field(default_factory=list)
     """By slot."""
     _clock: int = 0
@@ -73,24 +59,24 @@ class RankSlots(Generic[H]):
 
     @property
     def has_room(self) -> bool:
-        """Is there a slot that no request holds?"""
+        """True if some slot holds no request."""
         return len(self.running) < self.num_slots
 
     @property
     def retained(self) -> tuple[int, int]:
-        """How many slots retain a prefix, and how many tokens they retain together."""
+        """Number of slots that retain a prefix, and of the tokens in them."""
         return len(self._retained), sum(len(prefix.tokens) for prefix in self._retained.values())
 
     def held(self, request: H) -> int:
-        """Leading tokens of a request whose K/V is here, in its own slot or in any that it may begin from."""
+        """Leading tokens of a request whose K/V is on this rank, in its own slot or in any that it may begin from."""
         if request.slots[self.rank] >= 0:
             return request.num_computed_tokens[self.rank]
         return self._longest_prefix(request.tokens[:-1], request.tenant)[1]
 
     def enter(self, request: H) -> tuple[int, list[SlotMove]]:
-        """Give a request the next slot, behind the longest prefix that some slot shares with it.
+        """Give a request the next slot, with the K/V of the longest prefix that any slot shares with it.
 
-        Returns the number of tokens of which the slot holds the K/V then.
+        Returns the length of that prefix in tokens, and the moves that bring it there.
         """
         slot = len(self.running)
         source, length = self._longest_prefix(request.tokens[:-1], request.tenant)  # the root is evaluated in any case
@@ -138,7 +124,7 @@ class RankSlots(Generic[H]):
         return [SlotMove(self.rank, source, slot, max(rows, other.num_computed_tokens), exchange=True)]
 
     def _copy(self, source: int | None, slot: int, length: int) -> list[SlotMove]:
-        """Give up the least recently used prefix, so that `slot` is free, and copy the prefix in `source` there."""
+        """Evict the least recently used prefix, so that `slot` is free, and copy the prefix in `source` there."""
         victim = self._least_recently_used(slot, spare=source)
         self._retained.pop(victim, None)
         moves = []
@@ -154,12 +140,12 @@ class RankSlots(Generic[H]):
         return moves
 
     def _longest_prefix(self, tokens: Sequence[int], tenant: str) -> tuple[int | None, int]:
-        """The tenant's slot that shares most leading tokens whose K/V is there, and their number; or None, 0."""
+        """The tenant's slot that shares most leading tokens with K/V, and their number; None and 0 if there is none."""
         best, longest = None, 0
         slots = [*self._retained, *range(len(self.running))] if self.retains else []
         for slot in slots:
             holder: Prefix | H = self._retained[slot] if slot in self._retained else self.running[slot]
-            if holder.tenant != tenant:  # what is reused shows in the time to the first token
+            if holder.tenant != tenant:  # reuse shows in the time to the first token
                 continue
             length = min(num_shared(holder.tokens, tokens), self._computed_at(slot))
             if length > longest:
@@ -173,7 +159,7 @@ class RankSlots(Generic[H]):
         return self.running[slot].num_computed_tokens[self.rank]
 
     def _least_recently_used(self, first: int, spare: int | None) -> int:
-        """A free slot from `first` on, an empty one if there is any; `spare` only if there is no other."""
+        """A free slot from `first` on: an empty one if possible, `spare` only if there is no other."""
         slots = range(first, self.num_slots)
         empty = next((slot for slot in slots if slot not in self._retained), None)
         if empty is not None:

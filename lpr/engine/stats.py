@@ -1,4 +1,4 @@
-"""What decoding did: steps, tokens, and what each draft source asked for and earned."""
+"""Counts of decoding: steps, tokens, and the nodes of each draft source."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lpr.core.tree import Source, TokenTree
+from lpr.protocol import Usage
 
 At = tuple[int, int]
 """A node's source and depth."""
@@ -14,7 +15,7 @@ At = tuple[int, int]
 
 @dataclass
 class SourceCount:
-    """Nodes of one draft source; a node counts for the source that named it first."""
+    """Nodes of one draft source; a node counts for the source that proposed it first."""
 
     drafted: int = 0
     accepted: int = 0
@@ -25,8 +26,9 @@ class DecodeStats:
     """Counts of one request, or of several added up."""
 
     num_steps: int = 0
-    """Decode steps: each emits at least one token. Steps that only fill the cache with a long prompt are apart."""
+    """Decode steps: each emits at least one token."""
     num_fill_steps: int = 0
+    """Steps that computed a part of a long prompt."""
     num_tokens: int = 0
     """Tokens emitted."""
     num_nodes: int = 0
@@ -37,7 +39,7 @@ class DecodeStats:
 
     @property
     def tokens_per_step(self) -> float:
-        """S, the step compression."""
+        """Acceptance length: emitted tokens per decode step."""
         return self.num_tokens / self.num_steps if self.num_steps else 0.0
 
     @property
@@ -52,7 +54,7 @@ class DecodeStats:
 
     @property
     def by_depth(self) -> dict[tuple[str, int], SourceCount]:
-        """Per draft source and depth, the depths grouped as `depth_bucket` says: nodes drafted and accepted."""
+        """Per draft source and group of depths (`depth_bucket`): nodes drafted and accepted."""
         found: dict[tuple[str, int], SourceCount] = {}
         for source, depth in self.drafted:
             if source == Source.ROOT:
@@ -69,7 +71,7 @@ class DecodeStats:
         self._uncounted.append((tree, path))
 
     def count_nodes(self) -> None:
-        """Take in the nodes of the steps counted since the last call: work that can wait until the device is busy."""
+        """Count the nodes of the steps since the last call: work that can wait until the device is busy."""
         for tree, path in self._uncounted:
             nodes = list(zip(tree.sources, tree.depths, strict=True))
             self._drafted.update(nodes)
@@ -84,9 +86,27 @@ class DecodeStats:
 
     @property
     def accepted(self) -> Counter[At]:
-        """Those on an accepted path."""
+        """Nodes on an accepted path, by source and depth."""
         self.count_nodes()
         return self._accepted
+
+    def usage(self, num_cached: int) -> Usage:
+        """The counts as they are sent, of a request with `num_cached` prompt tokens in the prefix cache."""
+        depths: Counter[int] = Counter()
+        for (source, depth), count in self.accepted.items():
+            if source != Source.ROOT:
+                depths[depth] += count
+        sources = self.sources
+        return Usage(
+            num_steps=self.num_steps,
+            num_fill_steps=self.num_fill_steps,
+            num_cached=num_cached,
+            drafted=sum(each.drafted for each in sources.values()),
+            accepted=sum(each.accepted for each in sources.values()),
+            accepted_per_depth=[depths[depth] for depth in range(1, max(depths, default=0) + 1)],
+            by_source={name: (each.drafted, each.accepted) for name, each in sources.items()},
+            num_tokens=self.num_tokens,
+        )
 
     def add(self, other: DecodeStats) -> None:
         """Add the counts of `other`."""

@@ -1,15 +1,16 @@
 """From committed tokens to text: incremental decoding, stop strings and streaming chunks of one request.
 
-A step commits several tokens at once; `TextStream` is fed one token at a time, so that where a step ends
-cannot change the text. What is streamed is never taken back. Three things are therefore held back: an
-unfinished character, a suffix that may become a stop string, and a run of byte-fallback tokens that has not
-ended (the decoder of Llama-2 and its relatives replaces the *whole* run if any byte of it is invalid, so a
-character that looks complete may still turn into U+FFFD).
+A step commits several tokens at once; `TextStream` takes them one at a time, so the end of a step cannot change the
+text. Streamed text is never taken back. Three things are therefore held back: an unfinished character, a suffix that
+may become a stop string, and a run of byte-fallback tokens that has not ended (Llama-2's decoder and its relatives
+replace the *whole* run if any byte of it is invalid, so a character that looks complete may still turn into U+FFFD).
+
+`tokenizers.decoders.DecodeStream` (0.23) does not do: it raises where a byte run turns out to be invalid, emits the
+prompt again if that ends inside a character, decodes invalid bytes in quadratic time, and takes no slow tokenizer.
 """
 
 from __future__ import annotations
 
-from codecs import getincrementaldecoder
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -31,7 +32,7 @@ MAX_UNFINISHED = 3
 
 
 class Vocabulary(dict[int, bytes | None]):
-    """What a token is to an incremental decoder, found out at its first use and kept.
+    """The kind of each token, determined at its first use.
 
     `b""` is a token that `decode(skip_special_tokens=True)` drops, one byte is a byte-fallback token, None is
     every other token.
@@ -40,30 +41,28 @@ class Vocabulary(dict[int, bytes | None]):
     _known: WeakKeyDictionary[Any, Vocabulary] = WeakKeyDictionary()
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Ask the tokenizer which tokens it drops and how it decodes byte-fallback tokens."""
+        """Read from the tokenizer which tokens it drops and how it decodes byte-fallback tokens."""
         super().__init__()
         if isinstance(tokenizer, PreTrainedTokenizerFast):
             added = tokenizer.added_tokens_decoder.items()
             self.update((token, b"") for token, content in added if content.special)
-            # A padded embedding has rows that are no token, which a fast tokenizer's decode drops too.
+            # A padded embedding has rows that are no token. A fast tokenizer's decode drops them too.
             self._name: Callable[[int], str | None] = tokenizer.backend_tokenizer.id_to_token
         else:
             self.update((token, b"") for token in tokenizer.all_special_ids)
             self._name = lambda token: ""
         self.has_byte_runs = False
-        names = [f"<0x{byte:02X}>" for byte in range(256)]
-        tokens: list[Any] = [tokenizer.convert_tokens_to_ids(name) for name in names]
-        # Names prove nothing: some tokenizers decode byte tokens by themselves and some print their names.
+        tokens: list[Any] = [tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in range(256)]
+        # The names do not decide: some tokenizers decode byte tokens one by one, and some print their names.
         if len(set(tokens)) == 256 and None not in tokens:
             decode = decoder_of(tokenizer)
-            lead, follow, invalid = tokens[0xC3], tokens[0xA9], tokens[0xFF]
-            valid, broken = decode([lead, follow]), decode([lead, follow, invalid])
-            self.has_byte_runs = (valid, broken) == ("\u00e9", 3 * REPLACEMENT)
+            valid = [tokens[byte] for byte in "é".encode()]
+            self.has_byte_runs = (decode(valid), decode([*valid, tokens[0xFF]])) == ("é", 3 * REPLACEMENT)
         if self.has_byte_runs:
             self.update((token, bytes([byte])) for byte, token in enumerate(tokens))
 
     def __missing__(self, token: int) -> bytes | None:
-        """Find out about a token that is neither special nor a byte."""
+        """Classify a token that is neither special nor a byte."""
         self[token] = b"" if self._name(token) is None else None
         return self[token]
 
@@ -98,10 +97,10 @@ def num_shared(first: str, second: str) -> int:
 class IncrementalDecoder:
     """Decodes a growing sequence, a short window of tokens at a time.
 
-    `push` returns the text that a token settles: no later token can change it. The rest of the text so far is
-    `pending`. With the prompt P and the output T, the text is what `decode(P + T)` shows beyond `decode(P)`:
+    `push` returns the text that becomes final with a token: no later token can change it. The rest of the text so far
+    is `pending`. With the prompt P and the output T, the text is what `decode(P + T)` shows beyond `decode(P)`:
 
-        settled + pending == decode(P + T)[num_shared(decode(P), decode(P + T)):]
+        final + pending == decode(P + T)[num_shared(decode(P), decode(P + T)):]
 
     Exact for a decoder in which what a token adds depends only on whether it is the first with text, and on
     the bytes before it that are not yet a character.
@@ -112,8 +111,11 @@ class IncrementalDecoder:
         self._vocabulary = Vocabulary.of(tokenizer)
         self._decode = decoder_of(tokenizer)
         self._max_held = 0 if self._vocabulary.has_byte_runs else MAX_UNFINISHED
-        self._run: _ByteRun | None = None
-        # What the prompt shows of text that the output may still change; subtracted from what settles.
+        # Consecutive byte-fallback tokens: their bytes, the last token, and whether the decoder strips the first.
+        self._run = bytearray()
+        self._byte_token = -1
+        self._first_is_stripped = False
+        # Text that the prompt shows and the output may still change; subtracted from the output's text.
         self._prompt_pending = ""
 
         prompt = [token for token in prompt_ids if self._vocabulary[token] != b""]
@@ -131,124 +133,97 @@ class IncrementalDecoder:
     @property
     def pending(self) -> str:
         """Text of the tokens so far that a later token may change."""
-        return self._beyond_prompt(self._run.text if self._run else self._held)
+        return self._beyond_prompt(self._held + self._run_text(REPLACEMENT))
 
     @property
     def readable(self) -> str:
         """The pending text if it consists of whole characters, else an empty string."""
-        return self._beyond_prompt(self._run.readable) if self._run else ""
+        return self._beyond_prompt(self._run_text(""))
 
     def push(self, token: int) -> str:
-        """Take the next token and return the text that it settles."""
+        """Take the next token and return the text that becomes final with it."""
         data = self._vocabulary[token]
-        if data == b"":
+        if data is not None:
+            if data and not self._run:
+                self._first_is_stripped = not self._num_final and not self._decode([*self._window, token])
+            self._run += data
+            self._byte_token = token if data else self._byte_token
             return ""
-        if data:
-            if not self._run:
-                first_is_stripped = not self._num_settled and not self._decode([*self._window, token])
-                self._run = _ByteRun(first_is_stripped)
-            self._run.push(token, data)
-            return ""
-        settled = self._end_run(self._run) if self._run else ""
+        final = self._run_text(REPLACEMENT)
+        if self._run:
+            self._run.clear()
+            # One byte is context enough: the next token only depends on whether some text precedes it.
+            self._window.append(self._byte_token)
+            self._num_final = len(self._decode(self._window))
         self._window.append(token)
-        text = self._decode(self._window)
-        num_settled = self._num_settled
-        self._settle(text)
-        settled += text[num_settled : self._num_settled]
+        start = self._num_final
+        final += self._decode_window()[start : self._num_final]
         if len(self._window) >= self._max_window:
-            self._slide()
-        return self._claim(settled) if self._prompt_pending else settled
+            # Decoders that strip all spaces would strip the next token's too, if no text precedes it.
+            context = self._window[-CONTEXT:]
+            self._restart(context if self._decode(context) else self._window)
+        if self._prompt_pending:
+            shared = num_shared(final, self._prompt_pending)
+            self._prompt_pending = self._prompt_pending[shared:] if shared == len(final) else ""
+            final = final[shared:]
+        return final
 
-    def _settle(self, text: str) -> None:
-        """Split the window's text into what is settled and what is held."""
+    def _run_text(self, unfinished: str) -> str:
+        """The text of the run of bytes: characters if all of them are valid UTF-8, else `unfinished` for each byte."""
+        try:
+            return self._run.decode()[int(self._first_is_stripped) :]
+        except UnicodeDecodeError:
+            return unfinished * len(self._run)
+
+    def _decode_window(self) -> str:
+        """The window's text, of which the last characters are held while they are unfinished."""
+        text = self._decode(self._window)
         held = 0
         while held < min(self._max_held, len(text)) and text[-1 - held] == REPLACEMENT:
             held += 1
-        self._num_settled = len(text) - held
-        self._held = text[self._num_settled :]
+        self._num_final = len(text) - held
+        self._held = text[self._num_final :]
+        return text
 
     def _restart(self, window: list[int]) -> None:
         self._window = window
         self._max_window = max(2 * CONTEXT, 2 * len(window))
-        self._settle(self._decode(window))
-
-    def _slide(self) -> None:
-        context = self._window[-CONTEXT:]
-        if self._decode(context):
-            self._restart(context)
-        else:
-            # Decoders that strip all spaces would strip the next token's too, if nothing stands before it.
-            self._max_window *= 2
-
-    def _end_run(self, run: _ByteRun) -> str:
-        self._run = None
-        # One byte is context enough: all that matters to the next token is that some text precedes it.
-        self._window.append(run.last_token)
-        self._num_settled = len(self._decode(self._window))
-        return run.text
+        self._decode_window()
 
     def _beyond_prompt(self, text: str) -> str:
-        if not self._prompt_pending:
-            return text
         return text[num_shared(text, self._prompt_pending) :]
 
-    def _claim(self, settled: str) -> str:
-        shared = num_shared(settled, self._prompt_pending)
-        self._prompt_pending = self._prompt_pending[shared:] if shared == len(settled) else ""
-        return settled[shared:]
+
+def find_stop(stops: Sequence[str], text: str) -> tuple[int, str] | tuple[None, None]:
+    """Where the first stop string begins in `text`, and which it is; None for both without one."""
+    found = [(cut, stop) for stop in stops if (cut := text.find(stop)) >= 0]
+    return min(found, key=lambda each: each[0], default=(None, None))
 
 
-class _ByteRun:
-    """Consecutive byte-fallback tokens: characters if all of them are valid UTF-8, else all U+FFFD."""
-
-    def __init__(self, first_is_stripped: bool) -> None:
-        self._utf8 = getincrementaldecoder("utf-8")()
-        self._characters = ""
-        self._num_tokens = 0
-        self._is_valid = True
-        self._first_is_stripped = first_is_stripped
-        self.last_token = -1
-
-    def push(self, token: int, data: bytes) -> None:
-        self.last_token = token
-        self._num_tokens += 1
-        if self._is_valid:
-            try:
-                character = self._utf8.decode(data)
-            except UnicodeDecodeError:
-                self._is_valid = False
-            else:
-                if self._num_tokens > 1 or not self._first_is_stripped:
-                    self._characters += character
-
-    @property
-    def readable(self) -> str:
-        return self._characters if self._is_valid and not self._utf8.getstate()[0] else ""
-
-    @property
-    def text(self) -> str:
-        if self._is_valid and not self._utf8.getstate()[0]:
-            return self._characters
-        return REPLACEMENT * self._num_tokens
+def num_possible(stops: Sequence[str], text: str) -> int:
+    """Length of the longest suffix of `text` that begins a stop string and is not all of it."""
+    sizes = (
+        size for stop in stops for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])
+    )
+    return max(sizes, default=0)
 
 
 class TextStream:
     """The output of one request as ids and as text, fed one committed token at a time.
 
-    The text continues the prompt seamlessly, as in vLLM and TGI: it is what `tokenizer.decode` (special
-    tokens skipped, no clean-up of spaces) shows of prompt and output beyond what it shows of the prompt:
+    The text continues the prompt, as in vLLM and TGI: it is what `tokenizer.decode` (special tokens skipped, no
+    clean-up of spaces) shows of prompt and output beyond what it shows of the prompt:
 
         whole = decode(prompt_ids + token_ids); text == whole[num_shared(decode(prompt_ids), whole):]
 
-    cut right before the first stop string once one has appeared. What they share is all of
-    `decode(prompt_ids)` unless the prompt ends inside a character or a run of bytes that the output changes.
-    For byte-level tokenizers (GPT-2, Llama-3, Qwen) the text equals `decode(token_ids)` but for that; with
-    SentencePiece ones (Llama-2, Mistral) `decode(token_ids)` would lose the space between prompt and output.
-    An empty prompt, or one of special tokens only, gives `decode(token_ids)`.
+    cut right before the first stop string. What they share is all of `decode(prompt_ids)` unless the prompt ends inside
+    a character or a run of bytes that the output changes. For byte-level tokenizers (GPT-2, Llama-3, Qwen) the text
+    equals `decode(token_ids)` but for that; with SentencePiece ones (Llama-2, Mistral) `decode(token_ids)` would lose
+    the space between prompt and output. An empty prompt, or one of special tokens only, gives `decode(token_ids)`.
 
-    An end-of-text token finishes with "stop" before anything else is asked, then a stop string with "stop",
-    then `max_new_tokens` with "length". Only generated text is searched for stop strings, and characters that
-    are still unfinished (shown as U+FFFD) only when the output ends there.
+    An end-of-text token finishes with "stop" first, then a stop string with "stop", then `max_new_tokens` with
+    "length". Only generated text is searched for stop strings, and characters that are still unfinished (shown as
+    U+FFFD) only when the output ends there.
     """
 
     def __init__(
@@ -265,38 +240,35 @@ class TextStream:
         """Ids pushed."""
         self._is_closed = False
         self._params = params
-        self.stop_ids = (frozenset() if params.ignore_eos else eos_token_ids) | set(params.stop_token_ids)
+        self._eos_ids = frozenset() if params.ignore_eos else eos_token_ids
+        self.stop_ids = self._eos_ids | set(params.stop_token_ids)
         """Ids that end the output, with "stop"."""
         self.stop_reason: int | str | None = None
-        """What ended the output, if a stop string or an id of `stop_token_ids` that is no end of text did."""
-        self._eos_ids = frozenset() if params.ignore_eos else eos_token_ids
-        self._decoder: Any = None if tokenizer is None else IncrementalDecoder(tokenizer, prompt_ids)
+        """The stop string, or the id of `stop_token_ids` that is no end of text, that ended the output."""
+        self._decoder = None if tokenizer is None else IncrementalDecoder(tokenizer, prompt_ids)
         self._unread: deque[tuple[int, bool, bool]] = deque()
-        """Tokens that were pushed and not decoded, whether each is an end of text, and whether it is the last."""
-        self._longest_stop = max(map(len, params.stop), default=0)
-        self._stop_prefixes = {stop[:size] for stop in params.stop for size in range(1, len(stop))}
-        # Settled text in order: chunks that were taken, chunks that may be taken, and the suffix that may
-        # become a stop string.
+        """Tokens pushed and not decoded: the id, whether it ends the text, and whether it is the last one."""
+        # The final text in order: taken chunks, chunks to be taken, and the suffix that may become a stop string.
         self._taken: list[str] = []
         self._safe: list[str] = []
         self._suffix = ""
 
     @property
     def text(self) -> str:
-        """The complete text so far, also what `take` still holds back; joined when asked for."""
+        """The complete text so far, also what `take` still holds back; joined at each call."""
         self._read()
         pending = self._decoder.pending if self._decoder and not self._is_closed else ""
         return "".join([*self._taken, *self._safe, self._suffix, pending])
 
     @property
     def taken(self) -> str:
-        """The text that `take` has given so far; joined when asked for."""
+        """The text that `take` has given so far; joined at each call."""
         return "".join(self._taken)
 
     def push(self, token: int) -> str | None:
         """Feed the next committed token; returns "stop" or "length" if it ends the output, else None.
 
-        The ending one belongs to the output: the end-of-text id too, as in `transformers.generate`, although the text
+        The last token belongs to the output: also an end-of-text id, as in `transformers.generate`, although the text
         never shows it, and the token that completed a stop string.
         """
         if self._is_closed:
@@ -306,16 +278,15 @@ class TextStream:
         is_last = is_eos or self.num_tokens == self._params.max_new_tokens
         if self._decoder:
             self._unread.append((token, is_eos, is_last))
+        # Only stop strings decide by the text: without them decoding waits for `take`, or until the device is busy.
         found_stop = bool(self._params.stop) and self._read()
         self._is_closed = is_last or found_stop
-        if is_eos or found_stop:
-            if is_eos:
-                self.stop_reason = None if token in self._eos_ids else token
-            return "stop"
-        return "length" if is_last else None
+        if is_eos:
+            self.stop_reason = None if token in self._eos_ids else token
+        return "stop" if is_eos or found_stop else "length" if is_last else None
 
     def extend(self, tokens: Sequence[int]) -> tuple[int, str | None]:
-        """Push a step's tokens up to the one that ends the output; returns how many that were, and as `push`."""
+        """Push a step's tokens up to the one that ends the output; returns how many those are, and as `push`."""
         simple = not self._params.stop and self.num_tokens + len(tokens) < self._params.max_new_tokens
         if simple and not self._is_closed and self.stop_ids.isdisjoint(tokens):
             self.num_tokens += len(tokens)
@@ -329,7 +300,7 @@ class TextStream:
         return len(tokens), None
 
     def close(self) -> None:
-        """End the output here, for a reason that is not in it."""
+        """End the output here, for a reason outside it."""
         self._read()
         if not self._is_closed:
             self._safe.append(self._suffix + (self._decoder.pending if self._decoder else ""))
@@ -337,9 +308,9 @@ class TextStream:
             self._is_closed = True
 
     def take(self, num_tokens: int | None = None) -> str:
-        """The text that became safe to stream since the last call; after the finish all the rest.
+        """The text that became safe to stream since the last call; after the end all the rest.
 
-        With `num_tokens`, only so many of the tokens pushed since then are looked at. All results together are the
+        With `num_tokens`, only so many of the tokens pushed since then are decoded. All results together are the
         final `text`.
         """
         self._read(num_tokens)
@@ -350,48 +321,30 @@ class TextStream:
         return chunk
 
     def _read(self, num_tokens: int | None = None) -> bool:
-        """Decode tokens that were pushed; returns whether there is a stop string.
-
-        Only stop strings decide anything by the text, so without them it waits until somebody asks for it, or until the
-        device is busy.
-        """
-        assert self._decoder is not None or not self._unread
+        """Decode pushed tokens, at most `num_tokens`; True if a stop string is among them."""
         found_stop = False
         for _ in range(len(self._unread) if num_tokens is None else min(num_tokens, len(self._unread))):
+            assert self._decoder is not None
             token, is_eos, is_last = self._unread.popleft()
-            settled = "" if is_eos else self._decoder.push(token)
-            unsettled = self._decoder.pending if is_last else self._decoder.readable
-            found_stop = self._append(settled, unsettled, is_last) or found_stop
+            final = "" if is_eos else self._decoder.push(token)
+            found_stop |= self._append(final, self._decoder.pending if is_last else self._decoder.readable, is_last)
         return found_stop
 
-    def _append(self, settled: str, unsettled: str, is_last: bool) -> bool:
-        """Append settled text, search it and the unsettled text that follows it, and hold back what must be.
+    def _append(self, final: str, pending: str, is_last: bool) -> bool:
+        """Append final text, search it and the pending text for stop strings, and hold back what may become one.
 
-        Returns whether there is a stop string; if so, or if the token was the last, the text is final.
+        True if a stop string is found; then, and after the last token, no text is held back.
         """
-        self._suffix += settled
-        visible = self._suffix + unsettled
-        cut, stop = self._find_stop(visible)
-        self.stop_reason = stop if stop is not None else self.stop_reason
+        self._suffix += final
+        visible = self._suffix + pending
+        cut, stop = find_stop(self._params.stop, visible)
         if cut is not None or is_last:
-            self._safe.append(visible if cut is None else visible[:cut])
+            self.stop_reason = self.stop_reason if stop is None else stop
+            self._safe.append(visible[:cut])
             self._suffix = ""
             return cut is not None
-        if settled:
-            num_safe = len(self._suffix) - self._num_held_back()
+        if final:
+            num_safe = len(self._suffix) - num_possible(self._params.stop, self._suffix)
             self._safe.append(self._suffix[:num_safe])
             self._suffix = self._suffix[num_safe:]
         return False
-
-    def _find_stop(self, visible: str) -> tuple[int, str] | tuple[None, None]:
-        """Where the first stop string begins, and which it is, if there is one."""
-        found = [(cut, stop) for stop in self._params.stop if (cut := visible.find(stop)) >= 0]
-        return min(found, key=lambda each: each[0], default=(None, None))
-
-    def _num_held_back(self) -> int:
-        """Length of the longest suffix that is the beginning of a stop string."""
-        suffix = self._suffix
-        for size in range(min(len(suffix), self._longest_stop - 1), 0, -1):
-            if suffix[-size:] in self._stop_prefixes:
-                return size
-        return 0

@@ -1,70 +1,93 @@
-"""Step times kept on disk, so that an engine that starts again need not measure for seconds before its first request.
+"""The step times that an engine starts with: given by the user, kept on disk from an earlier start, or measured.
 
-One JSON file per model, precision, device, number of threads and version, in `~/.cache/lpr/step_times` (XDG_CACHE_HOME
-moves it). Rank 0 reads it for all ranks, as it measures for all. Nothing rests on the table being right: rank 0 follows
-what steps really take (lpr.core.step_times), all ranks decide by what it finds, and `close` writes that back.
+There is one JSON file per model, precision, device, number of threads and version, in `~/.cache/lpr/step_times`
+(XDG_CACHE_HOME moves it); it saves seconds of measuring. Rank 0 reads it for all ranks, as it measures for all. The
+file need not be right: rank 0 follows what steps really take (lpr.core.step_times), which `Engine.close` writes back.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
 import platform
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from lpr.config import InputError
 from lpr.core.step_times import StepTimes
-from lpr.dist.comm import Comm, is_driver
+from lpr.dist.comm import Comm, agree, is_driver
+from lpr.engine.sizing import measure_step_times
 from lpr.files import replace_file
+from lpr.model.kv_cache import KVCache
 from lpr.model.runner import TreeModel
 
 
-class TimesFile:
-    """Where the step times of one setting are kept."""
+class StartTimes:
+    """The step times that all ranks begin to decide by."""
 
-    def __init__(self, model: TreeModel, comm: Comm, *sizes: int) -> None:
-        """The file for `model` as it runs now, measured up to `sizes` (nodes, length, batch) on the ranks of `comm`."""
-        facts = [
-            *(model.config.to_json_string(), str(next(model.model.parameters()).dtype), str(model.device.type)),
-            torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else platform.processor(),
-            *(torch.get_num_threads(), torch.__version__, model.attention, model.packed, model.graphs is not None),
-            *(platform.node(), comm.size, comm.tp_size, model.exact, *sizes),
-        ]
-        name = hashlib.blake2b(json.dumps(facts).encode(), digest_size=12).hexdigest()
-        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        self.path = Path(home) / "lpr" / "step_times" / f"{name}.json"
+    def __init__(self, given: StepTimes | None, comm: Comm) -> None:
+        """Not known yet; `given` are those that the user has given, on the driver, until all ranks have them."""
+        self.given = given
+        self.times: StepTimes | None = None
+        self.follows = True
+        """True if the times that steps really take change them."""
+        self.path: Path | None = None
+        """The file that keeps them; None if they were not measured."""
         self._comm = comm
 
-    def read_or(self, measure: Callable[[], StepTimes]) -> StepTimes:
-        """The table in rank 0's file, on all ranks alike; where there is none, what `measure` says, which is kept."""
-        known = self._read() if is_driver(self._comm) else b""
-        length = int(self._comm.gather(torch.tensor([len(known)], dtype=torch.int32))[0, 0])
-        found = self._comm.broadcast(known, length) if length else b""
-        if found:  # nothing where rank 0 was lost meanwhile
-            return StepTimes.from_json(json.loads(found))
-        measured = measure()
-        self.write(measured)
-        return measured
+    def give(self, times: StepTimes) -> None:
+        """Decide by the user's times for good."""
+        self.times, self.follows = times, False
 
-    def write(self, times: StepTimes) -> None:
-        """On rank 0, keep a table; a disk that takes none costs the next start its seconds, no more."""
-        if not is_driver(self._comm):
+    def find(self, model: TreeModel, like: KVCache, max_nodes: int, max_length: int, max_batch_size: int) -> StepTimes:
+        """The step times, the same on all ranks; measured up to these sizes if they are neither known nor on disk.
+
+        Raises InputError if the model's smallest cache does not fit.
+        """
+        if self.times is None:
+            agree(self._comm, model.shortage(max_batch_size, max_length, 1, like, self._comm.num_sharing))
+            limits = max_nodes, max_length, max_batch_size
+            self.path = times_path(model, self._comm, *limits)
+            self.times = self._read()
+            if self.times is None:
+                self.times = measure_step_times(model, like, self._comm, *limits)
+                self.keep(self.times)
+        return self.times
+
+    def keep(self, times: StepTimes | None) -> None:
+        """On rank 0, write measured times for the next start. A failure is logged only: the next start measures."""
+        if self.path is None or not self.follows or times is None or not is_driver(self._comm):
             return
         try:
             replace_file(self.path, json.dumps(times.to_json()).encode() + b"\n")
         except OSError as failure:
             logging.getLogger(__name__).info("step times are not kept: %s", failure)
 
-    def _read(self) -> bytes:
-        """What the file holds; nothing if it is missing or no table."""
-        try:
-            found = self.path.read_bytes()
-            StepTimes.from_json(json.loads(found))
-        except (OSError, ValueError, TypeError, InputError):
-            return b""
-        return found
+    def _read(self) -> StepTimes | None:
+        """The step times in rank 0's file, on all ranks; None without a sound file, or if rank 0 was lost meanwhile."""
+        known = b""
+        if is_driver(self._comm) and self.path is not None:
+            with contextlib.suppress(OSError, ValueError, TypeError, InputError):
+                data = self.path.read_bytes()
+                StepTimes.from_json(json.loads(data))
+                known = data
+        length = int(self._comm.gather(torch.tensor([len(known)], dtype=torch.int32))[0, 0])
+        found = self._comm.broadcast(known, length) if length else b""
+        return StepTimes.from_json(json.loads(found)) if found else None
+
+
+def times_path(model: TreeModel, comm: Comm, *sizes: int) -> Path:
+    """The file for `model` as it runs now, measured up to `sizes` (nodes, length, batch) on the ranks of `comm`."""
+    facts = [
+        *(model.adapter.config.to_json_string(), str(next(model.model.parameters()).dtype), str(model.device.type)),
+        torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else platform.processor(),
+        *(torch.get_num_threads(), torch.__version__, model.attention, model.packed, model.graphs is not None),
+        *(platform.node(), comm.size, comm.tp_size, model.exact, *sizes),
+    ]
+    name = hashlib.blake2b(json.dumps(facts).encode(), digest_size=12).hexdigest()
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "lpr" / "step_times" / f"{name}.json"

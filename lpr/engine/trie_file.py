@@ -1,17 +1,17 @@
-"""The shared trie on disk, so that a later run drafts from what earlier ones wrote.
+"""The shared suffix index on disk (`--trie`), so that a later run drafts from the outputs of earlier ones.
 
-A file holds the tokens alone; the links between equal contexts follow from them (1M tokens are relinked in 0.4 s). It
-is a safetensors file with one int32 tensor, `tokens`, and one metadata entry, `lpr_trie`, a JSON object:
+A file has the tokens alone; the links between equal contexts follow from them (1M tokens are relinked in 0.4 s). It is
+a safetensors file with one int32 tensor, `tokens`, and one metadata entry, `lpr_trie`, a JSON object:
 
     version          1
     fingerprint      the tokenizer that gives the tokens their meaning, see `fingerprint_of`
-    capacity_tokens  of the trie that was saved
+    capacity_tokens  of the index that was saved
     num_tokens       ends of documents included
     num_documents
     checksum         of the tokens and the other entries
 
-A file is written beside its place, flushed to the disk and then renamed, so at every moment it is one complete trie:
-a run that is killed leaves the earlier one, and of two runs that save to the same file the later one wins whole.
+A file is written under another name, flushed to the disk and then renamed, so it is complete at every moment: a run
+that is killed leaves the earlier file, and of two runs that save to the same file the later one wins whole.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _KEY = "lpr_trie"
 
 
 def trie_path(path: str | Path) -> Path:
-    """The file that `path` means: itself if it is a .safetensors file, else one in the folder `path`."""
+    """The trie file of `path`: itself if it is a .safetensors file, else one in the folder `path`."""
     path = Path(path)
     return path if path.suffix == ".safetensors" else path / FILE_NAME
 
 
 def fingerprint_of(tokenizer: Any | None, vocab_size: int) -> str:
-    """What the meaning of a token id depends on: the tokenizer, or without one the size of the vocabulary."""
+    """Identifies the meaning of token ids: by the tokenizer, or without one by the size of the vocabulary."""
     return f"vocabulary of {vocab_size}" if tokenizer is None else f"tokenizer {tokenizer_digest(tokenizer):016x}"
 
 
@@ -98,6 +98,14 @@ def read_trie(path: str | Path, fingerprint: str | None = None) -> np.ndarray:
     if tokens.dtype != np.int32 or tokens.ndim != 1 or checksum != _checksum(facts, tokens):
         raise InputError(f"the trie {path} is damaged: its checksum does not fit its content; delete it to start anew")
     return tokens
+
+
+def read_history(path: str | Path, fingerprint: str, vocab_size: int) -> np.ndarray:
+    """The history in a trie file for a model of `vocab_size` tokens; raises InputError as `read_trie`."""
+    history = read_trie(path, fingerprint)
+    if len(history) and not END <= history.min() <= history.max() < vocab_size:
+        raise InputError(f"the trie {path} holds token ids outside the vocabulary of {vocab_size}")
+    return history
 
 
 def num_documents(tokens: np.ndarray) -> int:

@@ -1,77 +1,83 @@
-"""Requests without a slot, in the order in which they are admitted."""
+"""The queue of requests without a slot, in the order of admission: by arrival, shifted by priority."""
 
 from __future__ import annotations
 
+import math
+from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
-from heapq import heapify, heappush
 from typing import Generic, Protocol, TypeVar
 
+SECONDS_PER_PRIORITY = 10.0
+"""A request of priority p waits as one that arrived 10 p seconds later. So no request starves."""
 MOST_OVERTAKEN = 64
-"""A request is admitted before at most this many earlier ones for each step of priority; so none waits for ever."""
+"""Later arrivals that may pass a request which misses its target for the first token anyway."""
 
 
 class Queued(Protocol):
-    """What the queue must know of a request."""
+    """The part of a request that orders it."""
 
     priority: int
+    arrived: float
+    """Arrival in seconds, the same on every rank."""
 
 
 R = TypeVar("R", bound=Queued)
-Entry = tuple[int, int, R]
+Entry = tuple[float, int, R]
 """Place in the queue, number of the arrival, request."""
 
 
 class Waiting(Generic[R]):
-    """The queue. Requests of a higher priority number come later, but nobody waits for ever."""
+    """The queue. Replicated: its order follows from the requests alone."""
 
     def __init__(self) -> None:
-        """Nobody waits."""
+        """Make an empty queue."""
         self._entries: list[Entry[R]] = []
         self.num_arrivals = 0
         """Requests that were ever added."""
 
     def __len__(self) -> int:
-        """Number of requests that wait."""
         return len(self._entries)
 
     def __iter__(self) -> Iterator[Entry[R]]:
-        """The entries in their order."""
-        return iter(sorted(self._entries, key=lambda entry: entry[:2]))
+        return iter(list(self._entries))
 
     def resume(self, entries: Sequence[Entry[R]], num_arrivals: int) -> None:
         """Take over another rank's queue."""
         self._entries, self.num_arrivals = list(entries), num_arrivals
 
     def add(self, request: R) -> None:
-        """Let a request wait."""
+        """Queue a request."""
         self.num_arrivals += 1
-        heappush(self._entries, (self.num_arrivals + MOST_OVERTAKEN * request.priority, self.num_arrivals, request))
+        place = request.arrived + SECONDS_PER_PRIORITY * request.priority
+        insort(self._entries, (place, self.num_arrivals, request), key=_order)
 
     def put_back(self, requests: Sequence[R]) -> None:
-        """Let requests wait before all that wait already."""
-        first = min([0, *(place for place, _, _ in self._entries)]) - len(requests)
-        for place, request in enumerate(requests, first):
-            heappush(self._entries, (place, 0, request))
+        """Queue requests, in their order, before all others."""
+        first = min([0, *(arrival for _, arrival, _ in self._entries)]) - len(requests)
+        self._entries[:0] = [(-math.inf, number, request) for number, request in enumerate(requests, first)]
 
     def remove(self, request: R) -> bool:
-        """Forget a request; False if it does not wait."""
-        left = [entry for entry in self._entries if entry[2] is not request]
-        found = len(left) < len(self._entries)
-        heapify(left)
-        self._entries = left
-        return found
+        """Remove a request; False if it is not queued."""
+        before = len(self._entries)
+        self._entries = [entry for entry in self._entries if entry[2] is not request]
+        return len(self._entries) < before
 
     def first(self, is_lost: Callable[[R], bool] | None = None) -> R | None:
-        """The request to admit next: the first that is not `is_lost`, which passes few that are; None: nobody waits."""
+        """The request to admit next, None if there is none: the first that is not `is_lost`.
+
+        A lost request is passed by at most MOST_OVERTAKEN later arrivals. Without one that is not lost, the first.
+        """
         if not self._entries:
             return None
-        if is_lost is None:
-            return self._entries[0][2]
-        passed = None
-        for _, arrival, request in self:
-            if passed is not None and arrival > passed + MOST_OVERTAKEN:
+        passed = math.inf
+        for _, arrival, request in self._entries if is_lost is not None else ():
+            if arrival > passed + MOST_OVERTAKEN:
                 break
             if not is_lost(request):
                 return request
-            passed = arrival if passed is None else min(passed, arrival)
-        return next(iter(self))[2]
+            passed = min(passed, arrival)
+        return self._entries[0][2]
+
+
+def _order(entry: Entry[Queued]) -> tuple[float, int]:
+    return entry[:2]

@@ -1,7 +1,7 @@
-"""What a router can send alike requests to the same replica by, where their prompt's K/V may still be cached.
+"""Prefix-affinity routing: keys by which a router sends prompts that begin alike to the replica that has cached them.
 
-A router sees JSON, not tokens, so the keys are digests of how a prompt's text begins. A service names them in the
-header X-LPR-Prefix of each answer: a router that keeps which replica said which needs no digest of its own.
+A router sees JSON, not tokens, so a key is a digest of the beginning of a prompt's text. A service returns the keys in
+the header X-LPR-Prefix of each answer, so a router can record which replica has which and needs no digest of its own.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 FIRST_BYTES = 256
-"""The first key covers so many bytes, each next one twice as many; a shorter prompt has no key."""
+"""Bytes that the first key covers. Each next key covers twice as many; a shorter prompt has no key."""
 MOST_KEYS = 9
+MOST_IDS = 32768
+"""Token ids of a prompt that are read: as text they are more than 64 KiB."""
 SESSION_HEADER = "x-session-id"
 SESSION_FIELD = "prompt_cache_key"
-"""OpenAI's name for the same."""
+"""OpenAI's field for a session."""
 
 
 def prefix_keys(body: Mapping[str, Any]) -> list[str]:
@@ -36,9 +38,9 @@ def prefix_keys(body: Mapping[str, Any]) -> list[str]:
 
 
 def routing_key(headers: Mapping[str, str], body: Mapping[str, Any]) -> str:
-    """What decides where a request goes: its session if it names one, else how its prompt begins, else nothing ("").
+    """The key that decides where a request goes: its session, else its first prefix key, else "".
 
-    A session is the header X-Session-Id or the field prompt_cache_key. Requests of equal keys belong together.
+    A session is the header X-Session-Id or the field prompt_cache_key. Requests with equal keys go to one replica.
     """
     for name, value in headers.items():
         if name.lower() == SESSION_HEADER and value:
@@ -50,7 +52,7 @@ def routing_key(headers: Mapping[str, str], body: Mapping[str, Any]) -> str:
 
 
 def beginning_of(body: Mapping[str, Any]) -> str:
-    """How the prompt of a request begins, as text: token ids as numbers, messages behind their roles."""
+    """The beginning of a request's prompt as text: token ids as numbers, messages after their roles."""
     if isinstance(messages := body.get("messages"), Sequence):
         return "".join(map(_message, messages))
     if "input_prefix" in body:
@@ -67,10 +69,6 @@ def beginning_of(body: Mapping[str, Any]) -> str:
         ids = first if isinstance(first, Sequence) else prompt
         return " ".join(map(str, ids[:MOST_IDS]))
     return ""
-
-
-MOST_IDS = 32768
-"""Token ids that are looked at: they are more than 64 KiB as text."""
 
 
 def _message(message: Any) -> str:

@@ -1,4 +1,4 @@
-"""What sharing drafts has come to so far, as the driver tells the front."""
+"""Counts of shared drafts, which the driver sends to the front for its metrics."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import msgspec
 
 
 class DraftCounts(msgspec.Struct, array_like=True):
-    """Counts since the driver began; each is written by one thread only."""
+    """Counts since the driver began. Each is written by one thread only."""
 
     sent: int = 0
-    """Outputs that the store has taken."""
+    """Outputs that the store has accepted."""
     unsent: int = 0
-    """Outputs dropped because the store was too slow, away, or refused them."""
+    """Outputs dropped because the store was slow, unreachable or refused them."""
     learnt: int = 0
-    """Outputs of other replicas that drafts come from now."""
+    """Outputs of other replicas that were learned."""
     own: int = 0
-    """Entries of the stream that this replica wrote, and so knows."""
+    """Entries of the stream that this replica wrote."""
     duplicate: int = 0
     malformed: int = 0
-    """Entries that are none of ours, or not whole."""
+    """Entries in another format, or damaged."""
     passed_over: int = 0
-    """Times that the stream was gone on with behind an answer too long to read."""
+    """Times that an answer was too long to read and its entries were skipped."""
     sent_tokens: int = 0
     learnt_tokens: int = 0
     outside_vocabulary: int = 0
@@ -31,12 +31,12 @@ class DraftCounts(msgspec.Struct, array_like=True):
     snapshots_written: int = 0
     snapshots_loaded: int = 0
     write_up: bool = False
-    """Did the store take what it was sent last?"""
+    """True if the store accepted the last outputs sent."""
     read_up: bool = False
-    """Did the store answer when it was last asked for news?"""
+    """True if the store answered the last read."""
     send_queue: int = 0
     """Outputs that wait to be sent."""
     learn_queue: int = 0
-    """Outputs that wait to be learnt."""
+    """Outputs that wait to be learned."""
     lag: float = 0.0
-    """Seconds from when the newest output that was learnt came into the store to when it was learnt."""
+    """Seconds between the newest learned output's arrival in the store and when it was learned."""

@@ -1,4 +1,4 @@
-"""Flags of a service that is one of a fleet. No client library is imported here: only who shares needs one."""
+"""Flags of a service that belongs to a fleet. Imports no client library: only sharing needs one."""
 
 from __future__ import annotations
 
@@ -20,25 +20,24 @@ _INSTALL = "pip install 'lpr[fleet]'"
 
 @dataclass(frozen=True, kw_only=True)
 class FleetOptions:
-    """What a replica shares with the others of its fleet."""
+    """Options of drafts shared between the replicas of a fleet."""
 
     draft_store: str | None = None
     """Redis or Valkey through which replicas share finished outputs as drafts: redis://[USER:PASSWORD@]HOST[:PORT][/DB],
-    rediss:// for TLS, or unix://PATH. --share-drafts says whose. Default: $LPR_DRAFT_STORE, if it is set."""
+    rediss:// for TLS, or unix://PATH. --share-drafts chooses whose. Default: $LPR_DRAFT_STORE, if it is set."""
     draft_store_length: int = 10_000
-    """Outputs that the store keeps of each tenant, about; the oldest go first."""
+    """Outputs that the store keeps per tenant, approximately. The oldest go first."""
     draft_snapshots: str | None = None
-    """Folder, or s3://BUCKET/PREFIX (also gs:// and az://): keep what was learnt there, so that a new replica starts
-    warm. Credentials of object stores come from their usual environment variables."""
+    """Folder or s3://BUCKET/PREFIX (also gs:// and az://) for snapshots of shared drafts, with which a new replica
+    starts warm. Credentials of object stores come from their usual environment variables."""
     draft_snapshot_every: float = 300.0
-    """Seconds between two snapshots; one replica of the fleet writes each."""
+    """Seconds between two snapshots. One replica of the fleet writes each."""
     replica_name: str | None = None
-    """What this replica is called in the header X-LPR-Replica. Default: $LPR_REPLICA_NAME, or the host's name and the
-    port."""
+    """Name of this replica in the header X-LPR-Replica. Default: $LPR_REPLICA_NAME, or the host's name and the port."""
 
 
 def complete(options: FleetOptions) -> FleetOptions:
-    """The options with what the environment says where a flag does not."""
+    """The options, with values from the environment where no flag is given."""
     return replace(
         options,
         draft_store=options.draft_store or os.environ.get("LPR_DRAFT_STORE") or None,
@@ -47,7 +46,7 @@ def complete(options: FleetOptions) -> FleetOptions:
 
 
 def check(options: FleetOptions, share_drafts: str) -> None:
-    """Refuse what cannot work; raises InputError. No message repeats a URL, which may hold a password."""
+    """Raise InputError for options that cannot work. No message repeats a URL, which may hold a password."""
     if options.draft_store_length < 1:
         raise InputError(f"--draft-store-length {options.draft_store_length} must be at least 1")
     every = options.draft_snapshot_every
@@ -58,7 +57,7 @@ def check(options: FleetOptions, share_drafts: str) -> None:
         raise InputError(f"--replica-name {name!r} must be printable ASCII of at most 200 characters")
     if options.draft_store is None:
         if options.draft_snapshots is not None:
-            raise InputError("--draft-snapshots needs --draft-store, which says how far a snapshot goes")
+            raise InputError("--draft-snapshots needs --draft-store, as a snapshot continues with its streams")
         return
     if share_drafts == "none":
         raise InputError("--draft-store shares drafts, and --share-drafts none forbids it")
@@ -70,7 +69,7 @@ def check(options: FleetOptions, share_drafts: str) -> None:
 
 
 def default_name(port: int) -> str:
-    """A replica's name where none is given."""
+    """The default name of a replica."""
     return f"{socket.gethostname()}:{port}"
 
 

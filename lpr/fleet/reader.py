@@ -1,7 +1,7 @@
-"""Reads what other replicas have finished, and lets nothing of it through that the engine could not learn.
+"""Reads the outputs of other replicas, and passes on only what the engine can learn.
 
-A stream is only a hint. What is lost, late, doubled or in another order changes what drafts are made of, never what
-they are checked against, so the reader drops what it does not understand and reads on.
+Entries that are lost, late, doubled or out of order change drafts, never outputs. So the reader drops what it does not
+understand and reads on.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,26 +25,26 @@ from lpr.fleet.store import BLOCK_SECONDS, TooLongError
 START = "0-0"
 """Before a stream's first entry."""
 MOST_TENANTS = 64
-"""Streams followed at a time; of more, the one whose tenant asked least recently is left."""
+"""Streams followed at a time. Of more, the one whose tenant asked least recently is dropped."""
 AT_ONCE = 32
-"""Entries read together, of all streams: parsing more would hold up the step loop's thread."""
+"""Entries per read, of all streams: parsing more would hold up the step loop's thread."""
 PAUSE_SECONDS = 0.01
-"""Between two reads that brought something, for the same reason."""
+"""Seconds between two reads that brought entries, for the same reason."""
 LOOK_EVERY = 20
-"""Reads without news after which it is looked whether a stream has begun anew."""
+"""Empty reads after which the reader checks if the store has lost a stream."""
 MOST_SEEN = 16384
-"""Outputs remembered by their numbers, so that none is learnt twice."""
+"""Outputs remembered by their numbers, so that none is learned twice."""
 _ID = re.compile(r"\d{1,20}-\d{1,20}")
 
 
 @dataclass
 class _Stream:
-    """A tenant's stream, as far as it was read."""
+    """How far a tenant's stream was read."""
 
     tenant: str
     key: str
     position: str | None = None
-    """The last entry read; None before the snapshot was looked for."""
+    """The last entry read; None before the snapshot was read."""
 
 
 class Reader:
@@ -62,7 +61,7 @@ class Reader:
         snapshot_of: Callable[[str], Batch | None],
         positions: Mapping[str, str],
     ) -> None:
-        """Read streams by `key_of(tenant)`, each behind its entry in `positions`, or else behind its snapshot.
+        """Read the streams `key_of(tenant)` from their entries in `positions` on, or else from their snapshots on.
 
         Entries of `origin` are this replica's own.
         """
@@ -76,22 +75,21 @@ class Reader:
         self._streams = {tenant: _Stream(tenant, key_of(tenant), at) for tenant, at in positions.items() if is_id(at)}
         """By tenant, the least recently asked for first."""
         self._lock = threading.Lock()
-        self._unsure = True
-        """Was the store away, and may have lost its streams?"""
         self._careful = False
-        """Was an answer too long? Then entries are read one by one, until it is known where."""
-        self._num_empty = 0
-        self._seen: set[bytes] = set()
-        self._seen_order: deque[bytes] = deque()
+        """True after an answer that was too long: entries are read one by one until the long one is found."""
+        self._num_empty = LOOK_EVERY
+        """Empty reads in a row. A store that was unreachable may have lost streams, and counts as `LOOK_EVERY`."""
+        self._seen: dict[bytes, None] = {}
+        """Numbers of the outputs read, the oldest first."""
 
     @property
     def tenants(self) -> list[str]:
-        """Whose streams are followed."""
+        """Tenants whose streams are followed."""
         with self._lock:
             return list(self._streams)
 
     def follow(self, tenant: str) -> None:
-        """Read a tenant's stream too, from the next round on."""
+        """Follow a tenant's stream from the next round on."""
         with self._lock:
             stream = self._streams.pop(tenant, None)
             self._streams[tenant] = stream if stream is not None else _Stream(tenant, self._key_of(tenant))
@@ -99,7 +97,7 @@ class Reader:
                 self._streams.pop(next(iter(self._streams)))
 
     def work(self) -> None:
-        """One round: read what is new, or wait a little for it; raises what the store does."""
+        """One round: read new entries, or wait briefly for some; raises the store's errors."""
         with self._lock:
             streams = list(self._streams.values())
         if not streams or self._inbox.is_full:
@@ -112,14 +110,14 @@ class Reader:
             self._read(streams)
             self._counts.read_up = True
         except TooLongError:
-            self._careful, self._unsure, self._num_empty = True, False, 0
+            self._careful, self._num_empty = True, 0
             raise
         except Exception:
-            self._counts.read_up, self._unsure = False, True
+            self._counts.read_up, self._num_empty = False, LOOK_EVERY
             raise
 
     def _begin(self, stream: _Stream) -> None:
-        """Start with a snapshot, if there is one, and read on from where it ends."""
+        """Start with the stream's snapshot, if there is one."""
         stream.position = START
         snapshot = self._snapshot_of(stream.tenant)
         if snapshot is not None:
@@ -129,9 +127,9 @@ class Reader:
             self._inbox.put(snapshot._replace(history=history, read_to=stream.position))
 
     def _read(self, streams: Sequence[_Stream]) -> None:
-        if self._unsure or self._num_empty >= LOOK_EVERY:
+        if self._num_empty >= LOOK_EVERY:
             self._find_lost(streams)
-            self._unsure, self._num_empty = False, 0
+            self._num_empty = 0
         if self._careful:
             self._read_one_by_one(streams)
             return
@@ -145,7 +143,7 @@ class Reader:
             self._num_empty += 1
 
     def _find_lost(self, streams: Sequence[_Stream]) -> None:
-        """Begin again with streams that end before where they were read to: the store has lost them."""
+        """Restart streams that end before the last entry read: the store has lost them."""
         for stream in streams:
             assert stream.position is not None
             newest: Any = self._store.xrevrange(stream.key, count=1)
@@ -153,7 +151,7 @@ class Reader:
                 stream.position = START
 
     def _read_one_by_one(self, streams: Sequence[_Stream]) -> None:
-        """Read one entry of each stream, and go on behind one that is too long."""
+        """Read one entry of each stream, and skip one that is too long."""
         is_found = num_read = 0
         for stream in streams:
             asked: dict[Any, Any] = {stream.key: stream.position}
@@ -167,15 +165,13 @@ class Reader:
         self._careful = bool(num_read) and not is_found
 
     def _take_in(self, streams: Sequence[_Stream], answer: Any) -> int:
-        """Hand on what an answer brings; returns how many entries it has."""
+        """Queue the entries of an answer; returns their number."""
         by_key = {stream.key: stream for stream in streams}
         num_entries = 0
         for key, entries in answer or ():
-            stream = by_key.get(_text(key))
-            if stream is None:
-                continue
-            num_entries += len(entries)
-            self._take_entries(stream, entries)
+            if (stream := by_key.get(_text(key))) is not None:
+                num_entries += len(entries)
+                self._take_entries(stream, entries)
         return num_entries
 
     def _take_entries(self, stream: _Stream, entries: Any) -> None:
@@ -189,8 +185,9 @@ class Reader:
                 continue
             stream.position = id
             entry = decode(fields.get(FIELD)) if isinstance(fields, dict) else None
-            if self._is_news(entry):
-                assert entry is not None
+            if entry is None:
+                self._counts.malformed += 1
+            elif self.is_new(entry):
                 tokens, outside = within_vocabulary(entry.token_ids(), self._vocab_size)
                 self._counts.outside_vocabulary += outside
                 documents += [tokens, np.array([END], np.int32)]
@@ -201,11 +198,8 @@ class Reader:
         self._inbox.put(Batch(stream.tenant, history, stream.position, len(documents) // 2, came))
         self._counts.learn_queue = len(self._inbox)
 
-    def _is_news(self, entry: Entry | None) -> bool:
-        """Is this an output of another replica that was not read before?"""
-        if entry is None:
-            self._counts.malformed += 1
-            return False
+    def is_new(self, entry: Entry) -> bool:
+        """True for an output of another replica that was not read before."""
         if entry.origin == self._origin:
             self._counts.own += 1
             return False
@@ -213,20 +207,19 @@ class Reader:
         if number in self._seen:
             self._counts.duplicate += 1
             return False
-        self._seen.add(number)
-        self._seen_order.append(number)
-        if len(self._seen_order) > MOST_SEEN:
-            self._seen.discard(self._seen_order.popleft())
+        self._seen[number] = None
+        if len(self._seen) > MOST_SEEN:
+            self._seen.pop(next(iter(self._seen)))
         return True
 
 
 def is_id(text: str) -> bool:
-    """Is this the id of a stream's entry?"""
+    """True for the id of a stream's entry."""
     return _ID.fullmatch(text) is not None
 
 
 def order_of(id: str) -> tuple[int, int]:
-    """What ids of entries are ordered by; the first number is when the entry came, in milliseconds."""
+    """Sort key of an entry's id; the first number is its arrival in milliseconds since 1970."""
     milliseconds, _, number = id.partition("-")
     return int(milliseconds), int(number)
 

@@ -1,4 +1,4 @@
-"""Sends finished outputs to the store, from a queue that never makes anybody wait."""
+"""Sends finished outputs to the store, from a queue that never blocks the step loop."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lpr.fleet.counts import DraftCounts
 from lpr.fleet.entries import FIELD, ID_BYTES, encode
 
 QUEUE = 1024
-"""Outputs that may wait; of more, the oldest are dropped."""
+"""Longest queue, in outputs. Above it, the oldest are dropped."""
 AT_ONCE = 64
-"""Outputs sent together."""
+"""Outputs per request to the store."""
 _WAIT = 0.5
-"""Seconds after which a thread without work looks whether it should end."""
+"""Seconds after which an idle thread checks if it should end."""
 
 
 class _Waiting(NamedTuple):
@@ -29,10 +29,10 @@ class _Waiting(NamedTuple):
 
 
 class Sender:
-    """One replica's outputs on their way to the store."""
+    """The queue of one replica's outputs."""
 
     def __init__(self, store: Redis, origin: bytes, length: int, counts: DraftCounts) -> None:
-        """Send to `store` as `origin`, where each stream keeps about `length` entries."""
+        """Send to `store` as `origin`. Each stream keeps about `length` entries."""
         self._store = store
         self._origin = origin
         self._length = length
@@ -44,11 +44,12 @@ class Sender:
         """Queue an output for the stream `key`; returns at once."""
         data, num_tokens = encode(self._origin, os.urandom(ID_BYTES), prompt_ids, token_ids)
         with self._news:
-            self._append(_Waiting(key, data, num_tokens))
+            self._queue.append(_Waiting(key, data, num_tokens))
+            self._trim()
             self._news.notify()
 
     def work(self) -> None:
-        """Send what waits, or wait a little for something; raises what the store does."""
+        """Send queued outputs, or wait briefly for some; raises the store's errors."""
         with self._news:
             if not self._queue:
                 self._news.wait(_WAIT)
@@ -58,8 +59,10 @@ class Sender:
         try:
             answers = self._send(taken)
         except Exception:
-            # Whether the store has taken them is not known: they are sent again, and readers know them by their number.
-            self._put_back(taken)
+            # The store may have them already: they are sent again, and readers drop doubles by their number.
+            with self._news:
+                self._queue.extendleft(reversed(taken))
+                self._trim()
             self._counts.write_up = False
             raise
         refused = [answer for answer in answers if isinstance(answer, Exception)]
@@ -69,9 +72,9 @@ class Sender:
                 self._counts.sent_tokens += waiting.num_tokens
         with self._news:
             self._counts.unsent += len(refused)
-            self._counts.send_queue = len(self._queue)
+            self._trim()
         self._counts.write_up = not refused
-        if refused:  # a key of another type, no memory, no permission: trying the same again would not help
+        if refused:  # a key of another type, no memory, no permission: a retry would not help
             raise ResponseError(str(refused[0]))
 
     def _send(self, taken: Sequence[_Waiting]) -> list[object]:
@@ -80,17 +83,8 @@ class Sender:
             pipeline.xadd(waiting.key, {FIELD: waiting.data}, maxlen=self._length, approximate=True)
         return list(pipeline.execute(raise_on_error=False))
 
-    def _append(self, waiting: _Waiting) -> None:
-        self._queue.append(waiting)
-        if len(self._queue) > QUEUE:
+    def _trim(self) -> None:
+        while len(self._queue) > QUEUE:
             self._queue.popleft()
             self._counts.unsent += 1
         self._counts.send_queue = len(self._queue)
-
-    def _put_back(self, taken: Sequence[_Waiting]) -> None:
-        with self._news:
-            room = max(0, QUEUE - len(self._queue))
-            kept = taken[max(0, len(taken) - room) :]
-            self._counts.unsent += len(taken) - len(kept)
-            self._queue.extendleft(reversed(kept))
-            self._counts.send_queue = len(self._queue)

@@ -1,8 +1,8 @@
-"""Drafts shared live between replicas: what one has finished, every other drafts from within seconds.
+"""Drafts shared live between replicas: within seconds, each replica drafts from the finished outputs of all.
 
-The step loop of a replica's rank 0 says what was finished and asks what to learn; both take microseconds. Three threads
-do the rest: one sends, one reads, one keeps snapshots. None of them is ever waited for, and the store may be away, slow
-or hostile: then drafts are what this replica alone has learnt.
+The step loop of a replica's rank 0 hands over finished outputs and takes batches to learn; both take microseconds.
+Three threads do the rest: one sends, one reads, one keeps snapshots. The step loop never waits for them. While the
+store is unreachable, slow or hostile, drafts come from the outputs of this replica alone.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from lpr.fleet.snapshots import place_of
 from lpr.fleet.store import Worker, connect, stream_of
 
 MARK_SECONDS = 1.0
-"""Between two notes of how far a stream was read that brought nothing to learn."""
+"""Seconds between two batches that only record how far a stream was read."""
 FLUSH_SECONDS = 1.0
-"""Time at the end for outputs to leave."""
+"""Time at the end to send queued outputs."""
 JOIN_SECONDS = 2.0
-"""Time for the threads to end; one that hangs in a call of the store ends with the process."""
-SAY_SECONDS = 60.0
-"""Between two lines on stderr about the same trouble."""
+"""Time for the threads to end. One that hangs in a call of the store ends with the process."""
+REPORT_SECONDS = 60.0
+"""Seconds between two lines on stderr about the same failure."""
 _NOTHING = np.empty(0, np.int32)
 
 
 class SharedDrafts:
-    """One replica's part in what a fleet shares."""
+    """One replica's end of the shared drafts."""
 
     def __init__(
         self,
@@ -48,10 +48,10 @@ class SharedDrafts:
         positions: Mapping[str, str],
         wake: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begin to share. `fingerprint` is the tokenizer's and `model` what the fleet calls the model.
+        """Begin to share. `fingerprint` is the tokenizer's, `model` the fleet's name of the model.
 
-        `origin` (8 bytes) names this start of this replica, `positions` say by tenant how far streams were read before,
-        and `wake` is called from another thread when there is something to learn.
+        `origin` (8 bytes) identifies this start of this replica, `positions` is the last entry read by tenant, and
+        `wake` is called from another thread when there is something to learn.
         """
         assert options.draft_store is not None
         self.counts = DraftCounts()
@@ -84,21 +84,21 @@ class SharedDrafts:
             worker.start()
 
     def finished(self, tenant: str, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> None:
-        """Let the other replicas draft from a finished output, for requests of the same tenant."""
+        """Share a finished output with the other replicas, for requests of the same tenant."""
         if token_ids:
             self._sender.put(self._key_of(tenant), prompt_ids, token_ids)
 
     def follow(self, tenant: str) -> None:
-        """Learn what other replicas finish for a tenant."""
+        """Learn the outputs of other replicas for a tenant."""
         self._reader.follow(tenant)
 
     @property
     def is_waiting(self) -> bool:
-        """Is there something to learn, or to offer, so that the step loop should not sleep?"""
+        """True if the step loop should not sleep: there is a batch to learn or a history to offer."""
         return not self._inbox.is_empty or self.wanted is not None
 
     def take(self) -> Batch | None:
-        """What to learn before the next step, at most `lpr.fleet.inbox.AT_ONCE` tokens of one tenant, or None."""
+        """The batch of one tenant to learn before the next step, at most `inbox.AT_ONCE` tokens, or None."""
         batch = self._inbox.take()
         now = time.monotonic()
         if batch is not None and len(batch.history):
@@ -118,21 +118,21 @@ class SharedDrafts:
 
     @property
     def wanted(self) -> str | None:
-        """The tenant of whom a snapshot is due (`offer`)."""
+        """The tenant of which a snapshot is due (`offer`)."""
         return self._keeper.wanted if self._keeper is not None else None
 
     def offer(self, tenant: str, history: np.ndarray, read_to: str) -> None:
-        """Say what a tenant's drafts come from by now, int32 [num_tokens], and how far its stream is in it."""
+        """Hand over a tenant's history (int32 [num_tokens]) and the last entry of its stream in it, for a snapshot."""
         if self._keeper is not None:
             self._keeper.offer(tenant, history, read_to)
 
     def close(self) -> None:
-        """End the threads, after `FLUSH_SECONDS` for what waits to be sent."""
+        """Send queued outputs for up to `FLUSH_SECONDS`, then end the threads."""
         until = time.monotonic() + FLUSH_SECONDS
         while self.counts.send_queue and time.monotonic() < until:
             time.sleep(0.01)
         for worker in self._workers:
-            worker.stop()
+            worker.stopping.set()
         until = time.monotonic() + JOIN_SECONDS
         for worker in self._workers:
             worker.join(max(0.0, until - time.monotonic()))
@@ -143,17 +143,17 @@ class SharedDrafts:
         return self._keeper.read(tenant) if self._keeper is not None else None
 
     def _failed(self, what: str, name: str) -> Callable[[Exception], None]:
-        """What counts failures of a thread under `name`, and says the first of them and then one a minute."""
-        said = -SAY_SECONDS
+        """A function that counts failures under `name` and reports the first one, then one a minute, on stderr."""
+        reported = -REPORT_SECONDS
 
         def note(failure: Exception) -> None:
-            nonlocal said
+            nonlocal reported
             setattr(self.counts, name, getattr(self.counts, name) + 1)
-            if time.monotonic() - said >= SAY_SECONDS:
-                said = time.monotonic()
+            if time.monotonic() - reported >= REPORT_SECONDS:
+                reported = time.monotonic()
                 why = (str(failure).splitlines() or [""])[0][:200]
                 line = f"lpr.serve: shared drafts: {what}: {type(failure).__name__}: {why}; requests go on without\n"
-                sys.stderr.write(line)  # in one piece, as several threads say such things
+                sys.stderr.write(line)  # in one piece, as several threads write
                 sys.stderr.flush()
 
         return note

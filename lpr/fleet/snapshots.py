@@ -1,9 +1,9 @@
-"""What was learnt for a tenant, kept outside the store together with how far its stream was read.
+"""Snapshots: a tenant's learned outputs, kept outside the store together with how far its stream was read.
 
 A snapshot is a safetensors file with one int32 tensor, `tokens`: documents that END (-1) separates. Its metadata has
-one entry, `lpr_drafts`, a JSON object: version, stream (whose it is: tokenizer, model and tenant), read_to (the
-stream's last entry that it covers), num_tokens, and a checksum of all that. A new replica learns the tokens and reads
-on behind `read_to`. A snapshot of anything else is left alone, and a damaged one costs a cold start.
+one entry, `lpr_drafts`, a JSON object: version, stream (tokenizer, model and tenant), read_to (the stream's last entry
+that it covers), num_tokens, and a checksum of all that. A new replica learns the tokens and reads the stream from
+`read_to` on. A damaged snapshot, or one of another stream, costs a cold start.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import hashlib
 import json
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import load, save
@@ -23,35 +23,23 @@ from lpr.fleet.options import scheme_of
 
 VERSION = 1
 MOST_BYTES = 256 << 20
-"""A larger snapshot is not read: a trie holds a few million tokens."""
+"""Largest snapshot that is read: a suffix index holds a few million tokens."""
 _KEY = "lpr_drafts"
 
 
 class SnapshotError(RuntimeError):
-    """What lies at a snapshot's place is not one, or not of this stream."""
-
-
-class Place(Protocol):
-    """Where snapshots are kept."""
-
-    def read(self, name: str) -> bytes | None:
-        """The content of a name, None where there is none; raises OSError or what the store's library raises."""
-        ...
-
-    def write(self, name: str, data: bytes) -> None:
-        """Replace the content of a name, as a whole or not at all."""
-        ...
+    """The data is not a snapshot, damaged, or of another stream."""
 
 
 class Folder:
-    """A folder, which replicas on several machines may share."""
+    """Snapshots in a folder, which replicas on several machines may share."""
 
     def __init__(self, path: Path) -> None:
-        """The folder `path`, made when it is needed."""
+        """The folder `path`, made at the first write."""
         self._path = path
 
     def read(self, name: str) -> bytes | None:
-        """As Place.read."""
+        """The content of a name, None if there is none; raises OSError or SnapshotError."""
         path = self._path / name
         try:
             if path.stat().st_size > MOST_BYTES:
@@ -61,12 +49,12 @@ class Folder:
             return None
 
     def write(self, name: str, data: bytes) -> None:
-        """As Place.write."""
+        """Replace the content of a name, as a whole or not at all; raises OSError."""
         replace_file(self._path / name, data)
 
 
 class Objects:
-    """An object store: S3 and what speaks its language, Google's, Azure's."""
+    """Snapshots in an object store: S3 or compatible, Google Cloud Storage, Azure."""
 
     def __init__(self, url: str) -> None:
         """The bucket and prefix that `url` names."""
@@ -76,13 +64,13 @@ class Objects:
         self._obstore: Any = obstore
         self._store: Any = obstore.store.from_url(
             url,
-            # Plain HTTP is what an endpoint that is given as http:// means.
+            # For endpoints that are given as http://.
             client_options={"timeout": "30s", "connect_timeout": "5s", "allow_http": True},
             retry_config={"max_retries": 2, "retry_timeout": timedelta(seconds=30)},
         )
 
     def read(self, name: str) -> bytes | None:
-        """As Place.read."""
+        """As Folder.read; raises also what the store's library raises."""
         try:
             found = self._obstore.get(self._store, name)
             if found.meta["size"] > MOST_BYTES:
@@ -92,12 +80,16 @@ class Objects:
             return None
 
     def write(self, name: str, data: bytes) -> None:
-        """As Place.write."""
+        """As Folder.write; raises what the store's library raises."""
         self._obstore.put(self._store, name, data)
 
 
+Place = Folder | Objects
+"""Where snapshots are kept."""
+
+
 def place_of(where: str) -> Place:
-    """The place that --draft-snapshots means."""
+    """The place that --draft-snapshots names."""
     return Objects(where) if scheme_of(where) else Folder(Path(where))
 
 
@@ -107,14 +99,14 @@ def name_of(stream: str) -> str:
 
 
 def to_bytes(stream: str, history: np.ndarray, read_to: str) -> bytes:
-    """A snapshot of `history`, int32 [num_tokens], up to the stream's entry `read_to`."""
+    """A snapshot of `history` (int32 [num_tokens]), which covers the stream up to its entry `read_to`."""
     tokens = history.astype("<i4", copy=False)
     facts = {"version": VERSION, "stream": stream, "read_to": read_to, "num_tokens": len(tokens)}
     return save({"tokens": tokens}, {_KEY: json.dumps({**facts, "checksum": _checksum(facts, tokens)})})
 
 
 def from_bytes(stream: str, data: bytes) -> tuple[np.ndarray, str]:
-    """The history and `read_to` of the snapshot that `to_bytes` made of `stream`; raises SnapshotError."""
+    """History and `read_to` of a snapshot that `to_bytes` made of `stream`; raises SnapshotError."""
     try:
         size = int.from_bytes(data[:8], "little")
         header = json.loads(data[8 : 8 + size])

@@ -1,8 +1,8 @@
-"""The connection to a Redis or Valkey that need not be there, be quick, or mean well.
+"""The connection to a Redis or Valkey that may be unreachable, slow or hostile.
 
-Every call has a time-out. An answer that is too long or drips in too slowly ends the connection: the client library
-would read it to its end, into memory. What failed is tried again after a wait that grows, with jitter, so that replicas
-do not come back all at once.
+Every call has a time-out. An answer that is too long or arrives too slowly ends the connection, as the client library
+would read all of it into memory. Failed calls are repeated after a growing wait with jitter, so that replicas do not
+reconnect all at once.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ CALL_SECONDS = 3.0
 ANSWER_SECONDS = 10.0
 """Time-out of a whole answer."""
 BLOCK_SECONDS = 0.5
-"""How long a read waits for news."""
+"""Time that a read waits for new entries."""
 MOST_ANSWER = 8 << 20
-"""Longest answer, in bytes: several times what a batch of the longest entries takes."""
+"""Longest answer in bytes: several times a batch of the longest entries."""
 FIRST_WAIT, LONGEST_WAIT = 0.1, 10.0
-"""Seconds before what has failed is tried again."""
+"""Seconds before a failed call is repeated."""
 
 
 class TooLongError(StoreConnectionError):
-    """The store's answer is longer than anything that was asked for."""
+    """The store's answer is longer than any valid one."""
 
 
 class Metered:
-    """A socket that gives up on an answer of more than `MOST_ANSWER` bytes or `ANSWER_SECONDS` seconds."""
+    """A socket that fails at an answer of more than `MOST_ANSWER` bytes or `ANSWER_SECONDS` seconds."""
 
     def __init__(self, connected: Any) -> None:
         """Meter a connected socket."""
@@ -48,7 +48,7 @@ class Metered:
         return getattr(self._socket, name)
 
     def sendall(self, data: bytes) -> None:
-        """Send a command; what comes next is its answer."""
+        """Send a command. The bytes that follow are its answer."""
         self._begin()
         self._socket.sendall(data)
 
@@ -77,7 +77,7 @@ class Metered:
 
 
 def connect(url: str) -> Redis:
-    """A client with one connection of its own, opened at the first call and again after each failure."""
+    """A client with a connection of its own, opened at the first call and again after each failure."""
     options: dict[str, Any] = dict(parse_url(url))
     base: type[Any] = options.pop("connection_class", Connection)
 
@@ -101,40 +101,33 @@ def connect(url: str) -> Redis:
 
 
 def stream_of(fingerprint: str, model: str, tenant: str) -> str:
-    """The key of the stream that a tenant's outputs go to; braces keep a fleet's streams together in a cluster."""
+    """The key of a tenant's stream. Braces keep the streams of a fleet on one node of a cluster."""
     tokenizer, name, whose = (quote(each, safe="/._-") for each in (fingerprint, model, tenant))
     return f"lpr:drafts:1:{{{tokenizer}:{name}}}:{whose}"
 
 
-class Worker:
-    """A thread that does one round after the other, and waits longer and longer after rounds that fail."""
+class Worker(threading.Thread):
+    """A thread that repeats a round of work, with a growing wait after rounds that fail.
+
+    One that hangs in a round ends with the process.
+    """
 
     def __init__(self, name: str, work: Callable[[], None], failed: Callable[[Exception], None]) -> None:
-        """Prepare to call `work` again and again; `failed` hears of every exception of it."""
+        """Prepare to call `work` repeatedly, and `failed` with each exception that it raises."""
+        super().__init__(name=f"lpr-{name}", daemon=True)
         self.stopping = threading.Event()
+        """Set to end after the current round."""
         self._work = work
         self._failed = failed
-        self._thread = threading.Thread(target=self._run, name=f"lpr-{name}", daemon=True)
 
-    def start(self) -> None:
-        """Begin."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End after the round that runs; `join` waits for that."""
-        self.stopping.set()
-
-    def join(self, seconds: float) -> None:
-        """Wait for the end for `seconds` at most: a round that hangs ends with the process."""
-        self._thread.join(seconds)
-
-    def _run(self) -> None:
+    def run(self) -> None:
+        """As Thread.run."""
         failures = 0
         while not self.stopping.is_set():
             try:
                 self._work()
                 failures = 0
-            except Exception as failure:  # whatever a store does, requests go on without it
+            except Exception as failure:  # whatever a store does, requests go on
                 self._failed(failure)
                 wait = min(LONGEST_WAIT, FIRST_WAIT * 2**failures)
                 failures = min(failures + 1, 16)

@@ -1,53 +1,29 @@
 """Tree attention for unmodified transformers models, through the two registries that transformers offers.
 
-A model that is loaded with `attn_implementation="lpr_tree"` asks `tree_mask` for its masks, once per kind of mask and
-forward, and calls `tree_attention` in every layer. The masks come from the model's own rule (causal, sliding,
+A model with `attn_implementation="lpr_tree"` calls `tree_mask` once per kind of mask and forward, and
+`tree_attention` in every layer. The masks come from the model's own rule (causal, sliding,
 chunked), evaluated on *positions* instead of cache rows, and from the visibility of the tree: no knowledge of a model
 family is needed. Outside a step (`current_step()` is None) both behave like transformers' "sdpa".
-
-Neither registry hands user arguments through to the mask function, so the step travels in a thread-local.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
-from lpr.model.exact import in_order, products
+from lpr.model.exact import in_order
 from lpr.model.inputs import Block, StepInputs
+from lpr.model.step_scope import current_step
 
 TREE_ATTENTION = "lpr_tree"
 """Name of the attention implementation, for models that dispatch through AttentionInterface."""
 TREE_MASK_ONLY = "lpr_tree_mask"
 """Name for models with their own attention code, which take an additive mask from the mask registry."""
-
-_local = threading.local()
-
-
-class step_scope:  # noqa: N801 - used as a context manager, like torch.no_grad
-    """Make `inputs` the step that the model's masks, attention and cache work on."""
-
-    def __init__(self, inputs: StepInputs) -> None:
-        """Scope of one forward."""
-        self.inputs = inputs
-
-    def __enter__(self) -> None:
-        self.outer = current_step()
-        _local.step = self.inputs
-
-    def __exit__(self, *_: object) -> None:
-        _local.step = self.outer
-
-
-def current_step() -> StepInputs | None:
-    """The step that this thread evaluates, or None outside a step."""
-    return getattr(_local, "step", None)
 
 
 def visible_nodes(block: Block, mask_function: Callable[..., Any]) -> torch.Tensor:
@@ -116,6 +92,23 @@ def tree_mask(stock: Callable[..., torch.Tensor | None], may_be_none: bool) -> C
     return make
 
 
+class Scoring(NamedTuple):
+    """The rules by which scores become weights, besides the mask."""
+
+    scale: float
+    softcap: float | None = None
+    """Bounds scores by `softcap * tanh(score / softcap)` (Gemma 2)."""
+    sinks: torch.Tensor | None = None
+    """[Hq]: logits that take probability and give no value (GPT-OSS)."""
+    bias: torch.Tensor | None = None
+    """[B or 1, Hq, T or 1, KV], added to scores."""
+
+    @property
+    def is_plain(self) -> bool:
+        """True if PyTorch's attention has all that is needed."""
+        return self.softcap is None and self.sinks is None and self.bias is None
+
+
 def tree_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -123,7 +116,6 @@ def tree_attention(
     value: torch.Tensor,
     attention_mask: Mask,
     scaling: float | None = None,
-    dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
@@ -133,64 +125,43 @@ def tree_attention(
 
     With packed inputs, `query` is [1, Hq, N, D], `key` and `value` are all rows of the cache, and the masks are a list.
     """
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux, position_bias)
     step = current_step()
-    if step is not None and step.heights is not None:
-        return _exact_attention(step, query, key, value, attention_mask, scale, softcap, s_aux, position_bias), None
     if not isinstance(attention_mask, list):
-        is_causal = step is not None and attention_mask is None and step.blocks[0].is_causal
-        out = _attend(query, key, value, attention_mask, scale, softcap, s_aux, position_bias, is_causal)
+        if step is None:
+            out = _attend(query, key, value, attention_mask, scoring)
+        else:
+            out = _attend_block(step, step.blocks[0], query, key, value, attention_mask, scoring)
         return out.transpose(1, 2).contiguous(), None
-    assert step is not None
+    assert step is not None and step.cache is not None
     if position_bias is not None or not step.cache_storages.issuperset(map(_address, (key, value))):
         # The bias is laid out for one block. Keys that the model computes from the cache's (as MLA does), it would
         # compute for every row of every slot: padded inputs hand it fewer.
         raise TypeError("this attention needs padded inputs")
     packed = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
     for block, mask in zip(step.blocks, attention_mask, strict=True):
-        states, is_causal = (block.entries(query), block.cached(key), block.cached(value)), block.is_causal
-        out = _attend(*states, mask, scale, softcap, s_aux, is_causal=is_causal and mask is None)
-        block.entries(packed.transpose(1, 2)).copy_(out)
+        states = block.entries(query), step.cache.of_block(key, block), step.cache.of_block(value, block)
+        block.entries(packed.transpose(1, 2)).copy_(_attend_block(step, block, *states, mask, scoring))
     return packed, None
 
 
-def _exact_attention(
+def _attend_block(
     step: StepInputs,
+    block: Block,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    masks: Mask,
-    scale: float,
-    softcap: float | None,
-    s_aux: torch.Tensor | None,
-    position_bias: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    scoring: Scoring,
 ) -> torch.Tensor:
-    """As `tree_attention`, by lpr.model.exact.products; returns [B, T, Hq, Dv]."""
-    if position_bias is not None:
+    """Attention of one block, [B, Hq, T, Dv]; in exact mode in the order of positions."""
+    if step.heights is None:
+        return _attend(query, key, value, mask, scoring, is_causal=block.is_causal and mask is None)
+    if scoring.bias is not None:
         raise TypeError("exact attention takes no bias on scores")
-    assert step.heights is not None
-    group, height = query.shape[1] // key.shape[1], step.heights.attention
-
-    def attend(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, block: Block
-    ) -> torch.Tensor:
-        assert mask is not None
-        if in_order.attends(query.device):
-            paths = step.once_per_mask(mask, lambda: list(map(in_order.find_paths, mask[:, 0])))
-            return in_order.attend(query, key, value, paths, scale, softcap, s_aux)
-        assert block.tails is not None
-        floor = step.once_per_mask(mask, lambda: products.score_floor(mask, group, height))
-        return products.attend(query, key, value, floor, block.tails, height, scale, softcap, s_aux)
-
-    if not isinstance(masks, list):
-        return attend(query, key, value, masks, step.blocks[0]).transpose(1, 2).contiguous()
-    if not step.cache_storages.issuperset(map(_address, (key, value))):
-        raise TypeError("this attention needs padded inputs")
-    packed = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
-    for block, mask in zip(step.blocks, masks, strict=True):
-        out = attend(block.entries(query), block.cached(key), block.cached(value), mask, block)
-        block.entries(packed.transpose(1, 2)).copy_(out)
-    return packed
+    assert mask is not None
+    paths = step.once_per_mask(mask, lambda: list(map(in_order.find_paths, mask[:, 0])))
+    return in_order.attend(query, key, value, paths, scoring.scale, scoring.softcap, scoring.sinks)
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -202,10 +173,7 @@ def _attend(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
-    scale: float,
-    softcap: float | None,
-    s_aux: torch.Tensor | None,
-    position_bias: torch.Tensor | None = None,
+    scoring: Scoring,
     is_causal: bool = False,
 ) -> torch.Tensor:
     """Attention of `query` [B, Hq, T, D] over `key`, `value` [B, Hk, KV, D(v)]; returns [B, Hq, T, Dv].
@@ -215,26 +183,28 @@ def _attend(
     CPU). Group sizes come from the tensors and never from the config, so a tensor-parallel shard works unchanged.
     """
     batch, num_heads, length, dim = query.shape
-    num_kv_heads = key.shape[1]
+    num_kv_heads, num_kv = key.shape[1], key.shape[2]
     group = num_heads // num_kv_heads
-    num_kv = key.shape[2]
-    if is_causal and length == num_kv and softcap is None and s_aux is None and position_bias is None:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=group > 1)
+    if is_causal and length == num_kv and scoring.is_plain:
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scoring.scale, enable_gqa=group > 1
+        )
     if is_causal:  # some layers go on with the wanted entries alone, which are the last (Gemma 4)
         seen = torch.ones(length, num_kv, dtype=torch.bool, device=query.device).tril(num_kv - length)
         mask = additive(seen[None, None], query.dtype)
     folded = query.reshape(batch, num_kv_heads, group * length, dim)
     if mask is not None and group > 1:
         mask = _folded_mask(mask, group)
-    if softcap is None and s_aux is None and position_bias is None:
-        out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)
+    if scoring.is_plain:
+        out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scoring.scale)
     else:
-        if position_bias is not None:
-            position_bias = position_bias.reshape(position_bias.shape[0], num_kv_heads, group * length, -1)
-        if s_aux is not None:
-            s_aux = s_aux.reshape(1, num_kv_heads, group, 1).expand(batch, -1, -1, length)
-            s_aux = s_aux.reshape(batch, num_kv_heads, group * length, 1)
-        out = _attend_with_extras(folded, key, value, mask, scale, softcap, s_aux, position_bias)
+        bias, sinks = scoring.bias, scoring.sinks
+        if bias is not None:
+            bias = bias.reshape(bias.shape[0], num_kv_heads, group * length, -1)
+        if sinks is not None:
+            sinks = sinks.reshape(1, num_kv_heads, group, 1).expand(batch, -1, -1, length)
+            sinks = sinks.reshape(batch, num_kv_heads, group * length, 1)
+        out = _attend_with_extras(folded, key, value, mask, scoring._replace(bias=bias, sinks=sinks))
     return out.reshape(batch, num_heads, length, value.shape[-1])
 
 
@@ -247,27 +217,20 @@ def _folded_mask(mask: torch.Tensor, group: int) -> torch.Tensor:
 
 
 def _attend_with_extras(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scoring: Scoring
 ) -> torch.Tensor:
-    """Plain attention with what SDPA lacks: soft-capped scores (Gemma 2), attention sinks (GPT-OSS), score bias."""
-    scores = (query @ key.transpose(-1, -2)).float() * scale
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    if bias is not None:
-        scores = scores + bias
+    """Attention with what SDPA lacks: soft-capped scores, sinks [B, Hk, T, 1], a bias on scores."""
+    scores = (query @ key.transpose(-1, -2)).float() * scoring.scale
+    if scoring.softcap is not None:
+        scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
+    if scoring.bias is not None:
+        scores = scores + scoring.bias
     if mask is not None:
         if mask.dtype == torch.bool:
             mask = additive(mask, scores.dtype)
         scores = scores + mask
-    if sinks is not None:
-        probs = torch.softmax(torch.cat([scores, sinks.float()], -1), -1)[..., :-1]
+    if scoring.sinks is not None:
+        probs = torch.softmax(torch.cat([scores, scoring.sinks.float()], -1), -1)[..., :-1]
     else:
         probs = torch.softmax(scores, -1)
     return probs.to(value.dtype) @ value

@@ -10,12 +10,18 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+from lpr.model.failures import first_line
+
+if TYPE_CHECKING:
+    from lpr.model.adapter import Adapter
+    from lpr.model.inputs import StepInputs
+    from lpr.model.kv_cache import KVCache
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +30,7 @@ MOST_FORMS = 64
 
 
 def compiled_folder() -> Path:
-    """Where compiled code is kept: TORCHINDUCTOR_CACHE_DIR, or `lpr/compiled` in the user's cache folder."""
+    """Folder of compiled code: TORCHINDUCTOR_CACHE_DIR, or `lpr/compiled` in the user's cache folder."""
     given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     if given == default_cache_dir():  # torch notes its own default there
         given = None
@@ -33,28 +39,32 @@ def compiled_folder() -> Path:
 
 
 class CompiledForward:
-    """A model's forward, compiled from its next call on, unless that is within `off`."""
+    """An adapter's forward, compiled from its next call on."""
 
-    def __init__(self, model: torch.nn.Module, backend: str = "inductor") -> None:
-        """Switch `model` over; nothing is compiled before a step comes."""
+    def __init__(self, adapter: Adapter, backend: str = "inductor") -> None:
+        """Switch the adapter's model over; nothing is compiled before a step comes."""
         self.reason: str | None = None
-        """Why steps are not compiled any more; None while they are."""
-        self._model = model
+        """The reason why steps are no longer compiled; None while they are."""
+        self._adapter = adapter
         self._before = _so_far()
         # By default it is in a folder for temporary files, which a machine or container forgets when it restarts.
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compiled_folder())
         torch._dynamo.config.recompile_limit = max(MOST_FORMS, torch._dynamo.config.recompile_limit)
         options = {"combo_kernels": True} if backend == "inductor" else None  # independent ones in one launch
-        model.compile(dynamic=True, fullgraph=True, backend=backend, options=options)
+        adapter.model.compile(dynamic=True, fullgraph=True, backend=backend, options=options)
 
-    @property
-    def cost(self) -> dict[str, float]:
-        """What compiling has taken so far: "seconds", the "forms" compiled, and how many of them were "from_disk"."""
-        return {name: count - self._before[name] for name, count in _so_far().items()}
+    def forward(self, inputs: StepInputs, cache: KVCache) -> torch.Tensor:
+        """As Adapter.forward, compiled; where that fails, directly from then on."""
+        try:
+            return self._adapter.forward(inputs, cache, compiled=True)
+        except Exception as failure:  # of the compiler, of Triton, of a driver: of any type
+            if _is_capturing(self._adapter.device) or not self.give_up(failure):
+                raise
+        return self._adapter.forward(inputs, cache)
 
     def describe(self) -> str | None:
-        """The cost in words; None if nothing was compiled."""
-        cost = self.cost
+        """The cost of compiling so far; None if nothing was compiled."""
+        cost = {name: count - self._before[name] for name, count in _so_far().items()}
         if not cost["forms"]:
             return None
         return (
@@ -62,24 +72,23 @@ class CompiledForward:
             f"read from {compiled_folder()}"
         )
 
-    @staticmethod
-    def off() -> AbstractContextManager[Any]:
-        """A scope in which models are called directly."""
-        return torch.compiler.set_stance("force_eager")
-
     def give_up(self, failure: Exception | str) -> bool:
         """Call the model directly from now on and say why, once; False if that is so already."""
         if self.reason is not None:
             return False
-        lines = [line.strip() for line in str(failure).splitlines() if line.strip()] or [type(failure).__name__]
-        self.reason = lines[0]
-        self._model._compiled_call_impl = None  # what Module.compile has set
+        self.reason = first_line(failure)
+        self._adapter.model._compiled_call_impl = None  # what Module.compile has set
         logger.warning("steps are not compiled: %s", self.reason)
         return True
 
 
+def _is_capturing(device: torch.device) -> bool:
+    """True while a graph is captured on this thread's stream of `device`."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def _so_far() -> dict[str, float]:
-    """What this process has compiled."""
+    """The compiler's counters of this process."""
     times, counters = torch._dynamo.utils.compilation_time_metrics, torch._dynamo.utils.counters
     return {
         "seconds": sum(times.get("_compile.compile_inner", ())),

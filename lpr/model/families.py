@@ -1,8 +1,8 @@
-"""What single model families need beyond the attention and mask hooks, and which of them cannot run a tree at all.
+"""Shims for single model families, and the families that cannot run a tree.
 
-Most families need nothing. A few add a bias or cut a window by *cache row*, where a tree needs it by *position*: row
-and position differ once a step's nodes branch. Each shim below replaces that one spot of a loaded model, and
-leaves the model as it was outside a step. `self_check` guards shimmed models like all others.
+Most families need none. A few add a bias or cut a window by *cache row*, where a tree needs it by *position*: the two
+differ once a step's nodes branch. Each shim replaces that one spot of a loaded model and changes nothing outside a
+step. `self_check` tests shimmed models like all others.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lpr.model.attention import current_step
 from lpr.model.inputs import StepInputs
+from lpr.model.step_scope import current_step
 
 _RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 """Kinds in `config.layer_types` that fold the past into a state: state-space, convolution and linear attention."""
@@ -31,7 +31,7 @@ _SELECTING_LAYERS = {
 
 
 def refusal(model: PreTrainedModel) -> str | None:
-    """Why this model's layers cannot evaluate a tree, as far as its config tells; None if it may."""
+    """The reason in its config why this model cannot evaluate a tree; None if it has none."""
     config: Any = model.config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None)
     if kinds:
@@ -53,7 +53,7 @@ def _recurrent(what_folds: str) -> str:
 
 
 def position_limit(config: Any) -> tuple[int, str] | None:
-    """How many positions a model's batches can hold exactly, and why, if fewer than the model itself.
+    """The number of positions up to which batches are exact, and why, if it is less than the model's own.
 
     Longrope (Phi-3 128k) takes other frequencies for *all* rows of a forward, at all positions, as soon as one
     position passes the original context. Drafts and neighbours in the batch would then change a text.
@@ -77,7 +77,7 @@ def adapt(model: PreTrainedModel) -> None:
 
 
 def _cached_positions(step: StepInputs) -> torch.Tensor:
-    """[B, KV]: the position of what each cache row holds; a model that asks for them keeps its batches padded."""
+    """[B, KV]: the position of what each cache row holds; a model that needs them keeps its batches padded."""
     if step.packed:
         raise TypeError("a bias per cache row needs padded inputs")
     return step.blocks[0].kv_positions

@@ -1,10 +1,10 @@
 """Steps as CUDA graphs: everything between a step's inputs and its results, launched by one call.
 
 A forward of a 32-layer model is two thousand kernel launches, which take a host longer than a GPU needs to run them
-for one sequence. A graph per `StaticShape` launches them at once. Nothing of a step but its words changes between two
-replays, so a graph is right for any tree and any length that its shape holds. Graphs share one pool of memory: they
-never run at the same time, and a step's results are copied on, in stream order, before the next replay. What is not
-captured (long pending chains, logits processors, a model that cannot be) is evaluated directly, with the same results.
+for one sequence. A graph per `StaticShape` launches them at once. Only the words of a step change between two replays,
+so a graph is right for any tree and length that its shape holds. Graphs share one pool of memory: they never run at the
+same time, and a step's results are copied on, in stream order, before the next replay. Steps that are not captured
+(long pending chains, models that cannot be) are evaluated directly, with the same results.
 """
 
 from __future__ import annotations
@@ -15,15 +15,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any, Protocol
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedModel
 
-from lpr.model.inputs import Row, StepInputs
+from lpr.model.adapter import Adapter
+from lpr.model.capture import Capturer, NoWaiting, Program, WaitsError
+from lpr.model.compiled import CompiledForward
+from lpr.model.failures import first_line
+from lpr.model.forward import EagerForward
+from lpr.model.inputs import Row
+from lpr.model.kv_cache import KVCache
+from lpr.model.sampling.sampler import Sampler
 from lpr.model.sampling.selection import Selection
 from lpr.model.static_inputs import (
     FEW_KEYS,
@@ -46,154 +50,37 @@ PENDING = 32
 """Entries beyond the tree's nodes that a graph may hold: committed tokens that another rank has evaluated."""
 COMMON_KV = 512
 """Cached lengths up to this are captured when the model is loaded, longer ones when they come."""
-_WAITING = (
-    "_local_scalar_dense",
-    "nonzero",
-    "_unique2",
-    "unique_dim",
-    "unique_consecutive",
-    "masked_select",
-    "is_nonzero",
-    "equal",
-)
-"""Operators whose result's value or shape the host must wait for."""
-_DYNAMIC_ROPE = ("dynamic", "longrope")
-
-Program = Callable[[], torch.Tensor]
 
 
-class Capturer(Protocol):
-    """What turns a program into its replay; a fake one, in tests, does so on a CPU."""
+class GraphForward(EagerForward):
+    """Replays graphs, captured when a shape is first needed or by `prepare`; evaluates the rest as EagerForward."""
 
-    def capture(self, program: Program) -> Program:
-        """Run `program` once for real, then record it; the replay returns the same tensor each time."""
-        ...
-
-
-class CudaCapturer:
-    """Captures with torch.cuda.graph, on a stream of its own, into one pool of memory."""
-
-    def __init__(self, device: torch.device) -> None:
-        """For programs whose tensors are on `device`."""
-        self.device = device
-        self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def capture(self, program: Program) -> Program:
-        """As Capturer.capture. The first run sets libraries up, which a capture does not allow."""
-        with torch.cuda.device(self.device):
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
-                program()
-            torch.cuda.current_stream().wait_stream(self._stream)
-            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-            try:
-                # NCCL's watchdog asks for events from a thread of its own meanwhile: only this thread must not wait.
-                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                    results = program()
-            except Exception:
-                torch.cuda.set_stream(stream)  # the failed end of a capture leaves its own stream current
-                raise
-
-        def replay() -> torch.Tensor:
-            graph.replay()
-            return results
-
-        return replay
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Is a graph captured just now on this thread's stream of `device`?"""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-class WaitsError(RuntimeError):
-    """The model's forward makes the host wait for the device, or depends on the host."""
-
-
-class NoWaiting(TorchDispatchMode):
-    """Raises WaitsError at an operator that the host would have to wait for: no graph can hold it."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Look at the operator's name and at what it copies, then run it."""
-        name = func.name()
-        if name.split("::")[-1].split(".")[0] in _WAITING:
-            raise WaitsError(f"its forward waits for the device ({name})")
-        result = func(*args, **(kwargs or {}))
-        if name in ("aten::_to_copy", "aten::copy_"):
-            source = args[1] if name == "aten::copy_" else args[0]
-            if source.device != result.device:
-                raise WaitsError(f"its forward copies from {source.device.type} to {result.device.type} ({name})")
-        return result
-
-
-def uncapturable(model: PreTrainedModel, accepts_positions: bool) -> str | None:
-    """Why `model` can be known not to fit a graph, from its configuration; None if nothing is known against it."""
-    config: Any = model.config.get_text_config(decoder=True)
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kinds = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
-    for kind in kinds:
-        name = kind.get("rope_type", kind.get("type"))
-        if name in _DYNAMIC_ROPE:
-            return f"its rope_type {name!r} looks at the longest position of each step on the host"
-    asks = getattr(config, "_experts_implementation", None) == "eager" and model._can_set_experts_implementation()
-    if asks and _has_experts(config):  # families with experts of their own (Llama 4) do not look at the setting
-        return "its experts implementation 'eager' asks the device which experts are hit (use 'grouped_mm')"
-    if not accepts_positions:
-        return "its forward takes no positions, so that the cached length would be a constant of the graph"
-    return None
-
-
-def _has_experts(config: Any) -> bool:
-    return any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-
-
-class GraphRunner:
-    """Evaluates steps by replaying graphs, captured when a shape is first needed or by `prepare`."""
+    capturer: Capturer
 
     def __init__(
         self,
-        compute: Callable[[StepInputs, Selection, int], torch.Tensor],
-        logits: Callable[[StepInputs], torch.Tensor],
+        adapter: Adapter,
+        sampler: Sampler,
+        cache: KVCache,
+        before_launch: Callable[[], None],
         capturer: Capturer,
-        device: torch.device,
-        num_slots: int,
-        rows_per_slot: int,
-        tree_bits: bool = False,
-        max_graphs: int = MAX_GRAPHS,
-        height: int = 1,
-        meet: Callable[[], None] = lambda: None,
-        in_parts: bool = False,
+        model: Adapter | CompiledForward,
     ) -> None:
-        """Graphs of `compute`, on a cache of `num_slots` slots with `rows_per_slot` rows each.
-
-        `logits` is the forward in `compute`, by which the first capture is checked. With `tree_bits` attention reads
-        who is whose ancestor in bits, and no dense mask is made. Shapes have a multiple of `height` entries.
-        `meet` is called when a step's words are in place, before anything is captured or replayed. Where the vocabulary
-        is `in_parts`, steps with limits and without are other graphs.
-        """
-        self._compute = compute
-        self._logits = logits
+        """Capture steps on `cache` by `capturer`, with the forward of `model`."""
+        super().__init__(adapter, sampler, cache, before_launch)
         self.capturer = capturer
-        self._num_slots = num_slots
-        self._rows_per_slot = rows_per_slot
-        self._tree_bits = tree_bits
-        self.max_graphs = max_graphs
-        self._height = height
-        self._meet = meet
-        self._in_parts = in_parts
-        self.reason: str | None = None
-        """Why no further step is captured, once something has failed."""
+        self._model = model
+        heights = self.adapter.heights
+        self._height = heights.multiple if heights is not None else 1
         self.is_wrong = False
-        """Is a program of this model wrong, captured or not, for what depends on the host?"""
-        self.num_captures = 0
+        """True if a program of this model is wrong, captured or not, as it depends on the host."""
         self._num_candidates = 0
         self.limit(1)
         self._graphs: OrderedDict[StaticShape, Program] = OrderedDict()
-        num_keys = num_slots * NODE_BUCKETS[-1]
-        largest = StaticShape(0, num_slots, NODE_BUCKETS[-1], 0, 0, 0, num_keys, True)
+        num_slots = self.cache.num_slots
+        largest = StaticShape(0, num_slots, NODE_BUCKETS[-1], 0, 0, num_slots * NODE_BUCKETS[-1], True)
         # One place for all shapes: graphs never overlap, and a replay reads it in stream order.
-        self._words = torch.zeros(largest.num_words, dtype=torch.int32, device=device)
+        self._words = torch.zeros(largest.num_words, dtype=torch.int32, device=self.adapter.device)
         self._upload = Upload(self._words)
 
     def limit(self, max_nodes: int) -> None:
@@ -207,30 +94,37 @@ class GraphRunner:
 
     def shape_of(self, rows: Sequence[Row], selection: Selection, num_candidates: int) -> StaticShape | None:
         """The shape whose graph evaluates a step; None if it has none."""
-        limits = self._num_slots, self._rows_per_slot, self.max_entries
-        return static_shape(rows, selection, num_candidates, *limits, self._tree_bits, self._height, self._in_parts)
+        limits = self.cache.num_slots, self.cache.rows_per_slot, self.max_entries
+        in_parts = self.sampler.part is not None
+        bits, height = self.adapter.reads_bits, self._height
+        return static_shape(rows, selection, num_candidates, *limits, bits, height, in_parts)
 
-    def evaluate(self, rows: Sequence[Row], selection: Selection, num_candidates: int) -> torch.Tensor | None:
-        """As TreeModel.evaluate, valid until the next call; None if the step has to be evaluated directly."""
-        if self.is_wrong:
-            return None
+    def evaluate(self, rows: Sequence[Row], selection: Selection, num_candidates: int) -> torch.Tensor:
+        """As TreeModel.evaluate."""
+        if selection.processor_paths or selection.num_logprobs is not None:  # code, which no graph holds; and rare
+            logits = self._replayed_logits(rows)
+            if logits is not None:
+                return self.sampler.results(logits, selection.to(self.adapter.device), num_candidates)
+            return super().evaluate(rows, selection, num_candidates)
         shape = self.shape_of(rows, selection, num_candidates)
-        if shape is None:
-            return None
-        if not num_candidates and shape.num_entries > 1:
+        if shape is not None and not num_candidates and shape.num_entries > 1:
             shape = replace(shape, num_candidates=self._num_candidates)  # that of trees, which is captured already
         found = self._replay(shape, rows, selection)
-        return found if found is None or num_candidates == shape.num_candidates else found[:, :1]
+        if shape is None or found is None:
+            return super().evaluate(rows, selection, num_candidates)
+        return found if num_candidates == shape.num_candidates else found[:, :1]
 
-    def logits(self, rows: Sequence[Row]) -> torch.Tensor | None:
-        """The logits [sum of num_results, V] of `rows`, valid until the next call; None as for `evaluate`."""
+    def _replayed_logits(self, rows: Sequence[Row]) -> torch.Tensor | None:
+        """The logits [sum of num_results, V] of `rows`, valid until the next call; None if no graph evaluates them."""
         nothing = Selection.build([])
-        shape = None if self.is_wrong else self.shape_of(rows, nothing, 0)
-        return None if shape is None else self._replay(replace(shape, only_logits=True), rows, nothing)
+        shape = self.shape_of(rows, nothing, 0)
+        return self._replay(replace(shape, only_logits=True) if shape is not None else None, rows, nothing)
 
-    def _replay(self, shape: StaticShape, rows: Sequence[Row], selection: Selection) -> torch.Tensor | None:
+    def _replay(self, shape: StaticShape | None, rows: Sequence[Row], selection: Selection) -> torch.Tensor | None:
+        if shape is None or self.is_wrong:
+            return None
         self._place(shape, rows, selection)
-        self._meet()
+        self.before_launch()
         replay = self._graph(shape)
         if replay is None:
             return None
@@ -239,13 +133,13 @@ class GraphRunner:
         return parts[0] if len(rows) == 1 else torch.cat(parts)
 
     def _place(self, shape: StaticShape, rows: Sequence[Row], selection: Selection) -> None:
-        shape.place(self._upload.words(shape.num_words), rows, selection)
+        shape.place(self._upload.words(shape.num_words), rows, selection, self.cache)
         self._upload.send(shape.num_words)
 
     def _graph(self, shape: StaticShape) -> Program | None:
         replay = self._graphs.get(shape)
         if replay is None:
-            while len(self._graphs) >= self.max_graphs:
+            while len(self._graphs) >= MAX_GRAPHS:
                 self._graphs.popitem(last=False)
             program = partial(self._run, shape)
             try:
@@ -269,7 +163,7 @@ class GraphRunner:
         first: BaseException = failure
         while first.__context__ is not None:
             first = first.__context__
-        self.reason = (str(first).strip().splitlines() or [type(first).__name__])[0]
+        self.reason = first_line(first)
         logger.warning("further steps are evaluated without CUDA graphs: %s: %s", type(first).__name__, self.reason)
 
     @torch.no_grad()
@@ -277,25 +171,27 @@ class GraphRunner:
         """The step of `shape` whose words are in place, directly: as high as a replay on another rank of a replica."""
         inputs, selection = shape.read(self._words)
         if shape.only_logits:
-            return self._logits(inputs)
-        return self._compute(inputs, selection, shape.num_candidates)
+            return self.adapter.forward(inputs, self.cache)
+        inputs.in_parts = self.sampler.in_parts(selection)
+        logits = self._model.forward(inputs, self.cache)
+        return self.sampler.results(logits, selection, shape.num_candidates, fixed_shapes=True)
 
     @torch.no_grad()
     def _capture(self, shape: StaticShape, program: Program) -> Program:
         if not self.num_captures:
             with NoWaiting():
-                self._logits(shape.read(self._words)[0])
+                self.adapter.forward(shape.read(self._words)[0], self.cache)
             self._check_length(shape)
         self.num_captures += 1
         return self.capturer.capture(program)
 
     def _check_length(self, shape: StaticShape) -> None:
-        """The cached length is a Python number to a model that asks for it, and would be a constant of the graph."""
+        """Raise WaitsError if the forward depends on the cached length, a Python number that a graph would freeze."""
         logits = []
-        for length in (0, self._rows_per_slot):
+        for length in (0, self.cache.rows_per_slot):
             inputs, _ = shape.read(self._words)
             inputs.length = length
-            logits.append(self._logits(inputs).float())
+            logits.append(self.adapter.forward(inputs, self.cache).float())
         span = logits[0].amax() - logits[0].amin()
         if not (logits[0] - logits[1]).abs().amax() <= 1e-3 * span:
             raise WaitsError("its forward computes with the cached length, which would be a constant of the graph")
@@ -307,25 +203,23 @@ class GraphRunner:
             for shape in progress.track(self.common_shapes(num_candidates), description="capturing CUDA graphs"):
                 if shape in self._graphs or self.reason is not None:
                     continue
-                tokens = [entry % 7 for entry in range(shape.num_entries)]
-                positions = list(range(shape.num_entries))
-                row = Row(shape.first_slot, 0, tokens, list(range(-1, shape.num_entries - 1)), positions, 0)
+                row = Row.chain(shape.first_slot, 0, [entry % 7 for entry in range(shape.num_entries)], 0)
                 self._place(shape, [row], Selection.build([]))
                 self._graph(shape)
 
     def common_shapes(self, num_candidates: int) -> list[StaticShape]:
-        """What is captured at the start, the largest first: the smaller ones then find their memory in the pool.
+        """The shapes captured at the start, the largest first: the smaller ones then find their memory in the pool.
 
         Where attention reads lengths on the device these are all steps of up to `max_entries` entries, greedy and
         sampled; only trees with more than FEW_KEYS positions a sequence, sampled, come later. Where it takes a dense
         mask, whose size is a part of the shape, they are the greedy steps of one sequence over the first lengths.
         """
         self._num_candidates = num_candidates
-        rows = self._rows_per_slot
+        rows, num_slots, bits = self.cache.rows_per_slot, self.cache.num_slots, self.adapter.reads_bits
         sizes = [size for size in node_buckets(1, self._height) if size <= self.max_entries]
         shapes = []
-        if self._tree_bits:
-            batches = {min(power_of_two(count), self._num_slots) for count in range(1, self._num_slots + 1)}
+        if bits:
+            batches = {min(power_of_two(count), num_slots) for count in range(1, num_slots + 1)}
             lengths = {min(size, rows) for size in (*WIDE_KV, rows)}
             for batch in batches:
                 buckets = node_buckets(batch, self._height)
@@ -338,9 +232,7 @@ class GraphRunner:
             short = {min(size, rows) for size in KV_BUCKETS if size <= COMMON_KV}
             shapes = [(1, size, length, 0) for size, length in product(sizes, short) if size <= length]
         return [
-            StaticShape(
-                0, batch, size, length, rows, num_candidates if size > 1 else 0, num_keys, filtered, self._tree_bits
-            )
+            StaticShape(0, batch, size, length, num_candidates if size > 1 else 0, num_keys, filtered, bits)
             for batch, size, length, num_keys in sorted(shapes, reverse=True)
-            for filtered in ((True, False) if num_keys and self._in_parts else (num_keys > 0,))
+            for filtered in ((True, False) if num_keys and self.sampler.part is not None else (num_keys > 0,))
         ]

@@ -11,24 +11,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import lcm
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
 from lpr.core.rows import WORD_BITS
-from lpr.model.exact import in_order
-from lpr.model.exact.check import Heights
-from lpr.model.exact.products import BLOCK, Tail, find_tail
 from lpr.model.transfer import to_device
 from lpr.model.tree_mask import Paths, TreeMask, build_mask
 from lpr.native import ancestor_words
+
+if TYPE_CHECKING:
+    from lpr.model.exact.check import Heights
+    from lpr.model.kv_cache import KVCache
 
 T = TypeVar("T")
 
 
 class Row:
-    """What one sequence has evaluated in a forward: its pending chain and, below it, its nodes of the tree."""
+    """The entries of one sequence in a forward: its pending chain and, below it, its nodes of the tree."""
 
     __slots__ = ("entries", "num_cached", "num_entries", "num_results", "slot")
 
@@ -62,6 +63,12 @@ class Row:
         row.num_entries = entries.shape[1]
         return row
 
+    @classmethod
+    def chain(cls, slot: int, num_cached: int, tokens: Sequence[int], num_results: int) -> Row:
+        """The row of `tokens` that follow the cached ones, one after the other."""
+        count = len(tokens)
+        return cls(slot, num_cached, tokens, range(-1, count - 1), range(num_cached, num_cached + count), num_results)
+
     @property
     def tokens(self) -> np.ndarray:
         """Int32 [n]."""
@@ -77,34 +84,35 @@ class Row:
         """Int32 [n]."""
         return self.entries[2]
 
+    @property
+    def is_prompt(self) -> bool:
+        """True for a sequence from its first token on, without a branch."""
+        return not self.num_cached and np.array_equal(self.parents, np.arange(-1, self.num_entries - 1))
+
 
 @dataclass
 class Block:
     """B neighbouring slots that share one call of attention: T entries each over KV cache rows each."""
 
     start: int
-    """Where the block's entries begin among the N of packed inputs."""
+    """Offset of the block's entries among the N of packed inputs."""
     first_slot: int
-    rows_per_slot: int
     num_kv: int
     """KV, a Python number so that a captured graph can hold it."""
     positions: torch.Tensor
     """[B, T] int64: position of each entry in its sequence."""
     given_kv_positions: torch.Tensor | None
-    """[B, KV] int64: `kv_positions`; None: what `tree_mask` says, made when somebody asks."""
+    """[B, KV] int64: `kv_positions`; None derives them from `tree_mask` at first use."""
     visible: torch.Tensor | None
-    """[B, T, KV] bool: may the entry attend to the cache row? None where `tree_mask` or `is_causal` says it, or
-    all may."""
+    """[B, T, KV] bool: the entry attends to the cache row. None where `tree_mask` or `is_causal` decides, or all do."""
     tree_mask: TreeMask | None = None
-    """What the GPU kernels take for a mask."""
+    """The mask of the GPU kernels."""
     is_causal: bool = False
-    """Are the entries a sequence from its first token on, each of which sees itself and those before it?"""
-    run: tuple[int, int] | None = None
-    """Slot and first row of the cache that the entries of a single row are written to, if there is no padding."""
-    tails: list[Tail | None] | None = None
-    """[B]: where entries branch, for exact attention by matrix products."""
+    """True for a sequence from its first token on, each of which sees itself and those before it."""
+    first_row: int | None = None
+    """Row of its sequence that the first entry is written to; None for several rows, or with padding."""
     paths: Paths | None = None
-    """Where an entry's keys lie, for exact attention on a GPU: found by the first layer that asks."""
+    """The paths of entries, for exact attention on a GPU; filled in by the first layer."""
 
     @property
     def kv_positions(self) -> torch.Tensor:
@@ -116,19 +124,12 @@ class Block:
 
     @property
     def is_open(self) -> bool:
-        """May every entry attend to all KV cache rows?"""
+        """True if every entry may attend to all KV cache rows."""
         return self.visible is None and self.tree_mask is None and not self.is_causal
 
     def entries(self, states: torch.Tensor) -> torch.Tensor:
         """The part [1, H, T, D] of packed queries or outputs [1, H, N, D], as a view."""
         return states[:, :, self.start : self.start + self.positions.shape[1]]
-
-    def cached(self, flat: torch.Tensor) -> torch.Tensor:
-        """The block's K or V [B, H, KV, D] among all rows of a cache [1, H, slots * rows_per_slot, D], as a view."""
-        batch = len(self.positions)
-        first = self.first_slot * self.rows_per_slot
-        slots = flat[0, :, first : first + batch * self.rows_per_slot].unflatten(1, (batch, self.rows_per_slot))
-        return slots[:, :, : self.num_kv].transpose(0, 1)
 
 
 @dataclass
@@ -144,27 +145,29 @@ class StepInputs:
     positions: torch.Tensor
     """[R, N] int64: position of each entry in its sequence."""
     write_rows: torch.Tensor
-    """[R * N] int64: the flat cache row that each entry's K/V goes to; padding goes to the slot's spare row."""
+    """[R * N] int64: the cache row that each entry's K/V goes to; padding goes to a spare row."""
     blocks: list[Block]
     length: int
     """Longest cached length; only for model code that asks the cache for it."""
     num_results: list[int]
     """Per row as given, how many of its last entries' logits are wanted."""
     logits_to_keep: int | torch.Tensor
-    """What the model is told of them: a number of last entries of every row, or indices int64 among N."""
+    """The model's argument: a number of last entries of every row, or indices int64 among N."""
+    in_parts: bool = False
+    """True if a vocab-parallel head gives this rank's part of the logits alone, not all of them gathered."""
     heights: Heights | None = None
     """Rows of matrix products in exact mode."""
+    cache: KVCache | None = None
+    """The cache of the forward; set by the adapter, as `layer_rules` are."""
+    layer_rules: dict[int | None, Any] = field(default_factory=dict)
+    """Per window or chunk the rule of such layers (lpr.model.kernels.hook), as the model's steps have found them."""
     made_of_masks: dict[int, tuple[torch.Tensor, Any]] = field(default_factory=dict)
     """By the id of a mask: the mask, so that no other tensor gets its id meanwhile, and what was made of it."""
     cache_storages: set[int] = field(default_factory=set)
     """Addresses of the K/V that the cache handed out, by which packed attention knows that it got them unchanged."""
-    in_parts: bool = False
-    """Does a head that ranks share give this rank's part of the logits, and not all of them gathered?"""
-    layer_rules: dict[int | None, Any] = field(default_factory=dict)
-    """What kinds of layers see (lpr.model.kernels.hook), by their window or chunk, as the model's steps have found."""
 
     def once_per_mask(self, mask: torch.Tensor, make: Callable[[], T]) -> T:
-        """What `make` makes of `mask` for the first layer that asks; all layers of a kind share the mask."""
+        """The value of `make`, called for the first layer only; all layers of a kind share `mask`."""
         known = self.made_of_masks.get(id(mask))
         if known is None:
             known = self.made_of_masks[id(mask)] = (mask, make())
@@ -173,7 +176,7 @@ class StepInputs:
 
     @property
     def packed(self) -> bool:
-        """Do several blocks share one row?"""
+        """True if several blocks share one row."""
         return len(self.blocks) > 1
 
     def results(self, logits: torch.Tensor) -> torch.Tensor:
@@ -191,7 +194,7 @@ def round_up(count: int, bucket: int) -> int:
 
 def build_inputs(
     rows: Sequence[Row],
-    rows_per_slot: int,
+    cache: KVCache,
     device: torch.device,
     node_bucket: int = 1,
     kv_bucket: int = 1,
@@ -199,50 +202,26 @@ def build_inputs(
     tree_bits: bool = False,
     heights: Heights | None = None,
 ) -> StepInputs:
-    """Lay `rows` out as the tensors of one forward: in one block (neighbouring slots, in order), or packed.
+    """Lay `rows` out as the tensors of a forward over `cache`: in one block (neighbouring slots, in order), or packed.
 
     T is padded to a multiple of `node_bucket` and KV to one of `kv_bucket`, so that steps repeat a few shapes.
-    Entry i of a row is written to cache row `num_cached + i` of its slot. `tree_bits` asks for a `tree_mask` in place
-    of a dense `visible`; `heights` for what lpr.model.exact needs: no product of fewer rows, KV in whole blocks, and
-    where trees branch.
+    `tree_bits` asks for a `tree_mask` in place of a dense `visible`; `heights` for products of as many rows as exact
+    mode needs.
     """
     if heights is not None:
-        node_bucket, kv_bucket = lcm(node_bucket, heights.multiple), lcm(kv_bucket, BLOCK)
-    fewest = _fewest_entries(rows, heights)
+        node_bucket = lcm(node_bucket, heights.multiple)
     groups = [[row] for row in rows] if packed and not _same_shape(rows, node_bucket, kv_bucket) else [list(rows)]
-    parts, blocks, start = [], [], 0
+    parts: list[torch.Tensor] = []
+    blocks: list[Block] = []
     for group in groups:
-        num_entries = round_up(max(fewest, *(row.num_entries for row in group)), node_bucket)
-        num_kv = min(round_up(max(row.num_cached + row.num_entries for row in group), kv_bucket), rows_per_slot)
-        is_run = len(group) == 1 and num_entries == group[0].num_entries
-        is_open = is_run and num_entries == 1 and not tree_bits and heights is None
-        if is_open:  # a plain step: nothing is hidden, and attention without a mask is a tenth of it faster
-            num_kv = group[0].num_cached + 1
-        is_causal = is_run and num_entries == num_kv > 1 and heights is None and _is_prompt(group[0])
-        arrays = (
-            _one_entry(group[0], rows_per_slot)
-            if is_open
-            else _rectangle(group, num_entries, num_kv, rows_per_slot, tree_bits or is_causal)
-        )
-        entries, kv_positions, visible = (to_device(array, device) for array in arrays)
-        block = Block(start, group[0].slot, rows_per_slot, num_kv, entries[1], kv_positions, visible)
-        if is_run:
-            block.run = group[0].slot, group[0].num_cached
-        if tree_bits or is_open or is_causal:
-            block.visible = None
-        block.is_causal = is_causal and not tree_bits
-        if tree_bits:
-            parents, cached = [row.parents for row in group], [row.num_cached for row in group]
-            block.tree_mask = build_mask(parents, cached, entries[1], device)
-        if heights is not None and not tree_bits and not in_order.attends(device):
-            block.tails = [find_tail(row.parents.tolist(), row.num_cached) for row in group]
+        start = blocks[-1].start + blocks[-1].positions.shape[1] if blocks else 0
+        num_entries = round_up(max(_fewest_entries(rows, heights), *(each.num_entries for each in group)), node_bucket)
+        entries, block = _build_block(group, cache, device, start, num_entries, kv_bucket, tree_bits, heights is None)
         parts.append(entries)
         blocks.append(block)
-        start += num_entries
-    if len(blocks) == 1:
-        tokens, positions, write_rows = parts[0]
-    else:
-        tokens, positions, write_rows = torch.cat([part.flatten(1) for part in parts], 1)[:, None]
+    tokens, positions, write_rows = (
+        parts[0] if len(parts) == 1 else torch.cat([part.flatten(1) for part in parts], 1)[:, None]
+    )
     return StepInputs(
         tokens=tokens,
         positions=positions,
@@ -255,9 +234,39 @@ def build_inputs(
     )
 
 
-def _is_prompt(row: Row) -> bool:
-    """Is `row` a sequence from its first token on, without a branch?"""
-    return not row.num_cached and np.array_equal(row.parents, np.arange(-1, row.num_entries - 1))
+def _build_block(
+    group: Sequence[Row],
+    cache: KVCache,
+    device: torch.device,
+    start: int,
+    num_entries: int,
+    kv_bucket: int,
+    tree_bits: bool,
+    may_skip_mask: bool,
+) -> tuple[torch.Tensor, Block]:
+    """Tokens, positions and cache rows [3, B, T] of a block, and the block."""
+    first = group[0]
+    num_kv = min(round_up(max(row.num_cached + row.num_entries for row in group), kv_bucket), cache.rows_per_slot)
+    is_run = len(group) == 1 and num_entries == first.num_entries
+    is_open = is_run and num_entries == 1 and not tree_bits and may_skip_mask
+    if is_open:  # a plain step: nothing is hidden, and attention without a mask is a tenth of it faster
+        num_kv = first.num_cached + 1
+    is_causal = is_run and num_entries == num_kv > 1 and may_skip_mask and not tree_bits and first.is_prompt
+    without_mask = tree_bits or is_open or is_causal
+    if is_open:
+        token, _, position = first.entries[:, 0].tolist()
+        array = np.array([token, position, cache.first_rows(group)[0]], np.int64).reshape(3, 1, 1)
+        arrays = (array, np.arange(num_kv)[None], np.empty((1, 1, 0), bool))
+    else:
+        arrays = _rectangle(group, cache, num_entries, num_kv, without_mask)
+    entries, kv_positions, visible = (to_device(array, device) for array in arrays)
+    block = Block(start, first.slot, num_kv, entries[1], kv_positions, None if without_mask else visible)
+    block.first_row = first.num_cached if is_run else None
+    block.is_causal = is_causal
+    if tree_bits:
+        parents, cached = [row.parents for row in group], [row.num_cached for row in group]
+        block.tree_mask = build_mask(parents, cached, entries[1], device)
+    return entries, block
 
 
 def _fewest_entries(rows: Sequence[Row], heights: Heights | None) -> int:
@@ -273,7 +282,7 @@ def _num_kept(num_results: int, heights: Heights | None) -> int:
 def _logits_to_keep(
     rows: Sequence[Row], blocks: Sequence[Block], device: torch.device, heights: Heights | None
 ) -> int | torch.Tensor:
-    """The wanted entries, the last ones of each row; before them some that nobody reads, if they are too few."""
+    """The wanted entries, the last ones of each row; before them unread ones, if they are too few."""
     if len(blocks) == 1:
         return _num_kept(max(1, *(row.num_results for row in rows)), heights)
     ends = [block.start + block.positions.shape[1] for block in blocks]
@@ -282,7 +291,7 @@ def _logits_to_keep(
 
 
 def _same_shape(rows: Sequence[Row], node_bucket: int, kv_bucket: int) -> bool:
-    """Are `rows` in neighbouring slots, in order, with equal numbers of entries and of cache rows?"""
+    """True for neighbouring slots, in order, with equal numbers of entries and of cache rows."""
     shapes = set()
     for index, row in enumerate(rows):
         count = row.num_entries
@@ -291,20 +300,18 @@ def _same_shape(rows: Sequence[Row], node_bucket: int, kv_bucket: int) -> bool:
 
 
 def _rectangle(
-    rows: Sequence[Row], num_entries: int, num_kv: int, rows_per_slot: int, without_mask: bool
+    rows: Sequence[Row], cache: KVCache, num_entries: int, num_kv: int, without_mask: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """A block's arrays: tokens, positions and cache rows of its entries [3, B, T]; kv_positions; visible."""
     assert all(row.slot == rows[0].slot + index for index, row in enumerate(rows)), "a block's slots are neighbours"
     entries = np.zeros((3, len(rows), num_entries), np.int64)
-    tokens, positions, write_rows = entries
+    tokens, positions, entries[2] = entries[0], entries[1], cache.write_rows(rows, num_entries)
     kv_positions = np.empty((len(rows), num_kv), np.int64)
     kv_positions[:] = np.arange(num_kv)
     visible = np.zeros((len(rows), num_entries, 0 if without_mask else num_kv), bool)
     for index, row in enumerate(rows):
         count, cached = row.num_entries, row.num_cached
         start = num_entries - count
-        write_rows[index, :start] = (row.slot + 1) * rows_per_slot - 1  # the spare row
-        write_rows[index, start:] = np.arange(count) + (row.slot * rows_per_slot + cached)
         if count == 0:
             visible[index, :, :1] = True
             continue
@@ -319,15 +326,8 @@ def _rectangle(
     return entries, kv_positions, visible
 
 
-def _one_entry(row: Row, rows_per_slot: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The arrays of a block of one row with one entry, as `_rectangle` without a mask makes them."""
-    token, _, position = row.entries[:, 0].tolist()
-    entries = np.array([token, position, row.slot * rows_per_slot + row.num_cached], np.int64)
-    return entries.reshape(3, 1, 1), np.arange(row.num_cached + 1)[None], np.empty((1, 1, 0), bool)
-
-
 def ancestor_matrix(parents: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Bool [n, n]: is j the node i itself or one of its ancestors?"""
+    """Bool [n, n]: true where j is node i itself or one of its ancestors."""
     count = len(parents)
     if np.array_equal(parents, np.arange(-1, count - 1)):
         return np.tri(count, dtype=bool)  # a chain; a long prompt's bit sets would take quadratic time

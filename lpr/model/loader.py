@@ -1,4 +1,4 @@
-"""Loading a model, its tokenizer and its end-of-text tokens, with one clear line for everything that can be wrong."""
+"""Loading a model, its tokenizer and its end-of-text tokens; every error is one line."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from transformers.utils import logging as transformers_logging
 
 from lpr.config import InputError
 from lpr.core.digest import digest_of
+from lpr.model.failures import first_line
 from lpr.model.families import position_limit
 from lpr.model.parallel import TensorParallel, load_sharded, local
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
-"""What configs call their number of positions."""
+"""Names of the number of positions in configs."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -38,11 +39,11 @@ class Loaded:
     tokenizer: Any | None
     eos_token_ids: frozenset[int]
     max_positions: int | None
-    """Longest sequence that the model's positions allow, if its config says so."""
+    """Longest sequence that the model's positions allow, if its config has it."""
     limit_reason: str = ""
-    """Why that is shorter than the model's own limit, if it is."""
+    """The reason if that is shorter than the model's own limit."""
     is_ours: bool = False
-    """Was it loaded here? Then nobody else uses it, and its weights may be laid out anew."""
+    """True if it was loaded here: it has no other user, and its weights may be laid out anew."""
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
@@ -51,7 +52,7 @@ def choose_device(device: str | torch.device | None) -> torch.device:
         chosen = torch.device(device if device is not None else ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(0, device=chosen)
     except (RuntimeError, AssertionError) as failure:
-        raise InputError(f"device {device!r} cannot be used: {str(failure).splitlines()[0]}") from failure
+        raise InputError(f"device {device!r} cannot be used: {first_line(failure)}") from failure
     return chosen
 
 
@@ -59,7 +60,7 @@ def choose_dtype(dtype: str | torch.dtype, device: torch.device) -> str | torch.
     """`auto` is the checkpoint's own dtype on an accelerator and float32 on a CPU.
 
     In half precision a logit's last bits depend on how many nodes share a forward, so near ties can fall otherwise
-    than in plain decoding; a CPU gains nothing from half precision that would be worth that.
+    than in plain decoding; on a CPU half precision gains too little for that.
     """
     if isinstance(dtype, torch.dtype):
         return dtype
@@ -93,7 +94,7 @@ def load(
     except InputError:
         raise
     except Exception as failure:  # transformers raises dozens of types here; all mean that this is no usable model
-        raise InputError(f"cannot load a model from {source!r}: {_first_line(failure)}") from failure
+        raise InputError(f"cannot load a model from {source!r}: {_named(failure)}") from failure
     absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if absent:  # transformers would go on with random numbers in their place
         raise InputError(
@@ -116,11 +117,11 @@ def load_tokenizer(source: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(source)
     except Exception as failure:  # as for models, of many types
-        raise InputError(f"cannot load the tokenizer of {source!r}: {_first_line(failure)}") from failure
+        raise InputError(f"cannot load the tokenizer of {source!r}: {_named(failure)}") from failure
 
 
 def _check_folder(source: str) -> None:
-    """Refuse what looks like a folder and is none, which transformers would look for on the hub."""
+    """Raise InputError for a missing folder, which transformers would look for on the hub."""
     path = Path(source)
     looks_local = path.is_absolute() or source.startswith((".", "~")) or source.count("/") != 1
     if looks_local and not path.is_dir():
@@ -128,7 +129,7 @@ def _check_folder(source: str) -> None:
 
 
 def wrap(model: PreTrainedModel, tokenizer: Any | None) -> Loaded:
-    """A model that is in memory already, with its tokenizer if it has one."""
+    """A model that is in memory already, with its tokenizer, if any."""
     generation = getattr(model, "generation_config", None)
     eos = getattr(generation, "eos_token_id", None)
     if eos is None:
@@ -143,9 +144,8 @@ def wrap(model: PreTrainedModel, tokenizer: Any | None) -> Loaded:
     return Loaded(model, tokenizer, frozenset(ids), known[0] if known else None)
 
 
-def _first_line(failure: Exception) -> str:
-    lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
-    return f"{type(failure).__name__}: {lines[0] if lines else 'no message'}"[:300]
+def _named(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {first_line(failure)}"[:300]
 
 
 def plain_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

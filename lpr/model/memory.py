@@ -1,4 +1,4 @@
-"""Does the K/V cache fit? Asked before it is made, so that the answer is a number instead of a killed process."""
+"""Checks that the KV cache fits into memory before it is made: a number in place of a killed process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _RESERVE = 0.05
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that can still be had on `device`, or None where nobody says (a CPU without /proc)."""
+    """Free bytes of `device`, or None where they are unknown (a CPU without /proc)."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
@@ -25,7 +25,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def cache_shortage(available: int, bytes_per_row: int, num_slots: int, max_length: int, extra_rows: int) -> str | None:
-    """One line that says how much memory the cache lacks and what would fit, or None if it fits.
+    """One line on how much memory the cache lacks and what would fit, or None if it fits.
 
     A slot has `max_length` rows for committed tokens and `extra_rows` for a step's tree; `available` is in bytes.
     """

@@ -1,9 +1,9 @@
 """Projections of the same input as one matrix product: queries, keys and values, and an MLP's gate and its values.
 
 A GPU takes a few microseconds to begin a matrix product, and small ones leave most of it idle. At load the weights of
-such projections are laid one below the other, so that the first one that is asked computes all and the others take
-their part. Every module keeps its name, its parameters and its shape. What is quantised, split over ranks, hooked or of
-another class than `nn.Linear` is left as it is.
+such projections are laid one below the other: the first one called computes all, and the others take their part. Every
+module keeps its name, parameters and shape. Quantised, split, hooked and other modules than `nn.Linear` stay as they
+are.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Pack:
-    """The weights [sum of outputs, inputs] of a group and, within a forward, what they made of its input."""
+    """The weights [sum of outputs, inputs] of a group and, within a forward, their products with its input."""
 
     def __init__(self, members: Sequence[nn.Linear]) -> None:
         """Lay out the weights of `members` anew; each member's parameters become views of the whole."""
@@ -41,12 +41,12 @@ class Pack:
             start += size
 
     def part(self, place: int, given: torch.Tensor) -> torch.Tensor:
-        """What member `place` makes of its input [..., inputs]: [..., its outputs]."""
+        """The output of member `place` for an input [..., inputs]: [..., its outputs]."""
         if self._input is not given:
             self._input = given
             self._outputs = F.linear(given, self.weight, self.bias).split(self.sizes, -1)
         part = self._outputs[place]
-        if place == len(self.sizes) - 1:  # the last one that a forward asks: nothing outlives the layer
+        if place == len(self.sizes) - 1:  # the last call of a forward: nothing outlives the layer
             self._input, self._outputs = None, ()
         return part
 
@@ -92,7 +92,7 @@ def _fit(members: Sequence[Any]) -> bool:
 
 
 def _is_plain(module: nn.Linear) -> bool:
-    """Is it nothing but its weights: without hooks, adapters, quantised or distributed tensors?"""
+    """True for a module without hooks, adapters, quantised or distributed tensors."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     held = [module.weight] if module.bias is None else [module.weight, module.bias]
     return (

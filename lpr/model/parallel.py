@@ -1,9 +1,9 @@
 """Tensor parallelism: one replica of a model on the ranks of a `tp` group, by transformers or by DeepSpeed.
 
-The only module that knows how a layer is split. Whoever splits it, the result is the same kind of model: every rank
-takes the same tokens, holds its heads' K/V, and returns the logits of the whole vocabulary, or those of its own part of
-the head, where a step asks for them (lpr.model.sampling.parts). Both backends can leave a layer whole without saying
-so, which costs memory at best; so every shape is checked after loading.
+The only module that knows how a layer is split. With either backend every rank takes the same tokens, holds its heads'
+K/V, and returns the logits of the whole vocabulary or, where a step asks for them, those of its own part of the head
+(lpr.model.sampling.parts). Both backends can leave a layer whole without a message, which costs memory at best; so
+every shape is checked after loading.
 
 `transformers` (default) follows the model's own plan and reads only this rank's part of a checkpoint. `deepspeed`
 (AutoTP) also splits families without a plan; see `_load_with_deepspeed` for what it costs.
@@ -52,7 +52,7 @@ _KV_PROJECTION = re.compile(r"\.(k_proj|v_proj)$")
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The ranks that share one replica, and who splits the model for them."""
+    """The ranks that share one replica, and the backend that splits the model."""
 
     mesh: DeviceMesh
     """One axis, `tp`."""
@@ -208,7 +208,7 @@ class VocabularyPart:
         return found
 
     def install(self, wanted: Callable[[], bool]) -> None:
-        """Let the head give this rank's logits alone whenever `wanted` says so."""
+        """Let the head return this rank's logits alone while `wanted()` is true."""
         gathered = self.head.forward
 
         def forward(states: torch.Tensor) -> torch.Tensor:
@@ -239,7 +239,7 @@ def vocabulary_part(model: PreTrainedModel) -> VocabularyPart | None:
 
 
 class _SubMesh:
-    """What transformers asks of its mesh object, for one axis of ours."""
+    """The interface that transformers expects of a mesh, for one axis of ours."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
@@ -312,10 +312,9 @@ def _load_with_deepspeed(
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """By DeepSpeed's AutoTP, which takes a whole model and replaces its layers.
 
-    The whole model is the checkpoint's files, mapped into memory in their own dtype; AutoTP copies this rank's part of
-    each layer out of the mapping. So only the part takes memory of its own (485 MiB in fp32 over 2 ranks: 275 MiB),
-    while the pages that were read count as resident until the system wants them back. Embeddings stay whole on every
-    rank, and the logits are all-reduced (the head is split along its input).
+    The checkpoint's files are mapped into memory in their own dtype, and AutoTP copies this rank's part of each layer
+    out of the mapping: only the part takes memory of its own (485 MiB in fp32 over 2 ranks: 275 MiB). Embeddings stay
+    whole on every rank, and the logits are all-reduced (the head is split along its input).
     """
     model, info = read(dtype="auto")
     with _quiet_deepspeed():
@@ -341,7 +340,7 @@ def _load_with_deepspeed(
 
 @dataclass(frozen=True)
 class _Groups:
-    """What DeepSpeed asks of Megatron's parallel state."""
+    """The part of Megatron's parallel state that DeepSpeed calls."""
 
     group: dist.ProcessGroup
 

@@ -1,7 +1,7 @@
-"""Matrix products of the heights that exact mode found to agree: a library takes its kernel by the shape.
+"""Exact mode's matrix products, at heights (rows) that agree: a library chooses its kernel by the shape.
 
-A GPU's products all have one height. On a CPU the machine is asked (lpr.model.exact.check): with AVX2 a float32 row
-has the same bits in any product of four rows or more, with AMX a bfloat16 row in those of one to 32.
+All products on a GPU have one height. On a CPU lpr.model.exact.check finds the heights: with AVX2 a float32 row has the
+same bits in any product of four rows or more, with AMX a bfloat16 row in those of one to 32.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from lpr.model.attention import current_step
 from lpr.model.exact.check import MOST_LOGITS
+from lpr.model.step_scope import current_step
 
 HEIGHT = 64
 """Rows of every product on a GPU, which reads weights for about as long as it multiplies 64 rows by them."""
 
 
 def pin_heights(model: nn.Module) -> None:
-    """Let `model` multiply by its weights as the heights of a step ask; outside of such steps nothing changes."""
+    """Make `model` multiply by its weights at the heights of a step in exact mode; otherwise nothing changes."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     for module in model.modules():
         if isinstance(module, nn.Linear | Conv1D) and not isinstance(module.forward, partial):

@@ -1,10 +1,10 @@
-"""The guard at load: does this model evaluate a token tree as it evaluates plain text?
+"""The check at load that a model evaluates a token tree as it evaluates plain text.
 
 Some models keep state or build masks outside the hooks that lpr uses, without an error (recurrent layers, local
-attention that slices by cache row, positions counted inside attention). A config tells only some of them apart
-(`refusal`), so every model is asked once: two small trees, with a compaction between them, against cache-free
-forwards of every root-to-node path. Then three sequences of unequal shapes together, against each by itself, decide
-whether its batches are packed or padded.
+attention that slices by cache row, positions counted inside attention). A config reveals only some of them (`refusal`),
+so every model evaluates two small trees, with a compaction between them, and the logits are compared with cache-free
+forwards of every root-to-node path. Three sequences of unequal shapes, together and each by itself, then decide whether
+batches are packed or padded.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from lpr.config import InputError
-from lpr.model.cache import TreeCache
-from lpr.model.exact.products import BLOCK
+from lpr.model.adapter import Adapter
+from lpr.model.exact import BLOCK
+from lpr.model.failures import first_line
 from lpr.model.families import refusal
 from lpr.model.inputs import Row
-from lpr.model.kernels.hook import KERNELS
+from lpr.model.kv_cache import KVCache
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.choice import gpu_pick
 from lpr.model.sampling.selection import Selection
+from lpr.model.slot_cache import SlotCache
 from lpr.model.static_inputs import static_shape
 
 logger = logging.getLogger(__name__)
@@ -35,111 +37,106 @@ _ACCEPTED = (0, 2, 5)
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 _HALF_TOLERANCE = 6e-2
 _FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError, NotImplementedError)
-"""What models raise that do not fit."""
+"""Errors of models that do not fit."""
 _PROMPT = 24
 _KERNEL_PROMPT = 200
 
 
-def self_check(runner: TreeModel) -> TreeCache:
+def self_check(runner: TreeModel) -> KVCache:
     """Raise InputError if the model is not one that runs a tree; return the check's cache, for its layer shapes.
 
-    Takes `runner.packed` back if the model's packed batches fail or differ. A GPU kernel that lpr chose itself and that
+    Takes `packed` back if the model's packed batches fail or differ. A GPU kernel that lpr chose itself and that
     fails here is replaced by "sdpa", with a warning in the log.
 
     The error is the largest difference of a logit over the range of the logits; in fp32 sound models stay below 1e-6
     and the silent failures known so far begin at 3e-3. Half precision rounds differently at every GEMM height.
     """
-    if runner.device.type == "cuda":
-        gpu_pick(runner.device)  # now, and not while a step is captured
-    if runner.attention_is_open and runner.attention in KERNELS:
+    adapter = runner.adapter
+    if adapter.device.type == "cuda":
+        gpu_pick(adapter.device)  # now, and not while a step is captured
+    if adapter.may_fall_back and adapter.reads_bits:
         try:
-            return _check(runner)
+            return _check(adapter)
         except Exception as failure:  # whatever a compiler or driver raises; the model is checked again without them
-            lines = str(failure).strip().splitlines() or [""]
-            logger.warning("attention=%r does not work here, using 'sdpa': %s", runner.attention, lines[0])
-            runner.set_attention("sdpa")
-    return _check(runner)
+            logger.warning("attention=%r does not work here, using 'sdpa': %s", adapter.attention, first_line(failure))
+            adapter.set_attention("sdpa")
+    return _check(adapter)
 
 
-def check_compiled(runner: TreeModel, like: TreeCache) -> None:
+def check_compiled(runner: TreeModel, like: KVCache) -> None:
     """Compile the forms of a step and of a plain one, and compare their logits with those of direct steps.
 
     Where they differ, `runner` compiles no more.
     """
     assert runner.compiled is not None
-    cache = TreeCache(1, 256)
-    cache.allocate(like)
+    adapter, cache = runner.adapter, like.resized(1, 256)
     tokens = torch.randint(0, runner.vocab_size, (13,), generator=torch.Generator().manual_seed(4)).tolist()
     nothing = Selection.build([])
     for start, count in ((0, 12), (12, 1)):
-        chain, positions = list(range(-1, count - 1)), list(range(start, start + count))
-        row = Row(0, start, tokens[start : start + count], chain, positions, count)
-        shape = static_shape([row], nothing, 0, 1, cache.rows_per_slot, count, runner.attention in KERNELS)
+        row = Row.chain(0, start, tokens[start : start + count], count)
+        shape = static_shape([row], nothing, 0, 1, cache.rows_per_slot, count, adapter.reads_bits)
         assert shape is not None
         words = torch.zeros(shape.num_words, dtype=torch.int32)
-        shape.place(words.numpy(), [row], nothing)
-        words = words.to(runner.device)
+        shape.place(words.numpy(), [row], nothing, cache)
+        words = words.to(adapter.device)
         direct, compiled = (
-            forward(shape.read(words)[0], cache)[-count:].float() for forward in (runner.logits, runner.compiled_logits)
+            each.forward(shape.read(words)[0], cache)[-count:].float() for each in (adapter, runner.compiled)
         )
         error = _difference(compiled, direct)
-        if not error <= _TOLERANCE.get(runner.model.dtype, _HALF_TOLERANCE):
+        if not error <= _TOLERANCE.get(adapter.model.dtype, _HALF_TOLERANCE):
             runner.compiled.give_up(f"compiled logits differ from direct ones by {error:.1e} of their range")
 
 
-def _check(runner: TreeModel) -> TreeCache:
+def _check(adapter: Adapter) -> SlotCache:
     # Kernels work on blocks of keys: their check takes several.
-    prompt_length = _KERNEL_PROMPT if runner.attention in KERNELS else _PROMPT
-    name = getattr(runner.config, "model_type", type(runner.model).__name__)
-    known = refusal(runner.model)
+    prompt_length = _KERNEL_PROMPT if adapter.reads_bits else _PROMPT
+    name = getattr(adapter.config, "model_type", type(adapter.model).__name__)
+    known = refusal(adapter.model)
     if known is not None:
         raise InputError(f"model type {name!r} cannot run a token tree: {known}")
-    tolerance = _TOLERANCE.get(runner.model.dtype, _HALF_TOLERANCE)
-    cache = TreeCache(1, prompt_length + 32)
-    if runner.exact and (why := runner.why_not_exact()) is not None:
+    tolerance = _TOLERANCE.get(adapter.model.dtype, _HALF_TOLERANCE)
+    cache = SlotCache(1, prompt_length + 32)
+    if adapter.exact and (why := adapter.why_not_exact()) is not None:
         raise InputError(f"model type {name!r} cannot be exact: {why}")
-    if runner.exact and (differing := _inexact_step(runner)) is not None:
+    if adapter.exact and (differing := _inexact_step(adapter)) is not None:
         raise InputError(f"model type {name!r} cannot be exact: its logits are other bits {differing}")
     try:
-        error = _tree_error(runner, cache, prompt_length)
+        error = _tree_error(adapter, cache, prompt_length)
         if error <= tolerance:
-            alone = _batch_logits(runner, together=False)
-            runner.packed = runner.packed and _packs(runner, alone, tolerance)
-            if not runner.packed:
-                error = _difference(_batch_logits(runner, together=True), alone)
+            alone = _batch_logits(adapter, together=False)
+            adapter.packed = adapter.packed and _packs(adapter, alone, tolerance)
+            if not adapter.packed:
+                error = _difference(_batch_logits(adapter, together=True), alone)
     except InputError:
         raise
     except _FAILURES as failure:
-        reason = str(failure).strip().splitlines() or [""]
         raise InputError(
             f"model type {name!r} cannot run a token tree: its forward failed with {type(failure).__name__}: "
-            f"{reason[0]}"
+            f"{first_line(failure)}"
         ) from failure
     if not error <= tolerance:
         raise InputError(
             f"model type {name!r} cannot run a token tree: its logits differ from sequential evaluation by {error:.1e} "
-            f"of their range (at most {tolerance:.0e}); probably {_probable_cause(runner.model)}"
+            f"of their range (at most {tolerance:.0e}); probably {_probable_cause(adapter.model)}"
         )
     return cache
 
 
-def _inexact_step(runner: TreeModel) -> str | None:
-    """In which kind of step the logits of a text are other bits than one by one; None if in none of them.
+def _inexact_step(adapter: Adapter) -> str | None:
+    """The kind of step in which the logits of a text are other bits than one by one, or None.
 
     The text ends behind a block of exact attention, and the tree branches in front of it.
     """
     branch, depth = BLOCK - 3, 6
     generator = torch.Generator().manual_seed(2)
-    text = torch.randint(0, runner.vocab_size, (branch + depth,), generator=generator).tolist()
+    text = torch.randint(0, adapter.config.vocab_size, (branch + depth,), generator=generator).tolist()
 
-    def forward(cache: TreeCache, start: int, end: int) -> torch.Tensor:
-        chain = list(range(-1, end - start - 1))
-        row = Row(0, start, text[start:end], chain, list(range(start, end)), min(depth, end - start))
-        return runner.logits(runner.inputs([row], cache.rows_per_slot), cache)
+    def forward(cache: SlotCache, start: int, end: int) -> torch.Tensor:
+        return adapter.logits([Row.chain(0, start, text[start:end], min(depth, end - start))], cache)
 
-    cache = TreeCache(1, 2 * BLOCK)
+    cache = SlotCache(1, 2 * BLOCK)
     whole = forward(cache, 0, branch + depth)
-    cache = TreeCache(1, 2 * BLOCK)
+    cache = SlotCache(1, 2 * BLOCK)
     forward(cache, 0, branch)
     single = torch.cat([forward(cache, at, at + 1) for at in range(branch, branch + depth)])
     if not torch.equal(whole, single):
@@ -147,48 +144,48 @@ def _inexact_step(runner: TreeModel) -> str | None:
     # A tree of the text's end and, between its nodes, siblings that it does not hold.
     tokens, parents, positions = [], [], []
     for at in range(depth):
-        tokens += [(text[branch + at] + 1) % runner.vocab_size, text[branch + at]]
+        tokens += [(text[branch + at] + 1) % adapter.config.vocab_size, text[branch + at]]
         parents += [2 * at - 1] * 2
         positions += [branch + at] * 2
     row = Row(0, branch, tokens, parents, positions, len(tokens))
-    tree = runner.logits(runner.inputs([row], cache.rows_per_slot), cache)
+    tree = adapter.logits([row], cache)
     if not torch.equal(tree[1::2], single):
         return "in a tree"
-    cache = TreeCache(2, 2 * BLOCK)
+    cache = SlotCache(2, 2 * BLOCK)
     forward(cache, 0, branch)
-    beside = Row(1, 0, text[:9], list(range(-1, 8)), list(range(9)), 1)
-    batch = runner.logits(runner.inputs([row, beside], cache.rows_per_slot), cache)
+    other = Row.chain(1, 0, text[:9], 1)
+    batch = adapter.logits([row, other], cache)
     return None if torch.equal(batch[1:-1:2], single) else "in a batch"
 
 
-def _packs(runner: TreeModel, alone: torch.Tensor, tolerance: float) -> bool:
+def _packs(adapter: Adapter, alone: torch.Tensor, tolerance: float) -> bool:
     try:
-        return _difference(_batch_logits(runner, together=True, packed=True), alone) <= tolerance
+        return _difference(_batch_logits(adapter, together=True, packed=True), alone) <= tolerance
     except _FAILURES:  # such as a model that looks into the mask: its batches are padded
         return False
 
 
-def _batch_logits(runner: TreeModel, together: bool, packed: bool = False) -> torch.Tensor:
+def _batch_logits(adapter: Adapter, together: bool, packed: bool = False) -> torch.Tensor:
     """Logits [n, V] of three prompts and trees below them: one forward for all prompts, one for all trees.
 
     Not `together`, every sequence has forwards and a cache of its own.
     """
     shapes = [(9, _PARENTS), (24, _PARENTS[:3]), (17, _PARENTS[:5])]
     generator = torch.Generator().manual_seed(1)
-    caches = [TreeCache(len(shapes), 48)] * len(shapes) if together else [TreeCache(1, 48) for _ in shapes]
+    caches = [SlotCache(len(shapes), 48)] * len(shapes) if together else [SlotCache(1, 48) for _ in shapes]
     steps: tuple[list[Row], list[Row]] = ([], [])
     for index, (length, parents) in enumerate(shapes):
         slot = index if together else 0
-        tokens = torch.randint(0, runner.vocab_size, (length + len(parents),), generator=generator).tolist()
+        tokens = torch.randint(0, adapter.config.vocab_size, (length + len(parents),), generator=generator).tolist()
         positions = [length + len(_path(parents, node)) - 1 for node in range(len(parents))]
-        steps[0].append(Row(slot, 0, tokens[:length], list(range(-1, length - 1)), list(range(length)), index % 2))
+        steps[0].append(Row.chain(slot, 0, tokens[:length], index % 2))
         steps[1].append(Row(slot, length, tokens[length:], list(parents), positions, len(parents) - index))
     results = []
     for rows in steps:
         for batch, cache in (
             [(rows, caches[0])] if together else [([row], own) for row, own in zip(rows, caches, strict=True)]
         ):
-            results.append(runner.logits(runner.inputs(batch, cache.rows_per_slot, packed=packed), cache).float())
+            results.append(adapter.logits(batch, cache, packed=packed).float())
     return torch.cat(results)
 
 
@@ -205,32 +202,32 @@ def _probable_cause(model: PreTrainedModel) -> str:
     return "it keeps state or counts cache rows"
 
 
-def _tree_error(runner: TreeModel, cache: TreeCache, prompt_length: int) -> float:
+def _tree_error(adapter: Adapter, cache: SlotCache, prompt_length: int) -> float:
     generator = torch.Generator().manual_seed(0)
 
     def random_tokens(count: int) -> list[int]:
-        return torch.randint(0, runner.vocab_size, (count,), generator=generator).tolist()
+        return torch.randint(0, adapter.config.vocab_size, (count,), generator=generator).tolist()
 
     def forward(row: Row) -> torch.Tensor:
-        return runner.logits(runner.inputs([row], cache.rows_per_slot), cache).float()
+        return adapter.logits([row], cache).float()
 
     text = random_tokens(prompt_length)
-    chain = list(range(-1, prompt_length - 1))
-    forward(Row(0, 0, text, chain, list(range(prompt_length)), 0))
-    worst = torch.zeros((), device=runner.device)
-    span = torch.full((), 1e-9, device=runner.device)
+    forward(Row.chain(0, 0, text, 0))
+    worst = torch.zeros((), device=adapter.device)
+    span = torch.full((), 1e-9, device=adapter.device)
     for _ in range(2):
         nodes, parents = random_tokens(len(_PARENTS)), list(_PARENTS)
         paths = [_path(parents, node) for node in range(len(parents))]
         positions = [len(text) + len(path) - 1 for path in paths]
-        logits = forward(Row(0, len(text), nodes, parents, positions, len(nodes)))
+        row = Row(0, len(text), nodes, parents, positions, len(nodes))
+        logits = forward(row)
         for node, path in enumerate(paths):
-            sequence = torch.tensor([text + [nodes[i] for i in path]], device=runner.device)
+            sequence = torch.tensor([text + [nodes[i] for i in path]], device=adapter.device)
             with torch.no_grad():
-                expected = runner.model(input_ids=sequence, use_cache=False).logits[0, -1].float()
+                expected = adapter.model(input_ids=sequence, use_cache=False).logits[0, -1].float()
             worst = torch.maximum(worst, (logits[node] - expected).abs().max())
             span = torch.maximum(span, expected.max() - expected.min())
-        cache.commit(0, len(text), _ACCEPTED)
+        cache.commit(row, _ACCEPTED)
         text += [nodes[i] for i in _ACCEPTED]
     return (worst / span).item()
 

@@ -1,9 +1,9 @@
 """A step's inputs at fixed places on the device: what a captured graph reads, filled by one copy.
 
 A step of a few sequences is padded to a `StaticShape`, one of a small number. Everything that differs between two
-steps of one shape is in a single run of int32 words: tokens, positions, cache rows, who is whose ancestor in bits, and
-how each next token is chosen. The dense mask is made of the bits on the device, as part of the graph; so the host
-copies T * T / 32 words and never the T * KV of a mask.
+steps of one shape is in a single run of int32 words: tokens, positions, cache rows, ancestors as bits, and the sampling
+parameters. A dense mask is made of the bits on the device, as part of the graph: the host copies T * T / 32 words and
+never the T * KV of a mask.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from lpr.model.inputs import Block, Row, StepInputs
+from lpr.model.kv_cache import KVCache
 from lpr.model.sampling.selection import Selection
 from lpr.model.tree_mask import WORD_BITS, TreeMask
-from lpr.native import place_rows
 
 NODE_BUCKETS = (1, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """T: entries per row, pending chain included."""
@@ -37,7 +37,7 @@ FEW_KEYS = 16
 
 @dataclass(frozen=True)
 class StaticShape:
-    """What a captured graph holds as constants; steps of equal shape are replays of one graph."""
+    """The constants of a captured graph; steps of equal shape are replays of one graph."""
 
     first_slot: int
     batch: int
@@ -46,19 +46,18 @@ class StaticShape:
     """T."""
     num_kv: int
     """KV."""
-    rows_per_slot: int
     num_candidates: int
     num_keys: int
     """Noise keys; 0: no row is sampled."""
     filtered: bool
-    """Are limits applied? Always where rows are sampled, unless the vocabulary is in parts: without limits they do
-    nothing, and shapes are fewer."""
+    """True if limits are applied: always where rows are sampled, which makes shapes fewer, unless the vocabulary is in
+    parts."""
     tree_bits: bool = False
-    """Does attention read the ancestors in bits, in place of a dense mask?"""
+    """True if attention reads the ancestors as bits, in place of a dense mask."""
     is_wide: bool = False
-    """Is a vocabulary in parts gathered for a limit that needs the whole of it?"""
+    """True if a vocabulary in parts is gathered for a limit that needs the whole of it."""
     only_logits: bool = False
-    """Does the graph end at the logits [B * T, V]? What logits processors get is chosen from outside of it."""
+    """True if the graph ends at the logits [B * T, V]; tokens are then chosen outside of it."""
 
     @cached_property
     def sizes(self) -> dict[str, tuple[int, ...]]:
@@ -80,17 +79,9 @@ class StaticShape:
         """Words of all parts."""
         return sum(map(prod, self.sizes.values()))
 
-    def place(self, words: np.ndarray, rows: Sequence[Row], selection: Selection) -> None:
+    def place(self, words: np.ndarray, rows: Sequence[Row], selection: Selection, cache: KVCache) -> None:
         """Write the words [num_words] of a step of `rows`, neighbouring slots from `first_slot` on, on the host."""
-        place_rows(
-            words,
-            self.batch,
-            self.num_entries,
-            range(self.first_slot, self.first_slot + self.batch),
-            self.rows_per_slot,
-            [row.num_cached for row in rows],
-            [row.entries for row in rows],
-        )
+        cache.place(words, rows, self.first_slot, self.batch, self.num_entries)
         if self.num_keys:
             words[-prod(self.sizes["selection"]) :] = self._place_selection(rows, selection)
 
@@ -120,7 +111,6 @@ class StaticShape:
         block = Block(
             start=0,
             first_slot=self.first_slot,
-            rows_per_slot=self.rows_per_slot,
             num_kv=self.num_kv,
             positions=positions,
             given_kv_positions=None if self.tree_bits else mask.kv_positions(self.num_kv),
@@ -176,7 +166,7 @@ def static_shape(
         num_keys = batch * num_entries
     kv_bucket = min(bucket_of(num_kv, (*WIDE_KV, rows_per_slot) if tree_bits else KV_BUCKETS), rows_per_slot)
     num_keys = num_keys if selection.sampled else 0
-    sizes = (first, batch, num_entries, kv_bucket, rows_per_slot, num_candidates)
+    sizes = (first, batch, num_entries, kv_bucket, num_candidates)
     filtered = selection.filtered if in_parts else selection.sampled
     return _known_shape(*sizes, num_keys, filtered, tree_bits, in_parts and selection.is_wide)
 
@@ -188,7 +178,7 @@ def _known_shape(*fields: Any) -> StaticShape:
 
 
 def node_buckets(batch: int, height: int) -> Sequence[int]:
-    """What T may be in a batch of that size, as multiples of `height`."""
+    """The values of T in a batch of that size, multiples of `height`."""
     if height == 1:
         return NODE_BUCKETS if batch == 1 else BATCH_NODE_BUCKETS
     return [size for size in NODE_BUCKETS if size % height == 0]

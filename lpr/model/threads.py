@@ -1,4 +1,4 @@
-"""Work of the extension on a CPU, which holds no lock, shared out to threads."""
+"""Work of the extension, which holds no lock, on several threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def share_out(work: Callable[[slice], None], number: int) -> None:
-    """Do `work` on equal parts of `number` things, by as many threads as torch uses."""
+    """Call `work` with equal slices of `number` things, on as many threads as torch uses."""
     num_threads = torch.get_num_threads()
     count = min(num_threads, number)
     if count < 2:

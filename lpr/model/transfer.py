@@ -1,4 +1,4 @@
-"""Copies from host to device for which nobody waits: a step's one synchronisation is reading its gathered results."""
+"""Asynchronous copies from host to device: a step's one synchronisation is reading its gathered results."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """`array` as a tensor on `device`; on a CPU the array's own memory.
 
-    A copy from pageable memory would wait for all work that the device has still to do. The pinned copy comes from
-    torch's caching allocator, which gives its memory to nobody else before the device has read it.
+    A copy from pageable memory would wait for all queued work of the device. The pinned copy comes from torch's caching
+    allocator, which does not reuse its memory before the device has read it.
     """
     host = torch.from_numpy(array)
     if device.type == "cpu":
@@ -34,13 +34,13 @@ class Upload:
         self._left = torch.cuda.Event() if kind == "cuda" else None
 
     def words(self, count: int) -> np.ndarray:
-        """Where to write the first `count` words; waits, if it must, until the device has read the last ones."""
+        """The first `count` words, to be written; waits until the device has read the last ones."""
         if self._left is not None:
             self._left.synchronize()
         return self._words[:count]
 
     def send(self, count: int) -> None:
-        """Copy the first `count` words over, for which nobody waits."""
+        """Begin to copy the first `count` words."""
         if self._host is not self._target:
             self._target[:count].copy_(self._host[:count], non_blocking=True)
         if self._left is not None:

@@ -19,7 +19,7 @@ from lpr.native import ancestor_words
 
 @dataclass(frozen=True)
 class TreeMask:
-    """Who sees whom in a forward of B rows with T entries each, rows padded on the left.
+    """The visibility of entries in a forward of B rows with T entries each, padded on the left.
 
     The last `num_entries[b]` of row b's T entries are real. Real entry i (counted without the padding) has its K/V in
     cache row `num_cached[b] + i`; the cache rows before hold the committed tokens, token j in row j. All fields are
@@ -27,7 +27,7 @@ class TreeMask:
     """
 
     bits: torch.Tensor
-    """[B, T, W] int64, 64 * W >= T: bit j % 64 of word j // 64 says whether real entry j is this entry or its ancestor.
+    """[B, T, W] int64, 64 * W >= T: bit j % 64 of word j // 64 is set if real entry j is this entry or its ancestor.
 
     Words are bit patterns; the sign bit is bit 63. Padding entries have no bit set.
     """
@@ -84,7 +84,7 @@ _ALL = 2**30
 
 @dataclass(frozen=True)
 class Paths:
-    """Where the keys of an entry lie, in the order of positions."""
+    """The keys of entries, in the order of positions."""
 
     entries: torch.Tensor
     """[B, T, T] int32: the entry, counted without padding, at position `num_cached` + i of an entry's path."""

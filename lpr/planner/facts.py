@@ -1,13 +1,13 @@
-"""What a model's config says about memory and traffic, read off the model itself without its weights.
+"""Facts of a model that decide memory and traffic, read off the model itself without its weights.
 
-The model is built on the meta device, so its parameters are those that a checkpoint would fill; its own
-tensor-parallel plan says how each is split, and one forward on meta tensors shows what it asks a K/V cache to keep. No
-formula of a model family is written down here.
+The model is built on the meta device with all parameters of a checkpoint. Its own tensor-parallel plan says how each is
+split, and one forward on meta tensors shows the K/V it keeps. There is no formula of any model family.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import DynamicCache
 from transformers.utils import logging as transformers_logging
 
 from lpr.config import InputError
@@ -47,12 +47,12 @@ class Weights:
     @property
     def numel(self) -> int:
         """Parameters in all layers."""
-        return self.count * _product(self.shape)
+        return self.count * math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class KeptRows:
-    """What `count` layers keep per token: K and V heads, and the sizes of one."""
+    """The K and V heads that `count` layers keep per token, and their sizes."""
 
     num_heads: int
     key_dim: int
@@ -62,19 +62,19 @@ class KeptRows:
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective that the plan puts behind `count` modules: `width` values of each token take part."""
+    """A collective that the plan puts after `count` modules, over `width` values of each token."""
 
     kind: str
     """"all_reduce" or "all_gather"."""
     width: int
     count: int
     per_result: bool
-    """Of the output head: only tokens whose logits are wanted take part."""
+    """True for the output head's: only tokens whose logits are needed take part."""
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A model as the planner sees it."""
+    """Facts of a model."""
 
     name: str
     model_type: str
@@ -83,12 +83,13 @@ class ModelFacts:
     weights: tuple[Weights, ...]
     kept: tuple[KeptRows, ...]
     collectives: tuple[Collective, ...]
-    """Of one forward along tp; empty if transformers has no plan for this model type."""
+    """Of one forward along tp; empty without a plan."""
     has_plan: bool
+    """transformers has a tensor-parallel plan for this model type."""
     splits_queries: bool
     """The plan gives each rank its own query heads."""
     splits_kv: bool
-    """The plan gives each rank its own key/value heads; latent attention keeps its one latent on all of them."""
+    """The plan gives each rank its own key/value heads; latent attention keeps its one latent on all ranks."""
     fused_heads: bool
     """The plan splits a projection that holds queries and keys together."""
     num_layers: int
@@ -125,7 +126,7 @@ def read_config(source: str) -> PretrainedConfig:
 
 
 def config_from(values: dict[str, Any]) -> PretrainedConfig:
-    """The config that the keys of a config.json make."""
+    """The config of the keys of a config.json; raises InputError."""
     others = dict(values)
     model_type = others.pop("model_type", None)
     if not isinstance(model_type, str):
@@ -138,7 +139,7 @@ def config_from(values: dict[str, Any]) -> PretrainedConfig:
 
 
 def facts_of(config: PretrainedConfig, name: str) -> ModelFacts:
-    """Build the model of `config` on the meta device and read it off; raises InputError if it cannot be a causal LM."""
+    """Facts of the model of `config`; raises InputError if it is no causal LM."""
     transformers_logging.set_verbosity_error()
     text = config.get_text_config(decoder=True)
     try:
@@ -177,13 +178,6 @@ def facts_of(config: PretrainedConfig, name: str) -> ModelFacts:
         num_experts=_first(text, "num_local_experts", "num_experts", "n_routed_experts") or 0,
         experts_per_token=_first(text, "num_experts_per_tok", "moe_topk") or 0,
     )
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
 
 
 def _first(config: PretrainedConfig, *names: str) -> int | None:
@@ -243,35 +237,19 @@ def _collectives(model: PreTrainedModel, plan: dict[str, str]) -> tuple[Collecti
     return tuple(Collective(kind, width, count, per_result) for (kind, width, per_result), count in found.items())
 
 
-class _ShapeCache(Cache):
-    """Notes the shapes of K and V that the layers hand over."""
-
-    def __init__(self) -> None:
-        super().__init__(layers=[])
-        self.shapes: dict[int, tuple[int, int, int]] = {}
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.shapes[layer_idx] = (key_states.shape[1], key_states.shape[3], value_states.shape[3])
-        return key_states, value_states
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return query_length, 0
-
-    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
-        return 1
-
-
 def _kept_rows(model: PreTrainedModel) -> tuple[KeptRows, ...]:
-    """The rows that TreeCache would hold: it keeps every token of every layer, also where attention slides."""
+    """The K and V of the KV cache, which keeps every token of every layer, also where attention slides."""
     for name, module in model.named_modules():
         if name.endswith(".experts"):  # routing depends on values, which meta tensors have not
             module.forward = lambda hidden, *args, **kwargs: hidden
-    cache = _ShapeCache()
     with torch.no_grad(), torch.device("meta"):
-        model(input_ids=torch.zeros(1, 1, dtype=torch.long), past_key_values=cache, use_cache=True)
-    return tuple(KeptRows(*shape, count) for shape, count in Counter(cache.shapes.values()).items())
+        shapes = kept_shapes(model, torch.zeros(1, 1, dtype=torch.long))
+    return tuple(KeptRows(*shape, count) for shape, count in Counter(shapes).items())
+
+
+def kept_shapes(model: PreTrainedModel, input_ids: torch.Tensor) -> list[tuple[int, int, int]]:
+    """Heads, key size and value size of each layer that keeps K/V, as one forward over `input_ids` shows them."""
+    cache = DynamicCache()
+    model(input_ids=input_ids, past_key_values=cache, use_cache=True)
+    kept = [layer for layer in cache.layers if layer.keys is not None]
+    return [(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in kept]

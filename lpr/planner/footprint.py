@@ -1,11 +1,12 @@
 """Memory and traffic of a model on an lp x tp mesh: arithmetic over ModelFacts, without a clock or a device.
 
-Weights, K/V and payload are exact: they are the shapes that the loader, TreeCache and Exchange make. Activations are an
-estimate from above of what one forward holds at once.
+Weights, K/V and payload are exact: the shapes that the loader, the KV cache and Exchange make. Activations are an upper
+bound of the memory of one forward.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from lpr.config import DecodeConfig, InputError
@@ -16,8 +17,7 @@ from lpr.planner.facts import Collective, ModelFacts, Weights
 NODE_BUCKET, KV_BUCKET = 16, 256
 """Padding of a step's shapes on a GPU, as in TreeModel."""
 RESERVED = 2 << 30
-"""Bytes kept free per GPU for the CUDA context, communicators' buffers, libraries and fragments: assumed, not measured.
-"""
+"""Bytes kept free per GPU for the CUDA context, communicators, libraries and fragments: assumed, not measured."""
 
 
 @dataclass(frozen=True)
@@ -47,38 +47,34 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What one GPU of a mesh holds and moves."""
+    """Memory and traffic of one GPU of a mesh."""
 
     mesh: Mesh
     problem: str | None
-    """Why the model cannot be split so; the other fields are 0 then."""
+    """The reason why the model cannot be split so; the other fields are 0 then."""
     weight_bytes: int = 0
     kv_bytes: int = 0
     activation_bytes: int = 0
-    step_nodes: int = 0
-    """Nodes that a rank evaluates per step: the budget of every sequence. Memory is counted for the most possible."""
     step_bytes: int = 0
-    """Bytes that a step reads at least: the weights it uses and the K/V of a full context."""
-    step_flops: float = 0.0
-    """Floating point operations of a step's matrix products, per GPU."""
+    """Least bytes that a step reads: the weights it uses and the K/V of a full context."""
     lp: Traffic = Traffic(0, 0)
     tp: Traffic = Traffic(0, 0)
 
     @property
     def total_bytes(self) -> int:
-        """All that is held at once, the reserve included."""
+        """All memory, the reserve included."""
         return self.weight_bytes + self.kv_bytes + self.activation_bytes + RESERVED
 
     def spare(self, memory: int) -> int:
-        """Bytes left of `memory`; negative: so many are missing."""
+        """Bytes left of `memory`; negative if it is too small."""
         return memory - self.total_bytes
 
     def fits(self, memory: int) -> bool:
-        """Can a GPU with `memory` bytes hold it?"""
+        """True if a GPU with `memory` bytes can hold it."""
         return self.problem is None and self.spare(memory) >= 0
 
     def floor_seconds(self, bandwidth: float) -> float:
-        """No step is faster than reading `step_bytes` once at `bandwidth` bytes per second."""
+        """Lower bound of a step: reading `step_bytes` once at `bandwidth` bytes per second."""
         return self.step_bytes / bandwidth
 
 
@@ -90,7 +86,7 @@ def meshes(num_gpus: int) -> list[Mesh]:
 
 
 def split_problem(facts: ModelFacts, tp: int) -> str | None:
-    """Why the transformers backend cannot split the model over `tp` ranks, or None."""
+    """The reason why the transformers backend cannot split the model over `tp` ranks, or None."""
     if tp == 1:
         return None
     if not facts.has_plan:
@@ -143,14 +139,11 @@ _WHOLE = (
 
 
 def _shard_numel(weights: Weights, facts: ModelFacts, tp: int) -> int:
-    numel = weights.count
-    for size in shard_shape(weights, facts, tp):
-        numel *= size
-    return numel
+    return weights.count * math.prod(shard_shape(weights, facts, tp))
 
 
 def weight_bytes(facts: ModelFacts, tp: int, element_size: int) -> int:
-    """Bytes of the weights that the fullest rank of a replica holds."""
+    """Bytes of weights on the fullest rank of a replica."""
     return element_size * sum(_shard_numel(weights, facts, tp) for weights in facts.weights)
 
 
@@ -164,25 +157,24 @@ def kv_row_bytes(facts: ModelFacts, tp: int, element_size: int) -> int:
 
 
 def rank_nodes(decode: DecodeConfig, lp: int) -> int:
-    """Most nodes of one tree that a rank evaluates: those it owns and the ancestors of the first one."""
+    """Most nodes of one tree that a rank evaluates: its own and the ancestors of the first one."""
     return decode.resolved(lp).evaluated_capacity(lp)
 
 
 def kv_rows(decode: DecodeConfig, lp: int, max_length: int) -> int:
-    """Rows of one slot of TreeCache, padded as TreeModel.allocate pads them."""
+    """Entries of one slot of the KV cache, padded as TreeModel.allocate pads them."""
     return round_up(max_length + rank_nodes(decode, lp) + 1, KV_BUCKET)
 
 
 def payload_bytes(decode: DecodeConfig, lp: int) -> int:
-    """Bytes that each rank contributes to a step's all-gather: the size of Exchange's payload."""
+    """Bytes of each rank's payload in a step's all-gather."""
     return 4 * payload_words(decode.resolved(lp), decode.max_batch_size, lp, decode.carries_trees(lp))
 
 
 def read_bytes(facts: ModelFacts, tp: int, element_size: int, num_tokens: int) -> int:
-    """Bytes of weights that a forward over `num_tokens` tokens reads on one rank.
+    """Bytes of weights that a forward over `num_tokens` tokens reads on one rank, without lookup tables.
 
-    Lookup tables are left out. Of experts, only those that some token is routed to: with independent, uniform routing
-    an expert is used with probability 1 - (1 - k/E)^tokens.
+    Of experts, only those with tokens: with independent, uniform routing a share of 1 - (1 - k/E)^tokens.
     """
     total = 0.0
     for weights in facts.weights:
@@ -209,10 +201,10 @@ def forward_flops(facts: ModelFacts, tp: int, num_tokens: int, num_kv: int) -> f
 
 
 def activation_bytes(facts: ModelFacts, decode: DecodeConfig, mesh: Mesh, max_length: int, element_size: int) -> int:
-    """Estimate from above of what a forward holds at once, for a decode step and for a piece of a long prompt.
+    """Upper bound of a forward's memory, for a decode step and for a piece of a long prompt.
 
-    The mask (lpr repeats it for the heads of a GQA group), hidden states, the widest layer's input, output and product,
-    and the logits in their own dtype and in the fp32 copies that sampling makes.
+    The mask (repeated for the heads of a GQA group), hidden states, the widest layer's input, output and product, and
+    the logits in their own dtype and in the fp32 copies of sampling.
     """
     rows = kv_rows(decode, mesh.lp, max_length)
     group = max(1, facts.num_heads // max(1, facts.num_kv_heads)) if facts.splits_kv else 1
@@ -245,7 +237,7 @@ def tp_traffic(facts: ModelFacts, num_tokens: int, num_results: int, element_siz
 
 
 def footprint(facts: ModelFacts, decode: DecodeConfig, mesh: Mesh, max_length: int, element_size: int) -> Footprint:
-    """What one GPU of `mesh` holds and moves with `decode` (budgets per rank) and contexts of `max_length` tokens."""
+    """The footprint on `mesh` with `decode` (budgets per rank) and contexts of `max_length` tokens."""
     problem = split_problem(facts, mesh.tp)
     if problem is not None:
         return Footprint(mesh, problem)
@@ -258,9 +250,7 @@ def footprint(facts: ModelFacts, decode: DecodeConfig, mesh: Mesh, max_length: i
         weight_bytes=weight_bytes(facts, mesh.tp, element_size),
         kv_bytes=batch * kv_rows(decode, mesh.lp, max_length) * row_bytes,
         activation_bytes=activation_bytes(facts, decode, mesh, max_length, element_size),
-        step_nodes=tokens,
         step_bytes=read_bytes(facts, mesh.tp, element_size, tokens) + batch * max_length * row_bytes,
-        step_flops=forward_flops(facts, mesh.tp, tokens, max_length),
         lp=Traffic(1, payload_bytes(decode, mesh.lp)) if mesh.lp > 1 else Traffic(0, 0),
         tp=tp_traffic(facts, tokens, tokens, element_size) if mesh.tp > 1 else Traffic(0, 0),
     )

@@ -1,10 +1,10 @@
-"""An alpha-beta model of NCCL's collectives: the one that NCCL itself picks its algorithms by.
+"""An alpha-beta model of NCCL's collectives: the one by which NCCL picks its algorithms.
 
 Latencies and efficiencies are those of NCCL 2.8's tuning table (src/graph/tuning.cc, for A100 and NVLink): per
 algorithm (ring, tree) and protocol (LL, LL128, Simple) a base latency, a latency per hop for NVLink, PCI and network,
-and the share of the bus bandwidth that is reached. Small messages come out as LL, large ones as Simple. Inside a host
-NCCL's tree is a chain, so its hops count like a ring's; between hosts it is binary. To that comes `launch`, the time
-that a collective costs a step besides: one constant, fitted to published runs (lpr.planner.prediction).
+and the reached share of the bus bandwidth. Small messages take LL, large ones Simple. Inside a host NCCL's tree is a
+chain, so its hops count like a ring's; between hosts it is binary. The launch of a collective is not included
+(lpr.planner.prediction).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MICRO = 1e-6
 
 @dataclass(frozen=True)
 class Link:
-    """What joins GPUs, inside a host or between hosts."""
+    """A link between GPUs, inside a host or between hosts."""
 
     name: str
     hardware: int
@@ -72,33 +72,33 @@ class Network:
     between: Link
     gpus_per_host: int = 8
 
-    def hosts(self, num_ranks: int, stride: int = 1) -> int:
-        """Hosts that `num_ranks` ranks are on, every `stride`-th GPU being one of them."""
-        return -(-num_ranks * stride // self.gpus_per_host)
+    def hosts(self, num_ranks: int) -> int:
+        """Hosts of `num_ranks` ranks."""
+        return -(-num_ranks // self.gpus_per_host)
 
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """Seconds of one collective, and how NCCL would run it."""
+    """Seconds of one collective, and the algorithm that NCCL would take."""
 
     seconds: float
     algorithm: str
 
 
-def all_reduce(network: Network, num_ranks: int, num_bytes: int, stride: int = 1) -> CollectiveTime:
+def all_reduce(network: Network, num_ranks: int, num_bytes: int) -> CollectiveTime:
     """Time of summing `num_bytes` over `num_ranks` ranks, without the launch: the best of ring and tree."""
-    return _best(network, num_ranks, num_bytes, stride, is_reduce=True)
+    return _best(network, num_ranks, num_bytes, is_reduce=True)
 
 
-def all_gather(network: Network, num_ranks: int, num_bytes: int, stride: int = 1) -> CollectiveTime:
+def all_gather(network: Network, num_ranks: int, num_bytes: int) -> CollectiveTime:
     """Time of gathering `num_bytes` from each rank, without the launch: a ring, the only algorithm NCCL has for it."""
-    return _best(network, num_ranks, num_bytes * num_ranks, stride, is_reduce=False)
+    return _best(network, num_ranks, num_bytes * num_ranks, is_reduce=False)
 
 
-def _best(network: Network, num_ranks: int, num_bytes: int, stride: int, is_reduce: bool) -> CollectiveTime:
+def _best(network: Network, num_ranks: int, num_bytes: int, is_reduce: bool) -> CollectiveTime:
     if num_ranks == 1:
         return CollectiveTime(0.0, "none")
-    hosts = min(num_ranks, network.hosts(num_ranks, stride))
+    hosts = min(num_ranks, network.hosts(num_ranks))
     rounds = 2 if is_reduce else 1
     found = []
     for protocol in _PROTOCOLS:

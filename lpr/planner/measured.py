@@ -1,4 +1,4 @@
-"""What predictions start from: measured tokens per step, host times, and step times of a machine."""
+"""Measurements that predictions start from: tokens per step and host times."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lpr.core.wire import payload_words
 
 @dataclass(frozen=True)
 class Drafted:
-    """Measured: what trees of one total node budget yield. Which ranks evaluate which nodes cannot change it."""
+    """Measured yield of trees of one total node budget. The split over ranks cannot change it."""
 
     temperature: float
     budget: int
@@ -26,25 +26,25 @@ class Drafted:
     """Beyond the largest measured budget: along the logarithm of the budget."""
 
     def payload_bytes(self, lp: int) -> int:
-        """Bytes that a rank contributes to the step's all-gather, as Exchange sizes them."""
+        """Bytes of a rank's payload in the step's all-gather."""
         decode = DecodeConfig(window_size=0, trie_nodes=self.budget - 1)
         return 4 * payload_words(decode.resolved(), 1, lp, decode.carries_trees(lp))
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured here and enters a prediction."""
+    """All measurements of a prediction."""
 
     drafted: tuple[Drafted, ...]
     extra_nodes: Mapping[float, tuple[tuple[float, float], ...]]
-    """Temperature to (ranks, nodes): what the busiest rank evaluates beyond its equal part of the tree, for ancestors
-    that others own and for tokens whose K/V it lacks."""
+    """Temperature to (ranks, nodes): nodes of the busiest rank beyond its equal part of the tree, for ancestors that
+    others own and for uncomputed tokens."""
     host_ms: Mapping[float, tuple[tuple[float, float], ...]]
     """Temperature to (nodes of the whole tree, milliseconds of the host per step)."""
     source: str
 
     def ways(self, temperature: float, lp: int) -> list[Drafted]:
-        """The trees to choose from: every measured budget, and larger ones while a rank has no more than 64 nodes."""
+        """The candidate trees: every measured budget, and larger ones up to 64 nodes per rank."""
         nearest = min((each.temperature for each in self.drafted), key=lambda each: abs(each - temperature))
         found = sorted((each for each in self.drafted if each.temperature == nearest), key=lambda each: each.budget)
         before, last = found[-2:]
@@ -64,7 +64,7 @@ class Measured:
         return drafted.nodes / lp + extra
 
     def host_seconds(self, temperature: float, tree_nodes: float) -> float:
-        """Host time of a step, every rank drafting the whole tree."""
+        """Host time of a step; every rank drafts the whole tree."""
         known = self.host_ms[min(self.host_ms, key=lambda each: abs(each - temperature))]
         return max(0.0, interpolate([ms for _, ms in known], tree_nodes, [n for n, _ in known])) * 1e-3
 

@@ -1,10 +1,9 @@
-"""Predicted tokens per second of a model on a mesh, with an uncertainty. A prediction: no GPU has run any of it.
+"""Predicted tokens per second of a model on a mesh, with an uncertainty. No GPU has confirmed them.
 
-A step is `max(bytes / bandwidth, operations / arithmetic) + collectives + host`, or, with a measured table, t(n) in
-place of the first term. Acceptance (tokens per step) and host time are measured ones. Two constants are fitted, both to
-one row of gpt-fast's published tables (Llama-2-7B on 1 and on 8 A100); its other rows are the check
-(`check_published`). Every uncertain input has a slow and a fast value, and their effects are added as squares of
-logarithms, as for independent errors.
+A step takes `max(bytes / bandwidth, operations / arithmetic) + collectives + host`. Acceptance length (tokens per step)
+and host time are measured. Two constants are fitted to gpt-fast's published runs of Llama-2-7B on 1 and on 8 A100; its
+other runs are the check (tests/test_simulate.py). Every uncertain input has a slow and a fast value, whose effects are
+added as squares of logarithms, as for independent errors.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from lpr.core.step_times import StepTimes
 from lpr.core.wire import NUM_HEADER
 from lpr.planner.facts import ModelFacts
 from lpr.planner.footprint import Mesh, forward_flops, kv_row_bytes, read_bytes
@@ -24,23 +22,23 @@ from lpr.planner.measured import Drafted, Measured
 
 @dataclass(frozen=True)
 class Inputs:
-    """The uncertain inputs of a prediction; the defaults are the middle."""
+    """The uncertain inputs of a prediction; the defaults are the middle values."""
 
     bandwidth_fraction: float = 0.683
-    """Of the data sheet's memory bandwidth: fitted to Llama-2-7B on one A100 (104.9 tokens/s). That is 82 % of the
-    1700 GB/s that a copy reached there."""
+    """Of the data sheet's memory bandwidth. Fitted to Llama-2-7B on one A100 (104.9 tokens/s): 82 % of the 1700 GB/s
+    that a copy reached there."""
     flops_fraction: float = 0.55
-    """Of the data sheet's arithmetic, for products as narrow as a tree: assumed."""
+    """Of the data sheet's arithmetic, for products as narrow as a tree. Assumed."""
     launch: float = 16.4e-6
-    """Seconds per collective besides NCCL's own model: fitted to Llama-2-7B on eight A100 (328.4 tokens/s)."""
+    """Seconds per collective besides NCCL's own model. Fitted to Llama-2-7B on eight A100 (328.4 tokens/s)."""
     collectives: float = 1.0
     """Factor on the time of all collectives."""
     host: float = 1.0
     """Factor on the host's measured time per step."""
     acceptance: float = 1.0
-    """Factor on tokens per step, of every mesh alike."""
+    """Factor on tokens per step of every mesh."""
     scaling: float = 1.0
-    """Power of what further ranks add to tokens per step: 1 as measured, 0 nothing."""
+    """Exponent of the gain in tokens per step by further ranks: 1 as measured, 0 no gain."""
 
 
 SPREAD: dict[str, tuple[float, float]] = {
@@ -49,19 +47,19 @@ SPREAD: dict[str, tuple[float, float]] = {
     "collectives": (2.0, 0.5),
     "host": (2.0, 0.5),  # measured on two busy cores of a server
     "acceptance": (0.90, 1.09),  # sampled; greedy: see GREEDY_ACCEPTANCE
-    # On traces of 7B and 15B code models retrieval gained 5-6 % from eight times the nodes (cold), and the bundled
-    # model's whole drafter 31-37 %: ln 1.055 / ln 1.37 = 0.17.
+    # With eight times the nodes, retrieval gained 5-6 % on traces of 7B and 15B code models (cold), and all drafts of
+    # the bundled model 31-37 %: ln 1.055 / ln 1.37 = 0.17.
     "scaling": (0.17, 1.2),
 }
 """Slow and fast factor of every input (of `scaling`: the value)."""
 
 GREEDY_ACCEPTANCE = (0.66, 1.43)
-"""In place of SPREAD's, for greedy decoding. Both are the quartiles over prompts by the mean, measured with the bundled
-model on 12 ClassEval prompts (64 nodes, 128 tokens): greedy 5.6 to 12.1 of 8.4, at temperature 0.8 2.02 to 2.45 of
-2.24. Greedy text repeats itself on some prompts and not on others."""
+"""Replaces SPREAD's for greedy decoding. Both are the quartiles over prompts divided by the mean, measured with the
+bundled model on 12 ClassEval prompts (64 nodes, 128 tokens): greedy 5.6 to 12.1 of 8.4, at temperature 0.8 2.02 to 2.45
+of 2.24. Greedy text repeats itself on some prompts and not on others."""
 
 ONE_GPU_BUDGET = 64
-"""Nodes that one GPU drafts anyway (DecodeConfig's trie); what more nodes add is the uncertain `scaling`."""
+"""Nodes that one GPU drafts anyway (DecodeConfig's trie); the gain by more nodes is the uncertain `scaling`."""
 
 EAGER_LAYER_SECONDS = 1.22e-3
 """Launching a layer's kernels one by one: Llama-7B ran at 25.5 tokens/s so on an A100 (PyTorch blog, "Accelerating
@@ -70,7 +68,7 @@ generative AI II: gpt-fast", November 2023), 39 ms for 32 layers. Captured graph
 
 @dataclass(frozen=True)
 class Machine:
-    """GPUs and what joins them."""
+    """GPUs and their links."""
 
     gpu: Gpu
     network: Network
@@ -95,7 +93,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A prediction: the middle, and what one step of every input to its slow and to its fast side makes of it."""
+    """A prediction: the middle value, and those with every uncertain input at its slow and at its fast value."""
 
     low: float
     mid: float
@@ -112,7 +110,7 @@ class Prediction:
 
     mesh: Mesh
     drafted: Drafted | None
-    """The tree that is predicted to be best; None: plain decoding."""
+    """The best tree by prediction; None: plain decoding."""
     tokens_per_second: Estimate
     tokens_per_step: float
     step: StepTime
@@ -167,7 +165,7 @@ def tokens_per_step(drafted: Drafted | None, base: float, inputs: Inputs) -> flo
 
 
 def spread(value: Callable[[Inputs], float], inputs: Inputs, temperature: float | None = None) -> Estimate:
-    """`value` at the middle, and how far all inputs' slow and fast values move it together."""
+    """`value` of the middle inputs, and how far all slow and fast values move it together."""
     middle = value(inputs)
     down = up = 0.0
     for name, sides in (SPREAD | ({"acceptance": GREEDY_ACCEPTANCE} if temperature == 0 else {})).items():
@@ -180,7 +178,7 @@ def spread(value: Callable[[Inputs], float], inputs: Inputs, temperature: float 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is held fixed while meshes are compared."""
+    """What meshes are compared for."""
 
     facts: ModelFacts
     machine: Machine
@@ -189,7 +187,6 @@ class Setting:
     element_size: int
     temperature: float | None
     """None: plain decoding."""
-    table: StepTimes | None = None
     batch: int = 1
 
     def ways(self, mesh: Mesh) -> list[Drafted | None]:
@@ -211,24 +208,19 @@ class Setting:
             nodes, tree = self.measured.shard_nodes(drafted, mesh.lp), drafted.nodes
             payload = drafted.payload_bytes(mesh.lp)
         nodes *= self.batch
-        if self.table is not None:
-            forward = self.table.time(nodes, self.batch, self.kv) * 1e-3
-        else:
-            forward = forward_seconds(
-                self.facts, mesh.tp, self.element_size, nodes, self.kv, self.machine, inputs, self.batch
-            )
+        facts, size, machine = self.facts, self.element_size, self.machine
         host = self.measured.host_seconds(self.temperature or 0.0, tree)
         return StepTime(
-            forward=forward,
-            tp=tp_seconds(self.facts, mesh.tp, self.element_size, nodes, self.machine, inputs),
-            lp=lp_seconds(mesh, payload * self.batch, self.machine, inputs),
+            forward=forward_seconds(facts, mesh.tp, size, nodes, self.kv, machine, inputs, self.batch),
+            tp=tp_seconds(facts, mesh.tp, size, nodes, machine, inputs),
+            lp=lp_seconds(mesh, payload * self.batch, machine, inputs),
             host=host * inputs.host * self.batch,
         )
 
 
-def predict(setting: Setting, mesh: Mesh, inputs: Inputs | None = None) -> Prediction:
-    """The prediction for `mesh` with the tree that suits it best."""
-    inputs = inputs if inputs is not None else Inputs()
+def predict(setting: Setting, mesh: Mesh) -> Prediction:
+    """The prediction for `mesh` with its best tree."""
+    inputs = Inputs()
     best = max(setting.ways(mesh), key=lambda each: setting.rate(mesh, each, inputs))
     step = setting.step(mesh, best, inputs)
     return Prediction(
@@ -240,11 +232,11 @@ def predict(setting: Setting, mesh: Mesh, inputs: Inputs | None = None) -> Predi
     )
 
 
-def advantage(setting: Setting, first: Prediction, second: Prediction, inputs: Inputs | None = None) -> Estimate:
-    """Tokens per second of `first` over those of `second`; what is uncertain in both alike cancels out."""
+def advantage(setting: Setting, first: Prediction, second: Prediction) -> Estimate:
+    """Tokens per second of `first` over those of `second`; errors that both share cancel out."""
 
     def ratio(changed: Inputs) -> float:
         upper = setting.rate(first.mesh, first.drafted, changed)
         return upper / setting.rate(second.mesh, second.drafted, changed)
 
-    return spread(ratio, inputs if inputs is not None else Inputs(), setting.temperature)
+    return spread(ratio, Inputs(), setting.temperature)

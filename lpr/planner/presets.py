@@ -1,7 +1,7 @@
-"""What `--model` can name: a preset, a named run, a folder, a config.json or a hub id.
+"""The values of `--model`: a preset, a named run, a folder, a config.json or a hub id.
 
-A preset is a TOML file of architecture facts in lpr/assets/models. It lies inside the package, so that planning needs
-neither a checkout nor a download; configs/ in the checkout holds named runs, which are flags for lpr.generate.
+A preset is a TOML file of architecture facts in lpr/assets/models, so that planning needs neither a checkout nor a
+download. configs/ in the checkout holds named runs, which are flags for lpr.generate.
 """
 
 from __future__ import annotations
@@ -23,16 +23,14 @@ _DECODE_FIELDS = {field.name for field in fields(DecodeConfig)}
 
 @dataclass(frozen=True)
 class Planned:
-    """What a name stands for."""
+    """A model to plan for."""
 
     name: str
     config: PretrainedConfig
     decode: dict[str, int]
     """Fields of DecodeConfig that the file sets; budgets per rank."""
-    mesh: dict[str, int] | None
-    """The mesh that a named run asks for."""
     origin: str
-    """Where the facts come from, for the reader."""
+    """Source of the facts, for the reader."""
 
 
 def preset_names() -> list[str]:
@@ -52,7 +50,7 @@ def package_file(name: str) -> Path:
 
 
 def measured_values() -> dict[str, Any]:
-    """Acceptance and host times that predictions start from: benchmarks.strong_scaling --simulate --refresh."""
+    """Measured acceptance and host times, which predictions start from (benchmarks.measured writes them)."""
     values: dict[str, Any] = json.loads(package_file("measured.json").read_text(encoding="utf-8"))
     return values
 
@@ -66,12 +64,12 @@ def resolve(source: str) -> Planned:
     for name in preset_names():  # a known hub id needs no download
         if read_preset(name)["hub"].lower() == source.lower() and not Path(source).exists():
             return _from_preset(name, f"preset {name}, which has the facts of {source}")
-    return Planned(Path(source).name if Path(source).exists() else source, read_config(source), {}, None, source)
+    return Planned(Path(source).name if Path(source).exists() else source, read_config(source), {}, source)
 
 
 def _from_preset(name: str, origin: str) -> Planned:
     values = read_preset(name)
-    return Planned(name, config_from(values["config"]), dict(values["decode"]), None, origin)
+    return Planned(name, config_from(values["config"]), dict(values["decode"]), origin)
 
 
 def _from_run(path: Path) -> Planned:
@@ -82,12 +80,12 @@ def _from_run(path: Path) -> Planned:
     except ValueError as failure:
         raise InputError(f"{path} is not TOML: {failure}") from failure
     if "config" in values:
-        return Planned(path.stem, config_from(values["config"]), dict(values.get("decode", {})), None, str(path))
+        return Planned(path.stem, config_from(values["config"]), dict(values.get("decode", {})), str(path))
     if not isinstance(values.get("model"), str):
         raise InputError(f"{path} names no model: it is neither a named run nor a preset")
-    mesh = values.get("mesh")
-    if mesh is not None and (not isinstance(mesh, dict) or set(mesh) != {"lp", "tp"}):
+    mesh = values.get("mesh", {"lp": 1, "tp": 1})
+    if not isinstance(mesh, dict) or set(mesh) != {"lp", "tp"}:
         raise InputError(f"{path}: mesh must be like {{ lp = 4, tp = 2 }}, not {mesh!r}")
     model = resolve(values["model"])
     decode = {name: value for name, value in values.items() if name in _DECODE_FIELDS}
-    return Planned(path.stem, model.config, decode, mesh, f"{path}: {model.origin}")
+    return Planned(path.stem, model.config, decode, f"{path}: {model.origin}")

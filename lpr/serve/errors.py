@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them: a status, and a body that says what, where and of which kind."""
+"""Errors in OpenAI's shape: a status, and a body with message, type, field and code."""
 
 from __future__ import annotations
 
@@ -9,48 +9,83 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from lpr.protocol import ErrorCode
+
+_CODES = {
+    400: (
+        ErrorCode.BAD_REQUEST,
+        ErrorCode.INVALID_VALUE,
+        ErrorCode.INVALID_JSON,
+        ErrorCode.MISSING_PARAMETER,
+        ErrorCode.UNSUPPORTED_PARAMETER,
+        ErrorCode.TOO_LONG,
+        ErrorCode.NO_FIM,
+        ErrorCode.NO_CHAT_TEMPLATE,
+        ErrorCode.NOT_INSTALLED,
+    ),
+    401: (ErrorCode.MISSING_KEY, ErrorCode.INVALID_KEY),
+    404: (ErrorCode.MODEL_NOT_FOUND, ErrorCode.REQUEST_NOT_FOUND),
+    408: (ErrorCode.BODY_TIMEOUT,),
+    413: (ErrorCode.BODY_TOO_LARGE,),
+    415: (ErrorCode.MEDIA_TYPE,),
+    429: (ErrorCode.OVERLOADED,),
+    500: (ErrorCode.GENERATION_FAILED, ErrorCode.INTERNAL),
+    503: (
+        ErrorCode.NO_MESH,
+        ErrorCode.LOADING,
+        ErrorCode.SHUTTING_DOWN,
+        ErrorCode.DRAINED,
+        ErrorCode.RANKS_LOST,
+    ),
+    504: (ErrorCode.TIMEOUT,),
+}
+STATUS = {code: status for status, codes in _CODES.items() for code in codes}
+"""HTTP status of each error code."""
+SHOWN: dict[ErrorCode, str | None] = {
+    ErrorCode.BAD_REQUEST: None,
+    ErrorCode.BODY_TIMEOUT: None,
+    ErrorCode.NO_MESH: "queue_full",
+    ErrorCode.DRAINED: "unavailable",
+    ErrorCode.RANKS_LOST: "unavailable",
+}
+"""`code` in the body, where it is not the error code itself."""
 KINDS = {
-    400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
-    405: "invalid_request_error",
     408: "timeout_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
     429: "rate_limit_error",
-    499: "request_cancelled",
     500: "server_error",
     503: "service_unavailable",
     504: "timeout_error",
 }
+"""`type` in the body, by status."""
+RETRY_AFTER = 5
+"""Seconds after which a client may try a 503 again, where nothing better is known."""
 _TYPE_NAMES = ("str", "int", "float", "bool", "none")
 
 
 class ApiError(Exception):
-    """A request that cannot be answered; becomes an OpenAI-shaped error."""
+    """A request that cannot be answered. It becomes an OpenAI-shaped error."""
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after: int | None = None,
+        self, code: ErrorCode, message: str, param: str | None = None, *, retry_after: int | None = None
     ) -> None:
-        """`param` names the field that is wrong; `retry_after` is in seconds."""
+        """`param` names the field that is wrong. `retry_after` is in seconds."""
         super().__init__(message)
-        self.status = status
+        self.code = code
         self.message = message
         self.param = param
-        self.code = code
-        self.retry_after = retry_after
+        self.status = STATUS[code]
+        self.retry_after = RETRY_AFTER if retry_after is None and self.status == 503 else retry_after
+
+    @property
+    def shown_code(self) -> str | None:
+        """`code` in the body."""
+        return SHOWN.get(self.code, self.code.value)
 
     def body(self) -> dict[str, Any]:
         """The error as JSON values."""
-        kind = KINDS.get(self.status, "server_error")
-        return {
-            "error": {"message": _clean(self.message), "type": kind, "param": _clean(self.param), "code": self.code}
-        }
+        return error_body(self.status, self.message, self.param, self.shown_code)
 
     def response(self) -> JSONResponse:
         """The error as an answer."""
@@ -60,31 +95,37 @@ class ApiError(Exception):
         return JSONResponse(self.body(), self.status, headers)
 
 
+def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """The body of an error as JSON values."""
+    kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": _clean(message), "type": kind, "param": _clean(param), "code": code}}
+
+
 def _clean(text: str | None) -> str | None:
     """The text without lone surrogates, which JSON can spell and UTF-8 cannot."""
     return None if text is None else text.encode("utf-8", "replace").decode()
 
 
-def bad(param: str, message: str, code: str | None = None) -> ApiError:
-    """A 400 that names its field."""
-    return ApiError(400, message, param, code)
+def bad(param: str, message: str, code: ErrorCode = ErrorCode.BAD_REQUEST) -> ApiError:
+    """An error of one field."""
+    return ApiError(code, message, param)
 
 
 def from_validation(failure: RequestValidationError) -> ApiError:
-    """The first complaint of pydantic, in OpenAI's words."""
+    """The first error of pydantic, in OpenAI's shape."""
     first = failure.errors()[0]
     place = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "it cannot be read")
-        return ApiError(400, f"the body is not JSON: {reason}", None, "invalid_json")
+        return ApiError(ErrorCode.INVALID_JSON, f"the body is not JSON: {reason}")
     # Members of a union appear in the place as type names, which are no part of any field's name.
     name = ".".join(part for part in place if part not in _TYPE_NAMES and not set(part) & set("[-")) or None
     if first["type"] == "extra_forbidden":
-        return ApiError(400, f"{name}: this field is not supported", name, "unsupported_parameter")
+        return ApiError(ErrorCode.UNSUPPORTED_PARAMETER, f"{name}: this field is not supported", name)
     if first["type"] == "missing":
-        return ApiError(400, f"{name or 'body'}: this field is required", name, "missing_required_parameter")
+        return ApiError(ErrorCode.MISSING_PARAMETER, f"{name or 'body'}: this field is required", name)
     message = first["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
-    return ApiError(400, f"{name}: {message}" if name else message, name, "invalid_value")
+    return ApiError(ErrorCode.INVALID_VALUE, f"{name}: {message}" if name else message, name)
 
 
 async def answer_api_error(_: Request, failure: Exception) -> JSONResponse:
@@ -101,13 +142,11 @@ async def answer_validation_error(_: Request, failure: Exception) -> JSONRespons
 
 async def answer_bug(_: Request, failure: Exception) -> JSONResponse:
     """Handler for everything that should not happen; the server writes the traceback to stderr."""
-    return ApiError(500, f"internal error: {type(failure).__name__}", code="internal_error").response()
+    return ApiError(ErrorCode.INTERNAL, f"internal error: {type(failure).__name__}").response()
 
 
 async def answer_http_error(request: Request, failure: Exception) -> JSONResponse:
     """Handler for what the router refuses: unknown paths and methods."""
     assert isinstance(failure, HTTPException)
     message = f"{request.method} {request.url.path}: {failure.detail}"
-    response = ApiError(failure.status_code, message).response()
-    response.headers.update(failure.headers or {})
-    return response
+    return JSONResponse(error_body(failure.status_code, message), failure.status_code, failure.headers)

@@ -1,7 +1,7 @@
-"""The front's state: the open requests (lpr.serve.jobs), and what is known of the driver that works on them.
+"""The front's state: the open requests (lpr.serve.jobs), and the driver that works on them (lpr.serve.mesh_state).
 
-The driver is given as many requests as it has slots, and one more, so that a freed slot never waits for its next
-request; the others wait here, where their priority counts and where a restart of the ranks cannot lose them.
+The driver gets every request at once: the engine's queue orders them, so that its targets see all that wait. The front
+keeps what limits and restarts need: which requests have a slot, and each one's output so far.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lpr.config import SamplingParams
+from lpr.protocol import Abort, Chunk, ErrorCode, Failure, Submit
 from lpr.serve.errors import ApiError
 from lpr.serve.jobs import Job, Jobs
+from lpr.serve.mesh_state import MeshState
 from lpr.serve.messages import (
-    Abort,
-    Chunk,
     Facts,
     Finish,
     Hello,
@@ -29,125 +29,102 @@ from lpr.serve.messages import (
     Refused,
     Resume,
     Stepped,
-    Submit,
     ToDriver,
     ToFront,
-    beyond,
 )
 from lpr.serve.suspects import acquit, blame
-
-STALE_PULSE = 5.0
-"""Seconds without a pulse (sent every second) after which the driver counts as stopped."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """When to say no."""
+    """Limits above which requests are refused, or the ranks count as stopped."""
 
     max_queue: int = 256
     """Requests that wait for a slot."""
     max_queued_tokens: int = 1_000_000
     """Prompt tokens of requests that wait for a slot."""
     step_seconds: float = 300.0
-    """A step that takes longer hangs."""
+    """Longest step."""
 
 
 class Service:
-    """Open requests, and the driver that works on them."""
+    """The open requests, and the driver that works on them."""
 
     def __init__(self, limits: Limits, send: Callable[[ToDriver], None]) -> None:
-        """Begin without a driver; `send` reaches it once it is there."""
+        """Begin without a driver. `send` reaches it once it is there."""
         self.limits = limits
-        self.facts: Facts | None = None
-        """What is served, also while the ranks are away; None until they were ready once."""
-        self.up = False
-        """Is there a driver that takes requests?"""
-        self.outage = ""
-        """Why there is none, after there was one."""
-        self.loading: Loading | None = None
-        self.refused: str | None = None
-        """Why the ranks could not start the last time."""
-        self.is_other = False
-        """Have the ranks come back with something else than they were asked to go on with?"""
-        self.load = Load()
-        self.num_wanted = 0
-        """Ranks of the whole mesh; 0 until they were ready once."""
+        self.mesh = MeshState(limits.step_seconds, self._tell)
         self.draining = False
         self.tenants: list[str] = []
-        """Whose outputs a driver may ask other replicas for before any request comes."""
-        self.heard = time.monotonic()
-        """When the driver last said anything."""
-        self.welcomed: float | None = None
-        """When a driver last began to take requests."""
-        self.ready = asyncio.Event()
+        """Tenants whose outputs a driver may ask other replicas for before any request comes."""
         self.on_open: list[Callable[[Job], None]] = []
         self.on_chunk: list[Callable[[Job, Chunk], None]] = []
         self.on_end: list[Callable[[Job, Chunk], None]] = []
         self.on_event: list[Callable[[str, int], None]] = []
-        """Told what befell the ranks, and how often: "rank_lost", "reform", "takeover", "restart", "poison"."""
+        """Called with an event of the ranks and its count: "rank_lost", "reform", "takeover", "restart", "poison"."""
         self.on_pause: list[Callable[[float], None]] = []
-        """Told for how many seconds the running requests stood still."""
+        """Called with the seconds for which running requests stood still."""
         self._send = send
         self._ids = itertools.count(1)
         self._jobs = Jobs()
         self._interrupted: list[Job] = []
-        """What was in slots when the driver was lost, until it is known whether all ranks died."""
+        """Jobs that had a slot when the driver was lost, until it is known whether all ranks died."""
         self._active = time.monotonic()
-        """When the driver last got a request or brought a token."""
+        """When the driver last got a request or sent a token."""
         self._paused: float | None = None
-        """Since when requests have stood still that were in slots when the driver was lost."""
-        self._num_slots = 0
-        """Requests that the ranks can run at once, as many as there are now."""
-        self._present = 0
-        self._restarted = False
-        """Has the next driver been started anew? Else it takes over from the one before."""
+        """When requests with a slot stopped because the driver was lost."""
         self._durations: deque[float] = deque(maxlen=64)
         self._idle = asyncio.Event()
         self._idle.set()
 
-    # What clients want.
+    # Requests of clients.
 
     @property
     def num_waiting(self) -> int:
-        """Requests that the driver has not got yet, and those that it has no slot for yet."""
+        """Requests without a slot."""
         return len(self._jobs) - self.num_running
 
     @property
     def num_running(self) -> int:
         """Requests in slots."""
-        return min(self._jobs.num_given, self._num_slots)
+        return len(self._running)
+
+    @property
+    def _running(self) -> list[Job]:
+        found = map(self._jobs.get, self.mesh.load.running)
+        return [job for job in found if job is not None]
 
     @property
     def num_queued_tokens(self) -> int:
-        """Prompt tokens of the requests that the driver has not got."""
-        return self._jobs.num_queued_tokens
+        """Prompt tokens of the requests without a slot, except those that the free slots and one more will take."""
+        running = {job.id for job in self._running}
+        waiting = [len(job.prompt_ids) for job in self._jobs if job.id not in running]
+        return sum(waiting[max(0, self.mesh.num_slots + 1 - len(running)) if self.mesh.up else 0 :])
 
     def check_ready(self) -> Facts:
-        """What is served; raises ApiError (503) before the model was loaded once, and while the server shuts down."""
+        """The facts; raises ApiError before the model was loaded once, and while the server shuts down."""
         if self.draining:
-            raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
-        if self.facts is None:
-            raise ApiError(503, f"the model is not loaded yet: {self.progress}", code="loading", retry_after=5)
-        return self.facts
+            raise ApiError(ErrorCode.SHUTTING_DOWN, "the server is shutting down")
+        if self.mesh.facts is None:
+            raise ApiError(ErrorCode.LOADING, f"the model is not loaded yet: {self.mesh.progress}")
+        return self.mesh.facts
 
     def check_room(self, num_requests: int, num_tokens: int) -> None:
-        """Raise ApiError if that many further requests with prompts of so many tokens cannot wait.
-
-        Its status is 429, or 503 while the ranks are away.
-        """
+        """Raise ApiError if `num_requests` more requests, of `num_tokens` prompt tokens together, cannot wait."""
         self.check_ready()
-        status = 429 if self.up else 503
-        room = self._num_slots + 1 + self.limits.max_queue
+        code = ErrorCode.OVERLOADED if self.mesh.up else ErrorCode.NO_MESH
+        room = self.mesh.num_slots + 1 + self.limits.max_queue
         if num_requests > room:
-            raise ApiError(400, f"{num_requests} texts at once are never taken: --max-queue leaves room for {room}")
+            message = f"{num_requests} texts at once are never taken: --max-queue leaves room for {room}"
+            raise ApiError(ErrorCode.BAD_REQUEST, message)
         if len(self._jobs) + num_requests > room:
             message = f"{len(self._jobs)} requests are open and {num_requests} more would not fit: --max-queue"
-            raise ApiError(status, f"{message} is {self.limits.max_queue}", code="queue_full", retry_after=self._wait())
+            raise ApiError(code, f"{message} is {self.limits.max_queue}", retry_after=self._wait())
         waiting = self.num_queued_tokens
         if waiting and waiting + num_tokens > self.limits.max_queued_tokens:
             message = f"{waiting} prompt tokens wait already and {num_tokens} more would not fit"
             limit = f"--max-queued-tokens is {self.limits.max_queued_tokens}"
-            raise ApiError(status, f"{message}: {limit}", code="queue_full", retry_after=self._wait())
+            raise ApiError(code, f"{message}: {limit}", retry_after=self._wait())
 
     def open(
         self,
@@ -159,10 +136,10 @@ class Service:
         chunks: asyncio.Queue[Chunk] | None = None,
         ready: bool = True,
     ) -> Job:
-        """Accept a request, which is then either finished or cancelled; `check_room` comes first.
+        """Accept a request, after `check_room`. It is then either finished or cancelled.
 
-        Its chunks go to `chunks`, which several jobs may share, or to a queue of its own. One that is not `ready` has
-        its place, and begins after `release`.
+        Its chunks go to `chunks`, which several jobs may share, or to a queue of its own. One that is not `ready` takes
+        room in the queue, and begins after `release`.
         """
         job = Job(next(self._ids), prompt_ids, params, priority, tenant, details)
         job.chunks = chunks if chunks is not None else job.chunks
@@ -174,22 +151,22 @@ class Service:
         return job
 
     def release(self, job: Job) -> None:
-        """Let a job begin that was not ready, unless it has ended meanwhile."""
+        """A job that was not ready is ready, unless it has ended meanwhile."""
         if job in self._jobs:
             self._jobs.release(job)
             self._pump()
 
     def cancel(self, job: Job, reason: str = "abort") -> None:
-        """Forget a job that is not finished, here and on all ranks."""
+        """Drop a job that is not finished, here and on all ranks."""
         if job not in self._jobs:
             return
-        if job.given is not None:  # also where a lost driver had it: the ranks that go on hold it
+        if job.was_given:
             self._send(Abort(job.id))
         self._end(job, Chunk(job.id, [], "", reason))
         self._pump()
 
     def finish(self, job: Job) -> None:
-        """End a job that has all the text that is wanted; its last chunk says what it took, if the driver can."""
+        """End a job that has all the text that is wanted. If the driver has it, its last chunk carries the usage."""
         if self._jobs.is_given(job):
             job.is_complete = True
             self._send(Finish(job.id))
@@ -201,18 +178,19 @@ class Service:
         await self._idle.wait()
 
     def hand_back(self) -> int:
-        """End all open requests, as the time to finish them is over; returns how many there were."""
+        """Fail all open requests, as the time to finish them is over; returns their number."""
         number = len(self._jobs)
+        failure = Failure(ErrorCode.DRAINED, "the server shut down before this was finished")
         for job in self._jobs:
-            job.chunks.put_nowait(Chunk(job.id, [], "", "error", "the server shut down before this was finished"))
-            self.cancel(job, "error")
+            self._send(Abort(job.id))
+            self._fail(job, failure)
         return number
 
-    # What the driver says.
+    # Messages of the driver.
 
     def receive(self, message: ToFront) -> None:
-        """Take a message of the driver; raises ProtocolError for one that does not fit what came before."""
-        self.heard = time.monotonic()
+        """Take a message of the driver; raises ProtocolError if it does not follow from those before."""
+        self.mesh.heard = time.monotonic()
         if isinstance(message, Stepped):
             if message.chunks:
                 self._measure_pause(message.load)
@@ -223,133 +201,73 @@ class Service:
         elif isinstance(message, Pulse):
             self._take_load(message.load)
         elif isinstance(message, Loading):
-            self.loading = message
+            self.mesh.loading = message
         elif isinstance(message, Facts):
             self._welcome(message)
         elif isinstance(message, Refused):
-            self.refused = message.reason
+            self.mesh.refused = message.reason
         elif isinstance(message, Hello):
-            self.refused = None
+            self.mesh.refused = None
             if not message.loaded:
                 self.died("were replaced by others")
 
     def lost(self) -> None:
-        """The driver is gone: what it had waits for the next one."""
-        if self.up:
-            self._interrupted = self._jobs.in_slots(self._num_slots)
+        """The driver is gone: its jobs wait for the next one."""
+        if self.mesh.up:
+            self._interrupted = self._running
             if self._interrupted and self._paused is None:
                 self._paused = self._active
-            self.outage = "the driver was lost; another rank takes over, or all begin again"
-        self.up = False
-        self.load = Load(epoch=self.load.epoch)
-        self.loading = None
-        self.ready.clear()
+        self.mesh.lost()
         self._jobs.take_back()
-        for job in self._jobs.taken_back:
+        for job in self._jobs.held:
             if job.is_complete:
                 self._end_as_stopped(job)
 
     def died(self, how: str) -> bool:
-        """All ranks are gone; `how` says what they did ("ended with code 1"). Was there a request that they worked on?
+        """All ranks are gone, as `how` says ("ended with code 1"); returns whether they worked on a request.
 
-        A request that they have died on repeatedly, and now alone, fails (see lpr.serve.suspects).
+        A request on which they have died repeatedly, and now alone, fails (see lpr.serve.suspects).
         """
-        if self.up:
+        if self.mesh.up:
             self.lost()
-        if self.facts is not None:
-            self.outage = "all ranks were lost and are started again"
-        self._restarted = True
-        self._note_ranks(0)
+        self.mesh.died()
         running, self._interrupted = [job for job in self._interrupted if job in self._jobs], []
         poison = blame(running, self._jobs)
         if poison is not None:
             self._tell("poison")
             times = f"all ranks died {poison.deaths} times in a row as they worked on this request"
-            self._fail(poison, f"{times}, {poison.lone_deaths} times on it alone; in the end they {how}")
+            message = f"{times}, {poison.lone_deaths} times on it alone; in the end they {how}"
+            self._fail(poison, Failure(ErrorCode.GENERATION_FAILED, message))
         return bool(running)
 
     def give_up(self, reason: str) -> None:
-        """End all open requests: there will be no ranks any more."""
+        """Fail all open requests: there will be no ranks any more."""
         self.lost()
         for job in self._jobs:
-            self._fail(job, reason)
-
-    @property
-    def awaits_takeover(self) -> bool:
-        """Was the driver lost, and not yet all ranks?"""
-        return self.facts is not None and not self.up and not self._restarted
-
-    @property
-    def progress(self) -> str:
-        """What start-up is doing, in words."""
-        if self.loading is None:
-            return "the ranks are starting"
-        return f"{self.loading.stage} ({self.loading.done} of {self.loading.total})"
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks at the last gather; 0 while there is no driver."""
-        return self._present if self.up else 0
-
-    def live_reason(self) -> str | None:
-        """Why the ranks count as stopped, or None if they live, start or are started again."""
-        silent = time.monotonic() - self.heard
-        if self.up and silent > STALE_PULSE:
-            return f"the driver has said nothing for {silent:.0f} s"
-        if self.up and self.load.num_running and self.load.last_step > self.limits.step_seconds:
-            return f"no step has ended for {self.load.last_step:.0f} s"
-        return None
-
-    @property
-    def is_hopeless(self) -> bool:
-        """Can the ranks not serve what they should? After they did once, a refusal may pass, as a full disk does."""
-        return self.refused is not None and (self.facts is None or self.is_other)
+            self._fail(job, Failure(ErrorCode.RANKS_LOST, reason))
 
     def ready_reason(self) -> str | None:
-        """Why no request is worked on now, or None if they are."""
-        if self.draining:
-            return "shutting down"
-        if not self.up:
-            return f"{self.outage}: {self.progress}" if self.outage else self.progress
-        return self.live_reason()
+        """Why no request is worked on now; None if the service is ready."""
+        return "shutting down" if self.draining else self.mesh.ready_reason()
 
     # Within.
 
     def _welcome(self, facts: Facts) -> None:
-        """A driver takes requests: first those that another one had."""
-        if self.facts is not None:
-            if others := _others(facts, self.facts):
-                self.refused = f"the ranks came back with another {' and '.join(others)}, so no output can go on"
-                self.is_other = True
-                return
-            self._tell("restart" if self._restarted else "takeover")
-        self.facts = facts
-        self.num_wanted = self.num_wanted or facts.lp * facts.tp
-        self._interrupted, self._restarted, self.outage, self.up = [], False, "", True
-        self.welcomed, self._num_slots = time.monotonic(), facts.max_batch_size
-        self._note_ranks(facts.lp * facts.tp)
-        self._send(Resume([job.id for job in self._jobs.taken_back], self.tenants))
-        self.ready.set()
-        self._pump()
+        """A driver takes requests: first those of the driver before."""
+        if self.mesh.welcome(facts):
+            self._interrupted = []
+            self._send(Resume([job.id for job in self._jobs.held], self.tenants))
+            self._pump()
 
     def _take_load(self, load: Load) -> None:
-        if load.epoch > self.load.epoch:
-            self._tell("reform", load.epoch - self.load.epoch)
-        self.load = load
-        if self.up:
-            self._num_slots = load.num_slots or self._num_slots
-            if load.num_ranks:
-                self._note_ranks(load.num_ranks)
-
-    def _note_ranks(self, present: int) -> None:
-        if present < self._present:
-            self._tell("rank_lost", self._present - present)
-        self._present = present
+        self.mesh.take(load)
+        for job in self._running:
+            job.begun = job.begun if job.begun is not None else time.monotonic()
 
     def _measure_pause(self, load: Load) -> None:
         now = time.monotonic()
         since = self._paused
-        if since is None and load.epoch > self.load.epoch:
+        if since is None and load.epoch > self.mesh.load.epoch:
             since = self._active
         if since is not None:
             for tell in self.on_pause:
@@ -361,26 +279,26 @@ class Service:
             tell(event, count)
 
     def _pump(self) -> None:
-        while self.up and (job := self._jobs.give(self._num_slots)) is not None:
+        while self.mesh.up and (job := self._jobs.give()) is not None:
             self._active = time.monotonic()
-            job.given = job.given if job.given is not None else self._active
             self._send(
                 Submit(
                     id=job.id,
-                    prompt_ids=[*job.prompt_ids, *job.token_ids],
+                    token_ids=[*job.prompt_ids, *job.token_ids],
                     params=job.params,
                     num_prompt=len(job.prompt_ids),
-                    num_characters=job.num_characters,
+                    priority=job.priority,
                     tenant=job.tenant,
                     details=job.details,
+                    arrived=job.arrived if job.begun is None else -math.inf,
                 )
             )
 
     def _deliver(self, chunk: Chunk) -> None:
-        job = self._jobs.get(chunk.id)
+        job = self._jobs.get(int(chunk.id))
         if job is None:  # cancelled while the chunk was on its way
             return
-        chunk = beyond(chunk, len(job.token_ids), job.num_characters)
+        chunk = chunk.after(len(job.token_ids), job.num_characters)
         now = time.monotonic()
         if chunk.token_ids:
             acquit(job)
@@ -396,12 +314,12 @@ class Service:
             self._end(job, chunk)
 
     def _end_as_stopped(self, job: Job) -> None:
-        """End a complete job of which nobody can say what it took."""
+        """End a complete job whose usage is lost."""
         job.chunks.put_nowait(Chunk(job.id, [], "", "stop"))
         self.cancel(job, "stop")
 
-    def _fail(self, job: Job, reason: str) -> None:
-        chunk = Chunk(job.id, [], "", "error", reason)
+    def _fail(self, job: Job, failure: Failure) -> None:
+        chunk = Chunk(job.id, [], "", "error", failure)
         job.chunks.put_nowait(chunk)
         self._end(job, chunk)
 
@@ -410,7 +328,7 @@ class Service:
         job.ended = time.monotonic()
         self._jobs.remove(job)
         if chunk.finish_reason in ("stop", "length"):
-            self._durations.append(job.ended - (job.given or job.arrived))
+            self._durations.append(job.ended - (job.begun or job.arrived))
         for tell in self.on_end:
             tell(job, chunk)
         if not self._jobs:
@@ -419,11 +337,4 @@ class Service:
     def _wait(self) -> int:
         """Seconds after which a place in the queue is likely, from 1 to 60."""
         mean = sum(self._durations) / len(self._durations) if self._durations else 1.0
-        return max(1, min(60, math.ceil(mean * len(self._jobs) / max(1, self._num_slots) / 4)))
-
-
-def _others(facts: Facts, before: Facts) -> list[str]:
-    """Names of what has changed, of all that must not if outputs are to go on: the width of the mesh may."""
-    may = {"lp", "tp", "device", "max_batch_size"}  # elastic replicas have slots of their own each
-    names = [each for each in facts.__struct_fields__ if each not in may]
-    return [name.replace("_", " ") for name in names if getattr(facts, name) != getattr(before, name)]
+        return max(1, min(60, math.ceil(mean * len(self._jobs) / max(1, self.mesh.num_slots) / 4)))

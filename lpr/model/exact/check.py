@@ -1,4 +1,4 @@
-"""What exact mode asks a model and a machine for: whose sums depend on the shape of a step, and at which heights."""
+"""Whether a model can be exact on this machine, and at which heights (rows) of its matrix products."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from lpr.model.exact import in_order
+from lpr import native
 from lpr.model.parallel import local
 
 MOST_FILLED = 16
@@ -23,7 +23,7 @@ _UNKNOWN_HEIGHT = 4
 _HEIGHTS = (*range(1, 34), 40, 48, 64, 65, 96, 128, 129, 192, 256, 257, 384, 512)
 _MOST_ROWS = 513
 MOST_LOGITS = 66
-"""Rows of the output head that are asked about: few steps have more results."""
+"""Rows of the output head that are tried: few steps have more results."""
 _VECTOR = 64
 """Values that an elementwise operator of PyTorch takes at once on a CPU, at most: two vectors of AVX-512 in half
 precision."""
@@ -32,7 +32,7 @@ Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def refusal(model: Any, own_attention: bool) -> str | None:
-    """Why the logits of `model` depend on the shape of a step, as far as its class and config tell; None if not."""
+    """The reason in its class and config why the logits of `model` depend on a step's shape; None if there is none."""
     config = model.config.get_text_config(decoder=True)
     if own_attention:
         return "its attention is its own code, which adds in the order of cache rows"
@@ -51,9 +51,6 @@ class Heights:
     """Rows of a product with the model's weights."""
     most: int
     """Rows of one at most; those of the head have no more than MOST_LOGITS either. See lpr.model.pinned."""
-    attention: int
-    """Rows of the float32 products of lpr.model.exact.products, at least; 1 where lpr.model.exact.in_order attends,
-    which has none."""
     num_threads: int | None
     """Threads of torch for which this holds; None: any."""
     multiple: int = 1
@@ -70,14 +67,8 @@ def find_heights(model: nn.Module) -> Heights | str:
     Returns, in place of heights, the first product with which none are left: all agree on no heights of which a step
     of one token can be padded to the least, MOST_FILLED or fewer. Of several ranges of heights it is the highest.
     """
-    attention, bits = 1, hashlib.blake2b(digest_size=8)
-    if in_order.attends(torch.device("cpu")):
-        bits.update(b"lpr.model.exact.in_order")  # another order of additions than that of matrix products
-    else:
-        for size in ((64, 64), (128, 64), (64, 128)):
-            attention = max(attention, _ranges(_batched, *size, MOST_LOGITS, torch.float32, bits)[0][0])
-    if attention > MOST_FILLED:
-        return f"of attention in float32 with {attention - 1} rows"
+    bits = hashlib.blake2b(digest_size=8)
+    bits.update(b"without the extension" if native.attend_in_order is None else b"with it")  # attention differs
     is_known, dtype = _all_known(model), next(model.parameters()).dtype
     ranges = [(1 if is_known else _UNKNOWN_HEIGHT, _MOST_ROWS)]
     for name, size, multiply, most in _products(model):
@@ -88,7 +79,7 @@ def find_heights(model: nn.Module) -> Heights | str:
             (max(low, other_low), min(high, other_high))
             for low, high in ranges
             for other_low, other_high in found
-            if other_low < other_high  # of one height alone, nothing says that its rows may stand anywhere
+            if other_low < other_high  # at one height alone, a row's place may matter
             and max(low, other_low) <= min(MOST_FILLED, high, other_high)
         ]
         if not ranges or (not is_known and ranges[0][1] < _MOST_ROWS):  # what code of its own multiplies is not cut
@@ -100,7 +91,7 @@ def find_heights(model: nn.Module) -> Heights | str:
     capped = config is not None and getattr(config.get_text_config(), "final_logit_softcapping", None)
     head = _multiple(config.get_text_config().vocab_size) if capped else 1
     digest = int.from_bytes(bits.digest(), "little")
-    return Heights(fewest, most, attention, torch.get_num_threads(), multiple, head, digest)
+    return Heights(fewest, most, torch.get_num_threads(), multiple, head, digest)
 
 
 def _multiple(width: int) -> int:
@@ -164,10 +155,6 @@ def _products(model: nn.Module) -> Iterator[tuple[str, tuple[int, int], Product,
             yield name, (size[0], size[1]), multiply, MOST_LOGITS if module is head else _MOST_ROWS
 
 
-def _batched(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    return (rows[None] @ weight.T[None])[0]
-
-
 def _conv1d(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     return torch.addmm(bias, rows, weight.T.contiguous())
 
@@ -181,7 +168,7 @@ def _linear_alone(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) 
 
 
 def _all_known(model: nn.Module) -> bool:
-    """Does `model` multiply by the weights of these modules only?"""
+    """True if all matrices of `model` belong to modules of these classes."""
     return all(
         isinstance(module, nn.Linear | Conv1D | nn.Embedding)
         for module in model.modules()

@@ -1,6 +1,17 @@
-"""What PyTorch has no operator for: attention over a packed tree mask, and the choice of next tokens in one launch.
+"""GPU versions of tree attention and sampling, in Triton.
 
-`reference.tree_attention` and `specification.pick` are the specifications, `attention_kernel` and
-`sampling_kernel` launch the GPU versions, whose device code is in `attention_code` and `sampling_code`. Nothing here is
-imported before a model asks for it.
+`attention_kernel`, `exact_kernel` and `sampling_kernel` launch the device code of the `_code` modules. `hook` makes
+attention implementations of transformers of them. `sampling.specification` specifies sampling.
 """
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+
+def device_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    """A scope that makes the GPU of `tensor` the current one, as a launch needs; on a CPU it does nothing."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

@@ -13,7 +13,6 @@ captured graph replays with other trees. Rows of a packed batch would need two m
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -22,6 +21,7 @@ import torch
 import triton
 
 from lpr.config import InputError
+from lpr.model.kernels import device_of
 from lpr.model.kernels.attention_code import attend, combine
 from lpr.model.tree_mask import TreeMask
 
@@ -31,7 +31,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a launch is cut: rows and keys of a block, programs that share the keys, warps and pipeline stages."""
+    """The cut of a launch: rows and keys of a block, programs that share the keys, warps and pipeline stages."""
 
     block_m: int
     block_n: int
@@ -64,7 +64,7 @@ def choose_tiles(
 
 
 def interpreted() -> bool:
-    """Do the kernels run in Triton's interpreter, on the CPU? TRITON_INTERPRET=1 at their import decides."""
+    """True if the kernels run in Triton's interpreter, on the CPU (TRITON_INTERPRET=1 at their import)."""
     return not isinstance(attend, triton.JITFunction)
 
 
@@ -96,15 +96,20 @@ def tree_attention(
     sinks: torch.Tensor | None = None,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """See `reference.tree_attention`; returns [B, Hq, T, Dv], whose transposition to [B, T, Hq, Dv] is contiguous.
+    """Attention of `query` [B, Hq, T, D] over `key`, `value` [B, Hk, KV, D(v)]; returns [B, Hq, T, Dv].
 
-    K and V may be strided views of a cache, with neighbouring elements in the last dimension. Raises InputError for
-    head dimensions above 256 and for other dtypes than float32, bfloat16 and float16.
+    An entry attends to the committed tokens, its ancestors and itself; the other rows of the cache are not read.
+    `window` keeps the keys of the last `window` positions (Mistral), `chunk` those of the query's own chunk of
+    positions (Llama 4), `softcap` bounds scores by `softcap * tanh(score / softcap)` (Gemma 2), `sinks` [Hq] are logits
+    that take probability and give no value (GPT-OSS). `scale` is D**-0.5 if not given. Padding entries return 0.
+    The result's transposition to [B, T, Hq, Dv] is contiguous. K and V may be strided views of a cache. Raises
+    InputError for head dimensions above 256 and for other dtypes than float32, bfloat16 and float16.
     """
-    parts = query, key, value, mask.bits, mask.num_cached, mask.num_entries, mask.positions, sinks
+    rules = sinks, window, chunk, softcap, scale
     if tiles is not None:
-        return _launch(*parts, window, chunk, softcap, scale, tiles).transpose(1, 2)
-    return _operator(*parts, window, chunk, softcap, scale).transpose(1, 2)
+        return _launch(query, key, value, mask, *rules, tiles).transpose(1, 2)
+    parts = mask.bits, mask.num_cached, mask.num_entries, mask.positions
+    return _operator(query, key, value, *parts, *rules).transpose(1, 2)
 
 
 @torch.library.custom_op("lpr::tree_attention", mutates_args=())
@@ -123,9 +128,8 @@ def _operator(
     scale: float | None,
 ) -> torch.Tensor:
     """The kernel as an operator of torch, [B, T, Hq, Dv]: a compiled forward goes on where it is called."""
-    return _launch(
-        query, key, value, bits, num_cached, num_entries, positions, sinks, window, chunk, softcap, scale, None
-    )
+    mask = TreeMask(bits, num_cached, num_entries, positions)
+    return _launch(query, key, value, mask, sinks, window, chunk, softcap, scale)
 
 
 @_operator.register_fake
@@ -137,16 +141,13 @@ def _launch(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    bits: torch.Tensor,
-    num_cached: torch.Tensor,
-    num_entries: torch.Tensor,
-    positions: torch.Tensor,
+    mask: TreeMask,
     sinks: torch.Tensor | None,
     window: int | None,
     chunk: int | None,
     softcap: float | None,
     scale: float | None,
-    tiles: Tiles | None,
+    tiles: Tiles | None = None,
 ) -> torch.Tensor:
     """[B, T, Hq, Dv] by one launch, or two where the keys are split."""
     check(query, key, value)
@@ -166,13 +167,12 @@ def _launch(
     if splits > 1:
         shape = (batch, num_kv_heads, num_rows, splits)
         parts = [torch.empty(size, dtype=torch.float32, device=out.device) for size in ((*shape, dim_v), shape, shape)]
-    where: Any = torch.cuda.device(query.device) if query.is_cuda else nullcontext()
-    with where:
+    with device_of(query):
         attend[(num_q_blocks * splits, num_kv_heads, batch)](
-            query, key, value, bits.contiguous(), num_cached, num_entries, positions.contiguous(),
-            sinks if sinks is not None else out, out, *parts,
+            query, key, value, mask.bits.contiguous(), mask.num_cached, mask.num_entries,
+            mask.positions.contiguous(), sinks if sinks is not None else out, out, *parts,
             dim**-0.5 if scale is None else scale, softcap or 1.0, window or 0, chunk or 1,
-            num_tokens, bits.shape[2], num_q_blocks,
+            num_tokens, mask.bits.shape[2], num_q_blocks,
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
             NUM_KV_HEADS=num_kv_heads, GROUP=group, D=dim, DV=dim_v, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
             BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK_DV=block_dv, NUM_SPLITS=splits,

@@ -3,19 +3,16 @@
 Three things are fixed, whatever the step: tiles (16 query rows, 64 keys), so that an addition is the same instruction
 everywhere; the blocks of keys and their splits, by absolute position; and the order in which they are added. A tree's
 keys are gathered along each entry's path, so blocks hold what they hold in plain decoding. Shapes of a launch, padding,
-batch and place in the cache decide only who computes a row. `reference.exact_tree_attention` is the specification.
-No GPU has run it.
+batch and place in the cache decide only which program computes a row. No GPU has run it.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import Any
-
 import torch
 import triton
 
-from lpr.model.exact.products import BLOCK
+from lpr.model.exact import BLOCK
+from lpr.model.kernels import device_of
 from lpr.model.kernels.attention_kernel import check, interpreted
 from lpr.model.kernels.exact_code import add_splits, attend_exactly
 from lpr.model.tree_mask import Paths, TreeMask
@@ -39,9 +36,10 @@ def tree_attention(
     scale: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `reference.exact_tree_attention`; returns [B, Hq, T, Dv], a view of a contiguous [B, T, Hq, Dv].
+    """As `attention_kernel.tree_attention`, with sums in one order whatever the tree.
 
-    Raises InputError as attention_kernel does.
+    An entry's keys stand in the order of positions. A running softmax takes BLOCK positions at a time, cut at multiples
+    of it of the absolute position; after SPLIT blocks a new one begins; these are added in order.
     """
     check(query, key, value)
     query, key, value = (each if each.stride(3) == 1 else each.contiguous() for each in (query, key, value))
@@ -54,8 +52,7 @@ def tree_attention(
     shape = (batch, num_kv_heads, num_tokens * group, num_splits)
     parts = [torch.empty(size, dtype=torch.float32, device=query.device) for size in ((*shape, dim_v), shape, shape)]
     out = query.new_empty(batch, num_tokens, num_heads, dim_v)
-    where: Any = torch.cuda.device(query.device) if query.is_cuda else nullcontext()
-    with where:
+    with device_of(query):
         attend_exactly[(num_tiles * num_splits, num_kv_heads, batch)](
             query, key, value, paths.entries, paths.num_shared, mask.num_cached, mask.num_entries,
             mask.positions.contiguous(), *parts,

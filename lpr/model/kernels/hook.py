@@ -1,14 +1,14 @@
 """The GPU version as attention implementations of transformers: a mask function without a mask.
 
-In a step the mask function returns, instead of a tensor, the rule of a layer kind: a window, a chunk, or neither. It
-is read off the model's own mask function, and only where that is made of parts whose code we know; for any other the
-dense mask is built and the layer runs as "lpr_tree" does.
+In a step the mask function returns, instead of a tensor, the rule of a layer kind: a window, a chunk, or neither. The
+rule is read off the model's own mask function if it consists of known parts; otherwise the dense mask is built and the
+layer runs as "lpr_tree" does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -23,7 +23,8 @@ from transformers.masking_utils import (
 )
 
 from lpr.config import InputError
-from lpr.model.attention import Mask, additive, current_step, tree_attention, tree_mask, visible_nodes
+from lpr.model.attention import Mask, additive, tree_attention, tree_mask, visible_nodes
+from lpr.model.step_scope import current_step
 from lpr.model.tree_mask import find_paths
 
 KERNELS = {"triton": "lpr_tree_triton"}
@@ -38,15 +39,15 @@ _MODULES = {
 
 @dataclass(frozen=True)
 class LayerRule:
-    """What a layer kind demands beyond the tree: keys of the last `window` positions, or of the same `chunk`."""
+    """The rule of a layer kind besides the tree: keys of the last `window` positions, or of the same `chunk`."""
 
     window: int | None = None
     chunk: int | None = None
-    mask_function: Callable[..., Any] = causal_mask_function
-    """Where the rule comes from; for a layer that needs a dense mask after all."""
+    mask_function: Callable[..., Any] = field(default=causal_mask_function, compare=False)
+    """The model's own function, for a layer that needs a dense mask after all."""
 
 
-# Closures of one factory share their code object, so `is` on it says which factory made a function.
+# Closures of one factory share their code object, so `is` on it tells which factory made a function.
 _AND = and_masks(causal_mask_function).__code__
 _SLIDING = sliding_window_overlay(1).__code__
 _CHUNKED = chunked_overlay(1, torch.zeros(1)).__code__
@@ -106,23 +107,17 @@ def kernel_mask(
         else:
             rule = layer_rule(mask_function)
             known = step.layer_rules.get(local_size, rule)
-            step.layer_rules[local_size] = rule if _alike(known, rule) else None
+            step.layer_rules[local_size] = rule if known == rule else None
         if rule is not None:
             return rule
     return _dense_mask(*sizes, mask_function=mask_function, local_size=local_size, **kwargs)
-
-
-def _alike(one: LayerRule | None, other: LayerRule | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return (one.window, one.chunk) == (other.window, other.chunk)
 
 
 _versions: dict[str, Callable[..., torch.Tensor]] = {}
 
 
 def load_kernel(name: str) -> None:
-    """Import a version, before a forward asks for it: an import would break a compiled forward in every layer."""
+    """Import a version before the first forward: an import would break a compiled forward in every layer."""
     if name in _MODULES:
         module = import_module(_MODULES[name])
         _versions[name] = lambda *args, **kwargs: module.tree_attention(*args, **kwargs)
@@ -139,43 +134,27 @@ def kernel_attention(name: str) -> Callable[..., tuple[torch.Tensor, None]]:
         value: torch.Tensor,
         attention_mask: LayerRule | Mask,
         scaling: float | None = None,
-        dropout: float = 0.0,
         softcap: float | None = None,
         s_aux: torch.Tensor | None = None,
         position_bias: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        rule = attention_mask
-        if is_exact and current_step() is not None and (position_bias is not None or not isinstance(rule, LayerRule)):
+        rule, step = attention_mask, current_step()
+        if is_exact and step is not None and (position_bias is not None or not isinstance(rule, LayerRule)):
             raise InputError("exact attention on a GPU knows causal, sliding and chunked masks and no bias on scores")
-        if not isinstance(rule, LayerRule):
-            return tree_attention(
-                module, query, key, value, rule, scaling, dropout, softcap, s_aux, position_bias, **kwargs
-            )
-        step = current_step()
-        assert step is not None
-        block = step.blocks[0]
-        assert block.tree_mask is not None
-        if position_bias is not None:  # the kernels take no bias
-            dense = additive(visible_nodes(block, rule.mask_function), query.dtype)
-            return tree_attention(
-                module, query, key, value, dense, scaling, dropout, softcap, s_aux, position_bias, **kwargs
-            )
-        if is_exact and block.paths is None:  # once a step, for all layers
-            block.paths = find_paths(block.tree_mask)
-        out = _versions[name](
-            query,
-            key,
-            value,
-            block.tree_mask,
-            *([block.paths] if is_exact else []),
-            window=rule.window,
-            chunk=rule.chunk,
-            softcap=softcap,
-            scale=scaling,
-            sinks=s_aux,
-        )
-        return out.transpose(1, 2).contiguous(), None
+        if isinstance(rule, LayerRule) and position_bias is None:
+            assert step is not None
+            block = step.blocks[0]
+            assert block.tree_mask is not None
+            if is_exact and block.paths is None:  # once a step, for all layers
+                block.paths = find_paths(block.tree_mask)
+            parts = query, key, value, block.tree_mask, *([block.paths] if is_exact else [])
+            rules = {"window": rule.window, "chunk": rule.chunk, "softcap": softcap, "scale": scaling, "sinks": s_aux}
+            return _versions[name](*parts, **rules).transpose(1, 2).contiguous(), None
+        if isinstance(rule, LayerRule):  # the kernels take no bias
+            assert step is not None
+            rule = additive(visible_nodes(step.blocks[0], rule.mask_function), query.dtype)
+        return tree_attention(module, query, key, value, rule, scaling, softcap, s_aux, position_bias)
 
     return attend
 

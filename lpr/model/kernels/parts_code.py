@@ -4,7 +4,7 @@ Whatever top-k, top-p and min-p say, they allow a prefix of a row's tokens in th
 ascending), as in `sampling_code`. What is the best of a prefix is the best of one part's share of it too. So each rank
 lists the best of every prefix of its part: the best of all, the best of those before that one, and so on, about
 log(V) tokens. Among all lists is the choice, whatever the limits are. Then each rank adds up the weights of its own
-tokens in front of each listed one, and the sums of all ranks say which of them the limits allow.
+tokens in front of each listed one, and the sums of all ranks decide which of them the limits allow.
 """
 
 from __future__ import annotations

@@ -8,13 +8,11 @@ round as the device does, so a near tie may fall otherwise than on a CPU, but ne
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import Any
-
 import torch
 import triton
 
 from lpr.core.accept import NOT_A_NUMBER
+from lpr.model.kernels import device_of
 from lpr.model.kernels.parts_code import list_winners, weigh_prefixes
 from lpr.model.kernels.sampling_code import choose_rows
 from lpr.model.sampling.selection import Selection
@@ -24,19 +22,13 @@ BLOCK = 4096
 NUM_WARPS = 8
 
 
-def pick(logits: torch.Tensor, selection: Selection, block: int = BLOCK) -> torch.Tensor:
-    """As `specification.pick`, of a selection that samples; logits [n, V] on a GPU, or interpreted."""
-    return choose(logits, selection, block)[0]
-
-
 def choose(logits: torch.Tensor, selection: Selection, block: int = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `pick`, and [n] float32 of its tokens' scores and noise (a logit where a row is greedy), NaN without one."""
+    """As `specification.choose`, of a selection that samples; logits [n, V] on a GPU, or interpreted."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     num_rows, vocabulary = logits.shape
     chosen = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     totals = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
-    where: Any = torch.cuda.device(logits.device) if logits.is_cuda else nullcontext()
-    with where:
+    with device_of(logits):
         choose_rows[(num_rows,)](
             logits, selection.keys, selection.key_of, selection.temperature, selection.top_k, selection.top_p,
             selection.min_p, chosen, totals, vocabulary, logits.stride(0), selection.first_token,
@@ -58,8 +50,7 @@ def find_winners(
     num_rows, vocabulary = logits.shape
     scores = torch.full((num_rows, length), -torch.inf, dtype=torch.float32, device=logits.device)
     tokens, totals = torch.zeros_like(scores, dtype=torch.int32), scores.clone()
-    where: Any = torch.cuda.device(logits.device) if logits.is_cuda else nullcontext()
-    with where:
+    with device_of(logits):
         list_winners[(num_rows,)](
             logits, selection.keys, selection.key_of, selection.temperature, scores, tokens, totals, vocabulary,
             logits.stride(0), selection.first_token, LENGTH=length,
@@ -76,16 +67,15 @@ def weigh(
     top: torch.Tensor,
     block: int = BLOCK,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a part [n, v] of the logits holds in front of each of `winners` [n, m] of all parts, and in all.
+    """The weights of a part [n, v] of the logits in front of each of `winners` [n, m] of all parts, and in all.
 
-    Weights, exp(score - `top` [n]), of tokens with a score of `kept` [n] or more: float64 [n, m] and [n].
+    A weight is exp(score - `top` [n]), of tokens with a score of `kept` [n] or more: float64 [n, m] and [n].
     """
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     (num_rows, vocabulary), (scores, tokens, totals) = logits.shape, winners
     before = torch.zeros(scores.shape, dtype=torch.float64, device=logits.device)
     whole = torch.zeros(num_rows, dtype=torch.float64, device=logits.device)
-    where: Any = torch.cuda.device(logits.device) if logits.is_cuda else nullcontext()
-    with where:
+    with device_of(logits):
         weigh_prefixes[scores.shape](
             logits, selection.temperature, scores.contiguous(), tokens.contiguous(), totals.contiguous(),
             kept.contiguous(), top.contiguous(), before, whole, vocabulary, logits.stride(0), selection.first_token,

@@ -2,18 +2,17 @@
 
 Sampling uses the Gumbel-max trick with noise from a counter-based generator keyed by (request seed, absolute
 position, token id): `argmax(processed_logits / temperature + gumbel)` is an exact sample of
-softmax(processed_logits / temperature), and no random state exists that a different number of steps, another batch or
-another rank could leave in a different place. So sampled text depends on the prompt, the parameters and the seed only,
-however it was drafted (DESIGN rule R4).
+softmax(processed_logits / temperature). There is no random state, so sampled text depends on the prompt, the parameters
+and the seed alone, however it was drafted (docs/rules.md, R4).
 
-`specification.pick` says what is chosen; on a CPU `in_cpp.draw` (without the extension `in_numpy.draw`) and on a GPU
-`kernels.sampling_kernel.choose` find the same with far less work.
+`specification.pick` defines what is chosen; on a CPU `in_cpp.draw` and on a GPU `kernels.sampling_kernel.choose` find
+the same with far less work.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib import import_module
 
@@ -21,10 +20,10 @@ import torch
 
 from lpr import native
 from lpr.config import SamplingParams
-from lpr.core.accept import NOT_A_NUMBER
 from lpr.core.recycle import MAX_SCORE, SCORE_STEPS
-from lpr.model.sampling import in_cpp, in_numpy, specification
-from lpr.model.sampling.in_numpy import best_tokens
+from lpr.model.failures import first_line
+from lpr.model.sampling import in_cpp, specification
+from lpr.model.sampling.noise import gumbel
 from lpr.model.sampling.selection import Selection
 
 logger = logging.getLogger(__name__)
@@ -33,7 +32,7 @@ logger = logging.getLogger(__name__)
 def choose(logits: torch.Tensor, selection: Selection, fixed_shapes: bool = False) -> torch.Tensor:
     """The next token [n] int64 of every row of `logits` [n, V], or a code below 0 (see lpr.core.accept).
 
-    `fixed_shapes` asks for operators whose shapes depend on no value, which a graph can hold.
+    `fixed_shapes` uses only operators whose shapes depend on no value, which a graph can hold.
     """
     chosen = pick(logits, selection, fixed_shapes)
     for path in selection.processor_paths:
@@ -44,44 +43,64 @@ def choose(logits: torch.Tensor, selection: Selection, fixed_shapes: bool = Fals
 def pick(logits: torch.Tensor, selection: Selection, fixed_shapes: bool = False) -> torch.Tensor:
     """The argmax [n] int64 of tempered, limited, noised logits [n, V]; NOT_A_NUMBER where there is no such thing."""
     on_cpu = logits.device.type == "cpu" and not fixed_shapes
-    if not selection.sampled and on_cpu:
-        return best_tokens(logits.float())
-    if not selection.sampled:
-        best = logits.float().max(-1)  # unlike argmax it also shows a NaN, at the same price
-        return torch.where(best.values.isnan(), NOT_A_NUMBER, best.indices)
-    if on_cpu:
-        in_python = native.choose_rows is None or selection.first_token  # the extension counts from token 0
-        return (in_numpy if in_python else in_cpp).draw(logits, selection)
-    return pick_with_totals(logits, selection)[0]
+    if on_cpu and not selection.sampled:
+        return in_cpp.best_tokens(logits.float())
+    if on_cpu and native.choose_rows is not None:
+        return in_cpp.draw(logits, selection)
+    return pick_with_totals(logits, selection, fixed_shapes)[0]
 
 
-def pick_with_totals(logits: torch.Tensor, selection: Selection) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `pick` of sampled rows by operators of fixed shapes, and the totals of score and noise of what is chosen."""
-    return (gpu_pick(logits.device) if logits.is_cuda else specification.choose)(logits, selection)
+def pick_with_totals(
+    logits: torch.Tensor, selection: Selection, fixed_shapes: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `pick`, and the totals [n] float32 of score and noise of what is chosen, NaN where there is no choice."""
+    if logits.is_cuda and selection.sampled:
+        return gpu_pick(logits.device)(logits, selection)
+    if fixed_shapes or not selection.sampled or native.choose_rows is None or logits.device.type != "cpu":
+        return specification.choose(logits, selection)
+    chosen, warm = in_cpp.draw(logits, selection), selection.temperature > 0
+    place = chosen.clamp_min(0)
+    scores = logits.gather(1, place[:, None])[:, 0].float() / torch.where(warm, selection.temperature, 1.0)
+    noise = gumbel(selection.keys[selection.key_of], place + selection.first_token)
+    return chosen, torch.where(chosen < 0, torch.nan, torch.where(warm, scores + noise, scores))
 
 
 @lru_cache
 def gpu_pick(device: torch.device) -> Callable[[torch.Tensor, Selection], tuple[torch.Tensor, torch.Tensor]]:
-    """What samples on a GPU, with totals: the kernel, if it works here, else the specification, with a warning.
+    """The function that samples on a GPU, with totals: the kernel, if it works here, else the specification.
 
     The first call compiles and tries it, so it must not be made while a graph is captured: the self-check makes it.
     """
-    try:
-        kernel: Callable[..., tuple[torch.Tensor, torch.Tensor]] = import_module(_KERNEL).choose
-        logits = torch.randn(64, 1000, generator=torch.Generator().manual_seed(3)).mul(4).to(device)
-        for params in _TRIED:
-            selection = Selection.build([(params, range(64))], device)
-            if not torch.equal(kernel(logits, selection)[0], specification.pick(logits, selection)):
-                raise RuntimeError(f"it chose other tokens with {params}")
-        return kernel
-    except Exception as failure:  # whatever a compiler or driver raises
-        lines = str(failure).strip().splitlines() or [""]
-        logger.warning("the sampling kernel does not work here, sampling is slower: %s", lines[0])
-        return specification.choose
+
+    def by_kernel(logits: torch.Tensor, selection: Selection) -> torch.Tensor:
+        chosen: torch.Tensor = import_module(_KERNEL).choose(logits, selection)[0]
+        return chosen
+
+    tried = (SamplingParams(temperature=0.8), SamplingParams(temperature=1.0, top_k=40, top_p=0.9, min_p=0.01))
+    works = agrees(by_kernel, device, tried, "the sampling kernel does not work here, sampling is slower")
+    return import_module(_KERNEL).choose if works else specification.choose
 
 
 _KERNEL = "lpr.model.kernels.sampling_kernel"
-_TRIED = (SamplingParams(temperature=0.8), SamplingParams(temperature=1.0, top_k=40, top_p=0.9, min_p=0.01))
+
+
+def agrees(
+    choose: Callable[[torch.Tensor, Selection], torch.Tensor],
+    device: torch.device,
+    tried: Sequence[SamplingParams],
+    otherwise: str,
+) -> bool:
+    """True if `choose` gives the specification's tokens on `device`; else it logs `otherwise` and the reason."""
+    try:
+        logits = torch.randn(64, 1000, generator=torch.Generator().manual_seed(3)).mul(4).to(device)
+        for params in tried:
+            selection = Selection.build([(params, range(64))], device)
+            if not torch.equal(choose(logits, selection), specification.pick(logits, selection)):
+                raise RuntimeError(f"other tokens were chosen with {params}")
+        return True
+    except Exception as failure:  # whatever a compiler or driver raises
+        logger.warning("%s: %s", otherwise, first_line(failure))
+        return False
 
 
 def log_probabilities(logits: torch.Tensor, chosen: torch.Tensor, count: int) -> torch.Tensor:

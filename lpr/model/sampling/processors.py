@@ -1,16 +1,14 @@
 """Logits processors on a token tree: called where plain decoding would call them, with the ids it would have.
 
 A processor is any callable `(input_ids [1, L] int64, scores [1, V] float32) -> scores [1, V]`, such as those of
-transformers. For a node, `input_ids` is the node's own path: the committed tokens and the nodes from the root down to
-it. Only the nodes of the path that the choices themselves follow are asked about, one call each, from the root
-downwards. So with one rank a processor is called once per emitted token and in order, as by plain decoding, and may
-keep a state; per token it costs what it costs there. (Asking about every node would take up to 184 calls a step with
-the default DecodeConfig.) With several ranks each rank asks about the nodes of the path in its own shard, so a
-processor must then be a function of its two arguments, the same on every rank.
+transformers. A node's `input_ids` are its path: the committed tokens and the nodes from the root down to it. Only nodes
+on the path that the choices follow are processed, from the root downwards, one call each; every node would take up to
+184 calls a step. With one rank a processor is called once per emitted token and in order, and may keep a state. With
+several, each rank processes the nodes of its shard, so a processor must be a function of its arguments.
 
-The other nodes keep the choice of the unprocessed logits as a guess for the Jacobi window. A rank that strayed from
-the path, because its logits differ from the owner's in a last bit, has reported only guesses below that node, and
-`accept` stops there: a shorter step, the same tokens.
+The other nodes keep the choice of the unprocessed logits as a guess for the Jacobi window. A rank that leaves the path,
+because its logits differ from the owner's in a last bit, reports guesses below that node, and `accept` stops there: a
+shorter step, the same tokens.
 """
 
 from __future__ import annotations
@@ -37,12 +35,13 @@ from transformers import (
 
 from lpr.config import SamplingParams
 from lpr.core.accept import NOT_A_NUMBER, PROCESSOR_FAILED, as_guess
+from lpr.model.failures import first_line
 from lpr.model.sampling.grammar import Grammar
 from lpr.model.transfer import to_device
 
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Pick = Callable[[torch.Tensor, np.ndarray], torch.Tensor]
-"""`pick(scores [m, V], rows [m])` chooses the next tokens [m] int64 of rows of the step, or says NOT_A_NUMBER."""
+"""`pick(scores [m, V], rows [m])` chooses the next tokens [m] int64 of rows of the step, or NOT_A_NUMBER."""
 
 NOTHING_LEFT = "the logits processors left no token to choose"
 
@@ -54,11 +53,11 @@ class Processors:
         """Apply `functions` one after the other."""
         self.functions = tuple(functions)
         self.failure: str | None = None
-        """Why the last failed node failed, in one line, on the rank that evaluated it."""
+        """One line on why the last failed node failed, on the rank that evaluated it."""
 
     @property
     def are_row_by_row(self) -> bool:
-        """May many paths of one length be asked about in one call, with the results of a call each?"""
+        """True if one call for many paths of equal length gives the results of a call each."""
         return all(is_row_by_row(function) for function in self.functions)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor | None:
@@ -69,8 +68,7 @@ class Processors:
             try:
                 scores = function(input_ids, scores)
             except Exception as failure:  # users' code: anything can come, and it concerns this request only
-                lines = str(failure).strip().splitlines() or ["no message"]
-                self.failure = f"logits processor {name} failed: {type(failure).__name__}: {lines[0]}"[:300]
+                self.failure = f"logits processor {name} failed: {type(failure).__name__}: {first_line(failure)}"[:300]
                 return None
             if not isinstance(scores, torch.Tensor) or scores.shape != shape:
                 got = list(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
@@ -88,7 +86,7 @@ class Processors:
         more: Sequence[Processor] = (),
         tokenizer: Any | None = None,
     ) -> Processors | None:
-        """What `params` ask for and then `more`, in the order of transformers' `generate`; None if that is nothing."""
+        """The processors of `params`, then `more`, in the order of transformers' `generate`; None if there are none."""
         functions: list[Processor] = []
         if params.repetition_penalty != 1.0:
             functions.append(RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty)))
@@ -146,7 +144,7 @@ class Forced:
 
 
 class LogitBias:
-    """What is added to the logits of some tokens."""
+    """Adds a bias to the logits of some tokens."""
 
     def __init__(self, pairs: Sequence[tuple[int, float]], device: torch.device) -> None:
         """Pairs of a token id and its bias."""
@@ -170,7 +168,7 @@ ROW_BY_ROW: frozenset[type] = frozenset(
 
 
 def is_row_by_row(function: Processor) -> bool:
-    """Is `function` one of ROW_BY_ROW? With an ignored length for each row of a batch, the rows are not alike."""
+    """True for the types in ROW_BY_ROW, unless an ignored length per row of a batch makes the rows unlike."""
     return type(function) in ROW_BY_ROW and not isinstance(
         getattr(function, "prompt_ignore_length", None), torch.Tensor
     )
@@ -184,7 +182,7 @@ class ProcessorPath:
     tokens: Sequence[int]
     """Committed tokens, the root included."""
     start: int
-    """Where its results begin among the rows of the step's logits."""
+    """Index of its first result among the rows of the step's logits."""
     node_tokens: Sequence[int]
     """The tokens of the evaluated nodes; the first is the root."""
     node_parents: Sequence[int]

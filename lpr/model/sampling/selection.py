@@ -1,4 +1,4 @@
-"""How the next tokens of a step are chosen, one row of parameters per result."""
+"""Sampling parameters of a step, one row per result."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ TOP_K = 64
 
 
 class Selection:
-    """Per result row, how its next token is chosen; made once a step, on the host, which knows all of it.
+    """Sampling parameters per result row; made once a step, on the host.
 
-    The parameters are int32 words (lpr.core.noise_keys.selection_words), on the host or on a device, and tensors when
-    somebody asks for them.
+    The parameters are int32 words (lpr.core.noise_keys.selection_words), on the host or on a device; tensors are made
+    of them at first use.
     """
 
     def __init__(self, words: torch.Tensor, num_keys: int, num_rows: int, sampled: bool, filtered: bool) -> None:
@@ -32,19 +32,19 @@ class Selection:
         self.num_keys = num_keys
         """u."""
         self.num_rows = num_rows
-        """n; 0 if no row is sampled: the argmax asks for none of it."""
+        """n; 0 if no row is sampled: an argmax has no parameters."""
         self.sampled = sampled
-        """Is any row sampled at all?"""
+        """True if any row is sampled."""
         self.filtered = filtered
-        """Has any row a top-k, top-p or min-p limit?"""
+        """True if any row has a top-k, top-p or min-p limit."""
         self.first_token = 0
         """The token of the first column of the logits; not 0 where they are a part of the vocabulary."""
         self.is_wide = False
-        """Has a row a top-k beyond TOP_K?"""
+        """True if any row has a top-k beyond TOP_K."""
         self.processor_paths: list[ProcessorPath] = []
         """The sequences whose choices go through logits processors."""
         self.num_logprobs: int | None = None
-        """Alternatives per row whose log-probabilities are asked for; None: not even the chosen token's."""
+        """Alternatives per row with log-probabilities; None disables log-probabilities."""
 
     @classmethod
     def build(
@@ -67,20 +67,23 @@ class Selection:
         return found.to(device)
 
     def to(self, device: torch.device | None) -> Selection:
-        """The same on `device`, by one copy that nobody waits for."""
+        """The same on `device`, by one asynchronous copy."""
         if device is None or not self.sampled or device == self._words.device:
             return self
-        words = to_device(self.words(), device)
-        there = Selection(words, self.num_keys, self.num_rows, self.sampled, self.filtered)
-        there.processor_paths, there.num_logprobs = self.processor_paths, self.num_logprobs
-        there.first_token, there.is_wide = self.first_token, self.is_wide
+        there = self._with(to_device(self.words(), device))
+        there.processor_paths, there.num_logprobs, there.is_wide = self.processor_paths, self.num_logprobs, self.is_wide
         return there
 
     def from_token(self, first: int) -> Selection:
         """The same for logits whose first column is that token's."""
-        part = Selection(self._words, self.num_keys, self.num_rows, self.sampled, self.filtered)
+        part = self._with(self._words)
         part.first_token = first
         return part
+
+    def _with(self, words: torch.Tensor) -> Selection:
+        made = Selection(words, self.num_keys, self.num_rows, self.sampled, self.filtered)
+        made.first_token = self.first_token
+        return made
 
     def words(self) -> np.ndarray:
         """On the host: int32 [5n + u]."""

@@ -1,0 +1,292 @@
+"""A simulated device: a model whose forward takes t(n) from a table, without the host's processor, and replays text.
+
+A step's launch returns at once, as on an accelerator, and the step's one synchronisation, reading the gathered results,
+waits until the device would be done. Host work between the two is hidden; all other host work counts. The work of the
+device (results, K/V moves, prompts) and of other ranks takes no time on the clock.
+
+Results come from recorded text: after a path that the text follows, the text's next token; elsewhere the most frequent
+follower in all recorded texts. Candidates are the most frequent followers, the result first; scores fall by a fixed
+step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice, pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from lpr.config import TreeSizes
+from lpr.core.step_times import StepTimes
+from lpr.core.wire import first_result, node_width, result_words
+from lpr.dist.comm import Comm
+from lpr.engine.engine import Engine
+from lpr.model.inputs import Row
+from lpr.model.sampling.selection import Selection
+from lpr.model.static_inputs import NODE_BUCKETS, static_shape
+
+SCORE_STEP = 24
+"""Score of each further candidate (see lpr.core.recycle): a fifth of the probability of the one before."""
+
+
+class Clock:
+    """Seconds: processor time of the host's thread, plus the time that it waits for the device."""
+
+    def __init__(self, polls: bool = True) -> None:
+        """Wait by polling, as CUDA's synchronisation does, or asleep, which leaves the caches cold."""
+        self._polls = polls
+        self._ahead = 0.0
+
+    def now(self) -> float:
+        """The time."""
+        return time.thread_time() + self._ahead
+
+    def wait_until(self, then: float) -> None:
+        """Wait; the clock then shows `then`, however late the system wakes the thread."""
+        left = then - self.now()
+        if left <= 0:
+            return
+        if self._polls:
+            end = time.perf_counter() + left
+            while time.perf_counter() < end:
+                pass
+        else:
+            time.sleep(left)
+        self._ahead += then - self.now()
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Time spent inside does not count."""
+        began = time.thread_time()
+        try:
+            yield
+        finally:
+            self._ahead -= time.thread_time() - began
+
+
+@dataclass
+class Lap:
+    """One step on the clock, in seconds."""
+
+    began: float = 0.0
+    asked: float = 0.0
+    """When the model was asked to evaluate; before that: drafts, cuts, shards."""
+    launched: float = 0.0
+    """When its inputs were ready and the device began."""
+    waited: float = 0.0
+    """When the host began to wait; since the launch its work was hidden."""
+    ready: float = 0.0
+    """When the results were ready."""
+    ended: float = 0.0
+    device: float = 0.0
+    """Time of the device."""
+    num_entries: int = 0
+
+
+class Recorded:
+    """Texts in tokens, and the most frequent followers of each token."""
+
+    def __init__(self, texts: Sequence[Sequence[int]], k: int = 64) -> None:
+        """Count followers in `texts`, prompts included; keeps up to `k` of each token."""
+        counts: defaultdict[int, Counter[int]] = defaultdict(Counter)
+        for text in texts:
+            for left, right in pairwise(text):
+                counts[left][right] += 1
+        size = 1 + max(map(max, texts))
+        self._followers = np.empty((size, k + 1), np.int32)
+        for token in range(size):
+            likely = [each for each, _ in counts[token].most_common(k + 1)] if token in counts else [token]
+            others = (each for each in range(2 * k + 2) if each not in likely)
+            self._followers[token] = [*likely, *islice(others, k + 1 - len(likely))]
+
+    def answers(
+        self,
+        text: Sequence[int],
+        root: int,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        depths: Sequence[int],
+        k: int,
+    ) -> np.ndarray:
+        """The results of the nodes of a tree whose root is `text[root]`: int32 [nodes, result_words(k)].
+
+        It works on whole arrays, to disturb the processor's caches little.
+        """
+        results = np.zeros((len(tokens), result_words(k)), np.int32)
+        likely = self._followers[np.asarray(tokens), : k + 1]
+        for node in self._path(text, root, tokens, parents, depths):
+            at = root + depths[node] + 1
+            if at < len(text):
+                others = likely[node][likely[node] != text[at]]
+                likely[node] = [text[at], *others[:k]]
+        results[:, 0] = likely[:, 0]
+        results[:, 1 : 1 + k] = likely[:, :k]
+        results[:, 1 + k :].view(np.uint8)[:, :k] = np.minimum(255, SCORE_STEP * np.arange(1, k + 1))
+        return results
+
+    @staticmethod
+    def _path(
+        text: Sequence[int], root: int, tokens: Sequence[int], parents: Sequence[int], depths: Sequence[int]
+    ) -> list[int]:
+        """The nodes that the text follows from its place `root` on, the tree's root first."""
+        path = [0]
+        for node in range(1, len(tokens)):
+            at = root + depths[node]
+            if parents[node] == path[-1] and at < len(text) and text[at] == tokens[node]:
+                path.append(node)
+        return path
+
+
+@dataclass
+class Device:
+    """The device, its clock, and the running step."""
+
+    costs: StepTimes
+    clock: Clock = field(default_factory=Clock)
+    lap: Lap = field(default_factory=Lap)
+    _free: float = 0.0
+
+    def launch(self, num_entries: int, batch: int, kv: int) -> None:
+        """Begin a forward of so many tokens, once earlier ones are done."""
+        self.lap.launched = self.clock.now()
+        with self.clock.stopped():
+            took = self.costs.time(num_entries, batch, kv) / 1e3
+        self._free = max(self.lap.launched, self._free) + took
+        self.lap.device += took
+        self.lap.num_entries += num_entries
+
+    def wait(self) -> None:
+        """Wait for the device without using the processor."""
+        self.lap.waited = self.clock.now()
+        self.clock.wait_until(self._free)
+        self.lap.ready = self.clock.now()
+
+
+class PacedComm(Comm):
+    """Rank 0 of `size` ranks; the others are simulated and take as long as this one, at the same time."""
+
+    size: int = 1
+
+    def __init__(self, size: int) -> None:
+        """A world of `size` ranks."""
+        super().__init__()
+        self.size = self.num_sharing = size
+        self.paced: PacedModel | None = None
+
+    def gather(self, payload: torch.Tensor) -> torch.Tensor:
+        """The payload of this rank once the device is done, and the simulated payloads of the other ranks."""
+        if self.paced is not None and self.paced.steps:
+            self.paced.device.wait()
+            with self.paced.device.clock.stopped():
+                return self.paced.payloads(payload)
+        return payload.cpu()[None].expand(self.size, -1).contiguous()
+
+
+class PacedModel:
+    """Takes the place of an engine's forward."""
+
+    def __init__(
+        self, engine: Engine, device: Device, recorded: Recorded, texts: Sequence[Sequence[int]], num_ranks: int
+    ) -> None:
+        """Replace the forward of `engine`; `texts` are the requests to come, with prompts, which begin differently."""
+        self.device = device
+        self.batch = 0
+        """Sequences of the last step."""
+        self._num_ranks = num_ranks
+        self.steps: list[tuple[Sequence[int], int]] = []
+        """Per tree of the running step: its text, and the root's place in it."""
+        self._recorded = recorded
+        self._texts = texts
+        self._by_slot: dict[int, Sequence[int]] = {}
+        self._model = model = engine.model
+        self._config: TreeSizes = engine.sizes
+        self._words = torch.zeros(1 << 22, dtype=torch.int32)
+        self._there = torch.zeros_like(self._words)
+        self._draft: Any = None
+        self._k = 0
+        self._others: list[np.ndarray] = []
+        model.evaluate = self.evaluate  # type: ignore[method-assign]
+        model.fill = self.fill  # type: ignore[method-assign]
+        cache: Any = model.cache
+        self._num_slots, self._rows_per_slot = cache.num_slots, cache.rows_per_slot
+        cache.move = lambda rows: None
+        cache.clear = lambda slot, num_cached: None
+        cache.move_slot = self.move_slot
+        exchange: Any = engine.replica.exchange
+        self._exchange = exchange
+        self._gather, exchange.gather = exchange.gather, self.gather
+
+    def move_slot(self, source: int, target: int, num_cached: int) -> None:
+        """As KVCache.move_slot."""
+        self._by_slot[target] = self._by_slot[source]
+
+    def fill(self, rows: Sequence[Row]) -> None:
+        """As TreeModel.fill; prompts are not measured."""
+        with self.device.clock.stopped():
+            self._learn_slots(rows)
+
+    def _learn_slots(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            if row.num_cached == 0 and row.num_entries > 1:
+                begin = [int(token) for token in row.tokens[: len(row.tokens) - max(0, row.num_results - 1)]]
+                self._by_slot[row.slot] = next(text for text in self._texts if text[: len(begin)] == begin)
+
+    def evaluate(self, rows: Sequence[Row], selection: Selection, num_candidates: int) -> torch.Tensor:
+        """As TreeModel.evaluate: makes a graph step's inputs, and launches it."""
+        self.device.lap.asked = self.device.clock.now()
+        with self.device.clock.stopped():
+            self._learn_slots(rows)
+        shape = static_shape(
+            rows, selection, num_candidates, self._num_slots, self._rows_per_slot, NODE_BUCKETS[-1], tree_bits=True
+        )
+        if shape is not None:
+            shape.place(self._words.numpy()[: shape.num_words], rows, selection, self._model.cache)
+            self._there[: shape.num_words].copy_(self._words[: shape.num_words])
+        longest = max(row.num_cached for row in rows)
+        self.device.launch(sum(row.num_entries for row in rows), len(rows), longest)
+        self.batch = len(rows)
+        with self.device.clock.stopped():
+            self._k, self.steps, results = num_candidates, [], []
+            for row in rows:
+                if row.num_results:
+                    above = len(row.tokens) - row.num_results
+                    root = int(row.positions[above])
+                    text = self._by_slot[row.slot]
+                    self.steps.append((text, root))
+                    tokens = row.tokens[above:].tolist()
+                    parents = (row.parents[above:] - above).tolist()
+                    depths = (row.positions[above:] - root).tolist()
+                    results.append(self._recorded.answers(text, root, tokens, parents, depths, num_candidates))
+            return torch.from_numpy(np.concatenate(results))
+
+    def gather(self, draft: Any, local: Any, *rest: Any) -> Any:
+        """As Exchange.gather; simulates the results of the other ranks while the device works."""
+        with self.device.clock.stopped():
+            self._draft, self._others = draft, []
+            if self._num_ranks > 1:
+                for (text, root), tree in zip(self.steps, draft.trees, strict=True):
+                    columns = (tree.tokens, tree.parents, tree.depths)
+                    self._others.append(self._recorded.answers(text, root, *columns, self._k))
+        return self._gather(draft, local, *rest)
+
+    def payloads(self, payload: torch.Tensor) -> torch.Tensor:
+        """This rank's payload and those of the simulated ranks."""
+        size = self._num_ranks
+        everything = payload[None]
+        if size > 1:
+            everything = everything.repeat(size, 1)
+            capacity, width = self._exchange.capacity, node_width(self._config, self._exchange.carries_trees)
+            begin = first_result(len(payload), capacity, width)
+            tables = everything[:, begin:].view(size, -1, capacity, width).numpy()
+            for index, (split, found) in enumerate(zip(self._draft.shards, self._others, strict=True)):
+                for rank in range(1, size):
+                    owned = list(split[rank].owned)
+                    tables[rank, index, : len(owned), : found.shape[1]] = found[owned]
+        self.steps = []
+        return everything

@@ -1,0 +1,64 @@
+"""Results of services and engines that serve several requests."""
+
+from __future__ import annotations
+
+from benchmarks.report.parts import Json, Part, Table, how_sampled, optional, tabulate, workload
+
+
+def serve(facts: Json) -> list[Part]:
+    """How long clients wait, by load and setting."""
+
+    def times(key: str) -> str:
+        return f"{{{key}[p50]:.0f}} / {{{key}[p90]:.0f}} / {{{key}[p99]:.0f}}"
+
+    title = f"{workload(facts)}, lp {facts['lp']}, {facts['batch']} slots; milliseconds as p50 / p90 / p99; goodput: "
+    title += f"requests/s with the first token within {facts['ttft_ms']:g} ms and {facts['token_ms']:g} ms per token"
+    columns = {
+        "load": "{case}", "setting": "{name}", "first token": optional(times("ttft_ms")),
+        "between tokens": optional(times("between_tokens_ms")), "end to end": optional(times("end_to_end_ms")),
+        "tokens/step": optional("{tokens_per_step:.2f}"), "tokens/s": "{tokens_per_second:.0f}",
+        "goodput": "{goodput_per_second:.2f}", "cancelled": "{cancelled_before_a_token} of {requests}",
+    }  # fmt: skip
+    cases = list(dict.fromkeys(run["case"] for run in facts["runs"]))
+    return [Part(tabulate(title, sorted(facts["runs"], key=lambda run: cases.index(run["case"])), columns))]
+
+
+def soak(facts: Json) -> list[Part]:
+    """The outcomes of a soak's requests, and the memory and files of its processes."""
+    verdict = [[name, str(facts[name])] for name in ("minutes", "requests", "wrong", "status_5xx", "exit_code")]
+    verdict += [[f"leak: {name}", f"{value:g}"] for name, value in facts["leaks"].items()]
+    hostile = [[name, str(count)] for name, count in facts["hostile"].items()]
+    first, last = facts["memory_mb"]["first"], facts["memory_mb"]["last"]
+    held = [
+        [str(pid), f"{first[pid]:.0f}", f"{last[pid]:.0f}", f"{grown:g}", str(facts["files"]["last"].get(pid, ""))]
+        for pid, grown in facts["memory_mb"]["growth"].items() if pid in first and pid in last
+    ]  # fmt: skip
+    return [
+        Part(Table("soak", ["", ""], verdict)),
+        Part(Table("hostile clients", ["what", "times"], hostile)),
+        Part(Table("processes", ["id", "MB at first", "MB at last", "growth", "open files at last"], held)),
+    ]
+
+
+def chaos(facts: Json) -> list[Part]:
+    """Losses, streams, pauses and leaks of a chaos run."""
+    names = (
+        "kills", "stops", "all_at_once", "streams", "failed", "different", "pause_p50_s", "pause_p99_s",
+        "pause_with_survivors_p99_s",
+    )  # fmt: skip
+    rows = [[name, str(facts[name])] for name in names]
+    rows += [[name, str(count)] for name, count in facts["events"].items()]
+    rows += [[f"leaked {name}", str(count)] for name, count in facts["leaks"].items()]
+    return [Part(Table(f"{facts['ranks']} ranks, {facts['minutes']:g} minutes", ["what", "count"], rows))]
+
+
+def homes(facts: Json) -> list[Part]:
+    """What ranks evaluate and hold per token, by policy and load."""
+    columns = {
+        "ranks, load, policy": "{num_ranks}, {load}, {policy}", "mode": how_sampled,
+        "tokens/step": "{tokens_per_step:.2f}", "busiest/token": "{busiest_per_token:.2f}",
+        "table ms/token": "{table_ms_per_token:.3f}", "K/V copies": "{kv_copies:.2f}",
+        "homes/request": "{homes_per_request:.2f}", "host ms/step": optional("{host_ms_per_step:.2f}"),
+    }  # fmt: skip
+    title = f"home ranks, {facts['data']}, {facts['model']} model, times of {facts['times']}"
+    return [Part(tabulate(title, facts["runs"], columns))]

@@ -1,0 +1,95 @@
+"""The heartbeat: a thread of each rank that shows that the rank lives, and watches the others.
+
+A rank that has died, hangs or is stopped is noticed within `DEAD_AFTER` seconds, idle or not. Long work never reads as
+death, as the thread goes on.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from lpr.dist.errors import first_line
+from lpr.dist.rendezvous import BEAT_EVERY, Member, Rendezvous
+
+DEAD_AFTER = 4.0
+"""Seconds without a new heartbeat after which a rank counts as lost."""
+
+
+class Watch:
+    """Finds replicas whose heartbeats have stopped."""
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        """Heartbeats are read from `rendezvous`."""
+        self._rendezvous = rendezvous
+        self._changed: dict[Member, tuple[bytes, float]] = {}
+        """By member, the latest heartbeat and when it was first seen."""
+        self._last = time.monotonic()
+
+    def silent(self, replicas: Sequence[int]) -> list[int]:
+        """Those of `replicas` with a rank that has not beaten for `DEAD_AFTER` seconds; raises CommError."""
+        now = time.monotonic()
+        if now - self._last > 2 * BEAT_EVERY:  # this process stood still, and cannot judge the others
+            self._changed.clear()
+        self._last = now
+        late = []
+        for member in self._rendezvous.members(replicas):
+            beat = self._rendezvous.heard(member)
+            if member not in self._changed or self._changed[member][0] != beat:
+                self._changed[member] = beat, now
+            elif now - self._changed[member][1] > DEAD_AFTER:
+                late.append(member.replica)
+        return list(dict.fromkeys(late))
+
+
+class Heartbeat:
+    """The thread."""
+
+    def __init__(self, connect: Callable[[], Rendezvous]) -> None:
+        """`connect` makes a connection of the thread's own."""
+        self.loss: str | None = None
+        """Why the group of the watched epoch is broken; None if it is whole."""
+        self.failure: str | None = None
+        """Why this rank cannot go on."""
+        self.newcomers: tuple[int, ...] = ()
+        """Replicas that have loaded and wait to join."""
+        self._connect = connect
+        self._watched: tuple[int, Sequence[int]] = -1, ()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeat")
+
+    def start(self) -> None:
+        """Begin to beat."""
+        self._thread.start()
+
+    def watch(self, epoch: int, replicas: Sequence[int]) -> None:
+        """Watch the members of an epoch, and no others."""
+        self._watched, self.loss = (epoch, replicas), None
+
+    def close(self) -> None:
+        """Stop beating."""
+        self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=2 * BEAT_EVERY)
+
+    def _run(self) -> None:
+        number = 0
+        try:
+            rendezvous = self._connect()
+            watch = Watch(rendezvous)
+            rendezvous.beat(number)
+            while not self._closed.wait(BEAT_EVERY):
+                number += 1
+                rendezvous.beat(number)
+                watched = self._watched
+                for replica in watch.silent(watched[1]):
+                    rendezvous.mark_dead(replica, f"it has ended or hangs: no heartbeat for {DEAD_AFTER:.0f} s")
+                loss = rendezvous.loss(*watched)
+                if watched is self._watched:
+                    self.loss = loss
+                self.newcomers = rendezvous.offered()
+                rendezvous.check_self()
+        except RuntimeError as failure:
+            if not self._closed.is_set():
+                self.failure = first_line(failure)

@@ -1,0 +1,345 @@
+"""The replicas that work together, epoch by epoch, and the numbered collectives of each.
+
+A mesh either ends with the first lost rank (`survives` is false) or goes on with the replicas that are left, and takes
+new ones in. It then works like this. Every collective has a number. When a group breaks, survivors have not all come
+equally far: a gather ends on a rank only when all ranks have begun it, so none is further behind than the last gather
+that any rank has the result of; broadcasts behind it may have ended on some ranks too. Each rank therefore keeps the
+results since its last gather, and in the next epoch those ahead hand them to those behind, which finish their step with
+the shards of the old mesh. At the first collective that *no* rank has a result of, all survivors are at the same point
+with the same state:
+
+* A gather of the old mesh can never end: the engine drops the step, takes on the mesh of the survivors (`adopt`) and
+  schedules again.
+* A broadcast is repeated by the new group if the driver lives, and brings nothing otherwise.
+
+The engine's view of the mesh (`rank`, `size`) changes in `adopt` only, never in the middle of a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+import torch
+
+from lpr.config import InputError
+from lpr.dist.errors import CommError
+from lpr.dist.group import FindLoss, Group
+from lpr.dist.heartbeat import Heartbeat
+from lpr.dist.rendezvous import MOST_BROADCASTS, Arrival, Decision, Rendezvous
+from lpr.dist.results import Result, Results
+
+log = logging.getLogger(__name__)
+
+MOST_RECOVERIES = 20
+"""Meshes in a row in which no collective ends, after which a rank gives up."""
+WELCOME_POLL = 0.05
+"""Seconds between two looks of a newcomer at whether it is welcome."""
+
+Connect = Callable[[str, int, int, FindLoss, bool], Group]
+"""Makes a group: its name (the same on all its ranks and on no others), rank, size, what finds a loss, and whether it
+is one of the start, whose waits are long."""
+
+
+class Membership:
+    """One rank's part in the mesh."""
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        heartbeat: Heartbeat,
+        connect: Connect,
+        num_replicas: int,
+        *,
+        survives: bool = True,
+        joins: bool = False,
+        timeout: float = 300.0,
+    ) -> None:
+        """The rank of `rendezvous`'s member, among the first `num_replicas` or, if it `joins`, as a newcomer.
+
+        A mesh that `survives` goes on when a rank is lost; waits end after `timeout` seconds. Raises CommError if the
+        ranks do not find each other.
+        """
+        self.num_replicas = num_replicas
+        """Replicas that the job was started with, and has again once all that were lost are replaced."""
+        self.survives = survives
+        self.replica = rendezvous.member.replica
+        """This rank's replica, by its number in the job."""
+        self.epoch = -1 if joins else 0
+        """Number of the mesh among all that the job has had: a later driver has a higher one."""
+        self.replicas = [self.replica] if joins else list(range(num_replicas))
+        """The replicas that work together now; the engine may not have adopted them yet."""
+        self.has_changed = False
+        """True if it is time to `adopt` another mesh: it turns true at the same place of the program on all
+        survivors."""
+        self.is_newcomer = joins
+        """True while this rank loads for a mesh that may run already: `await_welcome` comes before its first step."""
+        self._view = list(self.replicas)
+        """The replicas that the engine knows of."""
+        self._rendezvous = rendezvous
+        self._heartbeat = heartbeat
+        self._connect = connect
+        self._timeout = timeout
+        self._is_loaded = False
+        self._results = Results(rendezvous)
+        self._num_recoveries = 0
+        """Since the last collective that ended."""
+        self._repeated = 0, 0
+        """Number and bytes of a broadcast that the driver repeats, for ranks that have not seen it announced."""
+        self._expected: list[int] = []
+        """Newcomers that may not have come yet. Survivors do not wait for them when the mesh breaks."""
+        self._group: Group | None = None
+        self._old_group: Group | None = None
+        self._join_group(f"load/{self.replica}" if joins else "epoch/0")
+
+    @property
+    def rank(self) -> int:
+        """This rank's replica among those that the engine knows of."""
+        return self._view.index(self.replica)
+
+    @property
+    def size(self) -> int:
+        """Number of replicas that the engine knows of."""
+        return len(self._view)
+
+    @property
+    def newcomers(self) -> tuple[int, ...]:
+        """Replicas that have loaded and wait to be taken in."""
+        return tuple(each for each in self._heartbeat.newcomers if each not in self.replicas)
+
+    # Collectives.
+
+    def run(self, collective: Callable[[Group], Result], num_bytes: int = 0) -> Result | None:
+        """The result of the next collective, from the group or from ranks that have it; None if it can never end.
+
+        `collective` is a gather, which needs the mesh that began it, or a broadcast of `num_bytes` bytes, which needs
+        its driver. Raises CommError where this rank cannot go on.
+        """
+        while self._results.next is None:
+            self.has_changed = self._is_stale
+            if self._is_stale and not (num_bytes and self._view[0] == self.replicas[0]):
+                return None
+            try:
+                self._results.add(collective(self._live_group()))
+            except CommError as failure:
+                self._recover(failure, num_bytes)
+        self._num_recoveries = 0
+        if not num_bytes:
+            self._expected = []
+        result = self._results.end()
+        if self._results.num_broadcasts >= MOST_BROADCASTS:  # a gather bounds how far ranks can be apart
+            self.run(lambda group: group.gather(torch.zeros(1, dtype=torch.int32)))
+        return result
+
+    def announce(self, num_bytes: int) -> None:
+        """On the driver: wake the ranks that wait in `await_announcement`. Raises CommError."""
+        self._rendezvous.announce(self.epoch, num_bytes)
+
+    def await_announcement(self) -> int:
+        """Bytes of the next broadcast, however long it takes; 0 when the mesh has changed. Raises CommError."""
+        while True:
+            found = self._results.next
+            if isinstance(found, bytes):
+                return len(found)
+            if self._repeated[0] == self._results.completed + 1:
+                return self._repeated[1]
+            if self._is_stale:
+                self.has_changed = True
+                return 0
+            try:
+                self._live_group()
+                self._check_heartbeat()
+                if loss := self._find_loss():
+                    raise CommError(loss)
+            except CommError as failure:
+                self._recover(failure)
+                continue
+            announced = self._rendezvous.await_announcement(self.epoch)
+            if announced is not None:
+                return announced
+
+    def check(self) -> None:
+        """Form a new mesh if a rank is lost; raises CommError where this rank cannot go on."""
+        self._check_heartbeat()
+        if self._heartbeat.loss is not None and not self._is_stale:
+            self._recover(CommError(self._heartbeat.loss))
+            self.has_changed = self._is_stale
+
+    def loaded(self) -> None:
+        """End the start: from now on waits are as short as those of a step, and losses are watched for."""
+        if self._is_loaded:
+            return
+        self._is_loaded = True
+        self._live_group().limit(self._timeout)
+        self._rendezvous.decide(self.epoch, Decision(self.replicas))
+        self._heartbeat.watch(self.epoch, self.replicas)
+        self._rendezvous.mark_ready()
+        self._heartbeat.start()
+
+    def close(self, reason: str | None = None) -> None:
+        """Leave the mesh; with a `reason` as a lost rank: the others notice at once."""
+        if reason is not None:
+            with contextlib.suppress(CommError):
+                self._rendezvous.mark_dead(self.replica, reason)
+        self._heartbeat.close()
+        self._leave_group()
+
+    # How the mesh changes.
+
+    def compare(self, facts: Mapping[str, int]) -> None:
+        """Raise InputError if this rank differs from the mesh in one of `facts`, digests by name.
+
+        Ranks that start a mesh compare them in `agree`; a newcomer loads alone, and compares before it is ready.
+        """
+        theirs = self._rendezvous.facts(facts)
+        different = [name for name, value in facts.items() if theirs.get(name) != value]
+        if different:
+            raise InputError(
+                f"replica {self.replica} cannot join: it has another {' and another '.join(different)} than the mesh"
+            )
+
+    def adopt(self) -> list[int | None]:
+        """Take on the mesh as it is now: for each replica its rank before, None for a newcomer."""
+        before, self._view = self._view, list(self.replicas)
+        self.has_changed = False
+        return [before.index(each) if each in before else None for each in self._view]
+
+    def take_in(self, newcomers: Sequence[int]) -> None:
+        """Plan a mesh with `newcomers` behind the others, on all ranks after the same command; `adopt` is next."""
+        epoch = self.epoch + 1
+        # A rank that lost its group before it had the command finds the decision, and what it missed.
+        self._results.leave(epoch)
+        planned = [*self.replicas, *(each for each in newcomers if each not in self.replicas)]
+        decision = self._rendezvous.decide(epoch, Decision(planned, planned=True))
+        self._check_member(decision)
+        self._expected = [each for each in decision.replicas if each not in self.replicas]
+        self._old_group, self._group = self._group, None
+        self._results.forget()
+        self._enter(epoch, decision.replicas)
+
+    def meet(self, state: bytes) -> None:
+        """Form the group of the planned mesh; the driver hands `state` to the newcomers."""
+        if state:
+            message = msgspec.msgpack.encode((self._results.completed, state))
+            self._rendezvous.put(f"epoch/{self.epoch}/state", message)
+            for replica in self._expected:
+                self._rendezvous.welcome(self.epoch, replica)
+        try:
+            self._join_group(f"epoch/{self.epoch}")
+            self._expected = []
+        except CommError as failure:
+            log.info("a newcomer did not come: %s", failure)
+        # Only now: other ranks may have waited for the command that brought this one here.
+        if self._old_group is not None:
+            self._old_group.close()
+            self._old_group = None
+
+    def await_welcome(self) -> bytes | None:
+        """On a newcomer that has loaded: the state of the mesh that it is a member of from now on, None if it is alone.
+
+        Waits as long as the job lives; raises CommError.
+        """
+        self._rendezvous.mark_ready()
+        self._heartbeat.start()
+        while (epoch := self._rendezvous.welcomed()) is None:
+            self._check_heartbeat()
+            time.sleep(WELCOME_POLL)
+        decision = self._rendezvous.decision(epoch)
+        assert decision is not None
+        self._leave_group()
+        self._enter(epoch, decision.replicas)
+        self.adopt()
+        self.is_newcomer = False
+        self._is_loaded = True
+        state = None
+        if decision.replicas != [self.replica]:
+            found = self._rendezvous.get(f"epoch/{epoch}/state", self._timeout, self._find_loss)
+            self._results.completed, state = msgspec.msgpack.decode(found, type=tuple[int, bytes])
+        self._join_group(f"epoch/{epoch}")
+        return state
+
+    @property
+    def _is_stale(self) -> bool:
+        """True if the engine has to adopt another mesh."""
+        return self._view != self.replicas
+
+    def _live_group(self) -> Group:
+        if self._group is None:
+            raise CommError("this rank has left its group")
+        return self._group
+
+    def _find_loss(self) -> str | None:
+        return self._rendezvous.loss(self.epoch, self.replicas)
+
+    def _check_heartbeat(self) -> None:
+        if self._heartbeat.failure is not None:
+            raise CommError(self._heartbeat.failure)
+
+    def _check_member(self, decision: Decision) -> None:
+        if self.replica not in decision.replicas:
+            raise CommError(f"the others have gone on without replica {self.replica}")
+
+    def _join_group(self, name: str) -> None:
+        tp_rank, tp_size = self._rendezvous.member.tp_rank, self._rendezvous.tp_size
+        rank = self.replicas.index(self.replica) * tp_size + tp_rank
+        size = len(self.replicas) * tp_size
+        self._group = self._connect(name, rank, size, self._find_loss, not self._is_loaded)
+
+    def _leave_group(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    def _enter(self, epoch: int, replicas: Sequence[int]) -> None:
+        self.epoch, self.replicas = epoch, list(replicas)
+        self._heartbeat.watch(epoch, self.replicas)
+
+    def _recover(self, failure: CommError, num_bytes: int = 0) -> None:
+        """Go on with the survivors: agree on their list and on the last collective.
+
+        `num_bytes` is the length of the next collective if that is a broadcast that this rank has begun. Raises
+        CommError where this rank cannot go on.
+        """
+        self._num_recoveries += 1
+        if not self.survives or not self._is_loaded or self._num_recoveries > MOST_RECOVERIES:
+            raise failure
+        self._check_heartbeat()
+        began = time.monotonic()
+        log.info("replica %d leaves epoch %d: %s", self.replica, self.epoch, failure)
+        self._leave_group()
+        self._rendezvous.leave(self.epoch)
+        before = [each for each in self.replicas if each not in self._expected]
+        epoch = self.epoch + 1
+        decision = self._rendezvous.meet(epoch, before, Arrival(self._results.known, num_bytes), self._timeout)
+        if decision.planned:
+            # Other ranks have the command that leads to this epoch; this rank takes it as a result that it missed.
+            members = self._rendezvous.members(decision.replicas)
+            self._results.take(epoch, members, self._timeout, self._find_loss)
+            return
+        self._check_member(decision)
+        self._enter(epoch, decision.replicas)
+        try:
+            self._level(epoch)
+        except CommError as again:
+            self._recover(again, num_bytes)
+            return
+        with contextlib.suppress(CommError):  # the next collective tries again, one epoch on
+            self._join_group(f"epoch/{epoch}")
+        log.info("replica %d goes on with %s after %.3f s", self.replica, self.replicas, time.monotonic() - began)
+
+    def _level(self, epoch: int) -> None:
+        """See that all survivors have the results of the collectives that any of them has; raises CommError."""
+        arrivals = self._rendezvous.arrivals(epoch, self.replicas)
+        known = [arrival.known for arrival in arrivals.values()]
+        ahead = [member for member, arrival in arrivals.items() if arrival.known == max(known)]
+        if min(known) < max(known) and ahead[0] == self._rendezvous.member:
+            self._results.leave(epoch)
+        if self._results.known < max(known):
+            self._results.take(epoch, ahead[:1], self._timeout, self._find_loss)
+        driver = arrivals.get(self._rendezvous.members(self.replicas)[0])
+        self._repeated = 0, 0
+        if driver is not None and driver.broadcast and self._view[0] == self.replicas[0]:
+            self._repeated = driver.known + 1, driver.broadcast

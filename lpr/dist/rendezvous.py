@@ -1,0 +1,272 @@
+"""The rendezvous of a job: what its ranks write to a store for each other.
+
+The store is a TCPStore of torchrun's agent, of rank 0, or of a supervisor that outlives every rank
+(lpr.dist.supervisor). Replicas are numbered in the order of their start, and a replacement gets a new number, so
+messages of a dead replica are never taken for those of its replacement. The loss of a rank is the loss of its replica.
+
+A job is a sequence of *epochs*. In each, a list of replicas works together in a process group of its own. Members that
+lose their group write to the next epoch how far they have come (`Arrival`) and wait for all members that are not dead.
+The first list that a member then proposes is the decision for all (`meet`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import msgspec
+import torch.distributed as dist
+
+from lpr.dist.errors import CommError, comm_errors
+
+BEAT_EVERY = 1.0
+"""Seconds between two heartbeats of a rank, and between two looks of a rank that waits for an announcement."""
+MOST_BROADCASTS = 16
+"""Broadcasts in a row after which the ranks gather once: what is older has been read by all."""
+PIECE_BYTES = 1 << 20
+"""Longest value that is written to the store at once; a TCPStore takes 8 MiB."""
+MOST_MESSAGES = 4
+"""Long messages of a member that stay in the store: those of the latest epochs."""
+POLL = 0.01
+"""Seconds between two looks at the arrivals of an epoch."""
+GONE = "the rendezvous store does not answer, so the job has ended"
+
+
+@dataclass(frozen=True)
+class Member:
+    """A rank of a replica."""
+
+    replica: int
+    tp_rank: int = 0
+
+    @property
+    def key(self) -> str:
+        """Its name in the store."""
+        return f"{self.replica}.{self.tp_rank}"
+
+
+class Arrival(msgspec.Struct, frozen=True):
+    """The state of a member that comes to a new epoch."""
+
+    known: int
+    """Number of the last collective whose result it has."""
+    broadcast: int = 0
+    """Bytes of the next collective if that is a broadcast which it has begun, else 0."""
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """The replicas that work together in an epoch."""
+
+    replicas: list[int]
+    """In the order of their ranks. The driver is the first rank of the first one."""
+    planned: bool = False
+    """True if a command led to the epoch, false if a loss did."""
+
+
+class Rendezvous:
+    """One thread's access to the store, as one member of the job. All methods raise CommError if the store is gone."""
+
+    def __init__(self, store: dist.Store, member: Member, tp_size: int = 1) -> None:
+        """For `member` of a job whose replicas have `tp_size` ranks; `store` is this thread's own connection."""
+        self.member = member
+        self.tp_size = tp_size
+        self._store = store
+        self._messages: list[str] = []
+        """Keys of this member's long messages, the oldest first."""
+        self._announced = -1, 0
+        """An epoch, and the number of its next announcement."""
+
+    def members(self, replicas: Sequence[int]) -> list[Member]:
+        """The members of `replicas`, in the order of their world ranks."""
+        return [Member(replica, tp_rank) for replica in replicas for tp_rank in range(self.tp_size)]
+
+    # Heartbeats and losses.
+
+    def beat(self, number: int) -> None:
+        """Write this member's heartbeat."""
+        self._set(f"beat/{self.member.key}", str(number))
+
+    def heard(self, member: Member) -> bytes:
+        """A member's latest heartbeat; empty if there was none."""
+        return self._read(f"beat/{member.key}")
+
+    def mark_dead(self, replica: int, reason: str) -> None:
+        """Declare a replica dead. The first reason stays."""
+        self._propose(f"dead/{replica}", reason.encode())
+
+    def dead_reason(self, replica: int) -> str | None:
+        """Why a replica is dead; None if it is not."""
+        return self._read(f"dead/{replica}").decode() or None
+
+    def check_self(self) -> None:
+        """Raise CommError if this member's own replica was declared dead."""
+        if reason := self.dead_reason(self.member.replica):
+            raise CommError(f"replica {self.member.replica} takes part no more: {reason}")
+
+    def mark_ready(self) -> None:
+        """Record that this member has loaded its model."""
+        self._set(f"ready/{self.member.key}", "1")
+
+    def is_ready(self, member: Member) -> bool:
+        """True if a member has loaded its model."""
+        return bool(self._read(f"ready/{member.key}"))
+
+    # Epochs.
+
+    def decision(self, epoch: int) -> Decision | None:
+        """The decision for an epoch; None as long as there is none."""
+        found = self._read(f"epoch/{epoch}/members")
+        return msgspec.json.decode(found, type=Decision) if found else None
+
+    def decide(self, epoch: int, decision: Decision) -> Decision:
+        """Propose a decision for an epoch; returns the first proposal, which counts."""
+        found = self._propose(f"epoch/{epoch}/members", msgspec.json.encode(decision))
+        return msgspec.json.decode(found, type=Decision)
+
+    def facts(self, mine: Mapping[str, int]) -> dict[str, int]:
+        """Digests that must be equal on all members of this tp rank, as the first of them has written them."""
+        found = self._propose(f"facts/{self.member.tp_rank}", msgspec.json.encode(mine))
+        return msgspec.json.decode(found, type=dict[str, int])
+
+    def leave(self, epoch: int) -> None:
+        """Tell the members of an epoch that this one has left it."""
+        self._set(f"epoch/{epoch}/left", self.member.key)
+
+    def loss(self, epoch: int, replicas: Sequence[int]) -> str | None:
+        """Why the group of an epoch is broken: a member has left it or is dead. None if it is whole."""
+        for replica in replicas:
+            if reason := self.dead_reason(replica):
+                return f"replica {replica} was lost: {reason}"
+        return f"a rank has left epoch {epoch}" if self._read(f"epoch/{epoch}/left") else None
+
+    def meet(self, epoch: int, replicas: Sequence[int], arrival: Arrival, timeout: float) -> Decision:
+        """Come to an epoch and agree with the survivors of `replicas` on its members.
+
+        A replica that neither arrives within `timeout` seconds nor is known to be dead hangs, and is declared dead.
+        Raises CommError where this member's own replica is.
+        """
+        self._set(f"epoch/{epoch}/here/{self.member.key}", msgspec.json.encode(arrival))
+        until = time.monotonic() + timeout
+        while (decision := self.decision(epoch)) is None:
+            self.check_self()
+            alive = [each for each in replicas if not self.dead_reason(each)]
+            missing = [each for each in alive if not self._has_arrived(epoch, each)]
+            if not missing:
+                decision = self.decide(epoch, Decision(alive))
+                break
+            if time.monotonic() < until:
+                time.sleep(POLL)
+                continue
+            for replica in missing:
+                self.mark_dead(replica, f"it did not come to epoch {epoch} within {timeout:.0f} s")
+        self.check_self()
+        return decision
+
+    def arrivals(self, epoch: int, replicas: Sequence[int]) -> dict[Member, Arrival]:
+        """The arrivals at an epoch of members of `replicas`."""
+        found = {member: self._read(f"epoch/{epoch}/here/{member.key}") for member in self.members(replicas)}
+        return {member: msgspec.json.decode(data, type=Arrival) for member, data in found.items() if data}
+
+    def _has_arrived(self, epoch: int, replica: int) -> bool:
+        with comm_errors(GONE):
+            return self._store.check([f"epoch/{epoch}/here/{member.key}" for member in self.members([replica])])
+
+    # Newcomers.
+
+    def offer(self, replicas: Sequence[int]) -> None:
+        """Name the replicas that have loaded and wait to join."""
+        self._set("newcomers", msgspec.json.encode(replicas))
+
+    def offered(self) -> tuple[int, ...]:
+        """The replicas that have loaded and wait to join."""
+        return msgspec.json.decode(self._read("newcomers") or b"[]", type=tuple[int, ...])
+
+    def welcome(self, epoch: int, replica: int) -> None:
+        """Tell a replica that it is a member from `epoch` on. What it must know is in the store already."""
+        self._set(f"welcome/{replica}", str(epoch))
+
+    def welcomed(self) -> int | None:
+        """The epoch from which on this member's replica takes part; None as long as there is none."""
+        found = self._read(f"welcome/{self.member.replica}")
+        return int(found) if found else None
+
+    # Long messages.
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write `data` for others; it is deleted after `MOST_MESSAGES` further messages of this member."""
+        pieces = [data[start : start + PIECE_BYTES] for start in range(0, len(data), PIECE_BYTES)]
+        for number, piece in enumerate(pieces):
+            self._set(f"{key}/{number}", piece)
+        self._set(f"{key}/size", str(len(pieces)))  # last: a reader that finds the size finds all pieces
+        self._messages.append(key)
+        if len(self._messages) > MOST_MESSAGES:
+            self._forget(self._messages.pop(0))
+
+    def get(self, key: str, timeout: float, find_loss: Callable[[], str | None]) -> bytes:
+        """The message under `key`; raises CommError after `timeout` seconds, or as soon as `find_loss` finds one."""
+        until = time.monotonic() + timeout
+        while not self.has(key):
+            if (loss := find_loss()) or time.monotonic() > until:
+                raise CommError(f"{key} was not written: {loss or f'{timeout:.0f} s have passed'}")
+            time.sleep(POLL)
+        with comm_errors(GONE):
+            return b"".join(self._store.get(f"{key}/{n}") for n in range(int(self._read(f"{key}/size"))))
+
+    def has(self, key: str) -> bool:
+        """True if there is a message under `key`."""
+        return bool(self._read(f"{key}/size"))
+
+    def _forget(self, key: str) -> None:
+        for number in range(int(self._read(f"{key}/size") or 0)):
+            self._delete(f"{key}/{number}")
+        self._delete(f"{key}/size")
+
+    # Announcements, which wake ranks that wait without work.
+
+    def announce(self, epoch: int, num_bytes: int) -> None:
+        """Announce a broadcast of `num_bytes` bytes to the members of an epoch."""
+        number = self._next_announcement(epoch)
+        self._set(_announcement(epoch, number), str(num_bytes))
+        if number >= MOST_BROADCASTS:
+            self._delete(_announcement(epoch, number - MOST_BROADCASTS))
+        self._announced = epoch, number + 1
+
+    def await_announcement(self, epoch: int) -> int | None:
+        """The bytes of the next announced broadcast of an epoch; None after `BEAT_EVERY` seconds without one."""
+        number = self._next_announcement(epoch)
+        with comm_errors(GONE):
+            try:
+                self._store.wait([_announcement(epoch, number)], timedelta(seconds=BEAT_EVERY))
+            except dist.DistStoreError:
+                return None
+        self._announced = epoch, number + 1
+        return int(self._read(_announcement(epoch, number)))
+
+    def _next_announcement(self, epoch: int) -> int:
+        return self._announced[1] if self._announced[0] == epoch else 0
+
+    # The store.
+
+    def _set(self, key: str, value: str | bytes) -> None:
+        with comm_errors(GONE):
+            self._store.set(key, value)  # type: ignore[arg-type]  # bytes work, the stub wants a str
+
+    def _propose(self, key: str, value: bytes) -> bytes:
+        """Set a key if it has no value yet; returns its value."""
+        with comm_errors(GONE):
+            return self._store.compare_set(key, "", value.decode())
+
+    def _read(self, key: str) -> bytes:
+        """The value of a key, without a wait; empty if there is none."""
+        with comm_errors(GONE):
+            return self._store.get(key) if self._store.check([key]) else b""
+
+    def _delete(self, key: str) -> None:
+        with comm_errors(GONE):
+            self._store.delete_key(key)
+
+
+def _announcement(epoch: int, number: int) -> str:
+    return f"epoch/{epoch}/announcement/{number}"

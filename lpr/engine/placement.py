@@ -1,0 +1,220 @@
+"""Placement: which ranks hold which running request, in which slots.
+
+A request runs on its *home ranks* (lpr.engine.homes): they hold its K/V and evaluate its trees. A rank that is to
+become one enters the request in a slot and fills its pending chain next to its other work; it is a home rank as soon
+as what it lacks is cheap. Each rank has slots of its own (lpr.engine.slots). Pure, and the same on every rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from array import array
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import Generic, TypeVar
+
+from lpr.engine.homes import Candidate, choose
+from lpr.engine.limits import Limits
+from lpr.engine.schedulable import Schedulable
+from lpr.engine.slots import RankSlots, SlotMove
+
+REVIEW_EVERY = 16
+"""Steps between two reviews of which ranks wide requests are worth."""
+PATIENCE = 2
+"""Steps after a request's end before its ranks go to others: the client's next request may be on its way."""
+
+R = TypeVar("R", bound=Schedulable)
+
+
+class Placement(Generic[R]):
+    """The running requests, their home ranks, and the slots of all ranks."""
+
+    def __init__(self, limits: Limits[R]) -> None:
+        self.limits = limits
+        self.running: list[R] = []
+        self.wanted: list[list[int]] = []
+        """The home ranks that each running request should have, ascending."""
+        self.digest = 0
+        """Of every change of a home, a slot or its content, since the ranks began to work together."""
+        self._slots = self._empty_slots()
+        self._moves: list[SlotMove] = []
+        self._until_review = 0
+        self._is_final = True
+        """True if the home ranks of all requests are the wanted ones."""
+
+    def _empty_slots(self) -> list[RankSlots[R]]:
+        return [RankSlots(rank, self.limits.num_slots, self.limits.retains) for rank in range(self.limits.num_ranks)]
+
+    @property
+    def retained(self) -> tuple[int, int]:
+        """Number of slots that retain a prefix, and of the tokens in them; slots as `Limits.capacity` counts them."""
+        found = [slots.retained for slots in (self._slots if self.limits.is_elastic else self._slots[:1])]
+        return sum(count for count, _ in found), sum(tokens for _, tokens in found)
+
+    def take_moves(self) -> list[SlotMove]:
+        """What to do to K/V before the next step, in this order, since the last call."""
+        moves, self._moves = self._moves, []
+        return moves
+
+    def is_alone(self, request: R) -> bool:
+        """True if no home rank of a request serves another one."""
+        return all(len(self._slots[rank].running) == 1 for rank in request.homes)
+
+    def plan(self, request: R) -> tuple[list[int], list[list[int]]]:
+        """The ranks for a request that is to be admitted, and those that the running ones should have then."""
+        request.slots, request.homes = [-1] * self.limits.num_ranks, []
+        *wanted, own = self._choose([*self.running, request])
+        return own, wanted
+
+    def admit(self, request: R, own: Sequence[int], wanted: Sequence[list[int]]) -> list[int] | None:
+        """Give a request slots on its planned ranks, of which those that the others leave may have room now.
+
+        Returns the leading tokens whose K/V each rank holds in the slot; None if no rank has room.
+        """
+        self._want(wanted)
+        self._leave()
+        own = [rank for rank in own if self._slots[rank].has_room]
+        if not own:
+            return None
+        computed = [0] * self.limits.num_ranks
+        for rank in own:
+            computed[rank] = self._enter(request, rank)
+        lacking = {rank: len(request.tokens) - 1 - computed[rank] for rank in own}
+        limit = max(min(lacking.values()), self.limits.cheap)
+        request.homes = [rank for rank in own if lacking[rank] <= limit]  # the others join when they lack less
+        self.running.append(request)
+        self._want([*wanted, own])
+        self._sign(*request.homes, -1, *computed)
+        return computed
+
+    def remove(self, request: R, keep: bool) -> None:
+        """Take its slots from a running request; the last running one takes its place in the list.
+
+        With `keep`, the request's tokens and K/V are retained behind the running ones.
+        """
+        self._give_back(request, keep)
+        index, last, wanted = self.running.index(request), self.running.pop(), self.wanted.pop()
+        if last is not request:
+            self.running[index], self.wanted[index] = last, wanted
+        self._until_review = PATIENCE
+
+    def resume(self, running: Sequence[R]) -> None:
+        """Take over the running requests of another rank, in its order; homes and slots are theirs already."""
+        self.running = list(running)
+        self.wanted = [list(request.homes) for request in running]
+        for rank, slots in enumerate(self._slots):
+            here = [request for request in running if request.slots[rank] >= 0]
+            slots.running = sorted(here, key=lambda request: request.slots[rank])
+        self._until_review = 0
+
+    def regroup(self, kept: Sequence[int | None]) -> list[R]:
+        """Go on with other ranks: for each, `kept` has its former number, None for a newcomer without any K/V.
+
+        Returns the requests whose home ranks are all lost; they have left their slots. The result follows from the
+        requests alone, however often a rank has scheduled a step that was then dropped.
+        """
+        self.limits.num_ranks = len(kept)
+        self._until_review = self.digest = 0
+        before, self._slots = self._slots, self._empty_slots()
+        for rank, old in enumerate(kept):
+            if old is not None:
+                self._slots[rank] = before[old]
+                before[old].rank = rank
+        if None in kept:  # a newcomer cannot know what the others retain
+            self.forget()
+        for request in self.running:
+            request.slots = [-1 if old is None else request.slots[old] for old in kept]
+            request.num_computed_tokens = regrouped(request.num_computed_tokens, kept)
+            request.homes = [rank for rank, old in enumerate(kept) if old in request.homes]
+        lost = [request for request in self.running if not request.homes]
+        self.running = [request for request in self.running if request.homes]
+        self._want([list(request.homes) for request in self.running])
+        for request in lost:
+            self._give_back(request, True)
+        return lost
+
+    def forget(self) -> None:
+        """Evict all retained prefixes."""
+        for slots in self._slots:
+            slots.forget()
+
+    def update(self) -> None:
+        """Choose home ranks now and then, and let ranks join and leave as soon as that costs little.
+
+        A home rank that is no longer wanted leaves when one of the wanted ones serves.
+        """
+        self._until_review -= 1
+        if self._until_review < 0:
+            self._until_review = REVIEW_EVERY
+            self._want(self._choose(self.running))
+        if self._is_final:
+            return
+        self._leave()
+        for request, wanted in zip(self.running, self.wanted, strict=True):
+            for rank in wanted:
+                if request.slots[rank] < 0 and self._slots[rank].has_room:
+                    _count(request, rank, self._enter(request, rank))
+            lacking = [len(request.tokens) - 1 - held for held in request.num_computed_tokens]
+            able = [rank for rank in wanted if request.slots[rank] >= 0 and lacking[rank] <= self.limits.cheap]
+            if not set(able) <= set(request.homes):
+                request.homes = sorted({*request.homes, *able})
+                self._sign(*request.homes)
+        self._leave()
+        self._is_final = all([each.homes == wanted for each, wanted in zip(self.running, self.wanted, strict=True)])
+
+    def _choose(self, requests: Sequence[R]) -> list[list[int]]:
+        limits = self.limits
+        if not limits.is_elastic:
+            return [list(range(limits.num_ranks)) for _ in requests]
+        candidates = []
+        for request in requests:
+            lacking = cache(partial(self._lacking, request))
+            factor = (lambda width: math.inf) if limits.speedup is None else partial(limits.speedup, request)
+            late = (lambda width: False) if limits.targets is None else partial(limits.targets.is_late, request)
+            candidates.append(Candidate(request.homes, lacking, request.num_left, factor, late))
+        return choose(candidates, limits.num_ranks, limits.most_homes)
+
+    def _lacking(self, request: R, rank: int) -> int:
+        return len(request.tokens) - 1 - self._slots[rank].held(request)
+
+    def _want(self, wanted: Sequence[list[int]]) -> None:
+        self.wanted = list(wanted)
+        self._is_final = False
+
+    def _enter(self, request: R, rank: int) -> int:
+        held, moves = self._slots[rank].enter(request)
+        self._moves += moves
+        self._sign(rank, request.slots[rank], held)
+        return held
+
+    def _leave(self) -> None:
+        """Take requests from ranks that should not have them."""
+        for request, wanted in zip(self.running, self.wanted, strict=True):
+            is_served = not set(wanted).isdisjoint(request.homes)
+            for rank in range(self.limits.num_ranks):
+                if request.slots[rank] < 0 or rank in wanted or (rank in request.homes and not is_served):
+                    continue
+                self._moves += self._slots[rank].leave(request)
+                _count(request, rank, 0)
+                request.homes = [home for home in request.homes if home != rank]
+                self._sign(rank, *request.homes)
+
+    def _give_back(self, request: R, keep: bool) -> None:
+        for rank, slots in enumerate(self._slots):
+            if request.slots[rank] >= 0:
+                self._moves += slots.leave(request, keep)
+
+    def _sign(self, *words: int) -> None:
+        data = array("q", [*words, len(words)]).tobytes() + self.digest.to_bytes(8, "little")
+        self.digest = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+def _count(request: Schedulable, rank: int, num_computed: int) -> None:
+    counts = request.num_computed_tokens
+    request.num_computed_tokens = [*counts[:rank], num_computed, *counts[rank + 1 :]]
+
+
+def regrouped(counts: Sequence[int], kept: Sequence[int | None]) -> list[int]:
+    """Counts per rank after a change of ranks, see `Placement.regroup`."""
+    return [0 if before is None else counts[before] for before in kept]

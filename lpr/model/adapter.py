@@ -1,0 +1,161 @@
+"""A transformers model that evaluates token trees: its attention, its family's shims, exact mode and its inputs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from lpr.config import InputError
+from lpr.model.attention import TREE_ATTENTION, TREE_MASK_ONLY
+from lpr.model.exact import check
+from lpr.model.families import adapt
+from lpr.model.inputs import Row, StepInputs, build_inputs
+from lpr.model.kernels.hook import EXACT_KERNELS, KERNELS, load_kernel
+from lpr.model.kv_cache import KVCache
+from lpr.model.pinned import HEIGHT, pin_heights
+from lpr.model.step_scope import step_scope
+
+ATTENTION = ("auto", "sdpa", *KERNELS)
+"""Choices of `attention`: lpr's own, PyTorch's attention with a dense mask, or a GPU kernel that reads bits."""
+ShareHeights = Callable[[check.Heights | str], check.Heights | str]
+
+
+class Adapter:
+    """Owns a transformers model and calls it with rows of pending tokens and tree nodes."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        attention: str = "auto",
+        exact: bool = False,
+        share_heights: ShareHeights = lambda found: found,
+    ) -> None:
+        """Switch `model` (any transformers causal LM) to tree attention.
+
+        `attention` is one of ATTENTION. "auto" is "triton" on a GPU, which `self_check` then verifies with this model
+        before it is kept, and "sdpa" elsewhere. `exact` makes logits the same bits for every shape of a step
+        (lpr.model.exact), if `self_check` finds that they can be; ranks that share weights agree on the heights of
+        matrix products by `share_heights`. Raises InputError for a choice that cannot work.
+        """
+        self.model = model.eval()
+        self.device = next(model.parameters()).device
+        self.config = model.config.get_text_config(decoder=True)
+        on_cpu = self.device.type == "cpu"
+        self.node_bucket, self.kv_bucket = (1, 32) if on_cpu else (16, 256)
+        """T and KV of a step are padded to multiples of these. On a GPU few shapes repeat, as tuned kernels need; on a
+        CPU every padded node costs its full arithmetic."""
+        self.packed = on_cpu
+        """True if unequal rows are laid out without padding, with one attention call each; `self_check` takes it back
+        for a model that cannot."""
+        self.accepts_positions = "position_ids" in inspect.signature(type(model).forward).parameters
+        self.exact = exact
+        self.heights: check.Heights | None = None
+        """Rows of the products of a step in exact mode; `why_not_exact` finds how many agree."""
+        self._share_heights = share_heights
+        self._layer_rules: dict[int | None, Any] = {}
+        self.may_fall_back = attention == "auto"
+        """True if `self_check` may choose "sdpa" instead."""
+        reachable = self.device.type == "cuda" and model._can_set_attn_implementation() and find_spec("triton")
+        self.set_attention(("triton" if reachable else "sdpa") if attention == "auto" else attention)
+
+    @property
+    def reads_bits(self) -> bool:
+        """True if attention reads the tree as bits, in place of a dense mask."""
+        return self.attention in KERNELS
+
+    def set_attention(self, choice: str) -> None:
+        """Switch the model to one of ATTENTION except "auto"; raises InputError where it cannot work."""
+        if choice not in ATTENTION[1:]:
+            raise InputError(f"attention={choice!r} is none of {', '.join(ATTENTION)}")
+        if choice in KERNELS and not self.model._can_set_attn_implementation():
+            raise InputError(
+                f"model type {self.config.model_type!r} has its own attention code, which attention={choice!r} does "
+                "not reach; use attention='sdpa'"
+            )
+        if choice == "triton" and not find_spec("triton"):
+            raise InputError(
+                "attention='triton' needs the package triton (pip install triton); or use attention='sdpa'"
+            )
+        name = (EXACT_KERNELS if self.exact else KERNELS).get(choice, TREE_ATTENTION)
+        load_kernel(name)
+        self.attention = choice
+        _use_attention(self.model, name)
+        adapt(self.model)
+
+    def why_not_exact(self) -> str | None:
+        """Prepare exact mode; why it cannot be, as far as that is known without a forward, or None."""
+        if self.device.type != "cpu" and not self.reads_bits:
+            return f"on a GPU attention={self.attention!r} adds in the order of cache rows; use 'triton'"
+        reason = check.refusal(self.model, not self.model._can_set_attn_implementation())
+        if reason is not None:
+            return reason
+        pin_heights(self.model)
+        if self.device.type != "cpu":
+            self.heights = check.Heights(HEIGHT, HEIGHT, None, HEIGHT, HEIGHT)
+            self.node_bucket = HEIGHT
+            return None
+        found = self._share_heights(check.find_heights(self.model))
+        if isinstance(found, str):
+            return f"on this machine the matrix product {found} rounds otherwise for other numbers of rows"
+        self.heights = found
+        return None
+
+    def step_inputs(self, rows: Sequence[Row], cache: KVCache) -> StepInputs:
+        """The tensors of a step's forward over `rows`, in this device's shapes."""
+        return self.inputs(rows, cache, self.node_bucket, self.kv_bucket, self.packed)
+
+    def inputs(
+        self, rows: Sequence[Row], cache: KVCache, node_bucket: int = 1, kv_bucket: int = 1, packed: bool = False
+    ) -> StepInputs:
+        """As `build_inputs`, with the kind of mask that the chosen attention reads."""
+        if self.heights is not None and self.heights.num_threads not in (None, torch.get_num_threads()):
+            raise RuntimeError(
+                f"exact mode was checked with {self.heights.num_threads} threads and torch has "
+                f"{torch.get_num_threads()} now: set them before the model is loaded"
+            )
+        bits = self.reads_bits
+        return build_inputs(rows, cache, self.device, node_bucket, kv_bucket, packed and not bits, bits, self.heights)
+
+    @torch.no_grad()
+    def forward(self, inputs: StepInputs, cache: KVCache, compiled: bool = False) -> torch.Tensor:
+        """One forward; the logits [sum of num_results, V] of the rows' last `num_results` entries, row after row.
+
+        `compiled` calls the model as torch.compile made it; otherwise it is called directly, also where another engine
+        has compiled it.
+        """
+        inputs.layer_rules, inputs.heights, inputs.cache = self._layer_rules, self.heights, cache
+        extra = {"position_ids": inputs.positions} if self.accepts_positions else {}
+        is_compiled = getattr(self.model, "_compiled_call_impl", None) is not None
+        direct = torch.compiler.set_stance("force_eager") if is_compiled and not compiled else nullcontext()
+        with direct, step_scope(inputs):
+            output = self.model(
+                input_ids=inputs.tokens,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=inputs.logits_to_keep,
+                **extra,
+            )
+        return inputs.results(output.logits)
+
+    def logits(
+        self, rows: Sequence[Row], cache: KVCache, node_bucket: int = 1, kv_bucket: int = 1, packed: bool = False
+    ) -> torch.Tensor:
+        """The logits of `forward` over `rows`, laid out as by `inputs`."""
+        return self.forward(self.inputs(rows, cache, node_bucket, kv_bucket, packed), cache)
+
+
+def _use_attention(model: PreTrainedModel, name: str) -> None:
+    """Make `model` call our mask and attention functions, through the registry where its code dispatches by it."""
+    if model._can_set_attn_implementation():
+        model.set_attn_implementation(name)
+        return
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "_attn_implementation_internal"):
+            config._attn_implementation_internal = TREE_MASK_ONLY

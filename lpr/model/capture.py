@@ -1,0 +1,106 @@
+"""Capturing a program as a CUDA graph, and telling which models cannot be captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+_WAITING = (
+    "_local_scalar_dense",
+    "nonzero",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "masked_select",
+    "is_nonzero",
+    "equal",
+)
+"""Operators whose result's value or shape the host must wait for."""
+_DYNAMIC_ROPE = ("dynamic", "longrope")
+
+Program = Callable[[], torch.Tensor]
+
+
+class Capturer(Protocol):
+    """Turns a program into its replay; the tests have one for a CPU."""
+
+    def capture(self, program: Program) -> Program:
+        """Run `program` once for real, then record it; the replay returns the same tensor each time."""
+        ...
+
+
+class CudaCapturer:
+    """Captures with torch.cuda.graph, on a stream of its own, into one pool of memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        """For programs whose tensors are on `device`."""
+        self.device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, program: Program) -> Program:
+        """As Capturer.capture. The first run sets libraries up, which a capture does not allow."""
+        with torch.cuda.device(self.device):
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                program()
+            torch.cuda.current_stream().wait_stream(self._stream)
+            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+            try:
+                # NCCL's watchdog queries events from a thread of its own meanwhile: only this thread must not wait.
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                    results = program()
+            except Exception:
+                torch.cuda.set_stream(stream)  # the failed end of a capture leaves its own stream current
+                raise
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return results
+
+        return replay
+
+
+class WaitsError(RuntimeError):
+    """The model's forward makes the host wait for the device, or depends on the host."""
+
+
+class NoWaiting(TorchDispatchMode):
+    """Raises WaitsError at an operator that the host would have to wait for: no graph can hold it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at the operator's name and at what it copies, then run it."""
+        name = func.name()
+        if name.split("::")[-1].split(".")[0] in _WAITING:
+            raise WaitsError(f"its forward waits for the device ({name})")
+        result = func(*args, **(kwargs or {}))
+        if name in ("aten::_to_copy", "aten::copy_"):
+            source = args[1] if name == "aten::copy_" else args[0]
+            if source.device != result.device:
+                raise WaitsError(f"its forward copies from {source.device.type} to {result.device.type} ({name})")
+        return result
+
+
+def uncapturable(model: PreTrainedModel, accepts_positions: bool) -> str | None:
+    """The reason in its configuration why `model` cannot be captured; None if it has none."""
+    config: Any = model.config.get_text_config(decoder=True)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
+    for kind in kinds:
+        name = kind.get("rope_type", kind.get("type"))
+        if name in _DYNAMIC_ROPE:
+            return f"its rope_type {name!r} looks at the longest position of each step on the host"
+    is_eager = getattr(config, "_experts_implementation", None) == "eager" and model._can_set_experts_implementation()
+    if is_eager and _has_experts(config):  # families with experts of their own (Llama 4) do not look at the setting
+        return "its experts implementation 'eager' asks the device which experts are hit (use 'grouped_mm')"
+    if not accepts_positions:
+        return "its forward takes no positions, so that the cached length would be a constant of the graph"
+    return None
+
+
+def _has_experts(config: Any) -> bool:
+    return any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))

@@ -1,0 +1,61 @@
+"""How the rows of a step become results.
+
+TreeModel chooses a strategy when its cache is allocated: EagerForward calls the model's operators one by one,
+`graphs.GraphForward` replays what it has captured of such calls. `compiled.CompiledForward` takes the adapter's place
+in what is captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from lpr.model.adapter import Adapter
+from lpr.model.capture import Capturer
+from lpr.model.inputs import Row, StepInputs
+from lpr.model.kv_cache import KVCache
+from lpr.model.sampling.sampler import Sampler
+from lpr.model.sampling.selection import Selection
+
+
+class EagerForward:
+    """Lays out the rows of each step anew and calls the model; the interface of all strategies."""
+
+    capturer: Capturer | None = None
+    """Captures steps; None evaluates them directly."""
+    reason: str | None = None
+    """The reason why no further step is captured, once a capture has failed."""
+    num_captures = 0
+    """Graphs captured so far."""
+
+    def __init__(
+        self, adapter: Adapter, sampler: Sampler, cache: KVCache, before_launch: Callable[[], None] = lambda: None
+    ) -> None:
+        """Evaluate on `cache`; `before_launch` is called when a step's inputs are made, before the device has work."""
+        self.adapter = adapter
+        self.sampler = sampler
+        self.cache = cache
+        self.before_launch = before_launch
+
+    @torch.no_grad()
+    def evaluate(self, rows: Sequence[Row], selection: Selection, num_candidates: int) -> torch.Tensor:
+        """As TreeModel.evaluate; the results are valid until the next call."""
+        selection = selection.to(self.adapter.device)
+        inputs = self.adapter.step_inputs(rows, self.cache)
+        inputs.in_parts = self.sampler.in_parts(selection)
+        return self.sampler.results(self._logits(inputs), selection, num_candidates)
+
+    def fill(self, rows: Sequence[Row]) -> None:
+        """As TreeModel.fill."""
+        self._logits(self.adapter.step_inputs(rows, self.cache))
+
+    def _logits(self, inputs: StepInputs) -> torch.Tensor:
+        self.before_launch()
+        return self.adapter.forward(inputs, self.cache)
+
+    def limit(self, max_nodes: int) -> None:
+        """Expect steps of up to `max_nodes` nodes a row."""
+
+    def prepare(self, num_candidates: int, show: bool = True) -> None:
+        """Capture what common steps would otherwise wait for; with a progress bar on a terminal, if `show`."""

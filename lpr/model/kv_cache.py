@@ -1,0 +1,114 @@
+"""The KV cache as a model's forward, a step's inputs and the runtime see it.
+
+A *row* holds the K and V of one token. A sequence sees its own rows: committed token j is row j, entry i of the running
+step is row `num_cached + i`. Where they lie among the rows of the whole cache is known to the implementation alone
+(`SlotCache` in lpr.model.slot_cache); others get it as numbers that they hand back to it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import Cache
+
+from lpr.model.step_scope import current_step
+
+if TYPE_CHECKING:
+    from lpr.model.inputs import Block, Row
+
+
+class KVCache(Cache, ABC):
+    """K/V of up to `num_slots` running sequences, each with up to `rows_per_slot` rows."""
+
+    num_slots: int
+    rows_per_slot: int
+    """Rows of a sequence: its committed tokens, a step's entries, and one spare row that padding is written to."""
+
+    def __init__(self) -> None:
+        """A cache without transformers' per-layer objects."""
+        super().__init__(layers=[])
+
+    # What models call.
+
+    @abstractmethod
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the current step's K and V [R, H, N, D]; return the K and V that attention reads, without a copy.
+
+        That is [B, H, KV, D] for a single block, and for packed inputs what `of_block` takes.
+        """
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Committed length, for model code that asks; positions are always passed explicitly."""
+        step = current_step()
+        return step.length if step is not None else 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Number of visible cache rows and their offset."""
+        step = current_step()
+        return (max(block.num_kv for block in step.blocks) if step is not None else query_length), 0
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        """Rows of a sequence."""
+        return self.rows_per_slot
+
+    # What a step's inputs and attention ask.
+
+    @abstractmethod
+    def first_rows(self, rows: Sequence[Row]) -> list[int]:
+        """The cache row of the first entry of each row of a step; its other entries follow."""
+
+    @abstractmethod
+    def write_rows(self, rows: Sequence[Row], num_entries: int) -> np.ndarray:
+        """Int64 [B, T]: the cache row of each entry, padded on the left to `num_entries`; padding has a spare row."""
+
+    @abstractmethod
+    def place(self, words: np.ndarray, rows: Sequence[Row], first_slot: int, batch: int, num_entries: int) -> None:
+        """Write the int32 words of a captured step on the host (StaticShape.place), all but its selection."""
+
+    @abstractmethod
+    def of_block(self, states: torch.Tensor, block: Block) -> torch.Tensor:
+        """A block's K or V [B, H, KV, D], a view of what `update` returned for packed inputs."""
+
+    # What the runtime calls.
+
+    @property
+    @abstractmethod
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's K and V in all layers."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole cache."""
+        return self.bytes_per_token * self.num_slots * self.rows_per_slot
+
+    @abstractmethod
+    def resized(self, num_slots: int, rows_per_slot: int) -> KVCache:
+        """Another cache for the same layers, its memory allocated."""
+
+    @abstractmethod
+    def move(self, rows: np.ndarray) -> None:
+        """Copy the cache rows `rows[0]` to `rows[1]` (int64 [2, n]) in every layer; they may overlap."""
+
+    def commit(self, row: Row, entries: Sequence[int]) -> None:
+        """Keep `entries` of a step's row (indices, in order) as the sequence's next committed tokens."""
+        first = self.first_rows([row])[0]
+        moves = [(first + entry, first + index) for index, entry in enumerate(entries) if entry != index]
+        self.move(np.array(moves, np.int64).reshape(-1, 2).T)
+
+    @abstractmethod
+    def clear(self, slot: int, num_cached: int) -> None:
+        """Zero a sequence's rows from `num_cached` on: a NaN changes sums even where its weight is 0."""
+
+    @abstractmethod
+    def exchange_slots(self, first: int, second: int, num_cached: int) -> None:
+        """Exchange the first `num_cached` rows of two slots."""
+
+    @abstractmethod
+    def move_slot(self, source: int, target: int, num_cached: int) -> None:
+        """Copy the first `num_cached` rows of slot `source` over those of slot `target`."""

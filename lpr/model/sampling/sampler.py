@@ -1,0 +1,73 @@
+"""From a step's logits to its results: the chosen tokens, the most likely ones and log-probabilities."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from lpr.model.inputs import Row
+from lpr.model.sampling.choice import candidates, choose, four_to_a_word, log_probabilities
+from lpr.model.sampling.parts import choose_by_parts, limits_work, may_be_in_parts
+from lpr.model.sampling.selection import Selection
+from lpr.model.slot_cache import SlotCache
+from lpr.model.step_scope import current_step
+
+if TYPE_CHECKING:
+    from lpr.model.adapter import Adapter
+    from lpr.model.parallel import VocabularyPart
+
+
+class Sampler:
+    """Samples the next tokens of a step; with a `part` of the vocabulary, together with the ranks of the others."""
+
+    def __init__(self, part: VocabularyPart | None = None) -> None:
+        """With a `part`, ranks choose each among their own logits wherever that can be."""
+        self.part = part
+        self._limits_in_parts = False
+        if part is not None:
+            part.install(lambda: (step := current_step()) is not None and step.in_parts)
+
+    def in_parts(self, selection: Selection) -> bool:
+        """True if every rank chooses among its own part of the logits."""
+        return self.part is not None and may_be_in_parts(selection, self._limits_in_parts)
+
+    def results(
+        self, logits: torch.Tensor, selection: Selection, num_candidates: int, fixed_shapes: bool = False
+    ) -> torch.Tensor:
+        """Int32 [n, result_words(k)] of `logits` [n, V]: next token, k candidates, and their k scores, four a word.
+
+        Behind them is what `log_probabilities` returns, if the selection asks for it. `fixed_shapes` asks for operators
+        that a graph can hold. Where `in_parts`, `logits` are this rank's part.
+        """
+        if self.in_parts(selection):
+            assert self.part is not None
+            first, gather = self.part.first, self.part.gather
+            chosen, tokens, scores = choose_by_parts(logits, selection, first, gather, num_candidates, fixed_shapes)
+            columns = [chosen[:, None], tokens, four_to_a_word(scores)] if num_candidates else [chosen[:, None]]
+        else:
+            columns = [choose(logits, selection, fixed_shapes)[:, None]]
+            if num_candidates:
+                tokens, scores = candidates(logits, num_candidates)
+                columns += [tokens, four_to_a_word(scores)]
+        if selection.num_logprobs is not None:
+            columns.append(log_probabilities(logits, columns[0][:, 0], selection.num_logprobs))
+        return (columns[0] if len(columns) == 1 else torch.cat(columns, 1)).to(torch.int32)
+
+    def check_part(self, adapter: Adapter) -> None:
+        """Drop the part, on all ranks, where the head's own part differs from that part of the gathered logits."""
+        if self.part is None:
+            return
+        found = []
+        for in_parts in (False, True):
+            cache = SlotCache(1, 256)
+            inputs = adapter.inputs([Row.chain(0, 0, [1, 2, 3], 3)], cache)
+            inputs.in_parts = in_parts
+            found.append(adapter.forward(inputs, cache).float())
+        whole, mine = found
+        there = whole[:, self.part.first : self.part.first + mine.shape[1]]
+        same = mine.shape == there.shape and torch.allclose(mine, there, atol=1e-3 * float(whole.max() - whole.min()))
+        words = torch.tensor([[int(same), int(limits_work(mine.device))]], dtype=torch.int32, device=mine.device)
+        same, self._limits_in_parts = self.part.gather(words).all(0)[0].tolist()
+        if not same:
+            self.part = None

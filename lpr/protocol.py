@@ -1,0 +1,171 @@
+"""One description of a request for the front, the driver and the engine: what is asked, what comes back, what failed.
+
+The engine's command log (lpr.engine.commands) and the service's socket (lpr.serve.messages) carry these structs. No
+torch here: the front must not load it.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from lpr.config import SamplingParams
+
+RequestId = int | str
+
+
+class ErrorCode(StrEnum):
+    """Why a request is refused or fails. The HTTP status follows from it (lpr.serve.errors.ANSWERS)."""
+
+    # The request is wrong.
+    BAD_REQUEST = "bad_request"
+    INVALID_VALUE = "invalid_value"
+    INVALID_JSON = "invalid_json"
+    MISSING_PARAMETER = "missing_required_parameter"
+    UNSUPPORTED_PARAMETER = "unsupported_parameter"
+    TOO_LONG = "context_length_exceeded"
+    NO_FIM = "fim_not_supported"
+    NO_CHAT_TEMPLATE = "no_chat_template"
+    NOT_INSTALLED = "not_installed"
+    MISSING_KEY = "missing_api_key"
+    INVALID_KEY = "invalid_api_key"
+    MODEL_NOT_FOUND = "model_not_found"
+    REQUEST_NOT_FOUND = "request_not_found"
+    BODY_TIMEOUT = "body_timeout"
+    BODY_TOO_LARGE = "body_too_large"
+    MEDIA_TYPE = "unsupported_media_type"
+    # The service cannot take it now.
+    OVERLOADED = "queue_full"
+    NO_MESH = "no_mesh"
+    LOADING = "loading"
+    SHUTTING_DOWN = "shutting_down"
+    # It was accepted, and cannot be finished.
+    TIMEOUT = "timeout"
+    DRAINED = "drained"
+    RANKS_LOST = "ranks_lost"
+    GENERATION_FAILED = "generation_failed"
+    INTERNAL = "internal_error"
+
+
+class Failure(msgspec.Struct, frozen=True, array_like=True):
+    """Why a request has ended with `finish_reason` "error"."""
+
+    code: ErrorCode
+    message: str
+    """One line."""
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Complete a prompt, or continue an output of which a part was delivered."""
+
+    id: RequestId
+    token_ids: list[int]
+    """The prompt, followed by the output tokens that were delivered already."""
+    params: SamplingParams
+    num_prompt: int
+    """Length of the prompt in `token_ids`."""
+    priority: int = 0
+    """Lower is earlier (see lpr.engine.waiting)."""
+    has_processors: bool = False
+    """True if logits processors apply: they are code, so each rank submits the request itself."""
+    tenant: str = ""
+    """Requests share drafts and K/V with requests of the same tenant only; "" is a tenant like any other."""
+    learns: bool = True
+    """True if the request shares drafts with other requests of its tenant."""
+    details: bool = False
+    """True if chunks name the draft source of each token."""
+    arrived: float = 0.0
+    """Arrival in seconds, on the clock of the process that submits; -inf goes first."""
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Drop a request. A finished or unknown one is ignored."""
+
+    id: RequestId
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Abort all requests and end all ranks."""
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one output position, before penalties, temperature and top-k/top-p/min-p."""
+
+    logprob: float
+    """Of the chosen token."""
+    top: list[tuple[int, float]] = []
+    """The most likely tokens and theirs, most likely first."""
+
+
+class Usage(msgspec.Struct, frozen=True, array_like=True):
+    """The work that a request took since the ranks began or resumed it."""
+
+    num_steps: int = 0
+    """Decode steps."""
+    num_fill_steps: int = 0
+    """Steps of chunked prefill."""
+    num_cached: int = 0
+    """Prompt tokens found in the prefix cache."""
+    drafted: int = 0
+    accepted: int = 0
+    accepted_per_depth: list[int] = []
+    """Accepted speculative tokens by depth in the tree; the first is depth 1."""
+    by_source: dict[str, tuple[int, int]] = {}
+    """Drafted and accepted nodes by draft source."""
+    num_tokens: int = 0
+    """Tokens emitted in these steps."""
+
+
+class Chunk(msgspec.Struct, array_like=True):
+    """What one step added to a request, and where in its output that begins."""
+
+    id: RequestId
+    token_ids: list[int]
+    text: str = ""
+    """Text that is final now. It may lag behind the ids by an incomplete character or a possible stop string.
+
+    In the engine, complete once the chunk is taken."""
+    finish_reason: str | None = None
+    """`stop`, `length`, `abort` or `error`; None while the request goes on."""
+    failure: Failure | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    """Per token, if the request asks for them."""
+    sources: list[str] | None = None
+    """Draft source of each token, if the request asks for `details`."""
+    usage: Usage | None = None
+    """In the last chunk."""
+    stop_reason: int | str | None = None
+    """The stop string, or the id of `stop_token_ids`, that ended the request."""
+    start: int = 0
+    """Output tokens before these."""
+    start_character: int = 0
+    """Characters of the output before this text."""
+
+    def after(self, num_tokens: int, num_characters: int) -> Chunk:
+        """The part behind `num_tokens` tokens and `num_characters` characters, which were delivered already.
+
+        Raises ProtocolError if the chunk begins after them.
+        """
+        cut, cut_text = num_tokens - self.start, num_characters - self.start_character
+        if (self.token_ids and cut < 0) or (self.text and cut_text < 0):
+            raise ProtocolError(f"request {self.id} goes on at token {self.start}, and {num_tokens} were delivered")
+        if cut <= 0 and cut_text <= 0:
+            return self
+        return msgspec.structs.replace(
+            self,
+            token_ids=self.token_ids[max(0, cut) :],
+            text=self.text[max(0, cut_text) :],
+            logprobs=None if self.logprobs is None else self.logprobs[max(0, cut) :],
+            sources=None if self.sources is None else self.sources[max(0, cut) :],
+            start=num_tokens,
+            start_character=num_characters,
+        )
+
+
+class ProtocolError(RuntimeError):
+    """A message is malformed or does not follow from the messages before it."""
+
+
+class MeshError(RuntimeError):
+    """Base of CommError and DesyncError: the ranks cannot go on together."""

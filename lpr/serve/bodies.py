@@ -1,0 +1,305 @@
+"""Bodies of requests as pydantic models. Unknown fields are refused by their names, never ignored.
+
+Names and defaults are those of OpenAI's API, of vLLM's extras to it, of llama.cpp's `/infill`, and of DeepSeek's and
+Mistral's completion endpoints. Fields that some client always sends, and of which only one value can be honoured, are
+literals of that value.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+
+MAX_CHOICES = 128
+MAX_STOPS = 16
+_INT64 = 2**63
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Stop = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+Stops = Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None
+Seed = Annotated[int, Field(ge=-_INT64, lt=2**64)] | None
+Temperature = Annotated[float, Field(ge=0, le=100)]
+TopK = Annotated[int, Field(ge=-1, lt=2**31)]
+"""0 and -1: no limit."""
+TopP = Annotated[float, Field(gt=0, le=1)]
+MinP = Annotated[float, Field(ge=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Repetition = Annotated[float, Field(gt=0, le=100)]
+Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
+NumTop = Annotated[int, Field(ge=0, le=20)]
+Natural = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+Label = Annotated[str, StringConstraints(max_length=1024)]
+LogitBias = dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] | None
+
+
+class Body(BaseModel):
+    """Base of all bodies."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        """Drop unknown fields that are null: they ask for nothing, and clients send what an answer's object held."""
+        if not isinstance(given, dict):
+            return given
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        return {name: value for name, value in given.items() if value is not None or name in known}
+
+
+class StreamOptions(Body):
+    """What a stream carries besides text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class JsonSchema(Body):
+    """OpenAI's wrapper of a JSON schema."""
+
+    name: str = "schema"
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """The form of the text."""
+
+    type: Literal["text", "json_object", "json_schema", "regex", "grammar"]
+    json_schema: JsonSchema | None = None
+    regex: str | None = Field(default=None, max_length=65536)
+    grammar: str | None = Field(default=None, max_length=262144)
+
+    @model_validator(mode="after")
+    def _complete(self) -> ResponseFormat:
+        for name in ("json_schema", "regex", "grammar"):
+            given = getattr(self, name) is not None
+            if name == self.type and not given:
+                raise ValueError(f'type "{self.type}" needs the field {name}')
+            if name != self.type and given:
+                raise ValueError(f'the field {name} does not go with type "{self.type}"')
+        return self
+
+
+class Sampling(Body):
+    """Fields that completions and chats share."""
+
+    model: str | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    n: Choices | None = None
+    stop: Stops = None
+    seed: Seed = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: LogitBias = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    user: Label | None = None
+    """Only written to the access log."""
+    prompt_cache_key: Label | None = None
+    """For routers (lpr.fleet.affinity): the same text comes from every replica."""
+
+    # vLLM's.
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: Repetition | None = None
+    min_tokens: Natural = 0
+    ignore_eos: bool = False
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    priority: Annotated[int, Field(ge=-_INT64, lt=_INT64)] = 0
+    """Lower is earlier. A request of priority p waits as one that arrived 10 p seconds later, so none starves."""
+    request_id: Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[\w.:-]+$")] | None = None
+    return_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
+    skip_special_tokens: Literal[True] | None = None
+    spaces_between_special_tokens: Literal[True] | None = None
+    include_stop_str_in_output: Literal[False] | None = None
+    use_beam_search: Literal[False] | None = None
+
+    # lpr's.
+    return_sources: bool | None = None
+    """Name the draft source of every token."""
+
+    @model_validator(mode="after")
+    def _streams(self) -> Sampling:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options goes with stream=true only")
+        return self
+
+
+Prompt = (
+    str
+    | Annotated[list[TokenId], Field(min_length=1)]
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
+    | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)]
+)
+
+
+class CompletionBody(Sampling):
+    """`POST /v1/completions`."""
+
+    prompt: Prompt
+    suffix: str | None = None
+    max_tokens: Natural | None = 16
+    best_of: Choices | None = None
+    echo: bool | None = None
+    logprobs: NumTop | None = None
+
+
+class TextPart(Body):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    refusal: None = None
+
+
+class ChatBody(Sampling):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: Positive | None = None
+    max_completion_tokens: Positive | None = None
+    logprobs: bool | None = None
+    top_logprobs: NumTop | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    """Without effect, as there are no tools."""
+    modalities: list[Literal["text"]] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+    # llama.vim sends these to a chat as well.
+    n_predict: Annotated[int, Field(ge=-1)] | None = None
+    cache_prompt: bool | None = None
+    """Without effect: prompts are always cached, and the text is the same."""
+    id_slot: int | None = None
+    """Without effect: slots are found by their longest common prefix."""
+    samplers: list[str] | None = None
+    response_fields: list[str] | None = None
+
+    @field_validator("tools", "tool_choice")
+    @classmethod
+    def _no_tools(cls, value: Any) -> Any:
+        # Each family of models writes calls in a form of its own, and a call that is handed out as text is worse than
+        # none.
+        if value not in (None, [], "none"):
+            raise ValueError("calls of tools are not supported; response_format with a JSON schema may do instead")
+        return value
+
+    @model_validator(mode="after")
+    def _agree(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs goes with logprobs=true only")
+        given = self.model_fields_set
+        if self.continue_final_message and self.add_generation_prompt and "add_generation_prompt" in given:
+            raise ValueError("continue_final_message and add_generation_prompt exclude each other")
+        return self
+
+
+class ExtraFile(Body):
+    """A piece of another file."""
+
+    text: str
+    filename: str = ""
+    time: Any = None
+    """Without effect: the order of the pieces counts."""
+
+
+class InfillBody(Body):
+    """llama.cpp's `POST /infill`, with the fields that llama.vim and llama.vscode send."""
+
+    input_prefix: str
+    input_suffix: str
+    input_extra: list[ExtraFile] = []
+    prompt: str = ""
+    """The text between prefix and hole: the line up to the cursor."""
+    n_predict: Annotated[int, Field(ge=-1)] = -1
+    """-1: 512, or a quarter of the model's limit. 0: only fill the cache."""
+    n_indent: Natural = 0
+    """End before a line that is indented by less than this many characters."""
+    n_cmpl: Choices = 1
+    t_max_prompt_ms: float | None = None
+    """Without effect, as in llama.cpp."""
+    t_max_predict_ms: float = 0
+    """End after this time, once a line is complete; counted from the first token. 0: no limit."""
+    cache_prompt: bool = True
+    id_slot: int = -1
+    samplers: list[str] | None = None
+    """Of top_k, top_p, min_p, temperature and penalties, those in this list are used."""
+    response_fields: list[str] | None = None
+    """Answer with these fields only; "a/b" is field b of a."""
+    temperature: Temperature = 0.0
+    top_k: TopK = 0
+    top_p: TopP = 1.0
+    min_p: MinP = 0.0
+    repeat_penalty: Repetition = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    seed: Annotated[int, Field(ge=-1, lt=2**64)] = -1
+    stop: Annotated[list[Stop], Field(max_length=MAX_STOPS)] = []
+    stream: bool = False
+    return_tokens: bool = False
+    model: str | None = None
+
+
+class FimBody(Body):
+    """Mistral's `POST /v1/fim/completions`."""
+
+    model: str | None = None
+    prompt: str
+    suffix: str | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    max_tokens: Positive | None = None
+    min_tokens: Natural | None = None
+    stream: bool | None = None
+    stop: Stops = None
+    random_seed: Seed = None
+
+
+class TokenizeBody(Body):
+    """`POST /tokenize`: vLLM's `prompt` or `messages`, or llama.cpp's `content`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    content: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_special: bool | None = None
+    """llama.cpp's name, whose default is false."""
+    parse_special: Literal[True] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: Literal[False] | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> TokenizeBody:
+        if sum(value is not None for value in (self.prompt, self.content, self.messages)) != 1:
+            raise ValueError("give one of prompt, content and messages")
+        return self
+
+
+class DetokenizeBody(Body):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(max_length=1 << 20)]

@@ -1,0 +1,230 @@
+"""Rank 0's loop in a service: it feeds the engine with the front's requests, and sends the front what steps add."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lpr.config import InputError
+from lpr.dist.comm import Comm
+from lpr.engine.engine import Engine
+from lpr.engine.hooks import StepHooks
+from lpr.engine.request import Request
+from lpr.protocol import Abort, Chunk, ErrorCode, Failure, Stop, Submit
+from lpr.serve.messages import Facts, Finish, Load, Pulse, Resume, Stepped, ToDriver
+from lpr.serve.ranks.line import PULSE_EVERY, Line
+
+if TYPE_CHECKING:
+    from lpr.fleet.sharing import SharedDrafts  # its client is an optional package
+
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class EngineBridge(StepHooks):
+    """Between the front's socket and rank 0's engine."""
+
+    def __init__(
+        self, engine: Engine, line: Line, model: str, learns: bool = True, drafts: SharedDrafts | None = None
+    ) -> None:
+        """Connect `engine` and `line`; raises InputError for a model that cannot be served.
+
+        After a change of drivers the engine holds requests already, and the front says which of them go on. `learns`
+        lets requests draft from the outputs of others of their tenant. `drafts` shares these with other replicas.
+        """
+        self.engine = engine
+        self.overlaps = engine.model.device.type == "cuda"
+        """True if the device works while the host goes on: then chunks are sent while the next step runs."""
+        self._drafts = drafts
+        self._learns = learns
+        self._line = line
+        self._open: dict[int, Request] = {}
+        self._num_steps = 0
+        self._ready: list[Chunk] = []
+        """Chunks outside steps, to be sent with the next ones."""
+        self._advanced: list[Request] = []
+        self._begun: set[int | str] = set()
+        """Requests with a slot, as the front was told."""
+        line.moved(self._load())
+        line.send(facts_of(engine, model))
+
+    def run(self) -> None:
+        """Work until the front sends Stop; raises FrontGoneError if it hangs up."""
+        self.engine.hooks = self
+        try:
+            while self._obey(self._line.take(PULSE_EVERY if self._is_idle else 0.0)):
+                self._learn()
+                # Without work this only checks that the other ranks are alive.
+                self._advanced += self.engine.step()
+                self._num_steps += not self.engine.is_idle
+                if self.engine.is_idle or not self.overlaps:
+                    self._send()
+        finally:
+            self.engine.hooks = StepHooks()
+
+    def _obey(self, messages: Sequence[ToDriver]) -> bool:
+        """Do what the front says; False after Stop."""
+        for message in messages:
+            if isinstance(message, Stop):
+                return False
+            if isinstance(message, Submit):
+                self._ready += self._submit(message)
+            elif isinstance(message, Abort):
+                self._abort(message)
+            elif isinstance(message, Finish):
+                self._finish(message)
+            else:
+                self._resume(message)
+        return True
+
+    def begin_step(self) -> None:
+        """Tell the front which requests have got a slot, before a step that may be the last of the ranks."""
+        running = {request.id for request in self.engine.scheduler.running}
+        if not running <= self._begun:
+            self._line.moved(self._load())
+            self._line.send(Pulse(self._line.load))
+            self._line.flush()
+        self._begun = running
+
+    def while_busy(self) -> None:
+        """Send what the step before added."""
+        if self.overlaps:
+            self._send()
+
+    @property
+    def _is_idle(self) -> bool:
+        return self.engine.is_idle and (self._drafts is None or not self._drafts.is_waiting)
+
+    def _learn(self) -> None:
+        """Learn some of what other replicas have finished, and hand over a snapshot if one is due."""
+        if self._drafts is None:
+            return
+        batch = self._drafts.take()
+        if batch is not None:
+            self.engine.learn_history(batch.history, batch.tenant, batch.read_to)
+        if (tenant := self._drafts.wanted) is not None:
+            self._drafts.offer(tenant, *self.engine.learnt(tenant))
+
+    def _send(self) -> None:
+        """Send what steps have added since the last call."""
+        chunks, self._ready = self._ready, []
+        for request in self._advanced:
+            if isinstance(request.id, int) and request.id in self._open:
+                chunks += self._chunks(request)
+        self._advanced.clear()
+        self._line.moved(self._load())
+        if chunks:
+            self._line.send(Stepped(chunks, self._line.load))
+
+    def _chunks(self, request: Request) -> list[Chunk]:
+        chunks = request.take()
+        if request.finish_reason is not None:
+            del self._open[int(request.id)]
+            if request.finish_reason in ("stop", "length"):
+                self._share(request)
+        return chunks
+
+    def _share(self, request: Request) -> None:
+        """Let other replicas draft from a finished request."""
+        if self._drafts is not None and request.learns and not request.params.forced_ids:
+            self._drafts.finished(request.tenant, request.prompt_ids, request.token_ids)
+
+    def _submit(self, message: Submit) -> Iterator[Chunk]:
+        """Submit a request, or continue one that the ranks hold; yields what can be sent at once."""
+        id, num_prompt = int(message.id), message.num_prompt
+        delivered = message.token_ids[num_prompt:]
+        request = self.engine.requests.get(id)
+        try:
+            if request is None:
+                request = self.engine.submit(
+                    message.token_ids[:num_prompt],
+                    message.params,
+                    id=id,
+                    priority=message.priority,
+                    delivered=delivered,
+                    tenant=message.tenant,
+                    learns=self._learns,
+                    details=message.details,
+                    arrived=message.arrived,
+                )
+            else:
+                request.take()  # sent again below
+        except InputError as failure:
+            yield Chunk(id, [], "", "error", Failure(ErrorCode.GENERATION_FAILED, str(failure)))
+            return
+        if self._drafts is not None:
+            self._drafts.follow(message.tenant)
+        self._open[id] = request
+        if request.num_output:
+            yield request.resend(len(delivered))
+
+    def _abort(self, message: Abort) -> None:
+        request = self._open.pop(int(message.id), None) or self.engine.requests.get(message.id)
+        if request is not None:
+            self.engine.abort(request)
+
+    def _finish(self, message: Finish) -> None:
+        """End a request whose text is complete, and send its usage at once, as the client waits for it."""
+        request = self._open.pop(message.id, None)
+        if request is not None:  # otherwise its last chunk is on its way
+            self.engine.abort(request)
+            chunk = Chunk(message.id, [], "", "stop", usage=request.usage)
+            self._line.send(Stepped([chunk], self._line.load))
+
+    def _resume(self, message: Resume) -> None:
+        """Abort the requests that the front has dropped since it told a lost driver of them."""
+        if self._drafts is not None:
+            for tenant in message.tenants:
+                self._drafts.follow(tenant)
+        wanted = set(message.ids)
+        for request in list(self.engine.requests.values()):
+            if request.id not in wanted:
+                self.engine.abort(request)
+
+    def _load(self) -> Load:
+        engine = self.engine
+        running = engine.scheduler.running
+        held = sum(len(request.tokens) for request in running)
+        cached = engine.scheduler.retained
+        return Load(
+            running=[request.id for request in running if isinstance(request.id, int)],
+            kv_usage=held / (engine.max_length * engine.scheduler.capacity),
+            num_steps=self._num_steps,
+            num_ranks=engine.comm.size * engine.comm.tp_size,
+            epoch=epoch_of(engine.comm),
+            num_cached_prefixes=cached[0],
+            num_cached_tokens=cached[1],
+            drafts=self._drafts.counts if self._drafts is not None else None,
+            num_slots=engine.scheduler.capacity,
+        )
+
+
+def epoch_of(comm: Comm) -> int:
+    """How often the ranks of `comm` have re-formed; 0 if a lost rank ends the job."""
+    return comm.membership.epoch if comm.membership is not None else 0
+
+
+def facts_of(engine: Engine, model: str) -> Facts:
+    """The facts of an engine; raises InputError for a model without a fast tokenizer."""
+    tokenizer: Any = engine.tokenizer
+    if tokenizer is None:
+        raise InputError(f"the model {model!r} has no tokenizer, and a service speaks text")
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise InputError(f"the tokenizer of {model!r} is a {type(tokenizer).__name__}; a service needs a fast one")
+    template = getattr(tokenizer, "chat_template", None)
+    templates = template if isinstance(template, dict) else {"default": template} if template else {}
+    special = {name: getattr(tokenizer, name, None) for name in _SPECIAL}
+    return Facts(
+        model=model,
+        vocab_size=engine.model.vocab_size,
+        max_length=engine.max_length,
+        max_batch_size=engine.scheduler.capacity,
+        lp=engine.comm.size,
+        tp=engine.comm.tp_size,
+        device=str(engine.model.device),
+        dtype=str(engine.model.model.dtype).removeprefix("torch."),
+        eos_token_ids=sorted(engine.eos_token_ids),
+        tokenizer=backend.to_str(),
+        special_tokens={name: str(value) for name, value in special.items() if value is not None},
+        chat_templates=dict(templates),
+    )

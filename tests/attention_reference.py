@@ -1,0 +1,121 @@
+"""Tree attention in plain PyTorch: the specification of the GPU kernels."""
+
+from __future__ import annotations
+
+import torch
+
+from lpr.model.tree_mask import TreeMask
+
+
+def tree_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: TreeMask,
+    *,
+    window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of `query` [B, Hq, T, D] over `key`, `value` [B, Hk, KV, D(v)]; returns [B, Hq, T, Dv].
+
+    An entry attends to the committed tokens, its ancestors and itself; the other rows of the cache are not read.
+    `window` keeps the keys of the last `window` positions (Mistral), `chunk` those of the query's own chunk of
+    positions (Llama 4), `softcap` bounds scores by `softcap * tanh(score / softcap)` (Gemma 2), `sinks` [Hq] are logits
+    that take probability and give no value (GPT-OSS). `scale` is D**-0.5 if not given. Padding entries return 0.
+    """
+    num_kv = key.shape[2]
+    group = query.shape[1] // key.shape[1]
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    visible = mask.visible(num_kv)
+    asked, held = mask.positions[:, :, None], mask.kv_positions(num_kv)[:, None]
+    if window is not None:
+        visible = visible & (held > asked - window)
+    if chunk is not None:
+        visible = visible & (held // chunk == asked // chunk)
+    keys, values = (each.float().repeat_interleave(group, 1) for each in (key, value))
+    scores = query.float() @ keys.transpose(-1, -2) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~visible[:, None], -torch.inf)
+    if sinks is not None:
+        sink = sinks.float()[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sink], -1)
+    # A padding entry has no key: its probabilities are NaN (without a sink) and become 0.
+    probs = torch.softmax(scores, -1)[..., :num_kv].masked_fill(~visible[:, None], 0.0)
+    return (probs @ values).to(query.dtype)
+
+
+def exact_tree_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: TreeMask,
+    *,
+    window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    sinks: torch.Tensor | None = None,
+    block: int = 64,
+    split: int = 8,
+) -> torch.Tensor:
+    """As `tree_attention`, with the order of sums that exact mode has on a GPU, whatever the tree.
+
+    An entry's keys stand in the order of positions. A running softmax takes `block` positions at a time, cut at
+    multiples of it of the absolute position; after `split` blocks a new one begins; these are added in order.
+    """
+    batch, num_heads, _, dim = query.shape
+    group, num_kv_heads = num_heads // key.shape[1], key.shape[1]
+    visible = mask.visible(key.shape[2])
+    out = query.new_zeros(*query.shape[:3], value.shape[3])
+    for row in range(batch):
+        for entry in range(query.shape[2] - int(mask.num_entries[row]), query.shape[2]):
+            rows = visible[row, entry].nonzero()[:, 0]  # ascending, which is the order of positions along a path
+            last = len(rows) - 1
+            place = torch.arange(len(rows))
+            seen = torch.ones(len(rows), dtype=torch.bool)
+            seen &= place > last - window if window is not None else True
+            seen &= place // chunk == last // chunk if chunk is not None else True
+            asked = query[row, :, entry].float().view(num_kv_heads, group, 1, dim)
+            scores = (asked * key[row, :, rows].float()[:, None]).sum(-1) * (dim**-0.5 if scale is None else scale)
+            if softcap is not None:
+                scores = torch.tanh(scores / softcap) * softcap
+            scores = scores.masked_fill(~seen, -torch.inf)
+            sink = None if sinks is None else sinks.float().view(num_kv_heads, group, 1)
+            found = _running_softmax(scores, value[row, :, rows].float()[:, None], sink, block, split)
+            out[row, :, entry] = found.reshape(num_heads, -1).to(query.dtype)
+    return out
+
+
+def _running_softmax(
+    scores: torch.Tensor, values: torch.Tensor, sink: torch.Tensor | None, block: int, split: int
+) -> torch.Tensor:
+    """[Hk, G, Dv] of `scores` [Hk, G, L] and `values` [Hk, 1, L, Dv] in the order of positions."""
+    short = -scores.shape[2] % block
+    scores = torch.nn.functional.pad(scores, (0, short), value=-torch.inf)
+    values = torch.nn.functional.pad(values, (0, 0, 0, short))
+    whole: list[torch.Tensor] = []  # top, total and sum of values over the splits so far
+    for start in range(0, scores.shape[2], block * split):
+        top = torch.full_like(scores[..., :1], -1e30)
+        total, acc = torch.zeros_like(top), torch.zeros(*scores.shape[:2], values.shape[3])
+        for at in range(start, min(start + block * split, scores.shape[2]), block):
+            its_scores, its_values = scores[..., at : at + block], values[:, :, at : at + block]
+            highest = torch.maximum(top, its_scores.amax(-1, keepdim=True))
+            weights, shrink = torch.exp(its_scores - highest), torch.exp(top - highest)
+            acc = acc * shrink + (weights[..., None] * its_values).sum(2)
+            total, top = total * shrink + weights.sum(-1, keepdim=True), highest
+        if whole:
+            highest = torch.maximum(whole[0], top)
+            before, now = torch.exp(whole[0] - highest), torch.exp(top - highest)
+            whole = [highest, whole[1] * before + total * now, whole[2] * before + acc * now]
+        else:
+            whole = [top, total, acc]
+    top, total, acc = whole
+    if sink is not None:
+        highest = torch.maximum(top, sink)
+        acc = acc * torch.exp(top - highest)
+        total = total * torch.exp(top - highest) + torch.exp(sink - highest)
+    return acc / total
