@@ -106,12 +106,10 @@ def verified_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TokenTree, "truncate", verified_cut)
     draft_step = lpr.engine.step.draft_step
 
-    def verified_step(states: Any, depths: list[int], *args: Any) -> Any:
-        draft = draft_step(states, depths, *args)
+    def verified_step(*args: Any) -> Any:
+        draft = draft_step(*args)
         for index in draft.mine:
-            tree = draft.trees[index]
-            as_specified(tree).verify()
-            assert max(tree.depths) <= max(0, depths[index])
+            as_specified(draft.trees[index]).verify()
         return draft
 
     monkeypatch.setattr(lpr.engine.step, "draft_step", verified_step)
@@ -120,9 +118,9 @@ def verified_trees(monkeypatch: pytest.MonkeyPatch) -> None:
 def as_specified(tree: Any) -> TokenTree:
     """A tree of either core as one of the specification, which can verify it."""
     copy = TokenTree(tree.tokens[0])
-    for parent, token, source in zip(tree.parents[1:], tree.tokens[1:], tree.sources[1:], strict=True):
-        copy.add(parent, token, source)
-    assert (copy.tokens, copy.depths) == (list(tree.tokens), list(tree.depths)), "siblings hold different tokens"
+    for node in range(1, len(tree)):
+        assert copy.add(tree.parents[node], tree.tokens[node], tree.sources[node]) == node, "two equal nodes"
+    assert copy.depths == list(tree.depths)
     return copy
 
 
