@@ -13,6 +13,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from lpr.config import DecodeConfig, InputError
+from lpr.engine.limits import Limits
 from lpr.planner.facts import DTYPE_SIZES, ModelFacts
 from lpr.planner.footprint import Mesh, footprint, meshes
 from lpr.planner.hardware import Gpu
@@ -21,7 +22,7 @@ from lpr.planner.prediction import Machine, Setting
 from lpr.planner.presets import measured_values
 from lpr.planner.simulated.capacity import Answer, Effort, Kind, Search
 from lpr.planner.simulated.costs import measured_points, predicted_points, predicted_times
-from lpr.planner.simulated.mesh import Slots
+from lpr.planner.simulated.requests import SimRequest
 from lpr.planner.simulated.workload import Demand, Workload, check, read_times, read_workload
 
 
@@ -97,7 +98,7 @@ def kinds_of(args: ServiceArgs, workload: Workload, model: Model | None) -> list
         return [
             Kind(
                 Mesh(each.lp, each.tp),
-                Slots(num_slots=count, num_ranks=each.lp),
+                limits_of(each.lp, count, DecodeConfig(max_nodes=64)),
                 read_times(each, args.service.parent),
                 measured_points(workload.tokens_per_step, count),
             )
@@ -133,10 +134,12 @@ def _kinds_of_mesh(mesh: Mesh, slots: list[int], workload: Workload, model: Mode
         points = predicted_points(setting, mesh, times, temperatures, count)
         if workload.tokens_per_step:
             points = measured_points(workload.tokens_per_step, count)
-        limits = Slots(
-            num_slots=count, num_ranks=mesh.lp, prefill_chunk=decode.prefill_chunk, longest_chain=decode.max_nodes
-        )
-        yield Kind(mesh, limits, times, points)
+        yield Kind(mesh, limits_of(mesh.lp, count, decode), times, points)
+
+
+def limits_of(num_ranks: int, num_slots: int, decode: DecodeConfig) -> Limits[SimRequest]:
+    """The scheduler's limits, as the engine sets them."""
+    return Limits(num_slots, num_ranks, decode.prefill_chunk, decode.max_nodes, packed=True, most_homes=num_ranks)
 
 
 def plan_service(args: ServiceArgs, workload: Workload, kinds: list[Kind], console: Console) -> list[Answer]:
@@ -188,7 +191,7 @@ def show(workload: Workload, answers: list[Answer], num_kinds: int, console: Con
                         for times in (outcome.first_token_ms, outcome.per_token_ms))  # fmt: skip
         table.add_row(
             f"{kind.mesh}{' <' if answer is answers[0] and answer.num_meshes else ''}",
-            str(kind.slots.num_slots),
+            str(kind.limits.num_slots),
             f"{answer.capacity:.3g}" if answer.num_meshes else "",
             str(answer.num_meshes) if answer.num_meshes else "[red]none[/red]",
             str(answer.num_gpus) if answer.num_meshes else "",
@@ -227,7 +230,7 @@ def verdict(answers: list[Answer]) -> str:
         return "no number of these meshes keeps the promise: see what a request gets, and promise less"
     meshes = "1 mesh" if best.num_meshes == 1 else f"{best.num_meshes} meshes"
     return (
-        f"{meshes} of lp {best.kind.mesh.lp} x tp {best.kind.mesh.tp} with {best.kind.slots.num_slots} slots: "
+        f"{meshes} of lp {best.kind.mesh.lp} x tp {best.kind.mesh.tp} with {best.kind.limits.num_slots} slots: "
         f"{best.num_gpus} GPUs"
     )
 
@@ -238,7 +241,7 @@ def as_json(args: ServiceArgs, workload: Workload, answers: list[Answer], num_ki
         {
             "lp": each.kind.mesh.lp,
             "tp": each.kind.mesh.tp,
-            "slots": each.kind.slots.num_slots,
+            "slots": each.kind.limits.num_slots,
             "meshes": each.num_meshes,
             "gpus": each.num_gpus,
             "capacity_per_mesh": round(each.capacity, 6),

@@ -23,8 +23,9 @@ import numpy as np
 
 from lpr.config import TreeSizes
 from lpr.core.partition import Shard
-from lpr.core.state import TokenLogprobs, TreeResult
+from lpr.core.state import TreeResult
 from lpr.core.tree import TokenTree
+from lpr.protocol import TokenLogprobs
 
 NUM_HEADER = 4
 NUM_TREE_HEADER = 3
