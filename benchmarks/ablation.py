@@ -27,7 +27,7 @@ from rich.console import Console
 from benchmarks.common import DataOptions, Flag, Whole, progress, run_main
 from benchmarks.data import prompts_of
 from benchmarks.engines import load_engine, params_for, split_budget, switch
-from benchmarks.limit import Counted, beside_limit, count_output
+from benchmarks.limit import Counted, count_output, figures_with_limit
 from benchmarks.record import groups
 from lpr import Completion, DecodeConfig, Engine, InputError, SamplingParams
 from lpr.core.suffix_index import as_learnt
@@ -115,7 +115,7 @@ def figures_of(prompts: Sequence[list[int]], outputs: Sequence[Completion], is_c
             {"source": source, "up_to_depth": depth, **vars(count)}
             for (source, depth), count in sorted(total.by_depth.items())
         ],
-        **beside_limit(counted),
+        **figures_with_limit(counted),
     }
 
 

@@ -46,9 +46,9 @@ T = TypeVar("T")
 
 
 def _whole(words: list[str]) -> int:
-    if (value := int(words[0])) < 0:
-        raise ValueError(f"{value} is below 0")
-    return value
+    if not words[0].isdecimal():
+        raise ValueError(f"{words[0]!r} is not an integer of at least 0")
+    return int(words[0])
 
 
 Whole = Annotated[
@@ -124,9 +124,10 @@ def read_options(name: str, kind: type[T], arguments: Sequence[str] | None = Non
     except SystemExit as leaving:
         if not leaving.code:
             raise
-        lines = [line.strip("│ ") for line in complaint.getvalue().splitlines() if line.startswith("│")]
-        rule = next((at for at, line in enumerate(lines) if line.startswith("──")), len(lines))
-        raise InputError(" ".join(lines[:rule])) from None
+        # The first line is a title; horizontal rules separate the message from hints.
+        lines = [line.strip(" │╰╯") for line in complaint.getvalue().splitlines()[1:]]
+        parts = " ".join("\n" if set(line) <= set("-─") else line for line in lines).split("\n")
+        raise InputError(next((part.strip() for part in parts if part.strip()), "bad arguments")) from None
 
 
 def run_main(

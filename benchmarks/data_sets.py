@@ -23,7 +23,7 @@ import tyro
 from rich.console import Console
 
 from benchmarks.common import Options, Whole, progress, run_main
-from benchmarks.limit import Counted, beside_limit, count_output
+from benchmarks.limit import Counted, count_output, figures_with_limit
 from benchmarks.peers.recorded import CountSteps, replayed_peers
 from benchmarks.record import Recorded, read_texts
 from benchmarks.replay import FixedSizes, Task, replay_task
@@ -96,12 +96,12 @@ def peer_steps(count: CountSteps) -> Callable[[Recorded], int]:
 def replay_texts(texts: Sequence[Recorded], steps_of: Callable[[Recorded], int]) -> dict[str, Any]:
     """Tokens per step of some texts, each by itself, and of those that do not loop."""
     counted = [count_output(text.tokens[: text.num_prompt].tolist(), text.output, steps_of(text)) for text in texts]
-    found = {"num_texts": len(counted), **beside_limit(counted)}
+    found = {"num_texts": len(counted), **figures_with_limit(counted)}
     by_seed: dict[int, list[Counted]] = {}
     for text, each in zip(texts, counted, strict=True):
         by_seed.setdefault(text.seed - text.prompt, []).append(each)
     if len(by_seed) > 1:
-        found["by_seed"] = [beside_limit(by_seed[seed])["tokens_per_step"] for seed in sorted(by_seed)]
+        found["by_seed"] = [figures_with_limit(by_seed[seed])["tokens_per_step"] for seed in sorted(by_seed)]
     return found
 
 

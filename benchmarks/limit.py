@@ -115,7 +115,7 @@ def count_output(
     return Counted(len(output), num_steps, fewest_steps(prompt, output, known), loops(output))
 
 
-def beside_limit(outputs: Sequence[Counted]) -> dict[str, Any]:
+def figures_with_limit(outputs: Sequence[Counted]) -> dict[str, Any]:
     """Tokens per step of some outputs and of the limit, for a result file, also without outputs that loop."""
     straight = [each for each in outputs if not each.loops]
     found = {**_figures(outputs), "looping_outputs": round(1 - len(straight) / len(outputs), 4)}

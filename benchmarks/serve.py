@@ -232,9 +232,9 @@ def summary(rounds: Sequence[Round], options: ServeOptions) -> dict[str, Any]:
     """The figures of a load's rounds, times in milliseconds; raises RuntimeError if no request was answered."""
     answers = [answer for each in rounds for answer in each.answers]
     seconds = sum(each.seconds for each in rounds)
-    told = [answer for answer in answers if answer.ttft is not None and answer.failed is None]
-    done = [answer for answer in told if not answer.cancelled]
-    if not told:
+    answered = [answer for answer in answers if answer.ttft is not None and answer.failed is None]
+    done = [answer for answer in answered if not answer.cancelled]
+    if not answered:
         raise RuntimeError(next((answer.failed for answer in answers if answer.failed), "no request was answered"))
     good = [
         answer
@@ -251,8 +251,8 @@ def summary(rounds: Sequence[Round], options: ServeOptions) -> dict[str, Any]:
         "cancelled_before_a_token": sum(answer.cancelled and answer.ttft is None for answer in answers),
         "num_failed": sum(answer.failed is not None for answer in answers),
         "seconds": round(seconds, 3),
-        "ttft_ms": quantiles([answer.ttft or 0.0 for answer in told]),
-        "between_tokens_ms": quantiles([gap for answer in told for gap in answer.gaps]),
+        "ttft_ms": quantiles([answer.ttft or 0.0 for answer in answered]),
+        "between_tokens_ms": quantiles([gap for answer in answered for gap in answer.gaps]),
         "end_to_end_ms": quantiles([answer.seconds for answer in done]),
         "tokens_per_step": round(tokens / steps, 3) if steps else None,
         "tokens_per_second": round(sum(answer.num_tokens for answer in answers) / seconds, 1),

@@ -1,6 +1,7 @@
 """A rank of a job that idles: completes a prompt, idles, completes it again. Started by test_idle, without a launcher.
 
-Arguments: the step's time-out, seconds to idle, and what rank 0 does then: "answer" again, or "wait" for a lost rank.
+Arguments: the step's time-out, seconds to idle, and what rank 0 does then: "answer" again, "wait" for a lost rank, or
+"decode" until one is lost.
 Rank 0 prints one JSON line.
 """
 
@@ -52,8 +53,11 @@ def main() -> int:
             return 0
         try:
             while True:
-                engine.step()
-                time.sleep(0.05)
+                if then == "decode":
+                    engine.generate([PROMPT], PARAMS)
+                else:
+                    engine.step()
+                    time.sleep(0.05)
         except CommError as failure:
             print(json.dumps({"failure": str(failure), "at": time.time()}), flush=True)
             os._exit(1)

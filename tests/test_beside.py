@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import lpr.core.beside
 import pytest
 from conftest import tiny_model
+from lpr.core.beside import PART, Beside, TimesBeside, Work
 from worlds import ThreadComm, ThreadWorld, run_ranks
 
-import lpr.core.beside
 from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.config import TreeSizes
-from lpr.core.beside import PART, Beside, TimesBeside, Work
 from lpr.core.step_times import KNOTS, StepTimes, interpolate
 from lpr.core.tree import Source
 from lpr.engine.exchange import DesyncError

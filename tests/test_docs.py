@@ -77,7 +77,7 @@ def help_of(module: str) -> str:
         patch.setattr(sys, "argv", [module, "--help"])
         patch.setattr(sys.stdout, "write", lambda part: text.append(part) or len(part))
         patch.setenv("COLUMNS", "200")
-        runpy.run_module(module, run_name="__main__")
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
     return re.sub(r"\x1b\[[0-9;]*m", "", "".join(text))
 
 

@@ -59,10 +59,18 @@ def test_an_idle_job_outlives_its_timeouts_and_then_answers() -> None:
     assert other["cpu"] < 0.5 * other["seconds"], "it worked for a while, and then it waited"
 
 
-@pytest.mark.parametrize(("lost", "how"), [(1, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGKILL)])
-def test_a_rank_lost_while_idle_is_noticed_within_seconds(lost: int, how: signal.Signals) -> None:
-    """Long before the time-out of a step."""
-    with ranks_of(timeout=300, idle=1, then="wait") as ranks:
+@pytest.mark.parametrize(
+    ("lost", "how", "then"),
+    [
+        (1, signal.SIGKILL, "wait"),
+        (1, signal.SIGSTOP, "wait"),
+        (0, signal.SIGKILL, "wait"),
+        (1, signal.SIGSTOP, "decode"),
+    ],
+)
+def test_a_lost_rank_is_noticed_within_seconds(lost: int, how: signal.Signals, then: str) -> None:
+    """Idle or not, long before the time-out of a step."""
+    with ranks_of(timeout=300, idle=1, then=then) as ranks:
         assert line_of(ranks[0]) == "idle"
         time.sleep(2)
         ranks[lost].send_signal(how)

@@ -131,7 +131,7 @@ def test_kv_bytes_are_those_of_the_cache(model_type: str) -> None:
     values = config_values(model_type)
     model = tiny_model(values.pop("model_type"), **values)  # type: ignore[arg-type]
     runner = TreeModel(model)
-    runner.adapter.kv_bucket = 256
+    runner.adapter.node_bucket, runner.adapter.kv_bucket = 16, 256
     decode = DecodeConfig(window_size=3, guess_set_size=3, trie_nodes=8, max_batch_size=2, branch_length=8)
     runner.allocate(2, 64, decode.resolved().num_nodes, self_check(runner))
     cache = runner.cache

@@ -149,7 +149,7 @@ def test_held_out_prompts_are_shown_beside_their_limit(report: Callable[..., Rep
     made = report(ablation=result)
     assert not any("ablation" in note for note in made.notes), "it may lack the window"
     text = text_of(made.html("in"))
-    assert "beside the limit of longest phrases" in text and "8.40 77.7% 25%" in text
+    assert "relative to the limit of longest phrases" in text and "8.40 77.7% 25%" in text
 
 
 def test_missing_results_are_named_with_their_command(report: Callable[..., Report]) -> None:

@@ -815,7 +815,7 @@ def test_before_the_model_is_loaded_health_says_so():
 
 
 def test_a_silent_driver_is_neither_ready_nor_live(monkeypatch):
-    monkeypatch.setattr("lpr.serve.service.STALE_PULSE", 0.5)
+    monkeypatch.setattr("lpr.serve.mesh_state.STALE_PULSE", 0.5)
     with served() as service:
         service.driver.pulses = False
         service.driver.hold = True

@@ -320,7 +320,7 @@ def test_ranks_that_cannot_be_started_count_as_failed_starts(quick, script, monk
     """Out of memory there is no new process; the service says so, and ends when that goes on."""
     monkeypatch.setattr(keeper, "LONGEST_BACKOFF", 0.01)
     with served(facts(), script, max_failed_starts=3) as service:
-        wait_for(lambda: service.front.service.up)
+        wait_for(lambda: service.front.service.mesh.up)
 
         async def fail(ranks):
             raise OSError(errno.ENOMEM, "Cannot allocate memory")
@@ -333,7 +333,7 @@ def test_ranks_that_cannot_be_started_count_as_failed_starts(quick, script, monk
 
 def test_a_keeper_that_fails_ends_the_service(quick, script, monkeypatch, capsys):
     with served(facts(), script) as service:
-        wait_for(lambda: service.front.service.up)
+        wait_for(lambda: service.front.service.mesh.up)
         monkeypatch.setattr(service.front._keeper, "_make", lambda path: 1 // 0)
         service.call(lambda: service.starts[0].end(-9))
         assert service.ended() == 1
@@ -346,7 +346,7 @@ def test_a_long_folder_for_temporary_files_does(quick, script, monkeypatch, tmp_
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     with served(facts(), script) as service:
-        wait_for(lambda: service.front.service.up)
+        wait_for(lambda: service.front.service.mesh.up)
         assert service.client.get("/readyz").status_code == 200
 
 
@@ -373,7 +373,7 @@ def test_another_width_of_the_mesh_has_other_slots(quick, script):
         script.changes["hold"] = False
         service.call(lambda: service.starts[0].end(-9))
         assert [stream.found()["text"] for stream in streams] == [TEXT] * 8
-        assert service.front.service._num_slots == 2 and service.front._failure is None
+        assert service.front.service.mesh.num_slots == 2 and service.front._failure is None
 
 
 def test_ranks_that_came_back_with_another_model_are_refused(quick, script, capsys):
@@ -393,7 +393,7 @@ def test_ranks_that_came_back_with_another_model_are_refused(quick, script, caps
 
 
 def test_a_driver_that_stands_still_is_replaced(quick, script, monkeypatch):
-    monkeypatch.setattr("lpr.serve.service.STALE_PULSE", 0.4)
+    monkeypatch.setattr("lpr.serve.mesh_state.STALE_PULSE", 0.4)
     with served(facts(), script) as service:
         object.__setattr__(service.front._keeper._patience, "silent_seconds", 1.0)
         driver = service.starts[0].drivers[0]
@@ -409,7 +409,7 @@ def test_a_step_that_does_not_end_is_not_life(script):
         driver.pulses = False
         load = Load([1], last_step=299.0)
         service.call(lambda: driver._writer.write(frame(Pulse(load))))
-        wait_for(lambda: service.front.service.load.last_step == 299.0)
+        wait_for(lambda: service.front.service.mesh.load.last_step == 299.0)
         assert service.client.get("/livez").status_code == 200, "a long prefill is no death"
         load = Load([1], last_step=301.0)
         service.call(lambda: driver._writer.write(frame(Pulse(load))))

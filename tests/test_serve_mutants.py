@@ -200,7 +200,7 @@ def a_character_is_split(patch):
     take = Generation._take
 
     def split(self, chunk):
-        tokens = served_module.Served(self._service.facts, ["a"]).tokens
+        tokens = served_module.Served(self._service.mesh.facts, ["a"]).tokens
         each = take(self, chunk)
         shown = "".join(tokens.text_of(token) for token in chunk.token_ids)
         return each and replace(each, text=each.text if shown.isascii() else shown)

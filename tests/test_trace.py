@@ -56,9 +56,9 @@ def test_the_data_is_what_the_engine_did(llama: PreTrainedModel, monkeypatch: py
     original = lpr.engine.step.decode_step
 
     def watched(*args):
-        outcomes, length = original(*args)
-        seen.extend(outcome.concluded for outcome in outcomes)
-        return outcomes, length
+        result = original(*args)
+        seen.extend(outcome.concluded for outcome in result.outcomes)
+        return result
 
     monkeypatch.setattr("lpr.engine.replica.decode_step", watched)
     engine = Engine.from_model(llama, decode=DECODE)

@@ -23,7 +23,7 @@ DEPTH = 64
 
 
 def build(environment: Path, site: Path) -> None:
-    """Compile the suffix tree with the peer's own CMake file, beside the Python code that imports it."""
+    """Compile the suffix tree with the peer's own CMake file, next to the Python code that imports it."""
     programs, package = environment / "bin", site / "arctic_inference" / "suffix_decoding"
     sources, scratch = site / "csrc", site / "build"
     configure = [
@@ -51,7 +51,7 @@ PEER = Peer(
     },
     requirements=("numpy", "nanobind", "cmake", "ninja"),
     changes=(
-        "only its suffix tree, compiled with its own CMakeLists.txt, and the Python package beside it: no vLLM",
+        "only its suffix tree, compiled with its own CMakeLists.txt, and its Python package: no vLLM",
         "its simulator's loop is written again here, as the simulator asks for pandas and a tokenizer",
     ),
     build=build,

@@ -27,7 +27,7 @@ PEER = Peer(
     folders={"lookahead/lookahead": "lookahead"},
     requirements=("torch=={torch}", "transformers==4.36.2", "numpy<2"),
     changes=(
-        "its Mistral instead of its Llama, which has no grouped-query attention: config.json says so, and "
+        "its Mistral instead of its Llama, which has no grouped-query attention: config.json names it, and "
         "that no window slides",
         "transformers 4.36.2, which its Mistral asks for, instead of 4.30.2; torch as lpr has it",
         "config.json in the form of transformers 4 (rope_theta at the top)",

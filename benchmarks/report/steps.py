@@ -41,7 +41,7 @@ LIMIT = {
     "its limit": optional("{without_loops[limit_tokens_per_step]:.2f}"),
     "of it": optional("{without_loops[share_of_limit]:.1%}"),
 }
-"""Columns of tokens per step beside the limit of longest phrases (benchmarks.limit)."""
+"""Columns of tokens per step relative to the limit of longest phrases (benchmarks.limit)."""
 
 
 def strong_scaling(facts: Json) -> list[Part]:
@@ -112,7 +112,7 @@ def ablation(facts: Json) -> list[Part]:
     limits = [run for run in runs if "share_of_limit" in run]
     if limits:
         columns = {"mode": how_sampled, "source": "{kind}", "nodes": "{budget}", **LIMIT}
-        parts.append(Part(tabulate("beside the limit of longest phrases", limits, columns)))
+        parts.append(Part(tabulate("relative to the limit of longest phrases", limits, columns)))
     return [*parts, depths(runs)]
 
 
@@ -226,7 +226,7 @@ def replay(facts: Json) -> list[Part]:
 
 
 def peers(facts: Json) -> list[Part]:
-    """lpr beside its peers."""
+    """lpr and its peers."""
     return [Part(peers_table(facts))]
 
 

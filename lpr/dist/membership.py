@@ -23,12 +23,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
+import torch
 
 from lpr.config import InputError
 from lpr.dist.errors import CommError
 from lpr.dist.group import FindLoss, Group
 from lpr.dist.heartbeat import Heartbeat
-from lpr.dist.rendezvous import Arrival, Decision, Rendezvous
+from lpr.dist.rendezvous import MOST_BROADCASTS, Arrival, Decision, Rendezvous
 from lpr.dist.results import Result, Results
 
 log = logging.getLogger(__name__)
@@ -128,12 +129,10 @@ class Membership:
         self._num_recoveries = 0
         if not num_bytes:
             self._expected = []
-        return self._results.end()
-
-    @property
-    def num_broadcasts(self) -> int:
-        """Broadcasts since the last gather."""
-        return self._results.num_broadcasts
+        result = self._results.end()
+        if self._results.num_broadcasts >= MOST_BROADCASTS:  # a gather bounds how far ranks can be apart
+            self.run(lambda group: group.gather(torch.zeros(1, dtype=torch.int32)))
+        return result
 
     def announce(self, num_bytes: int) -> None:
         """On the driver: wake the ranks that wait in `await_announcement`. Raises CommError."""

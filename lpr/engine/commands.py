@@ -1,8 +1,7 @@
-"""The commands: everything that changes what the ranks do, in one totally ordered log.
+"""The commands: everything that changes the work of the ranks, in one totally ordered log.
 
-The driver (world rank 0) puts commands in order, one codec carries them, and every rank, the driver included, applies
-them by the same `Replica.apply` after the same step. There is no second way in: the command line, `generate`, `stream`,
-a service, learnt outputs, tries and measured step times all become commands.
+The driver (world rank 0) orders the commands, and every rank applies them after the same step. The command line,
+`generate`, `stream`, a service, learned outputs and measured step times all become commands.
 """
 
 from __future__ import annotations
@@ -19,25 +18,25 @@ from lpr.protocol import Abort, Stop, Submit
 
 
 class Learn(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Draft from documents, as if they had just been decoded."""
+    """Add documents to a suffix index, as if they had just been decoded."""
 
     history: bytes
-    """int32 tokens, documents separated by END: there can be millions."""
+    """int32 tokens, documents separated by END. There can be millions."""
     replace: bool = False
-    """Forget everything that all share before."""
+    """Clear the shared suffix index first."""
     tenant: str = ""
-    """Whose requests may draft from them."""
+    """The tenant whose requests may draft from them; "": all."""
     read_to: str = ""
-    """How far this goes in what other replicas of a fleet have written (see lpr.fleet); "" says nothing."""
+    """Position of the last document in the stream of other replicas (see lpr.fleet); "" if there is none."""
 
 
 class Costs(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Decide by a table of step times from now on."""
+    """Use other step times from now on."""
 
     table: dict[str, Any]
-    """As StepTimes.to_json makes it."""
+    """From StepTimes.to_json."""
     given: bool = False
-    """Did the user give it? Then the times that steps really take change nothing."""
+    """True if the user gave it. Then measured times do not change it."""
 
 
 class Configure(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -49,14 +48,14 @@ class Configure(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class TakeIn(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Go on together with replicas that have loaded, after all other commands that came with this one."""
+    """Take replicas that have loaded into the mesh, after all other commands of the same message."""
 
     replicas: list[int]
     """Their numbers (see lpr.dist.rendezvous)."""
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Take no further requests; those submitted are completed."""
+    """Refuse further requests. Those submitted are completed."""
 
 
 Command = Submit | Abort | Learn | Costs | Configure | TakeIn | Drain | Stop
@@ -76,5 +75,5 @@ def decode(message: bytes) -> list[Command]:
 
 
 def learn(documents: Sequence[Sequence[int]]) -> Learn:
-    """The command to draft from `documents` too, for all."""
+    """The command to let all requests draft from `documents` too."""
     return Learn(b"".join([np.array([*document, END], np.int32).tobytes() for document in documents if len(document)]))

@@ -1,4 +1,4 @@
-"""Bodies of requests, as pydantic models: a field that is not here is refused by its name, never ignored.
+"""Bodies of requests as pydantic models. Unknown fields are refused by their names, never ignored.
 
 Names and defaults are those of OpenAI's API, of vLLM's extras to it, of llama.cpp's `/infill`, and of DeepSeek's and
 Mistral's completion endpoints. Fields that some client always sends, and of which only one value can be honoured, are
@@ -19,11 +19,23 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 Stops = Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None
 Seed = Annotated[int, Field(ge=-_INT64, lt=2**64)] | None
+Temperature = Annotated[float, Field(ge=0, le=100)]
+TopK = Annotated[int, Field(ge=-1, lt=2**31)]
+"""0 and -1: no limit."""
+TopP = Annotated[float, Field(gt=0, le=1)]
+MinP = Annotated[float, Field(ge=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Repetition = Annotated[float, Field(gt=0, le=100)]
+Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
+NumTop = Annotated[int, Field(ge=0, le=20)]
+Natural = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+Label = Annotated[str, StringConstraints(max_length=1024)]
 LogitBias = dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] | None
 
 
 class Body(BaseModel):
-    """What all bodies have in common."""
+    """Base of all bodies."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -38,7 +50,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """What a stream says besides text."""
+    """What a stream carries besides text."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -54,7 +66,7 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """What the text must look like."""
+    """The form of the text."""
 
     type: Literal["text", "json_object", "json_schema", "regex", "grammar"]
     json_schema: JsonSchema | None = None
@@ -63,46 +75,44 @@ class ResponseFormat(Body):
 
     @model_validator(mode="after")
     def _complete(self) -> ResponseFormat:
-        wanted = {"json_schema", "regex", "grammar"} & {self.type}
         for name in ("json_schema", "regex", "grammar"):
             given = getattr(self, name) is not None
-            if name in wanted and not given:
+            if name == self.type and not given:
                 raise ValueError(f'type "{self.type}" needs the field {name}')
-            if name not in wanted and given:
+            if name != self.type and given:
                 raise ValueError(f'the field {name} does not go with type "{self.type}"')
         return self
 
 
 class Sampling(Body):
-    """Fields of completions and chats that say which tokens are wanted."""
+    """Fields that completions and chats share."""
 
     model: str | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    n: Choices | None = None
     stop: Stops = None
     seed: Seed = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     logit_bias: LogitBias = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    user: Annotated[str, StringConstraints(max_length=1024)] | None = None
+    user: Label | None = None
     """Only written to the access log."""
-    prompt_cache_key: Annotated[str, StringConstraints(max_length=1024)] | None = None
+    prompt_cache_key: Label | None = None
     """For routers (lpr.fleet.affinity): the same text comes from every replica."""
 
     # vLLM's.
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    """0 and -1: no limit."""
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    min_tokens: Annotated[int, Field(ge=0)] = 0
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: Repetition | None = None
+    min_tokens: Natural = 0
     ignore_eos: bool = False
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
     priority: Annotated[int, Field(ge=-_INT64, lt=_INT64)] = 0
-    """Lower is earlier. A request of priority p waits as one that came 10 p seconds later, so none starves."""
+    """Lower is earlier. A request of priority p waits as one that arrived 10 p seconds later, so none starves."""
     request_id: Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[\w.:-]+$")] | None = None
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
@@ -113,7 +123,7 @@ class Sampling(Body):
 
     # lpr's.
     return_sources: bool | None = None
-    """Say of every token which draft source named it."""
+    """Name the draft source of every token."""
 
     @model_validator(mode="after")
     def _streams(self) -> Sampling:
@@ -135,10 +145,10 @@ class CompletionBody(Sampling):
 
     prompt: Prompt
     suffix: str | None = None
-    max_tokens: Annotated[int, Field(ge=0)] | None = 16
-    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    max_tokens: Natural | None = 16
+    best_of: Choices | None = None
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: NumTop | None = None
 
 
 class TextPart(Body):
@@ -162,17 +172,17 @@ class ChatBody(Sampling):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Positive | None = None
+    max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: NumTop | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    """Without tools there is nothing that it could change."""
+    """Without effect, as there are no tools."""
     modalities: list[Literal["text"]] | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -180,17 +190,17 @@ class ChatBody(Sampling):
     # llama.vim sends these to a chat as well.
     n_predict: Annotated[int, Field(ge=-1)] | None = None
     cache_prompt: bool | None = None
-    """Prompts are always cached; the text is the same either way."""
+    """Without effect: prompts are always cached, and the text is the same."""
     id_slot: int | None = None
-    """Slots are found by their longest common prefix, so none needs naming."""
+    """Without effect: slots are found by their longest common prefix."""
     samplers: list[str] | None = None
     response_fields: list[str] | None = None
 
     @field_validator("tools", "tool_choice")
     @classmethod
     def _no_tools(cls, value: Any) -> Any:
-        # Templates show tools to a model, but each family writes its calls in a form of its own, and a call that is
-        # handed out as text is worse than none.
+        # Each family of models writes calls in a form of its own, and a call that is handed out as text is worse than
+        # none.
         if value not in (None, [], "none"):
             raise ValueError("calls of tools are not supported; response_format with a JSON schema may do instead")
         return value
@@ -199,13 +209,10 @@ class ChatBody(Sampling):
     def _agree(self) -> ChatBody:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs goes with logprobs=true only")
-        if self.continue_final_message and self.add_generation_prompt and "add_generation_prompt" in self._given:
+        given = self.model_fields_set
+        if self.continue_final_message and self.add_generation_prompt and "add_generation_prompt" in given:
             raise ValueError("continue_final_message and add_generation_prompt exclude each other")
         return self
-
-    @property
-    def _given(self) -> set[str]:
-        return self.model_fields_set
 
 
 class ExtraFile(Body):
@@ -214,7 +221,7 @@ class ExtraFile(Body):
     text: str
     filename: str = ""
     time: Any = None
-    """When llama.vim took it up; the order of the pieces says it already."""
+    """Without effect: the order of the pieces counts."""
 
 
 class InfillBody(Body):
@@ -224,30 +231,29 @@ class InfillBody(Body):
     input_suffix: str
     input_extra: list[ExtraFile] = []
     prompt: str = ""
-    """The text between prefix and hole: the cursor's line up to the cursor."""
+    """The text between prefix and hole: the line up to the cursor."""
     n_predict: Annotated[int, Field(ge=-1)] = -1
     """-1: 512, or a quarter of the model's limit. 0: only fill the cache."""
-    n_indent: Annotated[int, Field(ge=0)] = 0
+    n_indent: Natural = 0
     """End before a line that is indented by less than this many characters."""
-    n_cmpl: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    n_cmpl: Choices = 1
     t_max_prompt_ms: float | None = None
-    """Accepted, and without effect as in llama.cpp, which reads no such field."""
+    """Without effect, as in llama.cpp."""
     t_max_predict_ms: float = 0
     """End after this time, once a line is complete; counted from the first token. 0: no limit."""
     cache_prompt: bool = True
     id_slot: int = -1
-    """Slots are found by their longest common prefix, so none needs naming."""
     samplers: list[str] | None = None
     """Of top_k, top_p, min_p, temperature and penalties, those in this list are used."""
     response_fields: list[str] | None = None
     """Answer with these fields only; "a/b" is field b of a."""
-    temperature: Annotated[float, Field(ge=0, le=100)] = 0.0
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] = 0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    repeat_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    temperature: Temperature = 0.0
+    top_k: TopK = 0
+    top_p: TopP = 1.0
+    min_p: MinP = 0.0
+    repeat_penalty: Repetition = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
     seed: Annotated[int, Field(ge=-1, lt=2**64)] = -1
     stop: Annotated[list[Stop], Field(max_length=MAX_STOPS)] = []
     stream: bool = False
@@ -261,10 +267,10 @@ class FimBody(Body):
     model: str | None = None
     prompt: str
     suffix: str | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    max_tokens: Positive | None = None
+    min_tokens: Natural | None = None
     stream: bool | None = None
     stop: Stops = None
     random_seed: Seed = None

@@ -1,4 +1,4 @@
-"""What routers and dashboards of a fleet read: cached prefixes, the cache's size, and shared drafts."""
+"""Metrics for routers and dashboards of a fleet: cached prefixes, the cache's size, and shared drafts."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from lpr.fleet.counts import DraftCounts
 from lpr.serve.service import Service
 
 BLOCK_TOKENS = 16
-"""Size of a block where a router counts in blocks; lpr itself reuses K/V to the token."""
+"""Block size for routers that count in blocks. lpr itself reuses K/V to the token."""
 
 
 class FleetCollector(Collector):
-    """Reads what the driver said last; its counts begin anew when the ranks do, as Prometheus expects of counters."""
+    """Reads the latest load. Its counts restart with the ranks, as Prometheus expects of counters."""
 
     def __init__(self, service: Service, names: Mapping[str, str]) -> None:
-        """Speak of `service` under the labels `names`."""
+        """Read `service`; `names` are the labels."""
         self._service = service
         self._names = dict(names)
 
     def describe(self) -> list[Metric]:
-        """Nothing: what there is depends on the driver."""
+        """Nothing, as the metrics depend on the driver."""
         return []
 
     def collect(self) -> Iterator[Metric]:
         """All metrics, as they are now."""
-        load = self._service.load
-        yield self._gauge("lpr:cached_prefixes", "Slots that retain a finished request's prefix.",
-                          {(): load.num_cached_prefixes})  # fmt: skip
+        load = self._service.mesh.load
+        text = "Slots that retain a finished request's prefix."
+        yield self._gauge("lpr:cached_prefixes", text, {(): load.num_cached_prefixes})
         yield self._gauge("lpr:cached_prefix_tokens", "Tokens of these prefixes.", {(): load.num_cached_tokens})
-        facts = self._service.facts
+        facts = self._service.mesh.facts
         if facts is not None:
             blocks = facts.max_length * facts.max_batch_size // BLOCK_TOKENS
             size = {(str(BLOCK_TOKENS), str(blocks)): 1.0}
-            yield self._gauge("vllm:cache_config_info", "Size of the K/V cache, in the labels.", size, "block_size",
-                              "num_gpu_blocks")  # fmt: skip
+            text = "Size of the KV cache, in the labels."
+            yield self._gauge("vllm:cache_config_info", text, size, "block_size", "num_gpu_blocks")
         if load.drafts is not None:
             yield from self._drafts(load.drafts)
 
@@ -66,13 +66,12 @@ class FleetCollector(Collector):
         yield self._gauge("lpr:shared_draft_lag_seconds", lag, {(): counts.lag})
 
     def _gauge(self, name: str, text: str, values: Mapping[Any, float], *labels: str) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=[*self._names, *labels])
-        for own, value in values.items():
-            family.add_metric([*self._names.values(), *own], value)
-        return family
+        return self._filled(GaugeMetricFamily(name, text, labels=[*self._names, *labels]), values)
 
     def _counter(self, name: str, text: str, values: Mapping[Any, float], *labels: str) -> Metric:
-        family = CounterMetricFamily(name, text, labels=[*self._names, *labels])
+        return self._filled(CounterMetricFamily(name, text, labels=[*self._names, *labels]), values)
+
+    def _filled(self, family: Any, values: Mapping[Any, float]) -> Metric:
         for own, value in values.items():
             family.add_metric([*self._names.values(), *own], value)
         return family

@@ -1,4 +1,4 @@
-"""The front process: it listens before the model is loaded, and leaves after the last answer."""
+"""The front process. It listens before the model is loaded, and ends after the last answer."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from lpr.config import InputError
 from lpr.fleet.options import default_name
 from lpr.protocol import Stop
-from lpr.serve.api.app import Surface, build
+from lpr.serve.api.app import build
 from lpr.serve.api.context import Context
-from lpr.serve.api.middleware import Keys
+from lpr.serve.api.middleware import Keys, Surface
 from lpr.serve.keeper import Keeper, Patience, RankProcesses
 from lpr.serve.link import Link
 from lpr.serve.messages import Loading, ToFront
@@ -34,11 +34,9 @@ from lpr.serve.service import Limits, Service
 from lpr.serve.text.served import Served
 
 MOST_KEYS = 64
-"""Keys whose drafts other replicas are asked for from the start; of further ones when they are used."""
-
-
+"""Keys whose drafts are read from other replicas at the start. Those of further keys are read at first use."""
 LONGEST_FOLDER = 64
-"""Bytes of a folder's name that leave room for a socket in it, of whose name Linux takes 107 bytes and macOS 103."""
+"""Bytes of a folder's name that leave room for a socket's name: Linux takes 107 bytes in all, macOS 103."""
 
 
 class Front:
@@ -51,10 +49,10 @@ class Front:
         attached: Path | None = None,
         make_ranks: Callable[[Path], RankProcesses] | None = None,
     ) -> None:
-        """Prepare; raises InputError for what cannot be read or listened at.
+        """Read files and bind the port; raises InputError.
 
-        `attached` is the socket that ranks which someone else started will connect to; None starts them here, by
-        default as processes with the flags `argv`.
+        `attached` is the socket for ranks that a launcher started. Without it the front starts them, by default as
+        processes with the flags `argv`.
         """
         self.args = args
         self._attached = attached
@@ -76,7 +74,7 @@ class Front:
         self._failure: tuple[int, str] | None = None
 
     async def run(self) -> int:
-        """Serve until a signal, or until there can be no ranks any more; returns the exit code."""
+        """Serve until a signal, or until the ranks cannot be started again; returns the exit code."""
         args = self.args
         limits = Limits(
             max_queue=args.max_queue, max_queued_tokens=args.max_queued_tokens, step_seconds=max(args.timeout, 60.0)
@@ -116,7 +114,7 @@ class Front:
         return 0
 
     def stop(self) -> None:
-        """Begin to shut down; a second time, do not wait for open requests."""
+        """Begin to shut down. The second call does not wait for open requests."""
         if self._stopping.is_set():
             self.service.hand_back()
         self.service.draining = True
@@ -155,7 +153,7 @@ class Front:
                 loop.add_signal_handler(number, self.stop)
 
     def _patience(self) -> Patience:
-        """How long ranks are waited for; several look after each other, so the front looks on for longer."""
+        """Several ranks detect each other's loss, so the front waits longer for them."""
         args = self.args
         alone = args.num_ranks == 1
         return Patience(
@@ -169,17 +167,17 @@ class Front:
         if self._keeper is not None:
             self._keeper.hear(message)
         self.service.receive(message)
-        if self.service.is_hopeless:
-            self._fail(2, self.service.refused or "")
-        elif self.service.facts is not None and self.context.served is None:
+        if self.service.mesh.is_hopeless:
+            self._fail(2, self.service.mesh.refused or "")
+        elif self.service.mesh.facts is not None and self.context.served is None:
             try:
-                self.context.served = Served(self.service.facts, self.args.names, self.args.fim, self._template)
+                self.context.served = Served(self.service.mesh.facts, self.args.names, self.args.fim, self._template)
             except (InputError, ValueError) as failure:
                 self._fail(2, str(failure))
 
     def _lost(self) -> None:
         self.service.lost()
-        if self._keeper is None:  # who has started the ranks starts them again, and a front with them
+        if self._keeper is None:  # the launcher starts the ranks again, and a front with them
             self._fail(1, "the ranks were lost; see what they wrote above")
 
     def _fail(self, code: int, reason: str) -> None:
@@ -198,7 +196,7 @@ class Front:
             return
         try:
             self._fail(*await self._keeper.run())
-        except Exception as failure:  # without a keeper nobody starts ranks, and requests would wait for ever
+        except Exception as failure:  # without a keeper requests would wait for ever
             logging.getLogger(__name__).exception("the keeper of the ranks has failed")
             self._fail(1, f"internal error: {type(failure).__name__}: {failure}")
 
@@ -211,7 +209,7 @@ class Front:
     async def _end(
         self, server: uvicorn.Server, serving: asyncio.Task[None], tasks: Sequence[asyncio.Task[None]], link: Link
     ) -> None:
-        for task in tasks:  # before the ranks end: nobody starts them again
+        for task in tasks:  # before the ranks end, so that they are not started again
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
@@ -228,21 +226,21 @@ class Front:
         address = f"{scheme}://{self.args.host}:{self.port}"
         print(f"lpr.serve: listening on {address}", flush=True)
         columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        ready = asyncio.create_task(self.service.ready.wait())
+        ready = asyncio.create_task(self.service.mesh.ready.wait())
         with Progress(*columns, console=self._console, disable=not self._console.is_terminal) as progress:
             bar = progress.add_task("starting the ranks", total=None)
             while not ready.done():
                 await asyncio.wait({ready}, timeout=0.2)
-                if isinstance(loading := self.service.loading, Loading):
+                if isinstance(loading := self.service.mesh.loading, Loading):
                     progress.update(bar, description=loading.stage, completed=loading.done, total=loading.total)
-        facts = self.service.facts
+        facts = self.service.mesh.facts
         if facts is not None:
             mesh = f"lp {facts.lp} x tp {facts.tp}, {facts.dtype} on {facts.device}"
             print(f"lpr.serve: ready: {self.args.names[0]}, {mesh}", flush=True)
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A bound socket; raises InputError where there can be none."""
+    """A listening socket; raises InputError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         found = socket.socket(family, kind, protocol)
@@ -259,12 +257,12 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _folder_of_sockets() -> str | None:
-    """Where sockets go: the folder for temporary files, unless its name is too long for the name of a socket."""
+    """The folder for sockets: that for temporary files (None), unless its name is too long."""
     return None if len(os.fsencode(tempfile.gettempdir())) <= LONGEST_FOLDER else "/tmp"
 
 
 def _check_certificate(certificate: Path, key: Path | None) -> None:
-    """Raise InputError for a certificate and a key that do not go together, or are none."""
+    """Raise InputError for a certificate and a key that cannot be read or do not match."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
     except (ssl.SSLError, OSError) as failure:

@@ -1,4 +1,4 @@
-"""The texts of one HTTP request: its jobs, their chunks as they come, and everything that can end them early."""
+"""The texts of one HTTP request: its jobs, their chunks, and what can end them early."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lpr.serve.service import Service
 
 
 class DisconnectedError(Exception):
-    """The client has gone; nobody reads an answer."""
+    """The client has closed the connection."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Choice:
     num_steps: int = 0
     finish_reason: str | None = None
     is_complete: bool = False
-    """Has a limit ended the text? Then the end of its job is waited for, which says what it took."""
+    """True once a limit has ended the text. Then only the usage is still to come."""
     stop_reason: int | str | None = None
     """The stop string, or the id of `stop_token_ids`, that ended it."""
     error: ApiError | None = None
@@ -63,7 +63,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Event:
-    """What one step added to one choice; `text` is what may be shown of it."""
+    """What one step added to one choice; `text` is the part that may be shown."""
 
     choice: Choice
     text: str
@@ -71,7 +71,7 @@ class Event:
 
 
 class Generation:
-    """Runs the texts that one request wants; a context manager that cancels what is left at its end."""
+    """Runs the texts of one request. A context manager that cancels unfinished ones at its end."""
 
     def __init__(
         self,
@@ -86,10 +86,10 @@ class Generation:
         limits: Callable[[], TextLimit] | None = None,
         scored: Sequence[Wanted] = (),
     ) -> None:
-        """Accept the texts, or raise ApiError. `receive` tells of the client's end, `timeout` is in seconds.
+        """Accept the texts, or raise ApiError. `receive` reports the client's end, `timeout` is in seconds.
 
-        `scored` are known texts: what the model says of them is found before any of `wanted` begins. All have their
-        place from the start, so that what is accepted is also finished.
+        `scored` are known texts, whose log-probabilities are computed before any of `wanted` begins. All take their
+        room in the queue now, so that what is accepted is also finished.
         """
         service.check_room(len(scored) + len(wanted), sum(len(each.prompt_ids) for each in (*scored, *wanted)))
         self._service = service
@@ -122,29 +122,26 @@ class Generation:
                 await self._gone
 
     def cancel(self) -> None:
-        """Drop what is not finished."""
+        """Drop unfinished texts."""
         for choice in self._all:
             self._service.cancel(choice.job)
 
     def stop(self) -> None:
-        """Let what is not finished end as aborted, with what it has."""
+        """End unfinished texts as aborted."""
         for choice in self._all:
             if choice.finish_reason is None:
                 self._service.cancel(choice.job)
                 self._queue.put_nowait(Chunk(choice.job.id, [], "", "abort"))
 
     async def events(self, keep_alive: float | None = None) -> AsyncIterator[Event | None]:
-        """Every step of every choice until all are finished; None after each `keep_alive` seconds of silence.
+        """Every step of every choice until all are finished; None after each `keep_alive` seconds without one.
 
-        Raises DisconnectedError if the client goes, and ApiError if the time is up (504) or scoring fails.
+        Raises DisconnectedError, and ApiError if the time is up or scoring fails.
         """
         while any(choice.finish_reason is None for choice in self._all):
             chunk = await self._next(keep_alive)
-            if chunk is None:
-                yield None
-                continue
-            event = self._take(chunk)
-            if event is not None:
+            event = self._take(chunk) if chunk is not None else None
+            if event is not None or chunk is None:
                 yield event
 
     async def finish(self) -> None:
@@ -180,7 +177,7 @@ class Generation:
         if choice.finish_reason is not None:
             return None
         if choice.is_complete:
-            if chunk.finish_reason is None:  # of a step that began before the ranks knew
+            if chunk.finish_reason is None:  # of a step that began before the ranks were told
                 return None
             chunk = Chunk(chunk.id, [], "", "stop", usage=chunk.usage)
         now = time.monotonic()
@@ -211,7 +208,7 @@ class Generation:
         return Event(choice, text, chunk)
 
     def _note_scored(self, choice: Choice) -> None:
-        """After the last of the known texts, let the wanted ones begin; raises ApiError for one that failed."""
+        """Let the wanted texts begin after the last scored one; raises ApiError if one failed."""
         if choice.error is not None:
             raise choice.error
         if all(each.finish_reason is not None for each in self.scored):
@@ -232,7 +229,7 @@ def usage_of(choices: Sequence[Choice], num_prompt: int) -> dict[str, object]:
 
 
 def decoding_of(choices: Sequence[Choice]) -> dict[str, object]:
-    """What lpr did for some choices: steps, tokens per step, drafted and accepted nodes by source."""
+    """Steps, tokens per step, and drafted and accepted nodes by source of some choices."""
     steps = sum(choice.num_steps for choice in choices)
     tokens = sum(len(choice.token_ids) for choice in choices)
     sources: dict[str, dict[str, int]] = {}
@@ -241,14 +238,10 @@ def decoding_of(choices: Sequence[Choice]) -> dict[str, object]:
             total = sources.setdefault(name, {"drafted": 0, "accepted": 0})
             total["drafted"] += drafted
             total["accepted"] += accepted
-    return {
-        "num_steps": steps,
-        "tokens_per_step": round(tokens / steps, 4) if steps else 0.0,
-        "sources": sources,
-    }
+    return {"num_steps": steps, "tokens_per_step": round(tokens / steps, 4) if steps else 0.0, "sources": sources}
 
 
 async def _disconnect(receive: Receive) -> None:
-    """Return once the client has gone."""
+    """Return once the client has closed the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass

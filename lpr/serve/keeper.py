@@ -1,4 +1,4 @@
-"""Keeps ranks behind the front: starts them, notices that they hang, and starts them again when all are lost."""
+"""Starts the ranks behind the front, notices that they hang, and starts them again when all are lost."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from pathlib import Path
 from typing import Protocol
 
 from lpr.serve.link import Link
+from lpr.serve.mesh_state import STALE_PULSE
 from lpr.serve.messages import Hello, ToFront
-from lpr.serve.service import STALE_PULSE, Service
+from lpr.serve.service import Service
 
 LOOK_EVERY = 0.5
 """Seconds between two looks at the ranks."""
 LEAVE_SECONDS = 30.0
-"""Time for a single rank to end that has hung up."""
+"""Time for a single rank to end after it has hung up."""
 STEADY_SECONDS = 30.0
-"""Ranks that stay up so long have started well, whatever comes then."""
+"""Ranks that stay up so long count as started well."""
 LONGEST_BACKOFF = 30.0
 """Most seconds before ranks that did not start well are started again."""
 LAST_WORDS = 0.2
-"""Seconds for what the driver said last to come through the socket."""
+"""Seconds for the driver's last messages to arrive."""
 STOP_SECONDS = 10.0
 """Time for the ranks to end by themselves."""
 
@@ -48,14 +49,14 @@ class RankProcesses(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """How long the ranks are waited for, and how often they are started."""
+    """Time limits of the ranks, and how often they are started."""
 
     load_seconds: float = 3600.0
-    """Without a word before they are ready."""
+    """Without a message before they are ready."""
     silent_seconds: float = 2 * STALE_PULSE
-    """Without a pulse of a driver that is ready; with several ranks above what these need to notice it themselves."""
+    """Without a pulse of a ready driver. With several ranks, longer than these need to notice it themselves."""
     alone: bool = True
-    """Is there one rank, that nobody else looks after?"""
+    """True for a single rank, which no other rank watches."""
     most_failures: int = 5
     """Starts in a row that may fail."""
 
@@ -66,7 +67,7 @@ class Keeper:
     def __init__(
         self, service: Service, link: Link, folder: Path, make: Callable[[Path], RankProcesses], patience: Patience
     ) -> None:
-        """Keep ranks that `make` prepares, whose driver connects to the given socket, one in `folder` per start."""
+        """Keep ranks that `make` prepares for a socket. Each start has its own, in `folder`."""
         self._service = service
         self._link = link
         self._folder = folder
@@ -77,43 +78,43 @@ class Keeper:
         """The driver's process."""
 
     def hear(self, message: ToFront) -> None:
-        """Take note of what the driver says of itself."""
+        """Note the driver's process."""
         if isinstance(message, Hello):
             self._pid = message.pid
 
     async def run(self) -> tuple[int, str]:
-        """Keep ranks until that is of no use; returns the exit code and the reason."""
+        """Keep ranks until they cannot be started again; returns the exit code and the reason."""
         service, failures = self._service, 0
         for number in itertools.count(1):
             began = time.monotonic()
             how = await self._once(self._folder / f"driver-{number}.sock")
-            # A death at work is the work's: a request that repeats it is found and failed.
+            # A death at work is the work's fault: a request that repeats it is found and failed.
             explained = service.died(how)
-            if service.is_hopeless:
-                return 2, service.refused or how
-            if service.facts is None:
+            if service.mesh.is_hopeless:
+                return 2, service.mesh.refused or how
+            if service.mesh.facts is None:
                 return 1, f"the ranks {how}; see what they wrote above"
-            welcomed = service.welcomed is not None and service.welcomed > began
+            welcomed = service.mesh.welcomed is not None and service.mesh.welcomed > began
             steady = welcomed and (explained or time.monotonic() - began > STEADY_SECONDS)
             failures = 0 if steady else failures + 1
             if failures >= self._patience.most_failures:
-                why = f"they {how}" if service.refused is None else service.refused
-                code = 1 if service.refused is None else 2
+                why = f"they {how}" if service.mesh.refused is None else service.mesh.refused
+                code = 1 if service.mesh.refused is None else 2
                 return code, f"{failures} starts of the ranks in a row have failed, the last one because {why}"
             wait = min(LONGEST_BACKOFF, 2.0 ** (failures - 1)) if failures else 0.0
             when = f" in {wait:.0f} s" if wait else ""
-            why = f" ({service.refused})" if service.refused is not None else ""
+            why = f" ({service.mesh.refused})" if service.mesh.refused is not None else ""
             print(f"lpr.serve: the ranks {how}{why}; they are started again{when}", file=sys.stderr, flush=True)
             await asyncio.sleep(wait)
         raise AssertionError("there is always a next start")
 
     async def close(self) -> None:
-        """Wait for the end of ranks whose driver has been told to stop; others are stopped at once."""
+        """Wait for the end of ranks whose driver was told to stop. Others are stopped at once."""
         if self._ranks is not None:
-            await self._ranks.stop(STOP_SECONDS if self._service.up else LOOK_EVERY)
+            await self._ranks.stop(STOP_SECONDS if self._service.mesh.up else LOOK_EVERY)
 
     async def _once(self, path: Path) -> str:
-        """Start the ranks and stay with them to their end; returns in words how that was."""
+        """Start the ranks and wait for their end; returns in words how they ended."""
         self._pid = None
         try:
             await self._link.listen(path)
@@ -143,26 +144,26 @@ class Keeper:
         while not ended.done():
             await asyncio.wait({ended}, timeout=LOOK_EVERY)
             now = time.monotonic()
-            if now - looked > 4 * LOOK_EVERY:  # this process stood still, and has to read first what was said meanwhile
+            if now - looked > 4 * LOOK_EVERY:  # this process stood still, and has messages to read first
                 heard = now
             looked = now
-            heard = max(heard, self._service.heard)
+            heard = max(heard, self._service.mesh.heard)
             if not ended.done() and (why := self._why_hung(now - heard)) is not None:
                 return why
         return None
 
     def _why_hung(self, silent: float) -> str | None:
-        """Why ranks that have said nothing for `silent` seconds are not waited for any longer, or None."""
+        """Why ranks without a message for `silent` seconds count as hung, or None."""
         service, patience = self._service, self._patience
         if patience.alone and silent > STALE_PULSE and self._pid is not None and _is_stopped(self._pid):
             return f"process {self._pid} does not run"
-        if service.up:
+        if service.mesh.up:
             limit, what = patience.silent_seconds, "the driver has said nothing"
-        elif patience.alone and service.awaits_takeover:
+        elif patience.alone and service.mesh.awaits_takeover:
             limit, what = LEAVE_SECONDS, "the driver has hung up and not ended"
         else:
-            # Loading can hold up the thread of the pulses for long: on slow storage that is no sign of death. Several
-            # ranks take over from each other at once, or load again.
+            # Loading from slow storage can hold up the thread of the pulses for long. Several ranks take over from each
+            # other at once, or load again.
             limit, what = patience.load_seconds, "nothing was said while they load"
         return f"{what} for {silent:.0f} s" if silent > limit else None
 
@@ -178,7 +179,7 @@ def _name(code: int) -> str:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Does a process of this machine stand still by SIGSTOP? False where that cannot be seen."""
+    """True if a process of this machine is stopped by SIGSTOP; False if that is unknown."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

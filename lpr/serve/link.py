@@ -1,4 +1,4 @@
-"""The front's end of the socket: it listens, one driver at a time connects, and the latest driver counts."""
+"""The front's end of the socket. One driver at a time connects, and the latest one counts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Link:
     """Messages to and from the driver."""
 
     def __init__(self, receive: Callable[[ToFront], None], lost: Callable[[], None]) -> None:
-        """`receive` gets every message, the greeting included; `lost` is called when a driver's connection ends."""
+        """`receive` is called with every message, Hello included, and `lost` when a driver's connection ends."""
         self._receive = receive
         self._lost = lost
         self._server: asyncio.Server | None = None
@@ -29,13 +29,13 @@ class Link:
 
     @property
     def connected(self) -> bool:
-        """Is there a driver?"""
+        """True while a driver is connected."""
         return self._writer is not None
 
     async def listen(self, path: Path) -> None:
-        """Wait for the drivers of one start of the ranks at a Unix socket; only its owner may connect.
+        """Listen at a Unix socket for the drivers of one start of the ranks. Only the owner may connect.
 
-        Each start has a socket of its own, so that nothing which is left of an earlier one can reach the front.
+        Each start has its own socket, so that no process of an earlier start can reach the front.
         """
         await self.close()
         self._path, self._epoch = path, -1
@@ -43,19 +43,19 @@ class Link:
         path.chmod(0o600)
 
     def send(self, message: ToDriver) -> None:
-        """Send a message, or nothing if no driver is there."""
+        """Send a message, if a driver is connected."""
         if self._writer is not None:
             self._writer.write(frame(message))
 
     def hang_up(self) -> None:
-        """Drop the driver: nothing that it still says counts."""
+        """Drop the driver and ignore its further messages."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
             self._lost()
 
     async def close(self) -> None:
-        """Stop listening, and hang up when what was sent has left."""
+        """Stop listening, and close connections once what was sent has left."""
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -64,7 +64,7 @@ class Link:
             writer.close()
         if self._serving:
             await asyncio.wait(self._serving, timeout=_FAREWELL)
-        for writer in self._serving.values():  # a process that stands still reads nothing
+        for writer in self._serving.values():  # a stopped process reads nothing
             writer.transport.abort()
         if self._path is not None:
             self._path.unlink(missing_ok=True)
@@ -85,7 +85,7 @@ class Link:
                     elif self._writer is writer:
                         self._receive(message)
         except (ProtocolError, ConnectionError):
-            pass  # as if it had hung up; what it means is up to `lost`
+            pass  # as if it had hung up
         finally:
             if self._writer is writer:
                 self.hang_up()
@@ -95,7 +95,7 @@ class Link:
             self._serving.pop(task, None)
 
     def _greet(self, message: ToFront, writer: asyncio.StreamWriter) -> None:
-        """Let a driver take the place of the one before; raises ProtocolError for who may not."""
+        """Replace the driver by one of a later epoch; raises ProtocolError if it is not."""
         if not isinstance(message, Hello) or message.protocol != PROTOCOL:
             raise ProtocolError("a driver of another version of lpr")
         if message.epoch < self._epoch or (message.epoch == self._epoch and self._writer is not None):

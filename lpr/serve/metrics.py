@@ -1,4 +1,4 @@
-"""What the service counts, under vLLM's names and labels so that its dashboards work, with lpr's own beside them."""
+"""Prometheus metrics: vLLM's names and labels, so that its dashboards work, and lpr's own."""
 
 from __future__ import annotations
 
@@ -27,15 +27,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._service = service
         self._names = {"model_name": model, "engine": "0"}
-        labels = list(self._names)
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            made = Histogram(name, text, labels, registry=self.registry, buckets=buckets)
-            return made.labels(**self._names)
-
-        def counter(name: str, text: str) -> Counter:
-            return Counter(name, text, labels, registry=self.registry).labels(**self._names)
-
+        histogram, counter = self._histogram, self._counter
         self.first_token = histogram("vllm:time_to_first_token_seconds", "Time to first token.", _SHORT)
         self.inter_token = histogram("vllm:inter_token_latency_seconds", "Time between tokens of a request.", _INTER)
         self.per_token = histogram(
@@ -49,81 +41,83 @@ class Metrics:
         self.prompt_length = histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self.output_length = histogram("vllm:request_generation_tokens", "Tokens emitted for a request.", _TOKENS)
         self.max_tokens = histogram("vllm:request_params_max_tokens", "A request's max_tokens.", _TOKENS)
-        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens taken in.")
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens.")
         self.output_tokens = counter("vllm:generation_tokens", "Tokens emitted.")
-        self.prefix_queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up among retained prefixes.")
-        self.prefix_hits = counter("vllm:prefix_cache_hits", "Prompt tokens whose K/V were retained.")
+        self.prefix_queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self.prefix_hits = counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self.drafts = counter("vllm:spec_decode_num_drafts", "Steps that evaluated a draft.")
         self.draft_tokens = counter("vllm:spec_decode_num_draft_tokens", "Drafted nodes evaluated.")
         self.accepted_tokens = counter("vllm:spec_decode_num_accepted_tokens", "Drafted nodes accepted.")
-        self.accepted_at = Counter(
+        self.accepted_at = counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Drafted nodes accepted, by depth in the tree (0 is the first).",
-            [*labels, "position"],
-            registry=self.registry,
+            "position",
         )
-        self.finished = Counter(
-            "vllm:request_success", "Requests by how they ended.", [*labels, "finished_reason"], registry=self.registry
-        )
-        for reason in ("stop", "length", "abort", "error"):
-            self.finished.labels(**self._names, finished_reason=reason)
+        self.finished = counter("vllm:request_success", "Requests by how they ended.", "finished_reason")
         self.steps = counter("lpr:steps", "Decode steps of requests; one step of a batch counts for each of them.")
         self.fill_steps = counter("lpr:fill_steps", "Steps that only filled the cache with a prompt.")
         self.tokens_per_step = histogram("lpr:tokens_per_step", "A request's tokens per decode step.", _PER_STEP)
-        self.by_source = Counter(
-            "lpr:draft_nodes", "Drafted nodes by source and outcome.", [*labels, "source", "outcome"],
-            registry=self.registry,
-        )  # fmt: skip
-        self.refused = Counter(
-            "lpr:http_requests", "Answered HTTP requests.", [*labels, "path", "status"], registry=self.registry
-        )
+        self.by_source = counter("lpr:draft_nodes", "Drafted nodes by source and outcome.", "source", "outcome")
+        self.http_requests = counter("lpr:http_requests", "Answered HTTP requests.", "path", "status")
         self.pause = histogram("lpr:pause_seconds", "How long running requests stood still for a lost rank.", _PAUSE)
-        self.events = Counter(
+        self.events = counter(
             "lpr:rank_events",
-            "What befell the ranks: lost ones, meshes formed again without them, drivers replaced by another rank, "
+            "Events of the ranks: lost ones, meshes formed again without them, drivers replaced by another rank, "
             "starts after the loss of all, requests that all died on.",
-            [*labels, "event"],
-            registry=self.registry,
+            "event",
         )
+        for reason in ("stop", "length", "abort", "error"):
+            self._of(self.finished, finished_reason=reason)
         for event in ("rank_lost", "reform", "takeover", "restart", "poison"):
-            self.events.labels(**self._names, event=event)
-        self._gauges(labels)
+            self._of(self.events, event=event)
+        self._gauges()
         self.registry.register(FleetCollector(service, self._names))
         service.on_open.append(self._opened)
         service.on_chunk.append(self._chunk)
         service.on_end.append(self._ended)
-        service.on_event.append(lambda event, count: self.events.labels(**self._names, event=event).inc(count))
+        service.on_event.append(lambda event, count: self._of(self.events, event=event).inc(count))
         service.on_pause.append(self.pause.observe)
 
-    def _gauges(self, labels: list[str]) -> None:
-        service = self._service
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        made = Histogram(name, text, list(self._names), registry=self.registry, buckets=buckets)
+        return made.labels(**self._names)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        """A counter. One with labels of its own is used through `_of`."""
+        made = Counter(name, text, [*self._names, *labels], registry=self.registry)
+        return made if labels else made.labels(**self._names)
+
+    def _of(self, counter: Counter, **labels: str) -> Counter:
+        return counter.labels(**self._names, **labels)
+
+    def _gauges(self) -> None:
+        service, labels = self._service, list(self._names)
         for name, text, value in (
             ("vllm:num_requests_running", "Requests in slots.", lambda: service.num_running),
             ("vllm:num_requests_waiting", "Requests that wait for a slot.", lambda: service.num_waiting),
-            ("vllm:kv_cache_usage_perc", "Share of the cache in use; 1 is all.", lambda: service.load.kv_usage),
-            ("lpr:engine_steps", "Steps of all ranks since they started.", lambda: service.load.num_steps),
-            ("lpr:lp", "Replicas of the mesh.", lambda: service.facts.lp if service.facts else 0),
-            ("lpr:tp", "Ranks per replica.", lambda: service.facts.tp if service.facts else 0),
+            ("vllm:kv_cache_usage_perc", "Share of the cache in use; 1 is all.", lambda: service.mesh.load.kv_usage),
+            ("lpr:engine_steps", "Steps of all ranks since they started.", lambda: service.mesh.load.num_steps),
+            ("lpr:lp", "Replicas of the mesh.", lambda: service.mesh.facts.lp if service.mesh.facts else 0),
+            ("lpr:tp", "Ranks per replica.", lambda: service.mesh.facts.tp if service.mesh.facts else 0),
             ("lpr:ready", "1 while requests are taken.", lambda: float(service.ready_reason() is None)),
         ):
             Gauge(name, text, labels, registry=self.registry).labels(**self._names).set_function(value)
-        ranks = Gauge("lpr:ranks", "Ranks at the last gather, and missing ones.", [*labels, "state"],
-                      registry=self.registry)  # fmt: skip
-        ranks.labels(**self._names, state="present").set_function(lambda: service.num_ranks)
-        ranks.labels(**self._names, state="missing").set_function(
-            lambda: max(0, service.num_wanted - service.num_ranks)
-        )
+        text = "Ranks at the last gather, and missing ones."
+        ranks = Gauge("lpr:ranks", text, [*labels, "state"], registry=self.registry)
+        ranks.labels(**self._names, state="present").set_function(lambda: service.mesh.num_ranks)
+        missing = ranks.labels(**self._names, state="missing")
+        missing.set_function(lambda: max(0, service.mesh.num_wanted - service.mesh.num_ranks))
 
     def answered(self, path: str, status: int) -> None:
         """Count an HTTP answer; `path` is one of the service's own."""
-        self.refused.labels(**self._names, path=path, status=str(status)).inc()
+        self._of(self.http_requests, path=path, status=str(status)).inc()
 
     def text(self) -> bytes:
         """Everything in Prometheus' text format."""
         return generate_latest(self.registry)
 
-    # Scoring a prompt is part of a request, whose text is another job, and a prompt's tokens are no output: only the
-    # steps that it takes count.
+    # Scoring a prompt is part of a request whose text is another job, and its tokens are no output: only its steps
+    # count.
 
     def _opened(self, job: Job) -> None:
         if not job.is_scoring:
@@ -139,7 +133,7 @@ class Metrics:
             self.first_token.observe(now - job.arrived)
             self.prompt_tokens.inc(len(job.prompt_ids))
         elif job.latest is not None:
-            # The tokens of a step come together: each took its share of the time since the last step.
+            # The tokens of a step arrive together. Each counts with its share of the time since the last step.
             for _ in chunk.token_ids:
                 self.inter_token.observe((now - job.latest) / len(chunk.token_ids))
 
@@ -148,7 +142,7 @@ class Metrics:
             self._used(job, chunk.usage)
         if job.is_scoring:
             return
-        self.finished.labels(**self._names, finished_reason=chunk.finish_reason or "error").inc()
+        self._of(self.finished, finished_reason=chunk.finish_reason or "error").inc()
         if job.ended is None or job.begun is None or job.first is None or job.latest is None:
             return
         self.end_to_end.observe(job.ended - job.arrived)
@@ -173,7 +167,7 @@ class Metrics:
         self.draft_tokens.inc(usage.drafted)
         self.accepted_tokens.inc(usage.accepted)
         for position, count in enumerate(usage.accepted_per_depth):
-            self.accepted_at.labels(**self._names, position=str(position)).inc(count)
+            self._of(self.accepted_at, position=str(position)).inc(count)
         for source, (drafted, accepted) in usage.by_source.items():
-            self.by_source.labels(**self._names, source=source, outcome="drafted").inc(drafted)
-            self.by_source.labels(**self._names, source=source, outcome="accepted").inc(accepted)
+            self._of(self.by_source, source=source, outcome="drafted").inc(drafted)
+            self._of(self.by_source, source=source, outcome="accepted").inc(accepted)

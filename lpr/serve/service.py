@@ -1,4 +1,4 @@
-"""The front's state: the open requests (lpr.serve.jobs), and what is known of the driver that works on them.
+"""The front's state: the open requests (lpr.serve.jobs), and the driver that works on them (lpr.serve.mesh_state).
 
 The driver gets every request at once: the engine's queue orders them, so that its targets see all that wait. The front
 keeps what limits and restarts need: which requests have a slot, and each one's output so far.
@@ -18,6 +18,7 @@ from lpr.config import SamplingParams
 from lpr.protocol import Abort, Chunk, ErrorCode, Failure, Submit
 from lpr.serve.errors import ApiError
 from lpr.serve.jobs import Job, Jobs
+from lpr.serve.mesh_state import MeshState
 from lpr.serve.messages import (
     Facts,
     Finish,
@@ -32,9 +33,6 @@ from lpr.serve.messages import (
     ToFront,
 )
 from lpr.serve.suspects import acquit, blame
-
-STALE_PULSE = 5.0
-"""Seconds without a pulse (sent every second) after which the driver counts as stopped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,28 +53,10 @@ class Service:
     def __init__(self, limits: Limits, send: Callable[[ToDriver], None]) -> None:
         """Begin without a driver. `send` reaches it once it is there."""
         self.limits = limits
-        self.facts: Facts | None = None
-        """What is served, also while the ranks are away. None until they were ready once."""
-        self.up = False
-        """True while a driver takes requests."""
-        self.outage = ""
-        """Why no driver does, after one did."""
-        self.loading: Loading | None = None
-        self.refused: str | None = None
-        """Why the ranks could not start the last time."""
-        self.is_other = False
-        """True if the ranks came back with another model than before."""
-        self.load = Load()
-        self.num_wanted = 0
-        """Ranks of the whole mesh; 0 until they were ready once."""
+        self.mesh = MeshState(limits.step_seconds, self._tell)
         self.draining = False
         self.tenants: list[str] = []
         """Tenants whose outputs a driver may ask other replicas for before any request comes."""
-        self.heard = time.monotonic()
-        """When the driver last sent anything."""
-        self.welcomed: float | None = None
-        """When a driver last began to take requests."""
-        self.ready = asyncio.Event()
         self.on_open: list[Callable[[Job], None]] = []
         self.on_chunk: list[Callable[[Job, Chunk], None]] = []
         self.on_end: list[Callable[[Job, Chunk], None]] = []
@@ -93,11 +73,6 @@ class Service:
         """When the driver last got a request or sent a token."""
         self._paused: float | None = None
         """When requests with a slot stopped because the driver was lost."""
-        self._num_slots = 0
-        """Requests that the present ranks can run at once."""
-        self._present = 0
-        self._restarted = False
-        """True if the next driver is a new start. Otherwise it takes over from the one before."""
         self._durations: deque[float] = deque(maxlen=64)
         self._idle = asyncio.Event()
         self._idle.set()
@@ -116,7 +91,7 @@ class Service:
 
     @property
     def _running(self) -> list[Job]:
-        found = map(self._jobs.get, self.load.running)
+        found = map(self._jobs.get, self.mesh.load.running)
         return [job for job in found if job is not None]
 
     @property
@@ -124,21 +99,21 @@ class Service:
         """Prompt tokens of the requests without a slot, except those that the free slots and one more will take."""
         running = {job.id for job in self._running}
         waiting = [len(job.prompt_ids) for job in self._jobs if job.id not in running]
-        return sum(waiting[max(0, self._num_slots + 1 - len(running)) if self.up else 0 :])
+        return sum(waiting[max(0, self.mesh.num_slots + 1 - len(running)) if self.mesh.up else 0 :])
 
     def check_ready(self) -> Facts:
         """The facts; raises ApiError before the model was loaded once, and while the server shuts down."""
         if self.draining:
             raise ApiError(ErrorCode.SHUTTING_DOWN, "the server is shutting down")
-        if self.facts is None:
-            raise ApiError(ErrorCode.LOADING, f"the model is not loaded yet: {self.progress}")
-        return self.facts
+        if self.mesh.facts is None:
+            raise ApiError(ErrorCode.LOADING, f"the model is not loaded yet: {self.mesh.progress}")
+        return self.mesh.facts
 
     def check_room(self, num_requests: int, num_tokens: int) -> None:
         """Raise ApiError if `num_requests` more requests, of `num_tokens` prompt tokens together, cannot wait."""
         self.check_ready()
-        code = ErrorCode.OVERLOADED if self.up else ErrorCode.NO_MESH
-        room = self._num_slots + 1 + self.limits.max_queue
+        code = ErrorCode.OVERLOADED if self.mesh.up else ErrorCode.NO_MESH
+        room = self.mesh.num_slots + 1 + self.limits.max_queue
         if num_requests > room:
             message = f"{num_requests} texts at once are never taken: --max-queue leaves room for {room}"
             raise ApiError(ErrorCode.BAD_REQUEST, message)
@@ -215,7 +190,7 @@ class Service:
 
     def receive(self, message: ToFront) -> None:
         """Take a message of the driver; raises ProtocolError if it does not follow from those before."""
-        self.heard = time.monotonic()
+        self.mesh.heard = time.monotonic()
         if isinstance(message, Stepped):
             if message.chunks:
                 self._measure_pause(message.load)
@@ -226,27 +201,23 @@ class Service:
         elif isinstance(message, Pulse):
             self._take_load(message.load)
         elif isinstance(message, Loading):
-            self.loading = message
+            self.mesh.loading = message
         elif isinstance(message, Facts):
             self._welcome(message)
         elif isinstance(message, Refused):
-            self.refused = message.reason
+            self.mesh.refused = message.reason
         elif isinstance(message, Hello):
-            self.refused = None
+            self.mesh.refused = None
             if not message.loaded:
                 self.died("were replaced by others")
 
     def lost(self) -> None:
         """The driver is gone: its jobs wait for the next one."""
-        if self.up:
+        if self.mesh.up:
             self._interrupted = self._running
             if self._interrupted and self._paused is None:
                 self._paused = self._active
-            self.outage = "the driver was lost; another rank takes over, or all begin again"
-        self.up = False
-        self.load = Load(epoch=self.load.epoch)
-        self.loading = None
-        self.ready.clear()
+        self.mesh.lost()
         self._jobs.take_back()
         for job in self._jobs.held:
             if job.is_complete:
@@ -257,12 +228,9 @@ class Service:
 
         A request on which they have died repeatedly, and now alone, fails (see lpr.serve.suspects).
         """
-        if self.up:
+        if self.mesh.up:
             self.lost()
-        if self.facts is not None:
-            self.outage = "all ranks were lost and are started again"
-        self._restarted = True
-        self._note_ranks(0)
+        self.mesh.died()
         running, self._interrupted = [job for job in self._interrupted if job in self._jobs], []
         poison = blame(running, self._jobs)
         if poison is not None:
@@ -278,84 +246,28 @@ class Service:
         for job in self._jobs:
             self._fail(job, Failure(ErrorCode.RANKS_LOST, reason))
 
-    @property
-    def awaits_takeover(self) -> bool:
-        """True if the driver was lost, and not all ranks."""
-        return self.facts is not None and not self.up and not self._restarted
-
-    @property
-    def progress(self) -> str:
-        """The stage of start-up, in words."""
-        if self.loading is None:
-            return "the ranks are starting"
-        return f"{self.loading.stage} ({self.loading.done} of {self.loading.total})"
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks at the last gather; 0 while there is no driver."""
-        return self._present if self.up else 0
-
-    def live_reason(self) -> str | None:
-        """Why the ranks count as stopped; None if they live, start or are started again."""
-        silent = time.monotonic() - self.heard
-        if self.up and silent > STALE_PULSE:
-            return f"the driver has said nothing for {silent:.0f} s"
-        if self.up and self.load.running and self.load.last_step > self.limits.step_seconds:
-            return f"no step has ended for {self.load.last_step:.0f} s"
-        return None
-
-    @property
-    def is_hopeless(self) -> bool:
-        """True if the ranks can never serve. A refusal after they did once may pass, as a full disk does."""
-        return self.refused is not None and (self.facts is None or self.is_other)
-
     def ready_reason(self) -> str | None:
         """Why no request is worked on now; None if the service is ready."""
-        if self.draining:
-            return "shutting down"
-        if not self.up:
-            return f"{self.outage}: {self.progress}" if self.outage else self.progress
-        return self.live_reason()
+        return "shutting down" if self.draining else self.mesh.ready_reason()
 
     # Within.
 
     def _welcome(self, facts: Facts) -> None:
         """A driver takes requests: first those of the driver before."""
-        if self.facts is not None:
-            if others := _others(facts, self.facts):
-                self.refused = f"the ranks came back with another {' and '.join(others)}, so no output can go on"
-                self.is_other = True
-                return
-            self._tell("restart" if self._restarted else "takeover")
-        self.facts = facts
-        self.num_wanted = self.num_wanted or facts.lp * facts.tp
-        self._interrupted, self._restarted, self.outage, self.up = [], False, "", True
-        self.welcomed, self._num_slots = time.monotonic(), facts.max_batch_size
-        self._note_ranks(facts.lp * facts.tp)
-        self._send(Resume([job.id for job in self._jobs.held], self.tenants))
-        self.ready.set()
-        self._pump()
+        if self.mesh.welcome(facts):
+            self._interrupted = []
+            self._send(Resume([job.id for job in self._jobs.held], self.tenants))
+            self._pump()
 
     def _take_load(self, load: Load) -> None:
-        if load.epoch > self.load.epoch:
-            self._tell("reform", load.epoch - self.load.epoch)
-        self.load = load
+        self.mesh.take(load)
         for job in self._running:
             job.begun = job.begun if job.begun is not None else time.monotonic()
-        if self.up:
-            self._num_slots = load.num_slots or self._num_slots
-            if load.num_ranks:
-                self._note_ranks(load.num_ranks)
-
-    def _note_ranks(self, present: int) -> None:
-        if present < self._present:
-            self._tell("rank_lost", self._present - present)
-        self._present = present
 
     def _measure_pause(self, load: Load) -> None:
         now = time.monotonic()
         since = self._paused
-        if since is None and load.epoch > self.load.epoch:
+        if since is None and load.epoch > self.mesh.load.epoch:
             since = self._active
         if since is not None:
             for tell in self.on_pause:
@@ -367,7 +279,7 @@ class Service:
             tell(event, count)
 
     def _pump(self) -> None:
-        while self.up and (job := self._jobs.give()) is not None:
+        while self.mesh.up and (job := self._jobs.give()) is not None:
             self._active = time.monotonic()
             self._send(
                 Submit(
@@ -425,11 +337,4 @@ class Service:
     def _wait(self) -> int:
         """Seconds after which a place in the queue is likely, from 1 to 60."""
         mean = sum(self._durations) / len(self._durations) if self._durations else 1.0
-        return max(1, min(60, math.ceil(mean * len(self._jobs) / max(1, self._num_slots) / 4)))
-
-
-def _others(facts: Facts, before: Facts) -> list[str]:
-    """Names of the facts that have changed and must not, or outputs could not go on. The width of the mesh may."""
-    may = {"lp", "tp", "device", "max_batch_size"}  # elastic replicas have slots of their own each
-    names = [each for each in facts.__struct_fields__ if each not in may]
-    return [name.replace("_", " ") for name in names if getattr(facts, name) != getattr(before, name)]
+        return max(1, min(60, math.ceil(mean * len(self._jobs) / max(1, self.mesh.num_slots) / 4)))

@@ -1,9 +1,9 @@
-"""Which request kills the ranks.
+"""Finds the request that kills the ranks.
 
-A request that the ranks were working on when all of them died, twice in a row and without a token in between, is a
-suspect. Suspects are tried one at a time: nothing else begins until the one on trial has shown a token. A request on
-which alone the ranks die twice in a row is the poison, and fails; the others go on. Twice, because ranks also die for
-reasons of their own just after they were started. A request that gets on is never failed.
+A request that had a slot when all ranks died, twice in a row and without a token in between, is a suspect. Suspects are
+tried one at a time: nothing else begins until the suspect has shown a token. A request on which alone the ranks die
+twice in a row is the poison, and fails. The others go on. Twice, because ranks also die for other reasons just after
+they were started. A request that makes progress never fails.
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ from typing import Protocol, TypeVar
 
 SUSPECT_DEATHS = 2
 """Deaths of all ranks in a row, without a token in between, that make a request a suspect."""
-
-
 LONE_DEATHS = 2
 """Deaths in a row, without a token in between, while the ranks worked on one request alone, that convict it."""
 
 
 class Blamed(Protocol):
-    """What must be known of a request; whoever delivers a token of it sets both to 0."""
+    """The deaths of a request. `acquit` sets both to 0."""
 
     deaths: int
     """Deaths of all ranks in a row while they worked on it."""
@@ -32,9 +30,9 @@ R = TypeVar("R", bound=Blamed)
 
 
 def blame(running: Sequence[R], everything: Iterable[R]) -> R | None:
-    """Note that all ranks died as they worked on `running`; returns the request that did it, where that is certain.
+    """Note that all ranks died as they worked on `running`; returns the request that caused it, if that is certain.
 
-    The deaths before are explained then, and `everything` else is no suspect any more.
+    Then the earlier deaths are explained, and `everything` else is acquitted.
     """
     for request in running:
         request.deaths += 1
@@ -53,5 +51,5 @@ def acquit(request: Blamed) -> None:
 
 
 def most_suspect(requests: Iterable[R]) -> R | None:
-    """The suspect that is on trial, or has to be next; None if there is none."""
+    """The suspect that is on trial or is next; None if there is none."""
     return max((each for each in requests if each.deaths >= SUSPECT_DEATHS), key=lambda each: each.deaths, default=None)

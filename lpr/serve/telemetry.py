@@ -15,9 +15,9 @@ _OPERATIONS = {"/v1/chat/completions": "chat", "/chat/completions": "chat"}
 
 
 def tracer(endpoint: str, model: str, exporter: Any = None) -> Callable[[Request, Generation], None]:
-    """What to call with every answered request, so that its span reaches an OTLP/HTTP `endpoint`.
+    """A function that sends the span of an answered request to an OTLP/HTTP `endpoint`, or to `exporter`.
 
-    `exporter` takes the place of that endpoint, for tests. Raises InputError where OpenTelemetry is not installed.
+    Raises InputError if OpenTelemetry is not installed.
     """
     try:
         from opentelemetry.propagate import extract
@@ -72,7 +72,7 @@ def tracer(endpoint: str, model: str, exporter: Any = None) -> Callable[[Request
 
 
 def _of_params(params: SamplingParams) -> dict[str, Any]:
-    """What was asked for."""
+    """Attributes of the request."""
     return {
         "gen_ai.request.max_tokens": params.max_new_tokens,
         "gen_ai.request.temperature": params.temperature,
@@ -86,7 +86,7 @@ def _of_params(params: SamplingParams) -> dict[str, Any]:
 
 
 def _of_results(choices: Sequence[Choice]) -> dict[str, Any]:
-    """What it came to; a prompt of several choices counts once, as in OpenAI's usage."""
+    """Attributes of the answer. A prompt of several choices counts once, as in OpenAI's usage."""
     prompts = {id(choice.job.prompt_ids): choice for choice in choices}.values()
     return {
         "gen_ai.usage.input_tokens": sum(len(choice.job.prompt_ids) for choice in prompts),

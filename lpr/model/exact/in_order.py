@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -64,16 +63,14 @@ def attend(
                 if end > start:
                     out[row, :, entry] = _attend_entry(entry, *states, path.rows[start:end], softcap, own_sinks)
             continue
-        arrays: Any = [each.numpy() for each in states]
+        arrays = [each.numpy() for each in states]
         extra = None if own_sinks is None else own_sinks.numpy()
-        share_out(partial(_attend_heads, *arrays, path, softcap or 0.0, extra, out[row].numpy()), key.shape[1])
+        share_out(partial(_attend_heads, arrays, path, softcap or 0.0, extra, out[row].numpy()), key.shape[1])
     return out.to(query.dtype)
 
 
 def _attend_heads(
-    query: np.ndarray,
-    key: np.ndarray,
-    value: np.ndarray,
+    states: Sequence[np.ndarray],
     path: Paths,
     softcap: float,
     sinks: np.ndarray | None,
@@ -82,6 +79,7 @@ def _attend_heads(
 ) -> None:
     """Write the part of `out` [Hq, T, Dv] that belongs to the key heads `heads`."""
     assert native.attend_in_order is not None
+    query, key, value = states
     group = len(query) // len(key)
     own = slice(heads.start * group, heads.stop * group)
     extra = None if sinks is None else sinks[own]

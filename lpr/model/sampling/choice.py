@@ -56,7 +56,7 @@ def pick_with_totals(
     """As `pick`, and the totals [n] float32 of score and noise of what is chosen, NaN where there is no choice."""
     if logits.is_cuda and selection.sampled:
         return gpu_pick(logits.device)(logits, selection)
-    if fixed_shapes or not selection.sampled or native.choose_rows is None:
+    if fixed_shapes or not selection.sampled or native.choose_rows is None or logits.device.type != "cpu":
         return specification.choose(logits, selection)
     chosen, warm = in_cpp.draw(logits, selection), selection.temperature > 0
     place = chosen.clamp_min(0)

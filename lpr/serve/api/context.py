@@ -1,10 +1,10 @@
-"""What every endpoint needs at hand."""
+"""The state that every endpoint uses."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
@@ -13,13 +13,18 @@ from starlette.requests import Request
 
 from lpr.fleet.affinity import prefix_keys
 from lpr.protocol import ErrorCode
+from lpr.serve.bodies import Sampling
 from lpr.serve.errors import ApiError, bad
-from lpr.serve.generation import Generation
+from lpr.serve.generation import Generation, Wanted
 from lpr.serve.metrics import Metrics
 from lpr.serve.service import Service
 from lpr.serve.text.served import Served
 from lpr.serve.text.tokens import LONG
 
+STREAM: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}, "application/json": {"schema": {}}}}
+}
+"""In the schema of an endpoint whose answers can be streams."""
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -30,28 +35,28 @@ class Running:
 
     generation: Generation
     came_with: str
-    """The X-Request-Id of its answer, which others may share."""
+    """The X-Request-Id of its answer. Others may have the same."""
 
 
 @dataclass
 class Context:
-    """The service behind the HTTP surface."""
+    """The service behind the HTTP endpoints."""
 
     service: Service
     metrics: Metrics
     request_timeout: float
-    """Seconds that a request may take."""
+    """Most seconds that a request may take."""
     share_drafts: str = "key"
-    """Whose outputs drafts may come from: "none", "key" or "all"."""
+    """Requests that share drafts: "none", those of a "key", or "all"."""
     served: Served | None = None
     """None until the model is loaded."""
     open: dict[tuple[str, str], Running] = field(default_factory=dict)
-    """Running requests by the name of their key and their id, for DELETE: one key's requests are not another's."""
+    """Running requests by the name of their key and their id. DELETE reaches those of the same key only."""
     trace: Callable[[Request, Generation], None] | None = None
-    """Told of every request that was answered, if spans are wanted."""
+    """Called with every answered request, if spans are wanted."""
 
     def ready(self) -> Served:
-        """What is served; raises ApiError (503) while nothing is."""
+        """The served model; raises ApiError while there is none."""
         self.service.check_ready()
         if self.served is None:
             raise ApiError(ErrorCode.LOADING, "the model is not loaded yet")
@@ -60,8 +65,8 @@ class Context:
     def name(self, request: Request, kind: str, wanted: str | None = None) -> str:
         """The id of a request: `kind`, and the body's `wanted` or the header's X-Request-Id.
 
-        Proxies pass one X-Request-Id on to several calls of a trace, and clients send a slow request twice: where it
-        is in use, something is added. Raises ApiError where the body's is.
+        Proxies pass one X-Request-Id on to several calls of a trace, and clients send a slow request twice: if it is
+        in use, a suffix is added. Raises ApiError if the body's id is in use.
         """
         key = key_name(request)
         if wanted is not None:
@@ -73,11 +78,18 @@ class Context:
             full = f"{kind}-{request.state.request_id}-{secrets.token_hex(4)}"
         return full
 
+    def generation(self, request: Request, body: Sampling | None, wanted: Sequence[Wanted], **more: Any) -> Generation:
+        """Accept the texts that a request wants; `more` as Generation takes it. Raises ApiError."""
+        if body is not None:
+            more |= {"priority": body.priority, "details": bool(body.return_sources)}
+        tenant, timeout = self.tenant(request), self.request_timeout
+        return Generation(self.service, wanted, request.receive, timeout=timeout, tenant=tenant, **more)
+
     @contextmanager
     def running(self, request: Request, name: str, generation: Generation) -> Iterator[None]:
         """Let DELETE find a request by its id while it runs; cancels what is left of it at the end.
 
-        To be entered before anything is awaited after `name`, so that no other request takes the same.
+        Enter it before the first `await` after `name`, so that no other request takes the same name.
         """
         place = (key_name(request), name)
         self.open[place] = Running(generation, request.state.request_id)
@@ -97,9 +109,9 @@ class Context:
                 self.trace(request, generation)
 
     def cancel(self, request: Request, name: str) -> bool:
-        """End the running requests of the same key that have this id, with or without its kind, or came with it.
+        """End the running requests of the same key with this id (with or without its kind) or X-Request-Id.
 
-        False if there is none.
+        Returns False if there is none.
         """
         found = [
             running
@@ -111,29 +123,29 @@ class Context:
         return bool(found)
 
     def tenant(self, request: Request) -> str:
-        """With whose requests this one shares drafts and K/V; "" where no key is asked for, or for all."""
+        """The tenant of a request; "" without keys, or if all share."""
         return "" if self.share_drafts == "all" else key_name(request)
 
 
 async def note_prefix(request: Request) -> None:
-    """Let the answer say by which keys a router can send requests that begin alike here."""
+    """Note the keys of the prefix, which the answer carries for routers."""
     request.state.prefix_keys = prefix_keys(await request.json())
 
 
 async def aside(request: Request, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """What `work` makes of a request; a long one is worked on in a thread, so that others are answered meanwhile."""
+    """Run `work`; for a long request in a thread, so that others are answered meanwhile."""
     if len(await request.body()) <= LONG:
         return work(*args, **kwargs)
     return await asyncio.to_thread(work, *args, **kwargs)
 
 
 def key_name(request: Request) -> str:
-    """The name of the key that a request came with, "" if none is asked for."""
+    """The name of a request's key; "" if none is needed."""
     return str(getattr(request.state, "key_name", ""))
 
 
 def context_of(request: Request) -> Context:
-    """The context of the app that got this request."""
+    """The context of the application."""
     found: Any = request.app.state.context
     assert isinstance(found, Context)
     return found

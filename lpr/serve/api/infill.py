@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request, Response
 
 from lpr.config import SamplingParams
-from lpr.serve.api.answers import answer
-from lpr.serve.api.context import aside, context_of, note_prefix
+from lpr.serve.api.answers import Form, answer
+from lpr.serve.api.context import STREAM, aside, context_of, note_prefix
 from lpr.serve.bodies import InfillBody
 from lpr.serve.errors import bad
-from lpr.serve.generation import Choice, Event, Generation
+from lpr.serve.generation import Choice, Event
 from lpr.serve.text.fim import Extra
 from lpr.serve.text.served import Served, fresh_seed, sampling, spread
 
 router = APIRouter()
 
 SAMPLERS = ("top_k", "top_p", "min_p", "temperature", "penalties", "infill")
-"""Names that `samplers` may hold. "infill" is llama.cpp's sampler that all but takes the most likely token: greedy."""
+"""Names that `samplers` may hold. "infill" is llama.cpp's nearly greedy sampler."""
 MOST = 512
 """Tokens of a middle where `n_predict` is -1."""
 
@@ -30,7 +31,7 @@ class LineLimit:
     """Ends a text at a line that is indented too little, or after a line once the time is up."""
 
     def __init__(self, n_indent: int, t_max_ms: float) -> None:
-        """No line but the first may begin left of column `n_indent`; `t_max_ms` counts from the first token."""
+        """Lines after the first need an indent of `n_indent`; `t_max_ms` counts from the first token."""
         self._n_indent = n_indent
         self._t_max = t_max_ms / 1000
         self._began: float | None = None
@@ -48,7 +49,7 @@ class LineLimit:
         if last and self._line:
             shown, self._line = shown + self._line, None
         self._has_line = self._has_line or "\n" in shown
-        # As in llama.cpp: not before a line is complete, so that slow machines still show one.
+        # As in llama.cpp, not before a line is complete, so that slow machines still show one.
         return shown, bool(self._t_max) and self._has_line and now - self._began > self._t_max
 
     def _indented(self, text: str) -> tuple[str, bool]:
@@ -69,7 +70,7 @@ class LineLimit:
         return shown, False
 
 
-@router.post("/infill", summary="Fill in the middle, as llama.cpp's server")
+@router.post("/infill", summary="Fill in the middle, as llama.cpp's server", responses=STREAM)
 async def infill(body: InfillBody, request: Request) -> Response:
     """Write what belongs between `input_prefix` + `prompt` and `input_suffix`."""
     context = context_of(request)
@@ -80,27 +81,21 @@ async def infill(body: InfillBody, request: Request) -> Response:
     ids, truncated = await aside(request, _prompt, served, body, max(1, count))
     params = _params(served, body, min(max(1, count), served.most(len(ids))))
     wanted = spread(params, ids, 1 if body.n_predict == 0 else body.n_cmpl)
-    generation = Generation(
-        context.service,
-        wanted,
-        request.receive,
-        timeout=context.request_timeout,
-        tenant=context.tenant(request),
-        limits=lambda: LineLimit(body.n_indent, body.t_max_predict_ms),
-    )
+    limits = partial(LineLimit, body.n_indent, body.t_max_predict_ms)
+    generation = context.generation(request, None, wanted, limits=limits)
     facts = {"model": model, "truncated": truncated, "id_slot": body.id_slot}
     name = context.name(request, "infill")
     return await answer(context, request, name, generation, _InfillForm(body, facts), body.stream)
 
 
 def _prompt(served: Served, body: InfillBody, count: int) -> tuple[list[int], bool]:
-    """The prompt's ids, and whether something was left out to make it fit."""
+    """The prompt's ids, and whether it was truncated."""
     prefix = body.input_prefix + body.prompt
     room = served.facts.max_length - count
     if room < 2:
         raise bad("n_predict", f"n_predict {count} leaves no room; the model's limit is {served.facts.max_length}")
     if served.filler is None and not body.input_suffix.strip():
-        # Nothing follows the hole: then it is no hole, and every model can go on.
+        # Nothing follows the hole, so every model can continue.
         ids = served.tokens.encode("".join(extra.text for extra in body.input_extra) + prefix)
         kept = ids[max(0, len(ids) - room) :]
         if not kept:
@@ -134,19 +129,16 @@ def _params(served: Served, body: InfillBody, count: int) -> SamplingParams:
 
 
 @dataclass(frozen=True)
-class _InfillForm:
+class _InfillForm(Form):
     """llama.cpp's answers; a stream has `content` per step, and all the rest with the last one."""
 
     body: InfillBody
     facts: dict[str, Any]
-    ends_with_done: bool = False
+    ends_with_done: ClassVar[bool] = False
 
     def whole(self, choices: Sequence[Choice]) -> Any:
         answers = [_selected(self._finished(choice), self.body.response_fields) for choice in choices]
         return answers[0] if len(answers) == 1 else answers
-
-    def begin(self, choices: Sequence[Choice]) -> Iterator[Any]:
-        return iter(())
 
     def step(self, each: Event, choices: Sequence[Choice]) -> dict[str, Any]:
         choice = each.choice
@@ -154,9 +146,6 @@ class _InfillForm:
         if choice.finish_reason is None:
             return {"index": choice.index, "content": content, "stop": False}
         return _selected({**self._finished(choice), "content": content}, self.body.response_fields)
-
-    def end(self, choices: Sequence[Choice]) -> Iterator[Any]:
-        return iter(())
 
     def _finished(self, choice: Choice) -> dict[str, Any]:
         job, usage = choice.job, choice.usage

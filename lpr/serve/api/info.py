@@ -1,4 +1,4 @@
-"""Endpoints beside generation: models, tokens, health, metrics, cancelling, and the page."""
+"""Further endpoints: models, tokens, health, metrics, cancelling, and the page."""
 
 from __future__ import annotations
 
@@ -98,26 +98,26 @@ async def cancel(request_id: str, request: Request) -> dict[str, Any]:
 
 
 @router.get("/health", summary="Ready, as load balancers ask")
-@router.get("/readyz", summary="Are requests taken?")
+@router.get("/readyz", summary="Ready for requests")
 async def readyz(request: Request) -> Response:
     """Answer 200 if the model is loaded, the ranks answer and nothing is shutting down, else 503 and why.
 
-    A mesh that has lost ranks is ready with those that are left; `ranks` says how many.
+    A mesh that has lost ranks is ready with those that are left, which `ranks` counts.
     """
     service = context_of(request).service
     reason = service.ready_reason()
     if reason is not None:
         return JSONResponse({"status": "unavailable", "reason": reason}, 503, {"Retry-After": "5"})
-    ranks = {"present": service.num_ranks, "wanted": service.num_wanted}
+    ranks = {"present": service.mesh.num_ranks, "wanted": service.mesh.num_wanted}
     return JSONResponse(
         {"status": "ok", "running": service.num_running, "waiting": service.num_waiting, "ranks": ranks}
     )
 
 
-@router.get("/livez", summary="Does the service live?")
+@router.get("/livez", summary="Alive")
 async def livez(request: Request) -> Response:
     """Answer 200 while the ranks load, work, wait or are started again, 503 once they are silent or hang in a step."""
-    reason = context_of(request).service.live_reason()
+    reason = context_of(request).service.mesh.live_reason()
     if reason is not None:
         return JSONResponse({"status": "stopped", "reason": reason}, 503)
     return JSONResponse({"status": "ok"})

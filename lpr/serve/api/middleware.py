@@ -1,4 +1,4 @@
-"""Around every request: its id, its key, the size of its body, and a line in the access log."""
+"""Middleware: request ids, keys, the size of bodies, and the access log."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +22,22 @@ from lpr.serve.errors import ApiError
 from lpr.serve.metrics import Metrics
 
 OPEN_PATHS = frozenset(("/", "/health", "/livez", "/readyz", "/metrics"))
-"""Paths that need no key, unless all are to be protected."""
+"""Paths that need no key unless all are protected."""
 _UNLOGGED = OPEN_PATHS - {"/"}
-"""Probes come every few seconds and would hide the rest."""
+"""Probes come every few seconds and would hide other requests."""
 BODY_SECONDS = 30.0
 """Time for a request's body to arrive."""
 
 
 class Keys:
-    """The keys that requests may come with."""
+    """The API keys."""
 
     def __init__(self, keys: Iterable[tuple[str, str]] = ()) -> None:
-        """Keep the digests of `keys`, pairs of a name and a key: equal lengths can be compared in constant time."""
+        """Keep the digests of `keys`, pairs of name and key. Equal lengths are compared in constant time."""
         self._digests = [(name, _digest(key)) for name, key in keys]
 
     def __bool__(self) -> bool:
-        """Is any key asked for?"""
+        """True if requests need a key."""
         return bool(self._digests)
 
     @property
@@ -55,10 +56,10 @@ class Keys:
 
     @classmethod
     def read(cls, given: str | None, path: Path | None) -> Keys:
-        """Keys separated by commas, and those of a file: "key" or "name key" per line. Raises InputError.
+        """Read keys separated by commas, and a file with "key" or "name key" per line. Raises InputError.
 
-        White space around a key is none of it: no header can send it, and secrets often end with a new line. A name
-        may have several keys, such as an old and a new one.
+        White space around a key is dropped: no header can send it, and secrets often end with a new line. A name may
+        have several keys, such as an old and a new one.
         """
         keys = [(_name(key), key) for key in map(str.strip, (given or "").split(",")) if key]
         if path is not None:
@@ -84,31 +85,33 @@ def _digest(key: str) -> bytes:
 
 
 def _name(key: str) -> str:
-    """A key's name where none is given: nothing that the key could be found from."""
+    """The name of a key without one. It does not reveal the key."""
     return "key-" + _digest(key).hex()[:8]
 
 
-class Guard:
-    """ASGI middleware: names a request, asks for its key, reads its body, and writes down how it went."""
+@dataclass(frozen=True, kw_only=True)
+class Surface:
+    """Settings of the HTTP surface."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        keys: Keys,
-        protect_all: bool,
-        max_body: int,
-        log: bool,
-        metrics: Metrics,
-        replica: str = "",
-    ) -> None:
-        """Guard `app`; `max_body` is in bytes, `replica` names this service in answers."""
-        self._replica = replica.encode("ascii", "replace")
+    keys: Keys = field(default_factory=Keys)
+    protect_all: bool = False
+    """Require a key on health, metrics and the page too."""
+    cors: tuple[str, ...] = ()
+    """Origins whose pages may send requests; "*" is all."""
+    max_body: int = 16 << 20
+    """Most bytes of a request's body."""
+    access_log: bool = True
+    replica: str = ""
+    """Name of this service among those that a router chooses from."""
+
+
+class Guard:
+    """ASGI middleware: gives a request its id, checks its key, reads its body, and logs the answer."""
+
+    def __init__(self, app: ASGIApp, surface: Surface, metrics: Metrics) -> None:
+        """Guard `app`."""
         self._app = app
-        self._keys = keys
-        self._protect_all = protect_all
-        self._max_body = max_body
-        self._log = log
+        self._surface = surface
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -138,35 +141,35 @@ class Guard:
         finally:
             route = getattr(scope.get("route"), "path", "other")
             self._metrics.answered(route, status)
-            if self._log and scope["path"] not in _UNLOGGED:
+            if self._surface.access_log and scope["path"] not in _UNLOGGED:
                 self._write(scope, state, status, time.monotonic() - began)
 
     def _own_headers(self, state: Mapping[str, Any]) -> Iterator[tuple[bytes, bytes]]:
-        """What every answer says: its request's id, who answers, and what a router may send alike requests here by."""
+        """Headers of every answer: the request's id, the replica, and the keys for routing by prefix."""
         yield b"x-request-id", state["request_id"].encode()
-        if self._replica:
-            yield b"x-lpr-replica", self._replica
+        if self._surface.replica:
+            yield b"x-lpr-replica", self._surface.replica.encode("ascii", "replace")
         if state.get("prefix_keys"):
             yield b"x-lpr-prefix", ",".join(state["prefix_keys"]).encode()
 
     def _check_key(self, scope: Scope, headers: Mapping[str, str]) -> str:
-        if not self._keys or scope["method"] == "OPTIONS":
-            return ""
-        if scope["path"] in OPEN_PATHS and not self._protect_all:
+        is_open = scope["path"] in OPEN_PATHS and not self._surface.protect_all
+        if not self._surface.keys or scope["method"] == "OPTIONS" or is_open:
             return ""
         scheme, _, value = headers.get("authorization", "").partition(" ")
         key = value.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-        name = self._keys.name_of(key)
+        name = self._surface.keys.name_of(key)
         if name is None:
             code = ErrorCode.INVALID_KEY if key else ErrorCode.MISSING_KEY
             raise ApiError(code, "give a valid key as Authorization: Bearer KEY")
         return name
 
     async def _with_body(self, headers: Mapping[str, str], receive: Receive) -> Receive:
-        """The body, read and limited, in front of what else `receive` has to say. Raises ApiError."""
-        length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length) > self._max_body:
-            raise self._too_large()
+        """Read the whole body; returns a `receive` that gives it and then what follows. Raises ApiError."""
+        limit, length = self._surface.max_body, headers.get("content-length", "0")
+        too_large = ApiError(ErrorCode.BODY_TOO_LARGE, f"the body is larger than --max-body {limit} bytes")
+        if length.isdecimal() and int(length) > limit:
+            raise too_large
         body = bytearray()
         try:
             async with asyncio.timeout(BODY_SECONDS):
@@ -177,8 +180,8 @@ class Guard:
                         return receive
                     body += message.get("body", b"")
                     more = message.get("more_body", False)
-                    if len(body) > self._max_body:
-                        raise self._too_large()
+                    if len(body) > limit:
+                        raise too_large
         except TimeoutError as failure:
             message = f"the body did not arrive within {BODY_SECONDS:g} s"
             raise ApiError(ErrorCode.BODY_TIMEOUT, message) from failure
@@ -189,9 +192,6 @@ class Guard:
             return pending.pop() if pending else await receive()
 
         return replayed
-
-    def _too_large(self) -> ApiError:
-        return ApiError(ErrorCode.BODY_TOO_LARGE, f"the body is larger than --max-body {self._max_body} bytes")
 
     def _write(self, scope: Scope, state: dict[str, Any], status: int, seconds: float) -> None:
         line = {
@@ -210,7 +210,7 @@ class Guard:
 
 
 def _check_text(body: bytes) -> None:
-    """Raise ApiError for JSON that spells half a surrogate pair, which is no text: tokenizers refuse it."""
+    """Raise ApiError for JSON with half of a surrogate pair, which tokenizers refuse."""
     if b"\\ud" in body.lower() or b"\xed" in body:
         try:
             json.dumps(json.loads(body), ensure_ascii=False).encode()
@@ -218,13 +218,13 @@ def _check_text(body: bytes) -> None:
             message = "the body holds half of a surrogate pair, which is no text"
             raise ApiError(ErrorCode.INVALID_JSON, message) from failure
         except (ValueError, RecursionError):
-            return  # no JSON at all: the application says so
+            return  # not JSON: the application refuses it
 
 
 def _check_type(scope: Scope, headers: Mapping[str, str]) -> None:
-    """Raise ApiError (415) for a body that is not declared as JSON.
+    """Raise ApiError for a body that is not declared as JSON.
 
-    A browser sends other types across sites without asking first, and so could make any page use a local service.
+    Browsers send other types across sites without a preflight, so any page could use a local service.
     """
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if scope["method"] == "POST" and kind != "application/json" and not kind.endswith("+json"):

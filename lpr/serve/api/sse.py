@@ -19,31 +19,31 @@ _encoder = msgspec.json.Encoder()
 
 
 def event(data: Any) -> bytes:
-    """One event; JSON has no line breaks of its own, so it is one line of data."""
+    """One event of one line, as this JSON has no line breaks."""
     return b"data: " + _encoder.encode(data) + b"\n\n"
 
 
 def error_event(failure: ApiError) -> bytes:
-    """An error in place of what should have come next."""
+    """An error in place of the next event."""
     return event(failure.body())
 
 
 class EventStream(Response):
-    """Sends events as they are made, and says so when it is over, also where it never began."""
+    """Sends events as they are made."""
 
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncGenerator[bytes, None], stall: float, end: Callable[[], None]) -> None:
-        """Send `events`; a reader that takes none for `stall` seconds is left. `end` is called at the end."""
+        """Send `events`. A reader that takes none for `stall` seconds is dropped. `end` is called at the end."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._stall = stall
-        self._end = end  # closing a generator that never began would not run its own clean-up
+        self._end = end  # closing a generator that never began does not run its clean-up
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        # A reader that stands still is left with an answer that does not end, which closes its connection.
+        # The answer does not end then, which closes the connection.
         with contextlib.suppress(TimeoutError):
             await self._send(send)
 

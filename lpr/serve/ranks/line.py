@@ -1,7 +1,7 @@
 """The driver's end of the socket.
 
-One thread reads it, one writes it and sends a pulse every second, so that neither a long step nor a slow front holds
-up the other. The engine belongs to the main thread alone. No torch here: rank 0 speaks before it loads anything.
+One thread reads it, another writes it and sends a pulse every second, so that a long step and a slow front do not hold
+each other up. Only the main thread uses the engine. No torch here: rank 0 connects before it loads anything.
 """
 
 from __future__ import annotations
@@ -24,21 +24,18 @@ PULSE_EVERY = 1.0
 
 
 class _Wake:
-    """Stands among messages where only `take` should return."""
+    """Among messages: `take` returns without one."""
 
 
 class FrontGoneError(RuntimeError):
-    """The front has hung up: there is nobody left to work for."""
+    """The front has hung up."""
 
 
 class Line:
     """The connection to the front."""
 
     def __init__(self, path: Path, timeout: float = 30.0, epoch: int = 0, loaded: bool = False) -> None:
-        """Connect, and greet as Hello's `epoch` and `loaded` say; raises FrontGoneError where nobody listens.
-
-        `timeout` is in seconds.
-        """
+        """Connect within `timeout` seconds and send Hello; raises FrontGoneError if no front listens."""
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.settimeout(timeout)
         try:
@@ -57,11 +54,11 @@ class Line:
 
     @property
     def load(self) -> Load:
-        """What pulses say of the engine, and how long ago it last moved."""
+        """The state of the engine, and how long ago it was noted."""
         return msgspec.structs.replace(self._load, last_step=time.monotonic() - self._moved)
 
     def moved(self, load: Load) -> None:
-        """Note that the step loop has come round, and what the engine looks like now."""
+        """Note the state of the engine after a turn of the step loop."""
         self._load, self._moved = load, time.monotonic()
 
     def send(self, message: ToFront) -> None:
@@ -69,7 +66,7 @@ class Line:
         self._outgoing.put(frame(message))
 
     def take(self, wait: float) -> list[ToDriver]:
-        """What the front has sent by now; waits up to `wait` seconds for something. Raises FrontGoneError."""
+        """The messages so far; waits up to `wait` seconds for the first. Raises FrontGoneError."""
         taken: list[ToDriver] = []
         with contextlib.suppress(queue.Empty):
             while True:
@@ -88,7 +85,7 @@ class Line:
         done.wait(1.0)
 
     def wake(self) -> None:
-        """From any thread: let `take` return, as there is other work."""
+        """From any thread: let `take` return."""
         if self._incoming.empty():
             self._incoming.put(_Wake())
 

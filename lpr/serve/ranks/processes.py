@@ -18,17 +18,17 @@ _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK
              "MASTER_PORT")  # fmt: skip
 _SECRETS = ("LPR_API_KEY",)
 ORIGIN = "LPR_SERVE_ORIGIN"
-"""Environment variable that names one start of the ranks: who drives knows by it which shared drafts are its own."""
+"""Environment variable that names one start of the ranks, so that a driver recognises its own shared drafts."""
 
 
 def environment(socket: Path) -> dict[str, str]:
-    """What the ranks of one start see: where the front is, and neither its keys nor another launcher's variables."""
+    """The environment of one start of the ranks, without the front's keys and another launcher's variables."""
     kept = {name: value for name, value in os.environ.items() if name not in (*_LAUNCHER, *_SECRETS)}
     return {**kept, SOCKET: str(socket), ORIGIN: secrets.token_hex(8)}
 
 
 def command(argv: Sequence[str], lp: int, tp: int) -> list[str]:
-    """How to start the ranks: one process, or a supervisor of several."""
+    """The command line of the ranks: one process, or a supervisor of several."""
     if lp * tp == 1:
         return [sys.executable, "-m", "lpr.serve.ranks.rank", *argv]
     return [sys.executable, "-m", "lpr.dist.supervisor", str(lp), str(tp), "lpr.serve.ranks.rank", *argv]
@@ -44,7 +44,7 @@ class Ranks:
         self._process: Process | None = None
 
     async def start(self) -> None:
-        """Start them, in a session of their own: a Ctrl-C in the terminal is for the front, which lets them finish."""
+        """Start them in their own session: Ctrl-C reaches only the front, which lets them finish."""
         self._process = await asyncio.create_subprocess_exec(
             *self._command,
             env=environment(self._socket),
@@ -59,7 +59,7 @@ class Ranks:
         return await self._process.wait()
 
     async def stop(self, patience: float) -> None:
-        """Wait `patience` seconds for their own end, then insist."""
+        """Wait `patience` seconds for their own end, then send signals."""
         if self._process is None:
             return
         for number in (None, signal.SIGTERM, signal.SIGKILL):

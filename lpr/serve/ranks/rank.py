@@ -1,4 +1,4 @@
-"""One rank of a service: rank 0 drives, the others work. Says what it does before it loads torch."""
+"""One rank of a service. Rank 0 reports to the front before it loads torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lpr.serve.ranks.line import FrontGoneError, Line
 from lpr.serve.ranks.processes import SOCKET
 
 _RANK_0_SPEAKS = 10.0
-"""Seconds that the other ranks stay after bad input; the launcher ends them as soon as rank 0 has left."""
+"""Seconds that other ranks stay after bad input. The launcher ends them once rank 0 has left."""
 _LAUNCHERS = ("RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         if line is not None:
             line.send(Refused(str(failure)))
         elif rank:
-            time.sleep(_RANK_0_SPEAKS)  # the first rank to leave ends the job, and rank 0 has to say why before that
+            time.sleep(_RANK_0_SPEAKS)  # the first rank to leave ends the job, and rank 0 reports first
         return 2
     except (FrontGoneError, MeshError) as failure:
         print(f"lpr.serve: rank {rank}: {failure}", file=sys.stderr)
@@ -53,8 +53,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def launched(argv: Sequence[str]) -> int:
-    """Run a rank that a launcher has started, which started no front: rank 0 brings it along."""
-    # The launcher passes a signal on to every rank; the front finishes what is open and then stops them all.
+    """Run a rank that a launcher has started. Rank 0 also starts the front."""
+    # The launcher passes signals on to every rank. The front finishes open requests and then stops the ranks.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if int(os.environ["RANK"]) != 0:
@@ -70,7 +70,7 @@ def launched(argv: Sequence[str]) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process with `code`, at once: threads of destroyed groups can abort a process that is tearing down."""
+    """End the process at once: threads of destroyed groups can abort a process that is tearing down."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

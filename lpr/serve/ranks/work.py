@@ -1,4 +1,4 @@
-"""What a rank does once it knows its flags: join the others, load the model, drive or work."""
+"""The work of a rank: join the others, load the model, drive or take part."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(args: ServeArgs, line: Line | None) -> None:
         _tell(line, "loading the model", 2)
         model = args.model or bundled_model()
         engine = Engine.from_pretrained(model, args.decode, replace(args.engine, device=device), comm=comm)
-        # What is loaded stays: without this, each full collection walks a million objects, in the middle of some step.
+        # Without this, each full garbage collection walks a million objects that stay, in the middle of some step.
         gc.freeze()
         if line is not None:
             _drive(engine, line, model, args, takes_over=False)
@@ -47,7 +47,7 @@ def run(args: ServeArgs, line: Line | None) -> None:
         if engine.is_stopped:
             engine.close()
             return
-        # The driver was lost, and this rank has taken its place; the front tells what it has got of each request.
+        # The driver was lost, and this rank has taken its place.
         if SOCKET not in os.environ:
             raise FrontGoneError("the driver was lost, and the front with it")
         line = Line(Path(os.environ[SOCKET]), epoch=epoch_of(engine.comm), loaded=not is_first)
@@ -62,7 +62,7 @@ def _drive(engine: Engine, line: Line, model: str, args: ServeArgs, takes_over: 
 
 @contextlib.contextmanager
 def _shared(args: ServeArgs, engine: Engine, line: Line) -> Iterator[SharedDrafts | None]:
-    """Share drafts with other replicas, if there is a store for them."""
+    """Share drafts with other replicas, if a store is given."""
     if args.fleet.draft_store is None or not engine.sizes.trie_nodes:
         yield None
         return
@@ -83,7 +83,7 @@ def _shared(args: ServeArgs, engine: Engine, line: Line) -> Iterator[SharedDraft
 
 @contextlib.contextmanager
 def _stopped(engine: Engine) -> Iterator[None]:
-    """End the other ranks too, unless one of them is lost."""
+    """End the other ranks too, unless one is lost."""
     try:
         yield
     except MeshError:
@@ -96,7 +96,7 @@ def _stopped(engine: Engine) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _kept_trie(path: Path | None, engine: Engine, loads: bool) -> Iterator[None]:
-    """Draft from the trie at `path`, and save it at the end; an engine that takes over has loaded it already."""
+    """Load the trie at `path`, unless another driver has, and save it at the end."""
     if path is not None:
         if loads and trie_path(path).exists():
             read_trie(path)

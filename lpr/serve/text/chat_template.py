@@ -12,7 +12,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 RESERVED = frozenset(("messages", "tools", "documents", "self"))
-"""Names that a template's caller cannot set by `more`: they mean something else already."""
+"""Names that `more` cannot set, as they have a meaning already."""
 
 
 class TemplateError(ValueError):
@@ -58,11 +58,11 @@ class ChatTemplates:
         self._special_tokens = dict(special_tokens)
 
     def __bool__(self) -> bool:
-        """Is there any template?"""
+        """True if there is a template."""
         return bool(self._templates)
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **more: Any) -> str:
-        """The prompt of a conversation; `more` is what else the template is told, by names that are not RESERVED.
+        """The prompt of a conversation. `more` are further variables of the template, with names not in RESERVED.
 
         Raises TemplateError if the template refuses it.
         """

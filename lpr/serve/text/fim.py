@@ -1,8 +1,8 @@
-"""Fill-in-the-middle prompts: what each family of code models was trained with, found by its special tokens.
+"""Fill-in-the-middle prompts of each family of code models, found by its special tokens.
 
-`FAMILIES` is a table; a family is chosen by the first row whose three markers (two for Mistral) are all in the
-vocabulary. Rows that share markers are told apart by the tokens for files and repositories. `prefix`, `suffix`,
-`middle` are token names; "psm" is prefix, suffix, middle, "spm" puts the suffix first.
+A model belongs to the first row of `FAMILIES` whose three markers (two for Mistral) are in its vocabulary. Rows that
+share markers differ in the tokens for files and repositories. `prefix`, `suffix`, `middle` are token names; "psm" is
+prefix, suffix, middle, "spm" puts the suffix first.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from lpr.serve.text.tokens import Tokens
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """How a family of models wants a file with a hole."""
+    """The FIM format of a family of models."""
 
     name: str
     prefix: str
     suffix: str
     middle: str | None
-    """None: the prefix comes last, and the model goes on behind it."""
+    """None: the prefix comes last, and the model continues it."""
     order: str
     source: str
     """Where the order and the tokens are documented."""
@@ -30,11 +30,11 @@ class Family:
     file: str | None = None
     """Token before a file's name."""
     comment: str | None = None
-    """How other files are shown where there is no token for them, as a format of `name`."""
+    """Heading of other files without a token for them, as a format of `name`."""
     needs: tuple[str, ...] = ()
     """Further tokens that this row is recognised by."""
     ends: tuple[str, ...] = ()
-    """Tokens, besides the model's end of text, that end the middle."""
+    """Tokens that end the middle, in addition to the model's end of text."""
     bare_suffix: bool = False
     """The suffix is encoded without the leading space that SentencePiece invents."""
 
@@ -156,7 +156,7 @@ class Filler:
         self._file = tokens.id_of(family.file) if family.file else None
         found = (tokens.id_of(name) for name in family.ends)
         self.end_ids = tuple(token for token in found if token is not None)
-        """Ids that end the middle, besides the model's own end of text."""
+        """Ids that end the middle, in addition to the model's end of text."""
 
     def prompt(self, prefix: str, suffix: str, extra: Sequence[Extra] = (), filename: str = "") -> list[int]:
         """The ids of a prompt for the hole between `prefix` and `suffix`."""
@@ -165,10 +165,10 @@ class Filler:
     def fitted(
         self, room: int, prefix: str, suffix: str, extra: Sequence[Extra] = (), filename: str = ""
     ) -> tuple[list[int], bool]:
-        """Such a prompt of at most `room` tokens, and whether something had to be left out.
+        """Such a prompt of at most `room` tokens, and whether it was truncated.
 
-        What is nearest to the hole stays: a quarter of the room is the suffix's, the rest the prefix's, each lending
-        what it does not use; other files get what both leave, the last first, and are then named together.
+        The text nearest to the hole stays. A quarter of the room is the suffix's, the rest the prefix's, and each lends
+        what it does not use. Other files get what both leave, the last first.
         """
         before, after, context = self._before(prefix), self._after(suffix), self._context(extra, filename)
         left = room - len(self._assemble([], [], []))
@@ -195,7 +195,7 @@ class Filler:
         return [*self._tokens.bos_ids, *context, *parts[0], *parts[1], *self._middle]
 
     def _context(self, extra: Sequence[Extra], filename: str) -> list[int]:
-        """Other files, then the name of the file with the hole; nothing if there are no others."""
+        """Other files, then the name of the file with the hole; empty without other files."""
         if not extra:
             return []
         ids: list[int] = []
@@ -217,7 +217,7 @@ class Filler:
 
 
 def filler(tokens: Tokens, name: str = "auto") -> Filler | None:
-    """The filler of the family called `name`, or of the first whose tokens are there; None if there is none."""
+    """The filler of the family `name`, by default of the first whose tokens are there; None if there is none."""
     for family in FAMILIES:
         markers = [family.prefix, family.suffix, *([family.middle] if family.middle else [])]
         wanted = [*markers, *family.needs] if name == "auto" else markers

@@ -1,4 +1,4 @@
-"""What `response_format` asks for, as a grammar that the ranks keep to; checked here, so that a bad one is a 400."""
+"""`response_format` as a grammar that constrains the ranks. It is checked here, so that a bad one is a 400."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from lpr.serve.errors import bad
 _FIELDS = {"json_schema": "json_schema.schema", "regex": "regex", "grammar": "grammar"}
 
 
-def grammar_of(wanted: ResponseFormat | None) -> str | None:
-    """The grammar in llguidance's JSON form, or None for plain text.
+def grammar_of(wanted: ResponseFormat | None) -> str:
+    """The grammar in llguidance's JSON form, or "" for plain text.
 
-    Raises ApiError (400) for one that cannot be read, and where llguidance is not installed.
+    Raises ApiError for one that cannot be read, and if llguidance is not installed.
     """
     if wanted is None or wanted.type == "text":
-        return None
+        return ""
     try:
         import llguidance
     except ImportError as failure:

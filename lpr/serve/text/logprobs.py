@@ -30,12 +30,9 @@ def for_completion(
 
 
 def for_prompt(tokens: Tokens, ids: Sequence[int], found: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
-    """The same for a prompt: the model says nothing of its first token, so `found` begins after it.
-
-    Where `found` ends before the prompt does, so does the answer.
-    """
+    """The same for a prompt, whose first token has none: `found` begins after it, and may end before the prompt."""
     first = tokens.text_of(ids[0])
-    shown = 0 if ids[0] in tokens.bos_ids else len(first)  # what the tokenizer puts first is no part of the text
+    shown = 0 if ids[0] in tokens.bos_ids else len(first)  # a BOS token is no part of the text
     rest = for_completion(tokens, ids[1 : 1 + len(found)], found, shown)
     head = {"tokens": first, "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
     return {name: [head[name], *values] for name, values in rest.items()}

@@ -1,4 +1,4 @@
-"""What is served: the model's facts, its tokenizer and templates, and the sampling parameters that a body asks for."""
+"""The served model: its facts, tokenizer and templates, and the SamplingParams of a body."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KNOWN = frozenset(field.name for field in fields(SamplingParams))
 
 
 class Served:
-    """A loaded model, as the front knows it."""
+    """A loaded model, as the front sees it."""
 
     def __init__(self, facts: Facts, names: Sequence[str], fim: str = "auto", chat_template: str | None = None) -> None:
         """Read the tokenizer and compile the templates; raises InputError if `fim` or a template cannot work."""
@@ -41,12 +41,12 @@ class Served:
 
     @property
     def fingerprint(self) -> str:
-        """What besides the request decides a text's last bits: OpenAI's system_fingerprint."""
+        """OpenAI's system_fingerprint: the settings that decide a text's last bits."""
         facts = self.facts
         return f"lpr-{facts.dtype}-lp{facts.lp}-tp{facts.tp}"
 
     def check_model(self, name: str | None) -> str:
-        """The name to answer with; raises ApiError (404) for a model that is not served."""
+        """The name to answer with; raises ApiError for a model that is not served."""
         if name is None or name == "":
             return self.names[0]
         if name not in self.names:
@@ -56,13 +56,13 @@ class Served:
         return name
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
-        """Raise ApiError for ids that are no tokens of the model."""
+        """Raise ApiError for ids outside the vocabulary."""
         outside = [token for token in ids if token >= self.facts.vocab_size]
         if outside:
             raise bad(param, f"{param}: {outside[0]} is not in the vocabulary of {self.facts.vocab_size} tokens")
 
     def need_filler(self, param: str) -> Filler:
-        """The filler; raises ApiError (400) for a model that was not trained to fill holes."""
+        """The filler; raises ApiError for a model without FIM tokens."""
         if self.filler is None:
             message = f"{param}: the model {self.names[0]!r} has no tokens for filling in the middle"
             raise bad(param, message, ErrorCode.NO_FIM)
@@ -93,7 +93,7 @@ class Served:
         return ids
 
     def params(self, body: Sampling, num_prompt: int, max_tokens: int | None, **more: Any) -> SamplingParams:
-        """What a body asks for, for a prompt of `num_prompt` tokens; `max_tokens` None is all that fits.
+        """The SamplingParams of a body, for a prompt of `num_prompt` tokens. `max_tokens` None means all that fit.
 
         Raises ApiError that names the field.
         """
@@ -130,7 +130,7 @@ class Served:
         return sampling(values)
 
     def most(self, num_prompt: int) -> int:
-        """Most tokens that fit behind a prompt; raises ApiError if none does."""
+        """Most output tokens after a prompt; raises ApiError if there is no room."""
         most = self.facts.max_length - num_prompt
         if most < 1:
             message = f"the prompt's {num_prompt} tokens leave no room; the model's limit is {self.facts.max_length}"
@@ -147,7 +147,7 @@ class Served:
 
 
 def sampling(values: dict[str, Any]) -> SamplingParams:
-    """SamplingParams of values that were checked one by one; raises ApiError for what does not go together."""
+    """SamplingParams of values that were checked one by one; raises ApiError for a bad combination."""
     for name in values:
         if name not in _KNOWN:  # a later engine may know it
             message = f"{name}: this version of the engine does not support it"
@@ -160,9 +160,9 @@ def sampling(values: dict[str, Any]) -> SamplingParams:
 
 
 def spread(params: SamplingParams, prompt_ids: list[int], count: int) -> list[Wanted]:
-    """`count` texts of one prompt: the first has the seed, the next ones the numbers that follow it."""
-    wrapped = [(params.seed + index) % 2**64 if index else params.seed for index in range(count)]
-    return [Wanted(prompt_ids=prompt_ids, params=replace(params, seed=seed)) for seed in wrapped]
+    """`count` texts of one prompt, with consecutive seeds."""
+    seeds = [params.seed, *((params.seed + index) % 2**64 for index in range(1, count))]
+    return [Wanted(prompt_ids=prompt_ids, params=replace(params, seed=seed)) for seed in seeds]
 
 
 def strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -178,7 +178,7 @@ def fresh_seed() -> int:
 
 
 def _template_kwargs(body: Any) -> dict[str, Any]:
-    """What a body tells the template besides its messages; raises ApiError for names that have a meaning already."""
+    """A body's variables for the template; raises ApiError for reserved names."""
     given: dict[str, Any] = getattr(body, "chat_template_kwargs", None) or {}
     for name in RESERVED & set(given):
         raise bad("chat_template_kwargs", f"chat_template_kwargs: {name!r} is not free to be set")

@@ -1,0 +1,142 @@
+"""The front's knowledge of the driver and its ranks: whether they take requests, what they serve, their load."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from lpr.serve.messages import Facts, Load, Loading
+
+STALE_PULSE = 5.0
+"""Seconds without a pulse (sent every second) after which the driver counts as stopped."""
+
+
+class MeshState:
+    """The ranks, over all their starts and drivers."""
+
+    def __init__(self, step_seconds: float, tell: Callable[[str, int], None]) -> None:
+        """Begin without a driver. A step longer than `step_seconds` counts as hung.
+
+        `tell` is called with events and their counts: "rank_lost", "reform", "takeover", "restart".
+        """
+        self.facts: Facts | None = None
+        """What is served, also while the ranks are away. None until they were ready once."""
+        self.ready = asyncio.Event()
+        """Set while a driver takes requests."""
+        self.outage = ""
+        """Why no driver does, after one did."""
+        self.loading: Loading | None = None
+        self.refused: str | None = None
+        """Why the ranks could not start the last time."""
+        self.load = Load()
+        self.num_wanted = 0
+        """Ranks of the whole mesh; 0 until they were ready once."""
+        self.num_slots = 0
+        """Requests that the present ranks can run at once."""
+        self.heard = time.monotonic()
+        """When the driver last sent anything."""
+        self.welcomed: float | None = None
+        """When a driver last began to take requests."""
+        self._step_seconds = step_seconds
+        self._tell = tell
+        self._present = 0
+        self._is_other = False
+        """True if the ranks came back with another model than before."""
+        self._restarted = False
+        """True if the next driver is a new start. Otherwise it takes over from the one before."""
+
+    @property
+    def up(self) -> bool:
+        """True while a driver takes requests."""
+        return self.ready.is_set()
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks at the last gather; 0 while there is no driver."""
+        return self._present if self.up else 0
+
+    @property
+    def progress(self) -> str:
+        """The stage of start-up, in words."""
+        if self.loading is None:
+            return "the ranks are starting"
+        return f"{self.loading.stage} ({self.loading.done} of {self.loading.total})"
+
+    @property
+    def awaits_takeover(self) -> bool:
+        """True if the driver was lost, and not all ranks."""
+        return self.facts is not None and not self.up and not self._restarted
+
+    @property
+    def is_hopeless(self) -> bool:
+        """True if the ranks can never serve. A refusal after they did once may pass, as a full disk does."""
+        return self.refused is not None and (self.facts is None or self._is_other)
+
+    def live_reason(self) -> str | None:
+        """Why the ranks count as stopped; None if they live, start or are started again."""
+        silent = time.monotonic() - self.heard
+        if self.up and silent > STALE_PULSE:
+            return f"the driver has said nothing for {silent:.0f} s"
+        if self.up and self.load.running and self.load.last_step > self._step_seconds:
+            return f"no step has ended for {self.load.last_step:.0f} s"
+        return None
+
+    def ready_reason(self) -> str | None:
+        """Why no request is worked on now; None if they are."""
+        if not self.up:
+            return f"{self.outage}: {self.progress}" if self.outage else self.progress
+        return self.live_reason()
+
+    def welcome(self, facts: Facts) -> bool:
+        """A driver takes requests; False if it serves something else than the driver before."""
+        if self.facts is not None:
+            if others := _others(facts, self.facts):
+                self.refused = f"the ranks came back with another {' and '.join(others)}, so no output can go on"
+                self._is_other = True
+                return False
+            self._tell("restart" if self._restarted else "takeover", 1)
+        self.facts = facts
+        self.num_wanted = self.num_wanted or facts.lp * facts.tp
+        self._restarted, self.outage = False, ""
+        self.welcomed, self.num_slots = time.monotonic(), facts.max_batch_size
+        self._note_ranks(facts.lp * facts.tp)
+        self.ready.set()
+        return True
+
+    def take(self, load: Load) -> None:
+        """Note the state of the engine."""
+        if load.epoch > self.load.epoch:
+            self._tell("reform", load.epoch - self.load.epoch)
+        self.load = load
+        if self.up:
+            self.num_slots = load.num_slots or self.num_slots
+            if load.num_ranks:
+                self._note_ranks(load.num_ranks)
+
+    def lost(self) -> None:
+        """The driver is gone."""
+        if self.up:
+            self.outage = "the driver was lost; another rank takes over, or all begin again"
+        self.ready.clear()
+        self.load = Load(epoch=self.load.epoch)
+        self.loading = None
+
+    def died(self) -> None:
+        """All ranks are gone."""
+        if self.facts is not None:
+            self.outage = "all ranks were lost and are started again"
+        self._restarted = True
+        self._note_ranks(0)
+
+    def _note_ranks(self, present: int) -> None:
+        if present < self._present:
+            self._tell("rank_lost", self._present - present)
+        self._present = present
+
+
+def _others(facts: Facts, before: Facts) -> list[str]:
+    """Names of the facts that have changed and must not, or outputs could not go on. The width of the mesh may."""
+    may = {"lp", "tp", "device", "max_batch_size"}  # elastic replicas have slots of their own each
+    names = [each for each in facts.__struct_fields__ if each not in may]
+    return [name.replace("_", " ") for name in names if getattr(facts, name) != getattr(before, name)]
