@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-from lpr.engine.limits import Limits
 from lpr.engine.scheduler import Scheduler
 from lpr.planner.simulated.requests import Arrivals, SimRequest
 
@@ -23,32 +21,6 @@ class Policy(Protocol):
         of theirs, per rank.
         """
         ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Slots:
-    """The scheduler's limits, as DecodeConfig and the engine set them."""
-
-    num_slots: int = 8
-    """Of each rank."""
-    num_ranks: int = 1
-    """lp: the ranks of a replica work as one."""
-    prefill_chunk: int = 512
-    longest_chain: int = 64
-    """Nodes of the largest tree."""
-
-    def scheduler(self, retains: bool = True) -> Scheduler[SimRequest]:
-        """An idle scheduler; `retains`: slots keep the prefixes of finished requests."""
-        limits: Limits[SimRequest] = Limits(
-            self.num_slots,
-            self.num_ranks,
-            self.prefill_chunk,
-            self.longest_chain,
-            packed=True,
-            retains=retains,
-            most_homes=self.num_ranks,
-        )
-        return Scheduler(limits)
 
 
 def simulate_mesh(arrivals: Arrivals, policy: Policy, scheduler: Scheduler[SimRequest]) -> list[SimRequest]:
