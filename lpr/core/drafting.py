@@ -194,11 +194,9 @@ class Drafter:
         before = context[:-1]
         places: list[Place] = []
         for index, trust, source in self._indexes:
-            tokens = index.tokens
-            for index, length in trie.match(before, constants.NODE_PLACES):
-                places.append(
-                    (constants.REPLACED_TRUST * trust * constants.WEIGHTS[length - 1], tokens, index + 1, source)
-                )
+            tokens, trust = index.tokens, constants.REPLACED_TRUST * trust
+            for place, length in index.match(before, constants.NODE_PLACES):
+                places.append((trust * constants.WEIGHTS[length - 1], tokens, place + 1, source))
         return places
 
 

@@ -71,7 +71,7 @@ class SequenceState:
         self.window: JacobiWindow | None = None
         self.acceptance = AcceptanceHistory()
         self.is_suspect = False
-        """True if the last logits were not numbers. The next tree is then the root alone, which tells whose fault it is."""
+        """True if the last logits were not numbers. The next tree is the root alone, to find the cause."""
         self.probabilities: list[float] = []
         """Estimated path probability of each node drafted last; 0 where only the window proposed it."""
         self._drafted, self._committed = Digest(), Digest()

@@ -69,7 +69,7 @@ class StepTimes:
         return self.longest(1.25, batch, kv)
 
     def differs(self, other: StepTimes, part: float) -> bool:
-        """True if the shape of any row differs from the other's by more than `part`. Equal factors change no decision."""
+        """True if the shape of any row differs by more than `part`. Equal factors change no decision."""
         for key, row in self.rows.items():
             their_row = other.row(*key)
             level = row[0] / their_row[0]
@@ -218,7 +218,7 @@ def read_step_times(values: Any, name: str) -> StepTimes:
 
 
 def _rising(row: Sequence[float]) -> list[float]:
-    """More tokens never take less time: where they do in a row, the smaller number was late, and its time comes down."""
+    """The row without falling times: a smaller number of tokens that took longer was late, and its time comes down."""
     rising, lowest = [], math.inf
     for ms in reversed(row):
         lowest = min(lowest, ms)
