@@ -33,7 +33,7 @@ SOURCES = {
     "recycled": "recycled",
 }
 LOOPING = optional("{looping_outputs:.0%}")
-LIMIT = {
+LIMIT: dict[str, Column] = {
     "tokens/step": "{tokens_per_step:.2f}",
     "limit": optional("{limit_tokens_per_step:.2f}"),
     "of limit": optional("{share_of_limit:.1%}"),
