@@ -50,7 +50,7 @@ LENGTHS = (SHORTEST_KV, 4 * SHORTEST_KV)
 
 
 def resolve_sizes(decode: DecodeConfig, times: StepTimes | None, num_ranks: int) -> TreeSizes:
-    """The sizes of `decode` in numbers; automatic ones end where a step takes `LONGEST_STEP` times that of one token."""
+    """The sizes of `decode` in numbers; automatic ones end where a step takes too much longer than one token."""
     if times is None:
         return decode.resolved(num_ranks)
     longest = max(FEWEST_NODES, times.longest(LONGEST_STEP))
