@@ -119,7 +119,7 @@ def state_of(scheduler: Scheduler[Request], **known: Any) -> State:
     """The state of a replica: its scheduler's part, and all else that is `known`."""
     return State(
         running=[carried(request) for request in scheduler.running],
-        waiting=[carried(request, *at) for *at, request in scheduler.waiting],
+        waiting=[carried(request, place, arrival) for place, arrival, request in scheduler.waiting],
         num_arrivals=scheduler.num_arrivals,
         num_queries=scheduler.num_queries,
         num_hits=scheduler.num_hits,
