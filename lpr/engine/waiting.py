@@ -69,8 +69,10 @@ class Waiting(Generic[R]):
         """
         if not self._entries:
             return None
+        if is_lost is None:
+            return self._entries[0][2]
         passed = math.inf
-        for _, arrival, request in self._entries if is_lost is not None else ():
+        for _, arrival, request in self._entries:
             if arrival > passed + MOST_OVERTAKEN:
                 break
             if not is_lost(request):
