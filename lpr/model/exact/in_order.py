@@ -70,12 +70,7 @@ def attend(
 
 
 def _attend_heads(
-    states: Sequence[np.ndarray],
-    path: Paths,
-    softcap: float,
-    sinks: np.ndarray | None,
-    out: np.ndarray,
-    heads: slice,
+    states: Sequence[np.ndarray], path: Paths, softcap: float, sinks: np.ndarray | None, out: np.ndarray, heads: slice
 ) -> None:
     """Write the part of `out` [Hq, T, Dv] that belongs to the key heads `heads`."""
     assert native.attend_in_order is not None

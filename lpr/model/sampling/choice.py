@@ -23,8 +23,8 @@ from lpr.config import SamplingParams
 from lpr.core.recycle import MAX_SCORE, SCORE_STEPS
 from lpr.model.failures import first_line
 from lpr.model.sampling import in_cpp, specification
-from lpr.model.sampling.noise import gumbel
 from lpr.model.sampling.selection import Selection
+from lpr.model.sampling.specification import gumbel
 
 logger = logging.getLogger(__name__)
 
