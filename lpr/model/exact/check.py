@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from lpr import native
+from lpr.model.families import has_experts
 from lpr.model.parallel import local
 from lpr.model.step_scope import current_step
 
@@ -36,7 +37,7 @@ _VECTOR = 64
 """Values that an elementwise operator of PyTorch takes at once on a CPU, at most: two vectors of AVX-512 in half
 precision."""
 
-Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def refusal(model: Any, own_attention: bool) -> str | None:
@@ -44,7 +45,7 @@ def refusal(model: Any, own_attention: bool) -> str | None:
     config = model.config.get_text_config(decoder=True)
     if own_attention:
         return "its attention is its own code, which adds in the order of cache rows"
-    if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+    if has_experts(config):
         return "its experts' matrix products are as high as a step has tokens for them"
     if getattr(model, "hf_quantizer", None) is not None:
         return "its quantised matrix products are not known to be the same for every height"
@@ -129,9 +130,7 @@ def _ranges(
     return found
 
 
-def cancelling(
-    num_in: int, num_out: int, num_rows: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def cancelling(num_in: int, num_out: int, num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Rows [n, in], a weight [out, in] and a bias [out] whose product is zero but for the errors of its additions.
 
     Half precision rounds an error of a sum away; here nothing else is left, so another order of additions shows.
@@ -163,15 +162,15 @@ def _products(model: nn.Module) -> Iterator[tuple[str, tuple[int, int], Product,
             yield name, (size[0], size[1]), multiply, MOST_LOGITS if module is head else _MOST_ROWS
 
 
-def _conv1d(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def _conv1d(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return torch.addmm(bias, rows, weight.T.contiguous())
 
 
-def _linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def _linear(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.linear(rows[None], weight, bias)[0]
 
 
-def _linear_alone(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def _linear_alone(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.linear(rows[None], weight)[0]
 
 
@@ -193,9 +192,7 @@ def pin_heights(model: nn.Module) -> None:
             module.forward = partial(_in_pieces, module.forward, limit=limit)  # type: ignore[method-assign]
 
 
-def _in_pieces(
-    multiply: Callable[[torch.Tensor], torch.Tensor], states: torch.Tensor, limit: int | None = None
-) -> torch.Tensor:
+def _in_pieces(multiply: Callable[[Tensor], Tensor], states: Tensor, limit: int | None = None) -> Tensor:
     """`multiply` of `states` [..., D], in pieces of as many rows as agree, and of `limit` at most."""
     step, count = current_step(), states.shape[:-1].numel()
     if step is None or step.heights is None:
