@@ -2,7 +2,10 @@
 
 The driver (world rank 0) puts commands in order, one codec carries them, and every rank, the driver included, applies
 them by the same `Replica.apply` after the same step. There is no second way in: the command line, `generate`, `stream`,
-a service, learnt outputs, tries and measured step times all become commands.
+a service, learned outputs, tries and measured step times all become commands.
+
+While there is work, the header of a step's gather announces the length of the waiting commands; without work,
+`Comm.announce` does. One broadcast follows, and every rank decodes and applies the commands at the same place.
 """
 
 from __future__ import annotations
@@ -11,10 +14,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from lpr.config import DecodeConfig
-from lpr.core.suffix_index import END
+from lpr.dist.comm import Comm, is_driver
 from lpr.protocol import Abort, Stop, Submit
 
 
@@ -37,7 +39,7 @@ class Costs(msgspec.Struct, frozen=True, tag=True, array_like=True):
     table: dict[str, Any]
     """As StepTimes.to_json makes it."""
     given: bool = False
-    """Did the user give it? Then the times that steps really take change nothing."""
+    """True if the user gave it: the times that steps really take then change nothing."""
 
 
 class Configure(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -75,6 +77,45 @@ def decode(message: bytes) -> list[Command]:
     return _decoder.decode(message)
 
 
-def learn(documents: Sequence[Sequence[int]]) -> Learn:
-    """The command to draft from `documents` too, for all."""
-    return Learn(b"".join([np.array([*document, END], np.int32).tobytes() for document in documents if len(document)]))
+class CommandLog:
+    """The commands that no rank has applied yet."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self._waiting: list[Command] = []
+        self._message = b""
+
+    @property
+    def is_empty(self) -> bool:
+        """True if no command waits to reach the ranks."""
+        return not self._waiting and not self._message
+
+    def post(self, command: Command) -> None:
+        """On the driver: put a command at the end of the log."""
+        self._waiting.append(command)
+
+    def announce(self) -> int:
+        """Bytes of the commands that the running step's header announces; later ones wait for the next step."""
+        if not self._message and self._waiting:
+            self._message = encode(self._waiting)
+            self._waiting = []
+        return len(self._message)
+
+    def receive(self, num_bytes: int) -> list[Command]:
+        """On every rank: the commands that the driver announced with `num_bytes`; none for 0."""
+        if not num_bytes:
+            return []
+        message, self._message = self._message, b""
+        received = self._comm.broadcast(message, num_bytes)
+        return decode(received) if received else []  # lost with the driver that had announced them
+
+    def receive_idle(self) -> list[Command]:
+        """On every rank without work: the next commands. Ranks other than the driver wait for them."""
+        if not is_driver(self._comm):
+            return self.receive(self._comm.await_announcement())
+        num_bytes = self.announce()
+        if num_bytes:
+            self._comm.announce(num_bytes)
+        else:
+            self._comm.check()
+        return self.receive(num_bytes)
