@@ -102,7 +102,7 @@ class EngineBridge(StepHooks):
         if batch is not None:
             self.engine.learn_history(batch.history, batch.tenant, batch.read_to)
         if (tenant := self._drafts.wanted) is not None:
-            self._drafts.offer(tenant, *self.engine.learnt(tenant))
+            self._drafts.offer(tenant, *self.engine.learned(tenant))
 
     def _send(self) -> None:
         """Send what steps have added since the last call."""
