@@ -113,6 +113,7 @@ def host_alone(
         return recorded[-1]
 
     def read(rows: Any, *args: Any) -> torch.Tensor:
+        assert model.cache is not None
         model.adapter.step_inputs(rows, model.cache)
         return recorded.pop(0)
 

@@ -118,9 +118,9 @@ def verified_trees(monkeypatch: pytest.MonkeyPatch) -> None:
 def as_specified(tree: Any) -> TokenTree:
     """A tree of either core as one of the specification, which can verify it."""
     copy = TokenTree(tree.tokens[0])
-    for parent, token, source in zip(tree.parents[1:], tree.tokens[1:], tree.sources[1:], strict=True):
-        copy.add(parent, token, source)
-    assert (copy.tokens, copy.depths) == (list(tree.tokens), list(tree.depths)), "siblings hold different tokens"
+    for node in range(1, len(tree)):
+        assert copy.add(tree.parents[node], tree.tokens[node], tree.sources[node]) == node, "two equal nodes"
+    assert copy.depths == list(tree.depths)
     return copy
 
 

@@ -132,7 +132,7 @@ class DirectHeartbeat(Heartbeat):
         self._members = epoch, replicas
 
     @property
-    def loss(self) -> str | None:  # type: ignore[override]
+    def loss(self) -> str | None:
         """Of the watched epoch."""
         return self._rendezvous.loss(*self._members)
 
@@ -141,7 +141,7 @@ class DirectHeartbeat(Heartbeat):
         """Nothing is kept."""
 
     @property
-    def newcomers(self) -> tuple[int, ...]:  # type: ignore[override]
+    def newcomers(self) -> tuple[int, ...]:
         """Replicas that wait."""
         return self._rendezvous.offered()
 

@@ -19,7 +19,7 @@ from lpr.engine.scheduler import Scheduler
 from lpr.planner.footprint import Mesh
 from lpr.planner.simulated.capacity import Effort, Kind, Search, make_arrivals, simulate
 from lpr.planner.simulated.costs import Point, StepCosts, measured_points
-from lpr.planner.simulated.mesh import Slots, simulate_mesh
+from lpr.planner.simulated.mesh import simulate_mesh
 from lpr.planner.simulated.requests import Arrivals, ClosedArrivals, PoissonArrivals, SimRequest
 from lpr.planner.simulated.workload import Demand, Lengths, Speed, Workload, read_workload
 
@@ -44,6 +44,15 @@ def request(arrived: float, prompt: int = 4, output: int = 1) -> SimRequest:
     return SimRequest(arrived, prompt, output, tokens=list(range(prompt)))
 
 
+def limits(**changes: Any) -> Limits[SimRequest]:
+    usual = {"num_slots": 8, "num_ranks": 1, "prefill_chunk": 512, "longest_chain": 64, "packed": True}
+    return Limits(**{**usual, "most_homes": 2, **changes})
+
+
+def idle(**changes: Any) -> Scheduler[SimRequest]:
+    return Scheduler(limits(**changes))
+
+
 def given(*requests: SimRequest) -> Arrivals:
     """Arrivals that are these requests."""
     return Arrivals(requests)
@@ -52,14 +61,14 @@ def given(*requests: SimRequest) -> Arrivals:
 def test_a_request_by_hand() -> None:
     """Three steps of two tokens make five, the prompt's last piece together with the first."""
     policy = Constant(2)
-    (done,) = simulate_mesh(given(request(0.5, 20, 5)), policy, Slots(prefill_chunk=8, longest_chain=4).scheduler())
+    (done,) = simulate_mesh(given(request(0.5, 20, 5)), policy, idle(prefill_chunk=8, longest_chain=4))
     assert policy.steps == [(0, [8]), (0, [8]), (1, []), (1, []), (1, [])]
     assert (done.first, done.ended, done.num_steps) == (3.5, 5.5, 3)
     assert (done.first_seconds, done.token_seconds) == (3.0, 0.5)
 
 
 def test_slots_are_as_many_as_there_are() -> None:
-    done = simulate_mesh(given(*(request(0.0, output=2) for _ in range(5))), Constant(), Slots(num_slots=2).scheduler())
+    done = simulate_mesh(given(*(request(0.0, output=2) for _ in range(5))), Constant(), idle(num_slots=2))
     assert [each.ended for each in done] == [2, 2, 4, 4, 6]
     assert [each.first_seconds for each in done] == [1, 1, 3, 3, 5]
 
@@ -67,15 +76,14 @@ def test_slots_are_as_many_as_there_are() -> None:
 def test_padded_rows_fill_in_turn_with_decoding() -> None:
     policy = Constant()
     late = request(0.5, 30, 2)
-    padded = Scheduler(Limits[SimRequest](8, 1, 16, 4, packed=False))
-    simulate_mesh(given(request(0.0, 4, 4), late), policy, padded)
+    simulate_mesh(given(request(0.0, 4, 4), late), policy, idle(prefill_chunk=16, longest_chain=4, packed=False))
     assert (1, [16]) not in policy.steps and (0, [16]) in policy.steps and (2, []) in policy.steps
 
 
 def test_prefixes_are_reused() -> None:
     policy = Constant()
     first, second = (SimRequest(at, 40, 1, tokens=[0] * 32 + [-at - 1] * 8) for at in (0, 100))
-    simulate_mesh(given(first, second), policy, Slots(prefill_chunk=8, longest_chain=8).scheduler())
+    simulate_mesh(given(first, second), policy, idle(prefill_chunk=8, longest_chain=8))
     assert len(policy.steps) == 5 + 1, "the second computes no more than a tree's worth"
 
 
@@ -93,7 +101,7 @@ def test_two_ranks_share_one_request_or_have_one_each() -> None:
 
     points = {(0.0, 1, 1): Point(1.0, 10.0), (0.0, 1, 2): Point(1.0, 20.0, gather_ms=0.5)}
     pair = given(request(0.0, 4, 60), request(0.0, 4, 4))
-    simulate_mesh(pair, Watching(TIMES, points, random.Random(0)), Slots(num_ranks=2, longest_chain=8).scheduler())
+    simulate_mesh(pair, Watching(TIMES, points, random.Random(0)), idle(num_ranks=2, longest_chain=8))
     assert homes[1] == ([(0,), (1,)], 3.0), "each evaluates one request: 2 + 0.1 x 10 ms"
     assert homes[-1] == ([(0, 1)], 4.5), "both evaluate what is left: 2 + 0.1 x 20 ms, and the gather"
 
@@ -101,7 +109,7 @@ def test_two_ranks_share_one_request_or_have_one_each() -> None:
 def mean_wait(num_slots: int, load: float, number: int = 8000) -> float:
     """Seconds that requests of one step each wait, the step included, when a second's arrivals are `load`."""
     arrivals = PoissonArrivals(load, number, request, random.Random(1))
-    done = simulate_mesh(arrivals, Constant(), Slots(num_slots=num_slots).scheduler(retains=False))
+    done = simulate_mesh(arrivals, Constant(), idle(num_slots=num_slots, retains=False))
     return statistics.mean(each.first_seconds for each in done)
 
 
@@ -116,9 +124,7 @@ def test_one_slot_is_the_queue_of_the_books(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_clients_keep_littles_law() -> None:
     """Clients that ask again at once: as many as there are = answers a second times seconds per answer."""
-    done = simulate_mesh(
-        ClosedArrivals(7, 7000, lambda now: request(now, output=3)), Constant(), Slots(num_slots=4).scheduler()
-    )
+    done = simulate_mesh(ClosedArrivals(7, 7000, lambda now: request(now, output=3)), Constant(), idle(num_slots=4))
     seconds = statistics.mean(each.ended - each.arrived for each in done)
     assert len(done) == 7000
     assert len(done) / max(each.ended for each in done) * seconds == pytest.approx(7, rel=0.01)
@@ -151,7 +157,7 @@ def test_tokens_of_a_step_have_the_mean_that_was_measured() -> None:
     for length, pace in ((12, 1.0), (400, 1.0), (400, 2.0)):
         costs = StepCosts(TIMES, {(0.0, 8, 1): Point(3.0, 10.0)}, random.Random(0))
         asked = [SimRequest(0.0, 4, length, pace=pace, tokens=[1, 2, 3, 4]) for _ in range(24000 // length)]
-        done = simulate_mesh(given(*asked), costs, Slots().scheduler(retains=False))
+        done = simulate_mesh(given(*asked), costs, idle(retains=False))
         assert length * len(done) / sum(each.num_steps for each in done) == pytest.approx(3.0 * pace, rel=0.03)
     plain = StepCosts(TIMES, {(0.0, 1, 1): Point(1.0, 1.0)}, random.Random(0))
     fast = running(request(0.0, output=50), 3)
@@ -228,14 +234,14 @@ def test_a_sample_of_meshes_stands_for_all() -> None:
         output=Lengths(median=32),
         slo=read_workload(EXAMPLE).slo,
     )
-    kind = Kind(Mesh(1, 1), Slots(), TIMES, {(0.0, 8, 1): Point(3.0, 16.0)})
+    kind = Kind(Mesh(1, 1), limits(), TIMES, {(0.0, 8, 1): Point(3.0, 16.0)})
     make, dice = work.maker("all"), random.Random("router")
     all_requests = make_arrivals(Demand(rate=80.0), 4800, make, "all").due(1e9)
     router: list[list[SimRequest]] = [[] for _ in range(8)]
     for each in all_requests:
         dice.choice(router).append(each)
     served = [each for part in router for each in simulate_mesh(
-        given(*part), StepCosts(TIMES, kind.points, random.Random(0)), kind.slots.scheduler())]  # fmt: skip
+        given(*part), StepCosts(TIMES, kind.points, random.Random(0)), Scheduler(kind.limits))]  # fmt: skip
     sample = simulate(work, kind, Demand(rate=10.0), 800, 3, seed=0)
     measured = statistics.median(1e3 * each.first_seconds for each in served)
     assert sample.first_token_ms[0] == pytest.approx(measured, rel=0.1)
@@ -264,7 +270,7 @@ def test_hopeless_kinds_cost_one_look() -> None:
         slo=read_workload(EXAMPLE).slo,
         shared_prefix=10,
     )
-    kind = Kind(Mesh(1, 1), Slots(num_slots=2), TIMES, {(0.0, 2, 1): Point(1.0, 1.0)})
+    kind = Kind(Mesh(1, 1), limits(num_slots=2), TIMES, {(0.0, 2, 1): Point(1.0, 1.0)})
     search = Search(work, kind, Effort(requests=40))
     alone = search.alone()
     assert search.hopeless(alone).num_gpus is None and alone.tokens_per_step == 1.0

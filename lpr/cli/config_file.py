@@ -19,10 +19,10 @@ T = TypeVar("T")
 def defaults(
     argv: Sequence[str], kind: type[T], groups: Mapping[str, type], base: Mapping[str, Mapping[str, Any]] | None = None
 ) -> T:
-    """The flags' defaults: those of `kind`, a dataclass, or those of the `--config` file in `argv`.
+    """The flags' defaults: those of the dataclass `kind`, or of the `--config` file in `argv`; raises InputError.
 
-    `groups` are the fields of `kind` that are dataclasses, whose fields are flags too; `base` has values that some of
-    them start from instead of their own defaults. Raises InputError.
+    `groups` are the fields of `kind` that are dataclasses, whose fields are flags too; `base` has values that replace
+    some of their defaults.
     """
     base = base or {}
     found = kind(**{group: groups[group](**values) for group, values in base.items()})
@@ -37,7 +37,7 @@ def defaults(
 def read_config(
     path: Path, kind: type[T], groups: Mapping[str, type], base: Mapping[str, Mapping[str, Any]] | None = None
 ) -> T:
-    """What a TOML file sets, over `base` and the defaults of `kind`; raises InputError."""
+    """The values of a TOML file, over `base` and the defaults of `kind`; raises InputError."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as failure:

@@ -1,4 +1,4 @@
-"""`python -m lpr.corpus FILES... --output trie/`: feed text into a trie file, so that the first request drafts from it.
+"""`python -m lpr.corpus FILES... --output trie/`: add text to a trie file, so that the first request drafts from it.
 
     python -m lpr.corpus src docs/guide.md --glob "*.py" --model M --output trie/
     python -m lpr.generate --model M --prompts FILE.jsonl --output OUT.jsonl --trie trie/
@@ -36,22 +36,22 @@ Skip = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Args:
-    """Feed text files into a trie file that lpr.generate --trie and Engine.load_trie draft from."""
+    """Add text files to a trie file, from which lpr.generate --trie and Engine.load_trie draft."""
 
     files: tyro.conf.Positional[tuple[Path, ...]] = ()
     """Text files, and folders that are searched for them. Each file is one document; the last ones are the newest."""
     output: Path
-    """Folder or .safetensors file of the trie. Text is added to a trie that is there already."""
+    """Folder or .safetensors file of the trie. Text is added to an existing trie."""
     model: str | None = None
     """Model folder or hub id, for its tokenizer. Default: the small code model that comes with lpr."""
     glob: str = "*"
-    """Which files to take from folders, at any depth; hidden ones are left out."""
+    """Names of the files in folders, at any depth, without hidden ones."""
     field: str | None = None
     """The files are JSON Lines, and this field of each line is a document."""
     capacity: int = DecodeConfig.trie_capacity
-    """Tokens that the trie holds; the oldest text is forgotten first."""
+    """Most tokens of the trie; the oldest text is dropped first."""
     fresh: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Forget what the trie at --output holds."""
+    """Drop the text of an existing trie at --output."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print one JSON line to stdout instead of a sentence to stderr."""
 
@@ -67,7 +67,7 @@ class Piece:
 
 @dataclass
 class Counts:
-    """What was fed."""
+    """Totals of the added text."""
 
     files: int = 0
     skipped: int = 0
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: Args) -> int:
-    """Feed everything, then write the trie; raises InputError."""
+    """Add all text, then write the trie; raises InputError."""
     if args.capacity < 1:
         raise InputError(f"--capacity {args.capacity} must be at least 1")
     files = find_files(args.files, args.glob, leave_out=trie_path(args.output))
@@ -128,7 +128,7 @@ def run(args: Args) -> int:
 
 
 def find_files(paths: Sequence[Path], glob: str, leave_out: Path) -> list[Path]:
-    """The files that `paths` name, those of folders in the order of their names; raises InputError."""
+    """The files of `paths`, those of folders by ascending name; raises InputError."""
     if not paths:
         raise InputError("no files given: name text files, or folders to search with --glob")
     found = []
@@ -155,7 +155,7 @@ def find_files(paths: Sequence[Path], glob: str, leave_out: Path) -> list[Path]:
 
 
 def feed(trie: SuffixIndex, files: Sequence[Path], field: str | None, tokenizer: Any, console: Console) -> Counts:
-    """Insert the documents of `files`, showing progress on `console`; what is no text is named there and skipped."""
+    """Insert the documents of `files` and show progress on `console`; other files are named there and skipped."""
     counts = Counts()
     columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TimeRemainingColumn(),
                TextColumn("{task.fields[tokens]} tokens"))  # fmt: skip
@@ -180,7 +180,7 @@ def feed(trie: SuffixIndex, files: Sequence[Path], field: str | None, tokenizer:
 
 
 def batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    """Groups of pieces that are worth a call of the tokenizer."""
+    """Groups of pieces, each large enough for a call of the tokenizer."""
     batch: list[Piece] = []
     size = 0
     for piece in pieces:
@@ -194,7 +194,7 @@ def batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
 
 
 def pieces_of(files: Sequence[Path], field: str | None, counts: Counts, skip: Skip) -> Iterator[Piece]:
-    """The text of all files, piece by piece; `skip` is told of what is none."""
+    """The text of all files, piece by piece; calls `skip` for what is no text."""
     for path in files:
         try:
             reason = why_no_text(path)
@@ -208,7 +208,7 @@ def pieces_of(files: Sequence[Path], field: str | None, counts: Counts, skip: Sk
 
 
 def why_no_text(path: Path) -> str | None:
-    """Why a file is no text, or None if it is; looked at before any of it is learnt."""
+    """The reason why a file is no text, or None; read before any of it is inserted."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     with open(path, "rb") as file:
         size = 0
@@ -227,7 +227,7 @@ def why_no_text(path: Path) -> str | None:
 
 def text_pieces(path: Path) -> Iterator[Piece]:
     """A text file as one document."""
-    # A character that became undecodable since `why_no_text` is replaced: it can only spoil a draft.
+    # A character that became undecodable since `why_no_text` is replaced, which can only make a draft worse.
     with open(path, encoding="utf-8-sig", errors="replace") as file:
         rest = ""
         while block := file.read(PIECE):

@@ -1,4 +1,4 @@
-"""What a person sees: text whose colours show the steps, and the table that compares runs."""
+"""Output for people: text whose colours show the steps, and the table that compares runs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ STEP_STYLES = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 @dataclass
 class Run:
-    """One way to decode the same prompt, as the table shows it."""
+    """One decoding of the prompt, a row of the table."""
 
     name: str
     num_steps: int
     num_tokens: int
     seconds: float
     equal: bool | None
-    """Are the tokens those of plain decoding? None for plain decoding itself."""
+    """True if the tokens are those of plain decoding; None for plain decoding itself."""
 
     @property
     def tokens_per_step(self) -> float:

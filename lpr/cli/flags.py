@@ -1,4 +1,4 @@
-"""How command lines read values of lpr's own types; imports no torch, so that the service's front can use it."""
+"""Values of lpr's own types on command lines; imports no torch, so that the service's front can use it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tyro
 from lpr.core.step_times import StepTimes
 
 flag_types = tyro.constructors.ConstructorRegistry()
-"""How flags of lpr's own types are read; a context manager around `tyro.cli`."""
+"""A context manager around `tyro.cli`, in which flags of lpr's own types are read."""
 
 
 @flag_types.primitive_rule

@@ -1,4 +1,4 @@
-"""The command `lpr.generate`: its arguments, and how its ranks begin and end."""
+"""The command `lpr.generate`: its arguments, and the start and end of its ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from lpr.model.loader import bundled_model
 _GROUPS = {"options": EngineOptions, "sampling": SamplingParams, "decode": DecodeConfig}
 """Fields of Args whose own fields are flags."""
 _RANK_0_SPEAKS = 10.0
-"""Seconds that the other ranks stay after bad input; the launcher ends them as soon as rank 0 has left."""
+"""Seconds that the other ranks stay after bad input; the launcher ends them when rank 0 has left."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,21 +50,21 @@ class Args:
     prompt: str | None = None
     """Complete this text and show it, instead of a file."""
     trie: Path | None = None
-    """Folder or .safetensors file: draft from what earlier runs wrote, and keep what this one writes."""
+    """Folder or .safetensors file: draft from the outputs of earlier runs, and add those of this one."""
     trace: Path | None = None
-    """HTML file that shows every step: its token tree, what each rank evaluated, what was accepted."""
+    """HTML file that shows every step: its token tree, the nodes of each rank, the accepted path."""
     trace_steps: int = 500
-    """Steps that --trace shows at most, the first ones; a request's part in a step counts as one."""
+    """Most steps that --trace shows, the first ones; a request's part in a step counts as one."""
     config: Path | None = None
     """TOML file with values for any of these flags; flags given here win."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print one JSON line to stdout instead of text and tables."""
     tp: int = 1
-    """Ranks that share one replica of the model (tensor parallel); neighbours, so that they share a machine."""
+    """Ranks of one replica of the model (tensor parallel): neighbours, on one machine."""
     lp: int | None = None
-    """Replicas (lookahead parallel). Default: as many as the ranks make; lp times tp must be their number."""
+    """Replicas (lookahead parallel). Default: the number of ranks divided by tp."""
     survive: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Start --lp times --tp ranks on this machine, without torchrun, and go on when some are lost; for --prompts."""
+    """Start --lp times --tp ranks on this machine, without torchrun, and continue when some are lost; for --prompts."""
     timeout: float = 300.0
     """Seconds that a rank waits for the others in a step before it gives up."""
     load_timeout: float = 3600.0
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if world.rank == 0:
             print(f"lpr.generate: error: {failure}", file=sys.stderr)
         elif world.launched:
-            time.sleep(_RANK_0_SPEAKS)  # the first rank to leave ends the job, and rank 0 has to say why before that
+            time.sleep(_RANK_0_SPEAKS)  # the first rank to leave ends the job, and rank 0 prints the reason before
         return 2
     except (CommError, DesyncError) as failure:
         print(f"lpr.generate: rank {world.rank}: {failure}", file=sys.stderr)
@@ -148,7 +148,7 @@ def run(args: Args, world: World) -> int:
     args = replace(args, options=replace(args.options, device=device))
     with join(world, device, args.timeout, args.tp, args.load_timeout) as comm:
         engine, job = prepare(args, world, comm)
-        is_first = is_driver(comm)  # of the job, or of a new mesh after all others were lost
+        is_first = is_driver(comm)  # of the job, or of a new mesh after all other ranks were lost
         code = 0
         if job is None:
             engine.work()
@@ -159,16 +159,16 @@ def run(args: Args, world: World) -> int:
                 with job:
                     code = job.run(engine)
             except InputError as failure:
-                if world.rank:  # rank 0 is lost, and cannot say it
+                if world.rank:  # rank 0 is lost, and cannot print it
                     print(f"lpr.generate: error: {failure}", file=sys.stderr)
-                engine.close()  # the other ranks have nothing to complain of
+                engine.close()  # the other ranks end without an error
                 raise
         engine.close()
         return code
 
 
 def prepare(args: Args, world: World, comm: Comm) -> tuple[Engine, FileJob | ShowJob | None]:
-    """This rank's engine and, on rank 0, its job; raises the same InputError on every rank if anything is wrong."""
+    """This rank's engine and, on rank 0, its job; raises the same InputError on every rank."""
     job: FileJob | ShowJob | None = None
     failure = None
     try:
@@ -177,7 +177,10 @@ def prepare(args: Args, world: World, comm: Comm) -> tuple[Engine, FileJob | Sho
             check_trace(args.trace)
             if isinstance(args.options.costs, Path):
                 args = replace(args, options=replace(args.options, costs=load_step_times(args.options.costs)))
-            job = file_job(args, world) if args.prompts is not None else show_job(args)
+            if args.prompts is not None:
+                job = file_job(args, world)
+            else:
+                job = ShowJob(args.prompt, args.sampling, args.decode, _keeping(args), args.json)
     except InputError as error:
         failure = str(error)
     alike = replace(args, options=replace(args.options, costs=None, device=None))
@@ -189,28 +192,22 @@ def prepare(args: Args, world: World, comm: Comm) -> tuple[Engine, FileJob | Sho
     compiled = engine.model.compiled
     if world.rank == 0 and compiled is not None and (cost := compiled.describe()) is not None:
         print(f"lpr.generate: {cost}", file=sys.stderr)
-    # What is loaded stays: without this, each full collection walks a million objects, in the middle of some step.
+    # Without this, each full collection walks a million objects that stay, in the middle of a step.
     gc.freeze()
     return engine, job
 
 
 def file_job(args: Args, world: World, goes_on: bool = False, takes_over: bool = False) -> FileJob:
-    """What completes the lines of --prompts; raises InputError.
+    """The job that completes the lines of --prompts; raises InputError.
 
-    `goes_on`: another rank has begun it; `takes_over`: and this one was there (see FileJob).
+    `goes_on`: another rank has begun it. `takes_over`: this rank was part of that run (see FileJob).
     """
     assert args.prompts is not None and args.output is not None
     mesh = dict(zip(("lp", "tp"), world.mesh_shape(args.tp), strict=True))
     facts = {"world_size": world.size, "mesh": mesh}
     writer = OrderedWriter(args.output, read_prompts(args.prompts), resume=goes_on or world.attempt > 0)
-    return FileJob(writer, args.sampling, facts, keeping(args), args.json, takes_over)
+    return FileJob(writer, args.sampling, facts, _keeping(args), args.json, takes_over)
 
 
-def show_job(args: Args) -> ShowJob:
-    """What completes one prompt before the reader's eyes."""
-    return ShowJob(args.prompt, args.sampling, args.decode, keeping(args), args.json)
-
-
-def keeping(args: Args) -> Keeping:
-    """What a job leaves behind besides its output."""
+def _keeping(args: Args) -> Keeping:
     return Keeping(args.trie, args.trace, args.trace_steps)

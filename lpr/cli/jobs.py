@@ -1,4 +1,4 @@
-"""What rank 0 does with an engine: complete the lines of a file, or show one prompt."""
+"""The jobs of rank 0: complete the lines of a file, or show one prompt."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ Piece = tuple[str, int]
 
 
 def check_trie(path: Path | None) -> None:
-    """Refuse a trie that cannot be read or kept, before the model is loaded; raises InputError."""
+    """Raise InputError for a trie that cannot be read or written, before the model is loaded."""
     if path is not None:
         if trie_path(path).exists():
             read_trie(path)
@@ -62,20 +62,20 @@ def check_trie(path: Path | None) -> None:
 
 @dataclass(frozen=True)
 class Keeping:
-    """What a job draws on and leaves behind besides its output."""
+    """The files of a job besides its prompts and output."""
 
     trie: Path | None = None
     """Trie to draft from, and to save at the end."""
     trace: Path | None = None
-    """Page that shows the steps."""
+    """HTML page that shows the steps."""
     trace_steps: int = 0
 
     @contextmanager
     def around(self, engine: Engine, loads: bool = True) -> Iterator[None]:
         """Load the trie and record steps; write both at the end, also of an interrupted run.
 
-        The trie is not saved after a lost rank: the restarted job learns again from its output file, and drafts as an
-        undisturbed one. With `loads` False the engine has loaded it already.
+        The trie is not saved after a lost rank: the restarted job learns again from its output file, and drafts as one
+        without a loss. With `loads` False the engine has loaded the trie already.
         """
         if loads and self.trie is not None and trie_path(self.trie).exists():
             engine.load_trie(self.trie)
@@ -104,13 +104,12 @@ class FileJob:
         as_json: bool,
         takes_over: bool = False,
     ) -> None:
-        """Complete the lines that `writer` has no record of yet; each record carries `facts` of the job.
+        """Complete the lines without a record in `writer`; each record includes `facts` of the job.
 
-        With `takes_over` the engine knows the trie and the lines that are done, as it was there when its driver was
+        With `takes_over` the engine has the trie and the lines that are done: its rank was there when the driver was
         lost.
         """
-        self.writer = writer
-        self.lines = writer.lines
+        self.writer, self.lines = writer, writer.lines
         self.sampling = sampling
         self.facts = facts
         self.keeping = keeping
@@ -128,17 +127,17 @@ class FileJob:
         self.writer.__exit__(*failure)
 
     def run(self, engine: Engine) -> int:
-        """Complete the lines that are not done yet; 2 if some line could not be, else 0."""
+        """Complete the lines that are not done yet; 2 if any line failed, else 0."""
         with self.keeping.around(engine, loads=not self.takes_over):
             self._complete(engine)
         return 2 if self.num_bad else 0
 
     def _complete(self, engine: Engine) -> None:
         if not self.takes_over:
-            # The drafts of a restarted job are those of an undisturbed one.
+            # So the drafts of a restarted job are those of a job without a restart.
             finished = [record for record in self.writer.kept if record.get("token_ids")]
             engine.learn(*[as_learnt(engine.encode(each["prompt"]), each["token_ids"]) for each in finished])
-        # Requests have the numbers of their lines: a rank that takes the lost driver's place finds them by these.
+        # Requests have the numbers of their lines, by which a rank that takes the lost driver's place finds them.
         submitted = {
             engine.requests[line.number]: line
             for line in self.lines
@@ -154,7 +153,7 @@ class FileJob:
         with Progress(*columns, console=self.console, disable=not self.console.is_terminal) as progress:
             bar = progress.add_task("", total=len(self.lines), completed=kept, rate="")
             while left or submitted:
-                # One more than the slots, so that a freed slot never waits for its next prompt.
+                # One more than the slots, so that a free slot never waits for its next prompt.
                 while left and len(submitted) <= engine.scheduler.capacity:
                     self._submit(engine, left.popleft(), submitted)
                 for request in engine.step():
@@ -233,7 +232,7 @@ class FileJob:
 
 
 class ShowJob:
-    """Complete one prompt before the reader's eyes, then compare with plain decoding."""
+    """Complete one prompt on the console, then compare with plain decoding."""
 
     def __init__(
         self, prompt: str | None, sampling: SamplingParams, decode: DecodeConfig, keeping: Keeping, as_json: bool
@@ -257,7 +256,7 @@ class ShowJob:
         show = partial(show_stream, self.console, self.prompt)
         ahead = self._timed("lookahead", engine, self.decode, self.keeping, show)
         alone = replace(self.decode, window_size=0, guess_set_size=0, trie_nodes=0, first_token_ms=0, per_token_ms=0)
-        plain = self._timed("autoregressive", engine, alone, Keeping(), _read_out)
+        plain = self._timed("autoregressive", engine, alone, Keeping(), list)
         for _, done in (ahead, plain):
             if done.error is not None:
                 raise InputError(done.error)
@@ -271,9 +270,9 @@ class ShowJob:
         engine: Engine,
         decode: DecodeConfig,
         keeping: Keeping,
-        show: Callable[[Iterable[Piece]], None],
+        show: Callable[[Iterable[Piece]], object],
     ) -> tuple[Run, Completion]:
-        """Complete the prompt once, after a few tokens to warm up; `show` gets the text as it comes."""
+        """Complete the prompt once, after a few tokens as a warm-up; `show` gets the text as it is committed."""
         engine.configure(decode)
         few = min(4, self.params.max_new_tokens)
         engine.generate([self.prompt], replace(self.params, max_new_tokens=few, min_new_tokens=0))
@@ -308,16 +307,10 @@ class ShowJob:
 
 
 def _logprobs(done: Completion) -> dict[str, Any]:
-    """Log-probabilities per token id, if they were asked for."""
+    """The record's log-probabilities, if there are any."""
     if done.logprobs is None:
         return {}
     return {"logprobs": [{"logprob": each.logprob, "top": [*each.top]} for each in done.logprobs]}
-
-
-def _read_out(pieces: Iterable[Piece]) -> None:
-    """Show nothing."""
-    for _ in pieces:
-        pass
 
 
 def _pieces(engine: Engine, request: Request) -> Iterator[Piece]:

@@ -16,23 +16,23 @@ _SAMPLING_FIELDS = [each.name for each in fields(SamplingParams)]
 
 @dataclass
 class PromptLine:
-    """One line of a prompts file: a prompt, or why it is none."""
+    """One line of a prompts file: a prompt, or an error."""
 
     number: int
-    """Its number in the file, from 1."""
+    """From 1."""
     prompt: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
     """The line's other fields, which its output line keeps."""
     sampling: dict[str, Any] = field(default_factory=dict)
-    """Those of them that are fields of SamplingParams: they override the command's for this line."""
+    """Those of them that are fields of SamplingParams; they override the command's for this line."""
     error: str | None = None
 
 
 def read_prompts(path: Path) -> list[PromptLine]:
     """The lines of a JSONL file with a string `prompt` each; blank lines are skipped.
 
-    A line that is no such thing comes back with its error, so that the others can be completed. Raises InputError if
-    the file cannot be read or holds no line at all.
+    A bad line is returned with its error, so that the others can be completed. Raises InputError if the file cannot be
+    read or is empty.
     """
     try:
         data = path.read_bytes()
@@ -56,7 +56,7 @@ def _parse(number: int, raw: bytes) -> PromptLine:
     prompt = record.pop("prompt")
     sampling = {name: record[name] for name in _SAMPLING_FIELDS if name in record}
     try:
-        # Alone it may contradict a default that the command's flags change; the engine checks both together.
+        # A line may contradict a default that the command's flags change; the engine checks both together.
         checked = SamplingParams(**{"max_new_tokens": 2**31 - 1, **sampling})
     except InputError as failure:
         return PromptLine(number, prompt, record, error=f"line {number}: {failure}")
@@ -69,11 +69,11 @@ def _encoded(record: str) -> bytes:
 
 
 class OrderedWriter:
-    """Writes one record per prompt line, in the order of the lines, each as soon as all before it are there.
+    """Writes one record per prompt line, in the order of the lines, each as soon as all before it are written.
 
-    Records that wait for an earlier one are written on close, so that an interrupted run leaves everything that was
-    finished. With `resume`, records of an earlier run of the same prompts are kept; `done` names the lines that have a
-    record, and `kept` holds those of the earlier run.
+    Records that wait for an earlier one are written on close, so an interrupted run loses no finished line. With
+    `resume`, records of an earlier run of the same prompts are kept. `done` has the numbers of lines with a record, and
+    `kept` the records of the earlier run.
     """
 
     def __init__(self, path: Path, lines: list[PromptLine], resume: bool = False) -> None:
@@ -108,18 +108,15 @@ class OrderedWriter:
             self._file.close()
 
     def write(self, number: int, record: dict[str, Any]) -> None:
-        """Hand in the record of prompt line `number`; raises InputError if the disk is full by now."""
-        self._put(number, json.dumps(record, ensure_ascii=False))
-
-    def _put(self, number: int, text: str) -> None:
+        """Add the record of prompt line `number`; raises InputError if the disk is full."""
         self.done.add(number)
-        self._waiting[number] = text
+        self._waiting[number] = json.dumps(record, ensure_ascii=False)
         for number in self._order[self._next : self._num_ready()]:
             self._append(self._waiting.pop(number))
             self._next += 1
 
     def _num_ready(self) -> int:
-        """How many lines, counted from the first, are written or wait."""
+        """Number of lines, from the first on, that are written or wait."""
         ready = self._next
         while ready < len(self._order) and self._order[ready] in self._waiting:
             ready += 1
@@ -135,7 +132,7 @@ class OrderedWriter:
             ) from failure
 
     def _open(self, kept: dict[int, str]) -> None:
-        """Leave just the kept lines that are in order in the file, and see that it takes more data."""
+        """Leave only the kept lines that are in order in the file, and check that the disk has room."""
         if self.path.exists() and not self.path.is_file():  # a device or a pipe
             with open(self.path, "wb", buffering=0) as device:
                 if stat.S_ISCHR(os.fstat(device.fileno()).st_mode) and not device.isatty():
@@ -147,7 +144,7 @@ class OrderedWriter:
             if number not in kept:
                 break
             start.append(_encoded(kept[number]))
-        # Replaced as a whole: killed in between, the earlier run's lines are all still there.
+        # Replaced as a whole: if the run is killed in between, the earlier run's lines are all still there.
         fresh = self.path.with_name(self.path.name + ".new")
         with open(fresh, "wb") as file:
             file.write(b"".join(start))

@@ -1,4 +1,4 @@
-"""`python -m lpr.plan`: which lp x tp mesh a model fits on, what it moves, and which to take. No weights, no GPU."""
+"""`python -m lpr.plan`: the lp x tp meshes of a model: memory, traffic, predicted speed. No weights, no GPU."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from lpr.planner.presets import Planned, measured_values, preset_names, resolve
 
 @dataclass(frozen=True, kw_only=True)
 class Args:
-    """Plan the mesh of a model before any GPU is asked for: memory, traffic, the floor of a step, tokens per second.
+    """Plan the mesh of a model without any GPU: memory, traffic, least time of a step, tokens per second.
 
     Reads only the model's config. Budgets (window, guesses, trie nodes) are per rank, as in lpr.generate. Tokens per
-    second are predictions (lpr.planner.prediction), with the best of the measured drafting budgets in place of these.
+    second are predictions (lpr.planner.prediction); they take the best of the measured drafting budgets instead.
     """
 
     model: str | None = None
@@ -43,13 +43,13 @@ class Args:
     bandwidth: str | None = None
     """Memory bandwidth of a GPU, such as 2039GB/s, over --gpu's."""
     link: str | None = None
-    """What joins the GPUs of a host (see --list), over --gpu's."""
+    """Link between the GPUs of a host (see --list), over --gpu's."""
     network: str = "ib-hdr"
-    """What joins hosts of eight GPUs."""
+    """Link between hosts of eight GPUs."""
     temperature: float = 0.0
-    """0 is greedy; the mesh is recommended for this, and the prediction for greedy or 0.8 is shown besides."""
+    """0 is greedy. The mesh is recommended for this; the prediction for greedy or 0.8 is shown too."""
     eager: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Kernels are launched one by one, without captured graphs."""
+    """Launch kernels one by one, without captured graphs."""
     context: int = 4096
     """Longest prompt plus output, in tokens."""
     batch: int = 1
@@ -80,7 +80,7 @@ _DECODE_FLAGS = ("window_size", "ngram_size", "guess_set_size", "trie_nodes", "b
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is known of a model on a number of GPUs."""
+    """The plan of a model on a number of GPUs."""
 
     planned: Planned
     facts: ModelFacts
@@ -91,7 +91,7 @@ class Plan:
     rows: list[Footprint]
     machine: Machine
     temperatures: tuple[float, ...]
-    """The one to recommend for, and the other measured one."""
+    """The requested one, for which a mesh is recommended, and the other measured one."""
     predictions: dict[float, list[Prediction]]
     """By temperature, of the meshes that fit."""
     choice: Footprint | None
@@ -124,8 +124,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def wide_console() -> Console:
-    """Where tables go."""
-    console = Console()
+    """The console for tables."""
+    console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 140  # a log file has no edge to wrap at
     return console
@@ -152,7 +152,7 @@ def plan_meshes(args: Args) -> int:
 
 
 def make_plan(args: Args) -> Plan:
-    """Plan what `args` asks for; raises InputError."""
+    """The plan that `args` ask for; raises InputError."""
     if args.context < 2:
         raise InputError(f"--context {args.context} leaves no room for a prompt token and an output token")
     planned, gpu, machine, given = asked_for(args)
@@ -166,7 +166,7 @@ def make_plan(args: Args) -> Plan:
     dtype = facts.dtype if args.dtype == "auto" else args.dtype
     rows = [footprint(facts, decode, mesh, args.context, DTYPE_SIZES[dtype]) for mesh in shapes]
     temperatures = (args.temperature, 0.0 if args.temperature > 0 else 0.8)
-    # Half of the context: what a step finds in the cache on average while it fills.
+    # Half of the context: the mean length of the cache while it fills.
     measured, kv, size = read_measured(measured_values()), args.context // 2, DTYPE_SIZES[dtype]
     settings = [Setting(facts, machine, measured, kv, size, each, args.batch) for each in temperatures]
     fitting = [row.mesh for row in rows if row.fits(gpu.memory)]
@@ -181,7 +181,7 @@ def make_plan(args: Args) -> Plan:
 
 
 def asked_for(args: Args) -> tuple[Planned, Gpu, Machine, dict[str, int]]:
-    """The model, the GPU, what joins GPUs, and given fields of DecodeConfig; raises InputError."""
+    """The model, the GPU, the machine, and the given fields of DecodeConfig; raises InputError."""
     if args.model is None:
         raise InputError(f"--model is missing: a preset ({', '.join(preset_names())}), a folder, a file or a hub id")
     gpu = gpu_named(args.gpu)
@@ -204,7 +204,7 @@ def link_named(name: str) -> Link:
 def recommend(
     rows: Sequence[Footprint], gpu: Gpu, setting: Setting, predictions: Sequence[Prediction]
 ) -> tuple[Footprint | None, str]:
-    """The mesh with the most predicted tokens per second, and why; None if nothing fits."""
+    """The mesh with the most predicted tokens per second, or None if nothing fits; and the reason."""
     if not predictions:
         least = min((row for row in rows if row.problem is None), key=lambda row: row.total_bytes)
         missing = f"{-least.spare(gpu.memory) / GIB:.1f} GiB are missing on each GPU of {least.mesh}, the leanest mesh"
@@ -226,36 +226,27 @@ def recommend(
 
 
 def show(plan: Plan, console: Console) -> None:
-    """The table and the recommendation."""
+    """Print the table and the recommendation."""
     facts, gpu, decode = plan.facts, plan.gpu, plan.decode
-    num_nodes = decode.resolved().num_nodes
+    launch = "eager launches" if plan.machine.is_eager else "captured graphs"
     console.print(
-        f"{facts.name} ({plan.planned.origin}): {facts.num_parameters / 1e9:.2f}B parameters in {plan.dtype}",
-        highlight=False,
-    )
-    console.print(
+        f"{facts.name} ({plan.planned.origin}): {facts.num_parameters / 1e9:.2f}B parameters in {plan.dtype}\n"
         f"context {plan.context}, batch {decode.max_batch_size}; W {decode.window_size}, N {decode.ngram_size}, "
-        f"G {decode.guess_set_size}, trie {decode.trie_nodes}: {num_nodes} nodes per rank and sequence",
-        highlight=False,
-    )
-    console.print(
-        f"{gpu.name}: {gpu.memory / GIB:.0f} GiB, of which {RESERVED / GIB:.0f} stay free, "
-        f"{gpu.bandwidth / 1e9:.0f} GB/s (data sheet), {plan.machine.network.inside.name}; "
-        f"{'eager launches' if plan.machine.is_eager else 'captured graphs'}",
-        highlight=False,
+        f"G {decode.guess_set_size}, trie {decode.trie_nodes}: {decode.resolved().num_nodes} nodes per rank and "
+        f"sequence\n{gpu.name}: {gpu.memory / GIB:.0f} GiB, of which {RESERVED / GIB:.0f} stay free, "
+        f"{gpu.bandwidth / 1e9:.0f} GB/s (data sheet), {plan.machine.network.inside.name}; {launch}"
     )
     console.print(plan_table(plan))
     for row in plan.rows:
         if row.problem is not None:
-            console.print(f"{row.mesh} is impossible: {row.problem}", highlight=False)
-    style = "green" if plan.choice is not None else "bold red"
+            console.print(f"{row.mesh} is impossible: {row.problem}")
     console.print(
         "tokens/s are PREDICTED and were never measured on a GPU; acceptance is that of the small bundled model on "
-        "code, and the range does not cover another model or kind of text",
-        highlight=False,
+        "code, and the range does not cover another model or kind of text"
     )
+    style = "green" if plan.choice is not None else "bold red"
     mesh = f"lp {plan.choice.mesh.lp} x tp {plan.choice.mesh.tp}: " if plan.choice is not None else ""
-    console.print(f"[{style}]{mesh}[/{style}]{plan.reason}", highlight=False)
+    console.print(f"[{style}]{mesh}[/{style}]{plan.reason}")
 
 
 def plan_table(plan: Plan) -> Table:
@@ -304,13 +295,10 @@ def as_json(plan: Plan) -> dict[str, Any]:
         facts: dict[str, Any] = {"lp": row.mesh.lp, "tp": row.mesh.tp}
         facts |= {"possible": row.problem is None, "problem": row.problem}
         if row.problem is None:
+            facts |= {"fits": row.fits(plan.gpu.memory), "spare_bytes": row.spare(plan.gpu.memory)}
+            names = ("weight_bytes", "kv_bytes", "activation_bytes", "step_bytes")
+            facts |= {name: getattr(row, name) for name in names}
             facts |= {
-                "fits": row.fits(plan.gpu.memory),
-                "spare_bytes": row.spare(plan.gpu.memory),
-                "weight_bytes": row.weight_bytes,
-                "kv_bytes": row.kv_bytes,
-                "activation_bytes": row.activation_bytes,
-                "step_bytes": row.step_bytes,
                 "lp_traffic": asdict(row.lp),
                 "tp_traffic": asdict(row.tp),
                 "floor_ms": round(row.floor_seconds(plan.gpu.bandwidth) * 1e3, 4),

@@ -1,4 +1,4 @@
-"""`python -m lpr.plan --service WORKLOAD`: how many meshes of which lp x tp keep a service's promise, by simulation."""
+"""`python -m lpr.plan --service WORKLOAD`: how many meshes of which lp x tp keep a service's SLO, by simulation."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from lpr.config import DecodeConfig, InputError
+from lpr.engine.limits import Limits
 from lpr.planner.facts import DTYPE_SIZES, ModelFacts
 from lpr.planner.footprint import Mesh, footprint, meshes
 from lpr.planner.hardware import Gpu
@@ -21,13 +22,13 @@ from lpr.planner.prediction import Machine, Setting
 from lpr.planner.presets import measured_values
 from lpr.planner.simulated.capacity import Answer, Effort, Kind, Search
 from lpr.planner.simulated.costs import measured_points, predicted_points, predicted_times
-from lpr.planner.simulated.mesh import Slots
+from lpr.planner.simulated.requests import SimRequest
 from lpr.planner.simulated.workload import Demand, Workload, check, read_times, read_workload
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceArgs:
-    """The service that is planned; --model, --gpu and the like say on what, and --gpus how large a mesh may be."""
+    """The service to plan. --model, --gpu and the like describe one mesh; --gpus is the largest."""
 
     service: Path | None = None
     """Plan a service: a TOML or JSON file with its arrivals, lengths, temperatures and SLO (configs/service/)."""
@@ -36,21 +37,21 @@ class ServiceArgs:
     clients: int | None = None
     """Clients who ask again as soon as they are answered, over the file's arrivals."""
     first_token_ms: float | None = None
-    """Time to the first token that is promised, over the file's."""
+    """Promised time to the first token, over the file's."""
     per_token_ms: float | None = None
-    """Mean time per token that is promised, over the file's."""
+    """Promised mean time per token, over the file's."""
     slots: tuple[int, ...] = (4, 16, 64)
-    """Requests that a replica decodes in one step (--max-batch-size of lpr.serve); the best of these is taken."""
+    """Requests that a replica decodes in one step (--max-batch-size of lpr.serve); the best of these counts."""
     simulated_requests: int = 1000
-    """Requests that each simulated mesh gets."""
+    """Requests of each simulated mesh."""
     simulated_meshes: int = 4
-    """Of the meshes found, so many are simulated: the others differ from them by chance alone."""
+    """Most simulated meshes: the others differ from them by chance alone."""
     seed: int = 0
-    """Of arrivals, lengths and accepted tokens; the same seed gives the same plan."""
+    """Seed of arrivals, lengths and accepted tokens; the same seed gives the same plan."""
 
 
 def refuse_without_service(args: ServiceArgs) -> None:
-    """Raise InputError for a flag that says something of a service where none is planned."""
+    """Raise InputError for a flag of a service where none is planned."""
     for each in fields(args):
         if getattr(args, each.name) != each.default:
             raise InputError(f"--{each.name.replace('_', '-')} needs --service FILE, the service to plan")
@@ -58,7 +59,7 @@ def refuse_without_service(args: ServiceArgs) -> None:
 
 @dataclass(frozen=True)
 class Model:
-    """What is served, and on what."""
+    """The model and its machine."""
 
     facts: ModelFacts
     gpu: Gpu
@@ -67,11 +68,11 @@ class Model:
     decode: dict[str, Any]
     """Fields of DecodeConfig."""
     most_gpus: int
-    """Of one mesh."""
+    """Largest mesh."""
 
 
 def workload_of(args: ServiceArgs) -> Workload:
-    """The file's workload, with what flags say instead; raises InputError."""
+    """The file's workload, changed by flags; raises InputError."""
     assert args.service is not None
     found = read_workload(args.service)
     if args.rate is not None or args.clients is not None:
@@ -90,14 +91,14 @@ def workload_of(args: ServiceArgs) -> Workload:
 
 
 def kinds_of(args: ServiceArgs, workload: Workload, model: Model | None) -> list[Kind]:
-    """The kinds of meshes to choose from; raises InputError if there are none."""
+    """The kinds of meshes to choose from; raises InputError without any."""
     assert args.service is not None
     slots = sorted(set(args.slots))
     if workload.step_times:
         return [
             Kind(
                 Mesh(each.lp, each.tp),
-                Slots(num_slots=count, num_ranks=each.lp),
+                limits_of(each.lp, count, DecodeConfig(max_nodes=64)),
                 read_times(each, args.service.parent),
                 measured_points(workload.tokens_per_step, count),
             )
@@ -133,19 +134,21 @@ def _kinds_of_mesh(mesh: Mesh, slots: list[int], workload: Workload, model: Mode
         points = predicted_points(setting, mesh, times, temperatures, count)
         if workload.tokens_per_step:
             points = measured_points(workload.tokens_per_step, count)
-        limits = Slots(
-            num_slots=count, num_ranks=mesh.lp, prefill_chunk=decode.prefill_chunk, longest_chain=decode.max_nodes
-        )
-        yield Kind(mesh, limits, times, points)
+        yield Kind(mesh, limits_of(mesh.lp, count, decode), times, points)
+
+
+def limits_of(num_ranks: int, num_slots: int, decode: DecodeConfig) -> Limits[SimRequest]:
+    """The scheduler's limits, as the engine sets them."""
+    return Limits(num_slots, num_ranks, decode.prefill_chunk, decode.max_nodes, packed=True, most_homes=num_ranks)
 
 
 def plan_service(args: ServiceArgs, workload: Workload, kinds: list[Kind], console: Console) -> list[Answer]:
-    """The fewest GPUs first, then the quickest first token; kinds that cannot keep the promise come last."""
+    """Answers by ascending GPUs, then by first token; kinds that cannot keep the SLO come last."""
     effort = Effort(args.simulated_requests, args.simulated_meshes, args.seed)
     searches = [Search(workload, kind, effort) for kind in kinds]
     answers = list[Answer]()
     with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
-        row = bar.add_task("what a mesh can do", total=2 * len(searches))
+        row = bar.add_task("capacity of a mesh", total=2 * len(searches))
         possible = []
         for search, kind in zip(searches, kinds, strict=True):
             alone = search.alone()
@@ -154,10 +157,10 @@ def plan_service(args: ServiceArgs, workload: Workload, kinds: list[Kind], conso
             else:
                 possible.append((search.least_gpus(most := search.most()), kind.mesh.num_gpus, most, search))
             bar.advance(row)
-        bar.update(row, description="how many meshes", completed=2 * len(searches) - len(possible))
+        bar.update(row, description="number of meshes", completed=2 * len(searches) - len(possible))
         best: int | None = None
         for least, _, most, search in sorted(possible, key=lambda each: each[:2]):
-            if best is None or least <= best:  # else even a mesh that need not be quick needs more
+            if best is None or least <= best:  # else the load needs more GPUs even without an SLO
                 answer = search.answer(search.capacity(most))
                 answers.append(answer)
                 best = min((each.num_gpus for each in answers if each.num_gpus is not None), default=None)
@@ -170,13 +173,12 @@ def _order(answer: Answer) -> tuple[float, float]:
 
 
 def show(workload: Workload, answers: list[Answer], num_kinds: int, console: Console) -> None:
-    """The table and the recommendation."""
+    """Print the table and the recommendation."""
     demand, slo = workload.arrivals, workload.slo
     who = f"{demand.rate:g} requests/s" if demand.rate else f"{demand.clients} clients"
     console.print(
         f"{who}; {slo.share:.0%} of the requests: first token within {slo.first_token_ms:g} ms, "
-        f"{slo.per_token_ms:g} ms per token",
-        highlight=False,
+        f"{slo.per_token_ms:g} ms per token"
     )
     table = Table(title="meshes that keep the promise (p50 / p90 / p99)", title_justify="left")
     table.add_column("lp x tp")
@@ -188,7 +190,7 @@ def show(workload: Workload, answers: list[Answer], num_kinds: int, console: Con
                         for times in (outcome.first_token_ms, outcome.per_token_ms))  # fmt: skip
         table.add_row(
             f"{kind.mesh}{' <' if answer is answers[0] and answer.num_meshes else ''}",
-            str(kind.slots.num_slots),
+            str(kind.limits.num_slots),
             f"{answer.capacity:.3g}" if answer.num_meshes else "",
             str(answer.num_meshes) if answer.num_meshes else "[red]none[/red]",
             str(answer.num_gpus) if answer.num_meshes else "",
@@ -199,12 +201,12 @@ def show(workload: Workload, answers: list[Answer], num_kinds: int, console: Con
         )
     console.print(table)
     for note in notes(workload, answers, num_kinds):
-        console.print(note, highlight=False)
-    console.print(verdict(answers), style="green" if answers[0].num_meshes else "bold red", highlight=False)
+        console.print(note)
+    console.print(verdict(answers), style="green" if answers[0].num_meshes else "bold red")
 
 
 def notes(workload: Workload, answers: list[Answer], num_kinds: int) -> list[str]:
-    """What one must know of the figures."""
+    """Limits of the figures."""
     found = []
     if answers[0].num_meshes and answers[0].num_simulated < answers[0].num_meshes:
         found.append(
@@ -224,10 +226,10 @@ def verdict(answers: list[Answer]) -> str:
     """The recommendation in a line."""
     best = answers[0]
     if best.num_meshes is None:
-        return "no number of these meshes keeps the promise: see what a request gets, and promise less"
+        return "no number of these meshes keeps the promise: see the latencies, and promise less"
     meshes = "1 mesh" if best.num_meshes == 1 else f"{best.num_meshes} meshes"
     return (
-        f"{meshes} of lp {best.kind.mesh.lp} x tp {best.kind.mesh.tp} with {best.kind.slots.num_slots} slots: "
+        f"{meshes} of lp {best.kind.mesh.lp} x tp {best.kind.mesh.tp} with {best.kind.limits.num_slots} slots: "
         f"{best.num_gpus} GPUs"
     )
 
@@ -238,7 +240,7 @@ def as_json(args: ServiceArgs, workload: Workload, answers: list[Answer], num_ki
         {
             "lp": each.kind.mesh.lp,
             "tp": each.kind.mesh.tp,
-            "slots": each.kind.slots.num_slots,
+            "slots": each.kind.limits.num_slots,
             "meshes": each.num_meshes,
             "gpus": each.num_gpus,
             "capacity_per_mesh": round(each.capacity, 6),

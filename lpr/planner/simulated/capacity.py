@@ -14,9 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lpr.core.step_times import StepTimes
+from lpr.engine.limits import Limits
+from lpr.engine.scheduler import Scheduler
 from lpr.planner.footprint import Mesh
 from lpr.planner.simulated.costs import Points, StepCosts
-from lpr.planner.simulated.mesh import Slots, simulate_mesh
+from lpr.planner.simulated.mesh import simulate_mesh
 from lpr.planner.simulated.requests import Arrivals, ClosedArrivals, PoissonArrivals, SimRequest
 from lpr.planner.simulated.workload import Demand, Workload
 
@@ -45,7 +47,7 @@ class Kind:
     """A kind of mesh and its speed."""
 
     mesh: Mesh
-    slots: Slots
+    limits: Limits[SimRequest]
     times: StepTimes
     points: Points
 
@@ -99,7 +101,7 @@ class Search:
 
     def most(self) -> float:
         """Greatest requests per second of a mesh, whatever the waiting time."""
-        clients = 4 * self._kind.slots.num_slots * self._kind.slots.num_ranks
+        clients = 4 * self._kind.limits.capacity
         return self._run(Demand(clients=clients), max(self._searched, 2 * clients), 1).requests_per_second
 
     def capacity(self, most: float) -> float:
@@ -167,7 +169,7 @@ def simulate(workload: Workload, kind: Kind, demand: Demand, number: int, meshes
         arrivals = make_arrivals(demand, number, workload.maker(f"{seed} {mesh} requests"), f"{seed} {mesh} arrivals")
         dice = random.Random(f"{seed} {mesh} steps")
         policy = StepCosts(kind.times, kind.points, dice, workload.prompt_ms_per_token)
-        runs.append(simulate_mesh(arrivals, policy, kind.slots.scheduler()))
+        runs.append(simulate_mesh(arrivals, policy, Scheduler(kind.limits)))
     return outcome_of(workload, runs)
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-from lpr.engine.limits import Limits
 from lpr.engine.scheduler import Scheduler
 from lpr.planner.simulated.requests import Arrivals, SimRequest
 
@@ -23,32 +21,6 @@ class Policy(Protocol):
         of theirs, per rank.
         """
         ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Slots:
-    """The scheduler's limits, as DecodeConfig and the engine set them."""
-
-    num_slots: int = 8
-    """Of each rank."""
-    num_ranks: int = 1
-    """lp: the ranks of a replica work as one."""
-    prefill_chunk: int = 512
-    longest_chain: int = 64
-    """Nodes of the largest tree."""
-
-    def scheduler(self, retains: bool = True) -> Scheduler[SimRequest]:
-        """An idle scheduler; `retains`: slots keep the prefixes of finished requests."""
-        limits: Limits[SimRequest] = Limits(
-            self.num_slots,
-            self.num_ranks,
-            self.prefill_chunk,
-            self.longest_chain,
-            packed=True,
-            retains=retains,
-            most_homes=self.num_ranks,
-        )
-        return Scheduler(limits)
 
 
 def simulate_mesh(arrivals: Arrivals, policy: Policy, scheduler: Scheduler[SimRequest]) -> list[SimRequest]:
@@ -72,8 +44,8 @@ def simulate_mesh(arrivals: Arrivals, policy: Policy, scheduler: Scheduler[SimRe
 
 def _step(scheduler: Scheduler[SimRequest], policy: Policy, now: float) -> tuple[float, list[SimRequest]]:
     """A step that begins at `now`: its seconds, and the requests that end with it."""
-    while (admission := scheduler.admit()) is not None:
-        admission.request.num_computed_tokens = list(admission.num_computed_tokens)
+    while (admitted := scheduler.admit()) is not None:
+        admitted[0].num_computed_tokens = list(admitted[1])
     schedule = scheduler.schedule()
     scheduler.take_moves()
     if schedule.is_empty:
