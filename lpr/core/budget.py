@@ -149,9 +149,9 @@ class FixedBudget:
         ]
         self._request = self._requests[-1]
 
-    def begin(self, count: int, pending: int, num_homes: int | None = None) -> None:
+    def begin(self, count: int, pending: int, num_homes: int) -> None:
         """As AdaptiveBudget.begin; steps differ by the number of their ranks alone."""
-        self._request = self._requests[num_homes - 1 if num_homes is not None else -1]
+        self._request = self._requests[num_homes - 1]
 
     def request(self, history: AcceptanceHistory) -> DraftRequest:
         """The same draft in every step."""
@@ -195,8 +195,6 @@ class AdaptiveBudget:
         self._all = AcceptanceHistory()
         self._step = (1, 0)
         self._expected_tokens: ExpectedTokens | None = None
-        self._prices: tuple[Sequence[float], tuple[int, ...], list[float], list[float]] | None = None
-        """Step times and sizes of the last step, and its `_price_nodes`: mostly those of the next step too."""
 
     def _spread(self, num_homes: int) -> None:
         """Set the number of ranks that evaluate each tree."""
@@ -219,7 +217,8 @@ class AdaptiveBudget:
             return DraftRequest(0, None, 0)
         held = self._window_nodes if self.window else 0
         if self._expected_tokens is None:
-            self._expected_tokens = self._without_drafts(held)
+            tokens = self._step[0] + self.other_tokens
+            self._expected_tokens = ExpectedTokens(tokens, *self._price_nodes(np.array(self.times), *self._step, held))
         price = Price(self._expected_tokens, history.trust(self._all.trust()))
         return DraftRequest(self._limit - held, price, self._columns if self.window else 0)
 
@@ -267,18 +266,14 @@ class AdaptiveBudget:
             sources = [tree.sources[node] for tree, path in zip(trees, paths, strict=True) for node in path]
             news = (sources.count(Source.WINDOW) / len(trees), sources.count(Source.POOL) / len(trees))
             weight = constants.WINDOW_MEMORY
-        self._yield = tuple(old + weight * (new - old) for old, new in zip(self._yield, news, strict=True))  # type: ignore[assignment]
-
-    def _without_drafts(self, held: int) -> ExpectedTokens:
-        """The step without drafts, whose sequences have `held` window nodes each."""
-        count, pending = self._step
-        key = (count, pending, held, self.num_ranks)
-        if self._prices is None or self._prices[0] is not self.times or self._prices[1] != key:
-            self._prices = (self.times, key, *self._price_nodes(np.array(self.times), count, pending, held))
-        return ExpectedTokens(count + self.other_tokens, *self._prices[2:])
+        by_window, by_pool = (old + weight * (new - old) for old, new in zip(self._yield, news, strict=True))
+        self._yield = by_window, by_pool
 
     def _price_nodes(self, row: np.ndarray, count: int, pending: int, held: int) -> tuple[list[float], list[float]]:
-        """Milliseconds of the step by its drafted nodes, and the least that further ones cost on average."""
+        """Milliseconds of the step by its drafted nodes, and the least that further ones cost on average.
+
+        Its `count` sequences have `held` window nodes each.
+        """
         nodes = np.arange(count * self._limit + 1)
         per_rank = (count * (1 + held) + nodes) / self.num_ranks + pending
         times = times_at(per_rank, row)

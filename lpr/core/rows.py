@@ -65,19 +65,10 @@ def place_rows(
 
 
 def ancestor_words(parents: Sequence[int] | np.ndarray, num_words: int) -> np.ndarray:
-    """`core.tree.ancestor_bits` as little-endian words: uint64 [n, num_words], 64 * num_words >= n.
-
-    Pointer doubling: after round k an entry holds its ancestors up to distance 2^k, so a chain of 512 entries takes
-    nine rounds and a flat tree one or two.
-    """
-    count = len(parents)
-    jump = np.full(count + 1, count, np.int64)  # the last row stands for "no parent"
-    jump[:count] = parents
-    jump[jump < 0] = count
-    words = np.zeros((count + 1, num_words), np.uint64)
-    entry = np.arange(count)
-    words[entry, entry // WORD_BITS] = np.left_shift(np.uint64(1), (entry % WORD_BITS).astype(np.uint64))
-    while jump.min() < count:
-        words |= words[jump]
-        jump = jump[jump]
-    return words[:count]
+    """`core.tree.ancestor_bits` as little-endian words: uint64 [n, num_words], 64 * num_words >= n."""
+    words = np.zeros((len(parents), num_words), np.uint64)
+    for entry, parent in enumerate(parents):
+        if parent >= 0:
+            words[entry] = words[parent]
+        words[entry, entry // WORD_BITS] |= np.uint64(1 << entry % WORD_BITS)
+    return words

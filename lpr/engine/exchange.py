@@ -61,7 +61,8 @@ class Gathered:
         if self.num_logprobs is None:
             return [None] * len(self.draft)
         draft, payloads = self.draft, self.payloads[:: len(self.payloads) // len(self.draft.served)]
-        tables, found = wire.tables_of(payloads, draft.capacity, self.width), []
+        tables = wire.tables_of(payloads, draft.capacity, self.width)
+        found: list[list[TokenLogprobs] | None] = []
         for index, shards in enumerate(draft.shards):
             assert shards is not None, "concluded"
             places = wire.places_of(index, draft.served)
