@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 import tyro
@@ -91,8 +91,8 @@ class ModelOptions(Options):
     """Folder or hub id; the bundled model if none is given."""
     device: str | None = None
     """cpu, cuda or cuda:N; a GPU if there is one."""
-    dtype: str = "auto"
-    """auto, float32, bfloat16 or float16."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the weights."""
     exact: Flag = False
     """Exact mode: the same bits for every shape of a step."""
 

@@ -15,6 +15,7 @@ from benchmarks.common import ModelOptions
 from lpr import DecodeConfig, Engine, EngineOptions, SamplingParams, bundled_model
 from lpr.core.partition import partition
 from lpr.core.state import num_computed_after
+from lpr.core.tree import TokenTree
 from lpr.engine.hooks import StepHooks
 from lpr.engine.stats import DecodeStats
 from lpr.model.loader import Loaded, load
@@ -122,7 +123,7 @@ class RankCounter(StepHooks):
         """Count a step of the one request that runs."""
         concluded = outcomes[0].concluded
         pending = [self.num_tokens - held - 1 for held in self.num_computed_tokens]
-        shards = partition(concluded.tree, self.num_ranks, pending, self.capacity)
+        shards = partition(as_specified(concluded.tree), self.num_ranks, pending, self.capacity)
         self.num_computed_tokens = num_computed_after(self.num_tokens, concluded.path, shards)
         self.num_tokens += len(concluded.emitted)
         sizes = [len(shard.nodes) + chain for shard, chain in zip(shards, pending, strict=True)]
@@ -130,6 +131,14 @@ class RankCounter(StepHooks):
         self.num_evaluated += sum(sizes)
         self.num_pending += sum(pending)
         self.largest_shards += max(sizes)
+
+
+def as_specified(tree: Any) -> TokenTree:
+    """A tree of either core as a tree of lpr.core, which `partition` reads."""
+    copy = TokenTree(tree.tokens[0])
+    for parent, token, source in zip(tree.parents[1:], tree.tokens[1:], tree.sources[1:], strict=True):
+        copy.add(parent, token, source)
+    return copy
 
 
 def count_steps(

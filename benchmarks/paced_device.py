@@ -245,8 +245,7 @@ class PacedModel:
         shape = static_shape(
             rows, selection, num_candidates, self._num_slots, self._rows_per_slot, NODE_BUCKETS[-1], tree_bits=True
         )
-        if shape is not None:
-            assert self._model.cache is not None
+        if shape is not None and self._model.cache is not None:
             shape.place(self._words.numpy()[: shape.num_words], rows, selection, self._model.cache)
             self._there[: shape.num_words].copy_(self._words[: shape.num_words])
         longest = max(row.num_cached for row in rows)

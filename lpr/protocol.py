@@ -16,7 +16,7 @@ RequestId = int | str
 
 
 class ErrorCode(StrEnum):
-    """Why a request is refused or fails. The HTTP status follows from it (lpr.serve.errors.ANSWERS)."""
+    """Why a request is refused or fails. The HTTP status follows from it (lpr.serve.errors.STATUS)."""
 
     # The request is wrong.
     BAD_REQUEST = "bad_request"

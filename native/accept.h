@@ -1,4 +1,4 @@
-// Acceptance (lpr/core/accept.py): follow the target model's own choices down the tree.
+// Acceptance: follow the target model's own choices down the tree. Specification: lpr/core/accept.py.
 #pragma once
 
 #include "tree.h"

@@ -50,19 +50,19 @@ size_t width_of(const std::vector<Tokens>& candidates) { return candidates.empty
 void update(CandidateTable& table, const Tokens& tokens, const std::vector<Tokens>& candidates, const Scores& scores) {
   size_t k = width_of(candidates);
   Tokens all = flat(candidates, tokens.size(), k);
-  std::vector<uint8_t> ranks = flat(scores, tokens.size(), k);
-  for (size_t i = 0; i < tokens.size(); i++) table.update(tokens[i], &all[i * k], &ranks[i * k], static_cast<int>(k));
+  std::vector<uint8_t> weights = flat(scores, tokens.size(), k);
+  for (size_t i = 0; i < tokens.size(); i++) table.update(tokens[i], &all[i * k], &weights[i * k], static_cast<int>(k));
 }
 
 void keep_candidates(Drafter& drafter, const TokenTree& tree, const Tokens& path, const std::vector<Tokens>& candidates,
                      const Scores& scores) {
   size_t k = width_of(candidates);
   Tokens all = flat(candidates, tree.size(), k);
-  std::vector<uint8_t> ranks = flat(scores, tree.size(), k);
+  std::vector<uint8_t> weights = flat(scores, tree.size(), k);
   auto is_node = [&](int32_t node) { return node >= 0 && node < tree.size(); };
   if (path.empty() || !std::all_of(path.begin(), path.end(), is_node))
     throw std::invalid_argument("a path of a tree has nodes of it");
-  drafter.keep_candidates(tree, path, all.data(), ranks.data(), static_cast<int>(k));
+  drafter.keep_candidates(tree, path, all.data(), weights.data(), static_cast<int>(k));
 }
 
 void make_drafter(Drafter* self, const nb::object& config, std::shared_ptr<SuffixIndex> shared,

@@ -37,7 +37,7 @@ struct BoundState : SequenceState {
   }
 };
 
-// A step's draft, the Python objects of its states, which must live as long, and what it says to Python, made once.
+// A step's draft, the Python objects of its states, which must live as long, and its arrays for Python.
 struct BoundDraft : StepDraft {
   nb::list listed, rows;
   nb::object placement, header;

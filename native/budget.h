@@ -1,4 +1,4 @@
-// How many nodes a step's trees get (lpr/core/budget.py); the arithmetic is numpy's, operation for operation.
+// The size of a step's trees. Specification: lpr/core/budget.py; the arithmetic is numpy's, operation for operation.
 #pragma once
 
 #include <cmath>
@@ -76,7 +76,7 @@ class ExpectedTokens {
   StepRow row_;
 };
 
-// What a node of one sequence must promise to pay.
+// Least path probability at which a node of one sequence pays.
 class Price {
  public:
   double floor;
@@ -309,7 +309,7 @@ class AdaptiveBudget : public Budget {
       best_plain = std::max(best_plain, expected / milliseconds(k + count_, pending_));
     };
     for (int64_t k = 0; k <= drafted; k++) weigh_plain(tokens[k], k);
-    if (window && drafted && drafted >= left) {  // all nodes were spent: what further ones would promise
+    if (window && drafted && drafted >= left) {  // all nodes were spent: the promise of further ones
       double last = (tokens[drafted] - tokens[drafted - 1]) * static_cast<double>(drafted), sum = 0.0;
       for (int64_t k = 1; k <= held; k++) {
         sum += last / (static_cast<double>(drafted) + static_cast<double>(k));

@@ -1,4 +1,5 @@
-// What drafted tokens turned out to be worth (lpr/core/calibration.py).
+// Calibration of drafts: from a child's score to the frequency with which it was right. Specification:
+// lpr/core/calibration.py.
 #pragma once
 
 #include <cstring>

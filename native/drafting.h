@@ -1,5 +1,5 @@
-// Best-first drafting (lpr/core/drafting.py, which explains it), without an object per node: evidence, tokens that need
-// no second trial and heap payloads lie in arenas that are kept from draft to draft.
+// Best-first drafting. Specification: lpr/core/drafting.py. Evidence, tokens that need no second trial and heap payloads
+// lie in arenas that are kept from draft to draft.
 #pragma once
 
 #include <algorithm>
@@ -14,17 +14,17 @@
 
 namespace lpr {
 
-// Evidence: a place in known text. `ngram` is a pooled n-gram's text, `trie` one of the tries; a candidate has neither.
+// Evidence: a place in known text, of a suffix index or of a pooled n-gram; a recycled candidate has neither.
 struct Place {
   double weight;
-  const SuffixIndex* trie;
+  const SuffixIndex* suffixes;
   const Tokens* ngram;
   int64_t index;  // into the text; a candidate's token
   uint8_t source;
 
   // The token `offset` places on; negative where the text has ended.
   int32_t token(int offset) const {
-    if (trie) return index + offset < trie->size() ? trie->token(index + offset) : -1;
+    if (suffixes) return index + offset < suffixes->size() ? suffixes->token(index + offset) : -1;
     if (ngram) return index + offset < static_cast<int64_t>(ngram->size()) ? (*ngram)[index + offset] : -1;
     return offset == 0 ? static_cast<int32_t>(index) : -1;
   }
@@ -51,7 +51,7 @@ class Drafter {
     if (tries_on_) {
       own_.extend(tokens, count);
       for (size_t i = 0; i < count; i++) remember(tokens[i]);
-    } else if (pool.guess_set_size) {  // a trie knows them itself
+    } else if (pool.guess_set_size) {  // a suffix index holds them
       pool.add_text(tail_, tokens, count, ngram_size_);
     }
     num_observed_ += count;
@@ -65,7 +65,7 @@ class Drafter {
 
   void learn(const TokenTree& tree, const Tokens& path) { calibration.observe(tree, path, cells_); }
 
-  // Keep what the model ranked highest after the nodes of the tree; before `observe`. Rows of k per node.
+  // Keep the candidates of the tree's nodes, rows of k per node; before `observe`.
   void keep_candidates(const TokenTree& tree, const Tokens& path, const int32_t* candidates, const uint8_t* scores,
                        int k) {
     if (!tries_on_) return;

@@ -1,4 +1,4 @@
-// What the model said of evaluated nodes, on the accepted path and off it (lpr/core/evaluated.py).
+// Recycled candidates by their context. Specification: lpr/core/evaluated.py.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ class EvaluatedNodes {
  public:
   using Row = CandidateTable::Row;
 
-  // Take in a step of a sequence of `num_tokens`, the last of which is the root; rows of k per node of the tree.
+  // Keep a step of a sequence of `num_tokens`, the last of which is the root; rows of k per node of the tree.
   void keep(const TokenTree& tree, const Tokens& path, int64_t num_tokens, int32_t before, const int32_t* candidates,
             const uint8_t* scores, int k) {
     for (int node = 0; node < tree.size(); node++) {
@@ -26,12 +26,12 @@ class EvaluatedNodes {
     ranked_.resize(num_tokens - 1 + path.size());
     for (size_t i = 0; i < path.size(); i++) {
       const int32_t* row = candidates + static_cast<size_t>(path[i]) * k;
-      const uint8_t* says = scores + static_cast<size_t>(path[i]) * k;
+      const uint8_t* row_scores = scores + static_cast<size_t>(path[i]) * k;
       ranked_[num_tokens - 1 + i] = {ranked_tokens_.size(), k};
       ranked_tokens_.insert(ranked_tokens_.end(), row, row + k);
-      ranked_scores_.insert(ranked_scores_.end(), says, says + k);
+      ranked_scores_.insert(ranked_scores_.end(), row_scores, row_scores + k);
     }
-    // A copy of few kilobytes: the tree's owner may do with it what it likes.
+    // A copy of few kilobytes, so that the tree's owner may change it.
     tokens_ = tree.tokens;
     first_child_ = tree.first_child;
     next_sibling_ = tree.next_sibling;
@@ -45,7 +45,7 @@ class EvaluatedNodes {
     num_tokens_ = num_tokens + static_cast<int64_t>(path.size());
   }
 
-  // Append to `rows` what was said where the own trie agrees longest with the context, at those places; newest first.
+  // Set `rows` to the candidates after those places of the own suffix index where the context agrees longest.
   void nearest(const SuffixIndex& trie, const std::vector<int64_t>& places, const Tokens& context,
                std::vector<Row>& rows) const {
     const int32_t* last = &context.back();
@@ -67,7 +67,7 @@ class EvaluatedNodes {
     rows.assign(1, {slot + kFirst, reinterpret_cast<const uint8_t*>(slot + kFirst + most_), slot[kSize]});
   }
 
-  // Append to `rows` what was said beside the node that `count` tokens below the root lead to.
+  // Set `rows` to the candidates of rejected siblings, and below them of the nodes that `count` tokens lead to.
   void of_siblings(int64_t num_tokens, const int32_t* below, size_t count, std::vector<Row>& rows) {
     rows.clear();
     if (num_tokens != num_tokens_) return;
@@ -130,13 +130,13 @@ class EvaluatedNodes {
     return {&ranked_tokens_[place.begin], &ranked_scores_[place.begin], place.count};
   }
 
-  std::vector<Place> ranked_;  // by position: what was said after a committed token
+  std::vector<Place> ranked_;  // by position: the candidates after a committed token
   Tokens ranked_tokens_;
   std::vector<uint8_t> ranked_scores_;
   Tokens pairs_;  // slots
   size_t stride_ = 0;
   int most_ = 0;  // candidates that a slot has room for
-  // The last tree, what was said of it, and the children of its path's end that the next root stands beside.
+  // The last tree, its candidates, and the rejected siblings of the next root.
   Tokens tokens_, first_child_, next_sibling_, last_tokens_, siblings_, level_;
   std::vector<uint8_t> last_scores_;
   int k_ = 0;

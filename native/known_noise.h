@@ -1,4 +1,4 @@
-// The sampling noise as a drafter knows it (lpr/core/known_noise.py).
+// The sampling noise as a drafter knows it. Specification: lpr/core/noise_keys.py.
 #pragma once
 
 #include <optional>

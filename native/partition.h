@@ -1,4 +1,4 @@
-// Which rank evaluates which nodes of a tree (lpr/core/partition.py).
+// Which rank evaluates which nodes of a tree. Specification: lpr/core/partition.py.
 #pragma once
 
 #include <algorithm>

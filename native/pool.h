@@ -1,4 +1,4 @@
-// The n-gram pool (lpr/core/pool.py): least recently used first tokens and n-grams go first.
+// The n-gram pool: least recently used first tokens and n-grams go first. Specification: lpr/core/pool.py.
 #pragma once
 
 #include <algorithm>

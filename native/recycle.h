@@ -1,4 +1,4 @@
-// Recycled candidates (lpr/core/recycle.py): token -> the candidates of the last node that held it.
+// Recycled candidates: token -> the candidates of the last node that held it. Specification: lpr/core/recycle.py.
 #pragma once
 
 #include <cstring>

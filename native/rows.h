@@ -1,4 +1,4 @@
-// What goes up to the device and comes back (lpr/core/rows.py), in flat arrays.
+// The words that go up to the device. Specification: lpr/core/rows.py.
 #pragma once
 
 #include "state.h"
@@ -27,7 +27,7 @@ inline Tokens row_entries(const SequenceState& state, const TokenTree& tree, con
   return entries;
 }
 
-// Bit j % 64 of word j / 64 of entry i: is entry j this entry or one of its ancestors?
+// Bit j % 64 of word j / 64 of entry i is set if entry j is this entry or one of its ancestors.
 inline std::vector<uint64_t> ancestor_words(const Tokens& parents, size_t num_words) {
   std::vector<uint64_t> words(parents.size() * num_words, 0);
   for (size_t i = 0; i < parents.size(); i++) {

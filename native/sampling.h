@@ -30,7 +30,7 @@ typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words32 __attribute__((vector_size(4 * LANES)));
 
 constexpr int64_t BLOCK = 256;                     // tokens whose largest score is known; a multiple of LANES
-constexpr float MOST_NOISE = 22.9f;                // no noise is above: lpr.model.sampling.noise.LARGEST_NOISE
+constexpr float MOST_NOISE = 22.9f;                // no noise is above: lpr.model.sampling.specification.LARGEST_NOISE
 constexpr double NEAR = 1e-5, NEAR_PART = 1e-6;    // totals this close, absolutely and as a part, are in doubt
 constexpr double SUM_DOUBT = 1e-5, RATIO_DOUBT = 1e-9;
 constexpr float FAR = 30.0f;  // a weight below exp(-30) = 1e-13 is none, of a million tokens as well
@@ -83,7 +83,7 @@ LPR_INLINE To as(From from) {
   return to;
 }
 
-// lpr.model.sampling.noise.gumbel up to a few units in its last place.
+// lpr.model.sampling.specification.gumbel up to a few units in its last place.
 inline double noise_of(uint32_t key, uint32_t token) {
   uint32_t bits = mixed<uint32_t>(mixed<uint32_t>(token ^ key) ^ (key * 0x85EBCA6Bu));
   float uniform = (static_cast<float>(bits) + 0.5f) * 2.3283064365386963e-10f;  // 2^-32

@@ -1,4 +1,4 @@
-// The search of one draft (lpr/core/drafting.py); drafting.h, which has the evidence that it reads, includes it.
+// The search of one draft. Specification: lpr/core/drafting.py. Included by drafting.h, which has the evidence.
 #pragma once
 
 #include "drafting.h"
@@ -82,7 +82,7 @@ class Search {
     double kept, left;
   };
 
-  // Tokens that need no second trial: those of one stage, and what was tried before it.
+  // Tokens that need no second trial: those of one stage, and the stages before it.
   struct Tried {
     Span tokens;
     int before;
@@ -151,7 +151,7 @@ class Search {
     offer(node, probability, total, stage, offset, has_held, order, tried);
   }
 
-  // Make rows, one per token, of what the evidence says comes next; returns its weight.
+  // Make rows, one per token that the evidence has next; returns the weight of the evidence.
   double gather(Span evidence, int offset, int tried) {
     rows_.clear();
     row_tokens_.clear();
@@ -203,7 +203,7 @@ class Search {
     return static_cast<int>(rows_.size()) - 1;
   }
 
-  // Push the rows as children of `node`, and what they leave of its probability as an escape.
+  // Push the rows as children of `node`, and the rest of its probability as an escape.
   void offer(int node, double probability, double total, int stage, int offset, bool has_held, int order, int tried) {
     int depth = tree_->depths[node], first = first_cell(stage, depth);
     double known = 0.0;
@@ -243,8 +243,8 @@ class Search {
     push(probability, {kRecentToken, node, 0, trial->cell, {}, index, tried, kept, left});
   }
 
-  // The recent token that is tried as number `index` as a child of nodes at a depth: the latest first, or, where the
-  // noise is known, the likeliest. Null beyond the last. Few of them are ever asked for, so a heap puts them in order.
+  // The recent token that is tried as number `index` below nodes at a depth: the latest first or, by known noise, the
+  // likeliest. Null beyond the last. Few of them are needed, so a heap puts them in order.
   const Trial* recent_trial(int depth, int index) {
     if (static_cast<int>(trials_.size()) <= depth) trials_.resize(depth + 1);
     Trials& here = trials_[depth];
@@ -274,7 +274,7 @@ class Search {
     return {frequencies_[cell], rank, cell};
   }
 
-  // Sources: each appends the evidence for what follows a node.
+  // Sources: each appends the evidence for the token after a node.
 
   Span ask(int order, int node) {
     uint32_t begin = static_cast<uint32_t>(places_.size());

@@ -1,4 +1,4 @@
-// How a step's tokens are chosen, in words (lpr/core/noise_keys.py).
+// The choice parameters of a step's tokens, in words. Specification: lpr/core/noise_keys.py.
 #pragma once
 
 #include <tsl/robin_map.h>
@@ -23,7 +23,7 @@ inline uint32_t noise_key(uint64_t seed, int32_t position) {
   return mix32(mix32(mix32(low ^ 0x9E3779B9u) ^ high) ^ static_cast<uint32_t>(position));
 }
 
-// What the noise of a token is made of; smaller is more noise.
+// The hash that a token's noise is made of; smaller is more noise.
 inline uint32_t token_bits(uint32_t key, uint32_t token) { return mix32(mix32(token ^ key) ^ key * 0x85EBCA6Bu); }
 
 struct Choice {

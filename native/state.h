@@ -1,4 +1,4 @@
-// The replicated state of one sequence (lpr/core/state.py).
+// The replicated state of one sequence. Specification: lpr/core/state.py.
 #pragma once
 
 #include "accept.h"
@@ -10,7 +10,7 @@
 
 namespace lpr {
 
-// What a state needs of a TreeSizes.
+// The fields of a TreeSizes that a state reads.
 struct Sizes {
   int64_t window_size, ngram_size, guess_set_size, trie_nodes, branch_length, trie_capacity, num_recycled;
 };
@@ -51,7 +51,7 @@ class SequenceState {
     homes_ = std::move(ranks);
   }
 
-  // Drop what only home ranks know.
+  // Drop the drafting state of home ranks.
   void forget_drafts() {
     drafter.reset();
     window.reset();
@@ -128,7 +128,7 @@ class SequenceState {
     return emitted;
   }
 
-  // Did a rank that evaluated `shard` meet logits that are not numbers?
+  // True if a rank that evaluated `shard` met logits that are not numbers.
   static bool has_nan(const Shard& shard, const TreeResult& result) {
     for (int node : shard.owned)
       if (result.next_tokens[node] == kNotANumber) return true;
@@ -136,7 +136,7 @@ class SequenceState {
   }
 
  private:
-  // Make what drafts from the tokens, which all home ranks do before the same step.
+  // Make the drafter from the tokens, as all home ranks do before the same step.
   void begin_drafting() {
     int64_t guesses = sizes_.window_size ? sizes_.guess_set_size : 0;
     drafter = std::make_shared<Drafter>(sizes_.trie_nodes, sizes_.branch_length, sizes_.trie_capacity, guesses,
@@ -146,7 +146,7 @@ class SequenceState {
     drafted_.add(digest());
   }
 
-  // Let the next draft profit from a step that emitted these tokens.
+  // Update the drafting state by a step that emitted these tokens.
   void learn(const TokenTree& tree, const Tokens& path, const TreeResult& result, const Tokens& emitted) {
     bool succeeded = result.next_tokens[path.back()] >= 0;
     if (succeeded) drafter->learn(tree, path);

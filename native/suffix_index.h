@@ -1,7 +1,7 @@
-// The suffix index (lpr/core/suffix_index.py): a token history, and links to the previous equal contexts.
+// The suffix index: a token history, and links to previous equal contexts. Specification: lpr/core/suffix_index.py.
 //
 // The history lies in blocks, so that appending never moves it and forgetting frees whole blocks. Links are distances
-// back, which fit 32 bits because what they lead to is never further away than the capacity.
+// back, which fit 32 bits because no place is further away than the capacity.
 #pragma once
 
 #include <tsl/robin_map.h>
@@ -78,7 +78,7 @@ class SuffixIndex {
   int64_t size() const { return size_; }
   int64_t num_held() const { return size_ - start; }
   int32_t token(int64_t index) const { return at(index).token; }
-  // What all containers hold together: tokens, two links for each, and the latest places.
+  // Entries of all containers: tokens, two links for each, and the latest places.
   int64_t num_entries() const { return 3 * size_ + static_cast<int64_t>(pairs_.size() + singles_.size()); }
 
   void extend(const int32_t* tokens, size_t count) {
@@ -112,7 +112,7 @@ class SuffixIndex {
     }
   }
 
-  // Calls found(index of what followed, match length) for the `limit` latest places, the newest first.
+  // Calls found(index of the token that followed, match length) for the `limit` latest places, the newest first.
   template <typename Found>
   void match(const int32_t* suffix, size_t count, int limit, Found found) const {
     if (count < 2) return;
@@ -135,7 +135,7 @@ class SuffixIndex {
     }
   }
 
-  // Calls found(index of what followed) for the latest occurrences of a token, the newest first.
+  // Calls found(index of the token that followed) for the latest occurrences of a token, the newest first.
   template <typename Found>
   void match_last(int32_t wanted, int limit, Found found) const {
     int64_t latest = singles_.get(wanted);

@@ -1,4 +1,4 @@
-// The token tree (lpr/core/tree.py) as flat arrays, with a hash of its edges.
+// The token tree as flat arrays, with a hash of its edges. Specification: lpr/core/tree.py.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ class TokenTree {
  public:
   Tokens tokens, parents, depths;
   std::vector<uint8_t> sources;
-  // Children of a node in the order in which they were added: the first, and of each node the next one beside it.
+  // Children of a node in the order in which they were added: the first, and of each node its next sibling.
   Tokens first_child, next_sibling;
 
   explicit TokenTree(int32_t root_token) { append(-1, root_token, 0, kRoot); }

@@ -1,4 +1,4 @@
-// The Jacobi window (lpr/core/window.py).
+// The Jacobi window. Specification: lpr/core/window.py.
 #pragma once
 
 #include <algorithm>
@@ -30,7 +30,7 @@ class JacobiWindow {
     }
   }
 
-  // Take in what the model chose after each node of the tree; returns the columns' n-grams.
+  // Move the window by the model's choice after each node of the tree; returns the columns' n-grams.
   std::vector<Tokens> advance(const TokenTree& tree, const Tokens& next_tokens, size_t num_committed,
                               const Tokens& context) {
     std::vector<Tokens> ngrams;

@@ -14,7 +14,7 @@ namespace lpr {
 // Per rank, the trees that it evaluates, in the order of its rows.
 using Served = std::vector<std::vector<int64_t>>;
 
-// What the target model says of each node of a tree: `candidates` and `scores` are [nodes, k], row after row.
+// The target model's results for each node of a tree: `candidates` and `scores` are [nodes, k], row after row.
 struct TreeResult {
   Tokens next_tokens, candidates;
   std::vector<uint8_t> scores;

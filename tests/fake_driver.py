@@ -224,17 +224,17 @@ class FakeRanks:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """As RankProcesses.start."""
+        """As Ranks.start."""
         self._add(FakeDriver(self._path, self._said))
 
     async def wait(self) -> int:
-        """As RankProcesses.wait."""
+        """As Ranks.wait."""
         await self._ended.wait()
         assert self.code is not None
         return self.code
 
     async def stop(self, patience: float) -> None:
-        """As RankProcesses.stop."""
+        """As Ranks.stop."""
         if self.code is None and patience and self._tasks:
             await asyncio.wait(self._tasks, timeout=patience)
         self.end(0 if all(driver.stopped for driver in self.drivers) else -9)

@@ -271,9 +271,8 @@ def draft_along(core: Any, seed: int, capacity: int, vocabulary: int) -> list[An
     """A drafter and its suffix indexes by themselves, as benchmarks use them."""
     random_ = random.Random(seed)
     shared, table, record = core.SuffixIndex(capacity), core.CandidateTable(), list[Any]()
-    drafter = core.Drafter(
-        TreeSizes(trie_nodes=40, trie_capacity=capacity), shared, table, seed=random_.choice([None, 7])
-    )
+    sizes = TreeSizes(trie_nodes=40, trie_capacity=capacity)
+    drafter = core.Drafter(sizes, shared, table, seed=random_.choice([None, 7]))
     text = [random_.randrange(vocabulary) for _ in range(30)]
     drafter.observe(text)
     for _ in range(25):

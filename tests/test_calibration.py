@@ -53,7 +53,9 @@ def replay(drafter: Drafter, prompt: list[int], text: list[int], budget: int = 3
 
 
 def drafter_with(calibration: Calibration) -> Drafter:
-    return Drafter(DecodeConfig(window_size=0, trie_nodes=32).resolved(), None, None, calibration)
+    drafter = Drafter(DecodeConfig(window_size=0, trie_nodes=32).resolved())
+    drafter.calibration = calibration
+    return drafter
 
 
 @pytest.mark.parametrize("num_phrases", [15, 40])

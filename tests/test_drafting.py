@@ -17,7 +17,7 @@ from lpr.core.recycle import CandidateTable
 from lpr.core.step_times import KNOTS, StepTimes
 from lpr.core.suffix_index import SuffixIndex
 from lpr.core.tree import Source, TokenTree
-from lpr.model.sampling.noise import gumbel
+from lpr.model.sampling.specification import gumbel
 
 TEXT = st.lists(st.integers(0, 5), min_size=1, max_size=60)
 

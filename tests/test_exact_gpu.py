@@ -13,7 +13,7 @@ from torch import nn
 
 import lpr.model.adapter
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
-from lpr.model import pinned
+from lpr.model.exact import check
 from lpr.model.inputs import Row
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
@@ -54,7 +54,7 @@ def test_ids_are_those_of_plain_decoding_and_products_have_one_height(
     engine.model.capturer = None
     engine.configure(engine.decode)
     assert [each.token_ids for each in engine.generate(PROMPTS, PARAMS)] == expected
-    assert heights == {pinned.HEIGHT}
+    assert heights == {check.HEIGHT}
 
 
 def test_products_that_depend_on_the_height_are_found(gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,8 +83,8 @@ def test_a_pinned_model_is_as_it_was_outside_of_steps() -> None:
     model = tiny_model()
     ids = torch.tensor([list(range(70))])
     expected = model(ids).logits
-    pinned.pin_heights(model)
-    pinned.pin_heights(model)
+    check.pin_heights(model)
+    check.pin_heights(model)
     assert torch.equal(model(ids).logits, expected)
     runner = TreeModel(model)
     row = Row(0, 0, list(range(70)), list(range(-1, 69)), list(range(70)), 70)

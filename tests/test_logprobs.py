@@ -13,7 +13,7 @@ import lpr
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.core.noise_keys import noise_key
 from lpr.model.loader import load
-from lpr.model.sampling.noise import gumbel
+from lpr.model.sampling.specification import gumbel
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 9, 4, 2] * 6]
 TREES = DecodeConfig(window_size=5, ngram_size=4, guess_set_size=4, trie_nodes=24, max_batch_size=2)

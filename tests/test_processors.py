@@ -48,7 +48,6 @@ from lpr.core.noise_keys import noise_key
 from lpr.core.tree import TokenTree
 from lpr.engine.exchange import Exchange
 from lpr.model.sampling.choice import pick
-from lpr.model.sampling.noise import gumbel
 from lpr.model.sampling.processors import (
     ROW_BY_ROW,
     Forced,
@@ -60,6 +59,7 @@ from lpr.model.sampling.processors import (
     is_row_by_row,
 )
 from lpr.model.sampling.selection import Selection
+from lpr.model.sampling.specification import gumbel
 from lpr.model.slot_cache import SlotCache
 from lpr.native import StepDraft
 

@@ -10,9 +10,8 @@ from lpr.config import SamplingParams
 from lpr.core.noise_keys import noise_key
 from lpr.core.recycle import SCORE_STEPS
 from lpr.model.sampling.choice import candidates, choose, pick
-from lpr.model.sampling.noise import gumbel
 from lpr.model.sampling.selection import Selection
-from lpr.model.sampling.specification import limit
+from lpr.model.sampling.specification import gumbel, limit
 
 CPU = torch.device("cpu")
 

@@ -111,10 +111,10 @@ def run_randomly(
         for _ in range(choose.choice([0, 0, 1, 2])):
             text = choose.choice(texts)[: choose.randrange(1, 20)]
             scheduler.add(Fake([*text, *(choose.randrange(2) for _ in range(choose.randrange(3)))]))
-        while (admission := scheduler.admit()) is not None:
+        while (admitted := scheduler.admit()) is not None:
             slots.move(scheduler.take_moves())
-            request = admission.request
-            request.num_computed_tokens = list(admission.num_computed_tokens)
+            request, computed = admitted
+            request.num_computed_tokens = list(computed)
             assert max(request.num_computed_tokens) < len(request.tokens), "the root is evaluated in any case"
             slots.check(request)
         schedule = scheduler.schedule()
@@ -160,8 +160,8 @@ def settle(scheduler: Scheduler[Fake], num_steps: int = 40) -> None:
     """Take steps until whoever should serve does."""
     choose, slots = random.Random(0), Slots(scheduler.limits.num_slots)
     for _ in range(num_steps):
-        while (admission := scheduler.admit()) is not None:
-            admission.request.num_computed_tokens = list(admission.num_computed_tokens)
+        while (admitted := scheduler.admit()) is not None:
+            admitted[0].num_computed_tokens = list(admitted[1])
         schedule = scheduler.schedule()
         for request in scheduler.running:  # only who serves whom is looked at here
             for rank, count in enumerate(request.num_computed_tokens):
@@ -313,7 +313,7 @@ def serves_before_it_has_filled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def counts_what_a_rank_held_that_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    leave = Placement._leave
+    leave = Placement.leave
 
     def remembers(self):  # type: ignore[no-untyped-def]
         before = [list(request.num_computed_tokens) for request in self.running]
@@ -321,7 +321,7 @@ def counts_what_a_rank_held_that_has_left(monkeypatch: pytest.MonkeyPatch) -> No
         for request, counts in zip(self.running, before, strict=True):
             request.num_computed_tokens = counts
 
-    monkeypatch.setattr(Placement, "_leave", remembers)
+    monkeypatch.setattr(Placement, "leave", remembers)
 
 
 @pytest.mark.parametrize(
@@ -350,11 +350,11 @@ def test_nobody_waits_for_ever() -> None:
     num_overtaking = 0
     while num_overtaking < 1000:
         scheduler.add(Fake([1, 3], arrived=float(num_overtaking)))
-        admission = scheduler.admit()
-        assert admission is not None
-        if admission.request is patient:
+        admitted = scheduler.admit()
+        assert admitted is not None
+        if admitted[0] is patient:
             break
-        scheduler.finish(admission.request)
+        scheduler.finish(admitted[0])
         num_overtaking += 1
     assert num_overtaking == 2 * SECONDS_PER_PRIORITY
 
@@ -364,11 +364,12 @@ def test_the_least_recently_used_prefix_goes_first() -> None:
 
     def complete(tokens: list[int]) -> int:
         scheduler.add(Fake(list(tokens)))
-        admission = scheduler.admit()
-        assert admission is not None
-        admission.request.num_computed_tokens = [len(tokens)] * NUM_RANKS
-        scheduler.finish(admission.request)
-        return min(admission.num_computed_tokens)
+        admitted = scheduler.admit()
+        assert admitted is not None
+        request, computed = admitted
+        request.num_computed_tokens = [len(tokens)] * NUM_RANKS
+        scheduler.finish(request)
+        return min(computed)
 
     first, second, third = [1] * 8, [2] * 8, [3] * 8
     assert scheduler.retained == (0, 0)
@@ -402,9 +403,9 @@ def test_withdrawn_requests_are_gone() -> None:
         scheduler.add(request)
     assert scheduler.withdraw(requests[2]) and not scheduler.withdraw(requests[2])
     order = []
-    while (admission := scheduler.admit()) is not None:
-        order.append(admission.request)
-        scheduler.finish(admission.request)
+    while (admitted := scheduler.admit()) is not None:
+        order.append(admitted[0])
+        scheduler.finish(admitted[0])
     assert order == [requests[0], requests[1], requests[3], requests[4]] and scheduler.is_idle
 
 

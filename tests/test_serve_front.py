@@ -731,7 +731,7 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back():
         service.driver.hold = True
         room = 4 + 1 + 2  # slots, the one on hand, the queue
         threads = [ask_in_thread(service) for _ in range(room)]
-        wait_for(lambda: service.front.service.num_waiting == room - 4)
+        wait_for(lambda: busy(service) == (4, room - 4))
         response = service.client.post("/v1/completions", json={"prompt": PROMPT})
         error_of(response, 429)
         assert int(response.headers["retry-after"]) >= 1
@@ -754,7 +754,7 @@ def test_scoring_and_generating_have_their_room_from_the_start():
         assert [answer.status_code for answer in answers] == [200] * 5
         service.driver.hold = True
         begun = [ask_in_thread(service) for _ in range(5)]
-        wait_for(lambda: service.front.service.num_waiting == 1)
+        wait_for(lambda: busy(service) == (4, 1))
         error_of(service.client.post("/v1/completions", json=scored), 429)
         service.driver.hold = False
         assert all(answer().status_code == 200 for answer in begun)
@@ -778,13 +778,18 @@ def test_priority_goes_first_and_order_is_kept():
         wait_for(lambda: len(service.driver.submitted) == 5)
         for number, (name, priority) in enumerate((("late", 5), ("normal", 0), ("early", -5)), 1):
             answers.append(ask_in_thread(service, prompt=name, priority=priority))
-            wait_for(lambda number=number: service.front.service.num_waiting == 1 + number)
+            wait_for(lambda number=number: busy(service) == (4, 1 + number))
         service.driver.hold = False
         assert all(answer().status_code == 200 for answer in answers)
         tokens = service.front.context.served.tokens
         sent = {submit.id: tokens.decode(submit.token_ids) for submit in service.driver.submitted}
         begun = [sent[id] for id in service.driver.begun[4:]]
         assert [begun[0], begun[1][:5], *begun[2:]] == ["early", "first", "normal", "late"]
+
+
+def busy(service):
+    """Requests that run, and requests that wait."""
+    return service.front.service.num_running, service.front.service.num_waiting
 
 
 def ask_in_thread(service, headers=None, **body):

@@ -270,7 +270,7 @@ def test_the_request_that_kills_the_ranks_fails_alone(quick, script):
         script.changes["hold"] = True
         service.starts[0].drivers[0].hold = True
         streams = [Stream(service.url, prompt="poison" if number == 1 else f"good {number}") for number in range(7)]
-        wait_for(lambda: service.front.service.num_waiting == 3)
+        wait_for(lambda: service.front.service.num_waiting == 3 and service.front.service.num_running == 4)
         script.changes["hold"] = False
         service.starts[0].drivers[0].hold = False
         for number, stream in enumerate(streams):
@@ -357,7 +357,7 @@ def test_another_width_of_the_mesh_has_other_slots(quick, script):
         first = service.starts[0].drivers[0]
         first.hold = True
         streams = [Stream(service.url) for _ in range(8)]
-        wait_for(lambda: (service.front.service.num_running, service.front.service.num_waiting) == (6, 2))
+        wait_for(lambda: len(first.submitted) == 8 and service.front.service.num_running == 6)
         first.pulses = False
         lost = Stepped([], Load([1, 2, 3, 4], num_slots=4, num_ranks=2, epoch=1))
         service.call(lambda: first._writer.write(frame(lost)))

@@ -161,14 +161,14 @@ def test_without_a_fault(engine, wanted):
 
 
 def cached_prefix_is_one_too_long(patch):
-    longest = RankSlots._longest_prefix
+    longest = RankSlots.longest_prefix
 
     def longer(self, tokens, tenant):
         slot, length = longest(self, tokens, tenant)
         return (slot, length + (0 < length < len(tokens))) if slot is not None else (None, 0)
 
-    patch.setattr(RankSlots, "_longest_prefix", longer)
-    patch.setattr(RankSlots, "_computed_at", lambda self, slot: 10**6)
+    patch.setattr(RankSlots, "longest_prefix", longer)
+    patch.setattr(RankSlots, "computed_at", lambda self, slot: 10**6)
 
 
 def seed_is_ignored(patch):

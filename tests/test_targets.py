@@ -12,10 +12,8 @@ from conftest import tiny_model
 from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.config import InputError
 from lpr.core.step_times import KNOTS, StepTimes
-from lpr.engine.chains import rooms
-from lpr.engine.limits import Limits
-from lpr.engine.scheduler import Scheduler
-from lpr.engine.targets import Targets
+from lpr.engine.limits import Limits, Targets
+from lpr.engine.scheduler import Scheduler, rooms
 from lpr.engine.waiting import MOST_OVERTAKEN, Waiting
 from lpr.planner.simulated.costs import Point, StepCosts
 from lpr.planner.simulated.mesh import simulate_mesh

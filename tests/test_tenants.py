@@ -75,14 +75,14 @@ def everybodys_drafts(monkeypatch):
 
 
 def everybodys_cache(monkeypatch):
-    longest = RankSlots._longest_prefix
+    longest = RankSlots.longest_prefix
 
     def ignoring(self, tokens, tenant):
         for holder in (*self.running, *self._retained.values()):
             holder.tenant = tenant
         return longest(self, tokens, tenant)
 
-    monkeypatch.setattr(RankSlots, "_longest_prefix", ignoring)
+    monkeypatch.setattr(RankSlots, "longest_prefix", ignoring)
 
 
 @pytest.mark.parametrize("fault", [everybodys_drafts, everybodys_cache])

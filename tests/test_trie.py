@@ -73,10 +73,11 @@ def test_a_limit_keeps_the_newest_places(documents, limit):
 
 def test_nothing_crosses_a_document():
     trie, _ = build([[1, 2], [3, 1, 2, 4], [2]])
-    assert [trie.continuation(index, 9) for index, _ in trie.match([1, 2])] == [[4]]
+    assert [trie.tokens[index : index + 2].tolist() for index, _ in trie.match([1, 2])] == [[4, END]]
     assert trie.match([2, 3]) == []
     assert trie.match([9, 3, 1, 2]) == [(6, 3)]
-    assert trie.continuation(trie.match_last(3)[0], 2) == [1, 2]
+    [after] = trie.match_last(3)
+    assert trie.tokens[after : after + 2].tolist() == [1, 2]
 
 
 @settings(max_examples=60)

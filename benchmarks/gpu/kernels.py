@@ -108,9 +108,9 @@ def attention_row(heads: tuple[int, int], count: int, length: int, sizes: Sizes)
     caches = torch.randn(copies, 2, 1, length, num_kv_heads, HEAD_DIM, **like).transpose(3, 4)
     query = torch.randn(1, count, num_heads, HEAD_DIM, **like).transpose(1, 2)
     group = num_heads // num_kv_heads  # the scores of more than one K/V head may not fit
-    asked, key, value = (each.float() for each in (query[:, :group], caches[0, 0][:, :1], caches[0, 1][:, :1]))
+    few, key, value = (each.float() for each in (query[:, :group], caches[0, 0][:, :1], caches[0, 1][:, :1]))
     seen = mask.visible(length)[:, None]
-    expected = torch.nn.functional.scaled_dot_product_attention(asked, key, value, attn_mask=seen, enable_gqa=True)
+    expected = torch.nn.functional.scaled_dot_product_attention(few, key, value, attn_mask=seen, enable_gqa=True)
     dense = additive(mask.visible(length)[:, None], sizes.dtype).repeat(1, 1, group, 1)  # made once per step
 
     def sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -73,7 +73,10 @@ def png(panels: Sequence[Lines | Bars], theme: Theme) -> bytes:
         figure = Figure(figsize=(WIDTH, height * rows), layout="constrained")
         grid = figure.subplots(rows, columns, squeeze=False).flatten().tolist()
         for axes, panel in zip(grid, panels, strict=False):
-            (draw_bars if isinstance(panel, Bars) else draw_lines)(axes, panel, theme)  # type: ignore[operator]
+            if isinstance(panel, Bars):
+                draw_bars(axes, panel, theme)
+            else:
+                draw_lines(axes, panel, theme)
             axes.set_title(panel.title)
         for unused in grid[len(panels) :]:
             unused.set_axis_off()

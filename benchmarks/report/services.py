@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.report.parts import Json, Part, Table, how_sampled, optional, tabulate, workload
+from benchmarks.report.parts import Column, Json, Part, Table, how_sampled, optional, tabulate, workload
 
 
 def serve(facts: Json) -> list[Part]:
@@ -13,7 +13,7 @@ def serve(facts: Json) -> list[Part]:
 
     title = f"{workload(facts)}, lp {facts['lp']}, {facts['batch']} slots; milliseconds as p50 / p90 / p99; goodput: "
     title += f"requests/s with the first token within {facts['ttft_ms']:g} ms and {facts['token_ms']:g} ms per token"
-    columns = {
+    columns: dict[str, Column] = {
         "load": "{case}", "setting": "{name}", "first token": optional(times("ttft_ms")),
         "between tokens": optional(times("between_tokens_ms")), "end to end": optional(times("end_to_end_ms")),
         "tokens/step": optional("{tokens_per_step:.2f}"), "tokens/s": "{tokens_per_second:.0f}",
@@ -54,7 +54,7 @@ def chaos(facts: Json) -> list[Part]:
 
 def homes(facts: Json) -> list[Part]:
     """What ranks evaluate and hold per token, by policy and load."""
-    columns = {
+    columns: dict[str, Column] = {
         "ranks, load, policy": "{num_ranks}, {load}, {policy}", "mode": how_sampled,
         "tokens/step": "{tokens_per_step:.2f}", "busiest/token": "{busiest_per_token:.2f}",
         "table ms/token": "{table_ms_per_token:.3f}", "K/V copies": "{kv_copies:.2f}",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from benchmarks.report.parts import (
     Bars,
+    Column,
     Json,
     Lines,
     Part,
@@ -32,7 +33,7 @@ SOURCES = {
     "recycled": "recycled",
 }
 LOOPING = optional("{looping_outputs:.0%}")
-LIMIT = {
+LIMIT: dict[str, Column] = {
     "tokens/step": "{tokens_per_step:.2f}",
     "limit": optional("{limit_tokens_per_step:.2f}"),
     "of limit": optional("{share_of_limit:.1%}"),
@@ -111,7 +112,7 @@ def ablation(facts: Json) -> list[Part]:
     parts = [Part(table, panels, headline)]
     limits = [run for run in runs if "share_of_limit" in run]
     if limits:
-        columns = {"mode": how_sampled, "source": "{kind}", "nodes": "{budget}", **LIMIT}
+        columns: dict[str, Column] = {"mode": how_sampled, "source": "{kind}", "nodes": "{budget}", **LIMIT}
         parts.append(Part(tabulate("relative to the limit of longest phrases", limits, columns)))
     return [*parts, depths(runs)]
 
@@ -185,7 +186,12 @@ def data_sets(facts: Json) -> list[Part]:
         for temperature in temperatures
     ]  # fmt: skip
     parts = [Part(table, panels, "Tokens per step on a model's recorded texts.")]
-    replayed = {"data": "{data}", "mode": how_sampled, "peer": "{peer}", "tokens/step": with_straight}
+    replayed: dict[str, Column] = {
+        "data": "{data}",
+        "mode": how_sampled,
+        "peer": "{peer}",
+        "tokens/step": with_straight,
+    }
     peers = facts.get("peers", [])
     return [*parts, *([Part(tabulate("peers on the same texts", peers, replayed))] if peers else [])]
 
@@ -209,7 +215,14 @@ def replay(facts: Json) -> list[Part]:
         return Path(run["traces"]).name.removesuffix(".jsonl")
 
     times = {"drafted/step": "{drafted_per_step:.1f}", "ms": "{draft_ms_per_step:.3f}", "ms p99": "{draft_ms_p99:.3f}"}
-    columns = {"traces": name, "setting": setting, "nodes": "{budget}", "tasks": "{num_tasks}", **LIMIT, **times}
+    columns: dict[str, Column] = {
+        "traces": name,
+        "setting": setting,
+        "nodes": "{budget}",
+        "tasks": "{num_tasks}",
+        **LIMIT,
+        **times,
+    }
     bars = [
         (f"{name(run)}, {setting(run)}, {run['budget']} nodes", run["tokens_per_step"], f"{run['tokens_per_step']:.2f}")
         for run in runs
@@ -220,7 +233,12 @@ def replay(facts: Json) -> list[Part]:
     parts = [Part(tabulate("recorded completions", runs, columns), picture, headline)]
     ends = [{**end, "traces": name(run), "setting": setting(run)} for run in runs for end in run.get("ends", ())]
     if ends:
-        why = {"traces": "{traces}", "setting": "{setting}", "at": "{at}", "the token that came": "{cause}"}
+        why: dict[str, Column] = {
+            "traces": "{traces}",
+            "setting": "{setting}",
+            "at": "{at}",
+            "the token that came": "{cause}",
+        }
         parts.append(Part(tabulate("where steps end", ends, {**why, "steps": "{steps}", "share": "{share:.1%}"})))
     return parts
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.report.parts import (
     Bars,
+    Column,
     Json,
     Lines,
     Part,
@@ -140,14 +141,18 @@ def host(facts: Json) -> list[Part]:
         words = f"{row['costs']}, batch {row['batch']}, {row['nodes']} nodes, lp {row['lp']}"
         return f"{words}, {mode(row['temperature'])}{', window' if row['window'] else ''}"
 
-    columns = {"case": case, "efficiency": "{efficiency:.3f}", **{name: f"{{{name}:.3f}}" for name in names}}
+    columns: dict[str, Column] = {
+        "case": case,
+        "efficiency": "{efficiency:.3f}",
+        **{name: f"{{{name}:.3f}}" for name in names},
+    }
     rows = [*facts["rows"], *facts["flat_rows"]]
     return [Part(tabulate(f"host time on the critical path, {facts['core']} core", rows, columns))]
 
 
 def fleet(facts: Json) -> list[Part]:
     """Wall clock of real ranks; a run that failed has no figures."""
-    columns = {
+    columns: dict[str, Column] = {
         "data": "{data}", "mode": how_sampled, "lp x tp, nodes": "{mesh} {budget_per_rank}",
         "tokens/s": optional("{tokens_per_second:.1f}"), "speed-up": optional("{speedup_over_autoregressive:.2f}x"),
         "tokens/step": optional("{tokens_per_step:.2f}"), "ms/step": optional("{ms_per_step:.2f}"),

@@ -1,8 +1,7 @@
-"""Acceptance: follow the target model's own choices down the tree.
+"""Acceptance: follow the target model's own choices down the tree. Twin: native/accept.h.
 
-What a rank says of a node it owns is one number. Not below 0 it is the token that comes next, and final. Below 0 it
-is no such token: one of the two failures here, or a guess (`as_guess`) where nobody asked the request's logits
-processors, because no path of chosen tokens led to the node.
+A node's result is one number. From 0 on it is the next token. Below 0 it is one of the two failures here, or a guess
+(`as_guess`) at a node that no path of chosen tokens leads to, so that the request's logits processors were not run.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""How many nodes a step's trees get: as many as pay.
+"""The size of a step's trees: as many nodes as pay. Twin: native/budget.h.
 
-A node pays by the chance that it is on the accepted path, and costs what it adds to the time of the step. With the
-drafts' path probabilities p and the table of step times t, a step of the k best drafted nodes of a batch of B emits
-B + p_1 + ... + p_k tokens in t(nodes) milliseconds, and k is chosen for the most tokens per millisecond. So the
-budget goes to the sequences and branches that gain most, shrinks where time is dear, and is nothing where drafts do
-not pay: then the step is plain decoding. Every rank decides alike: probabilities and table are replicated.
+A node is worth the probability that it is on the accepted path, and costs the time that it adds to the step. With the
+drafts' path probabilities p and step times t, a step of the k best drafted nodes of a batch of B emits
+B + p_1 + ... + p_k tokens in t(nodes) milliseconds, and k is chosen for the most tokens per millisecond. So the budget
+goes to the sequences and branches that gain most, shrinks where time is dear, and is 0 where drafts do not pay: then
+the step is plain decoding. All ranks decide alike, because probabilities and step times are replicated.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -25,7 +24,7 @@ from lpr.core.tree import Source, TokenTree
 class ExpectedTokens:
     """Expected tokens and time of a step while its trees are drafted, one after the other.
 
-    What they come to at any time is a step that could be taken, so the best has at least that rate.
+    At any time they are those of a step that could be taken, so the best step has at least that rate.
     """
 
     __slots__ = ("_node_ms", "_num_nodes", "_rate", "_times", "_tokens")
@@ -43,27 +42,27 @@ class ExpectedTokens:
 
     @property
     def price(self) -> float:
-        """Tokens that a further node must be worth, at least, for any larger step to have more tokens per millisecond.
+        """Tokens that a further node must be worth for any larger step to have more tokens per millisecond.
 
-        With a rate r that the step has already, n nodes and k more worth p each, (r t(n) + k p) / t(n + k) exceeds r
-        only if p exceeds r (t(n + k) - t(n)) / k.
+        At a rate r, with n nodes and k more worth p each, (r t(n) + k p) / t(n + k) exceeds r only if p exceeds
+        r (t(n + k) - t(n)) / k.
         """
         return self._rate * self._node_ms[self._num_nodes]
 
     def add(self, gain: float) -> None:
-        """Take in a node that is expected to be worth `gain` tokens."""
+        """Add a node that is expected to be worth `gain` tokens."""
         self._tokens += gain
         self._num_nodes = min(self._num_nodes + 1, len(self._times) - 1)
         self._rate = max(self._rate, self._tokens / self._times[self._num_nodes])
 
 
 class Price:
-    """What a node of one sequence must promise to pay; it rises with what its step earns already."""
+    """Least path probability at which a node of one sequence pays; it rises with the rate of its step."""
 
     __slots__ = ("_expected_tokens", "_least", "_trust", "floor")
 
     def __init__(self, expected: ExpectedTokens, trust: float) -> None:
-        """The price in a step of `expected`, for a sequence whose promises are worth `trust` of what they say."""
+        """The price in a step of `expected`, for a sequence whose path probabilities count `trust` times."""
         self._expected_tokens = expected
         self._trust = trust
         self._least = math.inf
@@ -71,7 +70,7 @@ class Price:
         """No node with a lower path probability can pay."""
 
     def take(self, probability: float) -> None:
-        """Take in that a node of such a path probability was drafted; see `_falling`."""
+        """Count a drafted node of this path probability (see `_falling`)."""
         expected, self._least = self._expected_tokens, min(self._least, probability)
         expected.add(min(1.0, self._trust * self._least))
         self.floor = expected.price / self._trust
@@ -79,12 +78,12 @@ class Price:
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """What to draft for one sequence."""
+    """The size of a sequence's draft."""
 
     nodes: int
     """Most nodes to draft besides the Jacobi window's."""
     price: Price | None
-    """When to stop before that; None for never."""
+    """When to stop before that; None never stops."""
     window: int
     """Columns of the Jacobi window; 0: it does not run."""
 
@@ -102,32 +101,32 @@ class Draft:
 
 @dataclass
 class AcceptanceHistory:
-    """How the drafts of a sequence have fared of late; what the next ones are believed to be worth."""
+    """How many promised nodes of a sequence's drafts were accepted; older steps count less."""
 
     expected: float = 0.0
-    """Accepted nodes that the probabilities of the drafts promised, older steps for less."""
+    """Accepted nodes that the path probabilities promised."""
     accepted: float = 0.0
-    """Those of them that came."""
+    """Accepted nodes."""
     offered: float = 0.0
-    """What the tree of the running step promises."""
+    """Accepted nodes that the tree of the running step promises."""
     quiet: int = 0
     """Steps in a row whose best size was no draft at all."""
     pause: int = 0
     """Plain steps until drafts are tried again."""
 
     def trust(self, first: float = 1.0) -> float:
-        """Factor for promised probabilities: what came of earlier ones, `first` without any."""
+        """Factor for path probabilities, by the accepted part of earlier promises; `first` without any."""
         return (first * constants.TRUSTED_NODES + self.accepted) / (constants.TRUSTED_NODES + self.expected)
 
     def record_step(self, offered: float, accepted: int, memory: float) -> None:
-        """Take in how many nodes a step's drafts promised, and how many of them were accepted."""
+        """Count a step whose drafts promised `offered` nodes, of which `accepted` were accepted."""
         weight = min(1.0, constants.MOST_PROMISED / offered) if offered else 0.0
         memory = memory if offered else constants.PLAIN_MEMORY
         self.expected = memory * self.expected + weight * offered
         self.accepted = memory * self.accepted + weight * accepted
 
     def count(self, drafted: bool, is_far: bool) -> None:
-        """Take in whether a step kept any draft, and if it kept none, whether that was a near thing."""
+        """Count a step that kept drafts, or that kept none because its best node was far from its price or near it."""
         if self.pause:
             self.pause -= 1
         elif drafted:
@@ -139,36 +138,11 @@ class AcceptanceHistory:
                 self.pause = min(longest, 2 ** (self.quiet - constants.QUIET_STEPS + 1))
 
 
-class Budget(Protocol):
-    """How large the trees of a step become."""
-
-    def begin(self, count: int, pending: int, num_homes: int | None = None) -> None:
-        """Begin a step of `count` sequences, whose trees `num_homes` ranks evaluate together; default: all ranks.
-
-        `pending` counts the tokens that a rank evaluates besides the trees.
-        """
-        ...
-
-    def request(self, history: AcceptanceHistory) -> DraftRequest:
-        """What to draft for the next sequence of the step."""
-        ...
-
-    def cut(self, drafts: Sequence[Draft], histories: Sequence[AcceptanceHistory]) -> None:
-        """Cut the trees of the step to what pays."""
-        ...
-
-    def observe(
-        self, trees: Sequence[TokenTree], paths: Sequence[Sequence[int]], histories: Sequence[AcceptanceHistory]
-    ) -> None:
-        """Take in which path of each tree was accepted."""
-        ...
-
-
 class FixedBudget:
     """Trees of the configured size, whatever they cost."""
 
     def __init__(self, config: TreeSizes, num_ranks: int = 1) -> None:
-        """The sizes of `config`, which are numbers and which `num_ranks` ranks spend together."""
+        """The sizes of `config`, which `num_ranks` ranks spend together."""
         parts = sizes_by_homes(config, num_ranks)
         self._requests = [
             DraftRequest(each.num_guess_nodes + each.trie_nodes, None, each.window_size) for each in parts
@@ -176,15 +150,15 @@ class FixedBudget:
         self._request = self._requests[-1]
 
     def begin(self, count: int, pending: int, num_homes: int | None = None) -> None:
-        """Steps differ by the number of their ranks alone."""
+        """As AdaptiveBudget.begin; steps differ by the number of their ranks alone."""
         self._request = self._requests[num_homes - 1 if num_homes is not None else -1]
 
     def request(self, history: AcceptanceHistory) -> DraftRequest:
-        """Always the same."""
+        """The same draft in every step."""
         return self._request
 
     def cut(self, drafts: Sequence[Draft], histories: Sequence[AcceptanceHistory]) -> None:
-        """Everything stays."""
+        """All nodes stay."""
 
     def observe(
         self, trees: Sequence[TokenTree], paths: Sequence[Sequence[int]], histories: Sequence[AcceptanceHistory]
@@ -211,7 +185,7 @@ class AdaptiveBudget:
             max(0.0, constants.POOL_YIELD * math.log2((1 + config.window_size) / 3)),
         )
         self._yield = self._first_yield
-        """Tokens a step that the window, and that its pool, are expected to earn."""
+        """Tokens a step that the window and its pool are expected to earn."""
         self.window = False
         if self._window_nodes:
             earned = total(self._first_yield)
@@ -222,22 +196,25 @@ class AdaptiveBudget:
         self._step = (1, 0)
         self._expected_tokens: ExpectedTokens | None = None
         self._prices: tuple[Sequence[float], tuple[int, ...], list[float], list[float]] | None = None
-        """Row and sizes of the last step, and what its nodes would cost: mostly those of the next one too."""
+        """Step times and sizes of the last step, and its `_price_nodes`: mostly those of the next step too."""
 
     def _spread(self, num_homes: int) -> None:
-        """Let so many ranks evaluate each tree."""
+        """Set the number of ranks that evaluate each tree."""
         sizes = self._parts[num_homes - 1]
         self.num_ranks = num_homes
         self._limit, self._columns, self._window_nodes = sizes.num_nodes - 1, sizes.window_size, sizes.num_window_nodes
 
     def begin(self, count: int, pending: int, num_homes: int | None = None) -> None:
-        """Begin a step; `times` and `other_tokens` are set before."""
+        """Begin a step of `count` sequences, whose trees `num_homes` ranks evaluate together; default: all ranks.
+
+        `pending` counts the tokens that a rank evaluates besides the trees. `times` and `other_tokens` are set before.
+        """
         self._step = (count, pending)
         self._expected_tokens = None
         self._spread(num_homes if num_homes is not None else len(self._parts))
 
     def request(self, history: AcceptanceHistory) -> DraftRequest:
-        """Nothing for a sequence that pauses; else whatever might pay."""
+        """The draft of the step's next sequence: none while it pauses, else all nodes that might pay."""
         if history.pause:
             return DraftRequest(0, None, 0)
         held = self._window_nodes if self.window else 0
@@ -247,7 +224,7 @@ class AdaptiveBudget:
         return DraftRequest(self._limit - held, price, self._columns if self.window else 0)
 
     def cut(self, drafts: Sequence[Draft], histories: Sequence[AcceptanceHistory]) -> None:
-        """Keep the nodes that pay; a sequence without any, several times in a row, pauses."""
+        """Cut the trees to the nodes that pay; a sequence without any for several steps pauses."""
         if not any(len(draft.tree) > 1 for draft in drafts):
             for history in histories:  # plain decoding stays as cheap as it is without a budget
                 history.offered = 0.0
@@ -278,7 +255,7 @@ class AdaptiveBudget:
     def observe(
         self, trees: Sequence[TokenTree], paths: Sequence[Sequence[int]], histories: Sequence[AcceptanceHistory]
     ) -> None:
-        """Learn how far promises held, and what the window yields while it runs; forget that while it does not."""
+        """Count the accepted `paths`: how far promises held, and the window's yield while it runs."""
         for tree, path, history in zip(trees, paths, histories, strict=True):
             accepted = sum(tree.sources[node] != Source.WINDOW for node in path[1:])
             history.record_step(history.offered, accepted, constants.TRUST_MEMORY)
@@ -305,7 +282,7 @@ class AdaptiveBudget:
         nodes = np.arange(count * self._limit + 1)
         per_rank = (count * (1 + held) + nodes) / self.num_ranks + pending
         times = times_at(per_rank, row)
-        # t(n) is linear between the knots, so on average nodes are cheapest up to one of these, or far beyond the last.
+        # t(n) is linear between knots, so nodes are cheapest on average up to a knot, or far beyond the last.
         ahead = np.array(constants.KNOTS) - per_rank[:, None]
         slopes = np.where(ahead > 1e-9, (row - times[:, None]) / np.maximum(ahead, 1e-9), np.inf)
         cheapest = np.minimum(slopes.min(1), last_slope(row)) / self.num_ranks
@@ -314,8 +291,8 @@ class AdaptiveBudget:
     def _weigh_window(self, tokens: np.ndarray, count: int, pending: int) -> None:
         """Compare the step with and without a window; switch at the end of a segment.
 
-        Its nodes are taken from those that a step may have, so where these are all spent it must earn more than the
-        last of them promise; or, while it runs, than further ones would, which are taken to promise 1/n.
+        Its nodes are taken from those that a step may have. So where all are spent it must earn more than the last of
+        them promise or, while it runs, than further ones would; these are taken to promise 1/n.
         """
         by_window, by_pool = self._yield
         held, drafted = count * self._window_nodes, len(tokens) - 1

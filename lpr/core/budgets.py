@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 
 from lpr.config import TreeSizes
 from lpr.core import constants
-from lpr.core.budget import AdaptiveBudget, Budget, FixedBudget
+from lpr.core.budget import AdaptiveBudget, FixedBudget
 
 Homes = tuple[int, ...]
+Budget = FixedBudget | AdaptiveBudget
 Prices = Mapping[Homes, tuple[Sequence[float], float]]
 """By home ranks: milliseconds at KNOTS of the step, and the tokens that other requests are expected to get in it."""
 

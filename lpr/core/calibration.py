@@ -1,14 +1,13 @@
-"""What drafted tokens turned out to be worth: score of a child -> the frequency with which it was right.
+"""Calibration of drafts: from a child's score to the frequency with which it was right. Twin: native/calibration.h.
 
-A child is drafted by a *stage* of the search, the evidence asked for at its parent: the inherited or longest matches
-first, then ever shorter contexts, and each stage answers only for the case that the ones before it were wrong. Within a
-stage a child has a *score*, its share of the evidence's weight. Children of one stage, depth, kind of evidence and
-range of scores share a *cell*, and a cell's probability is the frequency with which its children were right (adaptive
-probability maps, as in the PAQ compressors: Mahoney 2005, "Adaptive weighing of context models").
+A *stage* of the search drafts a child from the evidence at its parent: the inherited or longest matches first, then
+ever shorter contexts. Each stage counts only for the case that the stages before it were wrong. Within a stage a child
+has a *score*, its share of the evidence's weight. Children of one stage, depth, kind of evidence and range of scores
+share a *cell*, whose probability is the frequency with which its children were right (adaptive probability maps, as in
+the PAQ compressors: Mahoney 2005, "Adaptive weighing of context models").
 
-What was right can be seen at the nodes of the accepted path only: one of their children at most is what the model
-chose. A node off the path says nothing of its children. A child of a later stage than the right one says nothing
-either, because its stage was asked about another case.
+Only the nodes of the accepted path show which child was right. A child of a later stage than the right one is not
+counted either, because its stage holds for another case.
 """
 
 from __future__ import annotations
@@ -39,17 +38,14 @@ def cell_within(kind: int, odds: float) -> int:
 
 
 class Calibration:
-    """Frequencies per cell. Replicated state: a pure function of the observations, in order.
-
-    The caller decides what one object covers, a request or all of them.
-    """
+    """Frequencies per cell. Replicated state: a pure function of the observations, in order."""
 
     __slots__ = ("_digest", "frequencies", "trials")
 
     def __init__(self, is_sampled: bool = False) -> None:
-        """What is shipped, fitted on recorded completions, for a request that is greedy or that samples."""
+        """The shipped frequencies, fitted on recorded completions, for a request that is greedy or that samples."""
         self.frequencies = constants.SHIPPED_FREQUENCIES[is_sampled][:]
-        """Per cell: how often its children were right, 0 to 1."""
+        """Per cell, from 0 to 1."""
         self.trials = constants.SHIPPED_TRIALS[is_sampled][:]
         """Per cell: the number of trials that its frequency counts for."""
         self._digest = Digest()
@@ -60,7 +56,7 @@ class Calibration:
         return self._digest.value
 
     def observe(self, tree: TokenTree, path: Sequence[int], cells: Sequence[int]) -> None:
-        """Take in the accepted `path` of `tree`; `cells` [len(tree)] has each node's cell, -1 for none.
+        """Count the accepted `path` of `tree`; `cells` [len(tree)] has each node's cell, -1 for none.
 
         None of the children of the last node of `path` may be what the model chose after it.
         """
@@ -75,7 +71,7 @@ class Calibration:
         self._digest.update(memoryview(changed).cast("B").cast("Q"))
 
     def _count(self, cell: int, right: bool) -> float:
-        """Take in one trial; return the cell's new frequency."""
+        """Count one trial; return the cell's new frequency."""
         trials = self.trials[cell] + 1.0
         frequency = self.frequencies[cell]
         frequency = max(constants.LEAST_FREQUENCY, frequency + (right - frequency) / trials)

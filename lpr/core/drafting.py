@@ -1,23 +1,23 @@
-"""Best-first drafting: every source's evidence in one heap, ordered by path probability.
+"""Best-first drafting: the evidence of all sources in one heap. Twins: native/drafting.h, native/search.h.
 
-The evidence for what follows a node is a list of *places* in known text whose left context agrees with the
-node's: places in the request's own trie, in the trie shared between requests, in pooled n-grams, or among
-recycled candidates. A child's score is its share of the evidence's weight, where a part of the weight is kept
-back for tokens that the evidence does not know (the escape of PPM, Cleary and Witten 1984):
+The evidence for what follows a node is a list of *places* in known text whose left context agrees with the node's:
+places in the request's own suffix index, in the shared one, in pooled n-grams, or among recycled candidates. A child's
+score is its share of the evidence's weight, of which a part is kept back for tokens that the evidence does not hold
+(the escape of PPM, Cleary and Witten 1984):
 
     score(child) = weight(child) / (weight(all) + novelty)
     p(child) = p(node) * how often children of such a score were right        (lpr.core.calibration)
 
-A child inherits the places that led to it, one token further on, so a copied passage costs one step of an
-index per node. What the children leave of p(node) is an entry of the same heap, the escape: when its turn
-comes, the next source is asked, in order of falling context (two tokens, one token, a context with one token
-replaced, none), and shares out the probability kept back. So the budget goes to depth where a long match is
-sure of itself and to breadth where it is not, and a source costs nothing until its turn comes. Nodes that the
-tree held before (the Jacobi window's) are children like others, which cost no budget.
+A child inherits the places that led to it, one token further on, so a copied passage costs one step of an index per
+node. The probability that the children leave of p(node) is an entry of the same heap, the escape: when its turn comes,
+the next source, in order of falling context (two tokens, one token, a context with one token replaced, none), shares
+that probability out. So the budget goes to depth where a long match is sure of itself and to breadth elsewhere, and a
+source costs nothing until its turn comes. Nodes that the tree held before (the Jacobi window's) are children like
+others and cost no budget.
 
-Candidates are kept by where they were said (lpr.core.evaluated): those count that followed the last token in the
-context that agrees longest, and those beside the node in the tree before; where there are none, the table's. A
-request's sampling noise is known and changes a child's odds (lpr.core.noise_keys).
+Recycled candidates count by their context (lpr.core.evaluated): those that followed the last token where the context
+agrees longest, and those of rejected siblings; where there are none, the table's. A request's sampling noise is known
+and changes a child's odds (lpr.core.noise_keys).
 """
 
 from __future__ import annotations
@@ -54,31 +54,27 @@ _RECENT = -2
 
 
 class Drafter:
-    """What one sequence knows of its own future: fed committed tokens, asked for drafts.
-
-    Deterministic: the same observations, shared trie and table give the same tree on every rank.
-    """
+    """Drafts for one sequence. Deterministic: the same observations, shared index and table give the same tree."""
 
     def __init__(
         self,
         config: TreeSizes,
         shared: SuffixIndex | None = None,
         table: CandidateTable | None = None,
-        calibration: Calibration | None = None,
         seed: int | None = None,
     ) -> None:
-        """A drafter that reads, and does not write, the `shared` trie and the `table` of recycled candidates.
+        """A drafter that only reads the `shared` suffix index and the `table` of recycled candidates.
 
-        It reads `calibration` and writes it in `learn`, or makes its own. `seed`: of a request that samples, 64 bits.
+        `seed` is that of a request that samples, 64 bits.
         """
         self.config = config
         self.seed = seed
-        self.calibration = Calibration(seed is not None) if calibration is None else calibration
+        self.calibration = Calibration(seed is not None)
         self.pool = NGramPool(config.guess_set_size if config.window_size else 0)
         self._own = SuffixIndex(config.trie_capacity)
-        self._tries = [(self._own, 1.0, int(Source.TRIE))]
+        self._indexes = [(self._own, 1.0, int(Source.TRIE))]
         if shared is not None:
-            self._tries.append((shared, constants.SHARED_TRUST, int(Source.SHARED_TRIE)))
+            self._indexes.append((shared, constants.SHARED_TRUST, int(Source.SHARED_TRIE)))
         self._table = table
         self._tail: list[int] = []
         self._num_observed = 0
@@ -90,14 +86,14 @@ class Drafter:
             self._sources = [self._two_tokens, self._one_token, self._one_replaced]
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Take in committed tokens in order, the prompt first."""
+        """Add committed tokens in order, the prompt first."""
         if self.config.trie_nodes:
             self._own.extend(tokens)
             recent = self._recent
             for token in tokens:
                 recent.pop(token, None)
                 recent[token] = None
-        elif self.pool.guess_set_size:  # a trie knows them itself
+        elif self.pool.guess_set_size:  # a suffix index holds them
             self.pool.add_text(self._tail, tokens, self.config.ngram_size)
         self._tail = [*self._tail, *tokens[-constants.MAX_MATCH :]][-constants.MAX_MATCH :]
         self._num_observed += len(tokens)
@@ -107,11 +103,11 @@ class Drafter:
     ) -> list[float]:
         """Add up to `budget` nodes to `tree`, best first; return each node's calibrated path probability.
 
-        The tree's root is the last observed token. A node that the tree already holds costs no budget. No
-        node is deeper than `config.branch_length` or `max_depth`. The list is [len(tree)], 1 at the root and
-        0 at nodes held before that are less likely than those drafted; the probabilities of a node's children
-        sum to its own at most. A larger budget adds nodes and changes none. The draft ends where the best
-        entry left, a node or what another source would give, is less likely than the floor of `price`.
+        The tree's root is the last observed token. A node that the tree already holds costs no budget. No node is
+        deeper than `config.branch_length` or `max_depth`. The list is [len(tree)], 1 at the root and 0 at nodes held
+        before that are less likely than those drafted; the probabilities of a node's children sum to its own at most.
+        A larger budget adds nodes and changes none. The draft ends where the best remaining entry is less likely than
+        the floor of `price`.
         """
         deepest = self.config.branch_length if max_depth is None else min(self.config.branch_length, max_depth)
         probabilities = [1.0] + [0.0] * (len(tree) - 1)
@@ -150,24 +146,21 @@ class Drafter:
         candidates: Sequence[Sequence[int]],
         scores: Sequence[Sequence[int]],
     ) -> None:
-        """Keep what the model ranked highest after the nodes of `tree` that accepted `path`; before `observe`.
-
-        `candidates` and `scores` are those of all nodes of the tree (see CandidateTable.update).
-        """
+        """Keep the candidates and scores of all nodes of `tree`, which accepted `path`; before `observe`."""
         if self.config.trie_nodes:
             before = self._tail[-2] if len(self._tail) > 1 else -1
             self._evaluated.keep(tree, path, self._num_observed, before, candidates, scores)
 
-    # Sources: each returns the evidence for what follows `context`, the tokens up to and including a node.
+    # Sources: each returns the evidence for the token after `context`, the tokens up to and including a node.
 
     def _two_tokens(self, context: list[int], depth: int) -> list[Place]:
-        """Where at least the last two tokens were seen, and, at the root, the pooled n-grams."""
+        """Places after at least the last two tokens and, at the root, the pooled n-grams."""
         places = [] if depth else self._ngrams(context, depth)
         limit = constants.NODE_PLACES if depth else constants.ROOT_PLACES
-        for trie, trust, source in self._tries:
-            tokens = trie.tokens
-            for index, length in trie.match(context, limit):
-                places.append((trust * constants.WEIGHTS[length], tokens, index, source))
+        for index, trust, source in self._indexes:
+            tokens = index.tokens
+            for place, length in index.match(context, limit):
+                places.append((trust * constants.WEIGHTS[length], tokens, place, source))
         return places
 
     def _ngrams(self, context: list[int], depth: int) -> list[Place]:
@@ -180,15 +173,15 @@ class Drafter:
         ]
 
     def _one_token(self, context: list[int], depth: int) -> list[Place]:
-        """Where the last token was seen, and its recycled candidates."""
+        """Places after the last token, and its recycled candidates."""
         last = context[-1]
         places: list[Place] = []
-        for trie, trust, source in self._tries:
-            tokens, weight = trie.tokens, trust * constants.GROWTH
-            for index in trie.match_last(last, constants.NODE_PLACES):
-                places.append((weight, tokens, index, source))
+        for index, trust, source in self._indexes:
+            tokens, weight = index.tokens, trust * constants.GROWTH
+            for place in index.match_last(last, constants.NODE_PLACES):
+                places.append((weight, tokens, place, source))
         if self._table is not None:
-            own = [index for _, _, index, source in places if source == Source.TRIE]
+            own = [place for _, _, place, source in places if source == Source.TRIE]
             rows = self._evaluated.nearest(self._own, own, context)
             _add_candidates(places, [zip(*row, strict=True) for row in rows] or [self._table.get(last)], 1.0)
             if depth <= constants.MAX_MATCH:
@@ -197,15 +190,13 @@ class Drafter:
         return places
 
     def _one_replaced(self, context: list[int], depth: int) -> list[Place]:
-        """Where the tokens before the last were seen: text that goes on after one replaced token."""
+        """Places after the tokens before the last: text that goes on after one replaced token."""
         before = context[:-1]
         places: list[Place] = []
-        for trie, trust, source in self._tries:
-            tokens = trie.tokens
-            for index, length in trie.match(before, constants.NODE_PLACES):
-                places.append(
-                    (constants.REPLACED_TRUST * trust * constants.WEIGHTS[length - 1], tokens, index + 1, source)
-                )
+        for index, trust, source in self._indexes:
+            tokens, trust = index.tokens, constants.REPLACED_TRUST * trust
+            for place, length in index.match(before, constants.NODE_PLACES):
+                places.append((trust * constants.WEIGHTS[length - 1], tokens, place + 1, source))
         return places
 
 

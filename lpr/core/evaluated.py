@@ -1,13 +1,13 @@
-"""What the model said of evaluated nodes, on the accepted path and off it, told apart by more than their token.
+"""Recycled candidates by their context, on the accepted path and off it. Twin: native/evaluated.h.
 
-*By the token before.* A tree's nodes are evaluated in many contexts that the text never takes, and each one's
-candidates are good wherever its last two tokens come again. The table of recycled candidates knows the last alone.
+*By the token before.* A tree's nodes are evaluated in many contexts that the text never takes, and each node's
+candidates are good wherever its last two tokens come again. The table of recycled candidates has the last token alone.
 
-*Beside the root.* A step ends where none of a node's children is what the model chose. Those children stand where the
-next root does, and what hangs below them at the places behind it. So their candidates are the model's own guesses at
-the next tokens, made from the whole text but for one token: what an iteration of Jacobi decoding computes (Santilli et
-al. 2023, arXiv 2305.10427; Fu et al. 2024), with the draft as the guess and at no further node. They are of most use
-where the root's token is new to the text.
+*Rejected siblings.* A step ends where the model chose none of a node's children. These children are at the position of
+the next root, and their descendants at the positions behind it. So their candidates are the model's own guesses at the
+next tokens, made from the whole text but for one token: an iteration of Jacobi decoding (Santilli et al. 2023, arXiv
+2305.10427; Fu et al. 2024), with the draft as the guess and at no further node. They are of most use where the root's
+token is new to the text.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ Ranked = tuple[Sequence[int], Sequence[int]]
 
 
 class EvaluatedNodes:
-    """What the steps of one request said; known to its home ranks."""
+    """The candidates of a request's evaluated nodes; known to its home ranks."""
 
     __slots__ = ("_by_place", "_candidates", "_children", "_num_tokens", "_pairs", "_scores", "_siblings")
 
     def __init__(self) -> None:
         self._by_place: dict[int, Ranked] = {}
-        """By the number of tokens before it: what was said after a committed token."""
+        """Candidates after a committed token, by the number of tokens before it."""
         self._pairs: dict[int, tuple[int, int, Ranked]] = {}
         self._children: Sequence[Mapping[int, int]] = []
         self._siblings: list[int] = []
         self._candidates: Sequence[Sequence[int]] = []
         self._scores: Sequence[Sequence[int]] = []
-        self._num_tokens = -1  # of the sequence, when the next root stands beside those children
+        self._num_tokens = -1  # of the sequence, when the next root is a sibling of those children
 
     def keep(
         self,
@@ -46,7 +46,7 @@ class EvaluatedNodes:
         candidates: Sequence[Sequence[int]],
         scores: Sequence[Sequence[int]],
     ) -> None:
-        """Take in a step that accepted `path`, in a sequence of `num_tokens` whose last is the root.
+        """Keep a step that accepted `path`, in a sequence of `num_tokens` whose last is the root.
 
         `before` is the token before the root, -1 for none; `candidates` and `scores` are those of all nodes.
         """
@@ -62,9 +62,9 @@ class EvaluatedNodes:
         self._num_tokens = num_tokens + len(path)
 
     def nearest(self, trie: SuffixIndex, places: Sequence[int], context: Sequence[int]) -> list[Ranked]:
-        """What was said where the text agrees longest with `context`, at those `places` of its trie; the newest first.
+        """The candidates after those `places` of the suffix index `trie` where `context` agrees longest, newest first.
 
-        Where that is the last token only, what was said after the last two in another tree.
+        If only the last token agrees, those after the last two tokens in another tree.
         """
         tokens, start, reach = trie.tokens, trie.start, min(len(context), constants.MAX_MATCH)
         longest, rows = 0, list[Ranked]()
@@ -87,9 +87,9 @@ class EvaluatedNodes:
         return rows
 
     def of_siblings(self, num_tokens: int, below: Sequence[int]) -> list[Ranked]:
-        """What was said beside the node that the tokens `below` the root lead to; none if the last step is not known.
+        """The candidates of rejected siblings, and below them of the nodes that the tokens `below` the root lead to.
 
-        `num_tokens` is the length of the sequence now.
+        None if the last step, of a sequence of `num_tokens` now, is not known.
         """
         nodes, children = self._siblings, self._children
         if num_tokens != self._num_tokens:
@@ -100,5 +100,5 @@ class EvaluatedNodes:
 
 
 def _slot(left: int, last: int) -> int:
-    """Where a pair of tokens is kept."""
+    """The slot of a pair of tokens."""
     return ((left * 0x9E3779B1 + last) * 0x85EBCA77 & 0xFFFFFFFF) >> (32 - constants.PAIR_BITS)

@@ -1,4 +1,4 @@
-"""The keyed noise of sampling: its keys, the words by which a device reads them, and what a drafter knows of it.
+"""The keyed noise of sampling: its keys, the words by which a device reads them, and its use in drafting.
 
 A request with a seed samples by argmax(log q + g), with noise g that is a function of seed, position and token.
 Twins: native/selection.h, native/known_noise.h.
@@ -15,7 +15,7 @@ ROUNDS = ((17, 0xED5AD4BB), (11, 0xAC4C1B51), (15, 0x31848BAB))
 """Multipliers of the 32-bit mixer "triple32" (C. Wellons, "Prospecting for hash functions", 2018): the lowest known
 bias of a three-round integer hash."""
 Choice = tuple[int, float, int, float, float]
-"""How a request chooses: seed (64 bits), temperature, top_k, top_p, min_p."""
+"""A request's seed (64 bits), temperature, top_k, top_p and min_p."""
 
 
 def mix32(x: int) -> int:
@@ -33,15 +33,15 @@ def noise_key(seed: int, position: int) -> int:
 
 
 def token_bits(key: int, token: int) -> int:
-    """The 32-bit hash that the noise of `token` is made of (lpr.model.sampling.noise.gumbel); smaller is more noise."""
+    """32-bit hash behind the noise of `token` (lpr.model.sampling.specification); smaller is more noise."""
     return mix32(mix32(token ^ key) ^ ((key * 0x85EBCA6B) & MASK32))
 
 
 def selection_words(choices: Sequence[Choice], positions: Sequence[np.ndarray]) -> np.ndarray:
-    """How every token of a step is chosen: int32 [5n + u] for n tokens with u noise keys.
+    """The choice parameters of a step's tokens: int32 [5n + u] for n tokens with u noise keys.
 
-    `positions` are those of the tokens of each sequence, int32. In this order: for every token which of the keys is its
-    own, top_k, and the bits of temperature, top_p and min_p in float32; then the keys, each once, since tokens of one
+    `positions` are those of the tokens of each sequence, int32. In this order: for every token the number of its key,
+    top_k, and the bits of temperature, top_p and min_p in float32; then the keys, each once, since tokens of one
     request at one position (siblings in the tree) share their noise.
     """
     counts = [len(each) for each in positions]
@@ -68,14 +68,14 @@ class KnownNoise:
     """
 
     def __init__(self, seed: int | None, position: int) -> None:
-        """Of the tokens at `position`, the next of the sequence, and behind it."""
+        """The noise of the tokens at `position`, the next of the sequence, and behind it."""
         self.is_known = seed is not None
         self._seed = seed or 0
         self._position = position
         self._keys: dict[int, int] = {}
 
     def octaves(self, depth: int, token: int) -> int:
-        """Of a child of a node at `depth`: E is below 2^-octaves, and -log(1 - u) is as good as u for small ones."""
+        """Those of a child of a node at `depth`: E is below 2^-octaves (-log(1 - u) is about u where u is small)."""
         if not self.is_known:
             return 0
         key = self._keys.get(depth)

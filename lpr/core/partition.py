@@ -1,4 +1,4 @@
-"""Partition: which rank evaluates which nodes of a token tree.
+"""Partition: which rank evaluates which nodes of a token tree. Twin: native/partition.h.
 
 A rank evaluates an ancestor-closed subtree, its *shard*; every node has exactly one *owner*, whose next token counts
 everywhere (docs/rules.md, R1). Nodes are dealt in depth-first order, in one run per rank: besides its run, a rank then

@@ -1,4 +1,4 @@
-"""The n-gram pool of lookahead decoding (Fu et al. 2024, section 3.2 and algorithm 2): one per request."""
+"""A request's n-gram pool of lookahead decoding (Fu et al. 2024, section 3.2, algorithm 2). Twin: native/pool.h."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Recycled candidates (Token Recycling, Luo et al. 2024, arXiv 2408.08696).
+"""Recycled candidates (Token Recycling, Luo et al. 2024, arXiv 2408.08696). Twin: native/recycle.h.
 
-Each evaluated node, accepted or not, has k most likely next tokens. The table keeps those of the last node
-that held a token; they extend a draft in breadth where the trie is silent.
+Each evaluated node, accepted or not, has k most likely next tokens. The table keeps those of the last node that held a
+token; they extend a draft in breadth where the suffix index holds nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _UNKNOWN: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
 
 def probability_of(score: int) -> float:
-    """What a score stands for."""
+    """The probability of a score."""
     return math.exp(-score / SCORE_STEPS)
 
 
@@ -36,13 +36,13 @@ class CandidateTable:
     def update(
         self, tokens: Sequence[int], candidates: Sequence[Sequence[int]], scores: Sequence[Sequence[int]]
     ) -> None:
-        """Take in evaluated nodes, later ones over earlier ones.
+        """Keep evaluated nodes, later ones over earlier ones.
 
         `tokens` is [n]; `candidates` and `scores` (0 to 255, see `SCORE_STEPS`) are [n, k], most likely first.
         """
-        # Kept as they come: every node of every step is taken in, few of them are asked for.
+        # Kept as they come: every node of every step is kept, few of them are read.
         self._rows.update(zip(tokens, zip(candidates, scores, strict=True), strict=True))
 
     def get(self, token: int) -> Iterator[tuple[int, int]]:
-        """Pairs of a candidate and its score, most likely first; none where nothing is known."""
+        """Pairs of a candidate and its score, most likely first; none for an unknown token."""
         return zip(*self._rows.get(token, _UNKNOWN), strict=True)

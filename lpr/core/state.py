@@ -1,9 +1,9 @@
-"""The state of one sequence: its tokens, which all ranks hold, and on its home ranks what drafts its next tree.
+"""The state of one sequence: its tokens on all ranks, and on its home ranks its drafting state. Twin: native/state.h.
 
-Every rank changes what it holds by the same pure functions of the same gathered results. What the caches hold is
-replicated too: each rank knows how many committed tokens every rank has the K/V of. So are recycled candidates, which
-every node's result brings along. All else that drafts is known to home ranks only. A rank that becomes one cannot know
-it, so all of them make it anew from the tokens then.
+Every rank changes its state by the same pure functions of the same gathered results. Replicated on all ranks are the
+tokens, the number of tokens whose K/V each rank holds, and the recycled candidates, which every node's result brings
+along. The rest of the drafting state is known to home ranks only. A rank that becomes one lacks it, so all home ranks
+then make it anew from the tokens.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from lpr.core.window import JacobiWindow
 
 @dataclass(frozen=True, slots=True)
 class TreeResult:
-    """What the target model says of each node of a tree, in node order."""
+    """The target model's results for each node of a tree, in node order."""
 
     next_tokens: Sequence[int]
-    """The token that the model chooses after the node, or a code below 0 (see lpr.core.accept)."""
+    """The next token after the node, or a code below 0 (lpr.core.accept)."""
     candidates: Sequence[Sequence[int]]
-    """Its k most likely next tokens, most likely first."""
+    """The k most likely next tokens, most likely first."""
     scores: Sequence[Sequence[int]]
-    """Their scores (see lpr.core.recycle.SCORE_STEPS)."""
+    """Their scores (lpr.core.recycle.SCORE_STEPS)."""
 
 
 class SequenceState:
-    """One sequence: committed tokens, drafting state, and what each rank's cache holds of it."""
+    """One sequence: committed tokens, drafting state, and how much of it each rank's KV cache holds."""
 
     def __init__(
         self,
@@ -49,9 +49,9 @@ class SequenceState:
         longest: int | None = None,
         stop_ids: Collection[int] = (),
     ) -> None:
-        """A sequence that goes on from `tokens` (at least one), a list that grows with it.
+        """A sequence that continues `tokens` (at least one), a list that grows with it.
 
-        `num_computed_tokens` says per rank how many of them it holds the K/V of already; default: none. It ends with
+        Rank r holds the K/V of the first `num_computed_tokens[r]` tokens; default: none. The sequence ends with
         `longest` tokens, or with one of `stop_ids`.
         """
         self._longest, self._stop_ids = longest, frozenset(stop_ids)
@@ -61,17 +61,17 @@ class SequenceState:
         self.num_computed_tokens = list(num_computed_tokens or [0] * num_ranks)
         """Per rank: the number of leading tokens whose K/V it holds."""
         self._homes = list(range(len(self.num_computed_tokens)))
-        # Of this request only: what a step drafts then follows from the request and the shared trie, so that a job
-        # that is restarted from its output file takes the same steps. (Shared by all requests, 10 ClassEval prompts
-        # took 9.77 instead of 9.85 tokens per step greedily, and 2.48 instead of 2.37 at temperature 0.8.)
+        # Per request: drafts then follow from the request and the shared suffix index, so a job that is restarted from
+        # its output file takes the same steps. (Shared by all requests, 10 ClassEval prompts took 9.77 instead of 9.85
+        # tokens per step greedily, and 2.48 instead of 2.37 at temperature 0.8.)
         self.table = CandidateTable() if config.num_recycled else None
         self._shared = shared
         self.drafter: Drafter | None = None
-        """Drafts for the home ranks; made when they draft for the first time."""
+        """Of a home rank; made when it drafts for the first time."""
         self.window: JacobiWindow | None = None
         self.acceptance = AcceptanceHistory()
         self.is_suspect = False
-        """Were the last logits not numbers? Then the next tree is the root alone, to tell whose fault it is."""
+        """True if the last logits were not numbers. The next tree is the root alone, to find the cause."""
         self.probabilities: list[float] = []
         """Estimated path probability of each node drafted last; 0 where only the window proposed it."""
         self._drafted, self._committed = Digest(), Digest()
@@ -91,12 +91,12 @@ class SequenceState:
         self._homes = list(ranks)
 
     def forget_drafts(self) -> None:
-        """Drop what only home ranks know: on one that does not serve the sequence any more, or on all of them."""
+        """Drop the drafting state of home ranks: on one that no longer serves the sequence, or on all of them."""
         self.drafter, self.window, self.probabilities = None, None, []
         self.acceptance = AcceptanceHistory()
 
     def _begin_drafting(self) -> Drafter:
-        """Make what drafts from the tokens, which all home ranks do before the same step."""
+        """Make the drafter from the tokens, as all home ranks do before the same step."""
         seed = self.params.seed & MASK64 if self.params.temperature > 0 else None
         drafter = self.drafter = Drafter(self.config, self._shared, self.table, seed=seed)
         drafter.observe(self.tokens)
@@ -141,7 +141,7 @@ class SequenceState:
         return Draft(tree, self.probabilities, num_window)
 
     def may_end(self, emitted: Sequence[int]) -> bool:
-        """Has the sequence come to its greatest length, or is there a token that ends it among these, its last ones?"""
+        """True if the sequence is as long as allowed, or if one of its last tokens `emitted` ends it."""
         is_full = self._longest is not None and len(self.tokens) >= self._longest
         return is_full or not self._stop_ids.isdisjoint(emitted)
 
@@ -155,9 +155,9 @@ class SequenceState:
     def advance(self, tree: TokenTree, path: Sequence[int], result: TreeResult, shards: Sequence[Shard]) -> list[int]:
         """Commit the accepted `path` and its bonus token; return the emitted tokens.
 
-        After a failure there is no bonus token, and where the logits were not numbers no rank keeps their K/V: a
-        weight of 0 times NaN is NaN, so one bad node spoils all that share its forward. Decoding goes on with the root
-        alone, which either was spoilt by a draft or fails by itself.
+        After a failure there is no bonus token. A rank that met logits that are not numbers keeps no K/V of the step:
+        a weight of 0 times NaN is NaN, so one bad node breaks all that share its forward. Decoding goes on with the
+        root alone, which a draft has broken or which fails by itself.
         """
         emitted = [tree.tokens[node] for node in path[1:]]
         bonus = result.next_tokens[path[-1]]
@@ -181,7 +181,7 @@ class SequenceState:
     def _learn(
         self, drafter: Drafter, tree: TokenTree, path: Sequence[int], result: TreeResult, emitted: Sequence[int]
     ) -> None:
-        """Let the next draft profit from a step that emitted these tokens."""
+        """Update the drafting state by a step that emitted these tokens."""
         succeeded = result.next_tokens[path[-1]] >= 0
         if succeeded:
             drafter.learn(tree, path)
@@ -196,14 +196,14 @@ class SequenceState:
 
 
 def has_nan_result(shard: Shard, result: TreeResult) -> bool:
-    """Did a rank that evaluated `shard` meet logits that are not numbers?"""
+    """True if a rank that evaluated `shard` met logits that are not numbers."""
     if NOT_A_NUMBER not in result.next_tokens:
         return False
     return any(result.next_tokens[node] == NOT_A_NUMBER for node in shard.owned)
 
 
 def num_computed_after(num_tokens: int, path: Sequence[int], shards: Sequence[Shard]) -> list[int]:
-    """Per rank, the tokens held after a step that began with `num_tokens`: these and what it evaluated of `path`."""
+    """Per rank, the tokens whose K/V it holds after a step of `num_tokens`: these, and its part of `path`."""
     held = []
     for shard in shards:
         mine = set(shard.nodes)

@@ -1,8 +1,7 @@
-"""t(n): how long a decode step takes that evaluates n tokens; what every decision about a tree's size rests on.
+"""t(n), the time of a decode step that evaluates n tokens: the base of every decision about a tree's size.
 
-One table, in milliseconds, that all ranks share: it is rank 0's, so that ranks with other clocks still decide alike. It
-has a row per batch size and cached length that was measured, and is linear between them and between the measured
-numbers of tokens.
+All ranks share rank 0's step times, in milliseconds, so that ranks with other clocks decide alike. They have a row per
+measured batch size and cached length, and are linear between the rows and between the measured numbers of tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from lpr.config import InputError
 from lpr.core.constants import KNOTS
 
 SHORTEST_KV = 256
-"""Cached tokens up to which attention is taken to cost the same."""
+"""Cached tokens up to which attention counts as equally expensive."""
 KV_GRAIN = 64
 """Cached lengths are rounded up to multiples of this."""
 
@@ -27,10 +26,10 @@ Key = tuple[int, int]
 
 
 class StepTimes:
-    """A table of step times. It never changes: `StepTimesTracker` makes new ones from what steps really take."""
+    """Step times. They never change: `StepTimesTracker` makes new ones from measured steps."""
 
     def __init__(self, rows: Mapping[Key, Sequence[float]]) -> None:
-        """A table of at least one row of times at `KNOTS`."""
+        """At least one row of times at `KNOTS`."""
         if not rows or any(len(row) != len(KNOTS) for row in rows.values()):
             raise ValueError(f"a cost table needs at least one row of {len(KNOTS)} times")
         self.rows = {key: _rising(row) for key, row in rows.items()}
@@ -53,7 +52,7 @@ class StepTimes:
         return interpolate(self.row(batch, kv), count)
 
     def longest(self, factor: float, batch: int = 1, kv: int = SHORTEST_KV) -> int:
-        """The most tokens whose step takes no longer than `factor` times that of one token per sequence."""
+        """The most tokens whose step takes at most `factor` times that of one token per sequence."""
         row = self.row(batch, kv)
         limit = factor * interpolate(row, batch)
         for low in range(len(KNOTS) - 1):
@@ -63,14 +62,14 @@ class StepTimes:
         return KNOTS[-1]
 
     def critical_length(self, batch: int = 1, kv: int = SHORTEST_KV) -> int:
-        """The *critical decoding length* (Zhao et al. 2024, section 4.1): up to it more tokens cost little time.
+        """The *critical decoding length* (Zhao et al. 2024, section 4.1), up to which more tokens cost little time.
 
-        There it is read off a figure; here little is up to a quarter more than a step without drafts takes.
+        Little is here up to a quarter more than a step without drafts takes.
         """
         return self.longest(1.25, batch, kv)
 
     def differs(self, other: StepTimes, part: float) -> bool:
-        """Has any row another shape than the other table's, by more than `part`? Equal factors change no decision."""
+        """True if the shape of any row differs by more than `part`. Equal factors change no decision."""
         for key, row in self.rows.items():
             their_row = other.row(*key)
             level = row[0] / their_row[0]
@@ -79,7 +78,7 @@ class StepTimes:
         return False
 
     def to_json(self) -> dict[str, Any]:
-        """What `from_json` reads: `{"nodes": [...], "rows": [{"batch": 1, "kv": 256, "ms": [...]}]}`."""
+        """The form that `from_json` reads: `{"nodes": [...], "rows": [{"batch": 1, "kv": 256, "ms": [...]}]}`."""
         rows = [
             {"batch": batch, "kv": kv, "ms": [round(ms, 4) for ms in row]} for (batch, kv), row in self.rows.items()
         ]
@@ -87,7 +86,7 @@ class StepTimes:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> StepTimes:
-        """A table from `to_json`, or from measurements at other numbers of nodes; raises ValueError."""
+        """Step times from `to_json`, or from measurements at other numbers of nodes; raises ValueError."""
         try:
             nodes = [float(count) for count in record["nodes"]]
             rows = {(int(row["batch"]), int(row["kv"])): [float(ms) for ms in row["ms"]] for row in record["rows"]}
@@ -101,15 +100,15 @@ class StepTimes:
         return cls({key: at_knots(nodes, row) for key, row in rows.items()})
 
 
-# A measured table is right about the shape of t(n) and wrong about the rest: the host's work and the gather come on
-# top, and the load of the machine changes. So log(took / measured) is modelled as a level, which drifts, plus a small
-# departure per knot, which neighbours share: a Gaussian process, followed by a Kalman filter. What was never tried
-# keeps its measured relation to what was. (Moving the knots one by one by moving averages flattened the slope within
-# 500 steps, until trees of 40 nodes were believed to take half of their time: dev/LOG.md.)
+# Times measured at the start have the right shape of t(n), but lack the host's work and the gather, and the load of the
+# machine changes. So log(took / measured) is modelled as a level, which drifts, plus a small departure per knot, which
+# neighbours share: a Gaussian process, followed by a Kalman filter. Sizes that were never tried keep their measured
+# relation to the others. (One moving average per knot flattened the slope within 500 steps, until trees of 40 nodes
+# counted half of their time: dev/LOG.md.)
 LEVEL_SPREAD = 0.5
-"""Standard deviation of the level at the start, as of all figures here in logarithms: 0.1 is 10 %."""
+"""Standard deviation of the level at the start; all figures here are logarithms: 0.1 is 10 %."""
 LEVEL_DRIFT = 0.01
-"""Standard deviation of what a step adds to the level."""
+"""Standard deviation of the level's change per step."""
 SHAPE_SPREAD = 0.2
 """Standard deviation of a knot's departure."""
 SHAPE_REACH = 3.0
@@ -117,19 +116,19 @@ SHAPE_REACH = 3.0
 STEP_NOISE = 0.1
 """Standard deviation of single steps."""
 MOST_SURPRISE = 0.3
-"""A step that is further off counts as if it were off by this: some program disturbed it."""
+"""Limit of a step's deviation: beyond it another program has disturbed the step."""
 
 
 class StepTimesTracker:
-    """Follows what steps really take, per batch size (rounded up to powers of two)."""
+    """Follows the time of steps, per batch size (rounded up to powers of two)."""
 
     def __init__(self, measured: StepTimes) -> None:
-        """A tracker that corrects the `measured` table."""
+        """A tracker that corrects the `measured` times."""
         self._measured = measured
         self._corrections: dict[int, _Correction] = {}
 
     def observe(self, count: int, batch: int, kv: int, milliseconds: float) -> None:
-        """Take in the time of one step that evaluated `count` tokens of `batch` sequences, after `kv` cached ones."""
+        """Count the time of a step that evaluated `count` tokens of `batch` sequences, after `kv` cached ones."""
         size = 1 << (max(batch, 1) - 1).bit_length()
         if size not in self._corrections:
             self._corrections[size] = _Correction(self._nearest(size).state[0] if self._corrections else 0.0)
@@ -137,7 +136,7 @@ class StepTimesTracker:
         self._corrections[size].observe(count, math.log(milliseconds / expected))
 
     def table(self) -> StepTimes:
-        """The table as it is by now: the measured one, corrected by the nearest batch size that was seen."""
+        """The measured step times, corrected by the nearest batch size that was seen."""
         if not self._corrections:
             return self._measured
         rows = {}
@@ -164,7 +163,7 @@ class _Correction:
         self._covariance[1:, 1:] = SHAPE_SPREAD**2 * np.exp(-abs(places[:, None] - places) / SHAPE_REACH)
 
     def observe(self, count: int, off: float) -> None:
-        """Take in that a step of `count` tokens took exp(`off`) times what was measured."""
+        """Count a step of `count` tokens that took exp(`off`) times its measured time."""
         high = min(max(bisect_left(KNOTS, count), 1), len(KNOTS) - 1)
         near = min(max((count - KNOTS[high - 1]) / (KNOTS[high] - KNOTS[high - 1]), 0.0), 1.0)
         state, covariance = self.state, self._covariance
@@ -178,10 +177,10 @@ class _Correction:
 
 
 def at_knots(nodes: Sequence[float], milliseconds: Sequence[float]) -> list[float]:
-    """A row from times that were measured at other numbers of nodes, two or more in ascending order.
+    """A row from times measured at other numbers of nodes, two or more in ascending order.
 
-    Beyond the last of them it rises as it did over the last doubling: one late measurement before the last would make
-    all larger trees free.
+    Beyond the last it rises as over the last doubling: one late measurement before the last would make all larger trees
+    free.
     """
     rising = _rising(milliseconds)
     last = nodes[-1]
@@ -201,7 +200,7 @@ def interpolate(row: Sequence[float], count: float, knots: Sequence[float] = KNO
 
 
 def times_at(counts: np.ndarray, row: Sequence[float] | np.ndarray) -> np.ndarray:
-    """The times of many numbers of tokens by a row of times at `KNOTS`, as `interpolate` says."""
+    """`interpolate` for many numbers of tokens, by a row of times at `KNOTS`."""
     return np.interp(counts, KNOTS, row) + np.maximum(counts - KNOTS[-1], 0) * last_slope(row)
 
 
@@ -219,7 +218,7 @@ def read_step_times(values: Any, name: str) -> StepTimes:
 
 
 def _rising(row: Sequence[float]) -> list[float]:
-    """More tokens never take less time: where a row says so, it was late on the smaller number, so that comes down."""
+    """The row without falling times: a smaller number of tokens that took longer was late, and its time comes down."""
     rising, lowest = [], math.inf
     for ms in reversed(row):
         lowest = min(lowest, ms)
@@ -228,7 +227,7 @@ def _rising(row: Sequence[float]) -> list[float]:
 
 
 def _between(rows: Mapping[int, Sequence[float]], at: int) -> Sequence[float]:
-    """The row at a place between or beyond those of `rows`; further on it never takes less time."""
+    """The row at a place between or beyond those of `rows`; further on no time is shorter."""
     places = sorted(rows)
     if len(places) == 1 or at <= places[0]:
         return rows[places[0]]

@@ -1,14 +1,14 @@
-"""The trie of seen text, without nodes: a token history and chains of equal contexts through it.
+"""The suffix index: a trie of seen text without nodes (Zhao et al. 2024). Twin: native/suffix_index.h.
 
-A continuation is a place in the history, so the branches of a trie need no storage of their own: two places
-share a branch for as long as their tokens agree. What is stored per token is the token and two links, to the
-previous place where the same token ended and to the previous place where the same two tokens ended (the hash
-chains of LZ77 compressors, Ziv and Lempel 1977, after Deutsch's deflate). Following the links from the newest
-place back gives the most recent occurrences of a suffix, whatever the size of the history.
+It is a token history and chains of equal contexts through it. A continuation is a place in the history, so branches
+need no storage: two places share a branch for as long as their tokens agree. Stored per token are the token and two
+links, to the previous place where the same token ended and to the previous place where the same two tokens ended (the
+hash chains of LZ77 compressors, Ziv and Lempel 1977, after Deutsch's deflate). From the newest place back, the links
+give the most recent occurrences of a suffix, whatever the size of the history.
 
-Insertion is O(1) per token, memory is O(capacity), a query costs O(places asked for). No single insertion is slow
-either: the oldest tokens are forgotten a few at a time, and the index of pairs is split, because a dictionary of
-a million entries stalls for a tenth of a second when it grows.
+Insertion is O(1) per token, memory O(capacity), a query O(places asked for). No single insertion is slow either: the
+oldest tokens are forgotten a few at a time, and the index of pairs is split, because a dictionary of a million entries
+stalls for a tenth of a second when it grows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from lpr.core.constants import MAX_MATCH
 
 END = -1
-"""Stands in the history between documents, where no continuation goes on."""
+"""Separates documents in the history; no continuation crosses it."""
 
 _NONE = -1
 _SHIFT = 32
@@ -34,7 +34,7 @@ class SuffixIndex:
     __slots__ = ("base", "capacity_tokens", "pairs", "previous_pair", "previous_token", "singles", "start", "tokens")
 
     def __init__(self, capacity_tokens: int) -> None:
-        """An empty trie that holds at most `capacity_tokens` tokens, ends of documents included."""
+        """An empty index that holds at most `capacity_tokens` tokens, ends of documents included."""
         if capacity_tokens < 1:
             raise ValueError(f"capacity_tokens={capacity_tokens} must be at least 1")
         self.capacity_tokens = capacity_tokens
@@ -51,33 +51,16 @@ class SuffixIndex:
 
     @property
     def num_entries(self) -> int:
-        """What all containers hold together: tokens, two links for each, and the latest places."""
+        """Entries of all containers: tokens, two links for each, and the latest places."""
         links = len(self.previous_token) + len(self.previous_pair)
         return len(self.tokens) + links + len(self.singles) + sum(map(len, self.pairs))
 
     @classmethod
     def from_history(cls, tokens: Sequence[int] | np.ndarray, capacity_tokens: int) -> SuffixIndex:
-        """The trie that holds the newest `capacity_tokens` of `tokens`, whose documents are separated by END.
-
-        Drafts as if they had been inserted one by one, in a third of the time.
-        """
-        trie = cls(capacity_tokens)
-        held = np.asarray(tokens, np.int32)[-capacity_tokens:]
-        words = held.astype(np.int64)
-        left = np.roll(words, 1)
-        left[:1] = END
-        trie.tokens.frombytes(held.tobytes())
-        previous, latest = _chains(words, np.flatnonzero(words != END))
-        trie.previous_token.frombytes(previous.tobytes())
-        trie.singles = dict(zip(words[latest].tolist(), latest.tolist(), strict=True))
-        keys = left << _SHIFT | words
-        previous, latest = _chains(keys, np.flatnonzero((left != END) & (words != END)))
-        trie.previous_pair.frombytes(previous.tobytes())
-        shards = (7 * left[latest] + words[latest]) % _SHARDS
-        for index in range(_SHARDS):
-            mine = latest[shards == index]
-            trie.pairs[index] = dict(zip(keys[mine].tolist(), mine.tolist(), strict=True))
-        return trie
+        """The index of the newest `capacity_tokens` of `tokens`, whose documents are separated by END."""
+        index = cls(capacity_tokens)
+        index._append(np.asarray(tokens, np.int32)[-capacity_tokens:].tolist())
+        return index
 
     def __len__(self) -> int:
         """Tokens held, ends of documents included."""
@@ -89,15 +72,40 @@ class SuffixIndex:
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Append `tokens` (each >= 0) to the current document."""
+        self._append(tokens)
+
+    def end_document(self) -> None:
+        """End the current document: matches and continuations never reach across this point."""
+        if len(self) and self.tokens[-1] != END:
+            self._append([END])
+
+    def insert(self, history: np.ndarray) -> None:
+        """Append the documents of `history`, int32 [num_tokens], which END separates; the last one is ended, too.
+
+        An empty index then has the history of the index that `history` is from, so that ranks agree on its length.
+        """
+        if not len(self) and not self.base:
+            self._append(history[-self.capacity_tokens :].tolist())
+            history = history[:0]
+        for token in history.tolist():
+            if token == END:
+                self.end_document()
+            else:
+                self._append([token])
+        self.end_document()
+
+    def _append(self, tokens: Iterable[int]) -> None:
+        """Append tokens and ends of documents, and forget the oldest ones where there are too many."""
         history, singles, pairs = self.tokens, self.singles, self.pairs
         last = history[-1] if len(self) else END
         position = self.base + len(history)
         limit = self.capacity_tokens + self.start
         for token in tokens:
             history.append(token)
-            self.previous_token.append(singles.get(token, _NONE))
-            singles[token] = position
-            if last == END:
+            self.previous_token.append(_NONE if token == END else singles.get(token, _NONE))
+            if token != END:
+                singles[token] = position
+            if END in (last, token):
                 self.previous_pair.append(_NONE)
             else:
                 key = last << _SHIFT | token
@@ -108,32 +116,6 @@ class SuffixIndex:
             position += 1
             if len(history) > limit:
                 limit = self._evict()
-
-    def insert(self, history: np.ndarray) -> None:
-        """Append documents that END separates; the last one is ended, too. Into an empty index, in a third of the time.
-
-        `history` is int32 [num_tokens].
-        """
-        if not len(self):
-            fresh = SuffixIndex.from_history(history, self.capacity_tokens)
-            for name in self.__slots__:
-                setattr(self, name, getattr(fresh, name))
-            self.end_document()
-            return
-        start = 0
-        for end in [*np.flatnonzero(history == END).tolist(), len(history)]:
-            self.extend(history[start:end].tolist())
-            self.end_document()
-            start = end + 1
-
-    def end_document(self) -> None:
-        """End the current document: matches and continuations never reach across this point."""
-        if len(self) and self.tokens[-1] != END:
-            self.tokens.append(END)
-            self.previous_token.append(_NONE)
-            self.previous_pair.append(_NONE)
-            if len(self) > self.capacity_tokens:
-                self._evict()
 
     def _evict(self) -> int:
         """Forget the oldest tokens, a few more than needed; returns how long `tokens` may now become.
@@ -168,10 +150,10 @@ class SuffixIndex:
             del shard[key]
 
     def match(self, suffix: Sequence[int], limit: int = 64) -> list[tuple[int, int]]:
-        """Find where the end of `suffix` was seen: (index into `tokens` of what followed, match length).
+        """Places after the end of `suffix`: index into `tokens` of the token that followed, and match length.
 
-        Looks at the `limit` latest places where the last two tokens agree, the newest first, and leaves out
-        those that nothing follows. Match lengths (2 to `MAX_MATCH`) do not cross the start of a document.
+        These are the `limit` latest places where the last two tokens agree, the newest first, without those that end
+        a document. Match lengths (2 to `MAX_MATCH`) do not cross the start of a document.
         """
         found: list[tuple[int, int]] = []
         if len(suffix) < 2:
@@ -194,13 +176,8 @@ class SuffixIndex:
             index = links[index] - base
         return found
 
-    def continuation(self, index: int, length: int) -> list[int]:
-        """Up to `length` tokens from `index` into `tokens` on, to the end of the document at most."""
-        tokens = self.tokens[index : index + length].tolist()
-        return tokens[: tokens.index(END)] if END in tokens else tokens
-
     def match_last(self, token: int, limit: int = 16) -> list[int]:
-        """Indices into `tokens` of what followed the latest occurrences of `token`, the newest first."""
+        """Indices into `tokens` of the tokens after the latest occurrences of `token`, the newest first."""
         history, base, links = self.tokens, self.base, self.previous_token
         size, start = len(history), self.start
         found: list[int] = []
@@ -215,17 +192,8 @@ class SuffixIndex:
 
 
 def as_learnt(prompt_ids: Sequence[int], token_ids: Sequence[int]) -> list[int]:
-    """A finished output as a document: behind as much of its prompt as a match looks at.
+    """A finished output as a document, after the part of its prompt that a match can cover.
 
-    A prompt that comes again then finds it at its very first step. More of the prompt gains nothing (dev/LOG.md).
+    A prompt that comes again then finds it at its first step. More of the prompt gains nothing (dev/LOG.md).
     """
     return [*prompt_ids[-MAX_MATCH:], *token_ids]
-
-
-def _chains(keys: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Per index of `keys`, the previous one of `places` with an equal key (or -1); and each key's latest place."""
-    order = places[np.argsort(keys[places], kind="stable")]
-    linked = keys[order[1:]] == keys[order[:-1]]
-    previous = np.full(len(keys), _NONE, np.int64)
-    previous[order[1:][linked]] = order[:-1][linked]
-    return previous, order[np.append(~linked, True)] if len(order) else order

@@ -1,4 +1,4 @@
-"""The token tree: the one structure that a decoding step builds, evaluates and accepts from.
+"""The token tree: the one structure that a step builds, evaluates and accepts from. Twin: native/tree.h.
 
 Node 0 is the root, the last committed token. Every other node is a guess at the token that follows its
 parent. A node's position is the root's position plus its depth, and it attends to the committed tokens and
@@ -13,7 +13,7 @@ from enum import IntEnum
 
 
 class Source(IntEnum):
-    """Who proposed a node first; what a step reports its budget and its accepted tokens by."""
+    """The source that proposed a node first."""
 
     ROOT = 0
     WINDOW = 1

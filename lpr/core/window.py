@@ -1,4 +1,4 @@
-"""The Jacobi window of lookahead decoding (Fu et al. 2024, section 3.1), as a comb of tree nodes.
+"""The Jacobi window of lookahead decoding (Fu et al. 2024, section 3.1), a comb of tree nodes. Twin: native/window.h.
 
 The window guesses the text ahead of the root in W columns and N-1 levels. Level l of column j is a guess at
 the token `j + l` places after the root, made l steps ago at the latest. Level 0 is the *spine*, a chain from
@@ -19,7 +19,7 @@ from lpr.core.tree import Source, TokenTree
 
 
 class JacobiWindow:
-    """The guesses of one sequence; `levels[l][j]` is level l, column j (`levels[0][0]` is not used: the root)."""
+    """The guesses of one sequence: `levels[l][j]` is level l of column j; `levels[0][0]`, the root, is not used."""
 
     def __init__(self, num_columns: int, ngram_size: int, context: Sequence[int]) -> None:
         """A window of W columns that yields n-grams of N tokens, first filled from the tokens of `context`."""
@@ -51,11 +51,11 @@ class JacobiWindow:
     def advance(
         self, tree: TokenTree, next_tokens: Sequence[int], committed: Sequence[int], context: Sequence[int]
     ) -> list[tuple[int, ...]]:
-        """Take in a step's result; return the n-grams of the columns, first token first.
+        """Move the window by a step; return the n-grams of the columns, first token first.
 
-        `tree` is the tree that `add_to` saw, `next_tokens[i]` the model's choice after its node i, `committed` the
-        tokens that the step emitted (at least one) and `context` the sequence's tokens, `committed` included.
-        A column that `max_depth` cut short yields nothing and starts afresh.
+        `tree` is that of `add_to`, `next_tokens[i]` the model's choice after its node i, `committed` the tokens that
+        the step emitted (at least one) and `context` the sequence's tokens, `committed` included. A column that
+        `max_depth` cut short yields nothing and starts afresh.
         """
         tokens = tree.tokens
         ngrams = []

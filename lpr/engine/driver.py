@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 from lpr.dist.comm import Comm, is_alone, is_driver
 from lpr.dist.errors import MeshChangedError
-from lpr.engine.commands import Command, Costs, TakeIn
-from lpr.engine.log import CommandLog
+from lpr.engine.commands import Command, CommandLog, Costs, TakeIn
 from lpr.engine.replica import Replica
 from lpr.engine.request import Request
 from lpr.engine.scheduler import Schedule

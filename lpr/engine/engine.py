@@ -19,15 +19,16 @@ from transformers import PreTrainedModel
 
 from lpr.config import DecodeConfig, InputError, SamplingParams, TreeSizes
 from lpr.core.step_times import StepTimes
+from lpr.core.suffix_index import END
 from lpr.dist.comm import Comm, agree, is_driver
-from lpr.engine import commands, handover
+from lpr.engine import handover
 from lpr.engine.commands import Configure, Costs, Drain, Learn
 from lpr.engine.driver import Driver
 from lpr.engine.hooks import StepHooks
 from lpr.engine.options import EngineOptions
-from lpr.engine.prompts import check_request, encode_prompt
 from lpr.engine.replica import Replica
 from lpr.engine.request import Completion, Prompt, Request
+from lpr.engine.requests import check_request, encode_prompt
 from lpr.engine.scheduler import Scheduler
 from lpr.engine.trie_file import fingerprint_of, read_history, write_trie
 from lpr.model.loader import Loaded, load, wrap
@@ -272,7 +273,8 @@ class Engine:
 
     def learn(self, *documents: Sequence[int]) -> None:
         """Let further requests draft from outputs, as if they had just been decoded."""
-        self.driver.post(commands.learn(documents))
+        history = [np.array([*document, END], np.int32).tobytes() for document in documents if len(document)]
+        self.driver.post(Learn(b"".join(history)))
 
     def learn_history(self, history: np.ndarray, tenant: str = "", read_to: str = "") -> None:
         """Let a tenant's further requests draft from documents that END separates, int32 [num_tokens].

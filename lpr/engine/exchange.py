@@ -95,9 +95,9 @@ class Exchange:
     def payload_words(self, num_trees: int, num_logprobs: int | None = None) -> int:
         """Words (int32) that each rank contributes to a step of `num_trees` trees: those of the next power of two.
 
-        The number of trees follows from the commands applied and the tokens committed before the step, which the digest
-        of the step before has compared: ranks that differ there never come to this step. So this, too, is the same on
-        all ranks (rule R2), and there are few sizes.
+        The number of trees follows from the commands and the committed tokens before the step, which the digest of the
+        last step has compared: ranks that differ there never reach this step. So the size is the same on all ranks
+        (rule R2), and there are few sizes.
         """
         room = min(1 << (num_trees - 1).bit_length() if num_trees else 0, self._max_batch_size)
         return wire.payload_words(self.config, room, self.comm.size, self.carries_trees, num_logprobs)
@@ -108,11 +108,11 @@ class Exchange:
         return self._payload.numel() * self._payload.element_size()
 
     def gather(self, draft: StepDraft, local: torch.Tensor | None, num_logprobs: int | None = None) -> Gathered:
-        """Share this rank's results; return those of all ranks.
+        """Send this rank's results; return those of all ranks.
 
-        `local` is int32 [nodes, words], the results of this rank's part of `draft`, or None when it has none. Of every
-        node its owner's value counts, also on ranks that evaluated it as an ancestor (rule R1). `num_logprobs`: of the
-        request that asks for the most.
+        `local` is int32 [nodes, words], the results of this rank's part of `draft`, or None if it has none. Of every
+        node its owner's value counts, also on ranks that evaluated it as an ancestor (rule R1). `num_logprobs` is that
+        of the running request that asks for the most log-probabilities.
         """
         width = wire.node_width(self.config, self.carries_trees, num_logprobs)
         num_words, payload = self.payload_words(len(draft), num_logprobs), self._payload
@@ -140,12 +140,12 @@ class Exchange:
 
 
 def check_replica(comm: Comm, rows: Sequence[Row]) -> Callable[[], None]:
-    """Ask whether all ranks of this replica are about to evaluate the same `rows`.
+    """Begin to compare the `rows` that the ranks of this replica are about to evaluate.
 
-    What is returned waits for the answer, and raises DesyncError if they are not. In between the step is prepared.
+    The returned function waits for the answer, and raises DesyncError if rows differ. In between the step is prepared.
 
-    Ranks that share weights meet in every layer, long before the step's gather can compare digests. Rows of unequal
-    height would abort the process there (gloo) or wait for the time-out (NCCL), and no error would name the rank.
+    Ranks that share weights meet in every layer, long before the step's gather compares digests. Rows of unequal height
+    would abort the process there (gloo) or wait for the time-out (NCCL), and no error would name the rank.
     """
     found = hashlib.blake2b(digest_size=8)
     for row in rows:
@@ -157,9 +157,9 @@ def check_replica(comm: Comm, rows: Sequence[Row]) -> Callable[[], None]:
 
 
 def common_heights(comm: Comm, heights: Heights | str) -> Heights | str:
-    """The heights that agree on every rank of this replica, whose shards can ask for different ones.
+    """The heights that agree on every rank of this replica, whose shards may need different ones.
 
-    Why there are none, in words, on every rank if it is so on one.
+    If one rank has none, all ranks return a reason in words.
     """
     found = [0, 0, 0, 0]
     if not isinstance(heights, str):

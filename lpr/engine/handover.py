@@ -112,7 +112,7 @@ def state_of(scheduler: Scheduler[Request], drafts: DraftIndexes, **known: Any) 
         tenants=[(tenant, drafts.history(tenant).tobytes()) for tenant in drafts.tenants],
         read_to=drafts.read_to,
         running=[RequestState.of(request) for request in scheduler.running],
-        waiting=[RequestState.of(request, *at) for *at, request in scheduler.waiting],
+        waiting=[RequestState.of(request, place, arrival) for place, arrival, request in scheduler.waiting],
         num_arrivals=scheduler.waiting.num_arrivals,
         num_queries=scheduler.num_queries,
         num_hits=scheduler.num_hits,

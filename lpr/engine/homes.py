@@ -13,8 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-from lpr.engine.schedulable import Seen
+from typing import Protocol
 
 WORTH_JOINING, WORTH_STAYING = 1.03, 1.01
 """A spare rank joins a request that it speeds up by at least the first factor, and stays down to the second. The second
@@ -25,6 +24,22 @@ FILLS_PER_TOKEN = 32
 """A rank computes up to so many tokens of a request that it joins for each token that the request may still emit."""
 FIRST_YIELD, FIRST_STEPS = 0.35, 8.0
 """Tokens a step gained by each doubling of a tree before any step: a prior that weighs as much as so many steps."""
+
+
+class Seen(Protocol):
+    """Counts of a request's decode steps so far."""
+
+    @property
+    def num_steps(self) -> int:
+        """Decode steps."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens emitted."""
+
+    @property
+    def num_nodes(self) -> int:
+        """Tree nodes evaluated, roots included."""
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,24 @@
-"""The limits of a scheduler, and what it expects of more ranks."""
+"""What a scheduler is told: how a request looks to it, its limits, and the times that a service wants kept.
+
+*Goodput* is the number of requests a second that keep the time to the first token and the time per token (DistServe,
+Zhong et al., OSDI 2024). An admitted request slows down the others of its ranks, and filling a prompt makes a step of
+all ranks longer. So a request waits while it would make others miss their time per token, and prompts are filled in
+pieces that leave the others theirs. Of the waiting requests, those that can still have their first token in time come
+first.
+
+Pure: the clock is the sum of the expected times of the steps taken. All ranks have the same step times and took the
+same steps, so all clocks agree. A request's wait counts from the step after which it came.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from lpr.config import DecodeConfig, TreeSizes
-from lpr.engine.homes import speedup
-from lpr.engine.schedulable import Schedulable
-from lpr.engine.targets import Targets
+from lpr.engine.homes import Seen, rate, speedup, yield_of
 
 if TYPE_CHECKING:
     from lpr.core.step_times import StepTimes
@@ -21,7 +28,93 @@ SHORTEST_FILL = 32
 ANY_NUMBER = 1 << 30
 """`home_ranks="auto"`: no limit on the home ranks of a request."""
 
+
+class Schedulable(Protocol):
+    """A request as it is scheduled."""
+
+    tokens: list[int]
+    """Prompt and output so far."""
+    tenant: str
+    """K/V is shared among requests of one tenant only."""
+    priority: int
+    arrived: float
+    """Its arrival in seconds; orders the queue (lpr.engine.waiting)."""
+    arrived_ms: float
+    """When it came, on the clock of the targets; written by the scheduler."""
+    homes: list[int]
+    """The ranks that serve it, ascending; written by the scheduler."""
+    slots: list[int]
+    """Per rank: its slot, -1 where it has none; written by the scheduler."""
+    num_computed_tokens: list[int]
+    """Per rank: leading tokens whose K/V it holds in the request's slot. Read of running requests only; the scheduler
+    writes it for ranks that join or leave."""
+
+    @property
+    def num_pending(self) -> int:
+        """Uncomputed tokens of the home rank that lacks most, the root included; read of running requests only."""
+
+    @property
+    def num_left(self) -> int:
+        """Most tokens that it may still emit."""
+
+    @property
+    def stats(self) -> Seen:
+        """Its decode steps so far."""
+
+
 R = TypeVar("R", bound=Schedulable)
+
+
+@dataclass
+class Targets(Generic[R]):
+    """The promised times, and the times that steps are expected to take, in milliseconds."""
+
+    times: Callable[[], StepTimes]
+    """The step times that all ranks decide by."""
+    nodes_per_rank: int
+    """Most nodes of a tree on each of its ranks."""
+    first_token_ms: float = math.inf
+    per_token_ms: float = math.inf
+    now: float = 0.0
+    """Expected milliseconds of all steps taken."""
+
+    def pass_step(self, loads: Sequence[int], num_rows: int, longest: int) -> None:
+        """Advance the clock by a step in which ranks evaluated `loads` tokens, of `num_rows` sequences at most."""
+        self.now += self.times().time(max(1, *loads), max(1, num_rows), longest)
+
+    def is_lost(self, request: R) -> bool:
+        """True if a waiting request misses its first token's target even if it begins now."""
+        took = self.times().time(len(request.tokens), 1, len(request.tokens))
+        return self.now + took > request.arrived_ms + self.first_token_ms
+
+    def token_ms(self, request: R, batch: int, width: int) -> float:
+        """Expected time per token of a request that `width` ranks serve, each of which serves `batch` requests."""
+        times, length = self.times(), len(request.tokens)
+        gain = yield_of(request.stats)
+        return 1.0 / rate(width, lambda count: times.time(count, batch, length), self.nodes_per_rank, gain, batch)
+
+    def is_late(self, request: R, width: int) -> bool:
+        """True if a request is slower than promised on `width` ranks of its own."""
+        return self.token_ms(request, 1, width) > self.per_token_ms
+
+    def allow(self, requests: Sequence[R], batch: int, width: int) -> bool:
+        """True if `requests` keep their time per token where `batch` requests run on each of `width` ranks."""
+        if batch <= 1 or self.per_token_ms == math.inf:
+            return True
+        return all(self.token_ms(each, batch, width) <= self.per_token_ms for each in requests)
+
+    def chunk(self, decoding: Sequence[R], least: int, most: int) -> int:
+        """Tokens of prompts per step, from `least` to `most`, that leave `decoding` requests their time per token."""
+        if not decoding or self.per_token_ms == math.inf:
+            return most
+        longest = max(len(each.tokens) for each in decoding)
+        stats = [each.stats for each in decoding]
+        nodes = sum(each.num_nodes / each.num_steps if each.num_steps else 1.0 for each in stats)
+        slowest = min(each.num_tokens / each.num_steps if each.num_steps else 1.0 for each in stats)
+        times = self.times()
+        while most > least and times.time(nodes + most, len(decoding), longest) > self.per_token_ms * slowest:
+            most = max(least, most // 2)
+        return most
 
 
 @dataclass
@@ -81,12 +174,12 @@ class Limits(Generic[R]):
 
         `nodes_per_rank` is the largest tree's on each of its ranks. The clock of earlier targets goes on.
         """
-        self.speedup = partial(_speedup, times, nodes_per_rank)
+
+        def factor(request: R, width: int) -> float:
+            now, length = times(), len(request.tokens)
+            return speedup(width, lambda count: now.time(count, 1, length), nodes_per_rank, request.stats)
+
+        self.speedup = factor
         if min(first_token_ms, per_token_ms) < math.inf:
             now = self.targets.now if self.targets is not None else 0.0
             self.targets = Targets(times, nodes_per_rank, first_token_ms, per_token_ms, now)
-
-
-def _speedup(times: Callable[[], StepTimes], nodes_per_rank: int, request: Schedulable, width: int) -> float:
-    now, length = times(), len(request.tokens)
-    return speedup(width, lambda count: now.time(count, 1, length), nodes_per_rank, request.stats)

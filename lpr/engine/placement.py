@@ -15,8 +15,7 @@ from functools import cache, partial
 from typing import Generic, TypeVar
 
 from lpr.engine.homes import Candidate, choose
-from lpr.engine.limits import Limits
-from lpr.engine.schedulable import Schedulable
+from lpr.engine.limits import Limits, Schedulable
 from lpr.engine.slots import RankSlots, SlotMove
 
 REVIEW_EVERY = 16
@@ -73,7 +72,7 @@ class Placement(Generic[R]):
         Returns the leading tokens whose K/V each rank holds in the slot; None if no rank has room.
         """
         self._want(wanted)
-        self._leave()
+        self.leave()
         own = [rank for rank in own if self._slots[rank].has_room]
         if not own:
             return None
@@ -150,7 +149,7 @@ class Placement(Generic[R]):
             self._want(self._choose(self.running))
         if self._is_final:
             return
-        self._leave()
+        self.leave()
         for request, wanted in zip(self.running, self.wanted, strict=True):
             for rank in wanted:
                 if request.slots[rank] < 0 and self._slots[rank].has_room:
@@ -160,7 +159,7 @@ class Placement(Generic[R]):
             if not set(able) <= set(request.homes):
                 request.homes = sorted({*request.homes, *able})
                 self._sign(*request.homes)
-        self._leave()
+        self.leave()
         self._is_final = all([each.homes == wanted for each, wanted in zip(self.running, self.wanted, strict=True)])
 
     def _choose(self, requests: Sequence[R]) -> list[list[int]]:
@@ -188,7 +187,7 @@ class Placement(Generic[R]):
         self._sign(rank, request.slots[rank], held)
         return held
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         """Take requests from ranks that should not have them."""
         for request, wanted in zip(self.running, self.wanted, strict=True):
             is_served = not set(wanted).isdisjoint(request.homes)

@@ -127,8 +127,8 @@ class Replica:
 
     def schedule(self) -> Schedule[Request]:
         """Give free slots to waiting requests; what each running request does in the next step."""
-        while (admission := self.scheduler.admit()) is not None:
-            request, computed = admission.request, admission.num_computed_tokens
+        while (admitted := self.scheduler.admit()) is not None:
+            request, computed = admitted
             request.num_cached_tokens = min(computed[rank] for rank in request.homes)
             request.state = self._new_state(request, computed)
         schedule = self.scheduler.schedule()

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 
-from lpr.config import SamplingParams
 from lpr.core.accept import NOT_A_NUMBER
 from lpr.core.tree import Source
 from lpr.engine.stats import DecodeStats
 from lpr.engine.text import TextStream
 from lpr.model.sampling.processors import Processor, Processors
 from lpr.native import Conclusion, SequenceState
-from lpr.protocol import Chunk, ErrorCode, Failure, RequestId, Submit, TokenLogprobs, Usage
+from lpr.protocol import Chunk, ErrorCode, Failure, Submit, TokenLogprobs, Usage
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -57,64 +57,59 @@ class Outcome:
     """Per node of the tree, in steps in which some request asks for them."""
 
 
-@dataclass(eq=False)
 class Request:
     """A prompt and its output so far."""
 
-    id: RequestId
-    prompt: Prompt
-    tokens: list[int]
-    """Prompt and output: the only list of them; `state` extends it."""
-    num_prompt: int
-    params: SamplingParams
-    text_stream: TextStream
-    processors: Processors | None = None
-    priority: int = 0
-    tenant: str = ""
-    """It shares drafts and K/V with requests of the same tenant only."""
-    learns: bool = True
-    """True if it drafts from outputs of the tenant's other requests, and they from its own."""
-    details: bool = False
-    """True if chunks name the draft source of each token."""
-    arrived: float = 0.0
-    """When it arrived, in seconds (see Submit)."""
-    _stats: DecodeStats = field(default_factory=DecodeStats)
-    _outcomes: list[Outcome] = field(default_factory=list, repr=False)
-    """Of steps since the last `collect`."""
-    _unwritten: list[Chunk] = field(default_factory=list, repr=False)
-    _chunks: deque[Chunk] = field(default_factory=deque)
-    _num_characters: int = 0
-    """Of text in chunks so far, or delivered before."""
-    finish_reason: str | None = None
-    """None while the request goes on, then as in Completion."""
-    error: str | None = None
-    state: SequenceState | None = None
-    """Its decoding state while it runs and so holds a slot."""
-    slots: list[int] = field(default_factory=list)
-    """Per rank while it runs: its slot, -1 where it has none."""
-    _homes: list[int] = field(default_factory=list)
-    _logprobs: list[TokenLogprobs] = field(default_factory=list)
-    num_cached_tokens: int = 0
-    """Prompt tokens whose K/V was reused when the request began to run."""
-    arrived_ms: float = 0.0
-    """When it came, on the clock of the scheduler's targets."""
-    is_portable: bool = True
-    """False if it has processors of the caller: they are code, so only a rank that submitted it can go on with it."""
+    def __init__(
+        self,
+        command: Submit,
+        prompt: Prompt,
+        tokenizer: Any | None,
+        eos_token_ids: frozenset[int],
+        device: torch.device,
+        processors: Sequence[Processor] = (),
+    ) -> None:
+        """The request that a command describes, with its delivered tokens as output; raises InputError."""
+        self.id, self.prompt, self.params, self.num_prompt = command.id, prompt, command.params, command.num_prompt
+        self.tokens = list(command.token_ids)
+        """Prompt and output: the only list of them; `state` extends it."""
+        self.longest = self.num_prompt + self.params.max_new_tokens
+        """Most tokens of prompt and output."""
+        self.priority, self.arrived, self._command = command.priority, command.arrived, command
+        self.tenant, self.learns, self.details = command.tenant, command.learns, command.details
+        self.text_stream = TextStream(tokenizer, self.prompt_ids, self.params, eos_token_ids)
+        stop_ids = self.text_stream.stop_ids
+        self.processors = Processors.of(self.params, self.num_prompt, stop_ids, device, processors, tokenizer)
+        self.is_portable = not processors
+        """False if it has processors of the caller: they are code, so only a rank that submitted it can go on."""
+        self.is_plain = self.params.temperature == 0 and self.processors is None and self.params.logprobs is None
+        """True if each next token is the likeliest one, without processors and log-probabilities."""
+        self.finish_reason: str | None = None
+        """None while the request goes on, then as in Completion."""
+        self.error: str | None = None
+        self.state: SequenceState | None = None
+        """Its decoding state while it runs and so holds a slot."""
+        self.slots: list[int] = []
+        """Per rank while it runs: its slot, -1 where it has none."""
+        self._homes: list[int] = []
+        self.num_cached_tokens = 0
+        """Prompt tokens whose K/V was reused when the request began to run."""
+        self.arrived_ms = 0.0
+        """When it came, on the clock of the scheduler's targets."""
+        self._stats, self._logprobs = DecodeStats(), list[TokenLogprobs]()
+        self._outcomes: list[Outcome] = []
+        """Of steps since the last `collect`."""
+        self._chunks: deque[Chunk] = deque()
+        self._unwritten: list[Chunk] = []
+        for token in self.token_ids:
+            self.finish_reason = self.finish_reason or self.text_stream.push(token)
+        self._num_characters = len(self.text_stream.take())
+        """Of text in chunks so far, or delivered before."""
 
     @property
     def submit(self) -> Submit:
         """The command that submits this request as it is now."""
-        is_code = not self.is_portable
-        place = (self.num_prompt, self.priority, is_code, self.tenant, self.learns, self.details, self.arrived)
-        return Submit(self.id, list(self.tokens), self.params, *place)
-
-    def __post_init__(self) -> None:
-        """Derive what every step reads."""
-        params = self.params
-        self.longest = self.num_prompt + params.max_new_tokens
-        """Most tokens of prompt and output."""
-        self.is_plain = params.temperature == 0 and self.processors is None and params.logprobs is None
-        """True if each next token is the likeliest one, without processors and log-probabilities."""
+        return msgspec.structs.replace(self._command, token_ids=list(self.tokens), arrived=self.arrived)
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -200,10 +195,6 @@ class Request:
         taken = list(self._chunks)
         self._chunks.clear()
         return taken
-
-    def skip_text(self) -> None:
-        """Take the text so far as delivered."""
-        self._num_characters += len(self.text_stream.take())
 
     def resend(self, num_tokens: int) -> Chunk:
         """The output behind the first `num_tokens` tokens as one chunk, with all text that was taken so far.
@@ -315,36 +306,3 @@ class Request:
             self.error,
             self._logprobs if self.params.logprobs is not None else None,
         )
-
-
-def make_request(
-    command: Submit,
-    prompt: Prompt,
-    tokenizer: Any | None,
-    eos_token_ids: frozenset[int],
-    device: torch.device,
-    processors: Sequence[Processor] = (),
-) -> Request:
-    """The request that a command describes, with its delivered tokens as output; raises InputError."""
-    tokens, params = list(command.token_ids), command.params
-    stream = TextStream(tokenizer, tokens[: command.num_prompt], params, eos_token_ids)
-    own = Processors.of(params, command.num_prompt, stream.stop_ids, device, processors, tokenizer)
-    request = Request(
-        command.id,
-        prompt,
-        tokens,
-        command.num_prompt,
-        params,
-        stream,
-        own,
-        command.priority,
-        command.tenant,
-        command.learns,
-        command.details,
-        command.arrived,
-    )
-    request.is_portable = not processors
-    for token in tokens[command.num_prompt :]:
-        request.finish_reason = request.finish_reason or stream.push(token)
-    request.skip_text()
-    return request

@@ -11,23 +11,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from lpr.engine.chains import fill, in_turn, rooms
-from lpr.engine.limits import Limits
+from lpr.engine.limits import Limits, Schedulable
 from lpr.engine.placement import Placement
-from lpr.engine.schedulable import Schedulable
 from lpr.engine.slots import SlotMove
 from lpr.engine.waiting import Entry, Waiting
 
+MANY = 8
+"""With more requests than this decoding, prompts are filled in parts. With fewer, the request that waits for its parts
+loses more than the others save: parts only save where several ranks fill in the same step (dev/LOG.md)."""
+
+
 R = TypeVar("R", bound=Schedulable)
-
-
-@dataclass(frozen=True)
-class Admission(Generic[R]):
-    """A request that begins to run."""
-
-    request: R
-    num_computed_tokens: list[int]
-    """Per rank: leading tokens whose K/V the request's slot holds already."""
+Fill = tuple[R, list[int]]
+"""A request, and how many tokens of its pending chain each rank computes."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +32,8 @@ class Schedule(Generic[R]):
 
     decoding: list[R]
     """They draft, evaluate and accept a tree; in the order of their slots where all ranks serve them."""
-    filling: list[tuple[R, list[int]]]
-    """They compute the K/V of so many tokens of their pending chain, per rank; some of them decode on other ranks."""
+    filling: list[Fill[R]]
+    """They compute K/V of their pending chains; some of them decode on other ranks."""
 
     @property
     def is_empty(self) -> bool:
@@ -98,10 +94,11 @@ class Scheduler(Generic[R]):
         """Forget a request that waits; False if it does not."""
         return self.waiting.remove(request)
 
-    def admit(self) -> Admission[R] | None:
+    def admit(self) -> tuple[R, list[int]] | None:
         """Give slots to the next waiting request, on the ranks that are to serve it; None if no rank has room for it.
 
-        Requests of several ranks make room for it first. With targets it also waits while others would miss theirs.
+        Returns it and, per rank, the leading tokens whose K/V its slot holds already. Requests of several ranks make
+        room for it first. With targets it also waits while others would miss theirs.
         """
         targets = self.limits.targets
         request = self.waiting.first(targets.is_lost if targets is not None else None)
@@ -116,7 +113,7 @@ class Scheduler(Generic[R]):
         self.waiting.remove(request)
         self.num_queries += len(request.tokens)
         self.num_hits += min(computed[rank] for rank in request.homes)
-        return Admission(request, computed)
+        return request, computed
 
     def _is_allowed(self, request: R, own: Sequence[int], wanted: Sequence[Sequence[int]]) -> bool:
         """True if a request and those that share its ranks keep their time per token."""
@@ -138,7 +135,7 @@ class Scheduler(Generic[R]):
             self.placement.update()
         room = rooms(self.running, limits)
         decoding: list[R] = []
-        filling: list[tuple[R, list[int]]] = []
+        filling: list[Fill[R]] = []
         for request, wanted in zip(self.running, self.placement.wanted, strict=True):
             counts, most = [0] * limits.num_ranks, limits.prefill_chunk
             if request.num_pending - 1 <= limits.longest_chain or self._fill_up(request, counts, room):
@@ -183,3 +180,57 @@ class Scheduler(Generic[R]):
         requests = [*schedule.decoding, *(request for request, _ in schedule.filling)]
         longest = max(len(request.tokens) for request in requests)
         self.limits.targets.pass_step(loads, len(requests) // self.limits.num_ranks, longest)
+
+
+def rooms(running: Sequence[R], limits: Limits[R]) -> list[int]:
+    """Tokens of long chains that each rank may compute in a step.
+
+    A step lasts as long as its busiest rank. So where many others wait for it, a rank fills no more than an equal part
+    of all long chains, or what takes hardly longer than decoding. It also fills no more than leaves decoding requests
+    their time per token, even if a first token then comes too late: that is one request, and they are several.
+    """
+    most, targets = limits.prefill_chunk, limits.targets
+    lacking = [len(each.tokens) - 1 - min(each.num_computed_tokens[rank] for rank in each.homes) for each in running]
+    long = [count if count > limits.longest_chain else 0 for count in lacking]
+    if any(long) and not all(long):
+        if limits.is_elastic and long.count(0) > MANY:
+            total = sum(count * len(request.homes) for count, request in zip(long, running, strict=True))
+            most = min(most, max(limits.joining, total // limits.num_ranks))
+        if targets is not None:  # the step is as long for those that decode on other ranks
+            decoding = [request for request, count in zip(running, long, strict=True) if not count]
+            most = targets.chunk(decoding, min(most, limits.joining), most)
+    return [most] * limits.num_ranks
+
+
+def fill(request: Schedulable, ranks: Sequence[int], counts: list[int], room: list[int], most: int) -> int:
+    """Take room for up to `most` tokens of the pending chain on some ranks; returns what the worst still lacks."""
+    computed, above, left = request.num_computed_tokens, len(request.tokens) - 1, 0
+    for rank in ranks:
+        if request.slots[rank] < 0:
+            continue
+        lacking = above - computed[rank]
+        counts[rank] = min(lacking, room[rank], most)
+        room[rank] -= counts[rank]
+        left = max(left, lacking - counts[rank])
+    return left
+
+
+def in_turn(
+    decoding: Sequence[R], filling: Sequence[Fill[R]], fills_first: bool
+) -> tuple[tuple[list[R], list[Fill[R]]], bool]:
+    """The part of a step's work that comes first where rows are padded, as a chunk would lengthen all rows of a rank.
+
+    Returns what decodes and what fills in this step, and whether fills came first, which they do in turn.
+    """
+    decode_at = {rank for request in decoding for rank in request.homes}
+    conflicts = any(count and rank in decode_at for _, counts in filling for rank, count in enumerate(counts))
+    fills = fills_first or not conflicts
+    taken = set() if fills else decode_at
+    first: list[Fill[R]] = []
+    for request, counts in filling:
+        mine = [0 if rank in taken else count for rank, count in enumerate(counts)]
+        taken |= {rank for rank, count in enumerate(mine) if count}
+        if any(mine):
+            first.append((request, mine))
+    fill_at = {rank for _, counts in first for rank, count in enumerate(counts) if count}
+    return ([request for request in decoding if fill_at.isdisjoint(request.homes)], first), fills

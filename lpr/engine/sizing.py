@@ -1,7 +1,7 @@
-"""Sizing: how large trees become, by a table of step times that is measured at the start and follows what steps take.
+"""Sizing: how large trees become, by step times that are measured at the start and follow the steps.
 
-The table is rank 0's alone, so that ranks with other clocks decide alike. Rank 0 follows what its steps take, and now
-and then sends its table to all ranks, itself included, as a command.
+All ranks decide by rank 0's step times, so that other clocks change nothing. Rank 0 follows the time of its steps, and
+now and then sends its step times to all ranks, itself included, as a command.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from lpr.config import DecodeConfig, SamplingParams, TreeSizes
+from lpr.core.budget import total
 from lpr.core.concurrent_load import ConcurrentLoad, Work, times_under_load
 from lpr.core.constants import KNOTS
 from lpr.core.step_times import SHORTEST_KV, Key, StepTimes, StepTimesTracker, at_knots
@@ -25,17 +26,17 @@ from lpr.model.sampling.selection import Selection
 from lpr.native import Budgets
 
 FIRST_TOKENS, FIRST_STEPS = 2.0, 4
-"""Tokens that a step brings to a request before any has told, and for how many steps that counts."""
+"""Expected tokens of a new request's step, and the number of steps for which that counts."""
 SHARE_EVERY = 16
-"""Steps between two tables that rank 0 sends, at least."""
+"""Least steps between two times that rank 0 sends its step times."""
 SAMPLE_PLAIN = 4
-"""Of plain steps, which are all alike, every so many-th is looked at: 0.05 ms is much beside a step of 3 ms."""
+"""Of plain steps, which are all alike, one in so many is counted: 0.05 ms is much for a step of 3 ms."""
 SHARE_PART = 0.05
-"""A time that has changed by this part is worth a table."""
+"""Least relative change of a time that is sent."""
 LONGEST_STEP = 4.0
 """Automatic sizes end where a step takes this many times as long as one that evaluates one token."""
 FEWEST_NODES = 16
-"""But not below this many nodes per rank: a draft that is sure of itself pays almost anywhere."""
+"""Least nodes per rank of automatic sizes: a draft that is sure of itself pays almost anywhere."""
 ROUNDS = 4
 """Times that each number of nodes is timed."""
 LONGEST = 1.0
@@ -43,13 +44,13 @@ LONGEST = 1.0
 STEEPEST = 8.0
 """No larger tree is tried after one that takes this many times as long as a single token."""
 LARGEST_BATCH = 8
-"""Larger batches are not measured: the line through one sequence and this many goes on, and steps correct it."""
+"""Largest measured batch. Beyond it the line through one sequence and this many goes on, and steps correct it."""
 LENGTHS = (SHORTEST_KV, 4 * SHORTEST_KV)
-"""Cached lengths that are measured: attention makes a node dearer, and one token hardly, the longer the text is."""
+"""Measured cached lengths: with the text, attention makes nodes dearer, and a single token hardly."""
 
 
 def resolve_sizes(decode: DecodeConfig, times: StepTimes | None, num_ranks: int) -> TreeSizes:
-    """The sizes of `decode` in numbers; automatic ones end where a step takes several times that of one token."""
+    """The sizes of `decode` in numbers; automatic ones end where a step takes too much longer than one token."""
     if times is None:
         return decode.resolved(num_ranks)
     longest = max(FEWEST_NODES, times.longest(LONGEST_STEP))
@@ -98,25 +99,25 @@ class Sizer:
         if self._num_ranks > 1:
             self._work = work = _work_of(batch, filling, self._num_ranks)
             expected: dict[tuple[int, ...], float] = {}
-            if len(by_homes) > 1:  # counting tokens is work that would wait for the device
-                expected = {homes: sum(map(_tokens_per_step, members)) for homes, members in by_homes.items()}
+            if len(by_homes) > 1:  # the statistics would wait for the device
+                expected = {homes: total([*map(_tokens_per_step, members)]) for homes, members in by_homes.items()}
             for homes, (times, _) in prices.items():
                 own, others = max(work.fills[rank] for rank in homes), self.load.others(work, homes)
                 if own or others:
                     times = times_under_load(times, own, others)
-                prices[homes] = times, sum(tokens for each, tokens in expected.items() if each != homes)
+                prices[homes] = times, total([tokens for each, tokens in expected.items() if each != homes])
         self.budgets.begin_step(prices)
 
     def end_step(self, loads: Sequence[int]) -> None:
-        """Take in how many tokens the ranks have evaluated for the batch of `begin_step`."""
+        """Count the tokens that each rank has evaluated for the batch of `begin_step`."""
         if self._work.served:
             self.load.observe(self._work, loads)
             self._work = Work([], [], [])
 
     def observe(self, batch: Sequence[Request], outcomes: Sequence[Outcome], milliseconds: float) -> StepTimes | None:
-        """Take in what a step of `batch` took; on rank 0, the table that all ranks should have by now, mostly none.
+        """Count the time of a step of `batch`; on rank 0, now and then returns the step times to send to all ranks.
 
-        A step that evaluated a prompt is another kind of step, and says nothing.
+        A step that evaluated a prompt is another kind of step and does not count.
         """
         if self._tracker is None or self.times is None:
             return None
@@ -167,9 +168,9 @@ def measure_step_times(
     max_batch_size: int = 1,
     lengths: Sequence[int] = LENGTHS,
 ) -> StepTimes:
-    """The step times of trees up to `max_nodes` on each rank, rank 0's on all ranks; the model's cache is replaced.
+    """Rank 0's step times of trees up to `max_nodes` nodes on each rank; the model's cache is replaced.
 
-    The table has a row for one sequence and one for a batch, at each of `lengths` up to `max_length` and at least one.
+    They have a row for one sequence and one for a batch, at each of `lengths` up to `max_length` and at least one.
     """
     lengths = [kv for kv in lengths if kv <= max_length] or [max_length]
     rows: dict[Key, list[float]] = {}
@@ -185,9 +186,8 @@ def _measure_rows(
     """Milliseconds at KNOTS of a batch, by the number of cached tokens of each sequence.
 
     Each forward is timed right after one without drafts, and the median of their ratios counts: the speed of a shared
-    machine changes from second to second, by more than what is to be measured. Ranks of a tensor-parallel replica
-    compute a forward together, so all ranks run the same ones: after each they learn from rank 0 how long it took, and
-    so whether to go on.
+    machine changes from second to second by more than the difference. Ranks of a tensor-parallel replica compute a
+    forward together, so all ranks run the same ones: rank 0's time of each forward decides whether to go on.
     """
     model.allocate(batch, max(lengths), max_nodes, like)
 
@@ -223,9 +223,9 @@ def _measure_rows(
 
 
 def _time_once(model: TreeModel, batch: int, count: int, kv: int) -> float:
-    """Seconds of evaluating a batch of roots and their children, `count` in all, after `kv` - 2 tokens each.
+    """Seconds until the results of a batch of roots and their children, `count` in all, are on the host.
 
-    The result is on the host by then.
+    Each sequence has `kv` - 2 cached tokens.
     """
     rows = []
     for slot in range(batch):

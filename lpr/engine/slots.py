@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from lpr.engine.schedulable import Schedulable
+from lpr.engine.limits import Schedulable
 
 CONTINUED = 0.5
 """A retained prefix is continued in its own slot if a new prompt shares at least this part of it; else it is copied."""
@@ -71,7 +71,7 @@ class RankSlots(Generic[H]):
         """Leading tokens of a request whose K/V is on this rank, in its own slot or in any that it may begin from."""
         if request.slots[self.rank] >= 0:
             return request.num_computed_tokens[self.rank]
-        return self._longest_prefix(request.tokens[:-1], request.tenant)[1]
+        return self.longest_prefix(request.tokens[:-1], request.tenant)[1]
 
     def enter(self, request: H) -> tuple[int, list[SlotMove]]:
         """Give a request the next slot, with the K/V of the longest prefix that any slot shares with it.
@@ -79,7 +79,7 @@ class RankSlots(Generic[H]):
         Returns the length of that prefix in tokens, and the moves that bring it there.
         """
         slot = len(self.running)
-        source, length = self._longest_prefix(request.tokens[:-1], request.tenant)  # the root is evaluated in any case
+        source, length = self.longest_prefix(request.tokens[:-1], request.tenant)  # the root is evaluated in any case
         if source in self._retained and length >= CONTINUED * len(self._retained[source].tokens):
             moves = self._exchange(source, slot)
         else:
@@ -139,7 +139,7 @@ class RankSlots(Generic[H]):
                 self._retained[source].last_used = self._tick()
         return moves
 
-    def _longest_prefix(self, tokens: Sequence[int], tenant: str) -> tuple[int | None, int]:
+    def longest_prefix(self, tokens: Sequence[int], tenant: str) -> tuple[int | None, int]:
         """The tenant's slot that shares most leading tokens with K/V, and their number; None and 0 if there is none."""
         best, longest = None, 0
         slots = [*self._retained, *range(len(self.running))] if self.retains else []
@@ -147,12 +147,12 @@ class RankSlots(Generic[H]):
             holder: Prefix | H = self._retained[slot] if slot in self._retained else self.running[slot]
             if holder.tenant != tenant:  # reuse shows in the time to the first token
                 continue
-            length = min(num_shared(holder.tokens, tokens), self._computed_at(slot))
+            length = min(num_shared(holder.tokens, tokens), self.computed_at(slot))
             if length > longest:
                 best, longest = slot, length
         return best, longest
 
-    def _computed_at(self, slot: int) -> int:
+    def computed_at(self, slot: int) -> int:
         """The leading tokens of a slot's content whose K/V it holds."""
         if slot in self._retained:
             return self._retained[slot].num_computed_tokens

@@ -65,13 +65,13 @@ def decode_step(plan: StepPlan, model: TreeModel, exchange: Exchange, budgets: B
     hooks.end_phase("forward")
     gathered = exchange.gather(draft, results, num_logprobs(plan.decoding))
     hooks.end_phase("gather")
+    # A step that has lost a rank is dropped: up to here it has changed nothing.
     concluded, moves = gathered.conclude(budgets)
-    # Only now: a step that has lost a rank is dropped, and must have left no trace.
     commit(model, rows, [concluded[index] for index in draft.mine], moves)
     for request, counts in plan.filling:
         count_filled(request, counts)
-    hooks.end_phase("commit")
     logprobs = gathered.logprobs()
+    hooks.end_phase("commit")
     outcomes = [Outcome(each, draft.num_entries, nodes) for each, nodes in zip(concluded, logprobs, strict=True)]
     return StepResult(outcomes, gathered.num_command_bytes)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
+
+from lpr.engine.limits import Schedulable
 
 SECONDS_PER_PRIORITY = 10.0
 """A request of priority p waits as one that arrived 10 p seconds later. So no request starves."""
@@ -13,15 +15,7 @@ MOST_OVERTAKEN = 64
 """Later arrivals that may pass a request which misses its target for the first token anyway."""
 
 
-class Queued(Protocol):
-    """The part of a request that orders it."""
-
-    priority: int
-    arrived: float
-    """Arrival in seconds, the same on every rank."""
-
-
-R = TypeVar("R", bound=Queued)
+R = TypeVar("R", bound=Schedulable)
 Entry = tuple[float, int, R]
 """Place in the queue, number of the arrival, request."""
 
@@ -30,7 +24,6 @@ class Waiting(Generic[R]):
     """The queue. Replicated: its order follows from the requests alone."""
 
     def __init__(self) -> None:
-        """Make an empty queue."""
         self._entries: list[Entry[R]] = []
         self.num_arrivals = 0
         """Requests that were ever added."""
@@ -49,7 +42,7 @@ class Waiting(Generic[R]):
         """Queue a request."""
         self.num_arrivals += 1
         place = request.arrived + SECONDS_PER_PRIORITY * request.priority
-        insort(self._entries, (place, self.num_arrivals, request), key=_order)
+        insort(self._entries, (place, self.num_arrivals, request), key=lambda entry: entry[:2])
 
     def put_back(self, requests: Sequence[R]) -> None:
         """Queue requests, in their order, before all others."""
@@ -69,15 +62,13 @@ class Waiting(Generic[R]):
         """
         if not self._entries:
             return None
+        if is_lost is None:
+            return self._entries[0][2]
         passed = math.inf
-        for _, arrival, request in self._entries if is_lost is not None else ():
+        for _, arrival, request in self._entries:
             if arrival > passed + MOST_OVERTAKEN:
                 break
             if not is_lost(request):
                 return request
             passed = min(passed, arrival)
         return self._entries[0][2]
-
-
-def _order(entry: Entry[Queued]) -> tuple[float, int]:
-    return entry[:2]

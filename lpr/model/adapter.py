@@ -18,7 +18,6 @@ from lpr.model.families import adapt
 from lpr.model.inputs import Row, StepInputs, build_inputs
 from lpr.model.kernels.hook import EXACT_KERNELS, KERNELS, load_kernel
 from lpr.model.kv_cache import KVCache
-from lpr.model.pinned import HEIGHT, pin_heights
 from lpr.model.step_scope import step_scope
 
 ATTENTION = ("auto", "sdpa", *KERNELS)
@@ -95,10 +94,10 @@ class Adapter:
         reason = check.refusal(self.model, not self.model._can_set_attn_implementation())
         if reason is not None:
             return reason
-        pin_heights(self.model)
+        check.pin_heights(self.model)
         if self.device.type != "cpu":
-            self.heights = check.Heights(HEIGHT, HEIGHT, None, HEIGHT, HEIGHT)
-            self.node_bucket = HEIGHT
+            self.heights = check.Heights(check.HEIGHT, check.HEIGHT, None, check.HEIGHT, check.HEIGHT)
+            self.node_bucket = check.HEIGHT
             return None
         found = self._share_heights(check.find_heights(self.model))
         if isinstance(found, str):

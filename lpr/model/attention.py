@@ -1,9 +1,8 @@
 """Tree attention for unmodified transformers models, through the two registries that transformers offers.
 
-A model with `attn_implementation="lpr_tree"` calls `tree_mask` once per kind of mask and forward, and
-`tree_attention` in every layer. The masks come from the model's own rule (causal, sliding,
-chunked), evaluated on *positions* instead of cache rows, and from the visibility of the tree: no knowledge of a model
-family is needed. Outside a step (`current_step()` is None) both behave like transformers' "sdpa".
+A model calls `tree_mask` once per kind of mask and forward, `tree_attention` in every layer. The masks come from the
+model's own rule (causal, sliding, chunked), evaluated on *positions* instead of cache rows, and from the visibility of
+the tree. Outside a step (`current_step()` is None) both behave like transformers' "sdpa".
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
@@ -26,7 +26,7 @@ TREE_MASK_ONLY = "lpr_tree_mask"
 """Name for models with their own attention code, which take an additive mask from the mask registry."""
 
 
-def visible_nodes(block: Block, mask_function: Callable[..., Any]) -> torch.Tensor:
+def visible_nodes(block: Block, mask_function: Callable[..., Any]) -> Tensor:
     """Bool mask [B, 1, T, KV]: the model's rule on positions, and the tree's visibility."""
     if block.visible is not None:
         visible = block.visible[:, None]
@@ -36,8 +36,8 @@ def visible_nodes(block: Block, mask_function: Callable[..., Any]) -> torch.Tens
     elif block.tree_mask is not None:
         visible = block.tree_mask.visible(block.num_kv)[:, None]
     else:
-        visible = torch.ones((*block.positions.shape, block.num_kv), dtype=torch.bool, device=block.positions.device)
-        visible = visible[:, None]
+        size = (len(block.positions), 1, block.positions.shape[1], block.num_kv)
+        visible = torch.ones(size, dtype=torch.bool, device=block.positions.device)
     if mask_function is causal_mask_function:
         return visible  # ancestors and committed tokens never come later: the tree rule implies causality
     batch = torch.arange(visible.shape[0], device=visible.device)[:, None, None, None]
@@ -46,27 +46,25 @@ def visible_nodes(block: Block, mask_function: Callable[..., Any]) -> torch.Tens
     return rule & visible
 
 
-def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """The bool mask as a float mask to add to scores.
 
-    It holds finfo.min and never -inf: a row without a visible key would turn NaN, be cached, and poison the sums of
-    later steps (0 * NaN).
+    It holds finfo.min and never -inf: a row without a visible key would turn NaN, be cached, and poison later sums.
     """
     floor = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=mask.device)
     return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), floor)
 
 
-Mask = torch.Tensor | list[torch.Tensor | None] | None
+Mask = Tensor | list[Tensor | None] | None
 
 
-def tree_mask(stock: Callable[..., torch.Tensor | None], may_be_none: bool) -> Callable[..., Mask]:
+def tree_mask(stock: Callable[..., Tensor | None], may_be_none: bool) -> Callable[..., Mask]:
     """A mask function for AttentionMaskInterface, that makes transformers' `stock` masks outside a step.
 
     In a step it returns the mask of one layer kind, [B, 1, T, KV] in `dtype`: additive, because models with their own
     attention code add it, and because SDPA on a CPU would convert a bool mask again in every layer. Packed inputs have
     a list of them, one per block. With `may_be_none` there is none where nothing is hidden, or in a prompt just what
-    comes later. Models that dispatch through AttentionInterface hand it on as it is; one that touches it fails on a
-    list, and is found out by the self-check.
+    comes later.
     """
 
     def make(
@@ -98,9 +96,9 @@ class Scoring(NamedTuple):
     scale: float
     softcap: float | None = None
     """Bounds scores by `softcap * tanh(score / softcap)` (Gemma 2)."""
-    sinks: torch.Tensor | None = None
+    sinks: Tensor | None = None
     """[Hq]: logits that take probability and give no value (GPT-OSS)."""
-    bias: torch.Tensor | None = None
+    bias: Tensor | None = None
     """[B or 1, Hq, T or 1, KV], added to scores."""
 
     @property
@@ -111,16 +109,16 @@ class Scoring(NamedTuple):
 
 def tree_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     attention_mask: Mask,
     scaling: float | None = None,
     softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    position_bias: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attention of `query` [B, Hq, T, D] over `key`, `value` [B, Hk, KV, D(v)]; returns [B, T, Hq, Dv].
 
     With packed inputs, `query` is [1, Hq, N, D], `key` and `value` are all rows of the cache, and the masks are a list.
@@ -128,10 +126,8 @@ def tree_attention(
     scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux, position_bias)
     step = current_step()
     if not isinstance(attention_mask, list):
-        if step is None:
-            out = _attend(query, key, value, attention_mask, scoring)
-        else:
-            out = _attend_block(step, step.blocks[0], query, key, value, attention_mask, scoring)
+        states = query, key, value, attention_mask, scoring
+        out = _attend(*states) if step is None else _attend_block(step, step.blocks[0], *states)
         return out.transpose(1, 2).contiguous(), None
     assert step is not None and step.cache is not None
     if position_bias is not None or not step.cache_storages.issuperset(map(_address, (key, value))):
@@ -146,14 +142,8 @@ def tree_attention(
 
 
 def _attend_block(
-    step: StepInputs,
-    block: Block,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scoring: Scoring,
-) -> torch.Tensor:
+    step: StepInputs, block: Block, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring
+) -> Tensor:
     """Attention of one block, [B, Hq, T, Dv]; in exact mode in the order of positions."""
     if step.heights is None:
         return _attend(query, key, value, mask, scoring, is_causal=block.is_causal and mask is None)
@@ -164,21 +154,15 @@ def _attend_block(
     return in_order.attend(query, key, value, paths, scoring.scale, scoring.softcap, scoring.sinks)
 
 
-def _address(tensor: torch.Tensor) -> int:
+def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
 def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scoring: Scoring,
-    is_causal: bool = False,
-) -> torch.Tensor:
-    """Attention of `query` [B, Hq, T, D] over `key`, `value` [B, Hk, KV, D(v)]; returns [B, Hq, T, Dv].
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring, is_causal: bool = False
+) -> Tensor:
+    """[B, Hq, T, Dv]; with `is_causal` the T are the last of KV entries, and what comes later is hidden without a mask.
 
-    With `is_causal` the T are the last of KV entries, and what comes later is hidden in place of a mask.
     The heads of a GQA group are folded into the query axis instead of repeating K and V (1.2 to 5 times faster on a
     CPU). Group sizes come from the tensors and never from the config, so a tensor-parallel shard works unchanged.
     """
@@ -208,7 +192,7 @@ def _attend(
     return out.reshape(batch, num_heads, length, value.shape[-1])
 
 
-def _folded_mask(mask: torch.Tensor, group: int) -> torch.Tensor:
+def _folded_mask(mask: Tensor, group: int) -> Tensor:
     """The mask repeated for the heads of a GQA group; one copy per mask and step, as all layers share it."""
     step = current_step()
     if step is None or torch.compiler.is_compiling():  # the compiler makes one of equal copies itself
@@ -216,9 +200,7 @@ def _folded_mask(mask: torch.Tensor, group: int) -> torch.Tensor:
     return step.once_per_mask(mask, lambda: mask.repeat(1, 1, group, 1))
 
 
-def _attend_with_extras(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scoring: Scoring
-) -> torch.Tensor:
+def _attend_with_extras(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
     """Attention with what SDPA lacks: soft-capped scores, sinks [B, Hk, T, 1], a bias on scores."""
     scores = (query @ key.transpose(-1, -2)).float() * scoring.scale
     if scoring.softcap is not None:

@@ -9,16 +9,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
+from lpr.model.families import has_experts, rope_parameters
+
 _WAITING = (
-    "_local_scalar_dense",
-    "nonzero",
-    "_unique2",
-    "unique_dim",
-    "unique_consecutive",
-    "masked_select",
-    "is_nonzero",
+    "_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "unique_consecutive", "masked_select", "is_nonzero",
     "equal",
-)
+)  # fmt: skip
 """Operators whose result's value or shape the host must wait for."""
 _DYNAMIC_ROPE = ("dynamic", "longrope")
 
@@ -37,7 +33,6 @@ class CudaCapturer:
     """Captures with torch.cuda.graph, on a stream of its own, into one pool of memory."""
 
     def __init__(self, device: torch.device) -> None:
-        """For programs whose tensors are on `device`."""
         self.device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
@@ -88,19 +83,13 @@ class NoWaiting(TorchDispatchMode):
 def uncapturable(model: PreTrainedModel, accepts_positions: bool) -> str | None:
     """The reason in its configuration why `model` cannot be captured; None if it has none."""
     config: Any = model.config.get_text_config(decoder=True)
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kinds = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
-    for kind in kinds:
-        name = kind.get("rope_type", kind.get("type"))
+    for rope in rope_parameters(config):
+        name = rope.get("rope_type", rope.get("type"))
         if name in _DYNAMIC_ROPE:
             return f"its rope_type {name!r} looks at the longest position of each step on the host"
     is_eager = getattr(config, "_experts_implementation", None) == "eager" and model._can_set_experts_implementation()
-    if is_eager and _has_experts(config):  # families with experts of their own (Llama 4) do not look at the setting
+    if is_eager and has_experts(config):  # families with experts of their own (Llama 4) do not look at the setting
         return "its experts implementation 'eager' asks the device which experts are hit (use 'grouped_mm')"
     if not accepts_positions:
         return "its forward takes no positions, so that the cached length would be a constant of the graph"
     return None
-
-
-def _has_experts(config: Any) -> bool:
-    return any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))

@@ -1,9 +1,8 @@
 """Captured steps through torch.compile: what lies between the matrix products of a layer becomes a few kernels.
 
-The whole forward is one graph of operators (attention is one of them, lpr::tree_attention), with symbolic sizes: a
-handful of forms serves all shapes of steps. Each takes a minute or two to compile for a model of 32 layers, once: what
-is compiled is kept on disk, and a later start reads it. Only captured steps are compiled, and where the compiler fails
-they go on without it.
+The whole forward is one graph of operators with symbolic sizes: a handful of forms serves all shapes of steps. Each
+takes a minute or two to compile for a model of 32 layers; a later start reads it from disk. Only captured steps are
+compiled, and where the compiler fails they go on without it.
 """
 
 from __future__ import annotations
@@ -32,17 +31,15 @@ MOST_FORMS = 64
 def compiled_folder() -> Path:
     """Folder of compiled code: TORCHINDUCTOR_CACHE_DIR, or `lpr/compiled` in the user's cache folder."""
     given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    if given == default_cache_dir():  # torch notes its own default there
-        given = None
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(given) if given else Path(home) / "lpr" / "compiled"
+    if given and given != default_cache_dir():  # torch notes its own default there
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lpr" / "compiled"
 
 
 class CompiledForward:
     """An adapter's forward, compiled from its next call on."""
 
     def __init__(self, adapter: Adapter, backend: str = "inductor") -> None:
-        """Switch the adapter's model over; nothing is compiled before a step comes."""
         self.reason: str | None = None
         """The reason why steps are no longer compiled; None while they are."""
         self._adapter = adapter
@@ -58,7 +55,8 @@ class CompiledForward:
         try:
             return self._adapter.forward(inputs, cache, compiled=True)
         except Exception as failure:  # of the compiler, of Triton, of a driver: of any type
-            if _is_capturing(self._adapter.device) or not self.give_up(failure):
+            is_capturing = self._adapter.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            if is_capturing or not self.give_up(failure):
                 raise
         return self._adapter.forward(inputs, cache)
 
@@ -82,13 +80,7 @@ class CompiledForward:
         return True
 
 
-def _is_capturing(device: torch.device) -> bool:
-    """True while a graph is captured on this thread's stream of `device`."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
 def _so_far() -> dict[str, float]:
-    """The compiler's counters of this process."""
     times, counters = torch._dynamo.utils.compilation_time_metrics, torch._dynamo.utils.counters
     return {
         "seconds": sum(times.get("_compile.compile_inner", ())),

@@ -1,8 +1,7 @@
 """Shims for single model families, and the families that cannot run a tree.
 
-Most families need none. A few add a bias or cut a window by *cache row*, where a tree needs it by *position*: the two
-differ once a step's nodes branch. Each shim replaces that one spot of a loaded model and changes nothing outside a
-step. `self_check` tests shimmed models like all others.
+A few families add a bias or cut a window by *cache row*, where a tree needs it by *position*: the two differ once a
+step's nodes branch. Each shim replaces that one spot of a loaded model and changes nothing outside a step.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -22,11 +22,8 @@ from lpr.model.step_scope import current_step
 _RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 """Kinds in `config.layer_types` that fold the past into a state: state-space, convolution and linear attention."""
 _SELECTING_LAYERS = {
-    "indexed_attention",
-    "compressed_sparse_attention",
-    "heavily_compressed_attention",
-    "minimax_m3_sparse",
-}
+    "indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse",
+}  # fmt: skip
 """Kinds that choose what to attend to by cache row, or attend to a summary of several rows."""
 
 
@@ -35,11 +32,9 @@ def refusal(model: PreTrainedModel) -> str | None:
     config: Any = model.config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None)
     if kinds:
-        recurrent = sorted(_RECURRENT_LAYERS.intersection(kinds))
-        if recurrent:
+        if recurrent := sorted(_RECURRENT_LAYERS.intersection(kinds)):
             return _recurrent(f"its {recurrent[0]} layers fold")
-        selecting = sorted(_SELECTING_LAYERS.intersection(kinds))
-        if selecting:
+        if selecting := sorted(_SELECTING_LAYERS.intersection(kinds)):
             return f"sparse attention: its {selecting[0]} layers pick or merge cached tokens by cache row"
     elif model._is_stateful:
         return _recurrent("it folds")
@@ -52,14 +47,24 @@ def _recurrent(what_folds: str) -> str:
     return f"recurrent state: {what_folds} the past into one state, which cannot branch or take a rejected token back"
 
 
+def has_experts(config: Any) -> bool:
+    """True for a mixture of experts."""
+    return any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+
+def rope_parameters(config: Any) -> list[dict[str, Any]]:
+    """The rope parameters of a config and those that it gives for kinds of layers."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    return [rope, *(value for value in rope.values() if isinstance(value, dict))]
+
+
 def position_limit(config: Any) -> tuple[int, str] | None:
     """The number of positions up to which batches are exact, and why, if it is less than the model's own.
 
     Longrope (Phi-3 128k) takes other frequencies for *all* rows of a forward, at all positions, as soon as one
     position passes the original context. Drafts and neighbours in the batch would then change a text.
     """
-    parameters = getattr(config, "rope_parameters", None) or {}
-    for each in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
+    for each in rope_parameters(config):
         if each.get("rope_type") == "longrope":
             limit = each.get("original_max_position_embeddings")
             limit = limit or getattr(config, "original_max_position_embeddings", None)
@@ -194,15 +199,13 @@ def _gpt_neo(model: Any) -> None:
 def _gpt_neox_japanese(model: Any) -> None:
     """Attention takes a `view` of the keys, which the cache returns as a strided view of its rows."""
     for layer in model.base_model.layers:
-        attention = layer.attention
-        attention._attn = _with_contiguous_keys(attention._attn)
+        layer.attention._attn = partial(_with_contiguous_keys, layer.attention._attn)
 
 
-def _with_contiguous_keys(attend: Callable[..., Any]) -> Callable[..., Any]:
-    def contiguous(query: torch.Tensor, key: torch.Tensor, *rest: Any, **kwargs: Any) -> Any:
-        return attend(query, key.contiguous(), *rest, **kwargs)
-
-    return contiguous
+def _with_contiguous_keys(
+    attend: Callable[..., Any], query: torch.Tensor, key: torch.Tensor, *rest: Any, **kwargs: Any
+) -> Any:
+    return attend(query, key.contiguous(), *rest, **kwargs)
 
 
 class _OutsideSteps:
@@ -220,18 +223,15 @@ def _llama4(model: Any) -> None:
     for module in model.modules():
         if getattr(module, "attn_temperature_tuning", None) and hasattr(module, "q_proj") and not module.use_rope:
             module.attn_temperature_tuning = _OutsideSteps()
-            module.q_proj.register_forward_hook(_temperature(module.floor_scale, module.attn_scale))
+            module.q_proj.register_forward_hook(partial(_scaled, module.floor_scale, module.attn_scale))
 
 
-def _temperature(floor_scale: float, attn_scale: float) -> Callable[..., torch.Tensor | None]:
-    def scaled(module: torch.nn.Module, args: Any, query: torch.Tensor) -> torch.Tensor | None:
-        step = current_step()
-        if step is None:
-            return None
-        scale = torch.log1p(torch.floor((step.positions.float() + 1.0) / floor_scale)) * attn_scale + 1.0
-        return (query * scale[..., None]).to(query.dtype)
-
-    return scaled
+def _scaled(floor_scale: float, attn_scale: float, module: Any, args: Any, query: torch.Tensor) -> torch.Tensor | None:
+    step = current_step()
+    if step is None:
+        return None
+    scale = torch.log1p(torch.floor((step.positions.float() + 1.0) / floor_scale)) * attn_scale + 1.0
+    return (query * scale[..., None]).to(query.dtype)
 
 
 _SHIMS: dict[str, Callable[[Any], None]] = {

@@ -1,12 +1,8 @@
 """Tensor parallelism: one replica of a model on the ranks of a `tp` group, by transformers or by DeepSpeed.
 
-The only module that knows how a layer is split. With either backend every rank takes the same tokens, holds its heads'
-K/V, and returns the logits of the whole vocabulary or, where a step asks for them, those of its own part of the head
-(lpr.model.sampling.parts). Both backends can leave a layer whole without a message, which costs memory at best; so
-every shape is checked after loading.
-
-`transformers` (default) follows the model's own plan and reads only this rank's part of a checkpoint. `deepspeed`
-(AutoTP) also splits families without a plan; see `_load_with_deepspeed` for what it costs.
+Every rank takes the same tokens, holds its heads' K/V, and returns the logits of the whole vocabulary or, where a step
+asks for them, of its own part of the head (lpr.model.sampling.parts). Both backends can leave a layer whole without a
+message, so every shape is checked after loading.
 """
 
 from __future__ import annotations
@@ -19,6 +15,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,7 +30,6 @@ from transformers.distributed import DistributedConfig
 
 from lpr.config import InputError
 
-TP_BACKENDS = ("transformers", "deepspeed")
 DEEPSPEED_FAMILIES = (
     "biogpt", "falcon", "gemma2", "gpt_neo", "gpt_neox", "gptj", "llama", "mistral", "opt", "phi", "qwen2", "qwen3",
     "stablelm", "xglm",
@@ -91,9 +87,6 @@ def load_sharded(
     return model, info
 
 
-# What can be split.
-
-
 def num_kv_heads(config: PretrainedConfig) -> int:
     """Key/value heads of a decoder, by whichever name its config has for them."""
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
@@ -138,9 +131,6 @@ def check_split(config: PretrainedConfig, tp: int, backend: str, has_plan: bool)
 
 def _divisors(count: int) -> list[int]:
     return [n for n in range(1, count + 1) if count % n == 0]
-
-
-# What was split.
 
 
 def local_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -188,9 +178,6 @@ def check_shards(
             raise InputError(f"tensor parallelism over {tp} ranks left {name} {shape} whole on every rank")
 
 
-# A vocabulary in parts.
-
-
 @dataclass(frozen=True)
 class VocabularyPart:
     """This rank's rows of an output head that is split along the vocabulary."""
@@ -235,19 +222,6 @@ def vocabulary_part(model: PreTrainedModel) -> VocabularyPart | None:
     return VocabularyPart(head, first, weight.device_mesh.get_group())
 
 
-# transformers.
-
-
-class _SubMesh:
-    """The interface that transformers expects of a mesh, for one axis of ours."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
-
-    def get_mesh(self, dims: object) -> DeviceMesh:
-        return self.mesh
-
-
 @contextlib.contextmanager
 def _submesh(mesh: DeviceMesh, device: torch.device | None) -> Iterator[None]:
     """Let `from_pretrained` split over `mesh`: it ignores `device_mesh=`, and would take the whole world for tp."""
@@ -258,7 +232,7 @@ def _submesh(mesh: DeviceMesh, device: torch.device | None) -> Iterator[None]:
             "--tp-backend deepspeed takes it too"
         )
     original = module.initialize_distributed_mesh
-    module.initialize_distributed_mesh = lambda config: (device, _SubMesh(mesh))
+    module.initialize_distributed_mesh = lambda config: (device, SimpleNamespace(get_mesh=lambda dims: mesh))
     try:
         yield
     finally:
@@ -304,9 +278,6 @@ def _keep_one_kv_head(model: PreTrainedModel, head: int, num_groups: int) -> Non
         attention.num_key_value_groups = num_groups
 
 
-# DeepSpeed.
-
-
 def _load_with_deepspeed(
     dtype: str | torch.dtype, device: torch.device, tp: TensorParallel, read: Read
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
@@ -327,25 +298,16 @@ def _load_with_deepspeed(
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo")
         group = tp.mesh.get_group()
+        groups = SimpleNamespace(get_model_parallel_group=lambda: group)  # what it calls of Megatron's parallel state
         engine = deepspeed.init_inference(
             model,
             dtype=model.dtype,
             replace_with_kernel_inject=False,
             # Without mpu it makes a group of ranks 0 to tp-1 on every rank, and without tp_group it splits nothing.
-            tensor_parallel={"tp_size": tp.size, "mpu": _Groups(group), "tp_group": group, "tp_grain_size": 1},
+            tensor_parallel={"tp_size": tp.size, "mpu": groups, "tp_group": group, "tp_grain_size": 1},
         )
     model = engine.module
     return model.to(dtype if isinstance(dtype, torch.dtype) else model.dtype), info
-
-
-@dataclass(frozen=True)
-class _Groups:
-    """The part of Megatron's parallel state that DeepSpeed calls."""
-
-    group: dist.ProcessGroup
-
-    def get_model_parallel_group(self) -> dist.ProcessGroup:
-        return self.group
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from lpr.model.adapter import Adapter, ShareHeights
 from lpr.model.capture import Capturer, CudaCapturer, uncapturable
@@ -52,6 +52,13 @@ class TreeModel:
         """
         self._shared = shared or SharedWeights()
         self.adapter = Adapter(model, attention, exact, self._shared.share_heights)
+        self.model, self.device = model, self.adapter.device
+        self.config = self.adapter.config
+        """The config of the model's text part."""
+        self.vocab_size: int = self.config.vocab_size
+        """V, the model's logits per token."""
+        self.exact = exact
+        """True if logits are the same bits for every shape of a step."""
         self.sampler = Sampler(self._shared.part)
         self.compiled: CompiledForward | None = None
         """Captured steps through torch.compile, once `compile` is called."""
@@ -67,34 +74,9 @@ class TreeModel:
         self._answer: Callable[[], None] | None = None
 
     @property
-    def model(self) -> PreTrainedModel:
-        """The transformers model."""
-        return self.adapter.model
-
-    @property
-    def config(self) -> PretrainedConfig:
-        """The config of its text part."""
-        return self.adapter.config
-
-    @property
-    def device(self) -> torch.device:
-        """The model's device."""
-        return self.adapter.device
-
-    @property
-    def vocab_size(self) -> int:
-        """V, the model's logits per token."""
-        return self.config.vocab_size
-
-    @property
     def attention(self) -> str:
         """The attention in use, one of lpr.model.adapter.ATTENTION but "auto"."""
         return self.adapter.attention
-
-    @property
-    def exact(self) -> bool:
-        """True if logits are the same bits for every shape of a step."""
-        return self.adapter.exact
 
     @property
     def packed(self) -> bool:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lpr.model.kv_cache import KVCache
 from lpr.model.step_scope import current_step
@@ -16,7 +17,7 @@ from lpr.native import place_rows
 if TYPE_CHECKING:
     from lpr.model.inputs import Block, Row, StepInputs
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[Tensor, Tensor]
 
 
 class SlotCache(KVCache):
@@ -37,10 +38,10 @@ class SlotCache(KVCache):
         self.rows_per_slot = rows_per_slot
         self.layer_tensors: dict[int, Pair] = {}
         """Per layer its keys and values, [rows, heads, dim] each."""
-        self._pools: list[torch.Tensor] = []
+        self._pools: list[Tensor] = []
         self._by_slot: dict[int, Pair] = {}
         """The same tensors as [slots, heads, rows, dim], as attention reads them."""
-        self._flat: dict[int, tuple[tuple[torch.Tensor, int], tuple[torch.Tensor, int]]] = {}
+        self._flat: dict[int, tuple[tuple[Tensor, int], tuple[Tensor, int]]] = {}
         """All rows [layers * rows, heads, dim] of what holds a layer's keys and values, and where the layer's begin."""
 
     def resized(self, num_slots: int, rows_per_slot: int) -> SlotCache:
@@ -50,7 +51,7 @@ class SlotCache(KVCache):
         for layer, pair in self.layer_tensors.items():
             for side, tensor in enumerate(pair):
                 groups.setdefault((side, tensor.shape[1:], tensor.dtype, tensor.device), []).append((layer, side))
-        places: dict[tuple[int, int], tuple[torch.Tensor, int]] = {}
+        places: dict[tuple[int, int], tuple[Tensor, int]] = {}
         rows = num_slots * rows_per_slot
         for (_, shape, dtype, device), members in groups.items():
             flat = torch.zeros((len(members) * rows, *shape), dtype=dtype, device=device)
@@ -61,12 +62,12 @@ class SlotCache(KVCache):
             made._keep(layer, *(flat[start : start + rows] for flat, start in made._flat[layer]))
         return made
 
-    def _keep(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def _keep(self, layer: int, keys: Tensor, values: Tensor) -> None:
         self.layer_tensors[layer] = (keys, values)
         first, second = (side.unflatten(0, (self.num_slots, -1)).transpose(1, 2) for side in (keys, values))
         self._by_slot[layer] = (first, second)
 
-    def _add_layer(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def _add_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
         rows = self.num_slots * self.rows_per_slot
         pair = tuple(new.new_zeros(rows, new.shape[1], new.shape[3]) for new in (keys, values))
         self._keep(layer, pair[0], pair[1])
@@ -74,9 +75,7 @@ class SlotCache(KVCache):
 
     # What models call.
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> Pair:
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Pair:
         """As KVCache.update; for packed inputs all rows of the cache, [1, H, rows, D]."""
         step = current_step()
         assert step is not None, "a KVCache works only inside step_scope"
@@ -147,7 +146,7 @@ class SlotCache(KVCache):
             [row.entries for row in rows],
         )
 
-    def of_block(self, states: torch.Tensor, block: Block) -> torch.Tensor:
+    def of_block(self, states: Tensor, block: Block) -> Tensor:
         """As KVCache.of_block, of all rows [1, H, slots * rows_per_slot, D]."""
         slots = states[0].unflatten(1, (self.num_slots, self.rows_per_slot))
         mine = slots.narrow(1, block.first_slot, len(block.positions))

@@ -6,6 +6,8 @@ Neither registry of transformers hands user arguments through to a mask function
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,19 +16,15 @@ if TYPE_CHECKING:
 _local = threading.local()
 
 
-class step_scope:  # noqa: N801 - used as a context manager, like torch.no_grad
+@contextmanager
+def step_scope(inputs: StepInputs) -> Iterator[None]:
     """Make `inputs` the current step of this thread for the duration of one forward."""
-
-    def __init__(self, inputs: StepInputs) -> None:
-        """Scope of one forward."""
-        self.inputs = inputs
-
-    def __enter__(self) -> None:
-        self.outer = current_step()
-        _local.step = self.inputs
-
-    def __exit__(self, *_: object) -> None:
-        _local.step = self.outer
+    outer = current_step()
+    _local.step = inputs
+    try:
+        yield
+    finally:
+        _local.step = outer
 
 
 def current_step() -> StepInputs | None:

@@ -7,17 +7,22 @@ import torch
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """`array` as a tensor on `device`; on a CPU the array's own memory.
+    """`array` as a tensor on `device`; on a CPU the array's own memory."""
+    return _pinned(array, device).to(device, non_blocking=True)
 
-    A copy from pageable memory would wait for all queued work of the device. The pinned copy comes from torch's caching
-    allocator, which does not reuse its memory before the device has read it.
+
+def copy_over(target: torch.Tensor, array: np.ndarray) -> None:
+    """Write `array` to `target`, a tensor of its shape and type on any device, as `to_device` would."""
+    target.copy_(_pinned(array, target.device), non_blocking=True)
+
+
+def _pinned(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy from pageable memory would wait for all queued work of a GPU.
+
+    Pinned memory comes from torch's caching allocator, which does not reuse it before the GPU has read it.
     """
     host = torch.from_numpy(array)
-    if device.type == "cpu":
-        return host
-    if device.type == "cuda":
-        host = host.pin_memory()
-    return host.to(device, non_blocking=True)
+    return host.pin_memory() if device.type == "cuda" else host
 
 
 class Upload:
@@ -45,11 +50,3 @@ class Upload:
             self._target[:count].copy_(self._host[:count], non_blocking=True)
         if self._left is not None:
             self._left.record()
-
-
-def copy_over(target: torch.Tensor, array: np.ndarray) -> None:
-    """Write `array` to `target`, a tensor of its shape and type on any device, as `to_device` would."""
-    host = torch.from_numpy(array)
-    if target.device.type == "cuda":
-        host = host.pin_memory()
-    target.copy_(host, non_blocking=True)

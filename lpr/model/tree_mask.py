@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lpr.core.rows import WORD_BITS
 from lpr.model.transfer import to_device
@@ -26,19 +27,19 @@ class TreeMask:
     tensors on the model's device, so that a captured graph can be replayed with other trees and lengths.
     """
 
-    bits: torch.Tensor
+    bits: Tensor
     """[B, T, W] int64, 64 * W >= T: bit j % 64 of word j // 64 is set if real entry j is this entry or its ancestor.
 
     Words are bit patterns; the sign bit is bit 63. Padding entries have no bit set.
     """
-    num_cached: torch.Tensor
+    num_cached: Tensor
     """[B] int32: committed tokens, visible to every real entry."""
-    num_entries: torch.Tensor
+    num_entries: Tensor
     """[B] int32: real entries."""
-    positions: torch.Tensor
+    positions: Tensor
     """[B, T] int64: position of each entry in its sequence (of no meaning for padding)."""
 
-    def visible(self, num_kv: int) -> torch.Tensor:
+    def visible(self, num_kv: int) -> Tensor:
         """The dense mask [B, T, KV] bool; padding entries see nothing."""
         entry = self._entry(num_kv)[:, None]
         last = self.bits.shape[2] * WORD_BITS - 1
@@ -46,28 +47,25 @@ class TreeMask:
         ancestor = ((words >> entry.clamp(0, last) % WORD_BITS) & 1).bool() & (entry <= last)
         return (ancestor | (entry < 0)) & self.real()[:, :, None]
 
-    def kv_positions(self, num_kv: int) -> torch.Tensor:
+    def kv_positions(self, num_kv: int) -> Tensor:
         """Position [B, KV] int64 of what each cache row holds, of no meaning behind the last entry's row."""
         entry = self._entry(num_kv)
         length = self.positions.shape[1]
         index = (entry + length - self.num_entries[:, None]).clamp(0, length - 1)
         return torch.where(entry < 0, entry + self.num_cached[:, None], self.positions.gather(1, index))
 
-    def real(self) -> torch.Tensor:
+    def real(self) -> Tensor:
         """[B, T] bool: false for padding."""
         length = self.positions.shape[1]
         return torch.arange(length, device=self.bits.device) >= length - self.num_entries[:, None]
 
-    def _entry(self, num_kv: int) -> torch.Tensor:
+    def _entry(self, num_kv: int) -> Tensor:
         """[B, KV] int64: the entry that each cache row holds; below 0: a committed token."""
         return torch.arange(num_kv, device=self.bits.device) - self.num_cached[:, None]
 
 
 def build_mask(
-    parents: Sequence[Sequence[int] | np.ndarray],
-    num_cached: Sequence[int],
-    positions: torch.Tensor,
-    device: torch.device,
+    parents: Sequence[Sequence[int] | np.ndarray], num_cached: Sequence[int], positions: Tensor, device: torch.device
 ) -> TreeMask:
     """The mask of rows with these `parents` (`parents[b][i] < i`, negative: none), for `positions` [B, T]."""
     num_rows, length = positions.shape
@@ -86,9 +84,9 @@ _ALL = 2**30
 class Paths:
     """The keys of entries, in the order of positions."""
 
-    entries: torch.Tensor
+    entries: Tensor
     """[B, T, T] int32: the entry, counted without padding, at position `num_cached` + i of an entry's path."""
-    num_shared: torch.Tensor
+    num_shared: Tensor
     """[B] int32: positions up to which a key's cache row is its position, on all paths that are so long."""
 
 

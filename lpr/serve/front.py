@@ -24,7 +24,7 @@ from lpr.protocol import Stop
 from lpr.serve.api.app import build
 from lpr.serve.api.context import Context
 from lpr.serve.api.middleware import Keys, Surface
-from lpr.serve.keeper import Keeper, Patience, RankProcesses
+from lpr.serve.keeper import Keeper, Patience
 from lpr.serve.link import Link
 from lpr.serve.messages import Loading, ToFront
 from lpr.serve.metrics import Metrics
@@ -47,7 +47,7 @@ class Front:
         args: ServeArgs,
         argv: Sequence[str],
         attached: Path | None = None,
-        make_ranks: Callable[[Path], RankProcesses] | None = None,
+        make_ranks: Callable[[Path], Ranks] | None = None,
     ) -> None:
         """Read files and bind the port; raises InputError.
 

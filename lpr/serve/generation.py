@@ -12,7 +12,7 @@ from typing import Protocol
 from starlette.types import Receive
 
 from lpr.config import SamplingParams
-from lpr.protocol import Chunk, ErrorCode, TokenLogprobs, Usage
+from lpr.protocol import Chunk, ErrorCode, RequestId, TokenLogprobs, Usage
 from lpr.serve.errors import ApiError
 from lpr.serve.jobs import Job
 from lpr.serve.service import Service
@@ -56,9 +56,6 @@ class Choice:
     """The stop string, or the id of `stop_token_ids`, that ended it."""
     error: ApiError | None = None
     usage: Usage | None = None
-    first: float | None = None
-    """When its first token came (time.monotonic)."""
-    latest: float | None = None
 
 
 @dataclass(frozen=True)
@@ -106,8 +103,10 @@ class Generation:
             job = service.open(each.prompt_ids, each.params, priority, tenant, details, self._queue, not scored)
             self.choices.append(Choice(index, job))
         self._all = [*self.scored, *self.choices]
-        self._by_id = {choice.job.id: choice for choice in self._all}
-        self._limits = {choice.job.id: limits() for choice in self.choices} if limits is not None else {}
+        self._by_id: dict[RequestId, Choice] = {choice.job.id: choice for choice in self._all}
+        self._limits: dict[RequestId, TextLimit] = (
+            {choice.job.id: limits() for choice in self.choices} if limits is not None else {}
+        )
         self._gone: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Generation:
@@ -180,11 +179,7 @@ class Generation:
             if chunk.finish_reason is None:  # of a step that began before the ranks were told
                 return None
             chunk = Chunk(chunk.id, [], "", "stop", usage=chunk.usage)
-        now = time.monotonic()
-        if chunk.token_ids:
-            choice.first = choice.first if choice.first is not None else now
-            choice.latest = now
-            choice.num_steps += 1
+        choice.num_steps += bool(chunk.token_ids)
         text, finish = chunk.text, chunk.finish_reason
         if (limit := self._limits.get(chunk.id)) is not None and not choice.is_complete:
             text, ended = limit.take(text, finish is not None)

@@ -42,7 +42,6 @@ class Job:
     """How often in a row they worked on nothing else then."""
     is_complete: bool = False
     """True once it has all the text that is wanted. Then only the usage is still to come."""
-    finish_reason: str | None = None
     chunks: asyncio.Queue[Chunk] = field(default_factory=asyncio.Queue)
 
     @property

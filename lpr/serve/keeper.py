@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from lpr.serve.link import Link
 from lpr.serve.mesh_state import STALE_PULSE
 from lpr.serve.messages import Hello, ToFront
+from lpr.serve.ranks.processes import Ranks
 from lpr.serve.service import Service
 
 LOOK_EVERY = 0.5
@@ -29,22 +29,6 @@ LAST_WORDS = 0.2
 """Seconds for the driver's last messages to arrive."""
 STOP_SECONDS = 10.0
 """Time for the ranks to end by themselves."""
-
-
-class RankProcesses(Protocol):
-    """The processes of all ranks."""
-
-    async def start(self) -> None:
-        """Start them."""
-        ...
-
-    async def wait(self) -> int:
-        """Return their exit code once all have ended; below 0: the signal that ended them."""
-        ...
-
-    async def stop(self, patience: float) -> None:
-        """Wait `patience` seconds for their own end, then insist."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +49,7 @@ class Keeper:
     """The ranks of one service, over all their starts."""
 
     def __init__(
-        self, service: Service, link: Link, folder: Path, make: Callable[[Path], RankProcesses], patience: Patience
+        self, service: Service, link: Link, folder: Path, make: Callable[[Path], Ranks], patience: Patience
     ) -> None:
         """Keep ranks that `make` prepares for a socket. Each start has its own, in `folder`."""
         self._service = service
@@ -73,7 +57,7 @@ class Keeper:
         self._folder = folder
         self._make = make
         self._patience = patience
-        self._ranks: RankProcesses | None = None
+        self._ranks: Ranks | None = None
         self._pid: int | None = None
         """The driver's process."""
 

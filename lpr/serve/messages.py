@@ -26,7 +26,7 @@ class Message(msgspec.Struct, tag=True, frozen=True, array_like=True):
     """Base of the messages."""
 
 
-class Finish(Message):
+class Finish(Message, frozen=True):
     """Front to driver: end a request as stopped, because its text is complete by rules that the engine does not know.
 
     The driver answers with a last chunk that carries the usage.
@@ -35,7 +35,7 @@ class Finish(Message):
     id: int
 
 
-class Resume(Message):
+class Resume(Message, frozen=True):
     """Front to driver: the first message. The requests of an earlier driver go on, and are submitted next."""
 
     ids: list[int]
@@ -44,7 +44,7 @@ class Resume(Message):
     """Tenants whose outputs other replicas may have written already."""
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """Driver to front: the first message of a connection."""
 
     protocol: int
@@ -55,7 +55,7 @@ class Hello(Message):
     """True if it takes over from a lost driver. Otherwise the ranks start and hold no request."""
 
 
-class Loading(Message):
+class Loading(Message, frozen=True):
     """Driver to front: the stage of start-up."""
 
     stage: str
@@ -63,7 +63,7 @@ class Loading(Message):
     total: int
 
 
-class Facts(Message, kw_only=True):
+class Facts(Message, frozen=True, kw_only=True):
     """Driver to front: the ranks are ready, and what they serve."""
 
     model: str
@@ -111,20 +111,20 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     """Requests that can run at once on the present ranks; 0 while unknown."""
 
 
-class Stepped(Message):
+class Stepped(Message, frozen=True):
     """Driver to front: what one step added to all requests."""
 
     chunks: list[Chunk]
     load: Load
 
 
-class Pulse(Message):
+class Pulse(Message, frozen=True):
     """Driver to front: alive. Sent every second, and before the first step of a request."""
 
     load: Load
 
 
-class Refused(Message):
+class Refused(Message, frozen=True):
     """Driver to front: the ranks cannot start. They end with code 2."""
 
     reason: str

@@ -324,7 +324,6 @@ class Service:
         self._end(job, chunk)
 
     def _end(self, job: Job, chunk: Chunk) -> None:
-        job.finish_reason = chunk.finish_reason
         job.ended = time.monotonic()
         self._jobs.remove(job)
         if chunk.finish_reason in ("stop", "length"):

@@ -1,21 +1,30 @@
-"""Whether a model can be exact on this machine, and at which heights (rows) of its matrix products."""
+"""Exact mode's matrix products, at heights (rows) that agree: a library chooses its kernel by the shape.
+
+All products on a GPU have one height. On a CPU `find_heights` tries them out when a model is loaded: with AVX2 a
+float32 row has the same bits in any product of four rows or more, with AMX a bfloat16 row in those of one to 32.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import gcd
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from lpr import native
+from lpr.model.families import has_experts
 from lpr.model.parallel import local
+from lpr.model.step_scope import current_step
 
+HEIGHT = 64
+"""Rows of every product on a GPU, which reads weights for about as long as it multiplies 64 rows by them."""
 MOST_FILLED = 16
 """Rows to which a step may be padded, so that its products round as those of more rows do."""
 _UNKNOWN_HEIGHT = 4
@@ -28,7 +37,7 @@ _VECTOR = 64
 """Values that an elementwise operator of PyTorch takes at once on a CPU, at most: two vectors of AVX-512 in half
 precision."""
 
-Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def refusal(model: Any, own_attention: bool) -> str | None:
@@ -36,7 +45,7 @@ def refusal(model: Any, own_attention: bool) -> str | None:
     config = model.config.get_text_config(decoder=True)
     if own_attention:
         return "its attention is its own code, which adds in the order of cache rows"
-    if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+    if has_experts(config):
         return "its experts' matrix products are as high as a step has tokens for them"
     if getattr(model, "hf_quantizer", None) is not None:
         return "its quantised matrix products are not known to be the same for every height"
@@ -50,7 +59,7 @@ class Heights:
     fewest: int
     """Rows of a product with the model's weights."""
     most: int
-    """Rows of one at most; those of the head have no more than MOST_LOGITS either. See lpr.model.pinned."""
+    """Rows of one at most; those of the head have no more than MOST_LOGITS either. See `pin_heights`."""
     num_threads: int | None
     """Threads of torch for which this holds; None: any."""
     multiple: int = 1
@@ -121,9 +130,7 @@ def _ranges(
     return found
 
 
-def cancelling(
-    num_in: int, num_out: int, num_rows: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def cancelling(num_in: int, num_out: int, num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Rows [n, in], a weight [out, in] and a bias [out] whose product is zero but for the errors of its additions.
 
     Half precision rounds an error of a sum away; here nothing else is left, so another order of additions shows.
@@ -155,15 +162,15 @@ def _products(model: nn.Module) -> Iterator[tuple[str, tuple[int, int], Product,
             yield name, (size[0], size[1]), multiply, MOST_LOGITS if module is head else _MOST_ROWS
 
 
-def _conv1d(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def _conv1d(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return torch.addmm(bias, rows, weight.T.contiguous())
 
 
-def _linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def _linear(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.linear(rows[None], weight, bias)[0]
 
 
-def _linear_alone(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def _linear_alone(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.linear(rows[None], weight)[0]
 
 
@@ -174,3 +181,26 @@ def _all_known(model: nn.Module) -> bool:
         for module in model.modules()
         if any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
     )
+
+
+def pin_heights(model: nn.Module) -> None:
+    """Make `model` multiply by its weights at the heights of a step in exact mode; otherwise nothing changes."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    for module in model.modules():
+        if isinstance(module, nn.Linear | Conv1D) and not isinstance(module.forward, partial):
+            limit = MOST_LOGITS if module is head else None
+            module.forward = partial(_in_pieces, module.forward, limit=limit)  # type: ignore[method-assign]
+
+
+def _in_pieces(multiply: Callable[[Tensor], Tensor], states: Tensor, limit: int | None = None) -> Tensor:
+    """`multiply` of `states` [..., D], in pieces of as many rows as agree, and of `limit` at most."""
+    step, count = current_step(), states.shape[:-1].numel()
+    if step is None or step.heights is None:
+        return multiply(states)
+    fewest, most = step.heights.fewest, min(step.heights.most, limit or step.heights.most)
+    if fewest <= count <= most:
+        return multiply(states)
+    pieces = list(states.flatten(0, -2).split(most))
+    if len(pieces[-1]) < fewest:
+        pieces[-1] = F.pad(pieces[-1], (0, 0, 0, fewest - len(pieces[-1])))
+    return torch.cat([multiply(piece) for piece in pieces])[:count].unflatten(0, states.shape[:-1])

@@ -14,6 +14,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lpr import native
 from lpr.model.threads import share_out
@@ -29,7 +30,7 @@ class Paths:
     """int32 [T + 1]: where those of an entry begin."""
 
 
-def find_paths(mask: torch.Tensor) -> Paths:
+def find_paths(mask: Tensor) -> Paths:
     """By `mask` [T, KV], 0 where an entry sees a cache row.
 
     Along a path rows ascend: a node is evaluated behind its parent, and both behind what is committed.
@@ -41,14 +42,14 @@ def find_paths(mask: torch.Tensor) -> Paths:
 
 
 def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     paths: Sequence[Paths],
     scale: float,
     softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attention of `query` [B, Hq, T, D] over `key`, `value` [B, Hk, KV, D(v)], [B, Hq, T, Dv] in `query`'s dtype.
 
     `paths` has one element per sequence. Computed in float32 and rounded once; an entry that sees nothing gets zeros.
@@ -70,12 +71,7 @@ def attend(
 
 
 def _attend_heads(
-    states: Sequence[np.ndarray],
-    path: Paths,
-    softcap: float,
-    sinks: np.ndarray | None,
-    out: np.ndarray,
-    heads: slice,
+    states: Sequence[np.ndarray], path: Paths, softcap: float, sinks: np.ndarray | None, out: np.ndarray, heads: slice
 ) -> None:
     """Write the part of `out` [Hq, T, Dv] that belongs to the key heads `heads`."""
     assert native.attend_in_order is not None
@@ -87,14 +83,8 @@ def _attend_heads(
 
 
 def _attend_entry(
-    entry: int,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    rows: np.ndarray,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
+    entry: int, query: Tensor, key: Tensor, value: Tensor, rows: np.ndarray, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
     """[Hq, Dv] of one entry of `query` [Hq, T, D]. Only the length of its path decides the operators' shapes."""
     path = torch.from_numpy(rows)
     keys, values = key[:, path][:, None], value[:, path][:, None]
@@ -111,7 +101,7 @@ def _attend_entry(
     return ((weights[..., None] * values).sum(2) / total).flatten(0, 1)
 
 
-def _wide(states: torch.Tensor) -> torch.Tensor:
+def _wide(states: Tensor) -> Tensor:
     """`states` in float32, the values of a row next to each other."""
     wide = states.float()
     return wide if wide.stride(-1) == 1 else wide.contiguous()

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
 from lpr.config import InputError
 from lpr.model.kernels import device_of
@@ -68,7 +69,7 @@ def interpreted() -> bool:
     return not isinstance(attend, triton.JITFunction)
 
 
-def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+def check(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Raise InputError for what the kernel cannot do."""
     if not query.is_cuda and not interpreted():
         raise InputError(
@@ -84,18 +85,18 @@ def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def tree_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     mask: TreeMask,
     *,
     window: int | None = None,
     chunk: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
-    sinks: torch.Tensor | None = None,
+    sinks: Tensor | None = None,
     tiles: Tiles | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Attention of `query` [B, Hq, T, D] over `key`, `value` [B, Hk, KV, D(v)]; returns [B, Hq, T, Dv].
 
     An entry attends to the committed tokens, its ancestors and itself; the other rows of the cache are not read.
@@ -114,41 +115,41 @@ def tree_attention(
 
 @torch.library.custom_op("lpr::tree_attention", mutates_args=())
 def _operator(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bits: torch.Tensor,
-    num_cached: torch.Tensor,
-    num_entries: torch.Tensor,
-    positions: torch.Tensor,
-    sinks: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bits: Tensor,
+    num_cached: Tensor,
+    num_entries: Tensor,
+    positions: Tensor,
+    sinks: Tensor | None,
     window: int | None,
     chunk: int | None,
     softcap: float | None,
     scale: float | None,
-) -> torch.Tensor:
+) -> Tensor:
     """The kernel as an operator of torch, [B, T, Hq, Dv]: a compiled forward goes on where it is called."""
     mask = TreeMask(bits, num_cached, num_entries, positions)
     return _launch(query, key, value, mask, sinks, window, chunk, softcap, scale)
 
 
 @_operator.register_fake
-def _shape_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+def _shape_of(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
     return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
 
 
 def _launch(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     mask: TreeMask,
-    sinks: torch.Tensor | None,
+    sinks: Tensor | None,
     window: int | None,
     chunk: int | None,
     softcap: float | None,
     scale: float | None,
     tiles: Tiles | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """[B, T, Hq, Dv] by one launch, or two where the keys are split."""
     check(query, key, value)
     query, key, value = (each if each.stride(3) == 1 else each.contiguous() for each in (query, key, value))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 import triton
+from torch import Tensor
 
 from lpr.model.exact import BLOCK
 from lpr.model.kernels import device_of
@@ -24,9 +25,9 @@ SPLIT = 8
 
 
 def tree_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     mask: TreeMask,
     paths: Paths,
     *,
@@ -34,8 +35,8 @@ def tree_attention(
     chunk: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+    sinks: Tensor | None = None,
+) -> Tensor:
     """As `attention_kernel.tree_attention`, with sums in one order whatever the tree.
 
     An entry's keys stand in the order of positions. A running softmax takes BLOCK positions at a time, cut at multiples

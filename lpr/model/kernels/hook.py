@@ -90,10 +90,7 @@ _dense_mask = tree_mask(sdpa_mask, may_be_none=False)
 
 
 def kernel_mask(
-    *sizes: Any,
-    mask_function: Callable[..., Any] = causal_mask_function,
-    local_size: int | None = None,
-    **kwargs: Any,
+    *sizes: Any, mask_function: Callable[..., Any] = causal_mask_function, local_size: int | None = None, **kwargs: Any
 ) -> LayerRule | Mask:
     """For AttentionMaskInterface: a LayerRule in a step that has bits, else the masks of "lpr_tree".
 

@@ -18,7 +18,7 @@ LAST_TOKEN = tl.constexpr(2147483647)
 
 @triton.jit
 def _mix32(x):
-    """`lpr.model.sampling.noise._mix32`, on uint32 words."""
+    """`lpr.model.sampling.specification._mix32`, on uint32 words."""
     x ^= x >> 17
     x *= tl.full(x.shape, 0xED5AD4BB, tl.uint32)
     x ^= x >> 11
@@ -40,7 +40,7 @@ def _minus_log1p(x):
 
 @triton.jit
 def _gumbel(key, tokens):
-    """`lpr.model.sampling.noise.gumbel` of one key (uint32) and a block of token ids."""
+    """`lpr.model.sampling.specification.gumbel` of one key (uint32) and a block of token ids."""
     bits = _mix32(tokens.to(tl.uint32) ^ key)
     bits = _mix32(bits ^ (key * tl.full(bits.shape, 0x85EBCA6B, tl.uint32)))
     uniform = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2^-32

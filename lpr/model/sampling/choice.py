@@ -17,19 +17,20 @@ from functools import lru_cache
 from importlib import import_module
 
 import torch
+from torch import Tensor
 
 from lpr import native
 from lpr.config import SamplingParams
 from lpr.core.recycle import MAX_SCORE, SCORE_STEPS
 from lpr.model.failures import first_line
 from lpr.model.sampling import in_cpp, specification
-from lpr.model.sampling.noise import gumbel
 from lpr.model.sampling.selection import Selection
+from lpr.model.sampling.specification import gumbel
 
 logger = logging.getLogger(__name__)
 
 
-def choose(logits: torch.Tensor, selection: Selection, fixed_shapes: bool = False) -> torch.Tensor:
+def choose(logits: Tensor, selection: Selection, fixed_shapes: bool = False) -> Tensor:
     """The next token [n] int64 of every row of `logits` [n, V], or a code below 0 (see lpr.core.accept).
 
     `fixed_shapes` uses only operators whose shapes depend on no value, which a graph can hold.
@@ -40,7 +41,7 @@ def choose(logits: torch.Tensor, selection: Selection, fixed_shapes: bool = Fals
     return chosen
 
 
-def pick(logits: torch.Tensor, selection: Selection, fixed_shapes: bool = False) -> torch.Tensor:
+def pick(logits: Tensor, selection: Selection, fixed_shapes: bool = False) -> Tensor:
     """The argmax [n] int64 of tempered, limited, noised logits [n, V]; NOT_A_NUMBER where there is no such thing."""
     on_cpu = logits.device.type == "cpu" and not fixed_shapes
     if on_cpu and not selection.sampled:
@@ -50,9 +51,7 @@ def pick(logits: torch.Tensor, selection: Selection, fixed_shapes: bool = False)
     return pick_with_totals(logits, selection, fixed_shapes)[0]
 
 
-def pick_with_totals(
-    logits: torch.Tensor, selection: Selection, fixed_shapes: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+def pick_with_totals(logits: Tensor, selection: Selection, fixed_shapes: bool = False) -> tuple[Tensor, Tensor]:
     """As `pick`, and the totals [n] float32 of score and noise of what is chosen, NaN where there is no choice."""
     if logits.is_cuda and selection.sampled:
         return gpu_pick(logits.device)(logits, selection)
@@ -66,14 +65,14 @@ def pick_with_totals(
 
 
 @lru_cache
-def gpu_pick(device: torch.device) -> Callable[[torch.Tensor, Selection], tuple[torch.Tensor, torch.Tensor]]:
+def gpu_pick(device: torch.device) -> Callable[[Tensor, Selection], tuple[Tensor, Tensor]]:
     """The function that samples on a GPU, with totals: the kernel, if it works here, else the specification.
 
     The first call compiles and tries it, so it must not be made while a graph is captured: the self-check makes it.
     """
 
-    def by_kernel(logits: torch.Tensor, selection: Selection) -> torch.Tensor:
-        chosen: torch.Tensor = import_module(_KERNEL).choose(logits, selection)[0]
+    def by_kernel(logits: Tensor, selection: Selection) -> Tensor:
+        chosen: Tensor = import_module(_KERNEL).choose(logits, selection)[0]
         return chosen
 
     tried = (SamplingParams(temperature=0.8), SamplingParams(temperature=1.0, top_k=40, top_p=0.9, min_p=0.01))
@@ -85,10 +84,7 @@ _KERNEL = "lpr.model.kernels.sampling_kernel"
 
 
 def agrees(
-    choose: Callable[[torch.Tensor, Selection], torch.Tensor],
-    device: torch.device,
-    tried: Sequence[SamplingParams],
-    otherwise: str,
+    choose: Callable[[Tensor, Selection], Tensor], device: torch.device, tried: Sequence[SamplingParams], otherwise: str
 ) -> bool:
     """True if `choose` gives the specification's tokens on `device`; else it logs `otherwise` and the reason."""
     try:
@@ -103,7 +99,7 @@ def agrees(
         return False
 
 
-def log_probabilities(logits: torch.Tensor, chosen: torch.Tensor, count: int) -> torch.Tensor:
+def log_probabilities(logits: Tensor, chosen: Tensor, count: int) -> Tensor:
     """Of every row of `logits` [n, V] what the model itself gives its `chosen` [n] token and the `count` likeliest.
 
     Returns int32 [n, 1 + 2 count]: the bits of the chosen one's float32 log-probability, ids, the bits of theirs.
@@ -116,19 +112,19 @@ def log_probabilities(logits: torch.Tensor, chosen: torch.Tensor, count: int) ->
     return torch.cat(parts, 1)
 
 
-def candidates(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def candidates(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k most likely next tokens [n, k] int64 of every row and their scores [n, k] uint8 (see SCORE_STEPS)."""
     scores = logits.float()
     top, tokens = scores.topk(min(k, scores.shape[1]), dim=-1)
     return tokens, score_steps(top - scores.logsumexp(-1, keepdim=True))
 
 
-def score_steps(log_probs: torch.Tensor) -> torch.Tensor:
+def score_steps(log_probs: Tensor) -> Tensor:
     """Log-probabilities as uint8 scores (see SCORE_STEPS)."""
     steps = (log_probs * -SCORE_STEPS).round().nan_to_num(nan=MAX_SCORE)
     return steps.clamp(0, MAX_SCORE).to(torch.uint8)
 
 
-def four_to_a_word(scores: torch.Tensor) -> torch.Tensor:
+def four_to_a_word(scores: Tensor) -> Tensor:
     """Bytes [n, k] as int32 [n, ceil(k / 4)], as they travel."""
     return torch.nn.functional.pad(scores, (0, -scores.shape[1] % 4)).view(torch.int32)

@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lpr.config import SamplingParams
 from lpr.core.accept import NOT_A_NUMBER
@@ -37,8 +38,8 @@ def may_be_in_parts(selection: Selection, with_limits: bool = False) -> bool:
 
 
 def choose_in_part(
-    logits: torch.Tensor, selection: Selection, first: int, num_candidates: int, fixed_shapes: bool = False
-) -> torch.Tensor:
+    logits: Tensor, selection: Selection, first: int, num_candidates: int, fixed_shapes: bool = False
+) -> Tensor:
     """A rank's message: int32 [n, 2 or 3 + 2k] of its part `logits` [n, v], whose first column is token `first`.
 
     The bits of the best total, its token; with k candidates the bits of the logarithm of the sum of all weights, and of
@@ -53,7 +54,7 @@ def choose_in_part(
     return torch.cat([*columns, *_likeliest(scores, first, num_candidates)], 1)
 
 
-def _likeliest(scores: torch.Tensor, first: int, num_candidates: int) -> list[torch.Tensor]:
+def _likeliest(scores: Tensor, first: int, num_candidates: int) -> list[Tensor]:
     """The last 1 + 2k words of a row, none if k is 0: of the logarithm of all weights, k logits and their tokens."""
     if not num_candidates:
         return []
@@ -65,9 +66,7 @@ def _likeliest(scores: torch.Tensor, first: int, num_candidates: int) -> list[to
     return [sums.view(torch.int32), top.contiguous().view(torch.int32), tokens.int()]
 
 
-def choose_among_parts(
-    parts: torch.Tensor, selection: Selection, num_candidates: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def choose_among_parts(parts: Tensor, selection: Selection, num_candidates: int) -> tuple[Tensor, Tensor, Tensor]:
     """From int32 [ranks, n, words] of `choose_in_part`: as `choice.pick` and `choice.candidates` of whole rows.
 
     The tokens [n] int64, and the candidates [n, k] int64 with their scores [n, k] uint8; k can be 0.
@@ -81,7 +80,7 @@ def choose_among_parts(
     return torch.where(broken, NOT_A_NUMBER, chosen), *_likeliest_of_all(parts[..., 2:], num_candidates)
 
 
-def _likeliest_of_all(words: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _likeliest_of_all(words: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """From int32 [ranks, n, 1 + 2k] of `_likeliest`: the k candidates [n, k] int64 and their scores uint8."""
     sums, top = (words[..., at : at + width].contiguous().view(torch.float32) for at, width in ((0, 1), (1, k)))
     top, place = _side_by_side(top).topk(k, dim=-1)
@@ -89,7 +88,7 @@ def _likeliest_of_all(words: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.
     return found, score_steps(top - sums.logsumexp(0) if k else top)
 
 
-def _side_by_side(parts: torch.Tensor) -> torch.Tensor:
+def _side_by_side(parts: Tensor) -> Tensor:
     """[ranks, n, w] as [n, ranks * w]."""
     return parts.transpose(0, 1).flatten(1)
 
@@ -97,9 +96,7 @@ def _side_by_side(parts: torch.Tensor) -> torch.Tensor:
 # With limits.
 
 
-def list_in_part(
-    logits: torch.Tensor, selection: Selection, first: int, num_candidates: int, length: int = LENGTH
-) -> torch.Tensor:
+def list_in_part(logits: Tensor, selection: Selection, first: int, num_candidates: int, length: int = LENGTH) -> Tensor:
     """A rank's first message: int32 [n, 3 * length + TOP_K (+ 1 + 2k)] of its part `logits` [n, v].
 
     Scores, tokens and totals of `find_winners`, its largest scores by temperature, and its likeliest tokens.
@@ -114,9 +111,7 @@ def list_in_part(
     return torch.cat([*columns, *_likeliest(scores, first, num_candidates)], 1)
 
 
-def weigh_in_part(
-    logits: torch.Tensor, selection: Selection, first: int, parts: torch.Tensor, length: int = LENGTH
-) -> torch.Tensor:
+def weigh_in_part(logits: Tensor, selection: Selection, first: int, parts: Tensor, length: int = LENGTH) -> Tensor:
     """A rank's second message: int32 [n, 2m + 2], the bits of `weigh`'s float64 for the m listed tokens, and of all."""
     listed, kept, top = _listed(parts, selection, length)
     before, whole = _kernels().weigh(logits, selection.from_token(first), listed, kept, top)
@@ -124,8 +119,8 @@ def weigh_in_part(
 
 
 def choose_within_limits(
-    parts: torch.Tensor, weights: torch.Tensor, selection: Selection, num_candidates: int, length: int = LENGTH
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    parts: Tensor, weights: Tensor, selection: Selection, num_candidates: int, length: int = LENGTH
+) -> tuple[Tensor, Tensor, Tensor]:
     """As `choose_among_parts`, from what the ranks sent first and then, int32 [ranks, n, words] each."""
     (scores, tokens, totals), kept, top = _listed(parts, selection, length)
     sums = weights.contiguous().view(torch.float64)
@@ -153,9 +148,7 @@ def _kernels() -> Any:
     return import_module("lpr.model.kernels.sampling_kernel")
 
 
-def _listed(
-    parts: torch.Tensor, selection: Selection, length: int
-) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor, torch.Tensor]:
+def _listed(parts: Tensor, selection: Selection, length: int) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
     """The lists of all parts [n, m], scores, tokens and totals; the score [n] that top-k keeps, and the largest."""
     words = [_side_by_side(each) for each in parts[..., : 3 * length + TOP_K].split([length] * 3 + [TOP_K], -1)]
     scores, totals, scaled = (words[at].contiguous().view(torch.float32) for at in (0, 2, 3))
@@ -166,13 +159,13 @@ def _listed(
 
 
 def choose_by_parts(
-    logits: torch.Tensor,
+    logits: Tensor,
     selection: Selection,
     first: int,
-    gather: Callable[[torch.Tensor], torch.Tensor],
+    gather: Callable[[Tensor], Tensor],
     num_candidates: int,
     fixed_shapes: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """As `choose_among_parts`, by all ranks that `gather` int32 [n, w] to [ranks, n, w]."""
     if not selection.filtered:
         parts = gather(choose_in_part(logits, selection, first, num_candidates, fixed_shapes))
@@ -187,7 +180,7 @@ def limits_work(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
 
-    def by_two(logits: torch.Tensor, selection: Selection) -> torch.Tensor:
+    def by_two(logits: Tensor, selection: Selection) -> Tensor:
         edges = ((0, 600), (600, 1000))
         parts = torch.stack([list_in_part(logits[:, a:b], selection, a, 0) for a, b in edges])
         weights = torch.stack([weigh_in_part(logits[:, a:b], selection, a, parts) for a, b in edges])

@@ -2,13 +2,9 @@
 
 A processor is any callable `(input_ids [1, L] int64, scores [1, V] float32) -> scores [1, V]`, such as those of
 transformers. A node's `input_ids` are its path: the committed tokens and the nodes from the root down to it. Only nodes
-on the path that the choices follow are processed, from the root downwards, one call each; every node would take up to
-184 calls a step. With one rank a processor is called once per emitted token and in order, and may keep a state. With
-several, each rank processes the nodes of its shard, so a processor must be a function of its arguments.
-
-The other nodes keep the choice of the unprocessed logits as a guess for the Jacobi window. A rank that leaves the path,
-because its logits differ from the owner's in a last bit, reports guesses below that node, and `accept` stops there: a
-shorter step, the same tokens.
+on the path that the choices follow are processed, from the root downwards, one call each; the others keep the choice of
+the unprocessed logits as a guess. With one rank a processor is called once per emitted token and in order, and may keep
+a state. With several, each rank processes the nodes of its shard, so a processor must be a function of its arguments.
 """
 
 from __future__ import annotations
@@ -19,19 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import (
-    ForcedBOSTokenLogitsProcessor,
-    ForcedEOSTokenLogitsProcessor,
-    InfNanRemoveLogitsProcessor,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensAtBeginLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-)
+from torch import Tensor
+from transformers.generation import logits_process as stock
 
 from lpr.config import SamplingParams
 from lpr.core.accept import NOT_A_NUMBER, PROCESSOR_FAILED, as_guess
@@ -39,8 +24,8 @@ from lpr.model.failures import first_line
 from lpr.model.sampling.grammar import Grammar
 from lpr.model.transfer import to_device
 
-Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-Pick = Callable[[torch.Tensor, np.ndarray], torch.Tensor]
+Processor = Callable[[Tensor, Tensor], Tensor]
+Pick = Callable[[Tensor, np.ndarray], Tensor]
 """`pick(scores [m, V], rows [m])` chooses the next tokens [m] int64 of rows of the step, or NOT_A_NUMBER."""
 
 NOTHING_LEFT = "the logits processors left no token to choose"
@@ -50,7 +35,6 @@ class Processors:
     """The processors of one request, in the order in which they are applied, and what went wrong in them."""
 
     def __init__(self, functions: Sequence[Processor]) -> None:
-        """Apply `functions` one after the other."""
         self.functions = tuple(functions)
         self.failure: str | None = None
         """One line on why the last failed node failed, on the rank that evaluated it."""
@@ -60,7 +44,7 @@ class Processors:
         """True if one call for many paths of equal length gives the results of a call each."""
         return all(is_row_by_row(function) for function in self.functions)
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor | None:
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor | None:
         """The processed scores [m, V] after paths [m, L], or None if a processor failed; m is 1 unless row by row."""
         shape = scores.shape
         for function in self.functions:
@@ -70,8 +54,8 @@ class Processors:
             except Exception as failure:  # users' code: anything can come, and it concerns this request only
                 self.failure = f"logits processor {name} failed: {type(failure).__name__}: {first_line(failure)}"[:300]
                 return None
-            if not isinstance(scores, torch.Tensor) or scores.shape != shape:
-                got = list(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
+            if not isinstance(scores, Tensor) or scores.shape != shape:
+                got = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
                 self.failure = f"logits processor {name} failed: it returned {got} for scores {list(shape)}"
                 return None
         return scores
@@ -89,16 +73,17 @@ class Processors:
         """The processors of `params`, then `more`, in the order of transformers' `generate`; None if there are none."""
         functions: list[Processor] = []
         if params.repetition_penalty != 1.0:
-            functions.append(RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty)))
+            functions.append(stock.RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty)))
         if params.no_repeat_ngram_size:
-            functions.append(NoRepeatNGramLogitsProcessor(params.no_repeat_ngram_size))
+            functions.append(stock.NoRepeatNGramLogitsProcessor(params.no_repeat_ngram_size))
         if params.presence_penalty or params.frequency_penalty:
             functions.append(OutputPenalty(num_prompt, params.presence_penalty, params.frequency_penalty))
         if params.logit_bias:
             functions.append(LogitBias(params.logit_bias, device))
         if params.min_new_tokens and stop_ids:
             ids = to_device(np.array(sorted(stop_ids), np.int64), device)
-            functions.append(MinNewTokensLengthLogitsProcessor(num_prompt, params.min_new_tokens, ids, str(device)))
+            least = params.min_new_tokens
+            functions.append(stock.MinNewTokensLengthLogitsProcessor(num_prompt, least, ids, str(device)))
         if params.grammar:
             functions.append(Grammar(params.grammar, num_prompt, tokenizer))
         functions.extend(more)
@@ -111,12 +96,11 @@ class OutputPenalty:
     """Penalties for what the output holds already, as OpenAI's API defines them (the prompt does not count)."""
 
     def __init__(self, num_prompt: int, presence: float, frequency: float) -> None:
-        """For a request whose first `num_prompt` tokens are the prompt."""
         self.num_prompt = num_prompt
         self.presence = presence
         self.frequency = frequency
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores [m, V] after paths `input_ids` [m, L]."""
         num_rows, vocabulary = scores.shape
         output = input_ids[:, self.num_prompt :].clamp(max=vocabulary)  # what the model cannot say: a spare column
@@ -126,14 +110,13 @@ class OutputPenalty:
 
 
 class Forced:
-    """Leaves one token to choose at each place of a text that is known."""
+    """Leaves one token to choose at each place of an output that begins with `ids`."""
 
     def __init__(self, ids: Sequence[int], num_prompt: int) -> None:
-        """The output behind `num_prompt` tokens begins with `ids`."""
         self.ids = ids
         self.num_prompt = num_prompt
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores [m, V] after paths `input_ids` [m, L]."""
         place = input_ids.shape[1] - self.num_prompt
         if place >= len(self.ids):
@@ -147,31 +130,25 @@ class LogitBias:
     """Adds a bias to the logits of some tokens."""
 
     def __init__(self, pairs: Sequence[tuple[int, float]], device: torch.device) -> None:
-        """Pairs of a token id and its bias."""
         self.ids = to_device(np.array([token for token, _ in pairs], np.int64), device)
         self.biases = to_device(np.array([bias for _, bias in pairs], np.float32), device)
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Scores [m, V] after any paths."""
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores [m, V] after paths `input_ids` [m, L]."""
         return scores.index_add(1, self.ids, self.biases.to(scores.dtype).expand(len(scores), -1))
 
 
-ROW_BY_ROW: frozenset[type] = frozenset(
-    {
-        Forced, ForcedBOSTokenLogitsProcessor, ForcedEOSTokenLogitsProcessor, InfNanRemoveLogitsProcessor, LogitBias,
-        MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor, NoBadWordsLogitsProcessor,
-        NoRepeatNGramLogitsProcessor, OutputPenalty, RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor,
-        SuppressTokensAtBeginLogitsProcessor, SuppressTokensLogitsProcessor,
-    }
+_STOCK = (
+    "ForcedBOSToken", "ForcedEOSToken", "InfNanRemove", "MinLength", "MinNewTokensLength", "NoBadWords",
+    "NoRepeatNGram", "RepetitionPenalty", "SequenceBias", "SuppressTokensAtBegin", "SuppressTokens",
 )  # fmt: skip
+ROW_BY_ROW = {Forced, LogitBias, OutputPenalty, *(getattr(stock, f"{name}LogitsProcessor") for name in _STOCK)}
 """Processors, of exactly these types, that keep no state of the text and compute each row element by element."""
 
 
 def is_row_by_row(function: Processor) -> bool:
     """True for the types in ROW_BY_ROW, unless an ignored length per row of a batch makes the rows unlike."""
-    return type(function) in ROW_BY_ROW and not isinstance(
-        getattr(function, "prompt_ignore_length", None), torch.Tensor
-    )
+    return type(function) in ROW_BY_ROW and not isinstance(getattr(function, "prompt_ignore_length", None), Tensor)
 
 
 @dataclass
@@ -188,7 +165,7 @@ class ProcessorPath:
     node_parents: Sequence[int]
     """Their parents, as indices into `node_tokens`; parents come first."""
 
-    def follow(self, logits: torch.Tensor, chosen: torch.Tensor, pick: Pick) -> None:
+    def follow(self, logits: Tensor, chosen: Tensor, pick: Pick) -> None:
         """Replace this sequence's part of `chosen` [n] by processed choices; `logits` are the step's [n, V].
 
         On a device for which the host would wait, all nodes are chosen for where the processors permit it.
@@ -199,7 +176,7 @@ class ProcessorPath:
             self.processors.failure = None
         self.walk(logits, chosen, pick)
 
-    def choose_all(self, logits: torch.Tensor, chosen: torch.Tensor, pick: Pick) -> bool:
+    def choose_all(self, logits: Tensor, chosen: Tensor, pick: Pick) -> bool:
         """Processed choices for every node, by one call for each depth, without waiting; False if a processor failed.
 
         Which one failed, and whether on the path, is for `walk` to say.
@@ -214,7 +191,7 @@ class ProcessorPath:
         nodes, committed, rest = words.split([len(order), len(self.tokens), len(flat)])
         scores = logits[self.start : self.start + len(order)].index_select(0, nodes).float()
         depths = [len(paths[node]) for node in order]
-        processed: list[torch.Tensor] = []
+        processed: list[Tensor] = []
         for depth in range(depths[-1] + 1):
             count, above = depths.count(depth), sum(len(each) for each in processed)
             below, rest = rest[: count * depth].view(count, depth), rest[count * depth :]
@@ -233,7 +210,7 @@ class ProcessorPath:
         mine.index_copy_(0, nodes, codes)
         return True
 
-    def walk(self, logits: torch.Tensor, chosen: torch.Tensor, pick: Pick) -> None:
+    def walk(self, logits: Tensor, chosen: Tensor, pick: Pick) -> None:
         """Processed choices along their own path, guesses elsewhere; each call of `pick` waits for the device."""
         mine = chosen[self.start : self.start + len(self.node_tokens)]
         broken = mine == NOT_A_NUMBER

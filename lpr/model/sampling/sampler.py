@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from lpr.model.inputs import Row
 from lpr.model.sampling.choice import candidates, choose, four_to_a_word, log_probabilities
@@ -32,9 +33,7 @@ class Sampler:
         """True if every rank chooses among its own part of the logits."""
         return self.part is not None and may_be_in_parts(selection, self._limits_in_parts)
 
-    def results(
-        self, logits: torch.Tensor, selection: Selection, num_candidates: int, fixed_shapes: bool = False
-    ) -> torch.Tensor:
+    def results(self, logits: Tensor, selection: Selection, num_candidates: int, fixed_shapes: bool = False) -> Tensor:
         """Int32 [n, result_words(k)] of `logits` [n, V]: next token, k candidates, and their k scores, four a word.
 
         Behind them is what `log_probabilities` returns, if the selection asks for it. `fixed_shapes` asks for operators

@@ -1,11 +1,14 @@
-"""The specification of a choice, in operators of fixed shapes: for devices without a kernel, and for the tests."""
+"""The specification of a choice, in operators of fixed shapes: for devices without a kernel, and for the tests.
+
+Its noise is a pure function of (seed, position, token id), from the same integers on every device.
+"""
 
 from __future__ import annotations
 
 import torch
 
 from lpr.core.accept import NOT_A_NUMBER
-from lpr.model.sampling.noise import gumbel
+from lpr.core.noise_keys import MASK32, ROUNDS
 from lpr.model.sampling.selection import Selection
 
 
@@ -51,3 +54,22 @@ def limit(scaled: torch.Tensor, selection: Selection) -> torch.Tensor:
     keep &= probs >= selection.min_p[:, None] * probs[:, :1]
     allowed = torch.zeros_like(keep).scatter(1, index, keep)
     return scaled.masked_fill(~allowed, float("-inf"))
+
+
+def _mix32(x: torch.Tensor) -> torch.Tensor:
+    """`mix32` of 32-bit values held in int64: a product that wraps keeps its low 32 bits."""
+    for shift, multiplier in ROUNDS:
+        x = x ^ (x >> shift)
+        x = (x * multiplier) & MASK32
+    return x ^ (x >> 14)
+
+
+def gumbel(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel noise, float32, for int64 `keys` and token ids that broadcast against each other.
+
+    Two hash rounds with the key folded in between decorrelate the rows of neighbouring keys. With v uniform in (0, 1),
+    -log(v) is exponential; log1p keeps its small values, which decide the maximum, exact in float32.
+    """
+    bits = _mix32(_mix32(tokens ^ keys) ^ ((keys * 0x85EBCA6B) & MASK32))
+    uniform = (bits.to(torch.float32) + 0.5) * 2.0**-32
+    return -torch.log(-torch.log1p(-uniform.clamp_max(1.0 - 2.0**-24)))

@@ -44,8 +44,8 @@ def simulate_mesh(arrivals: Arrivals, policy: Policy, scheduler: Scheduler[SimRe
 
 def _step(scheduler: Scheduler[SimRequest], policy: Policy, now: float) -> tuple[float, list[SimRequest]]:
     """A step that begins at `now`: its seconds, and the requests that end with it."""
-    while (admission := scheduler.admit()) is not None:
-        admission.request.num_computed_tokens = list(admission.num_computed_tokens)
+    while (admitted := scheduler.admit()) is not None:
+        admitted[0].num_computed_tokens = list(admitted[1])
     schedule = scheduler.schedule()
     scheduler.take_moves()
     if schedule.is_empty:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
@@ -24,7 +24,7 @@ KEEP_ALIVE = 10.0
 class Form:
     """The shape of an endpoint's answers, as JSON values."""
 
-    ends_with_done = True
+    ends_with_done: ClassVar[bool] = True
     """True if a stream ends with OpenAI's `[DONE]`."""
 
     def whole(self, choices: Sequence[Choice]) -> Any:

@@ -151,8 +151,8 @@ class _InfillForm(Form):
         job, usage = choice.job, choice.usage
         num_prompt, num_output = len(job.prompt_ids), len(choice.token_ids)
         begun = job.begun or job.arrived
-        prompt_ms = 1e3 * ((choice.first or begun) - begun)
-        predict_ms = 1e3 * ((choice.latest or 0.0) - (choice.first or 0.0))
+        prompt_ms = 1e3 * ((job.first or begun) - begun)
+        predict_ms = 1e3 * ((job.latest or 0.0) - (job.first or 0.0))
         num_cached = usage.num_cached if usage is not None else 0
         silent = self.body.n_predict == 0
         return {

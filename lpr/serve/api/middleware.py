@@ -183,8 +183,8 @@ class Guard:
                     if len(body) > limit:
                         raise too_large
         except TimeoutError as failure:
-            message = f"the body did not arrive within {BODY_SECONDS:g} s"
-            raise ApiError(ErrorCode.BODY_TIMEOUT, message) from failure
+            late = f"the body did not arrive within {BODY_SECONDS:g} s"
+            raise ApiError(ErrorCode.BODY_TIMEOUT, late) from failure
         _check_text(bytes(body))
         pending = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 

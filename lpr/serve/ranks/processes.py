@@ -54,7 +54,7 @@ class Ranks:
         )
 
     async def wait(self) -> int:
-        """Return the exit code once they have ended."""
+        """Return the exit code once all have ended; below 0: the signal that ended them."""
         assert self._process is not None
         return await self._process.wait()
 
