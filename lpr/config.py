@@ -45,7 +45,8 @@ def _struct_of(kind: type) -> type[msgspec.Struct]:
 
 def validate(config: Any) -> None:
     """Convert the fields of a frozen dataclass to their annotated types; raises InputError that names the field."""
-    struct = _struct_of(type(config))
+    kind: Any = type(config)
+    struct = _struct_of(kind)
     values = {name: _plain(getattr(config, name)) for name in struct.__struct_fields__}
     try:
         found = msgspec.convert(values, struct)

@@ -251,5 +251,5 @@ def kept_shapes(model: PreTrainedModel, input_ids: torch.Tensor) -> list[tuple[i
     """Heads, key size and value size of each layer that keeps K/V, as one forward over `input_ids` shows them."""
     cache = DynamicCache()
     model(input_ids=input_ids, past_key_values=cache, use_cache=True)
-    kept = [layer for layer in cache.layers if layer.keys is not None]
+    kept: list[Any] = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
     return [(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in kept]
