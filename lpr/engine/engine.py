@@ -21,7 +21,6 @@ from lpr.config import DecodeConfig, InputError, SamplingParams, TreeSizes
 from lpr.core.step_times import StepTimes
 from lpr.core.suffix_index import END
 from lpr.dist.comm import Comm, agree, is_driver
-from lpr.engine import handover
 from lpr.engine.commands import Configure, Costs, Drain, Learn
 from lpr.engine.driver import Driver
 from lpr.engine.hooks import StepHooks
@@ -71,7 +70,7 @@ class Engine:
         self.model = self.replica.model
         membership = self.comm.membership
         if membership is not None and membership.is_newcomer and (state := membership.await_welcome()) is not None:
-            self.replica.resume(handover.decode(state))
+            self.replica.resume(state)
             return
         if self.replica.start_times.given is not None:
             self.driver.post(Costs(self.replica.start_times.given.to_json(), given=True))
@@ -95,11 +94,10 @@ class Engine:
         if one cannot load.
         """
         options = replace(options or EngineOptions(), **overrides)
-        loaded, failure = None, None
+        loaded = failure = tp = None
+        if comm is not None and comm.tp_mesh is not None:
+            tp = TensorParallel(comm.tp_mesh, options.tp_backend)
         try:
-            tp = None
-            if comm is not None and comm.tp_mesh is not None:
-                tp = TensorParallel(comm.tp_mesh, options.tp_backend)
             loaded = load(str(path_or_hub_id), options.dtype, options.device, tp)
         except InputError as error:
             failure = str(error)
@@ -122,8 +120,6 @@ class Engine:
     ) -> Engine:
         """An engine for a model in memory, which is switched to tree attention; else as `from_pretrained`."""
         return cls(wrap(model, tokenizer), decode, replace(options or EngineOptions(), **overrides), comm=comm)
-
-    # The whole way.
 
     def generate(
         self,
@@ -169,8 +165,6 @@ class Engine:
                 yield from request.take()
         finally:
             self.abort(request)
-
-    # Step by step.
 
     def submit(
         self,
@@ -227,7 +221,7 @@ class Engine:
         return encode_prompt(prompt, self.tokenizer, self.model.vocab_size)
 
     def abort(self, request: Request) -> None:
-        """Drop an unfinished request after the running step, on all ranks; a finished one is left as it is."""
+        """Drop a request after the running step, on all ranks; a finished one is left as it is."""
         if request.finish_reason is None and not self.is_stopped:
             self.driver.post(Abort(request.id))
 
@@ -268,8 +262,6 @@ class Engine:
         """
         self._require_idle("configure")
         self.driver.post_and_wait(Configure(decode, keep_drafts))
-
-    # Learned outputs.
 
     def learn(self, *documents: Sequence[int]) -> None:
         """Let further requests draft from outputs, as if they had just been decoded."""
@@ -319,8 +311,6 @@ class Engine:
     def _require_idle(self, name: str) -> None:
         if not self.is_idle:
             raise RuntimeError(f"{name} needs an engine without requests")
-
-    # State.
 
     @property
     def hooks(self) -> StepHooks:

@@ -138,7 +138,10 @@ class Scheduler(Generic[R]):
         filling: list[Fill[R]] = []
         for request, wanted in zip(self.running, self.placement.wanted, strict=True):
             counts, most = [0] * limits.num_ranks, limits.prefill_chunk
-            if request.num_pending - 1 <= limits.longest_chain or self._fill_up(request, counts, room):
+            if request.num_pending - 1 <= limits.longest_chain or (
+                fill(request, request.homes, counts, room, most) == 0
+                and (limits.packed or self.placement.is_alone(request))  # it ends here, and a tree may follow
+            ):
                 decoding.append(request)
                 counts, most = [0] * limits.num_ranks, limits.joining
             if len(request.homes) < len(wanted):
@@ -150,11 +153,6 @@ class Scheduler(Generic[R]):
             return Schedule(*schedule)
         self._filled_last = bool(filling)
         return Schedule(decoding, filling)
-
-    def _fill_up(self, request: R, counts: list[int], room: list[int]) -> bool:
-        """Take room for the pending chain on the home ranks; True if it ends with this piece and a tree may follow."""
-        together = self.limits.packed or self.placement.is_alone(request)
-        return fill(request, request.homes, counts, room, self.limits.prefill_chunk) == 0 and together
 
     def finish(self, request: R, keep: bool = True) -> None:
         """Take its slots from a running request; with `keep`, its tokens and K/V are retained behind the others."""
