@@ -56,10 +56,9 @@ class Engine:
         *,
         comm: Comm | None = None,
     ) -> None:
-        """An engine for a loaded model.
+        """Raises InputError if the model cannot run a token tree or the cache does not fit, on every rank if on one.
 
-        Raises InputError if the model cannot run a token tree or the cache does not fit, with several ranks on every
-        rank if it is so on one, or if one has another model, tokenizer or configuration.
+        With several ranks also if one has another model, tokenizer or configuration.
         """
         decode = decode if decode is not None else DecodeConfig()
         self.comm = comm if comm is not None else Comm()
@@ -87,11 +86,10 @@ class Engine:
         comm: Comm | None = None,
         **overrides: Any,
     ) -> Engine:
-        """Load a transformers causal LM from a folder or a hub id.
+        """Load a transformers causal LM from a folder or a hub id; raises InputError, on every rank if one cannot.
 
         `overrides` are fields of EngineOptions, such as `dtype` and `device`. Where the ranks of `comm` share replicas
-        (`lpr.dist.runtime.join(..., tp=N)`), each loads its part. Raises InputError, with several ranks on all of them
-        if one cannot load.
+        (`lpr.dist.runtime.join(..., tp=N)`), each loads its part.
         """
         options = replace(options or EngineOptions(), **overrides)
         loaded = failure = tp = None

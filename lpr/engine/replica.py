@@ -22,7 +22,7 @@ from lpr.engine.commands import Command, Configure, Costs, Drain, Learn, TakeIn
 from lpr.engine.drafts import DraftIndexes
 from lpr.engine.exchange import Exchange
 from lpr.engine.hooks import StepHooks
-from lpr.engine.limits import SHORTEST_FILL, Limits
+from lpr.engine.limits import ANY_NUMBER, SHORTEST_FILL, Limits
 from lpr.engine.options import EngineOptions
 from lpr.engine.prepare import longest_sequence, prepare
 from lpr.engine.request import Outcome, Request
@@ -230,8 +230,10 @@ class Replica:
         self.decode, self.sizes = decode, sizes
         if not keep_drafts or self.drafts.capacity_tokens != sizes.trie_capacity:
             self.drafts = DraftIndexes(sizes.trie_capacity)
-        packed, retains = self.model.packed, self.options.prefix_reuse
-        self.scheduler = Scheduler(Limits.of(decode, sizes, self.comm.size, packed, retains))
+        most_homes = ANY_NUMBER if decode.home_ranks == "auto" else decode.home_ranks
+        how = self.model.packed, self.options.prefix_reuse, most_homes
+        limits = decode.max_batch_size, self.comm.size, decode.prefill_chunk, sizes.num_nodes
+        self.scheduler = Scheduler(Limits(*limits, *how))
         # A mesh that can shrink may leave whole trees to one rank, and must not move its K/V then.
         fewest = self.comm.size if self.comm.membership is None else 1
         cache = decode.max_batch_size, self.max_length, sizes.evaluated_capacity(fewest), self.like

@@ -105,8 +105,11 @@ class Scheduler(Generic[R]):
         if request is None or len(self.running) >= self.capacity:
             return None
         own, wanted = self.placement.plan(request)
-        if not self._is_allowed(request, own, wanted):
-            return None
+        if targets is not None:  # all that share its ranks keep their time per token
+            others = [each for each, ranks in zip(self.running, wanted, strict=True) if not set(ranks).isdisjoint(own)]
+            batch = 1 + max(sum(rank in ranks for ranks in wanted) for rank in own)
+            if not targets.allow([request, *others], batch, len(own)):
+                return None
         computed = self.placement.admit(request, own, wanted)
         if computed is None:
             return None
@@ -114,14 +117,6 @@ class Scheduler(Generic[R]):
         self.num_queries += len(request.tokens)
         self.num_hits += min(computed[rank] for rank in request.homes)
         return request, computed
-
-    def _is_allowed(self, request: R, own: Sequence[int], wanted: Sequence[Sequence[int]]) -> bool:
-        """True if a request and those that share its ranks keep their time per token."""
-        if self.limits.targets is None:
-            return True
-        others = [each for each, ranks in zip(self.running, wanted, strict=True) if not set(ranks).isdisjoint(own)]
-        batch = 1 + max(sum(rank in ranks for ranks in wanted) for rank in own)
-        return self.limits.targets.allow([request, *others], batch, len(own))
 
     def schedule(self) -> Schedule[R]:
         """What the running requests do in the next step.
