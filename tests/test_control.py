@@ -252,7 +252,7 @@ def test_mutant_stale_keys_and_values(model: PreTrainedModel, monkeypatch: pytes
 
     def wrong(self: Scheduler[Request]) -> Any:
         found = admit(self)
-        return found and replace(found, num_computed_tokens=[len(found.request.tokens) - 1] * self.limits.num_ranks)
+        return found and (found[0], [len(found[0].tokens) - 1] * self.limits.num_ranks)
 
     engine = Engine.from_model(model, decode=DECODE)
     right = engine.generate(PROMPTS[1:2], LONG)[0].token_ids

@@ -18,13 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import (
-    DynamicCache,
-    GenerationMixin,
-    LogitsProcessorList,
-    PreTrainedModel,
-    StoppingCriteriaList,
-)
+from transformers import DynamicCache, GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 
 from lpr.config import DecodeConfig, InputError
@@ -39,8 +33,7 @@ class HandOver:
 
     `generate` reads the signature of a callable `custom_generate`, and passes on those of its remaining keyword
     arguments that its own sampling loop does not have. It has removed `streamer`, `tokenizer` and `assistant_model`
-    before: a streamer would get the prompt and never the rest. So whenever `generate` reads the signature, they are put
-    back among the remaining arguments, under names that the sampling loop does not have. transformers is not changed.
+    before. So whenever it reads the signature, they are put back, under names that the sampling loop does not have.
     """
 
     def __get__(self, instance: Lookahead | None, owner: type) -> inspect.Signature | None:
@@ -279,12 +272,8 @@ class EngineCache:
 
 def attention_configs(model: PreTrainedModel) -> list[Any]:
     """The configs that choose the attention of the model's parts, each once."""
-    found: dict[int, Any] = {}
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if hasattr(config, "_attn_implementation_internal"):
-            found[id(config)] = config
-    return list(found.values())
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    return list({id(each): each for each in configs if hasattr(each, "_attn_implementation_internal")}.values())
 
 
 def _set_attention(configs: Sequence[Any], names: Sequence[Any]) -> None:

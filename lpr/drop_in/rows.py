@@ -55,13 +55,8 @@ def sampling_of(config: Any, processors: Sequence[Any]) -> tuple[SamplingParams,
     if not config.do_sample:
         return SamplingParams(), list(processors), []
     rest, values = list(processors), {"temperature": 1.0}
-    chain: tuple[tuple[type, str], ...] = (
-        (MinPLogitsWarper, "min_p"),
-        (TopPLogitsWarper, "top_p"),
-        (TopKLogitsWarper, "top_k"),
-        (TemperatureLogitsWarper, "temperature"),
-    )
-    for kind, name in chain:
+    kinds = MinPLogitsWarper, TopPLogitsWarper, TopKLogitsWarper, TemperatureLogitsWarper
+    for kind, name in zip(kinds, ("min_p", "top_p", "top_k", "temperature"), strict=True):
         if rest and type(rest[-1]) is kind and _is_plain(rest[-1]):
             values[name] = getattr(rest.pop(), name)
     return SamplingParams(**values), rest, list(processors[len(rest) :])  # type: ignore[arg-type]
@@ -110,10 +105,10 @@ class OutputRow:
 
         These are the functions themselves where nothing else is to be done: some need no waiting for the device.
         """
-        alike = not self._pads.numel() and all(map(is_row_by_row, self._functions))
-        if alike and not (self.batch.keeps_scores or self.batch.keeps_logits):
+        keeps = self.batch.keeps_scores or self.batch.keeps_logits
+        if not keeps and not self._pads.numel() and all(map(is_row_by_row, self._functions)):
             return list(self._functions)
-        return [self._process] if self._functions or self.batch.keeps_scores or self.batch.keeps_logits else []
+        return [self._process] if self._functions or keeps else []
 
     def _process(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """The processed scores [1, V] after the path `input_ids` [1, L], which lacks the row's padding."""
@@ -225,14 +220,10 @@ class OutputBatch:
         count = length - self.num_prompt
         values: dict[str, Any] = {"sequences": sequences}
         ends = [(row.finished_at or length) - self.num_prompt if self.pads else count for row in self.rows]
-        if self.keeps_scores:
-            values["scores"] = _columns([row.scores[:end] for row, end in zip(self.rows, ends, strict=True)], count)
-        if self.keeps_logits:
-            values["logits"] = _columns([row.logits[:end] for row, end in zip(self.rows, ends, strict=True)], count)
+        for name, keeps in (("scores", self.keeps_scores), ("logits", self.keeps_logits)):
+            if keeps:
+                rows = [getattr(row, name)[:end] for row, end in zip(self.rows, ends, strict=True)]
+                nothing = torch.zeros_like(rows[0][0])
+                columns = ([row[i] if i < len(row) else nothing for row in rows] for i in range(count))
+                values[name] = tuple(map(torch.cat, columns))  # [B, V] each
         return GenerateDecoderOnlyOutput(**values)
-
-
-def _columns(rows: Sequence[Sequence[torch.Tensor]], count: int) -> tuple[torch.Tensor, ...]:
-    """The values [B, V] of all rows, per place; zeros behind the end of a row."""
-    nothing = torch.zeros_like(rows[0][0])
-    return tuple(torch.cat([row[i] if i < len(row) else nothing for row in rows]) for i in range(count))

@@ -7,7 +7,7 @@ all ranks forget the same ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import numpy as np
 
@@ -62,9 +62,9 @@ class DraftIndexes:
         if command.replace:
             index = self.shared = SuffixIndex(self.capacity_tokens)
         if tenant:
-            if tenant not in self.tenants and len(self.tenants) >= MOST_TENANTS:
-                return
             if tenant not in self.tenants:
+                if len(self.tenants) >= MOST_TENANTS:
+                    return
                 self.tenants = {tenant: self._new(), **self.tenants}
             index = self.tenants[tenant]
         index.insert(np.frombuffer(command.history, np.int32))
@@ -76,7 +76,7 @@ class DraftIndexes:
         index = self.tenants.get(tenant) if tenant else self.shared
         return np.array(index.history(), np.int32) if index is not None else np.empty(0, np.int32)
 
-    def of(self, tenant: str, in_use: Iterable[str] = ()) -> SuffixIndex:
+    def of(self, tenant: str, in_use: Collection[str] = ()) -> SuffixIndex:
         """A tenant's index, which now counts as used; an empty one for a new or forgotten tenant.
 
         Tenants `in_use` are not forgotten: a replica that joins must find what running requests draft from.
@@ -84,12 +84,10 @@ class DraftIndexes:
         index = self.tenants.pop(tenant, None)
         index = index if index is not None else self._new()  # an empty index is false, and may be in use
         self.tenants[tenant] = index
-        if len(self.tenants) > MOST_TENANTS:
-            kept = {tenant, *in_use}
-            forgotten = next((name for name in self.tenants if name not in kept), "")
-            if forgotten:
-                del self.tenants[forgotten]
-                self.read_to.pop(forgotten, None)
+        forgotten = next((name for name in self.tenants if name != tenant and name not in in_use), None)
+        if len(self.tenants) > MOST_TENANTS and forgotten is not None:
+            del self.tenants[forgotten]
+            self.read_to.pop(forgotten, None)
         return index
 
     def restore(self, shared: np.ndarray, tenants: Iterable[tuple[str, np.ndarray]], read_to: dict[str, str]) -> None:

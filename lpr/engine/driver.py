@@ -36,13 +36,12 @@ class Driver:
 
     def post_and_wait(self, command: Command) -> None:
         """On idle ranks that all come here: apply the driver's `command` and all before it."""
-        if is_driver(self.comm):
-            self.post(command)
-            while not self.log.is_empty:
-                self._apply(self.log.receive_idle())
-            return
-        while not any(type(each) is type(command) for each in self._apply(self.log.receive_idle())):
-            pass
+        self.post(command)
+        waits = not is_driver(self.comm)
+        while waits or not self.log.is_empty:
+            received = self.log.receive_idle()
+            self._apply(received)
+            waits = waits and not any(type(each) is type(command) for each in received)
 
     def submit(self, request: Request) -> None:
         """Submit a request that all ranks, or the driver alone, have made."""
@@ -74,7 +73,7 @@ class Driver:
         self._follow_mesh()
         self._apply(received)
 
-    def _apply(self, received: Sequence[Command]) -> Sequence[Command]:
+    def _apply(self, received: Sequence[Command]) -> None:
         newcomers: list[int] = []
         for command in received:
             if isinstance(command, TakeIn):
@@ -83,7 +82,6 @@ class Driver:
                 self.replica.apply(command)
         if newcomers:  # last, as they do not know the commands that came with theirs
             self.replica.apply(TakeIn(newcomers))
-        return received
 
     def _follow_mesh(self) -> None:
         """After a loss, go on with the ranks that are left; as the driver if this is the first of them."""

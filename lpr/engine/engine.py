@@ -21,7 +21,6 @@ from lpr.config import DecodeConfig, InputError, SamplingParams, TreeSizes
 from lpr.core.step_times import StepTimes
 from lpr.core.suffix_index import END
 from lpr.dist.comm import Comm, agree, is_driver
-from lpr.engine import handover
 from lpr.engine.commands import Configure, Costs, Drain, Learn
 from lpr.engine.driver import Driver
 from lpr.engine.hooks import StepHooks
@@ -57,10 +56,9 @@ class Engine:
         *,
         comm: Comm | None = None,
     ) -> None:
-        """An engine for a loaded model.
+        """Raises InputError if the model cannot run a token tree or the cache does not fit, on every rank if on one.
 
-        Raises InputError if the model cannot run a token tree or the cache does not fit, with several ranks on every
-        rank if it is so on one, or if one has another model, tokenizer or configuration.
+        With several ranks also if one has another model, tokenizer or configuration.
         """
         decode = decode if decode is not None else DecodeConfig()
         self.comm = comm if comm is not None else Comm()
@@ -71,7 +69,7 @@ class Engine:
         self.model = self.replica.model
         membership = self.comm.membership
         if membership is not None and membership.is_newcomer and (state := membership.await_welcome()) is not None:
-            self.replica.resume(handover.decode(state))
+            self.replica.resume(state)
             return
         if self.replica.start_times.given is not None:
             self.driver.post(Costs(self.replica.start_times.given.to_json(), given=True))
@@ -88,18 +86,16 @@ class Engine:
         comm: Comm | None = None,
         **overrides: Any,
     ) -> Engine:
-        """Load a transformers causal LM from a folder or a hub id.
+        """Load a transformers causal LM from a folder or a hub id; raises InputError, on every rank if one cannot.
 
         `overrides` are fields of EngineOptions, such as `dtype` and `device`. Where the ranks of `comm` share replicas
-        (`lpr.dist.runtime.join(..., tp=N)`), each loads its part. Raises InputError, with several ranks on all of them
-        if one cannot load.
+        (`lpr.dist.runtime.join(..., tp=N)`), each loads its part.
         """
         options = replace(options or EngineOptions(), **overrides)
-        loaded, failure = None, None
+        loaded = failure = tp = None
+        if comm is not None and comm.tp_mesh is not None:
+            tp = TensorParallel(comm.tp_mesh, options.tp_backend)
         try:
-            tp = None
-            if comm is not None and comm.tp_mesh is not None:
-                tp = TensorParallel(comm.tp_mesh, options.tp_backend)
             loaded = load(str(path_or_hub_id), options.dtype, options.device, tp)
         except InputError as error:
             failure = str(error)
@@ -122,8 +118,6 @@ class Engine:
     ) -> Engine:
         """An engine for a model in memory, which is switched to tree attention; else as `from_pretrained`."""
         return cls(wrap(model, tokenizer), decode, replace(options or EngineOptions(), **overrides), comm=comm)
-
-    # The whole way.
 
     def generate(
         self,
@@ -169,8 +163,6 @@ class Engine:
                 yield from request.take()
         finally:
             self.abort(request)
-
-    # Step by step.
 
     def submit(
         self,
@@ -227,7 +219,7 @@ class Engine:
         return encode_prompt(prompt, self.tokenizer, self.model.vocab_size)
 
     def abort(self, request: Request) -> None:
-        """Drop an unfinished request after the running step, on all ranks; a finished one is left as it is."""
+        """Drop a request after the running step, on all ranks; a finished one is left as it is."""
         if request.finish_reason is None and not self.is_stopped:
             self.driver.post(Abort(request.id))
 
@@ -268,8 +260,6 @@ class Engine:
         """
         self._require_idle("configure")
         self.driver.post_and_wait(Configure(decode, keep_drafts))
-
-    # Learned outputs.
 
     def learn(self, *documents: Sequence[int]) -> None:
         """Let further requests draft from outputs, as if they had just been decoded."""
@@ -319,8 +309,6 @@ class Engine:
     def _require_idle(self, name: str) -> None:
         if not self.is_idle:
             raise RuntimeError(f"{name} needs an engine without requests")
-
-    # State.
 
     @property
     def hooks(self) -> StepHooks:

@@ -28,9 +28,8 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
     """The command that would submit it as it is now."""
     num_cached_tokens: int
     logprobs: list[TokenLogprobs]
-    num_steps: int
-    num_fill_steps: int
-    num_nodes: int
+    stats: tuple[int, int, int, int]
+    """The counts of DecodeStats, steps to nodes."""
     counts: list[tuple[int, int, int, int]]
     """By source and depth: nodes drafted and accepted."""
     num_computed_tokens: list[int]
@@ -50,13 +49,11 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
             submit=request.submit,
             num_cached_tokens=request.num_cached_tokens,
             logprobs=request.logprobs,
-            num_steps=stats.num_steps,
-            num_fill_steps=stats.num_fill_steps,
-            num_nodes=stats.num_nodes,
+            stats=(stats.num_steps, stats.num_fill_steps, stats.num_tokens, stats.num_nodes),
             counts=[(*at, stats.drafted[at], stats.accepted[at]) for at in stats.drafted],
-            num_computed_tokens=list(request.num_computed_tokens) if request.state is not None else [],
-            slots=list(request.slots),
-            homes=list(request.homes),
+            num_computed_tokens=request.num_computed_tokens if request.state is not None else [],
+            slots=request.slots,
+            homes=request.homes,
             arrived_ms=request.arrived_ms,
             place=place,
             arrival=arrival,
@@ -65,11 +62,11 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
     def restore(self, requests: RequestTable) -> Request:
         """The request, which is open in `requests` from now on."""
         request = requests.make(self.submit)
-        stats = DecodeStats(self.num_steps, self.num_fill_steps, request.num_output, self.num_nodes)
+        stats = DecodeStats(*self.stats)
         for source, depth, drafted, accepted in self.counts:
             stats.drafted[source, depth], stats.accepted[source, depth] = drafted, accepted
         request.num_cached_tokens = self.num_cached_tokens
-        request.slots, request.homes = list(self.slots), list(self.homes)
+        request.slots, request.homes = self.slots, self.homes
         request.arrived_ms = self.arrived_ms
         request.resume(stats, self.logprobs)
         requests.open[request.id] = request
@@ -134,13 +131,3 @@ def resume(
     if scheduler.limits.targets is not None:
         scheduler.limits.targets.now = state.now
     return [(request, each.num_computed_tokens) for request, each in zip(running, state.running, strict=True)]
-
-
-def encode(state: State) -> bytes:
-    """A state as bytes (MessagePack)."""
-    return msgspec.msgpack.encode(state)
-
-
-def decode(data: bytes) -> State:
-    """The state of `encode`; raises msgspec.MsgspecError for anything else."""
-    return msgspec.msgpack.decode(data, type=State)

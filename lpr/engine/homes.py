@@ -63,10 +63,8 @@ def choose(requests: Sequence[Candidate], num_ranks: int, most: int) -> list[lis
     bases = base_ranks(requests, num_ranks)
     homes = [[rank] for rank in bases]
     spare = [rank for rank in range(num_ranks) if rank not in bases]
-    while spare:
-        index, rank = _widen(requests, homes, spare, most)
-        if index is None:
-            break
+    while spare and (found := _widen(requests, homes, spare, most)) is not None:
+        index, rank = found
         homes[index].append(rank)
         spare.remove(rank)
     return [sorted(each) for each in homes]
@@ -86,8 +84,7 @@ def base_ranks(requests: Sequence[Candidate], num_ranks: int) -> list[int]:
         bases[index] = rank
         loads[rank] += 1
     for _ in requests:
-        move = _balance(requests, bases, loads)
-        if move is None:
+        if (move := _balance(requests, bases, loads)) is None:
             break
         index, rank = move
         loads[bases[index]] -= 1
@@ -112,11 +109,8 @@ def _preferred(request: Candidate, loads: Sequence[int]) -> list[int]:
 def _balance(requests: Sequence[Candidate], bases: Sequence[int], loads: Sequence[int]) -> tuple[int, int] | None:
     """A request to move and its new rank, if some rank has two more than another and one of them is worth moving."""
     to = loads.index(min(loads))
-    movable = [
-        index
-        for index, rank in enumerate(bases)
-        if loads[rank] - loads[to] >= 2 and is_worth_filling(requests[index], to)
-    ]
+    crowded = [index for index, rank in enumerate(bases) if loads[rank] - loads[to] >= 2]
+    movable = [index for index in crowded if is_worth_filling(requests[index], to)]
     if not movable:
         return None
     return min(movable, key=lambda index: (-loads[bases[index]], requests[index].lacking(to), -index)), to
@@ -129,10 +123,9 @@ def is_worth_filling(request: Candidate, rank: int) -> bool:
 
 def _widen(
     requests: Sequence[Candidate], homes: Sequence[Sequence[int]], spare: Sequence[int], most: int
-) -> tuple[int | None, int]:
+) -> tuple[int, int] | None:
     """The request that gains most by one more rank, and the rank of `spare` that suits it best; None if none gains."""
-    best: tuple[bool, float, int, bool] | None = None
-    found: tuple[int | None, int] = None, 0
+    gains: list[tuple[tuple[bool, float, int, bool], tuple[int, int]]] = []
     for index, request in enumerate(requests):
         width = len(homes[index])
         gain = request.speedup(width) if width < most else 0.0
@@ -143,9 +136,8 @@ def _widen(
         if not here and request.serving and not is_worth_filling(request, rank):
             continue
         value = request.is_late(width), gain * (WORTH_LEAVING if here else 1.0), -width, bool(here)
-        if best is None or value > best:
-            best, found = value, (index, rank)
-    return found
+        gains.append((value, (index, rank)))
+    return max(gains, key=lambda each: each[0])[1] if gains else None
 
 
 def speedup(width: int, time: Callable[[float], float], nodes_per_rank: int, seen: Seen) -> float:

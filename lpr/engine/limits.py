@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from lpr.config import DecodeConfig, TreeSizes
 from lpr.engine.homes import Seen, rate, speedup, yield_of
 
 if TYPE_CHECKING:
@@ -139,13 +138,6 @@ class Limits(Generic[R]):
     speedup: Callable[[R, int], float] | None = None
     """Factor by which one more rank than so many speeds a request up; None: any rank is worth it."""
     targets: Targets[R] | None = None
-
-    @classmethod
-    def of(cls, decode: DecodeConfig, sizes: TreeSizes, num_ranks: int, packed: bool, retains: bool) -> Limits[R]:
-        """The limits of a configuration, of trees of these sizes."""
-        most_homes = ANY_NUMBER if decode.home_ranks == "auto" else decode.home_ranks
-        slots, chunk = decode.max_batch_size, decode.prefill_chunk
-        return cls(slots, num_ranks, chunk, sizes.num_nodes, packed, retains, most_homes)
 
     @property
     def is_elastic(self) -> bool:

@@ -67,7 +67,7 @@ class Placement(Generic[R]):
         return own, wanted
 
     def admit(self, request: R, own: Sequence[int], wanted: Sequence[list[int]]) -> list[int] | None:
-        """Give a request slots on its planned ranks, of which those that the others leave may have room now.
+        """Give a request slots on its planned ranks, once others have left them.
 
         Returns the leading tokens whose K/V each rank holds in the slot; None if no rank has room.
         """

@@ -48,8 +48,12 @@ def prepare(
             pack_projections(loaded.model)
         like = self_check(model)
         model.sampler.check_part(model.adapter)
-        if compiles:
-            _compile(model, like, options)
+        if compiles:  # a failure leaves steps as they were, if `options` do not ask for compiling
+            model.compile()
+            check_compiled(model, like)
+            assert model.compiled is not None
+            if options.compile == "on" and model.compiled.reason is not None:
+                raise InputError(f"this model cannot be compiled: {model.compiled.reason}")
         longest_sequence(loaded, decode)
         if is_driver(comm):
             costs = load_step_times(options.costs) if isinstance(options.costs, Path) else options.costs
@@ -91,23 +95,13 @@ def _compiles(model: TreeModel, loaded: Loaded, options: EngineOptions, comm: Co
     return wanted == "on" or (wanted == "auto" and mine and not options.exact)
 
 
-def _compile(model: TreeModel, like: KVCache, options: EngineOptions) -> None:
-    """Compile a first step. A failure leaves steps as they were; it is an InputError if `options` ask for compiling."""
-    model.compile()
-    check_compiled(model, like)
-    assert model.compiled is not None
-    if options.compile == "on" and model.compiled.reason is not None:
-        raise InputError(f"this model cannot be compiled: {model.compiled.reason}")
-
-
 def _machine(model: TreeModel, options: EngineOptions) -> dict[str, int]:
     """Digests of what decides the bits of a sum, which exact mode needs to be equal on all ranks; zeros without it."""
     heights = model.adapter.heights
     if not options.exact or heights is None:  # a failure has its own error line
         return dict.fromkeys((_KIND, _THREADS, _KERNELS), 0)
-    device = model.device
-    is_gpu = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if is_gpu else torch.backends.cpu.get_cpu_capability()
+    is_gpu = model.device.type == "cuda"
+    name = torch.cuda.get_device_name(model.device) if is_gpu else torch.backends.cpu.get_cpu_capability()
     kind = (name, torch.__version__, torch.version.cuda if is_gpu else None)
     rows = astuple(replace(heights, num_threads=None))
     return {_KIND: digest_of(repr(kind)), _THREADS: heights.num_threads or 0, _KERNELS: digest_of(repr(rows))}

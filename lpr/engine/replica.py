@@ -9,6 +9,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from typing import cast
+
+import msgspec
 
 from lpr.config import DecodeConfig, TreeSizes
 from lpr.core.step_times import StepTimes
@@ -19,7 +22,7 @@ from lpr.engine.commands import Command, Configure, Costs, Drain, Learn, TakeIn
 from lpr.engine.drafts import DraftIndexes
 from lpr.engine.exchange import Exchange
 from lpr.engine.hooks import StepHooks
-from lpr.engine.limits import SHORTEST_FILL, Limits
+from lpr.engine.limits import ANY_NUMBER, SHORTEST_FILL, Limits
 from lpr.engine.options import EngineOptions
 from lpr.engine.prepare import longest_sequence, prepare
 from lpr.engine.request import Outcome, Request
@@ -45,11 +48,7 @@ class Replica:
     """Most tokens of a sequence, prompt included."""
 
     def __init__(self, loaded: Loaded, decode: DecodeConfig, options: EngineOptions, comm: Comm) -> None:
-        """Prepare and check a loaded model on all ranks of `comm`; a Configure command makes the rest.
-
-        Raises InputError if the model cannot run a token tree, with several ranks on every rank if it is so on one, or
-        if one has another model, tokenizer or `decode`.
-        """
+        """Prepare and check a loaded model on all ranks of `comm` (`prepare`); a Configure command makes the rest."""
         self.loaded, self.options, self.comm = loaded, options, comm
         self.hooks = StepHooks()
         self.is_draining = False
@@ -57,7 +56,7 @@ class Replica:
         self.is_stopped = False
         """True if the driver has ended the job."""
         self.advanced: list[Request] = []
-        """Requests that steps or commands added something to, or that ended, until `take_advanced`."""
+        """Requests that were added to, or that ended, until `take_advanced`."""
         self.new_times: StepTimes | None = None
         """On the driver, after a step: the step times that all ranks should decide by from now on, if they differ."""
         self.sizer = Sizer(TreeSizes(), None, comm)
@@ -79,7 +78,11 @@ class Replica:
             case Learn():
                 self.drafts.learn(command)
             case Costs():
-                self._take_times(StepTimes.from_json(command.table), command.given)
+                times = StepTimes.from_json(command.table)
+                if command.given:
+                    self.start_times.times, self.start_times.follows = times, False
+                else:
+                    self.sizer.times = times
             case Configure():
                 self._configure(command.decode, command.keep_drafts)
             case TakeIn():
@@ -93,10 +96,8 @@ class Replica:
 
     def _submit(self, command: Submit) -> None:
         request = self.requests.submit(command)
-        if request.finish_reason is not None:  # the delivered tokens end it already
-            self._end(request, request.finish_reason)
-        elif self.is_draining:
-            self._end(request, "abort")
+        if request.finish_reason is not None or self.is_draining:  # the delivered tokens may end it already
+            self._end(request, request.finish_reason or "abort")
         else:
             self.scheduler.add(request)
 
@@ -112,16 +113,9 @@ class Replica:
         self._end(request, "abort")
 
     def _end(self, request: Request, reason: str) -> None:
-        """End a request between two steps."""
         request.end(reason)
         self.requests.open.pop(request.id, None)
         self.advanced.append(request)
-
-    def _take_times(self, times: StepTimes, given: bool) -> None:
-        if given:
-            self.start_times.give(times)
-        else:
-            self.sizer.times = times
 
     # A step.
 
@@ -143,13 +137,7 @@ class Replica:
         self.sizer.begin_step(schedule.decoding, schedule.filling)
         # With the length of the shared index, a rank that has learned something else is found at once.
         digest = (self.scheduler.placement.digest + len(self.drafts.shared)) % 2**64
-        plan = StepPlan(
-            decoding=schedule.decoding,
-            filling=schedule.filling,
-            digest=digest,
-            num_command_bytes=num_command_bytes,
-            sizes=self.sizes,
-        )
+        plan = StepPlan(schedule.decoding, schedule.filling, self.sizes, digest, num_command_bytes)
         result = decode_step(plan, self.model, self.exchange, self.sizer.budgets, _Hooks(self))
         num_entries: Sequence[int] = [0] * self.comm.size
         if result.outcomes:
@@ -170,9 +158,9 @@ class Replica:
 
     def update(self, schedule: Schedule[Request], outcomes: Sequence[Outcome]) -> None:
         """Feed a step's results to its requests; finished ones give their slots back."""
+        batch = schedule.decoding
         for request, _ in schedule.filling:
             request.stats.num_fill_steps += 1
-        batch = schedule.decoding
         for request, outcome in zip(batch, outcomes, strict=True):
             request.advance(outcome)
         self.advanced += batch
@@ -188,11 +176,9 @@ class Replica:
         return advanced
 
     def _new_state(self, request: Request, computed: Sequence[int]) -> SequenceState:
-        source = self.drafts.source(request, self.scheduler.running)
-        state = SequenceState(
-            *(request.tokens, request.params, self.sizes, self.comm.size, source, computed),
-            *(request.longest, request.text_stream.stop_ids),
-        )
+        source, stop_ids = self.drafts.source(request, self.scheduler.running), request.text_stream.stop_ids
+        known = request.tokens, request.params, self.sizes, self.comm.size, source, computed
+        state = SequenceState(*known, request.longest, stop_ids)
         state.homes = request.homes
         return state
 
@@ -221,7 +207,12 @@ class Replica:
     def _configure(self, decode: DecodeConfig, keep_drafts: bool) -> None:
         while True:
             try:
-                times = self._find_times(decode)
+                if self.sizer.times is not None:
+                    self.start_times.times = self.sizer.times
+                times = None
+                if decode.adaptive:
+                    limits = decode.max_nodes, longest_sequence(self.loaded, decode), decode.max_batch_size
+                    times = self.start_times.find(self.model, self.like, *limits)
                 # Sizes are those of the full mesh: lost ranks come back, and meanwhile the budget cuts trees anyway.
                 membership = self.comm.membership
                 num_ranks = membership.num_replicas if membership is not None else self.comm.size
@@ -231,15 +222,6 @@ class Replica:
             except MeshChangedError:  # on all survivors alike, which begin again
                 self.adopt_mesh()
 
-    def _find_times(self, decode: DecodeConfig) -> StepTimes | None:
-        """The step times that sizes under `decode` follow; None where sizes are fixed."""
-        if self.sizer.times is not None:
-            self.start_times.times = self.sizer.times
-        if not decode.adaptive:
-            return None
-        limits = decode.max_nodes, longest_sequence(self.loaded, decode), decode.max_batch_size
-        return self.start_times.find(self.model, self.like, *limits)
-
     def _set_up(
         self, decode: DecodeConfig, sizes: TreeSizes, times: StepTimes | None, comm: Comm, keep_drafts: bool = False
     ) -> None:
@@ -248,8 +230,10 @@ class Replica:
         self.decode, self.sizes = decode, sizes
         if not keep_drafts or self.drafts.capacity_tokens != sizes.trie_capacity:
             self.drafts = DraftIndexes(sizes.trie_capacity)
-        packed, retains = self.model.packed, self.options.prefix_reuse
-        self.scheduler = Scheduler(Limits.of(decode, sizes, self.comm.size, packed, retains))
+        most_homes = ANY_NUMBER if decode.home_ranks == "auto" else decode.home_ranks
+        how = self.model.packed, self.options.prefix_reuse, most_homes
+        limits = decode.max_batch_size, self.comm.size, decode.prefill_chunk, sizes.num_nodes
+        self.scheduler = Scheduler(Limits(*limits, *how))
         # A mesh that can shrink may leave whole trees to one rank, and must not move its K/V then.
         fewest = self.comm.size if self.comm.membership is None else 1
         cache = decode.max_batch_size, self.max_length, sizes.evaluated_capacity(fewest), self.like
@@ -267,12 +251,8 @@ class Replica:
             limits, decode = self.scheduler.limits, self.decode
             limits.join_chunk = max(SHORTEST_FILL, times.critical_length())
             targets = decode.first_token_ms or math.inf, decode.per_token_ms or math.inf
-            limits.decide_by(self._current_times, self.sizes.num_nodes // self.comm.size, *targets)
-
-    def _current_times(self) -> StepTimes:
-        times = self.sizer.times
-        assert times is not None, "sizes are not fixed"
-        return times
+            num_nodes = self.sizes.num_nodes // self.comm.size
+            limits.decide_by(lambda: cast(StepTimes, self.sizer.times), num_nodes, *targets)
 
     # The mesh.
 
@@ -291,28 +271,28 @@ class Replica:
         self._fit_mesh(self.sizer.times)
 
     def _take_in(self, newcomers: Sequence[int]) -> None:
-        """Go on together with further replicas, to which the driver hands the state."""
         membership = self.comm.membership
         assert membership is not None
         membership.take_in(newcomers)
         self.adopt_mesh()
-        membership.meet(handover.encode(self._state()) if is_driver(self.comm) else b"")
-
-    def _state(self) -> handover.State:
-        times = self.sizer.times
-        return handover.state_of(
+        if not is_driver(self.comm):
+            membership.meet(b"")
+            return
+        state = handover.state_of(
             self.scheduler,
             self.drafts,
             decode=self.decode,
             sizes=self.sizes,
-            times=times.to_json() if times is not None else None,
+            times=self.sizer.times.to_json() if self.sizer.times is not None else None,
             follows=self.start_times.follows,
             is_draining=self.is_draining,
             next_id=self.requests.next_id,
         )
+        membership.meet(msgspec.msgpack.encode(state))
 
-    def resume(self, state: handover.State) -> None:
+    def resume(self, data: bytes) -> None:
         """On a newcomer: take over the state of the others; raises InputError if there is no room for it."""
+        state = msgspec.msgpack.decode(data, type=handover.State)
         times = StepTimes.from_json(state.times) if state.times is not None else None
         self.start_times.times, self.start_times.follows = times, state.follows
         self.is_draining, self.requests.next_id = state.is_draining, state.next_id

@@ -226,8 +226,7 @@ class Request:
         """Add a step's tokens up to the end of the request; later ones are dropped."""
         tokens, path = outcome.concluded.emitted, outcome.concluded.path
         taken, self.finish_reason = self.text_stream.extend(tokens)
-        if taken < len(tokens):
-            del self.tokens[taken - len(tokens) :]
+        del self.tokens[len(self.tokens) - len(tokens) + taken :]
         self._stats.num_tokens += taken
         if self.finish_reason is None and outcome.concluded.failure is not None:
             self._fail(outcome.concluded)
@@ -269,7 +268,7 @@ class Request:
         self._unwritten.clear()
 
     def _written(self, chunk: Chunk) -> Chunk:
-        """Complete a chunk by the text of its tokens, or by all that is left if the output has ended."""
+        """Complete a chunk by the text of its tokens, or by all that is left at the end."""
         chunk.text = self.text_stream.take(len(chunk.token_ids) or None)
         chunk.start_character = self._num_characters
         self._num_characters += len(chunk.text)

@@ -105,8 +105,11 @@ class Scheduler(Generic[R]):
         if request is None or len(self.running) >= self.capacity:
             return None
         own, wanted = self.placement.plan(request)
-        if not self._is_allowed(request, own, wanted):
-            return None
+        if targets is not None:  # all that share its ranks keep their time per token
+            others = [each for each, ranks in zip(self.running, wanted, strict=True) if not set(ranks).isdisjoint(own)]
+            batch = 1 + max(sum(rank in ranks for ranks in wanted) for rank in own)
+            if not targets.allow([request, *others], batch, len(own)):
+                return None
         computed = self.placement.admit(request, own, wanted)
         if computed is None:
             return None
@@ -114,14 +117,6 @@ class Scheduler(Generic[R]):
         self.num_queries += len(request.tokens)
         self.num_hits += min(computed[rank] for rank in request.homes)
         return request, computed
-
-    def _is_allowed(self, request: R, own: Sequence[int], wanted: Sequence[Sequence[int]]) -> bool:
-        """True if a request and those that share its ranks keep their time per token."""
-        if self.limits.targets is None:
-            return True
-        others = [each for each, ranks in zip(self.running, wanted, strict=True) if not set(ranks).isdisjoint(own)]
-        batch = 1 + max(sum(rank in ranks for ranks in wanted) for rank in own)
-        return self.limits.targets.allow([request, *others], batch, len(own))
 
     def schedule(self) -> Schedule[R]:
         """What the running requests do in the next step.
@@ -138,7 +133,10 @@ class Scheduler(Generic[R]):
         filling: list[Fill[R]] = []
         for request, wanted in zip(self.running, self.placement.wanted, strict=True):
             counts, most = [0] * limits.num_ranks, limits.prefill_chunk
-            if request.num_pending - 1 <= limits.longest_chain or self._fill_up(request, counts, room):
+            if request.num_pending - 1 <= limits.longest_chain or (
+                fill(request, request.homes, counts, room, most) == 0
+                and (limits.packed or self.placement.is_alone(request))  # it ends here, and a tree may follow
+            ):
                 decoding.append(request)
                 counts, most = [0] * limits.num_ranks, limits.joining
             if len(request.homes) < len(wanted):
@@ -150,11 +148,6 @@ class Scheduler(Generic[R]):
             return Schedule(*schedule)
         self._filled_last = bool(filling)
         return Schedule(decoding, filling)
-
-    def _fill_up(self, request: R, counts: list[int], room: list[int]) -> bool:
-        """Take room for the pending chain on the home ranks; True if it ends with this piece and a tree may follow."""
-        together = self.limits.packed or self.placement.is_alone(request)
-        return fill(request, request.homes, counts, room, self.limits.prefill_chunk) == 0 and together
 
     def finish(self, request: R, keep: bool = True) -> None:
         """Take its slots from a running request; with `keep`, its tokens and K/V are retained behind the others."""

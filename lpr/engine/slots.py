@@ -18,7 +18,6 @@ from lpr.engine.limits import Schedulable
 CONTINUED = 0.5
 """A retained prefix is continued in its own slot if a new prompt shares at least this part of it; else it is copied."""
 
-
 H = TypeVar("H", bound=Schedulable)
 
 
@@ -113,7 +112,7 @@ class RankSlots(Generic[H]):
         self._retained.clear()
 
     def _exchange(self, source: int, slot: int) -> list[SlotMove]:
-        """Bring the prefix that slot `source` retains to `slot`, where it will be continued."""
+        """Bring the prefix that slot `source` retains to `slot`."""
         prefix, other = self._retained.pop(source), self._retained.pop(slot, None)
         if source == slot:
             return []
@@ -144,7 +143,7 @@ class RankSlots(Generic[H]):
         best, longest = None, 0
         slots = [*self._retained, *range(len(self.running))] if self.retains else []
         for slot in slots:
-            holder: Prefix | H = self._retained[slot] if slot in self._retained else self.running[slot]
+            holder: Prefix | H = self._retained.get(slot) or self.running[slot]
             if holder.tenant != tenant:  # reuse shows in the time to the first token
                 continue
             length = min(num_shared(holder.tokens, tokens), self.computed_at(slot))

@@ -39,10 +39,6 @@ class StartTimes:
         """The file that keeps them; None if they were not measured."""
         self._comm = comm
 
-    def give(self, times: StepTimes) -> None:
-        """Decide by the user's times for good."""
-        self.times, self.follows = times, False
-
     def find(self, model: TreeModel, like: KVCache, max_nodes: int, max_length: int, max_batch_size: int) -> StepTimes:
         """The step times, the same on all ranks; measured up to these sizes if they are neither known nor on disk.
 

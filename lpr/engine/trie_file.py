@@ -10,8 +10,7 @@ a safetensors file with one int32 tensor, `tokens`, and one metadata entry, `lpr
     num_documents
     checksum         of the tokens and the other entries
 
-A file is written under another name, flushed to the disk and then renamed, so it is complete at every moment: a run
-that is killed leaves the earlier file, and of two runs that save to the same file the later one wins whole.
+It is replaced as a whole: a run that is killed leaves the earlier file, and of two runs that save the later one wins.
 """
 
 from __future__ import annotations
@@ -120,7 +119,7 @@ def _facts(path: Path, header: str | None) -> dict[str, Any]:
         facts = json.loads(header)
     except ValueError:
         facts = None
-    if not isinstance(facts, dict) or "fingerprint" not in facts or "version" not in facts:
+    if not isinstance(facts, dict) or not {"fingerprint", "version"} <= facts.keys():
         raise InputError(f"the trie {path} is damaged: its header is not readable; delete it to start anew")
     if facts["version"] != VERSION:
         raise InputError(
