@@ -15,9 +15,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from lpr.config import InputError
+from lpr.config import InputError, first_line
 from lpr.core.digest import digest_of
-from lpr.model.failures import first_line
 from lpr.model.families import position_limit
 from lpr.model.parallel import TensorParallel, load_sharded, local
 

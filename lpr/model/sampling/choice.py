@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from lpr import native
-from lpr.config import SamplingParams
+from lpr.config import SamplingParams, first_line
 from lpr.core.recycle import MAX_SCORE, SCORE_STEPS
-from lpr.model.failures import first_line
 from lpr.model.sampling import in_cpp, specification
 from lpr.model.sampling.selection import Selection
 from lpr.model.sampling.specification import gumbel
