@@ -33,7 +33,7 @@ def noise_key(seed: int, position: int) -> int:
 
 
 def token_bits(key: int, token: int) -> int:
-    """The 32-bit hash that the noise of `token` is made of (lpr.model.sampling.specification); smaller is more noise."""
+    """The 32-bit hash that the noise of `token` is made of (lpr.model.sampling.specification); smaller: more noise."""
     return mix32(mix32(token ^ key) ^ ((key * 0x85EBCA6B) & MASK32))
 
 
