@@ -139,12 +139,9 @@ class GraphForward(EagerForward):
         return replay
 
     def _give_up(self, failure: Exception) -> None:
-        """Capture no more, say why once, and keep what is captured.
-
-        The end of a capture that failed inside fails too, and its error hides the one that counts, its context.
-        """
+        """Capture no more, say why once, and keep what is captured."""
         first: BaseException = failure
-        while first.__context__ is not None:
+        while first.__context__ is not None:  # the end of a failed capture fails too, and hides the error that counts
             first = first.__context__
         self.reason = first_line(first)
         logger.warning("further steps are evaluated without CUDA graphs: %s: %s", type(first).__name__, self.reason)
@@ -193,23 +190,20 @@ class GraphForward(EagerForward):
     def common_shapes(self, num_candidates: int) -> list[StaticShape]:
         """The shapes captured at the start, the largest first: the smaller ones then find their memory in the pool.
 
-        Where attention reads lengths on the device these are all steps of up to `max_entries` entries, greedy and
-        sampled; only trees with more than FEW_KEYS positions a sequence, sampled, come later. Where it takes a dense
-        mask, whose size is a part of the shape, they are the greedy steps of one sequence over the first lengths.
+        Where attention reads bits these are all steps of up to `max_entries` entries, but for sampled ones of more than
+        FEW_KEYS positions a sequence; else the greedy steps of one sequence over the first lengths.
         """
         self._num_candidates = num_candidates
         rows, num_slots, bits = self.cache.rows_per_slot, self.cache.num_slots, self.adapter.reads_bits
         sizes = [size for size in node_buckets(1, self._height) if size <= self.max_entries]
         shapes = []
         if bits:
-            batches = {min(power_of_two(count), num_slots) for count in range(1, num_slots + 1)}
             lengths = {min(size, rows) for size in (*WIDE_KV, rows)}
-            for batch in batches:
+            for batch in {min(power_of_two(count), num_slots) for count in range(1, num_slots + 1)}:
                 buckets = node_buckets(batch, self._height)
                 longest = bucket_of(self.max_entries, buckets)
                 mine = sizes if batch == 1 else [size for size in buckets if size <= longest]
-                for size, length, num_keys in product(mine, lengths, (0, batch * FEW_KEYS)):
-                    shapes.append((batch, size, length, num_keys))
+                shapes += [(batch, *each) for each in product(mine, lengths, (0, batch * FEW_KEYS))]
         else:
             sizes = [size for size in sizes if size <= bucket_of(self._max_nodes, NODE_BUCKETS)]
             short = {min(size, rows) for size in KV_BUCKETS if size <= COMMON_KV}

@@ -130,11 +130,7 @@ class Block:
 
 @dataclass
 class StepInputs:
-    """One forward: [R, N] is [B, T] for a single block and [1, sum of T] for several.
-
-    Padding is on the left, so that a single block returns just its last logits with `logits_to_keep` as a number,
-    which every transformers version takes; several blocks name the wanted entries.
-    """
+    """One forward: [R, N] is [B, T] for a single block, padded on the left, and [1, sum of T] for several."""
 
     tokens: torch.Tensor
     """[R, N] int64."""
@@ -199,9 +195,8 @@ def build_inputs(
 ) -> StepInputs:
     """Lay `rows` out as the tensors of a forward over `cache`: in one block (neighbouring slots, in order), or packed.
 
-    T is padded to a multiple of `node_bucket` and KV to one of `kv_bucket`, so that steps repeat a few shapes.
-    `tree_bits` asks for a `tree_mask` in place of a dense `visible`; `heights` for products of as many rows as exact
-    mode needs.
+    T and KV are padded to multiples of `node_bucket` and `kv_bucket`. `tree_bits` asks for a `tree_mask` in place of a
+    dense `visible`; `heights` for products of as many rows as exact mode needs.
     """
     node_bucket = lcm(node_bucket, heights.multiple) if heights is not None else node_bucket
     groups = [[row] for row in rows] if packed and not _same_shape(rows, node_bucket, kv_bucket) else [list(rows)]

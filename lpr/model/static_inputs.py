@@ -99,10 +99,7 @@ class StaticShape:
         return np.concatenate([placed.reshape(-1), keys])
 
     def read(self, words: torch.Tensor) -> tuple[StepInputs, Selection]:
-        """The inputs of a forward as functions of `words` on the device; all B * T entries have results.
-
-        Nothing here depends on the host's values, but for `length`, which no capturable model uses.
-        """
+        """The inputs of a forward as functions of `words` on the device alone; all B * T entries have results."""
         parts = dict(zip(self.sizes, words[: self.num_words].split([*map(prod, self.sizes.values())]), strict=True))
         parts = {name: part.view(self.sizes[name]) for name, part in parts.items()}
         positions = parts["positions"].long()
