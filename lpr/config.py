@@ -33,6 +33,12 @@ class InputError(ValueError):
     """User input that cannot work; the message is one line that names the cause."""
 
 
+def first_line(failure: BaseException | str) -> str:
+    """The first line of an error's message; the name of its type if the message is empty."""
+    lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
+    return lines[0] if lines else type(failure).__name__
+
+
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise InputError(message)

@@ -349,7 +349,7 @@ def sampling_kernel(logits: Any, selection: Selection) -> tuple[torch.Tensor, to
 
     def run() -> None:
         sizes = (selection.num_keys, selection.num_rows, selection.sampled, selection.filtered)
-        there = Selection(held(selection._words), *sizes)
+        there = Selection(held(selection.words), *sizes)
         for made, found in zip((out, totals), specification.choose(held(logits), there), strict=True):
             made.held.copy_(found)
 

@@ -11,7 +11,6 @@ from conftest import tiny_model
 from pretend_gpu import PretendGpu, gpu, guard, to_gpu
 from torch import nn
 
-import lpr.model.adapter
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.model.exact import check
 from lpr.model.inputs import Row
@@ -66,7 +65,7 @@ def test_products_that_depend_on_the_height_are_found(gpu: PretendGpu, monkeypat
 
     monkeypatch.setattr(nn.Linear, "forward", by_shape)
     self_check(TreeModel(to_gpu(tiny_model().bfloat16()), exact=True))
-    monkeypatch.setattr(lpr.model.adapter, "pin_heights", lambda model: None)
+    monkeypatch.setattr(check, "pin_heights", lambda model: None)
     with pytest.raises(InputError, match="cannot be exact: its logits are other bits in a step of many tokens"):
         self_check(TreeModel(to_gpu(tiny_model().bfloat16()), exact=True, attention="triton"))
 

@@ -18,8 +18,8 @@ from lpr import DecodeConfig, Engine, InputError
 from lpr.cli.generate import main, parse
 from lpr.dist.runtime import World
 from lpr.model import parallel
+from lpr.model.kv_cache import cache_shortage
 from lpr.model.loader import load
-from lpr.model.memory import cache_shortage
 from lpr.model.parallel import check_shards, check_split, num_kv_heads, planned_ends
 
 ROOT = Path(__file__).parent.parent

@@ -35,12 +35,11 @@ class Adapter:
         exact: bool = False,
         share_heights: ShareHeights = lambda found: found,
     ) -> None:
-        """Switch `model` (any transformers causal LM) to tree attention.
+        """Switch `model` (any transformers causal LM) to tree attention; raises InputError where that cannot work.
 
-        `attention` is one of ATTENTION. "auto" is "triton" on a GPU, which `self_check` then verifies with this model
-        before it is kept, and "sdpa" elsewhere. `exact` makes logits the same bits for every shape of a step
-        (lpr.model.exact), if `self_check` finds that they can be; ranks that share weights agree on the heights of
-        matrix products by `share_heights`. Raises InputError for a choice that cannot work.
+        `attention` is one of ATTENTION. "auto" is "triton" on a GPU, if `self_check` finds that it works with this
+        model, and "sdpa" elsewhere. `exact` makes logits the same bits for every shape of a step (lpr.model.exact);
+        ranks that share weights agree on the heights of matrix products by `share_heights`.
         """
         self.model = model.eval()
         self.device = next(model.parameters()).device
@@ -125,8 +124,7 @@ class Adapter:
     def forward(self, inputs: StepInputs, cache: KVCache, compiled: bool = False) -> torch.Tensor:
         """One forward; the logits [sum of num_results, V] of the rows' last `num_results` entries, row after row.
 
-        `compiled` calls the model as torch.compile made it; otherwise it is called directly, also where another engine
-        has compiled it.
+        `compiled` calls the model as torch.compile made it; otherwise it is called directly in any case.
         """
         inputs.layer_rules, inputs.heights, inputs.cache = self._layer_rules, self.heights, cache
         extra = {"position_ids": inputs.positions} if self.accepts_positions else {}

@@ -126,8 +126,8 @@ def tree_attention(
     scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux, position_bias)
     step = current_step()
     if not isinstance(attention_mask, list):
-        states = query, key, value, attention_mask, scoring
-        out = _attend(*states) if step is None else _attend_block(step, step.blocks[0], *states)
+        given = query, key, value, attention_mask, scoring
+        out = _attend(*given) if step is None else _attend_block(step, step.blocks[0], *given)
         return out.transpose(1, 2).contiguous(), None
     assert step is not None and step.cache is not None
     if position_bias is not None or not step.cache_storages.issuperset(map(_address, (key, value))):

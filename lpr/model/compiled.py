@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-from lpr.model.failures import first_line
+from lpr.config import first_line
 
 if TYPE_CHECKING:
     from lpr.model.adapter import Adapter

@@ -1,8 +1,7 @@
 """How the rows of a step become results.
 
-TreeModel chooses a strategy when its cache is allocated: EagerForward calls the model's operators one by one,
-`graphs.GraphForward` replays what it has captured of such calls. `compiled.CompiledForward` takes the adapter's place
-in what is captured.
+EagerForward calls the model's operators one by one, `graphs.GraphForward` replays what it has captured of such calls;
+`compiled.CompiledForward` takes the adapter's place in what is captured.
 """
 
 from __future__ import annotations

@@ -1,33 +1,30 @@
 """Steps as CUDA graphs: everything between a step's inputs and its results, launched by one call.
 
-A forward of a 32-layer model is two thousand kernel launches, which take a host longer than a GPU needs to run them
-for one sequence. A graph per `StaticShape` launches them at once. Only the words of a step change between two replays,
-so a graph is right for any tree and length that its shape holds. Graphs share one pool of memory: they never run at the
-same time, and a step's results are copied on, in stream order, before the next replay. Steps that are not captured
-(long pending chains, models that cannot be) are evaluated directly, with the same results.
+A graph per `StaticShape` launches the thousands of kernels of a forward at once. Only the words of a step change
+between two replays. Graphs share one pool of memory: they never run at the same time, and a step's results are copied
+on, in stream order, before the next replay. Steps that are not captured are evaluated directly, with the same results.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
 
+from lpr.config import first_line
 from lpr.model.adapter import Adapter
 from lpr.model.capture import Capturer, NoWaiting, Program, WaitsError
 from lpr.model.compiled import CompiledForward
-from lpr.model.failures import first_line
 from lpr.model.forward import EagerForward
 from lpr.model.inputs import Row
-from lpr.model.kv_cache import KVCache
-from lpr.model.sampling.sampler import Sampler
 from lpr.model.sampling.selection import Selection
 from lpr.model.static_inputs import (
     FEW_KEYS,
@@ -57,28 +54,19 @@ class GraphForward(EagerForward):
 
     capturer: Capturer
 
-    def __init__(
-        self,
-        adapter: Adapter,
-        sampler: Sampler,
-        cache: KVCache,
-        before_launch: Callable[[], None],
-        capturer: Capturer,
-        model: Adapter | CompiledForward,
-    ) -> None:
-        """Capture steps on `cache` by `capturer`, with the forward of `model`."""
-        super().__init__(adapter, sampler, cache, before_launch)
+    def __init__(self, *parts: Any, capturer: Capturer, model: Adapter | CompiledForward) -> None:
+        """With the `parts` of an EagerForward, capture steps by `capturer`, with the forward of `model`."""
+        super().__init__(*parts)
         self.capturer = capturer
         self._model = model
-        heights = self.adapter.heights
-        self._height = heights.multiple if heights is not None else 1
+        self._height = self.adapter.heights.multiple if self.adapter.heights is not None else 1
         self.is_wrong = False
         """True if a program of this model is wrong, captured or not, as it depends on the host."""
         self._num_candidates = 0
         self.limit(1)
         self._graphs: OrderedDict[StaticShape, Program] = OrderedDict()
-        num_slots = self.cache.num_slots
-        largest = StaticShape(0, num_slots, NODE_BUCKETS[-1], 0, 0, num_slots * NODE_BUCKETS[-1], True)
+        num_slots, most = self.cache.num_slots, NODE_BUCKETS[-1]
+        largest = StaticShape(0, num_slots, most, 0, 0, num_slots * most, True)
         # One place for all shapes: graphs never overlap, and a replay reads it in stream order.
         self._words = torch.zeros(largest.num_words, dtype=torch.int32, device=self.adapter.device)
         self._upload = Upload(self._words)
@@ -96,13 +84,14 @@ class GraphForward(EagerForward):
         """The shape whose graph evaluates a step; None if it has none."""
         limits = self.cache.num_slots, self.cache.rows_per_slot, self.max_entries
         in_parts = self.sampler.part is not None
-        bits, height = self.adapter.reads_bits, self._height
-        return static_shape(rows, selection, num_candidates, *limits, bits, height, in_parts)
+        return static_shape(rows, selection, num_candidates, *limits, self.adapter.reads_bits, self._height, in_parts)
 
     def evaluate(self, rows: Sequence[Row], selection: Selection, num_candidates: int) -> torch.Tensor:
         """As TreeModel.evaluate."""
         if selection.processor_paths or selection.num_logprobs is not None:  # code, which no graph holds; and rare
-            logits = self._replayed_logits(rows)
+            nothing = Selection.build([])
+            shape = self.shape_of(rows, nothing, 0)
+            logits = self._replay(replace(shape, only_logits=True) if shape is not None else None, rows, nothing)
             if logits is not None:
                 return self.sampler.results(logits, selection.to(self.adapter.device), num_candidates)
             return super().evaluate(rows, selection, num_candidates)
@@ -113,12 +102,6 @@ class GraphForward(EagerForward):
         if shape is None or found is None:
             return super().evaluate(rows, selection, num_candidates)
         return found if num_candidates == shape.num_candidates else found[:, :1]
-
-    def _replayed_logits(self, rows: Sequence[Row]) -> torch.Tensor | None:
-        """The logits [sum of num_results, V] of `rows`, valid until the next call; None if no graph evaluates them."""
-        nothing = Selection.build([])
-        shape = self.shape_of(rows, nothing, 0)
-        return self._replay(replace(shape, only_logits=True) if shape is not None else None, rows, nothing)
 
     def _replay(self, shape: StaticShape | None, rows: Sequence[Row], selection: Selection) -> torch.Tensor | None:
         if shape is None or self.is_wrong:
@@ -156,12 +139,9 @@ class GraphForward(EagerForward):
         return replay
 
     def _give_up(self, failure: Exception) -> None:
-        """Capture no more, say why once, and keep what is captured.
-
-        The end of a capture that failed inside fails too, and its error hides the one that counts, its context.
-        """
+        """Capture no more, say why once, and keep what is captured."""
         first: BaseException = failure
-        while first.__context__ is not None:
+        while first.__context__ is not None:  # the end of a failed capture fails too, and hides the error that counts
             first = first.__context__
         self.reason = first_line(first)
         logger.warning("further steps are evaluated without CUDA graphs: %s: %s", type(first).__name__, self.reason)
@@ -210,23 +190,20 @@ class GraphForward(EagerForward):
     def common_shapes(self, num_candidates: int) -> list[StaticShape]:
         """The shapes captured at the start, the largest first: the smaller ones then find their memory in the pool.
 
-        Where attention reads lengths on the device these are all steps of up to `max_entries` entries, greedy and
-        sampled; only trees with more than FEW_KEYS positions a sequence, sampled, come later. Where it takes a dense
-        mask, whose size is a part of the shape, they are the greedy steps of one sequence over the first lengths.
+        Where attention reads bits these are all steps of up to `max_entries` entries, but for sampled ones of more than
+        FEW_KEYS positions a sequence; else the greedy steps of one sequence over the first lengths.
         """
         self._num_candidates = num_candidates
         rows, num_slots, bits = self.cache.rows_per_slot, self.cache.num_slots, self.adapter.reads_bits
         sizes = [size for size in node_buckets(1, self._height) if size <= self.max_entries]
         shapes = []
         if bits:
-            batches = {min(power_of_two(count), num_slots) for count in range(1, num_slots + 1)}
             lengths = {min(size, rows) for size in (*WIDE_KV, rows)}
-            for batch in batches:
+            for batch in {min(power_of_two(count), num_slots) for count in range(1, num_slots + 1)}:
                 buckets = node_buckets(batch, self._height)
                 longest = bucket_of(self.max_entries, buckets)
                 mine = sizes if batch == 1 else [size for size in buckets if size <= longest]
-                for size, length, num_keys in product(mine, lengths, (0, batch * FEW_KEYS)):
-                    shapes.append((batch, size, length, num_keys))
+                shapes += [(batch, *each) for each in product(mine, lengths, (0, batch * FEW_KEYS))]
         else:
             sizes = [size for size in sizes if size <= bucket_of(self._max_nodes, NODE_BUCKETS)]
             short = {min(size, rows) for size in KV_BUCKETS if size <= COMMON_KV}

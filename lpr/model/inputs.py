@@ -1,9 +1,8 @@
 """The tensors of one forward: what rows of committed tokens and tree nodes become for the model.
 
 Rows that share a call of attention form a *block*: a rectangle of B neighbouring slots with T entries each, padded on
-the left where a row is shorter. Padded inputs are one block, [B, T] for the model. Packed inputs are a block per row,
-one after the other in a single row [1, N] of the model, so that unequal sequences pay for no padding; only attention
-tells them apart. Rows of equal shape, a single one above all, are one block in either form.
+the left. Padded inputs are one block, [B, T] for the model. Packed inputs are a block per row, one after the other in a
+single row [1, N] of the model, so that unequal sequences pay for no padding; only attention tells them apart.
 """
 
 from __future__ import annotations
@@ -47,13 +46,10 @@ class Row:
         `parents[i] < i` within the row; -1 attaches to the committed tokens whose K/V the cache holds. The last
         `num_results` entries are the ones whose next token is wanted.
         """
-        self.slot = slot
-        self.num_cached = num_cached
-        self.num_results = num_results
+        self.slot, self.num_cached, self.num_results = slot, num_cached, num_results
         self.entries = np.array([tokens, parents, positions], np.int32)
         """Tokens, parents and positions, int32 [3, n]."""
         self.num_entries = self.entries.shape[1]
-        """n."""
 
     @classmethod
     def of(cls, slot: int, num_cached: int, entries: np.ndarray, num_results: int) -> Row:
@@ -134,11 +130,7 @@ class Block:
 
 @dataclass
 class StepInputs:
-    """One forward: [R, N] is [B, T] for a single block and [1, sum of T] for several.
-
-    Padding is on the left, so that a single block returns just its last logits with `logits_to_keep` as a number,
-    which every transformers version takes; several blocks name the wanted entries.
-    """
+    """One forward: [R, N] is [B, T] for a single block, padded on the left, and [1, sum of T] for several."""
 
     tokens: torch.Tensor
     """[R, N] int64."""
@@ -168,10 +160,9 @@ class StepInputs:
 
     def once_per_mask(self, mask: torch.Tensor, make: Callable[[], T]) -> T:
         """The value of `make`, called for the first layer only; all layers of a kind share `mask`."""
-        known = self.made_of_masks.get(id(mask))
-        if known is None:
-            known = self.made_of_masks[id(mask)] = (mask, make())
-        made: T = known[1]
+        if id(mask) not in self.made_of_masks:
+            self.made_of_masks[id(mask)] = (mask, make())
+        made: T = self.made_of_masks[id(mask)][1]
         return made
 
     @property
@@ -204,34 +195,27 @@ def build_inputs(
 ) -> StepInputs:
     """Lay `rows` out as the tensors of a forward over `cache`: in one block (neighbouring slots, in order), or packed.
 
-    T is padded to a multiple of `node_bucket` and KV to one of `kv_bucket`, so that steps repeat a few shapes.
-    `tree_bits` asks for a `tree_mask` in place of a dense `visible`; `heights` for products of as many rows as exact
-    mode needs.
+    T and KV are padded to multiples of `node_bucket` and `kv_bucket`. `tree_bits` asks for a `tree_mask` in place of a
+    dense `visible`; `heights` for products of as many rows as exact mode needs.
     """
-    if heights is not None:
-        node_bucket = lcm(node_bucket, heights.multiple)
+    node_bucket = lcm(node_bucket, heights.multiple) if heights is not None else node_bucket
     groups = [[row] for row in rows] if packed and not _same_shape(rows, node_bucket, kv_bucket) else [list(rows)]
+    fewest = 1  # entries of a block: exact products, and with them enough to keep `_num_kept` logits
+    if heights is not None:
+        fewest = max(heights.fewest, _num_kept(max(row.num_results for row in rows), heights))
     parts: list[torch.Tensor] = []
     blocks: list[Block] = []
     for group in groups:
         start = blocks[-1].start + blocks[-1].positions.shape[1] if blocks else 0
-        num_entries = round_up(max(_fewest_entries(rows, heights), *(each.num_entries for each in group)), node_bucket)
+        num_entries = round_up(max(fewest, *(each.num_entries for each in group)), node_bucket)
         entries, block = _build_block(group, cache, device, start, num_entries, kv_bucket, tree_bits, heights is None)
         parts.append(entries)
         blocks.append(block)
-    tokens, positions, write_rows = (
-        parts[0] if len(parts) == 1 else torch.cat([part.flatten(1) for part in parts], 1)[:, None]
-    )
-    return StepInputs(
-        tokens=tokens,
-        positions=positions,
-        write_rows=write_rows.reshape(-1),
-        blocks=blocks,
-        length=max(row.num_cached for row in rows),
-        num_results=[row.num_results for row in rows],
-        logits_to_keep=_logits_to_keep(rows, blocks, device, heights),
-        heights=heights,
-    )
+    whole = parts[0] if len(parts) == 1 else torch.cat([part.flatten(1) for part in parts], 1)[:, None]
+    tokens, positions, write_rows = whole
+    length, num_results = max(row.num_cached for row in rows), [row.num_results for row in rows]
+    kept = _logits_to_keep(rows, blocks, device, heights)
+    return StepInputs(tokens, positions, write_rows.reshape(-1), blocks, length, num_results, kept, heights=heights)
 
 
 def _build_block(
@@ -269,11 +253,6 @@ def _build_block(
     return entries, block
 
 
-def _fewest_entries(rows: Sequence[Row], heights: Heights | None) -> int:
-    """Entries of a block at least: exact products and, with them, enough to keep `_num_kept` logits."""
-    return 1 if heights is None else max(heights.fewest, _num_kept(max(row.num_results for row in rows), heights))
-
-
 def _num_kept(num_results: int, heights: Heights | None) -> int:
     """Rows of logits to compute for `num_results` wanted ones."""
     return num_results if heights is None else round_up(max(num_results, heights.fewest), heights.head_multiple)
@@ -294,8 +273,8 @@ def _same_shape(rows: Sequence[Row], node_bucket: int, kv_bucket: int) -> bool:
     """True for neighbouring slots, in order, with equal numbers of entries and of cache rows."""
     shapes = set()
     for index, row in enumerate(rows):
-        count = row.num_entries
-        shapes.add((row.slot - index, round_up(count, node_bucket), round_up(row.num_cached + count, kv_bucket)))
+        num_kv = round_up(row.num_cached + row.num_entries, kv_bucket)
+        shapes.add((row.slot - index, round_up(row.num_entries, node_bucket), num_kv))
     return len(shapes) == 1
 
 
@@ -306,12 +285,10 @@ def _rectangle(
     assert all(row.slot == rows[0].slot + index for index, row in enumerate(rows)), "a block's slots are neighbours"
     entries = np.zeros((3, len(rows), num_entries), np.int64)
     tokens, positions, entries[2] = entries[0], entries[1], cache.write_rows(rows, num_entries)
-    kv_positions = np.empty((len(rows), num_kv), np.int64)
-    kv_positions[:] = np.arange(num_kv)
+    kv_positions = np.tile(np.arange(num_kv), (len(rows), 1))
     visible = np.zeros((len(rows), num_entries, 0 if without_mask else num_kv), bool)
     for index, row in enumerate(rows):
-        count, cached = row.num_entries, row.num_cached
-        start = num_entries - count
+        count, cached, start = row.num_entries, row.num_cached, num_entries - row.num_entries
         if count == 0:
             visible[index, :, :1] = True
             continue

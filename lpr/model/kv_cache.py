@@ -1,14 +1,14 @@
 """The KV cache as a model's forward, a step's inputs and the runtime see it.
 
 A *row* holds the K and V of one token. A sequence sees its own rows: committed token j is row j, entry i of the running
-step is row `num_cached + i`. Where they lie among the rows of the whole cache is known to the implementation alone
-(`SlotCache` in lpr.model.slot_cache); others get it as numbers that they hand back to it.
+step is row `num_cached + i`. Where they lie among the rows of the whole cache, only SlotCache knows.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from lpr.model.inputs import Block, Row
 
 
+_RESERVE = 0.05
+"""Part of the free memory that is left to the activations of a step."""
+
+
 class KVCache(Cache, ABC):
     """K/V of up to `num_slots` running sequences, each with up to `rows_per_slot` rows."""
 
@@ -29,8 +33,7 @@ class KVCache(Cache, ABC):
     """Rows of a sequence: its committed tokens, a step's entries, and one spare row that padding is written to."""
 
     def __init__(self) -> None:
-        """A cache without transformers' per-layer objects."""
-        super().__init__(layers=[])
+        super().__init__(layers=[])  # without transformers' objects per layer
 
     # What models call.
 
@@ -112,3 +115,47 @@ class KVCache(Cache, ABC):
     @abstractmethod
     def move_slot(self, source: int, target: int, num_cached: int) -> None:
         """Copy the first `num_cached` rows of slot `source` over those of slot `target`."""
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Free bytes of `device`, or None where they are unknown (a CPU without /proc)."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    meminfo = Path("/proc/meminfo")
+    if device.type != "cpu" or not meminfo.exists():
+        return None
+    for line in meminfo.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def cache_shortage(available: int, bytes_per_row: int, num_slots: int, max_length: int, extra_rows: int) -> str | None:
+    """One line on how much of `available` bytes the cache lacks and what would fit, or None if it fits.
+
+    A slot has `max_length` rows for committed tokens and `extra_rows` for a step's tree.
+    """
+    usable = int(available * (1 - _RESERVE))
+    slot_bytes = (max_length + extra_rows) * bytes_per_row
+    needed = num_slots * slot_bytes
+    if needed <= usable:
+        return None
+    missing = (
+        f"the cache of max_batch_size={num_slots} sequences of max_length={max_length} needs {_size(needed)}, and "
+        f"{_size(usable)} are free: {_size(needed - usable)} are missing"
+    )
+    fitting = [f"max_batch_size={usable // slot_bytes}"] if usable >= slot_bytes else []
+    for slots in dict.fromkeys((num_slots, 1)):
+        length = usable // (slots * bytes_per_row) - extra_rows
+        if 2 <= length < max_length:
+            with_slots = "" if slots == num_slots else f"max_batch_size={slots} with "
+            fitting.append(f"{with_slots}max_length={length}")
+            break
+    if not fitting:
+        return f"{missing}; not even one sequence of 2 tokens would fit: use fewer nodes per step or a larger --tp"
+    return f"{missing}; {' or '.join(fitting)} would fit"
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -15,9 +15,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from lpr.config import InputError
+from lpr.config import InputError, first_line
 from lpr.core.digest import digest_of
-from lpr.model.failures import first_line
 from lpr.model.families import position_limit
 from lpr.model.parallel import TensorParallel, load_sharded, local
 
@@ -57,11 +56,7 @@ def choose_device(device: str | torch.device | None) -> torch.device:
 
 
 def choose_dtype(dtype: str | torch.dtype, device: torch.device) -> str | torch.dtype:
-    """`auto` is the checkpoint's own dtype on an accelerator and float32 on a CPU.
-
-    In half precision a logit's last bits depend on how many nodes share a forward, so near ties can fall otherwise
-    than in plain decoding; on a CPU half precision gains too little for that.
-    """
+    """`auto` is the checkpoint's own dtype on an accelerator and float32 on a CPU."""
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype == "auto":
@@ -81,9 +76,8 @@ def load(
 
     With `tp`, only this rank's part of it; all ranks of the group call this together.
     """
-    where = choose_device(device)
+    where, path = choose_device(device), Path(source)
     transformers_logging.disable_progress_bar()
-    path = Path(source)
     _check_folder(source)
     try:
         config = AutoConfig.from_pretrained(source)
@@ -97,18 +91,15 @@ def load(
         raise InputError(f"cannot load a model from {source!r}: {_named(failure)}") from failure
     absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if absent:  # transformers would go on with random numbers in their place
-        raise InputError(
-            f"the weights in {source!r} lack {len(absent)} tensors that the model needs, the first: {absent[0]}"
-        )
+        lacking = f"{len(absent)} tensors that the model needs, the first: {absent[0]}"
+        raise InputError(f"the weights in {source!r} lack {lacking}")
     has_tokenizer = not path.is_dir() or any(path.glob("tokenizer*"))
     return replace(wrap(model.to(where), load_tokenizer(source) if has_tokenizer else None), is_ours=True)
 
 
 def _read_to(where: torch.device, read: Any, dtype: str | torch.dtype) -> Any:
     """A whole model, read straight to its device: several replicas on a machine would not fit into its memory."""
-    if where.type == "cpu":
-        return read(dtype=dtype)
-    return read(dtype=dtype, device_map={"": where})
+    return read(dtype=dtype) if where.type == "cpu" else read(dtype=dtype, device_map={"": where})
 
 
 def load_tokenizer(source: str) -> Any:
@@ -130,18 +121,15 @@ def _check_folder(source: str) -> None:
 
 def wrap(model: PreTrainedModel, tokenizer: Any | None) -> Loaded:
     """A model that is in memory already, with its tokenizer, if any."""
-    generation = getattr(model, "generation_config", None)
-    eos = getattr(generation, "eos_token_id", None)
+    eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     if eos is None:
         eos = getattr(tokenizer, "eos_token_id", None)
-    ids = [eos] if isinstance(eos, int) else list(eos or [])
+    ids = frozenset([eos] if isinstance(eos, int) else eos or [])
     config = model.config.get_text_config(decoder=True)
     limits = [getattr(config, name, None) for name in _LENGTHS]
-    known = [limit for limit in limits if isinstance(limit, int) and limit > 0]
+    known = next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
     exact = position_limit(config)
-    if exact is not None and (not known or exact[0] < known[0]):
-        return Loaded(model, tokenizer, frozenset(ids), *exact)
-    return Loaded(model, tokenizer, frozenset(ids), known[0] if known else None)
+    return Loaded(model, tokenizer, ids, *(exact if exact and (not known or exact[0] < known) else (known,)))
 
 
 def _named(failure: Exception) -> str:

@@ -1,9 +1,8 @@
 """Projections of the same input as one matrix product: queries, keys and values, and an MLP's gate and its values.
 
-A GPU takes a few microseconds to begin a matrix product, and small ones leave most of it idle. At load the weights of
-such projections are laid one below the other: the first one called computes all, and the others take their part. Every
-module keeps its name, parameters and shape. Quantised, split, hooked and other modules than `nn.Linear` stay as they
-are.
+Small matrix products leave most of a GPU idle. At load the weights of such projections are laid one below the other:
+the first one called computes all, and the others take their part. Every module keeps its name, parameters and shape.
+Quantised, split, hooked and other modules than `nn.Linear` stay as they are.
 """
 
 from __future__ import annotations

@@ -15,8 +15,7 @@ from lpr.model.compiled import CompiledForward
 from lpr.model.forward import EagerForward
 from lpr.model.graphs import GraphForward
 from lpr.model.inputs import Row, round_up
-from lpr.model.kv_cache import KVCache
-from lpr.model.memory import cache_shortage, free_bytes
+from lpr.model.kv_cache import KVCache, cache_shortage, free_bytes
 from lpr.model.parallel import VocabularyPart
 from lpr.model.sampling.sampler import Sampler
 from lpr.model.sampling.selection import Selection
@@ -109,9 +108,8 @@ class TreeModel:
             return None
         # The present cache makes room for the new one.
         available = free // num_sharing + (self.cache.num_bytes if self.cache is not None else 0)
-        return cache_shortage(
-            available, like.bytes_per_token, num_slots, max_length, max_nodes + self.adapter.kv_bucket
-        )
+        extra_rows = max_nodes + self.adapter.kv_bucket
+        return cache_shortage(available, like.bytes_per_token, num_slots, max_length, extra_rows)
 
     def allocate(self, num_slots: int, max_length: int, max_nodes: int, like: KVCache) -> None:
         """Make the cache, for the layers of `like`: `max_length` committed tokens and a tree of `max_nodes` per slot.
@@ -125,7 +123,7 @@ class TreeModel:
             self.cache = like.resized(num_slots, rows)
             parts = self.adapter, self.sampler, self.cache, self._hear_replica
             if self.capturer is not None:
-                self.forward = GraphForward(*parts, self.capturer, self.compiled or self.adapter)
+                self.forward = GraphForward(*parts, capturer=self.capturer, model=self.compiled or self.adapter)
             else:
                 self.forward = EagerForward(*parts)
         self.forward.limit(max_nodes)

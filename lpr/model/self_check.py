@@ -1,10 +1,8 @@
 """The check at load that a model evaluates a token tree as it evaluates plain text.
 
-Some models keep state or build masks outside the hooks that lpr uses, without an error (recurrent layers, local
-attention that slices by cache row, positions counted inside attention). A config reveals only some of them (`refusal`),
-so every model evaluates two small trees, with a compaction between them, and the logits are compared with cache-free
-forwards of every root-to-node path. Three sequences of unequal shapes, together and each by itself, then decide whether
-batches are packed or padded.
+Some models keep state or count cache rows without an error, and a config reveals only some of them (`refusal`). So
+every model evaluates two small trees, with a compaction between them, and the logits are compared with cache-free
+forwards of every root-to-node path. Three sequences of unequal shapes decide whether batches are packed or padded.
 """
 
 from __future__ import annotations
@@ -17,10 +15,9 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
-from lpr.config import InputError
+from lpr.config import InputError, first_line
 from lpr.model.adapter import Adapter
 from lpr.model.exact import BLOCK
-from lpr.model.failures import first_line
 from lpr.model.families import refusal
 from lpr.model.inputs import Row
 from lpr.model.kv_cache import KVCache
@@ -35,6 +32,8 @@ logger = logging.getLogger(__name__)
 _PARENTS = (-1, 0, 0, 1, 1, 2, 1, 4)
 _ACCEPTED = (0, 2, 5)
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
+"""Largest difference of a logit over the range of the logits: in fp32 sound models stay below 1e-6 and the silent
+failures known so far begin at 3e-3. Half precision rounds differently at every GEMM height."""
 _HALF_TOLERANCE = 6e-2
 _FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError, NotImplementedError)
 """Errors of models that do not fit."""
@@ -47,9 +46,6 @@ def self_check(runner: TreeModel) -> KVCache:
 
     Takes `packed` back if the model's packed batches fail or differ. A GPU kernel that lpr chose itself and that
     fails here is replaced by "sdpa", with a warning in the log.
-
-    The error is the largest difference of a logit over the range of the logits; in fp32 sound models stay below 1e-6
-    and the silent failures known so far begin at 3e-3. Half precision rounds differently at every GEMM height.
     """
     adapter = runner.adapter
     if adapter.device.type == "cuda":
@@ -70,7 +66,7 @@ def check_compiled(runner: TreeModel, like: KVCache) -> None:
     """
     assert runner.compiled is not None
     adapter, cache = runner.adapter, like.resized(1, 256)
-    tokens = torch.randint(0, runner.vocab_size, (13,), generator=torch.Generator().manual_seed(4)).tolist()
+    tokens = _random_tokens(adapter, 13, torch.Generator().manual_seed(4))
     nothing = Selection.build([])
     for start, count in ((0, 12), (12, 1)):
         row = Row.chain(0, start, tokens[start : start + count], count)
@@ -82,8 +78,7 @@ def check_compiled(runner: TreeModel, like: KVCache) -> None:
         direct, compiled = (
             each.forward(shape.read(words)[0], cache)[-count:].float() for each in (adapter, runner.compiled)
         )
-        error = _difference(compiled, direct)
-        if not error <= _TOLERANCE.get(adapter.model.dtype, _HALF_TOLERANCE):
+        if not (error := _difference(compiled, direct)) <= _TOLERANCE.get(adapter.model.dtype, _HALF_TOLERANCE):
             runner.compiled.give_up(f"compiled logits differ from direct ones by {error:.1e} of their range")
 
 
@@ -91,8 +86,7 @@ def _check(adapter: Adapter) -> SlotCache:
     # Kernels work on blocks of keys: their check takes several.
     prompt_length = _KERNEL_PROMPT if adapter.reads_bits else _PROMPT
     name = getattr(adapter.config, "model_type", type(adapter.model).__name__)
-    known = refusal(adapter.model)
-    if known is not None:
+    if (known := refusal(adapter.model)) is not None:
         raise InputError(f"model type {name!r} cannot run a token tree: {known}")
     tolerance = _TOLERANCE.get(adapter.model.dtype, _HALF_TOLERANCE)
     cache = SlotCache(1, prompt_length + 32)
@@ -128,8 +122,7 @@ def _inexact_step(adapter: Adapter) -> str | None:
     The text ends behind a block of exact attention, and the tree branches in front of it.
     """
     branch, depth = BLOCK - 3, 6
-    generator = torch.Generator().manual_seed(2)
-    text = torch.randint(0, adapter.config.vocab_size, (branch + depth,), generator=generator).tolist()
+    text = _random_tokens(adapter, branch + depth, torch.Generator().manual_seed(2))
 
     def forward(cache: SlotCache, start: int, end: int) -> torch.Tensor:
         return adapter.logits([Row.chain(0, start, text[start:end], min(depth, end - start))], cache)
@@ -166,27 +159,21 @@ def _packs(adapter: Adapter, alone: torch.Tensor, tolerance: float) -> bool:
 
 
 def _batch_logits(adapter: Adapter, together: bool, packed: bool = False) -> torch.Tensor:
-    """Logits [n, V] of three prompts and trees below them: one forward for all prompts, one for all trees.
-
-    Not `together`, every sequence has forwards and a cache of its own.
-    """
+    """Logits [n, V] of three prompts, then of trees below them: `together`, or each with a cache of its own."""
     shapes = [(9, _PARENTS), (24, _PARENTS[:3]), (17, _PARENTS[:5])]
     generator = torch.Generator().manual_seed(1)
     caches = [SlotCache(len(shapes), 48)] * len(shapes) if together else [SlotCache(1, 48) for _ in shapes]
     steps: tuple[list[Row], list[Row]] = ([], [])
     for index, (length, parents) in enumerate(shapes):
         slot = index if together else 0
-        tokens = torch.randint(0, adapter.config.vocab_size, (length + len(parents),), generator=generator).tolist()
-        positions = [length + len(_path(parents, node)) - 1 for node in range(len(parents))]
+        tokens = _random_tokens(adapter, length + len(parents), generator)
         steps[0].append(Row.chain(slot, 0, tokens[:length], index % 2))
-        steps[1].append(Row(slot, length, tokens[length:], list(parents), positions, len(parents) - index))
+        steps[1].append(_tree_row(slot, length, tokens[length:], parents, len(parents) - index))
     results = []
     for rows in steps:
-        for batch, cache in (
-            [(rows, caches[0])] if together else [([row], own) for row, own in zip(rows, caches, strict=True)]
-        ):
-            results.append(adapter.logits(batch, cache, packed=packed).float())
-    return torch.cat(results)
+        batches = [rows] if together else [[row] for row in rows]
+        results += [adapter.logits(batch, cache, packed=packed) for batch, cache in zip(batches, caches, strict=False)]
+    return torch.cat(results).float()
 
 
 def _difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
@@ -205,24 +192,16 @@ def _probable_cause(model: PreTrainedModel) -> str:
 def _tree_error(adapter: Adapter, cache: SlotCache, prompt_length: int) -> float:
     generator = torch.Generator().manual_seed(0)
 
-    def random_tokens(count: int) -> list[int]:
-        return torch.randint(0, adapter.config.vocab_size, (count,), generator=generator).tolist()
-
-    def forward(row: Row) -> torch.Tensor:
-        return adapter.logits([row], cache).float()
-
-    text = random_tokens(prompt_length)
-    forward(Row.chain(0, 0, text, 0))
+    text = _random_tokens(adapter, prompt_length, generator)
+    adapter.logits([Row.chain(0, 0, text, 0)], cache)
     worst = torch.zeros((), device=adapter.device)
     span = torch.full((), 1e-9, device=adapter.device)
     for _ in range(2):
-        nodes, parents = random_tokens(len(_PARENTS)), list(_PARENTS)
-        paths = [_path(parents, node) for node in range(len(parents))]
-        positions = [len(text) + len(path) - 1 for path in paths]
-        row = Row(0, len(text), nodes, parents, positions, len(nodes))
-        logits = forward(row)
-        for node, path in enumerate(paths):
-            sequence = torch.tensor([text + [nodes[i] for i in path]], device=adapter.device)
+        nodes = _random_tokens(adapter, len(_PARENTS), generator)
+        row = _tree_row(0, len(text), nodes, _PARENTS, len(nodes))
+        logits = adapter.logits([row], cache).float()
+        for node in range(len(nodes)):
+            sequence = torch.tensor([text + [nodes[i] for i in _path(_PARENTS, node)]], device=adapter.device)
             with torch.no_grad():
                 expected = adapter.model(input_ids=sequence, use_cache=False).logits[0, -1].float()
             worst = torch.maximum(worst, (logits[node] - expected).abs().max())
@@ -230,6 +209,15 @@ def _tree_error(adapter: Adapter, cache: SlotCache, prompt_length: int) -> float
         cache.commit(row, _ACCEPTED)
         text += [nodes[i] for i in _ACCEPTED]
     return (worst / span).item()
+
+
+def _random_tokens(adapter: Adapter, count: int, generator: torch.Generator) -> list[int]:
+    return torch.randint(0, adapter.config.vocab_size, (count,), generator=generator).tolist()
+
+
+def _tree_row(slot: int, length: int, tokens: list[int], parents: Sequence[int], num_results: int) -> Row:
+    positions = [length + len(_path(parents, node)) - 1 for node in range(len(parents))]
+    return Row(slot, length, tokens, parents, positions, num_results)
 
 
 def _path(parents: Sequence[int], node: int) -> list[int]:

@@ -24,18 +24,14 @@ class SlotCache(KVCache):
     """K/V of `num_slots` sequences; slot s owns the rows `[s * rows_per_slot, (s+1) * rows_per_slot)`, the last spare.
 
     Layers with equal shapes share one tensor [layers, rows, heads, dim] for their keys and one for their values, so a
-    commit is one gather and one scatter of each for all of them. (Keys and values are apart because a compiler takes a
-    write to one for a change of all that shares its memory.)
-
-    Sliding layers keep all rows, since a rolling buffer cannot take a rejected branch back; their mask hides what slid
-    out of the window.
+    commit is one gather and one scatter of each for all of them. Sliding layers keep all rows, since a rolling buffer
+    cannot take a rejected branch back; their mask hides what slid out of the window.
     """
 
     def __init__(self, num_slots: int, rows_per_slot: int) -> None:
         """An empty cache; the first forward shows the layers' shapes and makes the tensors."""
         super().__init__()
-        self.num_slots = num_slots
-        self.rows_per_slot = rows_per_slot
+        self.num_slots, self.rows_per_slot = num_slots, rows_per_slot
         self.layer_tensors: dict[int, Pair] = {}
         """Per layer its keys and values, [rows, heads, dim] each."""
         self._pools: list[Tensor] = []
@@ -107,10 +103,7 @@ class SlotCache(KVCache):
         return views[0], views[1]
 
     def _update_compiled(self, step: StepInputs, layer: int, states: Pair) -> Pair:
-        """As `update`, in terms that a compiler writes in place: of the whole tensors, of which none is a view.
-
-        Of views that share their memory it would copy all of it, before and after a write, in every layer.
-        """
+        """As `update`, of whole tensors, as a compiler would copy all memory that views share around each write."""
         block, views = step.blocks[0], []
         for (flat, start), new in zip(self._flat[layer], states, strict=True):
             flat.index_copy_(0, step.write_rows + start, new.transpose(1, 2).flatten(0, 1))
@@ -136,15 +129,9 @@ class SlotCache(KVCache):
 
     def place(self, words: np.ndarray, rows: Sequence[Row], first_slot: int, batch: int, num_entries: int) -> None:
         """As KVCache.place."""
-        place_rows(
-            words,
-            batch,
-            num_entries,
-            range(first_slot, first_slot + batch),
-            self.rows_per_slot,
-            [row.num_cached for row in rows],
-            [row.entries for row in rows],
-        )
+        slots = range(first_slot, first_slot + batch)
+        cached, entries = [row.num_cached for row in rows], [row.entries for row in rows]
+        place_rows(words, batch, num_entries, slots, self.rows_per_slot, cached, entries)
 
     def of_block(self, states: Tensor, block: Block) -> Tensor:
         """As KVCache.of_block, of all rows [1, H, slots * rows_per_slot, D]."""
@@ -170,21 +157,21 @@ class SlotCache(KVCache):
 
     def clear(self, slot: int, num_cached: int) -> None:
         """As KVCache.clear."""
-        rows = self.rows_per_slot
-        for pool in self._pools:
-            pool[:, slot * rows + num_cached : (slot + 1) * rows] = 0
+        for rows in self._rows_of(slot, num_cached, self.rows_per_slot):
+            rows.zero_()
 
     def exchange_slots(self, first: int, second: int, num_cached: int) -> None:
         """As KVCache.exchange_slots."""
-        rows = self.rows_per_slot
-        for pool in self._pools:
-            one, other = (pool[:, slot * rows : slot * rows + num_cached] for slot in (first, second))
+        for one, other in zip(self._rows_of(first, 0, num_cached), self._rows_of(second, 0, num_cached), strict=True):
             held = one.clone()
             one.copy_(other)
             other.copy_(held)
 
     def move_slot(self, source: int, target: int, num_cached: int) -> None:
         """As KVCache.move_slot."""
-        rows = self.rows_per_slot
-        for pool in self._pools:
-            pool[:, target * rows : target * rows + num_cached] = pool[:, source * rows : source * rows + num_cached]
+        for old, new in zip(self._rows_of(source, 0, num_cached), self._rows_of(target, 0, num_cached), strict=True):
+            new.copy_(old)
+
+    def _rows_of(self, slot: int, start: int, end: int) -> list[torch.Tensor]:
+        first = slot * self.rows_per_slot
+        return [pool[:, first + start : first + end] for pool in self._pools]

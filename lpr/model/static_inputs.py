@@ -2,8 +2,7 @@
 
 A step of a few sequences is padded to a `StaticShape`, one of a small number. Everything that differs between two
 steps of one shape is in a single run of int32 words: tokens, positions, cache rows, ancestors as bits, and the sampling
-parameters. A dense mask is made of the bits on the device, as part of the graph: the host copies T * T / 32 words and
-never the T * KV of a mask.
+parameters. A dense mask is made of the bits on the device, as part of the graph.
 """
 
 from __future__ import annotations
@@ -62,17 +61,17 @@ class StaticShape:
     @cached_property
     def sizes(self) -> dict[str, tuple[int, ...]]:
         """The shape in int32 words of each part, in the order in which they lie; 64-bit ones first."""
-        batch, num_entries = self.batch, self.num_entries
-        num_rows = batch * num_entries if self.num_keys else 0
+        batch, entries = (self.batch,), (self.batch, self.num_entries)
         return {
-            "bits": (batch, num_entries, 2 * -(-num_entries // WORD_BITS)),
-            "tokens": (batch, num_entries),
-            "positions": (batch, num_entries),
-            "write_rows": (batch, num_entries),
-            "num_cached": (batch,),
-            "num_real": (batch,),
-            "selection": (5 * num_rows + self.num_keys,),
+            "bits": (*entries, 2 * -(-self.num_entries // WORD_BITS)),
+            **dict.fromkeys(("tokens", "positions", "write_rows"), entries),
+            **dict.fromkeys(("num_cached", "num_real"), batch),
+            "selection": (5 * self._num_sampled + self.num_keys,),
         }
+
+    @property
+    def _num_sampled(self) -> int:
+        return self.batch * self.num_entries if self.num_keys else 0
 
     @cached_property
     def num_words(self) -> int:
@@ -87,36 +86,30 @@ class StaticShape:
 
     def _place_selection(self, rows: Sequence[Row], selection: Selection) -> np.ndarray:
         """Each row's parameters among the last of its T entries; the other entries are greedy."""
-        given = selection.words()
-        num_given, num_keys = selection.num_rows, selection.num_keys
+        columns, given_keys = np.split(selection.words.numpy(), [5 * selection.num_rows])
+        columns = columns.reshape(5, -1)
         placed = np.zeros((5, self.batch, self.num_entries), np.int32)
         start = 0
         for index, row in enumerate(rows):
-            here = given[: 5 * num_given].reshape(5, -1)[:, start : start + row.num_results]
-            placed[:, index, self.num_entries - row.num_results :] = here
-            start += row.num_results
+            end = start + row.num_results
+            placed[:, index, self.num_entries - row.num_results :] = columns[:, start:end]
+            start = end
         keys = np.zeros(self.num_keys, np.int32)
-        keys[:num_keys] = given[5 * num_given :]
+        keys[: selection.num_keys] = given_keys
         return np.concatenate([placed.reshape(-1), keys])
 
     def read(self, words: torch.Tensor) -> tuple[StepInputs, Selection]:
-        """The inputs of a forward as functions of `words` on the device; all B * T entries have results.
-
-        Nothing here depends on the host's values, but for `length`, which no capturable model uses.
-        """
+        """The inputs of a forward as functions of `words` on the device alone; all B * T entries have results."""
         parts = dict(zip(self.sizes, words[: self.num_words].split([*map(prod, self.sizes.values())]), strict=True))
         parts = {name: part.view(self.sizes[name]) for name, part in parts.items()}
         positions = parts["positions"].long()
         mask = TreeMask(parts["bits"].view(torch.int64), parts["num_cached"], parts["num_real"], positions)
-        block = Block(
-            start=0,
-            first_slot=self.first_slot,
-            num_kv=self.num_kv,
-            positions=positions,
-            given_kv_positions=None if self.tree_bits else mask.kv_positions(self.num_kv),
-            visible=None if self.tree_bits else self._visible(mask),
-            tree_mask=mask if self.tree_bits else None,
-        )
+        if self.tree_bits:
+            block = Block(0, self.first_slot, self.num_kv, positions, None, None, mask)
+        else:  # padding sees the first cache row, to stay finite
+            first = torch.arange(self.num_kv, device=words.device) == 0
+            visible = torch.where(mask.real()[..., None], mask.visible(self.num_kv), first)
+            block = Block(0, self.first_slot, self.num_kv, positions, mask.kv_positions(self.num_kv), visible)
         inputs = StepInputs(
             tokens=parts["tokens"].long(),
             positions=positions,
@@ -126,15 +119,9 @@ class StaticShape:
             num_results=[self.num_entries] * self.batch,
             logits_to_keep=self.num_entries,
         )
-        num_rows = self.batch * self.num_entries if self.num_keys else 0
-        selection = Selection(parts["selection"], self.num_keys, num_rows, self.num_keys > 0, self.filtered)
-        selection.is_wide = self.is_wide
-        return inputs, selection
-
-    def _visible(self, mask: TreeMask) -> torch.Tensor:
-        """[B, T, KV] bool; padding sees the first cache row, to stay finite."""
-        first = torch.arange(self.num_kv, device=mask.bits.device) == 0
-        return torch.where(mask.real()[..., None], mask.visible(self.num_kv), first)
+        keys = self.num_keys
+        sizes = keys, self._num_sampled, keys > 0, self.filtered, self.is_wide
+        return inputs, Selection(parts["selection"], *sizes)
 
 
 def static_shape(
@@ -148,11 +135,10 @@ def static_shape(
     height: int = 1,
     in_parts: bool = False,
 ) -> StaticShape | None:
-    """The smallest shape that holds `rows`; None if there is none of up to `max_entries` entries a row.
+    """The smallest shape that holds `rows`, of a multiple of `height` entries a row and at most `max_entries`.
 
-    It has a multiple of `height` entries. Where the vocabulary is `in_parts`, limits cost an exchange of their own.
-
-    A shape is one block: rows that are not neighbouring slots in order have none.
+    None if there is none: a shape is one block, of neighbouring slots in order. Where the vocabulary is `in_parts`,
+    limits cost an exchange of their own.
     """
     first = rows[0].slot
     longest = max([row.num_entries for row in rows])
@@ -161,9 +147,7 @@ def static_shape(
     num_kv = max([row.num_cached + row.num_entries for row in rows])
     batch = min(power_of_two(len(rows)), num_slots - first)
     num_entries = bucket_of(longest, node_buckets(batch, height))
-    num_keys = batch * FEW_KEYS
-    if selection.num_keys > num_keys:
-        num_keys = batch * num_entries
+    num_keys = batch * (FEW_KEYS if selection.num_keys <= batch * FEW_KEYS else num_entries)
     kv_bucket = min(bucket_of(num_kv, (*WIDE_KV, rows_per_slot) if tree_bits else KV_BUCKETS), rows_per_slot)
     num_keys = num_keys if selection.sampled else 0
     sizes = (first, batch, num_entries, kv_bucket, num_candidates)

@@ -1,8 +1,4 @@
-"""The tree's visibility as one bit per pair of entries: what a GPU needs instead of a dense mask.
-
-A dense mask of a step has T * KV elements in every layer kind; the bits have T * T, because every entry sees all
-committed tokens. 512 entries take 32 KB.
-"""
+"""The tree's visibility as one bit per pair of entries: what a GPU needs instead of a dense mask."""
 
 from __future__ import annotations
 
@@ -28,10 +24,7 @@ class TreeMask:
     """
 
     bits: Tensor
-    """[B, T, W] int64, 64 * W >= T: bit j % 64 of word j // 64 is set if real entry j is this entry or its ancestor.
-
-    Words are bit patterns; the sign bit is bit 63. Padding entries have no bit set.
-    """
+    """[B, T, W] int64, 64 * W >= T: bit j % 64 of word j // 64 is set if real entry j is this entry or its ancestor."""
     num_cached: Tensor
     """[B] int32: committed tokens, visible to every real entry."""
     num_entries: Tensor

@@ -1,9 +1,8 @@
 """Exact attention on a CPU: every entry by itself, over its path in the order of positions.
 
-No matrix product takes part, so nothing depends on how many entries a step has: an entry's scores, the sum of its
-weights and its values are added in one order that the length of its path alone decides. native/attention.h does this
-with vectors of the machine's own width, about as fast as PyTorch's attention. Without the extension `_attend_entry`
-does, slowly; the bits of the two differ.
+No matrix product takes part: an entry's scores, the sum of its weights and its values are added in one order that the
+length of its path alone decides. native/attention.h does this about as fast as PyTorch's attention. Without the
+extension `_attend_entry` does, slowly; the bits of the two differ.
 """
 
 from __future__ import annotations

@@ -1,21 +1,17 @@
 """Tree attention as a Triton kernel: split over the keys, GQA groups folded into the query rows, bits for a mask.
 
-One program takes a block of query rows (entries x heads of one GQA group, so that a K/V block is read once for the
-group) and a share of the keys: first blocks of committed tokens, which need no mask but a bound, then blocks of the
-tree, where 64 keys are one word of bits per row. Few rows and long contexts would leave most of a GPU idle, so the
-keys are divided among NUM_SPLITS programs, and a second kernel combines their partial softmaxes (split-KV,
-"Flash-Decoding", Dao et al. 2023; the running softmax is Milakov and Gimelshein 2018, arXiv 1805.02867).
-
-All lengths are read on the device: a launch depends on shapes only, work behind the last entry is skipped, and a
-captured graph replays with other trees. Rows of a packed batch would need two more tensors, the row's slot (in place of
-`batch` in the offset of K and V) and its first entry in a flat T (in place of `batch * num_tokens + start`).
+One program takes a block of query rows (entries x heads of one GQA group) and a share of the keys: first blocks of
+committed tokens, which need no mask but a bound, then blocks of the tree, where 64 keys are one word of bits per row.
+Few rows and long contexts would leave most of a GPU idle, so the keys are divided among NUM_SPLITS programs, and a
+second kernel combines their partial softmaxes (split-KV, "Flash-Decoding", Dao et al. 2023; the running softmax is
+Milakov and Gimelshein 2018, arXiv 1805.02867). All lengths are read on the device: a launch depends on shapes only.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -46,9 +42,8 @@ def choose_tiles(
 ) -> Tiles:
     """Tiles for `num_rows` query rows for each of `num_groups` (batch x K/V head), from shapes only.
 
-    Compiled for sm_80, sm_86 and sm_90 these blocks take at most the 99 KB of shared memory of a consumer GPU and spill
-    next to nothing; they have not been timed on a GPU. Keys are split, where the programs are fewer than the
-    processors, until there are two a processor, with 256 keys a split or more; powers of two keep the variants few.
+    Compiled for sm_80, sm_86 and sm_90 these blocks take at most the 99 KB of shared memory of a consumer GPU. Keys are
+    split, where the programs are fewer than the processors, until there are two a processor, with 256 keys or more.
     """
     wide = max(16, triton.next_power_of_2(dim))
     if dtype == torch.float32:  # no tensor cores: products live in registers
@@ -84,33 +79,44 @@ def check(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise InputError(f"{query.shape[1]} query heads are no multiple of {key.shape[1]} key heads")
 
 
+class Rules(NamedTuple):
+    """What decides on keys and scores besides the tree."""
+
+    sinks: Tensor | None = None
+    """[Hq]: logits that take probability and give no value (GPT-OSS)."""
+    window: int | None = None
+    """Keeps the keys of the last `window` positions (Mistral)."""
+    chunk: int | None = None
+    """Keeps the keys of the query's own chunk of positions (Llama 4)."""
+    softcap: float | None = None
+    """Bounds scores by `softcap * tanh(score / softcap)` (Gemma 2)."""
+    scale: float | None = None
+    """None: D**-0.5."""
+
+    def numbers(self, dim: int) -> tuple[float, float, int, int]:
+        """The scale, softcap, window and chunk of a launch."""
+        scale = dim**-0.5 if self.scale is None else self.scale
+        return scale, self.softcap or 1.0, self.window or 0, self.chunk or 1
+
+    def flags(self) -> dict[str, bool]:
+        """The constants of a launch."""
+        given = {"SOFTCAP": self.softcap, "WINDOW": self.window, "CHUNK": self.chunk}
+        return {f"HAS_{name}": each is not None for name, each in given.items()}
+
+
 def tree_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: TreeMask,
-    *,
-    window: int | None = None,
-    chunk: int | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    sinks: Tensor | None = None,
-    tiles: Tiles | None = None,
+    query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, *, tiles: Tiles | None = None, **rules: Any
 ) -> Tensor:
-    """Attention of `query` [B, Hq, T, D] over `key`, `value` [B, Hk, KV, D(v)]; returns [B, Hq, T, Dv].
+    """Attention of `query` [B, Hq, T, D] over `key`, `value` [B, Hk, KV, D(v)] by Rules; returns [B, Hq, T, Dv].
 
     An entry attends to the committed tokens, its ancestors and itself; the other rows of the cache are not read.
-    `window` keeps the keys of the last `window` positions (Mistral), `chunk` those of the query's own chunk of
-    positions (Llama 4), `softcap` bounds scores by `softcap * tanh(score / softcap)` (Gemma 2), `sinks` [Hq] are logits
-    that take probability and give no value (GPT-OSS). `scale` is D**-0.5 if not given. Padding entries return 0.
-    The result's transposition to [B, T, Hq, Dv] is contiguous. K and V may be strided views of a cache. Raises
-    InputError for head dimensions above 256 and for other dtypes than float32, bfloat16 and float16.
+    Padding entries return 0. The result's transposition to [B, T, Hq, Dv] is contiguous. K and V may be strided views
+    of a cache. Raises InputError for head dimensions above 256 and other dtypes than float32, bfloat16 and float16.
     """
-    rules = sinks, window, chunk, softcap, scale
     if tiles is not None:
-        return _launch(query, key, value, mask, *rules, tiles).transpose(1, 2)
+        return _launch(query, key, value, mask, Rules(**rules), tiles).transpose(1, 2)
     parts = mask.bits, mask.num_cached, mask.num_entries, mask.positions
-    return _operator(query, key, value, *parts, *rules).transpose(1, 2)
+    return _operator(query, key, value, *parts, *Rules(**rules)).transpose(1, 2)
 
 
 @torch.library.custom_op("lpr::tree_attention", mutates_args=())
@@ -130,7 +136,7 @@ def _operator(
 ) -> Tensor:
     """The kernel as an operator of torch, [B, T, Hq, Dv]: a compiled forward goes on where it is called."""
     mask = TreeMask(bits, num_cached, num_entries, positions)
-    return _launch(query, key, value, mask, sinks, window, chunk, softcap, scale)
+    return _launch(query, key, value, mask, Rules(sinks, window, chunk, softcap, scale))
 
 
 @_operator.register_fake
@@ -139,16 +145,7 @@ def _shape_of(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
 
 
 def _launch(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: TreeMask,
-    sinks: Tensor | None,
-    window: int | None,
-    chunk: int | None,
-    softcap: float | None,
-    scale: float | None,
-    tiles: Tiles | None = None,
+    query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, rules: Rules, tiles: Tiles | None = None
 ) -> Tensor:
     """[B, T, Hq, Dv] by one launch, or two where the keys are split."""
     check(query, key, value)
@@ -164,6 +161,7 @@ def _launch(
     num_q_blocks = -(-num_rows // tiles.block_m)
     block_dv = max(16, triton.next_power_of_2(dim_v))
     out = query.new_empty(batch, num_tokens, num_heads, dim_v)
+    sinks = rules.sinks if rules.sinks is not None else out  # not read without HAS_SINKS
     parts = [out, out, out]  # not touched by a single split
     if splits > 1:
         shape = (batch, num_kv_heads, num_rows, splits)
@@ -171,21 +169,17 @@ def _launch(
     with device_of(query):
         attend[(num_q_blocks * splits, num_kv_heads, batch)](
             query, key, value, mask.bits.contiguous(), mask.num_cached, mask.num_entries,
-            mask.positions.contiguous(), sinks if sinks is not None else out, out, *parts,
-            dim**-0.5 if scale is None else scale, softcap or 1.0, window or 0, chunk or 1,
-            num_tokens, mask.bits.shape[2], num_q_blocks,
-            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+            mask.positions.contiguous(), sinks, out, *parts, *rules.numbers(dim),
+            num_tokens, mask.bits.shape[2], num_q_blocks, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
             NUM_KV_HEADS=num_kv_heads, GROUP=group, D=dim, DV=dim_v, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
             BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK_DV=block_dv, NUM_SPLITS=splits,
-            HAS_SOFTCAP=softcap is not None, HAS_WINDOW=window is not None, HAS_CHUNK=chunk is not None,
-            HAS_SINKS=sinks is not None, UPCAST=interpreted() and query.dtype == torch.bfloat16,
+            **rules.flags(), HAS_SINKS=rules.sinks is not None, UPCAST=interpreted() and query.dtype == torch.bfloat16,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
         if splits > 1:
             combine[(num_rows, num_kv_heads, batch)](
-                *parts, sinks if sinks is not None else out, out, num_tokens,
-                NUM_KV_HEADS=num_kv_heads, GROUP=group, DV=dim_v, BLOCK_DV=block_dv, NUM_SPLITS=splits,
-                HAS_SINKS=sinks is not None, num_warps=4,
+                *parts, sinks, out, num_tokens, NUM_KV_HEADS=num_kv_heads, GROUP=group, DV=dim_v, BLOCK_DV=block_dv,
+                NUM_SPLITS=splits, HAS_SINKS=rules.sinks is not None, num_warps=4,
             )  # fmt: skip
     return out
 

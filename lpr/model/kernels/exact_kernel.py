@@ -2,11 +2,12 @@
 
 Three things are fixed, whatever the step: tiles (16 query rows, 64 keys), so that an addition is the same instruction
 everywhere; the blocks of keys and their splits, by absolute position; and the order in which they are added. A tree's
-keys are gathered along each entry's path, so blocks hold what they hold in plain decoding. Shapes of a launch, padding,
-batch and place in the cache decide only which program computes a row. No GPU has run it.
+keys are gathered along each entry's path, so blocks hold what they hold in plain decoding.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from lpr.model.exact import BLOCK
 from lpr.model.kernels import device_of
-from lpr.model.kernels.attention_kernel import check, interpreted
+from lpr.model.kernels.attention_kernel import Rules, check, interpreted
 from lpr.model.kernels.exact_code import add_splits, attend_exactly
 from lpr.model.tree_mask import Paths, TreeMask
 
@@ -24,25 +25,14 @@ SPLIT = 8
 """Blocks of keys that one program takes."""
 
 
-def tree_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: TreeMask,
-    paths: Paths,
-    *,
-    window: int | None = None,
-    chunk: int | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, paths: Paths, **given: Any) -> Tensor:
     """As `attention_kernel.tree_attention`, with sums in one order whatever the tree.
 
     An entry's keys stand in the order of positions. A running softmax takes BLOCK positions at a time, cut at multiples
     of it of the absolute position; after SPLIT blocks a new one begins; these are added in order.
     """
     check(query, key, value)
+    rules = Rules(**given)
     query, key, value = (each if each.stride(3) == 1 else each.contiguous() for each in (query, key, value))
     batch, num_heads, num_tokens, dim = query.shape
     num_kv_heads, num_kv, dim_v = key.shape[1], key.shape[2], value.shape[3]
@@ -56,18 +46,16 @@ def tree_attention(
     with device_of(query):
         attend_exactly[(num_tiles * num_splits, num_kv_heads, batch)](
             query, key, value, paths.entries, paths.num_shared, mask.num_cached, mask.num_entries,
-            mask.positions.contiguous(), *parts,
-            dim**-0.5 if scale is None else scale, softcap or 1.0, window or 0, chunk or 1, num_tokens, num_tiles,
+            mask.positions.contiguous(), *parts, *rules.numbers(dim), num_tokens, num_tiles,
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
             NUM_KV_HEADS=num_kv_heads, GROUP=group, D=dim, DV=dim_v, TOKENS=tokens,
             BLOCK_M=max(LEAST_ROWS, triton.next_power_of_2(group)), BLOCK_N=BLOCK,
             BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK_DV=block_dv, SPLIT=SPLIT, NUM_SPLITS=num_splits,
-            HAS_SOFTCAP=softcap is not None, HAS_WINDOW=window is not None, HAS_CHUNK=chunk is not None,
-            UPCAST=interpreted() and query.dtype == torch.bfloat16, num_warps=4, num_stages=1,
+            **rules.flags(), UPCAST=interpreted() and query.dtype == torch.bfloat16, num_warps=4, num_stages=1,
         )  # fmt: skip
         add_splits[(-(-num_tokens * group // LEAST_ROWS), num_kv_heads, batch)](
-            *parts, sinks if sinks is not None else out, out, num_tokens, num_splits,
+            *parts, rules.sinks if rules.sinks is not None else out, out, num_tokens, num_splits,
             NUM_KV_HEADS=num_kv_heads, GROUP=group, DV=dim_v, BLOCK_M=LEAST_ROWS, BLOCK_DV=block_dv,
-            HAS_SINKS=sinks is not None, num_warps=4,
+            HAS_SINKS=rules.sinks is not None, num_warps=4,
         )  # fmt: skip
     return out.transpose(1, 2)

@@ -1,8 +1,7 @@
 """The GPU version as attention implementations of transformers: a mask function without a mask.
 
-In a step the mask function returns, instead of a tensor, the rule of a layer kind: a window, a chunk, or neither. The
-rule is read off the model's own mask function if it consists of known parts; otherwise the dense mask is built and the
-layer runs as "lpr_tree" does.
+In a step the mask function returns the rule of a layer kind: a window, a chunk, or neither. It is read off the model's
+own mask function if that consists of known parts; otherwise the dense mask is built, as for "lpr_tree".
 """
 
 from __future__ import annotations
@@ -14,13 +13,8 @@ from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import (
-    and_masks,
-    causal_mask_function,
-    chunked_overlay,
-    sdpa_mask,
-    sliding_window_overlay,
-)
+from transformers.masking_utils import and_masks, causal_mask_function, chunked_overlay, sdpa_mask
+from transformers.masking_utils import sliding_window_overlay as sliding_overlay
 
 from lpr.config import InputError
 from lpr.model.attention import Mask, additive, tree_attention, tree_mask, visible_nodes
@@ -49,7 +43,7 @@ class LayerRule:
 
 # Closures of one factory share their code object, so `is` on it tells which factory made a function.
 _AND = and_masks(causal_mask_function).__code__
-_SLIDING = sliding_window_overlay(1).__code__
+_SLIDING = sliding_overlay(1).__code__
 _CHUNKED = chunked_overlay(1, torch.zeros(1)).__code__
 
 
@@ -110,14 +104,13 @@ def kernel_mask(
     return _dense_mask(*sizes, mask_function=mask_function, local_size=local_size, **kwargs)
 
 
-_versions: dict[str, Callable[..., torch.Tensor]] = {}
+_versions: dict[str, Any] = {}
 
 
 def load_kernel(name: str) -> None:
     """Import a version before the first forward: an import would break a compiled forward in every layer."""
     if name in _MODULES:
-        module = import_module(_MODULES[name])
-        _versions[name] = lambda *args, **kwargs: module.tree_attention(*args, **kwargs)
+        _versions[name] = import_module(_MODULES[name])
 
 
 def kernel_attention(name: str) -> Callable[..., tuple[torch.Tensor, None]]:
@@ -139,19 +132,18 @@ def kernel_attention(name: str) -> Callable[..., tuple[torch.Tensor, None]]:
         rule, step = attention_mask, current_step()
         if is_exact and step is not None and (position_bias is not None or not isinstance(rule, LayerRule)):
             raise InputError("exact attention on a GPU knows causal, sliding and chunked masks and no bias on scores")
-        if isinstance(rule, LayerRule) and position_bias is None:
-            assert step is not None
-            block = step.blocks[0]
-            assert block.tree_mask is not None
-            if is_exact and block.paths is None:  # once a step, for all layers
-                block.paths = find_paths(block.tree_mask)
-            parts = query, key, value, block.tree_mask, *([block.paths] if is_exact else [])
-            rules = {"window": rule.window, "chunk": rule.chunk, "softcap": softcap, "scale": scaling, "sinks": s_aux}
-            return _versions[name](*parts, **rules).transpose(1, 2).contiguous(), None
-        if isinstance(rule, LayerRule):  # the kernels take no bias
-            assert step is not None
-            rule = additive(visible_nodes(step.blocks[0], rule.mask_function), query.dtype)
-        return tree_attention(module, query, key, value, rule, scaling, softcap, s_aux, position_bias)
+        if not isinstance(rule, LayerRule):
+            return tree_attention(module, query, key, value, rule, scaling, softcap, s_aux, position_bias)
+        assert step is not None and step.blocks[0].tree_mask is not None
+        block, bits = step.blocks[0], step.blocks[0].tree_mask
+        if position_bias is not None:  # the kernels take none
+            mask = additive(visible_nodes(block, rule.mask_function), query.dtype)
+            return tree_attention(module, query, key, value, mask, scaling, softcap, s_aux, position_bias)
+        if is_exact and block.paths is None:  # once a step, for all layers
+            block.paths = find_paths(bits)
+        rules = {"window": rule.window, "chunk": rule.chunk, "softcap": softcap, "scale": scaling, "sinks": s_aux}
+        parts = query, key, value, bits, *([block.paths] if is_exact else [])
+        return _versions[name].tree_attention(*parts, **rules).transpose(1, 2).contiguous(), None
 
     return attend
 

@@ -1,10 +1,8 @@
 """The device code of limited choices in a vocabulary that several ranks hold in parts.
 
-Whatever top-k, top-p and min-p say, they allow a prefix of a row's tokens in the order (score descending, id
-ascending), as in `sampling_code`. What is the best of a prefix is the best of one part's share of it too. So each rank
-lists the best of every prefix of its part: the best of all, the best of those before that one, and so on, about
-log(V) tokens. Among all lists is the choice, whatever the limits are. Then each rank adds up the weights of its own
-tokens in front of each listed one, and the sums of all ranks decide which of them the limits allow.
+Limits allow a prefix of a row's tokens, as in `sampling_code`. The best of a prefix is the best of one part's share of
+it too. So each rank lists the best of every prefix of its part, about log(V) tokens, and the choice is on one of the
+lists. Then each rank adds up the weights of its own tokens in front of each listed one, and the sums decide.
 """
 
 from __future__ import annotations

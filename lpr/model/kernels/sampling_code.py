@@ -1,10 +1,9 @@
 """The device code of `sampling_kernel`: one program chooses the next token of one row of logits.
 
-Written for Triton 3.x. What a row allows is a prefix of its tokens in the order (score descending, id ascending),
-whatever its limits are: top-k, top-p and min-p each cut that order somewhere. So no sort is needed. The best total of
-score and noise is looked for among all tokens; whether the limits allow its token follows from the number and the
-probability of those before it, which one pass over the row adds up; and if they do not allow it, they allow nothing
-behind it either, so the search goes on among the tokens before it.
+Written for Triton 3.x. What limits allow is a prefix of a row's tokens in the order (score descending, id ascending),
+so no sort is needed. The best total of score and noise is looked for among all tokens; whether the limits allow its
+token follows from the number and the probability of those before it, which one pass over the row adds up. If they do
+not allow it, they allow nothing behind it either, and the search goes on among the tokens before it.
 """
 
 from __future__ import annotations

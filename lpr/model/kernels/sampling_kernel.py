@@ -1,9 +1,8 @@
 """Choosing next tokens by one Triton kernel: noise in registers, a running argmax, limits without a sort.
 
-In operators of torch a sampled step writes the noise of the whole vocabulary 57 times, and a limit sorts it for every
-node. Here a program per row reads its logits twice, or a few times more where a limit refuses what the noise prefers.
-`specification.pick` is the specification. The hash is integer arithmetic, the same everywhere; the two logarithms
-round as the device does, so a near tie may fall otherwise than on a CPU, but never otherwise for another shape of step.
+A program per row reads its logits twice, or a few times more where a limit refuses what the noise prefers.
+`specification.pick` is the specification. The logarithms round as the device does, so a near tie may fall otherwise
+than on a CPU, but never otherwise for another shape of step.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """Choosing next tokens: a deterministic function of (logits, seed, position), greedy and sampling alike.
 
-Sampling uses the Gumbel-max trick with noise from a counter-based generator keyed by (request seed, absolute
-position, token id): `argmax(processed_logits / temperature + gumbel)` is an exact sample of
-softmax(processed_logits / temperature). There is no random state, so sampled text depends on the prompt, the parameters
-and the seed alone, however it was drafted (docs/rules.md, R4).
-
-`specification.pick` defines what is chosen; on a CPU `in_cpp.draw` and on a GPU `kernels.sampling_kernel.choose` find
-the same with far less work.
+Sampling is the Gumbel-max trick with noise keyed by (request seed, absolute position, token id): `argmax(logits /
+temperature + gumbel)` samples softmax(logits / temperature) exactly. There is no random state (docs/rules.md, R4).
+`specification.pick` defines what is chosen; `in_cpp.draw` and `kernels.sampling_kernel.choose` find the same faster.
 """
 
 from __future__ import annotations
@@ -20,9 +16,8 @@ import torch
 from torch import Tensor
 
 from lpr import native
-from lpr.config import SamplingParams
+from lpr.config import SamplingParams, first_line
 from lpr.core.recycle import MAX_SCORE, SCORE_STEPS
-from lpr.model.failures import first_line
 from lpr.model.sampling import in_cpp, specification
 from lpr.model.sampling.selection import Selection
 from lpr.model.sampling.specification import gumbel

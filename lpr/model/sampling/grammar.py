@@ -35,20 +35,18 @@ class Grammar:
             raise InputError("grammar needs a tokenizer, and this model was loaded without one")
         if problem := llguidance.LLMatcher.validate_grammar(grammar):
             raise InputError(f"grammar: {problem.strip().splitlines()[0]}")
-        self._grammar = grammar
-        self._num_prompt = num_prompt
-        self._tokenizer = tokenizer
+        self._grammar, self._num_prompt, self._tokenizer = grammar, num_prompt, tokenizer
         self._matcher: Any = None
         self._path: list[int] = []
         self._mask: np.ndarray = np.empty(0, np.int32)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """The scores [1, V] after a path [1, L]: -inf where the grammar cannot go on."""
+        import llguidance.numpy
+
         if self._matcher is None:
             self._start(scores.shape[1])
         self._follow(input_ids[0, self._num_prompt :].tolist())
-        import llguidance.numpy
-
         llguidance.numpy.fill_next_token_bitmask(self._matcher, self._mask, 0)
         bits = np.unpackbits(self._mask.view(np.uint8)[0], bitorder="little")[: scores.shape[1]]
         allowed = to_device(bits.astype(bool), scores.device)

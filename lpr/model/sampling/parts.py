@@ -1,13 +1,10 @@
 """Vocab-parallel sampling: each rank of a replica chooses among its own tokens, and a few words per row are gathered.
 
-With an output head split along the vocabulary, every rank would otherwise gather the logits [n, V] and search them all.
-Here a rank makes the noise of its own tokens only and sends the best total of score and noise, its token, its likeliest
+A rank makes the noise of its own tokens only and sends the best total of score and noise, its token, its likeliest
 tokens and the sum of its weights. The best of the best is the token that `choice.pick` chooses from the whole row.
-
-Limits (top-k, top-p, min-p) compare a token with all others. That takes two exchanges and a GPU kernel
-(kernels.parts_code): first each rank's list of tokens that would win under some limits, and its TOP_K largest scores;
-then, per listed token, the weight in front of it. Ranks choose from gathered logits for limits on a CPU, for a larger
-top-k, for log-probabilities and for processors.
+Limits take two exchanges and a GPU kernel (kernels.parts_code): first each rank's list of tokens that would win under
+some limits, and its TOP_K largest scores; then, per listed token, the weight in front of it. Ranks choose from gathered
+logits for limits on a CPU, for a larger top-k, for log-probabilities and for processors.
 """
 
 from __future__ import annotations
@@ -93,9 +90,6 @@ def _side_by_side(parts: Tensor) -> Tensor:
     return parts.transpose(0, 1).flatten(1)
 
 
-# With limits.
-
-
 def list_in_part(logits: Tensor, selection: Selection, first: int, num_candidates: int, length: int = LENGTH) -> Tensor:
     """A rank's first message: int32 [n, 3 * length + TOP_K (+ 1 + 2k)] of its part `logits` [n, v].
 
@@ -144,7 +138,6 @@ def choose_within_limits(
 
 
 def _kernels() -> Any:
-    """Imported where they are called: without Triton there are none."""
     return import_module("lpr.model.kernels.sampling_kernel")
 
 

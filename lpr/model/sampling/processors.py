@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as stock
 
-from lpr.config import SamplingParams
+from lpr.config import SamplingParams, first_line
 from lpr.core.accept import NOT_A_NUMBER, PROCESSOR_FAILED, as_guess
-from lpr.model.failures import first_line
 from lpr.model.sampling.grammar import Grammar
 from lpr.model.transfer import to_device
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -19,32 +20,28 @@ TOP_K = 64
 """The largest top-k that ranks with a part of the vocabulary each apply together (lpr.model.sampling.parts)."""
 
 
+@dataclass(eq=False)
 class Selection:
-    """Sampling parameters per result row; made once a step, on the host.
+    """Sampling parameters of n result rows with u noise keys; made once a step, on the host."""
 
-    The parameters are int32 words (lpr.core.noise_keys.selection_words), on the host or on a device; tensors are made
-    of them at first use.
-    """
-
-    def __init__(self, words: torch.Tensor, num_keys: int, num_rows: int, sampled: bool, filtered: bool) -> None:
-        """The selection in `words` [5n + u or more], of n rows with u noise keys."""
-        self._words = words
-        self.num_keys = num_keys
-        """u."""
-        self.num_rows = num_rows
-        """n; 0 if no row is sampled: an argmax has no parameters."""
-        self.sampled = sampled
-        """True if any row is sampled."""
-        self.filtered = filtered
-        """True if any row has a top-k, top-p or min-p limit."""
-        self.first_token = 0
-        """The token of the first column of the logits; not 0 where they are a part of the vocabulary."""
-        self.is_wide = False
-        """True if any row has a top-k beyond TOP_K."""
-        self.processor_paths: list[ProcessorPath] = []
-        """The sequences whose choices go through logits processors."""
-        self.num_logprobs: int | None = None
-        """Alternatives per row with log-probabilities; None disables log-probabilities."""
+    words: torch.Tensor
+    """Int32 [5n + u or more] (lpr.core.noise_keys.selection_words); the tensors below are made of them at first use."""
+    num_keys: int
+    """u."""
+    num_rows: int
+    """n; 0 if no row is sampled: an argmax has no parameters."""
+    sampled: bool
+    """True if any row is sampled."""
+    filtered: bool
+    """True if any row has a top-k, top-p or min-p limit."""
+    is_wide: bool = False
+    """True if any row has a top-k beyond TOP_K."""
+    first_token: int = 0
+    """The token of the first column of the logits; not 0 where they are a part of the vocabulary."""
+    processor_paths: list[ProcessorPath] = field(default_factory=list)
+    """The sequences whose choices go through logits processors."""
+    num_logprobs: int | None = None
+    """Alternatives per row with log-probabilities; None disables log-probabilities."""
 
     @classmethod
     def build(
@@ -62,40 +59,26 @@ class Selection:
         words = selection_words(choices, positions)
         count = sum(map(len, positions))
         filtered = any([p.temperature > 0 and bool(p.top_k or p.top_p < 1 or p.min_p) for p, _ in requests])
-        found = cls(torch.from_numpy(words), len(words) - 5 * count, count, True, filtered)
-        found.is_wide = any([p.temperature > 0 and p.top_k > TOP_K for p, _ in requests])
-        return found.to(device)
+        is_wide = any([p.temperature > 0 and p.top_k > TOP_K for p, _ in requests])
+        return cls(torch.from_numpy(words), len(words) - 5 * count, count, True, filtered, is_wide).to(device)
 
     def to(self, device: torch.device | None) -> Selection:
         """The same on `device`, by one asynchronous copy."""
-        if device is None or not self.sampled or device == self._words.device:
+        if device is None or not self.sampled or device == self.words.device:
             return self
-        there = self._with(to_device(self.words(), device))
-        there.processor_paths, there.num_logprobs, there.is_wide = self.processor_paths, self.num_logprobs, self.is_wide
-        return there
+        return replace(self, words=to_device(self.words.numpy(), device))
 
     def from_token(self, first: int) -> Selection:
         """The same for logits whose first column is that token's."""
-        part = self._with(self._words)
-        part.first_token = first
-        return part
-
-    def _with(self, words: torch.Tensor) -> Selection:
-        made = Selection(words, self.num_keys, self.num_rows, self.sampled, self.filtered)
-        made.first_token = self.first_token
-        return made
-
-    def words(self) -> np.ndarray:
-        """On the host: int32 [5n + u]."""
-        return self._words.numpy()
+        return replace(self, first_token=first)
 
     def _column(self, index: int) -> torch.Tensor:
-        return self._words[index * self.num_rows : (index + 1) * self.num_rows]
+        return self.words[index * self.num_rows : (index + 1) * self.num_rows]
 
     @cached_property
     def keys(self) -> torch.Tensor:
         """[u] int64 noise keys, each once: rows at the same position (siblings in the tree) share their noise."""
-        return self._words[5 * self.num_rows : 5 * self.num_rows + self.num_keys].long() & MASK32
+        return self.words[5 * self.num_rows : 5 * self.num_rows + self.num_keys].long() & MASK32
 
     @cached_property
     def key_of(self) -> torch.Tensor:
@@ -126,11 +109,9 @@ class Selection:
         """The selection of the rows `index`, in this order, each with a key of its own."""
         if not self.sampled:
             return self
-        rows = to_device(index.astype(np.int64), self._words.device)
-        columns = self._words[: 5 * self.num_rows].view(5, -1)[:, rows]
-        keys = self._words[5 * self.num_rows :][self.key_of[rows]]
-        columns[0] = torch.arange(len(index), device=self._words.device)
+        rows = to_device(index.astype(np.int64), self.words.device)
+        columns = self.words[: 5 * self.num_rows].view(5, -1)[:, rows]
+        keys = self.words[5 * self.num_rows :][self.key_of[rows]]
+        columns[0] = torch.arange(len(index), device=self.words.device)
         words = torch.cat([columns.flatten(), keys])
-        found = Selection(words, len(index), len(index), sampled=True, filtered=self.filtered)
-        found.first_token = self.first_token
-        return found
+        return replace(self, words=words, num_keys=len(index), num_rows=len(index))
