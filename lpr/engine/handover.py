@@ -45,6 +45,7 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
     def of(cls, request: Request, place: float = 0.0, arrival: int = 0) -> RequestState:
         """The state of `request`."""
         stats = request.stats
+        stats.count_nodes()
         return cls(
             submit=request.submit,
             num_cached_tokens=request.num_cached_tokens,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, TypeVar
+from typing import Generic
 
-from lpr.engine.limits import Schedulable
+from lpr.engine.limits import R
 
 SECONDS_PER_PRIORITY = 10.0
 """A request of priority p waits as one that arrived 10 p seconds later. So no request starves."""
@@ -15,7 +15,6 @@ MOST_OVERTAKEN = 64
 """Later arrivals that may pass a request which misses its target for the first token anyway."""
 
 
-R = TypeVar("R", bound=Schedulable)
 Entry = tuple[float, int, R]
 """Place in the queue, number of the arrival, request."""
 
@@ -62,8 +61,10 @@ class Waiting(Generic[R]):
         """
         if not self._entries:
             return None
+        if is_lost is None:
+            return self._entries[0][2]
         passed = math.inf
-        for _, arrival, request in self._entries if is_lost is not None else ():
+        for _, arrival, request in self._entries:
             if arrival > passed + MOST_OVERTAKEN:
                 break
             if not is_lost(request):
