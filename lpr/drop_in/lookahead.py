@@ -49,13 +49,8 @@ class HandOver:
 
 
 _EXTRACT = GenerationMixin._extract_generation_mode_kwargs.__code__
-_HANDED_OVER = {
-    "streamer": "lpr_streamer",
-    "assistant_model": "lpr_assistant_model",
-    "synced_gpus": "lpr_synced_gpus",
-    "tokenizer": "tokenizer",
-    "assistant_tokenizer": "assistant_tokenizer",
-}
+_HANDED_OVER = {name: f"lpr_{name}" for name in ("streamer", "assistant_model", "synced_gpus")}
+_HANDED_OVER |= {name: name for name in ("tokenizer", "assistant_tokenizer")}
 
 
 class Lookahead:
