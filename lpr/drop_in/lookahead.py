@@ -49,13 +49,8 @@ class HandOver:
 
 
 _EXTRACT = GenerationMixin._extract_generation_mode_kwargs.__code__
-_HANDED_OVER = {
-    "streamer": "lpr_streamer",
-    "assistant_model": "lpr_assistant_model",
-    "synced_gpus": "lpr_synced_gpus",
-    "tokenizer": "tokenizer",
-    "assistant_tokenizer": "assistant_tokenizer",
-}
+_HANDED_OVER = {name: f"lpr_{name}" for name in ("streamer", "assistant_model", "synced_gpus")}
+_HANDED_OVER |= {name: name for name in ("tokenizer", "assistant_tokenizer")}
 
 
 class Lookahead:
@@ -155,9 +150,8 @@ def prompts_of(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> list[li
         raise InputError("position_ids other than 0, 1, 2, ... are not supported by lpr.lookahead")
     starts = (input_ids.shape[1] - mask.sum(1)).tolist()
     prompts = [ids[start:] for ids, start in zip(input_ids.tolist(), starts, strict=True)]
-    for index, prompt in enumerate(prompts):
-        if not prompt:
-            raise InputError(f"row {index} is empty: a model needs at least one token to continue")
+    if [] in prompts:
+        raise InputError(f"row {prompts.index([])} is empty: a model needs at least one token to continue")
     return prompts
 
 

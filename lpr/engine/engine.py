@@ -56,9 +56,10 @@ class Engine:
         *,
         comm: Comm | None = None,
     ) -> None:
-        """Raises InputError if the model cannot run a token tree or the cache does not fit, on every rank if on one.
+        """An engine for a loaded model.
 
-        With several ranks also if one has another model, tokenizer or configuration.
+        Raises InputError if the model cannot run a token tree or the cache does not fit, with several ranks on every
+        rank if it is so on one, or if one has another model, tokenizer or configuration.
         """
         decode = decode if decode is not None else DecodeConfig()
         self.comm = comm if comm is not None else Comm()

@@ -37,14 +37,12 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
     slots: list[int]
     homes: list[int]
     arrived_ms: float
-    place: float = 0.0
-    """In the queue, of one that waits."""
-    arrival: int = 0
 
     @classmethod
-    def of(cls, request: Request, place: float = 0.0, arrival: int = 0) -> RequestState:
+    def of(cls, request: Request) -> RequestState:
         """The state of `request`."""
         stats = request.stats
+        stats.count_nodes()
         return cls(
             submit=request.submit,
             num_cached_tokens=request.num_cached_tokens,
@@ -55,8 +53,6 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
             slots=request.slots,
             homes=request.homes,
             arrived_ms=request.arrived_ms,
-            place=place,
-            arrival=arrival,
         )
 
     def restore(self, requests: RequestTable) -> Request:
@@ -92,8 +88,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     """By tenant: the last entry of its stream that is in these (lpr.fleet)."""
     running: list[RequestState]
     """In the order of their slots."""
-    waiting: list[RequestState]
-    """In the order of the queue."""
+    waiting: list[tuple[float, int, RequestState]]
+    """The entries of the queue (lpr.engine.waiting)."""
     num_arrivals: int
     num_queries: int
     num_hits: int
@@ -109,7 +105,7 @@ def state_of(scheduler: Scheduler[Request], drafts: DraftIndexes, **known: Any) 
         tenants=[(tenant, drafts.history(tenant).tobytes()) for tenant in drafts.tenants],
         read_to=drafts.read_to,
         running=[RequestState.of(request) for request in scheduler.running],
-        waiting=[RequestState.of(request, place, arrival) for place, arrival, request in scheduler.waiting],
+        waiting=[(place, arrival, RequestState.of(request)) for place, arrival, request in scheduler.waiting],
         num_arrivals=scheduler.waiting.num_arrivals,
         num_queries=scheduler.num_queries,
         num_hits=scheduler.num_hits,
@@ -125,7 +121,7 @@ def resume(
     tenants = [(tenant, np.frombuffer(history, np.int32)) for tenant, history in state.tenants]
     drafts.restore(np.frombuffer(state.history, np.int32), tenants, state.read_to)
     running = [each.restore(requests) for each in state.running]
-    queue = [(each.place, each.arrival, each.restore(requests)) for each in state.waiting]
+    queue = [(place, arrival, each.restore(requests)) for place, arrival, each in state.waiting]
     scheduler.resume(running, queue, state.num_arrivals)
     scheduler.num_queries, scheduler.num_hits = state.num_queries, state.num_hits
     if scheduler.limits.targets is not None:

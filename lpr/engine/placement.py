@@ -12,18 +12,16 @@ import math
 from array import array
 from collections.abc import Sequence
 from functools import cache, partial
-from typing import Generic, TypeVar
+from typing import Generic
 
 from lpr.engine.homes import Candidate, choose
-from lpr.engine.limits import Limits, Schedulable
+from lpr.engine.limits import Limits, R, Schedulable
 from lpr.engine.slots import RankSlots, SlotMove
 
 REVIEW_EVERY = 16
 """Steps between two reviews of which ranks wide requests are worth."""
 PATIENCE = 2
 """Steps after a request's end before its ranks go to others: the client's next request may be on its way."""
-
-R = TypeVar("R", bound=Schedulable)
 
 
 class Placement(Generic[R]):

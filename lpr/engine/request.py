@@ -230,12 +230,11 @@ class Request:
         self._stats.num_tokens += taken
         if self.finish_reason is None and outcome.concluded.failure is not None:
             self._fail(outcome.concluded)
-        logprobs = None
+        chunk = Chunk(self.id, tokens[:taken], start=self.text_stream.num_tokens - taken)
         if self.params.logprobs is not None and outcome.logprobs is not None:
             found = [outcome.logprobs[node] for node in path[:taken]]
-            logprobs = [TokenLogprobs(each.logprob, each.top[: self.params.logprobs]) for each in found]
-            self._logprobs += logprobs
-        chunk = Chunk(self.id, tokens[:taken], logprobs=logprobs, start=self.text_stream.num_tokens - taken)
+            chunk.logprobs = [TokenLogprobs(each.logprob, each.top[: self.params.logprobs]) for each in found]
+            self._logprobs += chunk.logprobs
         if self.details:
             sources = outcome.concluded.tree.sources
             named = [Source(sources[node]).name.lower() for node in path[1 : 1 + taken]]
@@ -295,13 +294,6 @@ class Request:
         assert self.finish_reason is not None
         self.write()
         self._stats.count_nodes()
-        return Completion(
-            self.prompt,
-            self.prompt_ids,
-            self.token_ids,
-            self.text_stream.text,
-            self.finish_reason,
-            self.stats,
-            self.error,
-            self._logprobs if self.params.logprobs is not None else None,
-        )
+        logprobs = self._logprobs if self.params.logprobs is not None else None
+        output = self.prompt_ids, self.token_ids, self.text_stream.text, self.finish_reason
+        return Completion(self.prompt, *output, self._stats, self.error, logprobs)

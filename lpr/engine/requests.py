@@ -80,8 +80,7 @@ def encode_prompt(prompt: Prompt, tokenizer: Any | None, vocab_size: int) -> lis
         ids = list(tokenizer(prompt)["input_ids"])
     if not ids:
         raise InputError("the prompt is empty: a model needs at least one token to continue")
-    outside = [token for token in ids if not 0 <= token < vocab_size]
-    if outside:
+    if outside := [token for token in ids if not 0 <= token < vocab_size]:
         raise InputError(f"token id {outside[0]} is not in the model's vocabulary of {vocab_size}")
     return ids
 
@@ -97,6 +96,5 @@ def check_request(num_prompt: int, params: SamplingParams, priority: int, max_le
         raise InputError(f"priority={priority!r} must be a whole number of 64 bits")
     biased = [token for token, _ in params.logit_bias]
     for name, tokens in (("logit_bias", biased), ("forced_ids", params.forced_ids)):
-        outside = [token for token in tokens if token >= vocab_size]
-        if outside:
+        if outside := [token for token in tokens if token >= vocab_size]:
             raise InputError(f"{name}: {outside[0]} is not in the model's vocabulary of {vocab_size}")

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic
 
-from lpr.engine.limits import Limits, Schedulable
+from lpr.engine.limits import Limits, R, Schedulable
 from lpr.engine.placement import Placement
 from lpr.engine.slots import SlotMove
 from lpr.engine.waiting import Entry, Waiting
@@ -21,7 +21,6 @@ MANY = 8
 loses more than the others save: parts only save where several ranks fill in the same step (dev/LOG.md)."""
 
 
-R = TypeVar("R", bound=Schedulable)
 Fill = tuple[R, list[int]]
 """A request, and how many tokens of its pending chain each rank computes."""
 

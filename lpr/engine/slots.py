@@ -11,14 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic
 
-from lpr.engine.limits import Schedulable
+from lpr.engine.limits import R
 
 CONTINUED = 0.5
 """A retained prefix is continued in its own slot if a new prompt shares at least this part of it; else it is copied."""
-
-H = TypeVar("H", bound=Schedulable)
 
 
 @dataclass(frozen=True)
@@ -44,14 +42,14 @@ class Prefix:
 
 
 @dataclass
-class RankSlots(Generic[H]):
+class RankSlots(Generic[R]):
     """The slots of one rank."""
 
     rank: int
     num_slots: int
     retains: bool = True
     """True if slots keep the prefixes of requests that are gone."""
-    running: list[H] = field(default_factory=list)
+    running: list[R] = field(default_factory=list)
     """By slot."""
     _clock: int = 0
     _retained: dict[int, Prefix] = field(default_factory=dict)
@@ -66,13 +64,13 @@ class RankSlots(Generic[H]):
         """Number of slots that retain a prefix, and of the tokens in them."""
         return len(self._retained), sum(len(prefix.tokens) for prefix in self._retained.values())
 
-    def held(self, request: H) -> int:
+    def held(self, request: R) -> int:
         """Leading tokens of a request whose K/V is on this rank, in its own slot or in any that it may begin from."""
         if request.slots[self.rank] >= 0:
             return request.num_computed_tokens[self.rank]
         return self.longest_prefix(request.tokens[:-1], request.tenant)[1]
 
-    def enter(self, request: H) -> tuple[int, list[SlotMove]]:
+    def enter(self, request: R) -> tuple[int, list[SlotMove]]:
         """Give a request the next slot, with the K/V of the longest prefix that any slot shares with it.
 
         Returns the length of that prefix in tokens, and the moves that bring it there.
@@ -87,7 +85,7 @@ class RankSlots(Generic[H]):
         self.running.append(request)
         return length, moves
 
-    def leave(self, request: H, keep: bool = True) -> list[SlotMove]:
+    def leave(self, request: R, keep: bool = True) -> list[SlotMove]:
         """Take the slot from a request; the last one moves into it.
 
         With `keep`, the request's tokens and K/V are retained behind those that stay.
@@ -143,7 +141,7 @@ class RankSlots(Generic[H]):
         best, longest = None, 0
         slots = [*self._retained, *range(len(self.running))] if self.retains else []
         for slot in slots:
-            holder: Prefix | H = self._retained.get(slot) or self.running[slot]
+            holder: Prefix | R = self._retained.get(slot) or self.running[slot]
             if holder.tenant != tenant:  # reuse shows in the time to the first token
                 continue
             length = min(num_shared(holder.tokens, tokens), self.computed_at(slot))

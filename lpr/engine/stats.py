@@ -33,8 +33,10 @@ class DecodeStats:
     """Tokens emitted."""
     num_nodes: int = 0
     """Tree nodes evaluated, roots included."""
-    _drafted: Counter[At] = field(default_factory=Counter)
-    _accepted: Counter[At] = field(default_factory=Counter)
+    drafted: Counter[At] = field(default_factory=Counter)
+    """Nodes evaluated, by source and depth, up to the last `count_nodes`."""
+    accepted: Counter[At] = field(default_factory=Counter)
+    """Nodes on an accepted path, likewise."""
     _uncounted: list[tuple[TokenTree, Sequence[int]]] = field(default_factory=list, repr=False, compare=False)
 
     @property
@@ -55,6 +57,7 @@ class DecodeStats:
     @property
     def by_depth(self) -> dict[tuple[str, int], SourceCount]:
         """Per draft source and group of depths (`depth_bucket`): nodes drafted and accepted."""
+        self.count_nodes()
         found: dict[tuple[str, int], SourceCount] = {}
         for source, depth in self.drafted:
             if source == Source.ROOT:
@@ -74,29 +77,16 @@ class DecodeStats:
         """Count the nodes of the steps since the last call: work that can wait until the device is busy."""
         for tree, path in self._uncounted:
             nodes = list(zip(tree.sources, tree.depths, strict=True))
-            self._drafted.update(nodes)
-            self._accepted.update([nodes[node] for node in path])
+            self.drafted.update(nodes)
+            self.accepted.update([nodes[node] for node in path])
         self._uncounted.clear()
-
-    @property
-    def drafted(self) -> Counter[At]:
-        """Nodes evaluated, by source and depth."""
-        self.count_nodes()
-        return self._drafted
-
-    @property
-    def accepted(self) -> Counter[At]:
-        """Nodes on an accepted path, by source and depth."""
-        self.count_nodes()
-        return self._accepted
 
     def usage(self, num_cached: int) -> Usage:
         """The counts as they are sent, of a request with `num_cached` prompt tokens in the prefix cache."""
-        depths: Counter[int] = Counter()
+        sources, depths = self.sources, Counter[int]()
         for (source, depth), count in self.accepted.items():
             if source != Source.ROOT:
                 depths[depth] += count
-        sources = self.sources
         return Usage(
             num_steps=self.num_steps,
             num_fill_steps=self.num_fill_steps,
@@ -114,8 +104,9 @@ class DecodeStats:
         self.num_fill_steps += other.num_fill_steps
         self.num_tokens += other.num_tokens
         self.num_nodes += other.num_nodes
-        self._drafted.update(other.drafted)
-        self._accepted.update(other.accepted)
+        other.count_nodes()
+        self.drafted.update(other.drafted)
+        self.accepted.update(other.accepted)
 
 
 def depth_bucket(depth: int) -> int:

@@ -179,9 +179,7 @@ class IncrementalDecoder:
     def _decode_window(self) -> str:
         """The window's text, of which the last characters are held while they are unfinished."""
         text = self._decode(self._window)
-        held = 0
-        while held < min(self._max_held, len(text)) and text[-1 - held] == REPLACEMENT:
-            held += 1
+        held = min(self._max_held, len(text) - len(text.rstrip(REPLACEMENT)))
         self._num_final = len(text) - held
         self._held = text[self._num_final :]
         return text
@@ -203,9 +201,7 @@ def find_stop(stops: Sequence[str], text: str) -> tuple[int, str] | tuple[None, 
 
 def num_possible(stops: Sequence[str], text: str) -> int:
     """Length of the longest suffix of `text` that begins a stop string and is not all of it."""
-    sizes = (
-        size for stop in stops for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])
-    )
+    sizes = (size for stop in stops for size in range(1, min(len(text) + 1, len(stop))) if text.endswith(stop[:size]))
     return max(sizes, default=0)
 
 

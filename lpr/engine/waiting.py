@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, TypeVar
+from typing import Generic
 
-from lpr.engine.limits import Schedulable
+from lpr.engine.limits import R
 
 SECONDS_PER_PRIORITY = 10.0
 """A request of priority p waits as one that arrived 10 p seconds later. So no request starves."""
@@ -15,7 +15,6 @@ MOST_OVERTAKEN = 64
 """Later arrivals that may pass a request which misses its target for the first token anyway."""
 
 
-R = TypeVar("R", bound=Schedulable)
 Entry = tuple[float, int, R]
 """Place in the queue, number of the arrival, request."""
 
