@@ -94,7 +94,6 @@ class SlotCache(KVCache):
         return views[0], views[1]
 
     def _update_flat(self, step: StepInputs, layer: int, states: Pair) -> Pair:
-        """As `update`, for packed inputs."""
         views = []
         for side, new in zip(self.layer_tensors[layer], states, strict=True):
             side.index_copy_(0, step.write_rows, new.transpose(1, 2).flatten(0, 1))
