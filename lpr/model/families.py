@@ -21,6 +21,7 @@ from lpr.model.step_scope import current_step
 
 _RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 """Kinds in `config.layer_types` that fold the past into a state: state-space, convolution and linear attention."""
+_RECURRENT = "recurrent state: {} the past into one state, which cannot branch or take a rejected token back"
 _SELECTING_LAYERS = {
     "indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse",
 }  # fmt: skip
@@ -33,18 +34,14 @@ def refusal(model: PreTrainedModel) -> str | None:
     kinds = getattr(config, "layer_types", None)
     if kinds:
         if recurrent := sorted(_RECURRENT_LAYERS.intersection(kinds)):
-            return _recurrent(f"its {recurrent[0]} layers fold")
+            return _RECURRENT.format(f"its {recurrent[0]} layers fold")
         if selecting := sorted(_SELECTING_LAYERS.intersection(kinds)):
             return f"sparse attention: its {selecting[0]} layers pick or merge cached tokens by cache row"
     elif model._is_stateful:
-        return _recurrent("it folds")
+        return _RECURRENT.format("it folds")
     if "past_key_values" not in inspect.signature(type(model).forward).parameters:
         return "its forward takes no cache of keys and values (past_key_values)"
     return None
-
-
-def _recurrent(what_folds: str) -> str:
-    return f"recurrent state: {what_folds} the past into one state, which cannot branch or take a rejected token back"
 
 
 def has_experts(config: Any) -> bool:

@@ -54,11 +54,8 @@ class TreeModel:
         """
         self._shared = shared or SharedWeights()
         self.adapter = Adapter(model, attention, exact, self._shared.share_heights)
-        self.model, self.device = model, self.adapter.device
-        self.config = self.adapter.config
-        """The config of the model's text part."""
+        self.model, self.device, self.config = model, self.adapter.device, self.adapter.config
         self.vocab_size: int = self.config.vocab_size
-        """V, the model's logits per token."""
         self.exact = exact
         """True if logits are the same bits for every shape of a step."""
         self.sampler = Sampler(self._shared.part)
