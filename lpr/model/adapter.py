@@ -148,7 +148,6 @@ class Adapter:
 
 
 def _use_attention(model: PreTrainedModel, name: str) -> None:
-    """Make `model` call our mask and attention functions, through the registry where its code dispatches by it."""
     if model._can_set_attn_implementation():
         model.set_attn_implementation(name)
         return

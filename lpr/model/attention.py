@@ -144,7 +144,6 @@ def tree_attention(
 def _attend_block(
     step: StepInputs, block: Block, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring
 ) -> Tensor:
-    """Attention of one block, [B, Hq, T, Dv]; in exact mode in the order of positions."""
     if step.heights is None:
         return _attend(query, key, value, mask, scoring, is_causal=block.is_causal and mask is None)
     if scoring.bias is not None:

@@ -62,13 +62,9 @@ class CompiledForward:
 
     def describe(self) -> str | None:
         """The cost of compiling so far; None if nothing was compiled."""
-        cost = {name: count - self._before[name] for name, count in _so_far().items()}
-        if not cost["forms"]:
-            return None
-        return (
-            f"{cost['forms']:.0f} forms of a step compiled in {cost['seconds']:.1f} s, {cost['from_disk']:.0f} of them "
-            f"read from {compiled_folder()}"
-        )
+        seconds, forms, from_disk = (now - before for now, before in zip(_so_far(), self._before, strict=True))
+        compiled = f"{forms:.0f} forms of a step compiled in {seconds:.1f} s"
+        return f"{compiled}, {from_disk:.0f} of them read from {compiled_folder()}" if forms else None
 
     def give_up(self, failure: Exception | str) -> bool:
         """Call the model directly from now on and say why, once; False if that is so already."""
@@ -80,10 +76,8 @@ class CompiledForward:
         return True
 
 
-def _so_far() -> dict[str, float]:
+def _so_far() -> tuple[float, int, int]:
+    """The compiler's seconds, its forms and how many of them it read from disk, in this process."""
     times, counters = torch._dynamo.utils.compilation_time_metrics, torch._dynamo.utils.counters
-    return {
-        "seconds": sum(times.get("_compile.compile_inner", ())),
-        "forms": counters["stats"]["unique_graphs"],
-        "from_disk": max(counters["aot_autograd"]["autograd_cache_hit"], counters["inductor"]["fxgraph_cache_hit"]),
-    }
+    from_disk = max(counters["aot_autograd"]["autograd_cache_hit"], counters["inductor"]["fxgraph_cache_hit"])
+    return sum(times.get("_compile.compile_inner", ())), counters["stats"]["unique_graphs"], from_disk

@@ -21,6 +21,7 @@ from lpr.model.step_scope import current_step
 
 _RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 """Kinds in `config.layer_types` that fold the past into a state: state-space, convolution and linear attention."""
+_RECURRENT = "recurrent state: {} the past into one state, which cannot branch or take a rejected token back"
 _SELECTING_LAYERS = {
     "indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse",
 }  # fmt: skip
@@ -33,18 +34,14 @@ def refusal(model: PreTrainedModel) -> str | None:
     kinds = getattr(config, "layer_types", None)
     if kinds:
         if recurrent := sorted(_RECURRENT_LAYERS.intersection(kinds)):
-            return _recurrent(f"its {recurrent[0]} layers fold")
+            return _RECURRENT.format(f"its {recurrent[0]} layers fold")
         if selecting := sorted(_SELECTING_LAYERS.intersection(kinds)):
             return f"sparse attention: its {selecting[0]} layers pick or merge cached tokens by cache row"
     elif model._is_stateful:
-        return _recurrent("it folds")
+        return _RECURRENT.format("it folds")
     if "past_key_values" not in inspect.signature(type(model).forward).parameters:
         return "its forward takes no cache of keys and values (past_key_values)"
     return None
-
-
-def _recurrent(what_folds: str) -> str:
-    return f"recurrent state: {what_folds} the past into one state, which cannot branch or take a rejected token back"
 
 
 def has_experts(config: Any) -> bool:
@@ -66,9 +63,8 @@ def position_limit(config: Any) -> tuple[int, str] | None:
     """
     for each in rope_parameters(config):
         if each.get("rope_type") == "longrope":
-            limit = each.get("original_max_position_embeddings")
-            limit = limit or getattr(config, "original_max_position_embeddings", None)
-            if limit:
+            name = "original_max_position_embeddings"
+            if limit := each.get(name) or getattr(config, name, None):
                 return int(limit), "beyond them longrope changes the frequencies of every row in the batch"
     return None
 
@@ -106,18 +102,14 @@ def _positioned_alibi(stock: Callable[..., torch.Tensor]) -> Callable[..., torch
     """BLOOM's and Falcon's builder of ALiBi [B * H, 1, S] from a 2-D mask, by position within a step."""
 
     def build(attention_mask: torch.Tensor, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
-        alibi = stock(attention_mask, num_heads, dtype)
-        step = current_step()
-        if step is None:
-            return alibi
-        return _by_position(alibi.unflatten(0, (-1, num_heads)), step).flatten(0, 1)
+        alibi, step = stock(attention_mask, num_heads, dtype), current_step()
+        return alibi if step is None else _by_position(alibi.unflatten(0, (-1, num_heads)), step).flatten(0, 1)
 
     build.stock = stock  # type: ignore[attr-defined]
     return build
 
 
 def _bloom(model: Any) -> None:
-    """ALiBi is slope * row."""
     trunk = model.base_model
     trunk.build_alibi_tensor = _positioned_alibi(trunk.build_alibi_tensor)
     trunk.register_forward_pre_hook(_all_rows, with_kwargs=True)
@@ -144,8 +136,7 @@ class _BiasPerSequence:
     """MPT's bias of a step, [B, H, 1, KV], for attention code that slices a bias [H, 1, S] without a batch axis."""
 
     def __init__(self, bias: torch.Tensor) -> None:
-        self.bias = bias
-        self.shape = bias.shape[1:]
+        self.bias, self.shape = bias, bias.shape[1:]
 
     def size(self, dim: int) -> int:
         """No longer than the keys on any axis: there is nothing to cut off."""
@@ -175,8 +166,7 @@ class _PositionWindow:
     """GPT-Neo's causal buffer [1, 1, S, S], which its attention slices by row, as a window of positions in a step."""
 
     def __init__(self, stock: torch.Tensor, window: int) -> None:
-        self.stock = stock
-        self.window = window
+        self.stock, self.window = stock, window
 
     def __getitem__(self, slices: Any) -> torch.Tensor:
         step = current_step()

@@ -52,9 +52,3 @@ class EagerForward:
     def _logits(self, inputs: StepInputs) -> torch.Tensor:
         self.before_launch()
         return self.adapter.forward(inputs, self.cache)
-
-    def limit(self, max_nodes: int) -> None:
-        """Expect steps of up to `max_nodes` nodes a row."""
-
-    def prepare(self, num_candidates: int, show: bool = True) -> None:
-        """Capture what common steps would otherwise wait for; with a progress bar on a terminal, if `show`."""

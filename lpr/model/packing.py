@@ -80,18 +80,11 @@ def pack_projections(model: nn.Module) -> int:
 def _fit(members: Sequence[Any]) -> bool:
     if not all(type(each) is nn.Linear and _is_plain(each) for each in members):
         return False
-    first = members[0]
-    return all(
-        each.in_features == first.in_features
-        and each.weight.dtype == first.weight.dtype
-        and each.weight.device == first.weight.device
-        and (each.bias is None) == (first.bias is None)
-        for each in members
-    ) and len({id(each.weight) for each in members}) == len(members)
+    kinds = {(each.in_features, each.weight.dtype, each.weight.device, each.bias is None) for each in members}
+    return len(kinds) == 1 and len({id(each.weight) for each in members}) == len(members)
 
 
 def _is_plain(module: nn.Linear) -> bool:
-    """True for a module without hooks, adapters, quantised or distributed tensors."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     held = [module.weight] if module.bias is None else [module.weight, module.bias]
     return (

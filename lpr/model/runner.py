@@ -21,11 +21,14 @@ from lpr.model.sampling.sampler import Sampler
 from lpr.model.sampling.selection import Selection
 
 
+def _nothing() -> None: ...
+
+
 @dataclass(frozen=True)
 class SharedWeights:
     """What only the ranks of a tensor-parallel replica need, which share its weights."""
 
-    check_rows: Callable[[Sequence[Row]], Callable[[], None]] | None = None
+    check_rows: Callable[[Sequence[Row]], Callable[[], None]] = lambda rows: _nothing
     """Called with the rows of every forward as soon as they are known; what it returns is called before the launch."""
     share_heights: ShareHeights = lambda found: found
     """The heights of exact matrix products that all of them agree on."""
@@ -51,11 +54,8 @@ class TreeModel:
         """
         self._shared = shared or SharedWeights()
         self.adapter = Adapter(model, attention, exact, self._shared.share_heights)
-        self.model, self.device = model, self.adapter.device
-        self.config = self.adapter.config
-        """The config of the model's text part."""
+        self.model, self.device, self.config = model, self.adapter.device, self.adapter.config
         self.vocab_size: int = self.config.vocab_size
-        """V, the model's logits per token."""
         self.exact = exact
         """True if logits are the same bits for every shape of a step."""
         self.sampler = Sampler(self._shared.part)
@@ -70,7 +70,7 @@ class TreeModel:
         if graphs and self.device.type == "cuda":
             self._uncapturable = uncapturable(model, self.adapter.accepts_positions)
             self.capturer = CudaCapturer(self.device) if self._uncapturable is None else None
-        self._answer: Callable[[], None] | None = None
+        self._answer: Callable[[], None] = _nothing
 
     @property
     def attention(self) -> str:
@@ -126,12 +126,13 @@ class TreeModel:
                 self.forward = GraphForward(*parts, capturer=self.capturer, model=self.compiled or self.adapter)
             else:
                 self.forward = EagerForward(*parts)
-        self.forward.limit(max_nodes)
+        if self.graphs is not None:
+            self.graphs.limit(max_nodes)
 
     def prepare(self, num_candidates: int, show: bool = True) -> None:
         """Capture common steps before the first request; with a progress bar on a terminal, if `show`."""
-        if self.forward is not None:
-            self.forward.prepare(num_candidates, show)
+        if self.graphs is not None:
+            self.graphs.prepare(num_candidates, show)
 
     def release(self) -> None:
         """Drop captured graphs and the cache: a graph that holds a collective must go before its communicator."""
@@ -147,20 +148,15 @@ class TreeModel:
         Returns what `Sampler.results` does, int32 [sum of num_results, words]; the next call overwrites it.
         """
         assert self.forward is not None
-        self._ask_replica(rows)
+        self._answer = self._shared.check_rows(rows)
         return self.forward.evaluate(rows, selection, num_candidates)
 
     def fill(self, rows: Sequence[Row]) -> None:
         """Compute the K/V of pieces of pending chains; nothing is chosen."""
         assert self.forward is not None
-        self._ask_replica(rows)
+        self._answer = self._shared.check_rows(rows)
         self.forward.fill(rows)
 
-    def _ask_replica(self, rows: Sequence[Row]) -> None:
-        self._answer = self._shared.check_rows(rows) if self._shared.check_rows is not None else None
-
     def _hear_replica(self) -> None:
-        """Wait, once a step, for what `check_rows` has begun."""
-        answer, self._answer = self._answer, None
-        if answer is not None:
-            answer()
+        answer, self._answer = self._answer, _nothing
+        answer()

@@ -177,7 +177,6 @@ def _batch_logits(adapter: Adapter, together: bool, packed: bool = False) -> tor
 
 
 def _difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference over the range of the expected logits."""
     return ((logits - expected).abs().max() / (expected.max() - expected.min())).item()
 
 

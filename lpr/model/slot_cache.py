@@ -69,8 +69,6 @@ class SlotCache(KVCache):
         self._keep(layer, pair[0], pair[1])
         self._pools.extend(side[None] for side in pair)
 
-    # What models call.
-
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Pair:
         """As KVCache.update; for packed inputs all rows of the cache, [1, H, rows, D]."""
         step = current_step()
@@ -94,7 +92,6 @@ class SlotCache(KVCache):
         return views[0], views[1]
 
     def _update_flat(self, step: StepInputs, layer: int, states: Pair) -> Pair:
-        """As `update`, for packed inputs."""
         views = []
         for side, new in zip(self.layer_tensors[layer], states, strict=True):
             side.index_copy_(0, step.write_rows, new.transpose(1, 2).flatten(0, 1))
@@ -111,8 +108,6 @@ class SlotCache(KVCache):
             mine = slots.transpose(1, 2).narrow(0, block.first_slot, len(block.positions))
             views.append(mine.narrow(2, 0, block.num_kv))
         return views[0], views[1]
-
-    # What a step's inputs and attention ask.
 
     def first_rows(self, rows: Sequence[Row]) -> list[int]:
         """As KVCache.first_rows."""
@@ -138,8 +133,6 @@ class SlotCache(KVCache):
         slots = states[0].unflatten(1, (self.num_slots, self.rows_per_slot))
         mine = slots.narrow(1, block.first_slot, len(block.positions))
         return mine[:, :, : block.num_kv].transpose(0, 1)
-
-    # What the runtime calls.
 
     @property
     def bytes_per_token(self) -> int:

@@ -71,10 +71,9 @@ class Heights:
 
 
 def find_heights(model: nn.Module) -> Heights | str:
-    """Try a product of each shape with as many threads as torch has now.
+    """Try a product of each shape with as many threads as torch has now; of several ranges of heights the highest.
 
-    Returns, in place of heights, the first product with which none are left: all agree on no heights of which a step
-    of one token can be padded to the least, MOST_FILLED or fewer. Of several ranges of heights it is the highest.
+    Returns, in place of heights, the first product with which none are left whose least is MOST_FILLED or fewer rows.
     """
     bits = hashlib.blake2b(digest_size=8)
     bits.update(b"without the extension" if native.attend_in_order is None else b"with it")  # attention differs
@@ -113,7 +112,7 @@ def _ranges(
 ) -> list[tuple[int, int]]:
     """Ranges of heights up to `most`, the highest first, in which `multiply` gives a row the same bits.
 
-    Between them a library takes another kernel, or cuts a sum elsewhere. `bits` takes in those of the highest.
+    `bits` takes in those of the highest.
     """
     rows, weight, bias = cancelling(num_in, num_out, most, dtype)
     highest, start = multiply(rows, weight, bias), 0
@@ -175,7 +174,6 @@ def _linear_alone(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def _all_known(model: nn.Module) -> bool:
-    """True if all matrices of `model` belong to modules of these classes."""
     return all(
         isinstance(module, nn.Linear | Conv1D | nn.Embedding)
         for module in model.modules()

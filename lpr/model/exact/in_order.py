@@ -72,7 +72,6 @@ def attend(
 def _attend_heads(
     states: Sequence[np.ndarray], path: Paths, softcap: float, sinks: np.ndarray | None, out: np.ndarray, heads: slice
 ) -> None:
-    """Write the part of `out` [Hq, T, Dv] that belongs to the key heads `heads`."""
     assert native.attend_in_order is not None
     query, key, value = states
     group = len(query) // len(key)
@@ -101,6 +100,5 @@ def _attend_entry(
 
 
 def _wide(states: Tensor) -> Tensor:
-    """`states` in float32, the values of a row next to each other."""
     wide = states.float()
     return wide if wide.stride(-1) == 1 else wide.contiguous()

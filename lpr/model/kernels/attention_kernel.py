@@ -147,7 +147,6 @@ def _shape_of(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
 def _launch(
     query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, rules: Rules, tiles: Tiles | None = None
 ) -> Tensor:
-    """[B, T, Hq, Dv] by one launch, or two where the keys are split."""
     check(query, key, value)
     query, key, value = (each if each.stride(3) == 1 else each.contiguous() for each in (query, key, value))
     batch, num_heads, num_tokens, dim = query.shape

@@ -7,8 +7,12 @@ than on a CPU, but never otherwise for another shape of step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
+from torch import Tensor
 
 from lpr.core.accept import NOT_A_NUMBER
 from lpr.model.kernels import device_of
@@ -21,63 +25,59 @@ BLOCK = 4096
 NUM_WARPS = 8
 
 
-def choose(logits: torch.Tensor, selection: Selection, block: int = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
+def choose(logits: Tensor, selection: Selection, block: int = BLOCK) -> tuple[Tensor, Tensor]:
     """As `specification.choose`, of a selection that samples; logits [n, V] on a GPU, or interpreted."""
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    num_rows, vocabulary = logits.shape
-    chosen = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    totals = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
-    with device_of(logits):
-        choose_rows[(num_rows,)](
-            logits, selection.keys, selection.key_of, selection.temperature, selection.top_k, selection.top_p,
-            selection.min_p, chosen, totals, vocabulary, logits.stride(0), selection.first_token,
-            NOT_A_NUMBER=NOT_A_NUMBER, LIMITED=selection.filtered,
-            BLOCK=min(block, triton.next_power_of_2(vocabulary)), num_warps=NUM_WARPS,
-        )  # fmt: skip
+    chosen = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    totals = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    limits = selection.top_k, selection.top_p, selection.min_p
+    arguments = selection.keys, selection.key_of, selection.temperature, *limits, chosen, totals
+    constants = {"NOT_A_NUMBER": NOT_A_NUMBER, "LIMITED": selection.filtered}
+    _launch(choose_rows, (len(logits),), block, selection.first_token, logits, *arguments, **constants)
     return chosen, totals
 
 
 def find_winners(
-    logits: torch.Tensor, selection: Selection, length: int, block: int = BLOCK
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits: Tensor, selection: Selection, length: int, block: int = BLOCK
+) -> tuple[Tensor, Tensor, Tensor]:
     """Per row of a part [n, v] of the logits every token that is the best of some limits' prefix of the part.
 
     Scores, tokens of the whole vocabulary (int32) and totals, [n, length] each; where there are fewer the total is
     -inf, and the first is NaN where the part has a value that is no number to choose by, or more than `length`.
     """
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    num_rows, vocabulary = logits.shape
-    scores = torch.full((num_rows, length), -torch.inf, dtype=torch.float32, device=logits.device)
+    scores = torch.full((len(logits), length), -torch.inf, dtype=torch.float32, device=logits.device)
     tokens, totals = torch.zeros_like(scores, dtype=torch.int32), scores.clone()
-    with device_of(logits):
-        list_winners[(num_rows,)](
-            logits, selection.keys, selection.key_of, selection.temperature, scores, tokens, totals, vocabulary,
-            logits.stride(0), selection.first_token, LENGTH=length,
-            BLOCK=min(block, triton.next_power_of_2(vocabulary)), num_warps=NUM_WARPS,
-        )  # fmt: skip
+    arguments = selection.keys, selection.key_of, selection.temperature, scores, tokens, totals
+    _launch(list_winners, (len(logits),), block, selection.first_token, logits, *arguments, LENGTH=length)
     return scores, tokens, totals
 
 
 def weigh(
-    logits: torch.Tensor,
+    logits: Tensor,
     selection: Selection,
-    winners: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    kept: torch.Tensor,
-    top: torch.Tensor,
+    winners: tuple[Tensor, Tensor, Tensor],
+    kept: Tensor,
+    top: Tensor,
     block: int = BLOCK,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """The weights of a part [n, v] of the logits in front of each of `winners` [n, m] of all parts, and in all.
 
     A weight is exp(score - `top` [n]), of tokens with a score of `kept` [n] or more: float64 [n, m] and [n].
     """
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    (num_rows, vocabulary), (scores, tokens, totals) = logits.shape, winners
-    before = torch.zeros(scores.shape, dtype=torch.float64, device=logits.device)
-    whole = torch.zeros(num_rows, dtype=torch.float64, device=logits.device)
-    with device_of(logits):
-        weigh_prefixes[scores.shape](
-            logits, selection.temperature, scores.contiguous(), tokens.contiguous(), totals.contiguous(),
-            kept.contiguous(), top.contiguous(), before, whole, vocabulary, logits.stride(0), selection.first_token,
-            BLOCK=min(block, triton.next_power_of_2(vocabulary)), num_warps=NUM_WARPS,
-        )  # fmt: skip
+    size = winners[0].shape
+    before = torch.zeros(size, dtype=torch.float64, device=logits.device)
+    whole = torch.zeros(len(logits), dtype=torch.float64, device=logits.device)
+    arguments = [each.contiguous() for each in (*winners, kept, top)]
+    first = selection.first_token
+    _launch(weigh_prefixes, size, block, first, logits, selection.temperature, *arguments, before, whole)
     return before, whole
+
+
+def _launch(
+    kernel: Any, grid: Sequence[int], block: int, first_token: int, logits: Tensor, *arguments: Tensor, **constants: Any
+) -> None:
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    vocabulary = logits.shape[1]
+    constants["BLOCK"] = min(block, triton.next_power_of_2(vocabulary))
+    with device_of(logits):
+        sizes = vocabulary, logits.stride(0), first_token
+        kernel[tuple(grid)](logits, *arguments, *sizes, **constants, num_warps=NUM_WARPS)

@@ -64,7 +64,6 @@ class Grammar:
         self._mask = llguidance.numpy.allocate_token_bitmask(1, vocab_size)
 
     def _follow(self, path: list[int]) -> None:
-        """Bring the matcher to the end of `path`."""
         shared = 0
         while shared < min(len(path), len(self._path)) and path[shared] == self._path[shared]:
             shared += 1

@@ -1,7 +1,6 @@
 """Sampling on a CPU in C++ (native/sampling.h): the tokens that `specification.pick` chooses, id for id.
 
-A row is read a few times in a core's cache: scaled, searched for the best total of score and noise, and added up where
-a limit needs it. The specification decides the rows where rounding would matter, two in a hundred thousand.
+The specification itself decides the rows where rounding would matter, two in a hundred thousand.
 """
 
 from __future__ import annotations
@@ -49,20 +48,12 @@ def best_tokens(scores: torch.Tensor) -> torch.Tensor:
 
 
 def _choose(logits: torch.Tensor, selection: Selection, rows: np.ndarray) -> np.ndarray:
-    """The extension's codes for `logits`, those of the selection's `rows`; by as many threads as torch uses."""
     assert native.choose_rows is not None
     choose, wide = native.choose_rows, logits.float()
     scores = (wide if wide.stride(1) == 1 else wide.contiguous()).numpy()
-    columns = [
-        np.ascontiguousarray(each, dtype)
-        for each, dtype in (
-            (selection.temperature.numpy()[rows], np.float32),
-            (selection.keys.numpy()[selection.key_of.numpy()[rows]], np.uint32),
-            (selection.top_k.numpy()[rows], np.int64),
-            (selection.top_p.numpy()[rows], np.float32),
-            (selection.min_p.numpy()[rows], np.float32),
-        )
-    ]
+    keys = selection.keys[selection.key_of].numpy().astype(np.uint32)
+    limits = selection.top_k, selection.top_p, selection.min_p
+    columns = [each[rows] for each in (selection.temperature.numpy(), keys, *[each.numpy() for each in limits])]
     found = np.empty(len(rows), np.int64)
 
     def work(part: slice) -> None:

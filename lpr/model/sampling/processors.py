@@ -95,9 +95,7 @@ class OutputPenalty:
     """Penalties for what the output holds already, as OpenAI's API defines them (the prompt does not count)."""
 
     def __init__(self, num_prompt: int, presence: float, frequency: float) -> None:
-        self.num_prompt = num_prompt
-        self.presence = presence
-        self.frequency = frequency
+        self.num_prompt, self.presence, self.frequency = num_prompt, presence, frequency
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores [m, V] after paths `input_ids` [m, L]."""
@@ -112,8 +110,7 @@ class Forced:
     """Leaves one token to choose at each place of an output that begins with `ids`."""
 
     def __init__(self, ids: Sequence[int], num_prompt: int) -> None:
-        self.ids = ids
-        self.num_prompt = num_prompt
+        self.ids, self.num_prompt = ids, num_prompt
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores [m, V] after paths `input_ids` [m, L]."""
@@ -172,14 +169,11 @@ class ProcessorPath:
         if logits.device.type != "cpu" and self.processors.are_row_by_row:
             if self.choose_all(logits, chosen, pick):
                 return
-            self.processors.failure = None
+            self.processors.failure = None  # for `walk` to find, if it is on the path
         self.walk(logits, chosen, pick)
 
     def choose_all(self, logits: Tensor, chosen: Tensor, pick: Pick) -> bool:
-        """Processed choices for every node, by one call for each depth, without waiting; False if a processor failed.
-
-        Which one failed, and whether on the path, is for `walk` to say.
-        """
+        """Processed choices for every node, by a call for each depth, without waiting; False if a processor failed."""
         paths: list[list[int]] = []  # below the root
         for parent, token in zip(self.node_parents, self.node_tokens, strict=True):
             paths.append([*paths[parent], token] if parent >= 0 else [])

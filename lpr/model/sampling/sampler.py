@@ -42,13 +42,11 @@ class Sampler:
         if self.in_parts(selection):
             assert self.part is not None
             first, gather = self.part.first, self.part.gather
-            chosen, tokens, scores = choose_by_parts(logits, selection, first, gather, num_candidates, fixed_shapes)
-            columns = [chosen[:, None], tokens, four_to_a_word(scores)] if num_candidates else [chosen[:, None]]
+            chosen, *likely = choose_by_parts(logits, selection, first, gather, num_candidates, fixed_shapes)
         else:
-            columns = [choose(logits, selection, fixed_shapes)[:, None]]
-            if num_candidates:
-                tokens, scores = candidates(logits, num_candidates)
-                columns += [tokens, four_to_a_word(scores)]
+            chosen = choose(logits, selection, fixed_shapes)
+            likely = [*candidates(logits, num_candidates)] if num_candidates else []
+        columns = [chosen[:, None], likely[0], four_to_a_word(likely[1])] if num_candidates else [chosen[:, None]]
         if selection.num_logprobs is not None:
             columns.append(log_probabilities(logits, columns[0][:, 0], selection.num_logprobs))
         return (columns[0] if len(columns) == 1 else torch.cat(columns, 1)).to(torch.int32)
