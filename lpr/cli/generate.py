@@ -12,8 +12,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from lpr.cli.config_file import defaults
-from lpr.cli.flags import flag_types
+from lpr.cli.config_file import defaults, flag_types
 from lpr.cli.jobs import DEMO_SAMPLING, FileJob, Keeping, ShowJob, check_trie
 from lpr.cli.jsonl import OrderedWriter, read_prompts
 from lpr.cli.trace import check_trace

@@ -29,8 +29,7 @@ from lpr.config import InputError
 from lpr.dist.errors import CommError
 from lpr.dist.group import FindLoss, Group
 from lpr.dist.heartbeat import Heartbeat
-from lpr.dist.rendezvous import MOST_BROADCASTS, Arrival, Decision, Rendezvous
-from lpr.dist.results import Result, Results
+from lpr.dist.rendezvous import MOST_BROADCASTS, Arrival, Decision, Rendezvous, Result, Results
 
 log = logging.getLogger(__name__)
 

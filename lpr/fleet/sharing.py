@@ -15,13 +15,11 @@ from functools import partial
 import numpy as np
 
 from lpr.fleet.counts import DraftCounts
-from lpr.fleet.inbox import Batch, Inbox
-from lpr.fleet.keeper import SnapshotKeeper
+from lpr.fleet.entries import Batch, Inbox
 from lpr.fleet.options import FleetOptions
-from lpr.fleet.reader import Reader
-from lpr.fleet.sender import Sender
-from lpr.fleet.snapshots import place_of
+from lpr.fleet.snapshots import SnapshotKeeper, place_of
 from lpr.fleet.store import Worker, connect, stream_of
+from lpr.fleet.streams import Reader, Sender
 
 MARK_SECONDS = 1.0
 """Seconds between two batches that only record how far a stream was read."""
@@ -98,7 +96,7 @@ class SharedDrafts:
         return not self._inbox.is_empty or self.wanted is not None
 
     def take(self) -> Batch | None:
-        """The batch of one tenant to learn before the next step, at most `inbox.AT_ONCE` tokens, or None."""
+        """The batch of one tenant to learn before the next step, at most `entries.AT_ONCE` tokens, or None."""
         batch = self._inbox.take()
         now = time.monotonic()
         if batch is not None and len(batch.history):

@@ -1,4 +1,4 @@
-"""Reads the outputs of other replicas, and passes on only what the engine can learn.
+"""Sends finished outputs to the store, and reads those of other replicas that the engine can learn.
 
 Entries that are lost, late, doubled or out of order change drafts, never outputs. So the reader drops what it does not
 understand and reads on.
@@ -6,27 +6,105 @@ understand and reads on.
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from redis import Redis
+from redis.exceptions import ResponseError
 
 from lpr.core.suffix_index import END
 from lpr.fleet.counts import DraftCounts
-from lpr.fleet.entries import FIELD, Entry, decode, within_vocabulary
-from lpr.fleet.inbox import Batch, Inbox
+from lpr.fleet.entries import FIELD, ID_BYTES, Batch, Entry, Inbox, decode, encode, within_vocabulary
 from lpr.fleet.store import BLOCK_SECONDS, TooLongError
+
+QUEUE = 1024
+"""Longest queue, in outputs. Above it, the oldest are dropped."""
+SEND_AT_ONCE = 64
+"""Outputs per request to the store."""
+_WAIT = 0.5
+"""Seconds after which an idle thread checks if it should end."""
+
+
+class _Waiting(NamedTuple):
+    key: str
+    data: bytes
+    num_tokens: int
+
+
+class Sender:
+    """The queue of one replica's outputs."""
+
+    def __init__(self, store: Redis, origin: bytes, length: int, counts: DraftCounts) -> None:
+        """Send to `store` as `origin`. Each stream keeps about `length` entries."""
+        self._store = store
+        self._origin = origin
+        self._length = length
+        self._counts = counts
+        self._queue: deque[_Waiting] = deque()
+        self._news = threading.Condition()
+
+    def put(self, key: str, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> None:
+        """Queue an output for the stream `key`; returns at once."""
+        data, num_tokens = encode(self._origin, os.urandom(ID_BYTES), prompt_ids, token_ids)
+        with self._news:
+            self._queue.append(_Waiting(key, data, num_tokens))
+            self._trim()
+            self._news.notify()
+
+    def work(self) -> None:
+        """Send queued outputs, or wait briefly for some; raises the store's errors."""
+        with self._news:
+            if not self._queue:
+                self._news.wait(_WAIT)
+            taken = [self._queue.popleft() for _ in range(min(SEND_AT_ONCE, len(self._queue)))]
+        if not taken:
+            return
+        try:
+            answers = self._send(taken)
+        except Exception:
+            # The store may have them already: they are sent again, and readers drop doubles by their number.
+            with self._news:
+                self._queue.extendleft(reversed(taken))
+                self._trim()
+            self._counts.write_up = False
+            raise
+        refused = [answer for answer in answers if isinstance(answer, Exception)]
+        for waiting, answer in zip(taken, answers, strict=True):
+            if not isinstance(answer, Exception):
+                self._counts.sent += 1
+                self._counts.sent_tokens += waiting.num_tokens
+        with self._news:
+            self._counts.unsent += len(refused)
+            self._trim()
+        self._counts.write_up = not refused
+        if refused:  # a key of another type, no memory, no permission: a retry would not help
+            raise ResponseError(str(refused[0]))
+
+    def _send(self, taken: Sequence[_Waiting]) -> list[object]:
+        pipeline = self._store.pipeline(transaction=False)
+        for waiting in taken:
+            pipeline.xadd(waiting.key, {FIELD: waiting.data}, maxlen=self._length, approximate=True)
+        return list(pipeline.execute(raise_on_error=False))
+
+    def _trim(self) -> None:
+        while len(self._queue) > QUEUE:
+            self._queue.popleft()
+            self._counts.unsent += 1
+        self._counts.send_queue = len(self._queue)
+
 
 START = "0-0"
 """Before a stream's first entry."""
 MOST_TENANTS = 64
 """Streams followed at a time. Of more, the one whose tenant asked least recently is dropped."""
-AT_ONCE = 32
+READ_AT_ONCE = 32
 """Entries per read, of all streams: parsing more would hold up the step loop's thread."""
 PAUSE_SECONDS = 0.01
 """Seconds between two reads that brought entries, for the same reason."""
@@ -133,7 +211,7 @@ class Reader:
         if self._careful:
             self._read_one_by_one(streams)
             return
-        count = max(1, AT_ONCE // len(streams))
+        count = max(1, READ_AT_ONCE // len(streams))
         asked: dict[Any, Any] = {stream.key: stream.position for stream in streams}
         answer = self._store.xread(asked, count=count, block=int(1000 * BLOCK_SECONDS))
         if self._take_in(streams, answer):
