@@ -1,4 +1,7 @@
-"""`--config FILE.toml`: values for a command's flags, by the flags' names with underscores; imports no torch."""
+"""`--config FILE.toml`: values for a command's flags, by the flags' names with underscores; and flags of lpr's types.
+
+Imports no torch, so that the service's front can use it.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,9 @@ import tomllib
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 import tyro
@@ -27,18 +31,14 @@ def defaults(
     some of their defaults.
     """
     base = base or {}
-    found = kind(**{group: groups[group](**values) for group, values in base.items()})
-    for index, word in enumerate(argv):
-        if word == "--config" and index + 1 < len(argv):
-            found = read_config(Path(argv[index + 1]), kind, groups, base)
-        elif word.startswith("--config="):
-            found = read_config(Path(word.removeprefix("--config=")), kind, groups, base)
-    return found
+    paths = [word.removeprefix("--config=") for word in argv if word.startswith("--config=")]
+    paths += [path for word, path in pairwise(argv) if word == "--config"]
+    if paths:
+        return read_config(Path(paths[-1]), kind, groups, base)
+    return kind(**{group: groups[group](**values) for group, values in base.items()})
 
 
-def read_config(
-    path: Path, kind: type[T], groups: Mapping[str, type], base: Mapping[str, Mapping[str, Any]] | None = None
-) -> T:
+def read_config(path: Path, kind: type[T], groups: Mapping[str, type], base: Mapping[str, Mapping[str, Any]]) -> T:
     """The values of a TOML file, over `base` and the defaults of `kind`; raises InputError."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -46,12 +46,12 @@ def read_config(
         raise InputError(f"cannot read --config {path}: {failure.strerror or failure}") from failure
     except ValueError as failure:
         raise InputError(f"--config {path} is not TOML: {failure}") from failure
-    homes = {name: "" for name in _names(kind) if name not in (*groups, "config")}
+    homes = {field.name: "" for field in fields(cast(Any, kind)) if field.name not in (*groups, "config")}
     hints = dict(get_type_hints(kind))
     for group, each in groups.items():
-        homes |= dict.fromkeys(_names(each), group)
+        homes |= {field.name: group for field in fields(each)}
         hints |= get_type_hints(each)
-    parts: dict[str, dict[str, Any]] = {"": {}, **{group: dict((base or {}).get(group, {})) for group in groups}}
+    parts: dict[str, dict[str, Any]] = {"": {}, **{group: dict(base.get(group, {})) for group in groups}}
     for name, value in _with_mesh(path, values).items():
         if name not in homes:
             raise InputError(f"--config {path}: unknown key {name!r}; keys are flags with underscores")
@@ -63,10 +63,6 @@ def read_config(
         return kind(**parts[""], **{group: each(**parts[group]) for group, each in groups.items()})
     except InputError as failure:
         raise InputError(f"--config {path}: {failure}") from failure
-
-
-def _names(kind: Any) -> list[str]:
-    return [field.name for field in fields(kind)]
 
 
 def _read(value: Any, hint: Any) -> Any:

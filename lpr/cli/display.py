@@ -48,9 +48,8 @@ def show_stream(console: Console, prompt: str, pieces: Iterable[tuple[str, int]]
             shown.append(piece, style=STEP_STYLES[num_steps % len(STEP_STYLES)])
             num_steps += 1
             num_tokens += count
-            status = Text.assemble(
-                (f"{num_tokens / num_steps:.2f} tokens/step", "bold"), f"   {num_tokens} tokens in {num_steps} steps"
-            )
+            rate = f"{num_tokens / num_steps:.2f} tokens/step", "bold"
+            status = Text.assemble(rate, f"   {num_tokens} tokens in {num_steps} steps")
             lines = shown.wrap(console, console.width)[-max(4, console.height - 3) :]
             live.update(Group(*lines, Text(), status))
     console.print(shown)
