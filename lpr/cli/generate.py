@@ -134,8 +134,7 @@ def supervise(args: Args, argv: Sequence[str], world: World) -> int:
         raise InputError("--survive starts ranks of its own, and torchrun ends all when one is lost: run it without")
     if args.prompts is None:
         raise InputError("--survive is for jobs: give --prompts FILE.jsonl and --output FILE.jsonl")
-    lp = 1 if args.lp is None else args.lp
-    if lp < 1 or args.tp < 1:
+    if (lp := 1 if args.lp is None else args.lp) < 1 or args.tp < 1:
         raise InputError(f"a mesh of lp {lp} x tp {args.tp}: both must be at least 1")
     return Supervisor([sys.executable, "-m", "lpr.generate", *argv], lp, args.tp).run()
 

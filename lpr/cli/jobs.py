@@ -124,10 +124,8 @@ class FileJob:
         left = deque(line for line in undone if line.number not in engine.requests)
         kept = len(self.writer.done)
         began = time.perf_counter()
-        columns = (
-            TextColumn("completing"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            TextColumn("{task.fields[rate]}"),
-        )  # fmt: skip
+        speed = TextColumn("{task.fields[rate]}")
+        columns = (TextColumn("completing"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), speed)
         with Progress(*columns, console=self.console, disable=not self.console.is_terminal) as progress:
             bar = progress.add_task("", total=len(self.lines), completed=kept, rate="")
             while left or submitted:
@@ -240,12 +238,10 @@ class ShowJob:
         return Run(name, done.stats.num_steps, done.stats.num_tokens, time.perf_counter() - began, None), done
 
     def _report(self, engine: Engine, runs: Sequence[Run], done: Completion) -> None:
-        params = self.params
+        params, lp, tp = self.params, engine.comm.size, engine.comm.tp_size
         how = f"temperature {params.temperature}, seed {params.seed}" if params.temperature else "greedy"
-        lp, tp = engine.comm.size, engine.comm.tp_size
         ranks = f"{lp * tp} ranks" if lp * tp > 1 else "1 process"
-        if tp > 1:
-            ranks += f" (lp {lp} x tp {tp})"
+        ranks += f" (lp {lp} x tp {tp})" if tp > 1 else ""
         self.console.print()
         self.console.print(comparison_table(f"{how}, {ranks} on {engine.model.device}", runs))
         if self.as_json:

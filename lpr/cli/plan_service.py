@@ -101,10 +101,8 @@ def kinds_of(args: ServiceArgs, workload: Workload, model: Model | None) -> list
     shapes = [mesh for power in range(model.most_gpus.bit_length()) for mesh in meshes(1 << power)]
     found = [kind for mesh in shapes for kind in _kinds_of_mesh(mesh, slots, workload, model)]
     if not found:
-        raise InputError(
-            f"{model.facts.name} with {workload.context} tokens of context and {slots[0]} slots fits on no mesh of up "
-            f"to {model.most_gpus} {model.machine.gpu.name}"
-        )
+        what = f"{model.facts.name} with {workload.context} tokens of context and {slots[0]} slots"
+        raise InputError(f"{what} fits on no mesh of up to {model.most_gpus} {model.machine.gpu.name}")
     return found
 
 

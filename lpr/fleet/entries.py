@@ -1,5 +1,6 @@
-"""An entry of a stream of drafts: one finished output, in a form that a reader can check without trusting it.
+"""Entries of a stream of drafts, and the queue from the thread that reads them to the steps that learn them.
 
+An entry is one finished output, in a form that a reader can check without trusting it.
 A field `d` holds MessagePack: version, origin, a number that no two entries share, the length of the prompt's part, and
 the tokens as little-endian int32. Only what a suffix index uses is sent: the tail of the prompt that it can match, and
 the output.
@@ -105,14 +106,11 @@ class Inbox:
 
     def __init__(self, wake: Callable[[], None]) -> None:
         """An empty queue; the reader's thread calls `wake` when it adds a batch."""
-        self._wake = wake
-        self._lock = threading.Lock()
+        self._wake, self._lock = wake, threading.Lock()
         self._batches: deque[Batch] = deque()
-        self._num_tokens = 0
-        self._num_outputs = 0
+        self._num_tokens = self._num_outputs = 0
 
     def __len__(self) -> int:
-        """Outputs in the queue."""
         return self._num_outputs
 
     @property

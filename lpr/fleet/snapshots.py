@@ -43,7 +43,6 @@ class Folder:
     """Snapshots in a folder, which replicas on several machines may share."""
 
     def __init__(self, path: Path) -> None:
-        """The folder `path`, made at the first write."""
         self._path = path
 
     def read(self, name: str) -> bytes | None:
@@ -65,7 +64,6 @@ class Objects:
     """Snapshots in an object store: S3 or compatible, Google Cloud Storage, Azure."""
 
     def __init__(self, url: str) -> None:
-        """The bucket and prefix that `url` names."""
         import obstore
         import obstore.store
 
@@ -148,31 +146,17 @@ class SnapshotKeeper:
     """The snapshots of one replica's tenants."""
 
     def __init__(
-        self,
-        store: Redis,
-        place: Place,
-        every: float,
-        counts: DraftCounts,
-        key_of: Callable[[str], str],
-        tenants: Callable[[], Sequence[str]],
-        wake: Callable[[], None],
-        *,
-        unreadable: Callable[[Exception], None],
-    ) -> None:
+        self, store: Redis, place: Place, every: float, counts: DraftCounts, key_of: Callable[[str], str],
+        tenants: Callable[[], Sequence[str]], wake: Callable[[], None], *, unreadable: Callable[[Exception], None],
+    ) -> None:  # fmt: skip
         """Keep snapshots in `place`, one per tenant every `every` seconds.
 
         `wake` makes the step loop look at `wanted`; `unreadable` is called with what a failed read raised.
         """
         self.wanted: str | None = None
         """The tenant of which the step loop should `offer` the history."""
-        self._store = store
-        self._place = place
-        self._every = every
-        self._counts = counts
-        self._key_of = key_of
-        self._tenants = tenants
-        self._wake = wake
-        self._unreadable = unreadable
+        self._store, self._place, self._every, self._counts = store, place, every, counts
+        self._key_of, self._tenants, self._wake, self._unreadable = key_of, tenants, wake, unreadable
         self._offers: queue.SimpleQueue[tuple[str, np.ndarray, str]] = queue.SimpleQueue()
         self._written: dict[str, int] = {}
         """By tenant, a hash of the last snapshot that this replica wrote."""
@@ -211,10 +195,7 @@ class SnapshotKeeper:
         # The next snapshot may come a little earlier than `every`, so that a replica which is late does not skip it.
         if not self._store.set(f"{stream}:snapshot", b"1", nx=True, px=int(900 * self._every)):
             return
-        found = self._ask(tenant)
-        if found is None:
-            return
-        history, read_to = found
+        history, read_to = self._ask(tenant)
         digest = hash((read_to, history.tobytes()))
         if not len(history) or self._written.get(tenant) == digest:
             return
@@ -222,8 +203,8 @@ class SnapshotKeeper:
         self._written[tenant] = digest
         self._counts.snapshots_written += 1
 
-    def _ask(self, tenant: str) -> tuple[np.ndarray, str] | None:
-        """What the step loop offers for a tenant; None if it does not answer in time."""
+    def _ask(self, tenant: str) -> tuple[np.ndarray, str]:
+        """What the step loop offers for a tenant; an empty history if it does not answer in time."""
         self.wanted = tenant
         self._wake()
         until = time.monotonic() + ANSWER_SECONDS
@@ -233,4 +214,4 @@ class SnapshotKeeper:
                 if named == tenant:
                     return history, read_to
         self.wanted = None
-        return None
+        return np.empty(0, np.int32), ""

@@ -43,10 +43,7 @@ class Sender:
 
     def __init__(self, store: Redis, origin: bytes, length: int, counts: DraftCounts) -> None:
         """Send to `store` as `origin`. Each stream keeps about `length` entries."""
-        self._store = store
-        self._origin = origin
-        self._length = length
-        self._counts = counts
+        self._store, self._origin, self._length, self._counts = store, origin, length, counts
         self._queue: deque[_Waiting] = deque()
         self._news = threading.Condition()
 
@@ -67,7 +64,10 @@ class Sender:
         if not taken:
             return
         try:
-            answers = self._send(taken)
+            pipeline = self._store.pipeline(transaction=False)
+            for each in taken:
+                pipeline.xadd(each.key, {FIELD: each.data}, maxlen=self._length, approximate=True)
+            answers = list(pipeline.execute(raise_on_error=False))
         except Exception:
             # The store may have them already: they are sent again, and readers drop doubles by their number.
             with self._news:
@@ -76,22 +76,15 @@ class Sender:
             self._counts.write_up = False
             raise
         refused = [answer for answer in answers if isinstance(answer, Exception)]
-        for waiting, answer in zip(taken, answers, strict=True):
-            if not isinstance(answer, Exception):
-                self._counts.sent += 1
-                self._counts.sent_tokens += waiting.num_tokens
+        accepted = [each for each, answer in zip(taken, answers, strict=True) if not isinstance(answer, Exception)]
+        self._counts.sent += len(accepted)
+        self._counts.sent_tokens += sum(each.num_tokens for each in accepted)
         with self._news:
             self._counts.unsent += len(refused)
             self._trim()
         self._counts.write_up = not refused
         if refused:  # a key of another type, no memory, no permission: a retry would not help
             raise ResponseError(str(refused[0]))
-
-    def _send(self, taken: Sequence[_Waiting]) -> list[object]:
-        pipeline = self._store.pipeline(transaction=False)
-        for waiting in taken:
-            pipeline.xadd(waiting.key, {FIELD: waiting.data}, maxlen=self._length, approximate=True)
-        return list(pipeline.execute(raise_on_error=False))
 
     def _trim(self) -> None:
         while len(self._queue) > QUEUE:
@@ -129,27 +122,16 @@ class Reader:
     """One replica's view of the streams of its tenants."""
 
     def __init__(
-        self,
-        store: Redis,
-        origin: bytes,
-        vocab_size: int,
-        inbox: Inbox,
-        counts: DraftCounts,
-        key_of: Callable[[str], str],
-        snapshot_of: Callable[[str], Batch | None],
-        positions: Mapping[str, str],
-    ) -> None:
+        self, store: Redis, origin: bytes, vocab_size: int, inbox: Inbox, counts: DraftCounts,
+        key_of: Callable[[str], str], snapshot_of: Callable[[str], Batch | None], positions: Mapping[str, str],
+    ) -> None:  # fmt: skip
         """Read the streams `key_of(tenant)` from their entries in `positions` on, or else from their snapshots on.
 
         Entries of `origin` are this replica's own.
         """
-        self._store = store
-        self._origin = origin
+        self._store, self._origin, self._inbox, self._counts = store, origin, inbox, counts
         self._vocab_size = vocab_size
-        self._inbox = inbox
-        self._counts = counts
-        self._key_of = key_of
-        self._snapshot_of = snapshot_of
+        self._key_of, self._snapshot_of = key_of, snapshot_of
         self._streams = {tenant: _Stream(tenant, key_of(tenant), at) for tenant, at in positions.items() if is_id(at)}
         """By tenant, the least recently asked for first."""
         self._lock = threading.Lock()
@@ -169,8 +151,7 @@ class Reader:
     def follow(self, tenant: str) -> None:
         """Follow a tenant's stream from the next round on."""
         with self._lock:
-            stream = self._streams.pop(tenant, None)
-            self._streams[tenant] = stream if stream is not None else _Stream(tenant, self._key_of(tenant))
+            self._streams[tenant] = self._streams.pop(tenant, None) or _Stream(tenant, self._key_of(tenant))
             if len(self._streams) > MOST_TENANTS:
                 self._streams.pop(next(iter(self._streams)))
 
@@ -245,12 +226,10 @@ class Reader:
     def _take_in(self, streams: Sequence[_Stream], answer: Any) -> int:
         """Queue the entries of an answer; returns their number."""
         by_key = {stream.key: stream for stream in streams}
-        num_entries = 0
-        for key, entries in answer or ():
-            if (stream := by_key.get(_text(key))) is not None:
-                num_entries += len(entries)
-                self._take_entries(stream, entries)
-        return num_entries
+        found = [(by_key[_text(key)], entries) for key, entries in answer or () if _text(key) in by_key]
+        for stream, entries in found:
+            self._take_entries(stream, entries)
+        return sum(len(entries) for _, entries in found)
 
     def _take_entries(self, stream: _Stream, entries: Any) -> None:
         assert stream.position is not None

@@ -117,9 +117,13 @@ def read_config(source: str) -> PretrainedConfig:
     except InputError:
         raise
     except Exception as failure:  # transformers and huggingface_hub raise dozens of types here
-        lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
-        reason = f"{type(failure).__name__}: {lines[0] if lines else 'no message'}"[:300]
-        raise InputError(f"cannot read the config of {source!r}: {reason}") from failure
+        raise InputError(f"cannot read the config of {source!r}: {reason_of(failure)}") from failure
+
+
+def reason_of(failure: Exception) -> str:
+    """The type and the first line of an error, at most 300 characters."""
+    lines = str(failure).strip().splitlines() or ["no message"]
+    return f"{type(failure).__name__}: {lines[0]}"[:300]
 
 
 def config_from(values: dict[str, Any]) -> PretrainedConfig:
@@ -144,14 +148,11 @@ def facts_of(config: PretrainedConfig, name: str) -> ModelFacts:
             model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
         kept = _kept_rows(model)
     except Exception as failure:  # model code raises what it likes; all mean that this config makes no usable model
-        reason = (str(failure).strip().splitlines() or [""])[0][:200]
-        raise InputError(f"{name}: the config makes no causal LM: {type(failure).__name__}: {reason}") from failure
+        raise InputError(f"{name}: the config makes no causal LM: {reason_of(failure)}") from failure
     shared = getattr(text, "num_kv_shared_layers", 0) or 0
     if not kept or sum(rows.count for rows in kept) < text.num_hidden_layers - shared:
-        raise InputError(
-            f"{name}: model type {text.model_type!r} keeps no K/V in some layers; lpr evaluates token trees with "
-            "attention models only"
-        )
+        what = "keeps no K/V in some layers; lpr evaluates token trees with attention models only"
+        raise InputError(f"{name}: model type {text.model_type!r} {what}")
     plan = dict(model.tp_plan or {})
     splits = [key.rpartition(".")[2] for key, style in plan.items() if style == "colwise"]
     dtype = str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")

@@ -7,6 +7,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from lpr.core.step_times import KNOTS, SHORTEST_KV, StepTimes
 from lpr.planner.footprint import Mesh
@@ -67,17 +68,14 @@ class StepCosts:
         """
         self._times, self._points, self._dice, self._prompt_ms = times, points, dice, prompt_ms
         self._temperatures, self._batches, self._widths = (sorted(set(each)) for each in zip(*points, strict=True))
-        self._found: dict[tuple[float, int, int], Point] = {}
+        self.point = cache(self._point)
+        """Drafting at a temperature on so many ranks, the busiest of which serves so many requests."""
 
-    def point(self, temperature: float, batch: int, width: int) -> Point:
-        """Drafting of a request on `width` ranks, the busiest of which serves `batch` requests."""
-        key = temperature, batch, width
-        if key not in self._found:
-            nearest = min(self._temperatures, key=lambda each: abs(each - temperature))
-            size = next((each for each in self._batches if each >= batch), self._batches[-1])
-            fewer = max((each for each in self._widths if each <= width), default=self._widths[0])
-            self._found[key] = self._points[nearest, size, fewer]
-        return self._found[key]
+    def _point(self, temperature: float, batch: int, width: int) -> Point:
+        nearest = min(self._temperatures, key=lambda each: abs(each - temperature))
+        size = next((each for each in self._batches if each >= batch), self._batches[-1])
+        fewer = max((each for each in self._widths if each <= width), default=self._widths[0])
+        return self._points[nearest, size, fewer]
 
     def step(
         self, decoding: Sequence[SimRequest], filling: Sequence[tuple[SimRequest, Sequence[int]]]

@@ -151,8 +151,7 @@ def simulate_mesh(arrivals: Arrivals, policy: Policy, scheduler: Scheduler[SimRe
         for request in arrivals.due(now):
             scheduler.add(request)
         if scheduler.is_idle:
-            upcoming = arrivals.upcoming()
-            if upcoming is None:
+            if (upcoming := arrivals.upcoming()) is None:
                 return done
             now = max(now, upcoming)
             continue
