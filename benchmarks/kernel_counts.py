@@ -34,8 +34,7 @@ from lpr.model.packing import pack_projections
 from lpr.model.runner import TreeModel
 from lpr.model.slot_cache import SlotCache
 from lpr.model.static_inputs import StaticShape
-from lpr.planner.facts import config_from
-from lpr.planner.presets import read_preset
+from lpr.planner.facts import config_from, read_preset
 
 GPU = torch.device("cuda", 0)
 H100 = types.SimpleNamespace(

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.common import RESULTS, Options, read_json, run_main, write_json
-from lpr.planner.presets import package_file
+from lpr.planner.facts import package_file
 
 
 class MeasuredOptions(Options):

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 
 from lpr.planner.facts import ModelFacts
 from lpr.planner.footprint import kv_row_bytes, read_bytes
-from lpr.planner.hardware import GPUS
-from lpr.planner.interconnect import LINKS, Network, all_reduce
+from lpr.planner.hardware import GPUS, LINKS, Network, all_reduce
 from lpr.planner.prediction import Inputs, Machine, forward_seconds, tp_seconds
 
 GPT_FAST: dict[str, dict[int, float]] = {

@@ -12,9 +12,9 @@ from fake_driver import served
 
 from lpr.config import InputError
 from lpr.core.suffix_index import END, MAX_MATCH
-from lpr.fleet import affinity, entries, inbox
+from lpr.fleet import affinity, entries
 from lpr.fleet.counts import DraftCounts
-from lpr.fleet.inbox import Batch, Inbox
+from lpr.fleet.entries import Batch, Inbox
 from lpr.serve.messages import Load, Pulse, frame
 from lpr.serve.options import parse
 
@@ -66,7 +66,7 @@ def test_an_inbox_hands_out_little_at_a_time_in_order_and_by_tenant():
     assert len(waiting) == 12 and len(woken) == 3 and not waiting.is_full
     taken = []
     while (batch := waiting.take()) is not None:
-        assert len(batch.history) <= inbox.AT_ONCE and batch.history[-1] == END, "documents stay whole"
+        assert len(batch.history) <= entries.AT_ONCE and batch.history[-1] == END, "documents stay whole"
         taken.append(batch)
     assert np.concatenate([each.history for each in taken]).tolist() == [*document * 10, 5, END, 6, END]
     assert [each.read_to for each in taken if each.read_to] == ["8-0", "1-0"]
@@ -81,7 +81,7 @@ def test_a_document_longer_than_a_piece_is_cut():
     lengths = []
     while (batch := waiting.take()) is not None:
         lengths.append(len(batch.history))
-    assert sum(lengths) == 10000 and max(lengths) <= inbox.AT_ONCE
+    assert sum(lengths) == 10000 and max(lengths) <= entries.AT_ONCE
 
 
 # Stores that mean no good.
@@ -163,7 +163,7 @@ def hangs_up(connection, over):
 @HAS_CLIENT
 @pytest.mark.parametrize("behave", [silent, drips, floods, noise, nests, wrong_types, hangs_up])
 def test_a_hostile_store_is_never_waited_for(behave, monkeypatch):
-    from lpr.fleet import sender, sharing, store
+    from lpr.fleet import sharing, store, streams
     from lpr.fleet.options import FleetOptions
 
     monkeypatch.setattr(store, "CALL_SECONDS", 0.5)
@@ -171,7 +171,7 @@ def test_a_hostile_store_is_never_waited_for(behave, monkeypatch):
     monkeypatch.setattr(store, "LONGEST_WAIT", 0.05)
     monkeypatch.setattr(store, "FIRST_WAIT", 0.01)
     monkeypatch.setattr(store, "MOST_ANSWER", 1 << 20)
-    monkeypatch.setattr(sender, "QUEUE", 100)
+    monkeypatch.setattr(streams, "QUEUE", 100)
     monkeypatch.setattr(sharing, "FLUSH_SECONDS", 0.0)
     asked = set()
     send = store.Metered.sendall
@@ -204,7 +204,7 @@ def test_a_hostile_store_is_never_waited_for(behave, monkeypatch):
 
 @HAS_CLIENT
 def test_a_full_queue_drops_the_oldest():
-    from lpr.fleet import sender
+    from lpr.fleet import streams
 
     counts = DraftCounts()
     sent = []
@@ -217,14 +217,14 @@ def test_a_full_queue_drops_the_oldest():
             sent.append((key, entries.decode(fields[entries.FIELD]).token_ids().tolist()[-1], maxlen))
 
         def execute(self, raise_on_error):
-            return [b"1-0"] * len(sent[-sender.AT_ONCE :])
+            return [b"1-0"] * len(sent[-streams.SEND_AT_ONCE :])
 
-    queue = sender.Sender(Store(), b"o" * 8, 77, counts)
-    for number in range(sender.QUEUE + 5):
+    queue = streams.Sender(Store(), b"o" * 8, 77, counts)
+    for number in range(streams.QUEUE + 5):
         queue.put("key", [], [number])
-    assert counts.unsent == 5 and counts.send_queue == sender.QUEUE
+    assert counts.unsent == 5 and counts.send_queue == streams.QUEUE
     queue.work()
-    assert sent[0] == ("key", 5, 77) and counts.sent == sender.AT_ONCE
+    assert sent[0] == ("key", 5, 77) and counts.sent == streams.SEND_AT_ONCE
 
 
 @HAS_CLIENT

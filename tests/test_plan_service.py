@@ -17,10 +17,9 @@ from lpr.core.step_times import KNOTS, StepTimes
 from lpr.engine.limits import Limits
 from lpr.engine.scheduler import Scheduler
 from lpr.planner.footprint import Mesh
-from lpr.planner.simulated.capacity import Effort, Kind, Search, make_arrivals, simulate
+from lpr.planner.simulated.capacity import Effort, Kind, Search, simulate
 from lpr.planner.simulated.costs import Point, StepCosts, measured_points
-from lpr.planner.simulated.mesh import simulate_mesh
-from lpr.planner.simulated.requests import Arrivals, ClosedArrivals, PoissonArrivals, SimRequest
+from lpr.planner.simulated.mesh import Arrivals, ClosedArrivals, PoissonArrivals, SimRequest, simulate_mesh
 from lpr.planner.simulated.workload import Demand, Lengths, Speed, Workload, read_workload
 
 EXAMPLE = Path(__file__).parent.parent / "configs" / "service" / "editors.toml"
@@ -236,7 +235,7 @@ def test_a_sample_of_meshes_stands_for_all() -> None:
     )
     kind = Kind(Mesh(1, 1), limits(), TIMES, {(0.0, 8, 1): Point(3.0, 16.0)})
     make, dice = work.maker("all"), random.Random("router")
-    all_requests = make_arrivals(Demand(rate=80.0), 4800, make, "all").due(1e9)
+    all_requests = PoissonArrivals(80.0, 4800, make, random.Random("all")).due(1e9)
     router: list[list[SimRequest]] = [[] for _ in range(8)]
     for each in all_requests:
         dice.choice(router).append(each)

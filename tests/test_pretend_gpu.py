@@ -30,7 +30,7 @@ import lpr.model.sampling.sampler
 import lpr.model.sampling.specification
 import lpr.model.slot_cache
 from lpr import DecodeConfig, Engine, InputError, Lookahead, SamplingParams
-from lpr.dist.download import Download
+from lpr.dist.group import Download
 from lpr.model import loader
 from lpr.model.capture import CudaCapturer
 from lpr.model.packing import PackedLinear

@@ -24,7 +24,7 @@ from redis_server import redis_server
 import lpr
 from lpr.core.suffix_index import END
 from lpr.engine.drafts import DraftIndexes
-from lpr.fleet import entries, keeper, reader, sharing, snapshots, store
+from lpr.fleet import entries, sharing, snapshots, store, streams
 
 pytestmark = HAS_SERVER
 
@@ -96,7 +96,7 @@ def test_a_replica_drafts_from_what_another_has_written(loaded, plain, server):
 
 
 def test_own_entries_that_are_not_known_are_found(loaded, plain, server, monkeypatch):
-    monkeypatch.setattr(reader.Reader, "is_new", lambda self, entry: True)
+    monkeypatch.setattr(streams.Reader, "is_new", lambda self, entry: True)
     with pytest.raises(AssertionError, match="only others'"):
         check_shared(loaded, plain[:1], server.url)
 
@@ -202,7 +202,7 @@ def test_garbage_costs_nothing_and_is_counted(loaded, plain, server):
 
 
 def test_a_vocabulary_that_is_not_looked_at_is_found(loaded, plain, server, monkeypatch):
-    monkeypatch.setattr(reader, "within_vocabulary", lambda tokens, size: (tokens, 0))
+    monkeypatch.setattr(streams, "within_vocabulary", lambda tokens, size: (tokens, 0))
     with pytest.raises(IndexError):
         check_hostile(loaded, plain, server)
 
@@ -255,7 +255,7 @@ def test_doubles_and_another_order_cost_nothing(loaded, plain, server):
 
 
 def test_doubles_that_are_learnt_are_found(loaded, plain, server, monkeypatch):
-    monkeypatch.setattr(reader, "MOST_SEEN", 0)
+    monkeypatch.setattr(streams, "MOST_SEEN", 0)
     with pytest.raises(AssertionError, match="once"):
         check_doubles(loaded, plain, server)
 
@@ -302,7 +302,7 @@ def test_a_newcomer_starts_warm_from_a_snapshot(loaded, plain, server, tmp_path)
 
 def test_a_snapshot_without_its_last_entry_is_found(loaded, plain, server, tmp_path, monkeypatch):
     with_all = snapshots.from_bytes
-    monkeypatch.setattr(keeper, "from_bytes", lambda stream, data: (with_all(stream, data)[0], ""))
+    monkeypatch.setattr(snapshots, "from_bytes", lambda stream, data: (with_all(stream, data)[0], ""))
     with pytest.raises(AssertionError, match="each output once"):
         check_newcomer(loaded, plain, server, tmp_path)
 

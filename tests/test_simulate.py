@@ -17,23 +17,23 @@ from lpr.cli.plan import main as plan_main
 from lpr.config import DecodeConfig, InputError
 from lpr.core.step_times import interpolate, read_step_times
 from lpr.core.wire import payload_words
-from lpr.planner.facts import ModelFacts, facts_of
+from lpr.planner.facts import ModelFacts, facts_of, measured_values, resolve
 from lpr.planner.footprint import Mesh, kv_row_bytes, read_bytes
-from lpr.planner.hardware import GPUS
-from lpr.planner.interconnect import LINKS, Network, all_gather, all_reduce
-from lpr.planner.measured import Drafted, Measured, read_measured
+from lpr.planner.hardware import GPUS, LINKS, Network, all_gather, all_reduce
 from lpr.planner.prediction import (
     GREEDY_ACCEPTANCE,
     SPREAD,
+    Drafted,
     Inputs,
     Machine,
+    Measured,
     Setting,
     advantage,
     forward_seconds,
     predict,
+    read_measured,
     spread,
 )
-from lpr.planner.presets import measured_values, resolve
 
 TOLERANCE = 0.25
 """A published run that is further off is called wrong."""

@@ -46,8 +46,7 @@ def test_a_rank_takes_over_a_file(llama: PreTrainedModel, tmp_path: Path, monkey
     def written(output: str) -> list[list[int]]:
         return [json.loads(line)["token_ids"] for line in (tmp_path / output).read_text().splitlines()]
 
-    with job("whole.jsonl") as whole:
-        whole.run(Engine.from_model(llama, decode=decode))
+    job("whole.jsonl").run(Engine.from_model(llama, decode=decode))
     expected = written("whole.jsonl")
     first = (tmp_path / "whole.jsonl").read_text().splitlines()[0]
     (tmp_path / "out.jsonl").write_text(first + "\n")
@@ -55,8 +54,8 @@ def test_a_rank_takes_over_a_file(llama: PreTrainedModel, tmp_path: Path, monkey
     survivor.learn([1, 2, 3])  # it has worked before
     running = [survivor.submit(word, params, id=number) for number, word in ((2, "two"), (3, "three"))]
     survivor.step()
-    with job("out.jsonl", resume=True) as rest:
-        assert rest.run(survivor) == 0
+    rest = job("out.jsonl", resume=True)
+    assert rest.run(survivor) == 0
     assert written("out.jsonl") == expected
     assert all(request.finish_reason == "length" for request in running), "they were not submitted again"
     assert rest.total.num_tokens == 3 * 6
@@ -78,6 +77,6 @@ def test_only_a_job_that_begins_again_learns_what_it_had_written(
     monkeypatch.setattr(engine, "load_trie", lambda path: calls.append(path))
     monkeypatch.setattr(engine, "learn", lambda *outputs: calls.append(list(outputs)))
     writer = OrderedWriter(output, read_prompts(prompts), resume=True)
-    with FileJob(writer, SamplingParams(), {}, Keeping(trie), as_json=False, takes_over=takes_over) as job:
-        assert job.run(engine) == 0
+    job = FileJob(writer, SamplingParams(), {}, Keeping(trie), as_json=False, takes_over=takes_over)
+    assert job.run(engine) == 0
     assert calls == ([] if takes_over else [trie, [[9, 4, 5]]])

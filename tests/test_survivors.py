@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from lpr import DecodeConfig, Engine, EngineOptions, InputError, SamplingParams
 from lpr.dist.comm import ProcessComm, is_driver
-from lpr.dist.results import Results
+from lpr.dist.rendezvous import Results
 from lpr.model.exact import check
 from tests.elastic_world import ElasticWorld, Fault
 

@@ -16,8 +16,7 @@ from lpr.engine.limits import Limits, Targets
 from lpr.engine.scheduler import Scheduler, rooms
 from lpr.engine.waiting import MOST_OVERTAKEN, Waiting
 from lpr.planner.simulated.costs import Point, StepCosts
-from lpr.planner.simulated.mesh import simulate_mesh
-from lpr.planner.simulated.requests import PoissonArrivals, SimRequest
+from lpr.planner.simulated.mesh import PoissonArrivals, SimRequest, simulate_mesh
 
 TIMES = StepTimes({(1, 256): [2.0 + 0.05 * n for n in KNOTS]})
 """A step takes 2 ms, and 0.05 ms for each token."""

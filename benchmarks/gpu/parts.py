@@ -20,7 +20,7 @@ from benchmarks.exactness import Group, Worlds
 from benchmarks.race import stock_generate
 from lpr import DecodeConfig, Engine, InputError, SamplingParams, bundled_model
 from lpr.core.step_times import KNOTS
-from lpr.planner.presets import read_preset
+from lpr.planner.facts import read_preset
 
 MODELS = ("codellama-7b", "codellama-13b", "codellama-34b")
 TINY = dict(

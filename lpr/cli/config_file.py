@@ -1,4 +1,7 @@
-"""`--config FILE.toml`: values for a command's flags, by the flags' names with underscores; imports no torch."""
+"""`--config FILE.toml`: values for a command's flags, by the flags' names with underscores; and flags of lpr's types.
+
+Imports no torch, so that the service's front can use it.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,15 @@ import tomllib
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import msgspec
+import tyro
 
 from lpr.config import InputError
+from lpr.core.step_times import StepTimes
 
 T = TypeVar("T")
 
@@ -25,18 +31,14 @@ def defaults(
     some of their defaults.
     """
     base = base or {}
-    found = kind(**{group: groups[group](**values) for group, values in base.items()})
-    for index, word in enumerate(argv):
-        if word == "--config" and index + 1 < len(argv):
-            found = read_config(Path(argv[index + 1]), kind, groups, base)
-        elif word.startswith("--config="):
-            found = read_config(Path(word.removeprefix("--config=")), kind, groups, base)
-    return found
+    paths = [word.removeprefix("--config=") for word in argv if word.startswith("--config=")]
+    paths += [path for word, path in pairwise(argv) if word == "--config"]
+    if paths:
+        return read_config(Path(paths[-1]), kind, groups, base)
+    return kind(**{group: groups[group](**values) for group, values in base.items()})
 
 
-def read_config(
-    path: Path, kind: type[T], groups: Mapping[str, type], base: Mapping[str, Mapping[str, Any]] | None = None
-) -> T:
+def read_config(path: Path, kind: type[T], groups: Mapping[str, type], base: Mapping[str, Mapping[str, Any]]) -> T:
     """The values of a TOML file, over `base` and the defaults of `kind`; raises InputError."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -44,12 +46,12 @@ def read_config(
         raise InputError(f"cannot read --config {path}: {failure.strerror or failure}") from failure
     except ValueError as failure:
         raise InputError(f"--config {path} is not TOML: {failure}") from failure
-    homes = {name: "" for name in _names(kind) if name not in (*groups, "config")}
+    homes = {field.name: "" for field in fields(cast(Any, kind)) if field.name not in (*groups, "config")}
     hints = dict(get_type_hints(kind))
     for group, each in groups.items():
-        homes |= dict.fromkeys(_names(each), group)
+        homes |= {field.name: group for field in fields(each)}
         hints |= get_type_hints(each)
-    parts: dict[str, dict[str, Any]] = {"": {}, **{group: dict((base or {}).get(group, {})) for group in groups}}
+    parts: dict[str, dict[str, Any]] = {"": {}, **{group: dict(base.get(group, {})) for group in groups}}
     for name, value in _with_mesh(path, values).items():
         if name not in homes:
             raise InputError(f"--config {path}: unknown key {name!r}; keys are flags with underscores")
@@ -61,10 +63,6 @@ def read_config(
         return kind(**parts[""], **{group: each(**parts[group]) for group, each in groups.items()})
     except InputError as failure:
         raise InputError(f"--config {path}: {failure}") from failure
-
-
-def _names(kind: Any) -> list[str]:
-    return [field.name for field in fields(kind)]
 
 
 def _read(value: Any, hint: Any) -> Any:
@@ -88,3 +86,25 @@ def _with_mesh(path: Path, values: dict[str, Any]) -> dict[str, Any]:
     if twice := sorted(set(mesh) & set(others)):
         raise InputError(f"--config {path}: {twice[0]} is given twice, in mesh and by itself")
     return {**others, **mesh}
+
+
+flag_types = tyro.constructors.ConstructorRegistry()
+"""A context manager around `tyro.cli`, in which flags of lpr's own types are read."""
+
+
+@flag_types.primitive_rule
+def _step_times_are_files(info: tyro.constructors.PrimitiveTypeInfo) -> Any:
+    """--costs names a file: rank 0 alone reads it, after the arguments are parsed."""
+    if info.type is not StepTimes:
+        return None
+
+    def from_words(words: list[str]) -> StepTimes:
+        raise ValueError("give the path of a JSON file")
+
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="FILE",
+        instance_from_str=from_words,
+        is_instance=lambda value: isinstance(value, StepTimes),
+        str_from_instance=lambda value: ["FILE"],
+    )

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import tyro
@@ -56,12 +56,10 @@ class Args:
     """Print one JSON line to stdout instead of a sentence to stderr."""
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Some text of a document."""
 
     text: str
-    num_bytes: int
     ends_document: bool
 
 
@@ -78,8 +76,7 @@ class Counts:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0, 2 (bad input) or 130 (interrupted)."""
     try:
-        args = tyro.cli(Args, prog="lpr.corpus", args=argv)
-        return run(args)
+        return run(tyro.cli(Args, prog="lpr.corpus", args=argv))
     except InputError as failure:
         print(f"lpr.corpus: error: {failure}", file=sys.stderr)
         return 2
@@ -146,8 +143,8 @@ def find_files(paths: Sequence[Path], glob: str, leave_out: Path) -> list[Path]:
             inside = [each for each in sorted(path.rglob(glob)) if each.is_file()]
         except (ValueError, NotImplementedError, IndexError) as failure:
             raise InputError(f"--glob {glob!r} is no pattern for names inside a folder: {failure}") from failure
-        inside = [each for each in inside if not any(part.startswith(".") for part in each.relative_to(path).parts)]
-        inside = [each for each in inside if each.resolve() != leave_out.resolve()]
+        hidden = [each for each in inside if any(part.startswith(".") for part in each.relative_to(path).parts)]
+        inside = [each for each in inside if each not in hidden and each.resolve() != leave_out.resolve()]
         if not inside:
             raise InputError(f"no file in the folder {path} matches --glob {glob!r}")
         found += inside
@@ -157,8 +154,8 @@ def find_files(paths: Sequence[Path], glob: str, leave_out: Path) -> list[Path]:
 def feed(trie: SuffixIndex, files: Sequence[Path], field: str | None, tokenizer: Any, console: Console) -> Counts:
     """Insert the documents of `files` and show progress on `console`; other files are named there and skipped."""
     counts = Counts()
-    columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TimeRemainingColumn(),
-               TextColumn("{task.fields[tokens]} tokens"))  # fmt: skip
+    tokens_read = TextColumn("{task.fields[tokens]} tokens")
+    columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TimeRemainingColumn(), tokens_read)
 
     def skip(what: str) -> None:
         counts.skipped += 1
@@ -175,7 +172,8 @@ def feed(trie: SuffixIndex, files: Sequence[Path], field: str | None, tokenizer:
                 if piece.ends_document:
                     trie.end_document()
                     counts.documents += 1
-            progress.update(bar, advance=sum(piece.num_bytes for piece in batch), tokens=counts.tokens)
+            num_bytes = sum(len(text.encode("utf-8", "replace")) for text in texts)
+            progress.update(bar, advance=num_bytes, tokens=counts.tokens)
     return counts
 
 
@@ -196,11 +194,7 @@ def batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
 def pieces_of(files: Sequence[Path], field: str | None, counts: Counts, skip: Skip) -> Iterator[Piece]:
     """The text of all files, piece by piece; calls `skip` for what is no text."""
     for path in files:
-        try:
-            reason = why_no_text(path)
-        except OSError as failure:
-            reason = failure.strerror or str(failure)
-        if reason is not None:
+        if (reason := why_no_text(path)) is not None:
             skip(f"{path}: {reason}")
             continue
         counts.files += 1
@@ -209,19 +203,19 @@ def pieces_of(files: Sequence[Path], field: str | None, counts: Counts, skip: Sk
 
 def why_no_text(path: Path) -> str | None:
     """The reason why a file is no text, or None; read before any of it is inserted."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    with open(path, "rb") as file:
-        size = 0
-        while block := file.read(1 << 20):
-            if b"\0" in block:
-                return "a binary file"
-            try:
+    decoder, size = codecs.getincrementaldecoder("utf-8")(), 0
+    try:
+        with open(path, "rb") as file:
+            while block := file.read(1 << 20):
+                if b"\0" in block:
+                    return "a binary file"
                 decoder.decode(block)
-            except UnicodeDecodeError as failure:
-                return f"not UTF-8: {failure.reason} in the block at byte {size}"
-            size += len(block)
-    if decoder.getstate()[0]:
-        return "not UTF-8: it ends within a character"
+                size += len(block)
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError as failure:
+        return f"not UTF-8: {failure.reason} in the block at byte {size}"
+    except OSError as failure:
+        return failure.strerror or str(failure)
     return None if size else "empty"
 
 
@@ -236,9 +230,9 @@ def text_pieces(path: Path) -> Iterator[Piece]:
             if not cut and len(rest) >= 2 * PIECE:
                 cut = len(rest)  # a line without an end
             if cut:
-                yield _piece(rest[:cut], False)
+                yield Piece(rest[:cut], False)
                 rest = rest[cut:]
-        yield _piece(rest, True)
+        yield Piece(rest, True)
 
 
 def field_pieces(path: Path, field: str, skip: Skip) -> Iterator[Piece]:
@@ -254,10 +248,6 @@ def field_pieces(path: Path, field: str, skip: Skip) -> Iterator[Piece]:
                 continue
             text = record.get(field) if isinstance(record, dict) else None
             if isinstance(text, str) and text:
-                yield Piece(text.encode("utf-8", "replace").decode(), len(raw), True)
+                yield Piece(text.encode("utf-8", "replace").decode(), True)
             else:
                 skip(f"{path}, line {number}: no text in {field!r}")
-
-
-def _piece(text: str, ends_document: bool) -> Piece:
-    return Piece(text, len(text.encode("utf-8", "replace")), ends_document)

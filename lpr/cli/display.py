@@ -48,29 +48,29 @@ def show_stream(console: Console, prompt: str, pieces: Iterable[tuple[str, int]]
             shown.append(piece, style=STEP_STYLES[num_steps % len(STEP_STYLES)])
             num_steps += 1
             num_tokens += count
-            status = Text.assemble(
-                (f"{num_tokens / num_steps:.2f} tokens/step", "bold"), f"   {num_tokens} tokens in {num_steps} steps"
-            )
+            rate = f"{num_tokens / num_steps:.2f} tokens/step", "bold"
+            status = Text.assemble(rate, f"   {num_tokens} tokens in {num_steps} steps")
             lines = shown.wrap(console, console.width)[-max(4, console.height - 3) :]
             live.update(Group(*lines, Text(), status))
     console.print(shown)
 
 
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table whose first column is on the left and whose others are numbers."""
+    found = Table(title=title, title_justify="left")
+    for number, name in enumerate(columns):
+        found.add_column(name, justify="right" if number else "left")
+    for row in rows:
+        found.add_row(*row)
+    return found
+
+
 def comparison_table(title: str, runs: Sequence[Run]) -> Table:
     """Steps, tokens per step, seconds and equality of several runs."""
-    table = Table(title=title, title_justify="left")
-    table.add_column("")
-    for name in ("steps", "tokens", "tokens/step", "seconds", "same tokens"):
-        table.add_column(name, justify="right")
-    for run in runs:
-        equal = "" if run.equal is None else ("yes" if run.equal else "NO")
-        style = {True: "green", False: "bold red", None: None}[run.equal]
-        table.add_row(
-            run.name,
-            str(run.num_steps),
-            str(run.num_tokens),
-            f"{run.tokens_per_step:.2f}",
-            f"{run.seconds:.2f}",
-            Text(equal, style=style or ""),
-        )
-    return table
+    equal = {None: "", True: "[green]yes[/green]", False: "[bold red]NO[/bold red]"}
+    rows = [
+        (run.name, str(run.num_steps), str(run.num_tokens), f"{run.tokens_per_step:.2f}", f"{run.seconds:.2f}",
+         equal[run.equal])
+        for run in runs
+    ]  # fmt: skip
+    return table(title, ("", "steps", "tokens", "tokens/step", "seconds", "same tokens"), rows)

@@ -12,9 +12,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from lpr.cli.config_file import defaults
-from lpr.cli.flags import flag_types
-from lpr.cli.jobs import DEMO_SAMPLING, FileJob, Keeping, ShowJob, check_trie
+from lpr.cli.config_file import defaults, flag_types
+from lpr.cli.jobs import DEMO_PROMPT, DEMO_SAMPLING, FileJob, Keeping, ShowJob, check_trie
 from lpr.cli.jsonl import OrderedWriter, read_prompts
 from lpr.cli.trace import check_trace
 from lpr.config import DecodeConfig, InputError, SamplingParams
@@ -106,17 +105,17 @@ def parse(argv: Sequence[str], quiet: bool = False) -> Args:
     args = _parse(argv, quiet)
     if args.prompts is None and args.prompt is None:
         args = _parse(argv, quiet, {"sampling": DEMO_SAMPLING})
-    if args.prompts is not None and args.output is None:
+    prompts, output, trace = (path and path.resolve() for path in (args.prompts, args.output, args.trace))
+    if prompts and not output:
         raise InputError("--prompts needs --output FILE.jsonl for the completions")
-    if args.output is not None and args.prompts is None:
+    if output and not prompts:
         raise InputError("--output needs --prompts FILE.jsonl")
-    if args.prompts is not None and args.output is not None and args.prompts.resolve() == args.output.resolve():
+    if prompts and prompts == output:
         raise InputError(f"--prompts and --output are the same file, {args.output}: the prompts would be lost")
-    if args.prompts is not None and args.prompt is not None:
+    if prompts and args.prompt is not None:
         raise InputError("give either --prompts FILE.jsonl or --prompt TEXT")
-    for name in ("prompts", "output"):
-        other = getattr(args, name)
-        if args.trace is not None and other is not None and args.trace.resolve() == other.resolve():
+    for name, other in {"prompts": prompts, "output": output}.items():
+        if trace and trace == other:
             raise InputError(f"--trace and --{name} are the same file, {args.trace}: give the trace one of its own")
     if args.trace_steps < 1:
         raise InputError(f"--trace-steps {args.trace_steps} must be at least 1")
@@ -135,8 +134,7 @@ def supervise(args: Args, argv: Sequence[str], world: World) -> int:
         raise InputError("--survive starts ranks of its own, and torchrun ends all when one is lost: run it without")
     if args.prompts is None:
         raise InputError("--survive is for jobs: give --prompts FILE.jsonl and --output FILE.jsonl")
-    lp = 1 if args.lp is None else args.lp
-    if lp < 1 or args.tp < 1:
+    if (lp := 1 if args.lp is None else args.lp) < 1 or args.tp < 1:
         raise InputError(f"a mesh of lp {lp} x tp {args.tp}: both must be at least 1")
     return Supervisor([sys.executable, "-m", "lpr.generate", *argv], lp, args.tp).run()
 
@@ -156,8 +154,7 @@ def run(args: Args, world: World) -> int:
                 job = file_job(args, world, goes_on=True, takes_over=not is_first)
         if job is not None:
             try:
-                with job:
-                    code = job.run(engine)
+                code = job.run(engine)
             except InputError as failure:
                 if world.rank:  # rank 0 is lost, and cannot print it
                     print(f"lpr.generate: error: {failure}", file=sys.stderr)
@@ -180,18 +177,18 @@ def prepare(args: Args, world: World, comm: Comm) -> tuple[Engine, FileJob | Sho
             if args.prompts is not None:
                 job = file_job(args, world)
             else:
-                job = ShowJob(args.prompt, args.sampling, args.decode, _keeping(args), args.json)
+                prompt = DEMO_PROMPT if args.prompt is None else args.prompt
+                job = ShowJob(prompt, args.sampling, args.decode, keeping_of(args), args.json)
     except InputError as error:
         failure = str(error)
     alike = replace(args, options=replace(args.options, costs=None, device=None))
     agree(comm, failure, {"set of arguments": digest_of(repr(alike))})
     engine = Engine.from_pretrained(args.model or bundled_model(), args.decode, args.options, comm=comm)
-    if world.rank == 0 and engine.model.graph_reason is not None:
-        reason = engine.model.graph_reason
-        print(f"lpr.generate: steps run without CUDA graphs, which is slower: {reason}", file=sys.stderr)
-    compiled = engine.model.compiled
-    if world.rank == 0 and compiled is not None and (cost := compiled.describe()) is not None:
-        print(f"lpr.generate: {cost}", file=sys.stderr)
+    if world.rank == 0:
+        if (reason := engine.model.graph_reason) is not None:
+            print(f"lpr.generate: steps run without CUDA graphs, which is slower: {reason}", file=sys.stderr)
+        if (compiled := engine.model.compiled) is not None and (cost := compiled.describe()) is not None:
+            print(f"lpr.generate: {cost}", file=sys.stderr)
     # Without this, each full collection walks a million objects that stay, in the middle of a step.
     gc.freeze()
     return engine, job
@@ -203,11 +200,12 @@ def file_job(args: Args, world: World, goes_on: bool = False, takes_over: bool =
     `goes_on`: another rank has begun it. `takes_over`: this rank was part of that run (see FileJob).
     """
     assert args.prompts is not None and args.output is not None
-    mesh = dict(zip(("lp", "tp"), world.mesh_shape(args.tp), strict=True))
-    facts = {"world_size": world.size, "mesh": mesh}
+    lp, tp = world.mesh_shape(args.tp)
+    facts = {"world_size": world.size, "mesh": {"lp": lp, "tp": tp}}
     writer = OrderedWriter(args.output, read_prompts(args.prompts), resume=goes_on or world.attempt > 0)
-    return FileJob(writer, args.sampling, facts, _keeping(args), args.json, takes_over)
+    return FileJob(writer, args.sampling, facts, keeping_of(args), args.json, takes_over)
 
 
-def _keeping(args: Args) -> Keeping:
+def keeping_of(args: Args) -> Keeping:
+    """The files of the job besides its prompts and output."""
     return Keeping(args.trie, args.trace, args.trace_steps)

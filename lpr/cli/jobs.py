@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -46,10 +46,6 @@ class Account:
 # file in the middle of a line; with this seed it completes the class and ends.
 DEMO_SAMPLING = {"max_new_tokens": 200, "temperature": 0.6, "seed": 49}
 """Sampling of the built-in prompt where flags set nothing else."""
-
-
-Piece = tuple[str, int]
-"""Text that a step made final, and the number of its tokens."""
 
 
 def check_trie(path: Path | None) -> None:
@@ -92,43 +88,28 @@ class Keeping:
             engine.save_trie(self.trie)
 
 
+@dataclass
 class FileJob:
     """Complete every line of a prompts file into an output file."""
 
-    def __init__(
-        self,
-        writer: OrderedWriter,
-        sampling: SamplingParams,
-        facts: dict[str, Any],
-        keeping: Keeping,
-        as_json: bool,
-        takes_over: bool = False,
-    ) -> None:
-        """Complete the lines without a record in `writer`; each record includes `facts` of the job.
+    writer: OrderedWriter
+    sampling: SamplingParams
+    facts: dict[str, Any]
+    """Facts of the job that each record includes."""
+    keeping: Keeping
+    as_json: bool
+    takes_over: bool = False
+    """True if the engine has the trie and the lines that are done: its rank was there when the driver was lost."""
 
-        With `takes_over` the engine has the trie and the lines that are done: its rank was there when the driver was
-        lost.
-        """
-        self.writer, self.lines = writer, writer.lines
-        self.sampling = sampling
-        self.facts = facts
-        self.keeping = keeping
-        self.as_json = as_json
-        self.takes_over = takes_over
+    def __post_init__(self) -> None:
+        self.lines = self.writer.lines
         self.console = Console(stderr=True)
         self.total = DecodeStats()
         self.num_bad = sum("error" in record for record in self.writer.kept)
 
-    def __enter__(self) -> Self:
-        self.writer.__enter__()
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        self.writer.__exit__(*failure)
-
     def run(self, engine: Engine) -> int:
-        """Complete the lines that are not done yet; 2 if any line failed, else 0."""
-        with self.keeping.around(engine, loads=not self.takes_over):
+        """Complete the lines without a record in the output; 2 if any line failed, else 0."""
+        with self.writer, self.keeping.around(engine, loads=not self.takes_over):
             self._complete(engine)
         return 2 if self.num_bad else 0
 
@@ -138,18 +119,13 @@ class FileJob:
             finished = [record for record in self.writer.kept if record.get("token_ids")]
             engine.learn(*[as_learnt(engine.encode(each["prompt"]), each["token_ids"]) for each in finished])
         # Requests have the numbers of their lines, by which a rank that takes the lost driver's place finds them.
-        submitted = {
-            engine.requests[line.number]: line
-            for line in self.lines
-            if line.number in engine.requests and line.number not in self.writer.done
-        }
+        undone = [line for line in self.lines if line.number not in self.writer.done]
+        submitted = {engine.requests[line.number]: line for line in undone if line.number in engine.requests}
+        left = deque(line for line in undone if line.number not in engine.requests)
         kept = len(self.writer.done)
-        left = deque(line for line in self.lines if line.number not in {*self.writer.done, *engine.requests})
         began = time.perf_counter()
-        columns = (
-            TextColumn("completing"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            TextColumn("{task.fields[rate]}"),
-        )  # fmt: skip
+        speed = TextColumn("{task.fields[rate]}")
+        columns = (TextColumn("completing"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), speed)
         with Progress(*columns, console=self.console, disable=not self.console.is_terminal) as progress:
             bar = progress.add_task("", total=len(self.lines), completed=kept, rate="")
             while left or submitted:
@@ -172,44 +148,35 @@ class FileJob:
         except InputError as failure:
             message = str(failure) if line.error else f"line {line.number}: {failure}"
             self._complain(message)
-            self.writer.write(
-                line.number,
-                {**line.extra, "line": line.number, "prompt": line.prompt, "finish_reason": "error", "error": message},
-            )
+            self._write(line, {"finish_reason": "error", "error": message})
 
     def _complain(self, message: str) -> None:
         self.num_bad += 1
         self.console.print(f"lpr.generate: {message}", markup=False, highlight=False, soft_wrap=True)
 
+    def _write(self, line: PromptLine, record: dict[str, Any]) -> None:
+        self.writer.write(line.number, {**line.extra, "line": line.number, "prompt": line.prompt, **record})
+
     def _finish(self, request: Request, line: PromptLine) -> None:
         done = request.completion()
         self.total.add(done.stats)
-        failed = {}
+        record = {
+            **_record(done),
+            "num_steps": done.stats.num_steps,
+            "tokens_per_step": round(done.stats.tokens_per_step, 4),
+            **self.facts,
+            **_logprobs(done),
+        }
         if done.error is not None:
-            failed = {"error": done.error}
+            record["error"] = done.error
             self._complain(f"line {line.number}: {done.error}")
-        self.writer.write(
-            line.number,
-            {
-                **line.extra,
-                "line": line.number,
-                "prompt": line.prompt,
-                "text": done.text,
-                "token_ids": done.token_ids,
-                "finish_reason": done.finish_reason,
-                "num_steps": done.stats.num_steps,
-                "tokens_per_step": round(done.stats.tokens_per_step, 4),
-                **self.facts,
-                **_logprobs(done),
-                **failed,
-            },
-        )
+        self._write(line, record)
 
     def _report(self, engine: Engine, kept: int, seconds: float) -> None:
-        total = self.total
+        total, completed = self.total, len(self.lines) - self.num_bad
         record = {
             "prompts": len(self.lines),
-            "completed": len(self.lines) - self.num_bad,
+            "completed": completed,
             "kept_from_earlier_attempt": kept,
             "num_tokens": total.num_tokens,
             "num_steps": total.num_steps,
@@ -224,35 +191,24 @@ class FileJob:
             return
         failed = f", {self.num_bad} lines could not be completed" if self.num_bad else ""
         self.console.print(
-            f"{record['completed']} of {len(self.lines)} prompts, {total.num_tokens} tokens in {total.num_steps} steps "
-            f"({total.tokens_per_step:.2f} tokens/step), {seconds:.1f} s{failed}",
-            highlight=False,
-            soft_wrap=True,
-        )
+            f"{completed} of {len(self.lines)} prompts, {total.num_tokens} tokens in {total.num_steps} steps "
+            f"({total.tokens_per_step:.2f} tokens/step), {seconds:.1f} s{failed}", highlight=False, soft_wrap=True,
+        )  # fmt: skip
 
 
+@dataclass
 class ShowJob:
     """Complete one prompt on the console, then compare with plain decoding."""
 
-    def __init__(
-        self, prompt: str | None, sampling: SamplingParams, decode: DecodeConfig, keeping: Keeping, as_json: bool
-    ) -> None:
-        """Show this prompt, or the built-in one."""
-        self.prompt = DEMO_PROMPT if prompt is None else prompt
-        self.params = sampling
-        self.decode = decode
-        self.keeping = keeping
-        self.as_json = as_json
-        self.console = Console(quiet=as_json)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        pass
+    prompt: str
+    params: SamplingParams
+    decode: DecodeConfig
+    keeping: Keeping
+    as_json: bool
 
     def run(self, engine: Engine) -> int:
         """Stream with lookahead, decode plainly, print the table."""
+        self.console = Console(quiet=self.as_json)
         show = partial(show_stream, self.console, self.prompt)
         ahead = self._timed("lookahead", engine, self.decode, self.keeping, show)
         alone = replace(self.decode, window_size=0, guess_set_size=0, trie_nodes=0, first_token_ms=0, per_token_ms=0)
@@ -266,12 +222,9 @@ class ShowJob:
 
     def _timed(
         self,
-        name: str,
-        engine: Engine,
-        decode: DecodeConfig,
-        keeping: Keeping,
-        show: Callable[[Iterable[Piece]], object],
-    ) -> tuple[Run, Completion]:
+        name: str, engine: Engine, decode: DecodeConfig, keeping: Keeping,
+        show: Callable[[Iterable[tuple[str, int]]], object],
+    ) -> tuple[Run, Completion]:  # fmt: skip
         """Complete the prompt once, after a few tokens as a warm-up; `show` gets the text as it is committed."""
         engine.configure(decode)
         few = min(4, self.params.max_new_tokens)
@@ -285,25 +238,25 @@ class ShowJob:
         return Run(name, done.stats.num_steps, done.stats.num_tokens, time.perf_counter() - began, None), done
 
     def _report(self, engine: Engine, runs: Sequence[Run], done: Completion) -> None:
-        params = self.params
+        params, lp, tp = self.params, engine.comm.size, engine.comm.tp_size
         how = f"temperature {params.temperature}, seed {params.seed}" if params.temperature else "greedy"
-        lp, tp = engine.comm.size, engine.comm.tp_size
         ranks = f"{lp * tp} ranks" if lp * tp > 1 else "1 process"
-        if tp > 1:
-            ranks += f" (lp {lp} x tp {tp})"
+        ranks += f" (lp {lp} x tp {tp})" if tp > 1 else ""
         self.console.print()
         self.console.print(comparison_table(f"{how}, {ranks} on {engine.model.device}", runs))
         if self.as_json:
             record = {
                 "prompt": self.prompt,
-                "text": done.text,
-                "token_ids": done.token_ids,
-                "finish_reason": done.finish_reason,
+                **_record(done),
                 **_logprobs(done),
                 "runs": [{**vars(run), "tokens_per_step": round(run.tokens_per_step, 4)} for run in reversed(runs)],
                 "sources": {name: vars(count) for name, count in done.stats.sources.items()},
             }
             print(json.dumps(record))
+
+
+def _record(done: Completion) -> dict[str, Any]:
+    return {"text": done.text, "token_ids": done.token_ids, "finish_reason": done.finish_reason}
 
 
 def _logprobs(done: Completion) -> dict[str, Any]:
@@ -313,7 +266,8 @@ def _logprobs(done: Completion) -> dict[str, Any]:
     return {"logprobs": [{"logprob": each.logprob, "top": [*each.top]} for each in done.logprobs]}
 
 
-def _pieces(engine: Engine, request: Request) -> Iterator[Piece]:
+def _pieces(engine: Engine, request: Request) -> Iterator[tuple[str, int]]:
+    """Text that each step makes final, and the number of its tokens."""
     while request.finish_reason is None:
         engine.step()
         yield from ((chunk.text, len(chunk.token_ids)) for chunk in request.take())

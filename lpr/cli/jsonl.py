@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
@@ -82,20 +84,15 @@ class OrderedWriter:
         self.lines = lines
         self._order = [line.number for line in lines]
         self._next = 0
-        self._waiting: dict[int, str] = {}
-        self.done: set[int] = set()
         self._file: BinaryIO
         try:
             kept = self._earlier(lines) if resume and path.exists() else {}
             self._open(kept)
         except OSError as failure:
             raise InputError(f"cannot write to {path}: {failure.strerror or failure}") from failure
-        self.done.update(kept)
-        self._waiting.update(kept)
+        self.done, self._waiting = set(kept), kept
         self.kept = [json.loads(kept[number]) for number in self._order if number in kept]
-        self._next = self._num_ready()
-        for number in self._order[: self._next]:
-            del self._waiting[number]
+        list(self._take_ready())  # which `_open` has left in the file
 
     def __enter__(self) -> Self:
         return self
@@ -111,16 +108,14 @@ class OrderedWriter:
         """Add the record of prompt line `number`; raises InputError if the disk is full."""
         self.done.add(number)
         self._waiting[number] = json.dumps(record, ensure_ascii=False)
-        for number in self._order[self._next : self._num_ready()]:
-            self._append(self._waiting.pop(number))
-            self._next += 1
+        for text in self._take_ready():
+            self._append(text)
 
-    def _num_ready(self) -> int:
-        """Number of lines, from the first on, that are written or wait."""
-        ready = self._next
-        while ready < len(self._order) and self._order[ready] in self._waiting:
-            ready += 1
-        return ready
+    def _take_ready(self) -> Iterator[str]:
+        """The records that wait and follow those written, in their order."""
+        while self._next < len(self._order) and self._order[self._next] in self._waiting:
+            yield self._waiting.pop(self._order[self._next])
+            self._next += 1
 
     def _append(self, text: str) -> None:
         try:
@@ -139,11 +134,7 @@ class OrderedWriter:
                     device.write(b"\n")
             self._file = open(self.path, "wb", buffering=0)  # noqa: SIM115 - closed by __exit__
             return
-        start = []
-        for number in self._order:
-            if number not in kept:
-                break
-            start.append(_encoded(kept[number]))
+        start = [_encoded(kept[number]) for number in takewhile(kept.__contains__, self._order)]
         # Replaced as a whole: if the run is killed in between, the earlier run's lines are all still there.
         fresh = self.path.with_name(self.path.name + ".new")
         with open(fresh, "wb") as file:

@@ -10,18 +10,24 @@ from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
-from rich.table import Table
 
 from lpr.cli import plan_service
+from lpr.cli.display import table
 from lpr.cli.plan_service import ServiceArgs
 from lpr.config import DecodeConfig, InputError, SamplingParams
-from lpr.planner.facts import DTYPE_SIZES, ModelFacts, facts_of
+from lpr.planner.facts import DTYPE_SIZES, ModelFacts, Planned, facts_of, measured_values, preset_names, resolve
 from lpr.planner.footprint import RESERVED, Footprint, Mesh, footprint, meshes
-from lpr.planner.hardware import DEFAULT_GPU, GIB, GPUS, Gpu, gpu_named, parse_bandwidth, parse_size
-from lpr.planner.interconnect import LINKS, Link, Network
-from lpr.planner.measured import read_measured
-from lpr.planner.prediction import Machine, Prediction, Setting, advantage, predict
-from lpr.planner.presets import Planned, measured_values, preset_names, resolve
+from lpr.planner.hardware import (
+    DEFAULT_GPU,
+    GIB,
+    GPUS,
+    LINKS,
+    Network,
+    gpu_named,
+    parse_bandwidth,
+    parse_size,
+)
+from lpr.planner.prediction import Machine, Prediction, Setting, advantage, predict, read_measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,16 +90,12 @@ class Plan:
 
     planned: Planned
     facts: ModelFacts
-    gpu: Gpu
     decode: DecodeConfig
     dtype: str
-    context: int
     rows: list[Footprint]
     machine: Machine
-    temperatures: tuple[float, ...]
-    """The requested one, for which a mesh is recommended, and the other measured one."""
     predictions: dict[float, list[Prediction]]
-    """By temperature, of the meshes that fit."""
+    """By temperature, the requested one first, of the meshes that fit."""
     choice: Footprint | None
     reason: str
 
@@ -107,8 +109,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("gpus:", *GPUS)
             print("links:", *LINKS)
             return 0
+        console = Console(highlight=False)
+        if not console.is_terminal:
+            console.width = 140  # a log file has no edge to wrap at
         if args.planned.service is not None:
-            return plan_meshes(args)
+            return plan_meshes(args, console)
         plan_service.refuse_without_service(args.planned)
         plan = make_plan(args)
     except InputError as failure:
@@ -119,35 +124,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         print(json.dumps(as_json(plan)))
     else:
-        show(plan, wide_console())
+        show(plan, console)
     return 0 if plan.choice is not None else 1
 
 
-def wide_console() -> Console:
-    """The console for tables."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 140  # a log file has no edge to wrap at
-    return console
-
-
-def plan_meshes(args: Args) -> int:
+def plan_meshes(args: Args, console: Console) -> int:
     """Plan the meshes of a service; returns the exit code: 0, or 1 if no number of meshes does. Raises InputError."""
     workload = plan_service.workload_of(args.planned)
     model = None
     if not workload.step_times:
-        planned, gpu, machine, given = asked_for(args)
-        facts = facts_of(planned.config, planned.name)
+        planned, facts, machine, dtype, given = asked_for(args)
         meshes(args.gpus)
-        dtype = facts.dtype if args.dtype == "auto" else args.dtype
-        model = plan_service.Model(facts, gpu, machine, dtype, {**planned.decode, **given}, args.gpus)
+        model = plan_service.Model(facts, machine, dtype, {**planned.decode, **given}, args.gpus)
     kinds = plan_service.kinds_of(args.planned, workload, model)
-    progress = Console(stderr=True, quiet=args.json)
-    answers = plan_service.plan_service(args.planned, workload, kinds, progress)
+    answers = plan_service.plan_service(args.planned, workload, kinds, Console(stderr=True, quiet=args.json))
     if args.json:
         print(json.dumps(plan_service.as_json(args.planned, workload, answers, len(kinds))))
     else:
-        plan_service.show(workload, answers, len(kinds), wide_console())
+        plan_service.show(workload, answers, len(kinds), console)
     return 0 if answers[0].num_meshes else 1
 
 
@@ -155,33 +149,28 @@ def make_plan(args: Args) -> Plan:
     """The plan that `args` ask for; raises InputError."""
     if args.context < 2:
         raise InputError(f"--context {args.context} leaves no room for a prompt token and an output token")
-    planned, gpu, machine, given = asked_for(args)
     shapes = meshes(args.gpus)
+    SamplingParams(temperature=args.temperature)
+    planned, facts, machine, dtype, given = asked_for(args)
     sizes: dict[str, Any] = {"max_length": args.context, "max_batch_size": args.batch}
     decode = DecodeConfig(**{**planned.decode, **sizes, **given})
-    SamplingParams(temperature=args.temperature)
-    facts = facts_of(planned.config, planned.name)
     if facts.max_positions is not None and args.context > facts.max_positions:
         raise InputError(f"--context {args.context} exceeds the {facts.max_positions} positions of {planned.name}")
-    dtype = facts.dtype if args.dtype == "auto" else args.dtype
-    rows = [footprint(facts, decode, mesh, args.context, DTYPE_SIZES[dtype]) for mesh in shapes]
-    temperatures = (args.temperature, 0.0 if args.temperature > 0 else 0.8)
+    size = DTYPE_SIZES[dtype]
+    rows = [footprint(facts, decode, mesh, args.context, size) for mesh in shapes]
     # Half of the context: the mean length of the cache while it fills.
-    measured, kv, size = read_measured(measured_values()), args.context // 2, DTYPE_SIZES[dtype]
-    settings = [Setting(facts, machine, measured, kv, size, each, args.batch) for each in temperatures]
-    fitting = [row.mesh for row in rows if row.fits(gpu.memory)]
-    predictions = {
-        temperature: [predict(setting, mesh) for mesh in fitting]
-        for temperature, setting in zip(temperatures, settings, strict=True)
-    }
-    choice, reason = recommend(rows, gpu, settings[0], predictions[args.temperature])
-    return Plan(
-        planned, facts, gpu, decode, dtype, args.context, rows, machine, temperatures, predictions, choice, reason
+    asked = Setting(
+        facts, machine, read_measured(measured_values()), args.context // 2, size, args.temperature, args.batch
     )
+    other = replace(asked, temperature=0.0 if args.temperature > 0 else 0.8)
+    fitting = [row.mesh for row in rows if row.fits(machine.gpu.memory)]
+    predictions = {each.temperature: [predict(each, mesh) for mesh in fitting] for each in (asked, other)}
+    choice, reason = recommend(rows, asked, predictions[args.temperature])
+    return Plan(planned, facts, decode, dtype, rows, machine, predictions, choice, reason)
 
 
-def asked_for(args: Args) -> tuple[Planned, Gpu, Machine, dict[str, int]]:
-    """The model, the GPU, the machine, and the given fields of DecodeConfig; raises InputError."""
+def asked_for(args: Args) -> tuple[Planned, ModelFacts, Machine, str, dict[str, int]]:
+    """The model, its facts, the machine, the dtype, and the given fields of DecodeConfig; raises InputError."""
     if args.model is None:
         raise InputError(f"--model is missing: a preset ({', '.join(preset_names())}), a folder, a file or a hub id")
     gpu = gpu_named(args.gpu)
@@ -189,30 +178,29 @@ def asked_for(args: Args) -> tuple[Planned, Gpu, Machine, dict[str, int]]:
         gpu = replace(gpu, memory=parse_size(args.gpu_memory, "--gpu-memory"))
     if args.bandwidth is not None:
         gpu = replace(gpu, bandwidth=parse_bandwidth(args.bandwidth, "--bandwidth"))
-    machine = Machine(gpu, Network(link_named(args.link or gpu.link), link_named(args.network)), args.eager)
+    names = args.link or gpu.link, args.network
+    for name in names:
+        if name not in LINKS:
+            raise InputError(f"link {name!r} is none of {', '.join(LINKS)}")
+    machine = Machine(gpu, Network(*(LINKS[name] for name in names)), args.eager)
     given = {name: getattr(args, name) for name in _DECODE_FLAGS if getattr(args, name) is not None}
-    return resolve(args.model), gpu, machine, given
-
-
-def link_named(name: str) -> Link:
-    """A link of the table; raises InputError."""
-    if name not in LINKS:
-        raise InputError(f"link {name!r} is none of {', '.join(LINKS)}")
-    return LINKS[name]
+    planned = resolve(args.model)
+    facts = facts_of(planned.config, planned.name)
+    return planned, facts, machine, facts.dtype if args.dtype == "auto" else args.dtype, given
 
 
 def recommend(
-    rows: Sequence[Footprint], gpu: Gpu, setting: Setting, predictions: Sequence[Prediction]
+    rows: Sequence[Footprint], setting: Setting, predictions: Sequence[Prediction]
 ) -> tuple[Footprint | None, str]:
     """The mesh with the most predicted tokens per second, or None if nothing fits; and the reason."""
     if not predictions:
         least = min((row for row in rows if row.problem is None), key=lambda row: row.total_bytes)
-        missing = f"{-least.spare(gpu.memory) / GIB:.1f} GiB are missing on each GPU of {least.mesh}, the leanest mesh"
-        return None, f"nothing fits: {missing}; take more GPUs, a shorter --context or a smaller --batch"
+        missing = f"{(least.total_bytes - setting.machine.gpu.memory) / GIB:.1f} GiB are missing on each GPU"
+        advice = "take more GPUs, a shorter --context or a smaller --batch"
+        return None, f"nothing fits: {missing} of {least.mesh}, the leanest mesh; {advice}"
     ranked = sorted(predictions, key=lambda each: -each.tokens_per_second.mid)
-    best = ranked[0]
+    best, step = ranked[0], ranked[0].step
     choice = next(row for row in rows if row.mesh == best.mesh)
-    step = best.step
     reason = (
         f"predicted {best.tokens_per_second} tokens/s: {best.tokens_per_step:.2f} tokens per step of "
         f"{step.total * 1e3:.1f} ms (forward {step.forward * 1e3:.1f}, tp {step.tp * 1e3:.1f}, lp {step.lp * 1e3:.2f}, "
@@ -227,16 +215,18 @@ def recommend(
 
 def show(plan: Plan, console: Console) -> None:
     """Print the table and the recommendation."""
-    facts, gpu, decode = plan.facts, plan.gpu, plan.decode
+    facts, gpu, decode = plan.facts, plan.machine.gpu, plan.decode
     launch = "eager launches" if plan.machine.is_eager else "captured graphs"
     console.print(
         f"{facts.name} ({plan.planned.origin}): {facts.num_parameters / 1e9:.2f}B parameters in {plan.dtype}\n"
-        f"context {plan.context}, batch {decode.max_batch_size}; W {decode.window_size}, N {decode.ngram_size}, "
+        f"context {decode.max_length}, batch {decode.max_batch_size}; W {decode.window_size}, N {decode.ngram_size}, "
         f"G {decode.guess_set_size}, trie {decode.trie_nodes}: {decode.resolved().num_nodes} nodes per rank and "
         f"sequence\n{gpu.name}: {gpu.memory / GIB:.0f} GiB, of which {RESERVED / GIB:.0f} stay free, "
         f"{gpu.bandwidth / 1e9:.0f} GB/s (data sheet), {plan.machine.network.inside.name}; {launch}"
     )
-    console.print(plan_table(plan))
+    columns = ["lp x tp", "weights", "K/V", "activ.", "spare", "lp: gathers, KiB", "tp: coll., MiB", "floor ms"]
+    columns += ["greedy" if temperature == 0 else f"T {temperature:g}" for temperature in plan.predictions]
+    console.print(table("per GPU (GiB), per step, and tokens/s", columns, [cells(plan, row) for row in plan.rows]))
     for row in plan.rows:
         if row.problem is not None:
             console.print(f"{row.mesh} is impossible: {row.problem}")
@@ -249,77 +239,60 @@ def show(plan: Plan, console: Console) -> None:
     console.print(f"[{style}]{mesh}[/{style}]{plan.reason}")
 
 
-def plan_table(plan: Plan) -> Table:
-    """A row per mesh."""
-    table = Table(title="per GPU (GiB), per step, and tokens/s", title_justify="left")
-    table.add_column("lp x tp")
-    for name in ("weights", "K/V", "activ.", "spare", "lp: gathers, KiB", "tp: coll., MiB", "floor ms"):
-        table.add_column(name, justify="right")
-    for temperature in plan.temperatures:
-        table.add_column("greedy" if temperature == 0 else f"T {temperature:g}", justify="right")
-    rates = {
-        (temperature, each.mesh): each.tokens_per_second
-        for temperature, found in plan.predictions.items()
-        for each in found
-    }
-    for row in plan.rows:
-        if row.problem is not None:
-            table.add_row(str(row.mesh), "", "", "", "[red]impossible[/red]")
-            continue
-        spare = row.spare(plan.gpu.memory)
-        style = "green" if spare >= 0 else "red"
-        mark = " <" if row is plan.choice else ""
-        table.add_row(
-            f"{row.mesh}{mark}",
-            f"{row.weight_bytes / GIB:.2f}",
-            f"{row.kv_bytes / GIB:.2f}",
-            f"{row.activation_bytes / GIB:.2f}",
-            f"[{style}]{spare / GIB:+.1f}[/{style}]",
-            f"{row.lp.num_collectives}, {row.lp.payload_bytes / 1024:.1f}",
-            f"{row.tp.num_collectives}, {row.tp.payload_bytes / 2**20:.1f}",
-            f"{row.floor_seconds(plan.gpu.bandwidth) * 1e3:.2f}",
-            *(str(rates.get((temperature, row.mesh), "")) for temperature in plan.temperatures),
-        )
-    return table
+def rates(plan: Plan, mesh: Mesh) -> dict[float, Prediction]:
+    """The predictions for a mesh by temperature; none where the model does not fit."""
+    return {at: each for at, found in plan.predictions.items() for each in found if each.mesh == mesh}
+
+
+def cells(plan: Plan, row: Footprint) -> list[str]:
+    """The table's row of a mesh."""
+    if row.problem is not None:
+        return [str(row.mesh), "", "", "", "[red]impossible[/red]"]
+    spare = (plan.machine.gpu.memory - row.total_bytes) / GIB
+    return [
+        f"{row.mesh}{' <' if row is plan.choice else ''}",
+        *(f"{each / GIB:.2f}" for each in (row.weight_bytes, row.kv_bytes, row.activation_bytes)),
+        f"[{'green' if spare >= 0 else 'red'}]{spare:+.1f}[/]",
+        f"{row.lp.num_collectives}, {row.lp.payload_bytes / 1024:.1f}",
+        f"{row.tp.num_collectives}, {row.tp.payload_bytes / 2**20:.1f}",
+        f"{row.step_bytes / plan.machine.gpu.bandwidth * 1e3:.2f}",
+        *(str(each.tokens_per_second) for each in rates(plan, row.mesh).values()),
+    ]
+
+
+def row_json(plan: Plan, row: Footprint) -> dict[str, Any]:
+    """A mesh as plain values; of an impossible one, the reason alone."""
+    found: dict[str, Any] = asdict(row.mesh) | {"possible": row.problem is None, "problem": row.problem}
+    if row.problem is not None:
+        return found
+    gpu, sizes = plan.machine.gpu, asdict(row)
+    found |= {"fits": row.fits(gpu.memory), "spare_bytes": gpu.memory - row.total_bytes}
+    found |= {name: sizes[name] for name in ("weight_bytes", "kv_bytes", "activation_bytes", "step_bytes")}
+    predicted = [
+        {"temperature": at, **asdict(each.tokens_per_second), "tokens_per_step": each.tokens_per_step}
+        for at, each in rates(plan, row.mesh).items()
+    ]
+    floor = round(row.step_bytes / gpu.bandwidth * 1e3, 4)
+    traffic = {"lp_traffic": sizes["lp"], "tp_traffic": sizes["tp"]}
+    return {**found, **traffic, "floor_ms": floor, "predicted_tokens_per_second": predicted}
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """The plan as plain values."""
-    rates: dict[Mesh, list[dict[str, Any]]] = {}
-    for temperature, found in plan.predictions.items():
-        for each in found:
-            values = {"temperature": temperature, **asdict(each.tokens_per_second)}
-            rates.setdefault(each.mesh, []).append({**values, "tokens_per_step": each.tokens_per_step})
-    rows = []
-    for row in plan.rows:
-        facts: dict[str, Any] = {"lp": row.mesh.lp, "tp": row.mesh.tp}
-        facts |= {"possible": row.problem is None, "problem": row.problem}
-        if row.problem is None:
-            facts |= {"fits": row.fits(plan.gpu.memory), "spare_bytes": row.spare(plan.gpu.memory)}
-            names = ("weight_bytes", "kv_bytes", "activation_bytes", "step_bytes")
-            facts |= {name: getattr(row, name) for name in names}
-            facts |= {
-                "lp_traffic": asdict(row.lp),
-                "tp_traffic": asdict(row.tp),
-                "floor_ms": round(row.floor_seconds(plan.gpu.bandwidth) * 1e3, 4),
-                "predicted_tokens_per_second": rates.get(row.mesh, []),
-            }
-        rows.append(facts)
-    chosen = None if plan.choice is None else {"lp": plan.choice.mesh.lp, "tp": plan.choice.mesh.tp}
     return {
         "model": plan.facts.name,
         "origin": plan.planned.origin,
         "num_parameters": plan.facts.num_parameters,
         "dtype": plan.dtype,
-        "gpu": asdict(plan.gpu),
+        "gpu": asdict(plan.machine.gpu),
         "link": plan.machine.network.inside.name,
         "network": plan.machine.network.between.name,
         "launch": "eager" if plan.machine.is_eager else "graphs",
         "reserved_bytes": RESERVED,
-        "context": plan.context,
+        "context": plan.decode.max_length,
         "batch": plan.decode.max_batch_size,
         "nodes_per_rank": plan.decode.resolved().num_nodes,
-        "meshes": rows,
-        "recommended": chosen,
+        "meshes": [row_json(plan, row) for row in plan.rows],
+        "recommended": None if plan.choice is None else asdict(plan.choice.mesh),
         "reason": plan.reason,
     }

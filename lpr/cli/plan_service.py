@@ -5,24 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
+from lpr.cli.display import table
 from lpr.config import DecodeConfig, InputError
 from lpr.engine.limits import Limits
-from lpr.planner.facts import DTYPE_SIZES, ModelFacts
+from lpr.planner.facts import DTYPE_SIZES, ModelFacts, measured_values
 from lpr.planner.footprint import Mesh, footprint, meshes
-from lpr.planner.hardware import Gpu
-from lpr.planner.measured import read_measured
-from lpr.planner.prediction import Machine, Setting
-from lpr.planner.presets import measured_values
+from lpr.planner.prediction import Machine, Setting, read_measured
 from lpr.planner.simulated.capacity import Answer, Effort, Kind, Search
 from lpr.planner.simulated.costs import measured_points, predicted_points, predicted_times
-from lpr.planner.simulated.requests import SimRequest
+from lpr.planner.simulated.mesh import SimRequest
 from lpr.planner.simulated.workload import Demand, Workload, check, read_times, read_workload
 
 
@@ -57,18 +54,14 @@ def refuse_without_service(args: ServiceArgs) -> None:
             raise InputError(f"--{each.name.replace('_', '-')} needs --service FILE, the service to plan")
 
 
-@dataclass(frozen=True)
-class Model:
-    """The model and its machine."""
+class Model(NamedTuple):
+    """The model, its machine, fields of DecodeConfig, and the size of the largest mesh."""
 
     facts: ModelFacts
-    gpu: Gpu
     machine: Machine
     dtype: str
     decode: dict[str, Any]
-    """Fields of DecodeConfig."""
     most_gpus: int
-    """Largest mesh."""
 
 
 def workload_of(args: ServiceArgs) -> Workload:
@@ -78,15 +71,14 @@ def workload_of(args: ServiceArgs) -> Workload:
     if args.rate is not None or args.clients is not None:
         demand = Demand(rate=args.rate or 0.0, clients=args.clients or 0)
         found = msgspec.structs.replace(found, arrivals=demand)
-    changed = {name: getattr(args, name) for name in ("first_token_ms", "per_token_ms")}
-    changed = {name: value for name, value in changed.items() if value is not None}
-    found = msgspec.structs.replace(found, slo=msgspec.structs.replace(found.slo, **changed))
+    names = [name for name in ("first_token_ms", "per_token_ms") if getattr(args, name) is not None]
+    slo = msgspec.structs.replace(found.slo, **{name: getattr(args, name) for name in names})
+    found = msgspec.structs.replace(found, slo=slo)
     check(found)
-    for name in ("simulated_requests", "simulated_meshes", *(["slots"] if args.slots else [])):
-        values = getattr(args, name)
-        least = 20 if name == "simulated_requests" else 1
-        if min(values if isinstance(values, tuple) else (values,)) < least:
-            raise InputError(f"--{name.replace('_', '-')} must be at least {least}")
+    given = {"simulated-requests": (args.simulated_requests, 20), "simulated-meshes": (args.simulated_meshes, 1)}
+    for name, (value, least) in {**given, "slots": (min(args.slots, default=1), 1)}.items():
+        if value < least:
+            raise InputError(f"--{name} must be at least {least}")
     return found
 
 
@@ -106,18 +98,12 @@ def kinds_of(args: ServiceArgs, workload: Workload, model: Model | None) -> list
             for count in slots
         ]
     assert model is not None
-    found = [kind for mesh in meshes_up_to(model.most_gpus) for kind in _kinds_of_mesh(mesh, slots, workload, model)]
+    shapes = [mesh for power in range(model.most_gpus.bit_length()) for mesh in meshes(1 << power)]
+    found = [kind for mesh in shapes for kind in _kinds_of_mesh(mesh, slots, workload, model)]
     if not found:
-        raise InputError(
-            f"{model.facts.name} with {workload.context} tokens of context and {slots[0]} slots fits on no mesh of up "
-            f"to {model.most_gpus} {model.gpu.name}"
-        )
+        what = f"{model.facts.name} with {workload.context} tokens of context and {slots[0]} slots"
+        raise InputError(f"{what} fits on no mesh of up to {model.most_gpus} {model.machine.gpu.name}")
     return found
-
-
-def meshes_up_to(most: int) -> list[Mesh]:
-    """Every lp x tp of 1, 2, 4, ... GPUs."""
-    return [mesh for power in range(most.bit_length()) for mesh in meshes(1 << power)]
 
 
 def _kinds_of_mesh(mesh: Mesh, slots: list[int], workload: Workload, model: Model) -> Iterator[Kind]:
@@ -125,7 +111,7 @@ def _kinds_of_mesh(mesh: Mesh, slots: list[int], workload: Workload, model: Mode
     typical = round(workload.shared_prefix + workload.prompt.typical + workload.output.typical / 2)
     for count in slots:
         decode = DecodeConfig(**{**model.decode, "max_batch_size": count, "max_length": workload.context})
-        if not footprint(model.facts, decode, mesh, workload.context, size).fits(model.gpu.memory):
+        if not footprint(model.facts, decode, mesh, workload.context, size).fits(model.machine.gpu.memory):
             continue
         measured = read_measured(measured_values())
         setting = Setting(model.facts, model.machine, measured, typical, size, None)
@@ -165,11 +151,7 @@ def plan_service(args: ServiceArgs, workload: Workload, kinds: list[Kind], conso
                 answers.append(answer)
                 best = min((each.num_gpus for each in answers if each.num_gpus is not None), default=None)
             bar.advance(row)
-    return sorted(answers, key=_order)
-
-
-def _order(answer: Answer) -> tuple[float, float]:
-    return (answer.num_gpus or float("inf"), answer.outcome.first_token_ms[1])
+    return sorted(answers, key=lambda each: (each.num_gpus or float("inf"), each.outcome.first_token_ms[1]))
 
 
 def show(workload: Workload, answers: list[Answer], num_kinds: int, console: Console) -> None:
@@ -180,29 +162,29 @@ def show(workload: Workload, answers: list[Answer], num_kinds: int, console: Con
         f"{who}; {slo.share:.0%} of the requests: first token within {slo.first_token_ms:g} ms, "
         f"{slo.per_token_ms:g} ms per token"
     )
-    table = Table(title="meshes that keep the promise (p50 / p90 / p99)", title_justify="left")
-    table.add_column("lp x tp")
-    for name in ("slots", "per mesh", "meshes", "GPUs", "kept", "first token, ms", "per token, ms", "tokens/step"):
-        table.add_column(name, justify="right")
-    for answer in answers:
-        outcome, kind = answer.outcome, answer.kind
-        first, token = (" / ".join(f"{each:.3g}" if each < 1000 else f"{each:.0f}" for each in times)
-                        for times in (outcome.first_token_ms, outcome.per_token_ms))  # fmt: skip
-        table.add_row(
-            f"{kind.mesh}{' <' if answer is answers[0] and answer.num_meshes else ''}",
-            str(kind.limits.num_slots),
-            f"{answer.capacity:.3g}" if answer.num_meshes else "",
-            str(answer.num_meshes) if answer.num_meshes else "[red]none[/red]",
-            str(answer.num_gpus) if answer.num_meshes else "",
-            f"{outcome.kept:.1%}",
-            first,
-            token,
-            f"{outcome.tokens_per_step:.2f}",
-        )
-    console.print(table)
+    columns = (
+        "lp x tp", "slots", "per mesh", "meshes", "GPUs", "kept", "first token, ms", "per token, ms", "tokens/step"
+    )  # fmt: skip
+    rows = [cells(answer, answer is answers[0]) for answer in answers]
+    console.print(table("meshes that keep the promise (p50 / p90 / p99)", columns, rows))
     for note in notes(workload, answers, num_kinds):
         console.print(note)
     console.print(verdict(answers), style="green" if answers[0].num_meshes else "bold red")
+
+
+def cells(answer: Answer, is_first: bool) -> list[str]:
+    """The table's row of a kind of mesh."""
+    outcome, kind = answer.outcome, answer.kind
+    numbers = ["", "[red]none[/red]", ""]
+    if answer.num_meshes:
+        numbers = [f"{answer.capacity:.3g}", str(answer.num_meshes), str(answer.num_gpus)]
+    times = [
+        " / ".join(f"{each:.3g}" if each < 1000 else f"{each:.0f}" for each in quantiles)
+        for quantiles in (outcome.first_token_ms, outcome.per_token_ms)
+    ]
+    name = f"{kind.mesh}{' <' if is_first and answer.num_meshes else ''}"
+    tokens = f"{outcome.tokens_per_step:.2f}"
+    return [name, str(kind.limits.num_slots), *numbers, f"{outcome.kept:.1%}", *times, tokens]
 
 
 def notes(workload: Workload, answers: list[Answer], num_kinds: int) -> list[str]:
@@ -228,24 +210,25 @@ def verdict(answers: list[Answer]) -> str:
     if best.num_meshes is None:
         return "no number of these meshes keeps the promise: see the latencies, and promise less"
     meshes = "1 mesh" if best.num_meshes == 1 else f"{best.num_meshes} meshes"
-    return (
-        f"{meshes} of lp {best.kind.mesh.lp} x tp {best.kind.mesh.tp} with {best.kind.limits.num_slots} slots: "
-        f"{best.num_gpus} GPUs"
-    )
+    mesh, slots = best.kind.mesh, best.kind.limits.num_slots
+    return f"{meshes} of lp {mesh.lp} x tp {mesh.tp} with {slots} slots: {best.num_gpus} GPUs"
 
 
 def as_json(args: ServiceArgs, workload: Workload, answers: list[Answer], num_kinds: int) -> dict[str, Any]:
     """The plan as plain values."""
+
+    def rounded(value: Any) -> Any:
+        return [round(each, 3) for each in value] if isinstance(value, tuple) else round(value, 4)
+
     rows = [
         {
-            "lp": each.kind.mesh.lp,
-            "tp": each.kind.mesh.tp,
+            **asdict(each.kind.mesh),
             "slots": each.kind.limits.num_slots,
             "meshes": each.num_meshes,
             "gpus": each.num_gpus,
             "capacity_per_mesh": round(each.capacity, 6),
             "simulated_meshes": each.num_simulated,
-            **_rounded(asdict(each.outcome)),
+            **{name: rounded(value) for name, value in asdict(each.outcome).items()},
         }
         for each in answers
     ]
@@ -258,11 +241,4 @@ def as_json(args: ServiceArgs, workload: Workload, answers: list[Answer], num_ki
         "recommended": rows[0] if answers[0].num_meshes else None,
         "reason": verdict(answers),
         "notes": notes(workload, answers, num_kinds),
-    }
-
-
-def _rounded(values: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: [round(each, 3) for each in value] if isinstance(value, tuple) else round(value, 4)
-        for name, value in values.items()
     }

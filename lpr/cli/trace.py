@@ -18,7 +18,6 @@ from typing import Any
 
 from lpr.config import InputError
 from lpr.core.accept import likely
-from lpr.core.partition import Shard
 from lpr.core.tree import Source
 from lpr.engine.engine import Engine
 from lpr.engine.hooks import StepHooks
@@ -46,8 +45,7 @@ class Recorder(StepHooks):
 
     def begin_step(self) -> None:
         """Start the clock."""
-        self._phases = {}
-        self._last = time.perf_counter()
+        self._phases, self._last = {}, time.perf_counter()
 
     def end_phase(self, phase: str) -> None:
         """Take the phase's time."""
@@ -73,25 +71,18 @@ def step_record(concluded: Conclusion, probabilities: Sequence[float]) -> Json:
     `evaluated[r]` is the number of nodes that rank r evaluated and `ancestors[r]` those of them that another rank owns.
     """
     tree = concluded.tree
-    owners = [0] * len(tree)
-    for rank, shard in enumerate(concluded.shards):
-        for node in shard.owned:
-            owners[node] = rank
+    owners = {node: rank for rank, shard in enumerate(concluded.shards) for node in shard.owned}
     return {
         "tokens": tree.tokens,
         "parents": tree.parents,
         "sources": [int(source) for source in tree.sources],
-        "owners": owners,
+        "owners": [owners.get(node, 0) for node in range(len(tree))],
         "next": likely(concluded.next_tokens),
         "probabilities": [round(each, 5) for each in probabilities[: len(tree)]],
         "path": concluded.path,
         "evaluated": [len(shard.nodes) for shard in concluded.shards],
-        "ancestors": [_not_owned(shard) for shard in concluded.shards],
+        "ancestors": [sorted(set(shard.nodes) - set(shard.owned)) for shard in concluded.shards],
     }
-
-
-def _not_owned(shard: Shard) -> list[int]:
-    return sorted(set(shard.nodes) - set(shard.owned))
 
 
 def trace_data(recorder: Recorder, engine: Engine) -> Json:

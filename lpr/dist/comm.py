@@ -37,7 +37,6 @@ class Comm:
     """How the mesh changes when ranks are lost or replaced; None where a lost rank is the loss of the job."""
 
     def __init__(self) -> None:
-        """The only rank is the driver."""
         self._group = Group()
 
     @property
@@ -93,27 +92,18 @@ class ProcessComm(Comm):
     """The processes of a mesh."""
 
     def __init__(
-        self,
-        members: Membership,
-        tp_rank: int = 0,
-        tp_size: int = 1,
-        *,
-        tp_group: Group | None = None,
-        tp_mesh: DeviceMesh | None = None,
-        num_sharing: int = 1,
-        timeout: float = 300.0,
-    ) -> None:
+        self, members: Membership, tp_rank: int = 0, tp_size: int = 1, *, tp_group: Group | None = None,
+        tp_mesh: DeviceMesh | None = None, num_sharing: int = 1, timeout: float = 300.0,
+    ) -> None:  # fmt: skip
         """The mesh of `members`, seen from rank `tp_rank` of `tp_size` of its replica.
 
         Where a replica has several ranks, `tp_group` compares them on the host and `tp_mesh` holds their weights. Once
         loaded, waits end after `timeout` seconds.
         """
-        self.tp_rank, self.tp_size, self.tp_mesh = tp_rank, tp_size, tp_mesh
-        self.num_sharing = num_sharing
+        self.tp_rank, self.tp_size, self.tp_mesh, self.num_sharing = tp_rank, tp_size, tp_mesh, num_sharing
         self.membership = members if members.survives else None
-        self._members = members
+        self._members, self._timeout = members, timeout
         self._tp_group = tp_group if tp_group is not None else Group()
-        self._timeout = timeout
 
     @property
     def rank(self) -> int:
@@ -178,11 +168,9 @@ class ProcessComm(Comm):
 
 
 def agree(
-    comm: Comm,
-    failure: str | None,
-    facts: Mapping[str, int] | None = None,
+    comm: Comm, failure: str | None, facts: Mapping[str, int] | None = None,
     replica_facts: Mapping[str, int] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Meet once at a stage of the start; raises the same InputError on every rank if one failed or differs.
 
     `failure` is this rank's own error line, if it has one. `facts` maps what must be equal everywhere (configuration,
@@ -193,8 +181,9 @@ def agree(
         if failure:
             raise InputError(failure)
         return
-    periods = dict.fromkeys(facts or {}, 1) | dict.fromkeys(replica_facts or {}, comm.tp_size)
-    values = [*(facts or {}).values(), *(replica_facts or {}).values()]
+    facts, replica_facts = facts or {}, replica_facts or {}
+    periods = dict.fromkeys(facts, 1) | dict.fromkeys(replica_facts, comm.tp_size)
+    values = [*facts.values(), *replica_facts.values()]
     note = (failure or "").encode()[:_REPORT_BYTES].ljust(_REPORT_BYTES, b"\0")
     words = np.array([value & (2**64 - 1) for value in values], np.uint64).tobytes()
     payload = torch.from_numpy(np.frombuffer(note + words.ljust(64, b"\0"), np.int32).copy())
@@ -205,13 +194,9 @@ def agree(
             raise InputError(f"rank {rank}: {text}")
     found = [np.frombuffer(report[_REPORT_BYTES:], np.uint64) for report in reports]
     for period in (1, comm.tp_size):
+        compared = [(i, name) for i, (name, each) in enumerate(periods.items()) if each == period]
         for rank, row in enumerate(found):
-            different = [
-                name
-                for i, (name, each) in enumerate(periods.items())
-                if each == period and row[i] != found[rank % period][i]
-            ]
-            if different:
+            if different := [name for i, name in compared if row[i] != found[rank % period][i]]:
                 raise InputError(f"rank {rank} has another {' and another '.join(different)} than rank {rank % period}")
 
 

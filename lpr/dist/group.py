@@ -17,8 +17,31 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lpr.dist.download import Download
 from lpr.dist.errors import CommError, comm_errors
+
+
+class Download:
+    """Words of the device on the host, in pinned places made once: nothing is allocated, staged or copied twice."""
+
+    def __init__(self) -> None:
+        self._places = [torch.empty(0, dtype=torch.int32)] * 2
+
+    def read(self, words: torch.Tensor) -> torch.Tensor:
+        """`words` (int32, any shape, on any device) on the host, once the device has made them.
+
+        What is returned holds until the call after the next one; words that are on the host already are returned as
+        they are.
+        """
+        if words.device.type != "cuda":
+            return words.cpu()
+        self._places.reverse()
+        if self._places[0].numel() < words.numel():
+            self._places[0] = torch.empty(words.numel(), dtype=words.dtype).pin_memory()
+        place = self._places[0][: words.numel()].view(words.shape)
+        place.copy_(words, non_blocking=True)
+        torch.cuda.current_stream(words.device).synchronize()
+        return place
+
 
 SLICE = 0.5
 """Seconds between two looks of a wait at whether it can still end."""
@@ -37,7 +60,6 @@ class Group:
     """The ranks of one epoch. This class is a group of one rank, `ProcessGroup` one of several processes."""
 
     def __init__(self) -> None:
-        """The only rank is the first one."""
         self._download = Download()
 
     def gather(self, payload: torch.Tensor) -> torch.Tensor:
@@ -72,12 +94,8 @@ class ProcessGroup(Group):
         """Rank `rank` of a torch process `group` of `size` ranks, with payloads on `device`; waits end after
         `timeout` seconds."""
         super().__init__()
-        self._group = group
-        self._rank = rank
-        self._size = size
-        self._device = device
-        self._timeout = timeout
-        self._find_loss = find_loss
+        self._group, self._rank, self._size, self._device = group, rank, size, device
+        self._timeout, self._find_loss = timeout, find_loss
         self._gathered = [torch.empty(0, dtype=torch.int32)] * 2
         self._hanging: list[Any] = []
         """A collective that may not have ended, and its tensors."""
@@ -154,14 +172,9 @@ class ProcessGroup(Group):
 
 
 def connect(
-    store: dist.Store,
-    rank: int,
-    size: int,
-    device: torch.device,
-    timeout: float,
-    find_loss: FindLoss,
+    store: dist.Store, rank: int, size: int, device: torch.device, timeout: float, find_loss: FindLoss,
     patience: float = CONNECT_SECONDS,
-) -> Group:
+) -> Group:  # fmt: skip
     """A group of `size` ranks that meet in `store`; raises CommError if one is lost or stays away for `patience`
     seconds. Waits in the group end after `timeout` seconds."""
     if size == 1:
@@ -180,10 +193,7 @@ def connect(
     until = time.monotonic() + patience
     while thread.is_alive():
         thread.join(0.05 if patience <= CONNECT_SECONDS else SLICE)
-        if not thread.is_alive():
-            break
-        loss = find_loss()
-        if loss or time.monotonic() > until:
+        if thread.is_alive() and ((loss := find_loss()) or time.monotonic() > until):
             abandoned.append(thread)
             raise CommError(f"the ranks did not find each other: {loss or 'another one has ended or hangs'}")
     with comm_errors(LOST):

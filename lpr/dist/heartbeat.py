@@ -21,7 +21,6 @@ class Watch:
     """Finds replicas whose heartbeats have stopped."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
-        """Heartbeats are read from `rendezvous`."""
         self._rendezvous = rendezvous
         self._changed: dict[Member, tuple[bytes, float]] = {}
         """By member, the latest heartbeat and when it was first seen."""

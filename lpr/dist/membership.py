@@ -1,12 +1,10 @@
 """The replicas that work together, epoch by epoch, and the numbered collectives of each.
 
 A mesh either ends with the first lost rank (`survives` is false) or goes on with the replicas that are left, and takes
-new ones in. It then works like this. Every collective has a number. When a group breaks, survivors have not all come
-equally far: a gather ends on a rank only when all ranks have begun it, so none is further behind than the last gather
-that any rank has the result of; broadcasts behind it may have ended on some ranks too. Each rank therefore keeps the
-results since its last gather, and in the next epoch those ahead hand them to those behind, which finish their step with
-the shards of the old mesh. At the first collective that *no* rank has a result of, all survivors are at the same point
-with the same state:
+new ones in. When a group breaks, survivors have not all come equally far: none is further behind than the last gather
+that any rank has the result of, but broadcasts behind it may have ended on some ranks only. In the next epoch those
+ahead hand their results to those behind, which finish their step with the shards of the old mesh. At the first
+collective that *no* rank has a result of, all survivors are at the same point with the same state:
 
 * A gather of the old mesh can never end: the engine drops the step, takes on the mesh of the survivors (`adopt`) and
   schedules again.
@@ -29,8 +27,7 @@ from lpr.config import InputError
 from lpr.dist.errors import CommError
 from lpr.dist.group import FindLoss, Group
 from lpr.dist.heartbeat import Heartbeat
-from lpr.dist.rendezvous import MOST_BROADCASTS, Arrival, Decision, Rendezvous
-from lpr.dist.results import Result, Results
+from lpr.dist.rendezvous import MOST_BROADCASTS, Arrival, Decision, Rendezvous, Result, Results
 
 log = logging.getLogger(__name__)
 
@@ -48,16 +45,9 @@ class Membership:
     """One rank's part in the mesh."""
 
     def __init__(
-        self,
-        rendezvous: Rendezvous,
-        heartbeat: Heartbeat,
-        connect: Connect,
-        num_replicas: int,
-        *,
-        survives: bool = True,
-        joins: bool = False,
-        timeout: float = 300.0,
-    ) -> None:
+        self, rendezvous: Rendezvous, heartbeat: Heartbeat, connect: Connect, num_replicas: int, *,
+        survives: bool = True, joins: bool = False, timeout: float = 300.0,
+    ) -> None:  # fmt: skip
         """The rank of `rendezvous`'s member, among the first `num_replicas` or, if it `joins`, as a newcomer.
 
         A mesh that `survives` goes on when a rank is lost; waits end after `timeout` seconds. Raises CommError if the
@@ -79,10 +69,7 @@ class Membership:
         """True while this rank loads for a mesh that may run already: `await_welcome` comes before its first step."""
         self._view = list(self.replicas)
         """The replicas that the engine knows of."""
-        self._rendezvous = rendezvous
-        self._heartbeat = heartbeat
-        self._connect = connect
-        self._timeout = timeout
+        self._rendezvous, self._heartbeat, self._connect, self._timeout = rendezvous, heartbeat, connect, timeout
         self._is_loaded = False
         self._results = Results(rendezvous)
         self._num_recoveries = 0
@@ -157,8 +144,7 @@ class Membership:
             except CommError as failure:
                 self._recover(failure)
                 continue
-            announced = self._rendezvous.await_announcement(self.epoch)
-            if announced is not None:
+            if (announced := self._rendezvous.await_announcement(self.epoch)) is not None:
                 return announced
 
     def check(self) -> None:
@@ -197,9 +183,8 @@ class Membership:
         theirs = self._rendezvous.facts(facts)
         different = [name for name, value in facts.items() if theirs.get(name) != value]
         if different:
-            raise InputError(
-                f"replica {self.replica} cannot join: it has another {' and another '.join(different)} than the mesh"
-            )
+            what = " and another ".join(different)
+            raise InputError(f"replica {self.replica} cannot join: it has another {what} than the mesh")
 
     def adopt(self) -> list[int | None]:
         """Take on the mesh as it is now: for each replica its rank before, None for a newcomer."""
@@ -252,9 +237,7 @@ class Membership:
         self._leave_group()
         self._enter(epoch, decision.replicas)
         self.adopt()
-        self.is_newcomer = False
-        self._is_loaded = True
-        state = None
+        self.is_newcomer, self._is_loaded, state = False, True, None
         if decision.replicas != [self.replica]:
             found = self._rendezvous.get(f"epoch/{epoch}/state", self._timeout, self._find_loss)
             self._results.completed, state = msgspec.msgpack.decode(found, type=tuple[int, bytes])
@@ -283,10 +266,9 @@ class Membership:
             raise CommError(f"the others have gone on without replica {self.replica}")
 
     def _join_group(self, name: str) -> None:
-        tp_rank, tp_size = self._rendezvous.member.tp_rank, self._rendezvous.tp_size
-        rank = self.replicas.index(self.replica) * tp_size + tp_rank
-        size = len(self.replicas) * tp_size
-        self._group = self._connect(name, rank, size, self._find_loss, not self._is_loaded)
+        members = self._rendezvous.members(self.replicas)
+        rank = members.index(self._rendezvous.member)
+        self._group = self._connect(name, rank, len(members), self._find_loss, not self._is_loaded)
 
     def _leave_group(self) -> None:
         if self._group is not None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import msgspec
+import torch
 import torch.distributed as dist
 
 from lpr.dist.errors import CommError, comm_errors
@@ -70,9 +71,7 @@ class Rendezvous:
 
     def __init__(self, store: dist.Store, member: Member, tp_size: int = 1) -> None:
         """For `member` of a job whose replicas have `tp_size` ranks; `store` is this thread's own connection."""
-        self.member = member
-        self.tp_size = tp_size
-        self._store = store
+        self.member, self.tp_size, self._store = member, tp_size, store
         self._messages: list[str] = []
         """Keys of this member's long messages, the oldest first."""
         self._announced = -1, 0
@@ -81,8 +80,6 @@ class Rendezvous:
     def members(self, replicas: Sequence[int]) -> list[Member]:
         """The members of `replicas`, in the order of their world ranks."""
         return [Member(replica, tp_rank) for replica in replicas for tp_rank in range(self.tp_size)]
-
-    # Heartbeats and losses.
 
     def beat(self, number: int) -> None:
         """Write this member's heartbeat."""
@@ -112,8 +109,6 @@ class Rendezvous:
     def is_ready(self, member: Member) -> bool:
         """True if a member has loaded its model."""
         return bool(self._read(f"ready/{member.key}"))
-
-    # Epochs.
 
     def decision(self, epoch: int) -> Decision | None:
         """The decision for an epoch; None as long as there is none."""
@@ -156,10 +151,8 @@ class Rendezvous:
             if not missing:
                 decision = self.decide(epoch, Decision(alive))
                 break
-            if time.monotonic() < until:
-                time.sleep(POLL)
-                continue
-            for replica in missing:
+            time.sleep(POLL)
+            for replica in missing if time.monotonic() > until else ():
                 self.mark_dead(replica, f"it did not come to epoch {epoch} within {timeout:.0f} s")
         self.check_self()
         return decision
@@ -172,8 +165,6 @@ class Rendezvous:
     def _has_arrived(self, epoch: int, replica: int) -> bool:
         with comm_errors(GONE):
             return self._store.check([f"epoch/{epoch}/here/{member.key}" for member in self.members([replica])])
-
-    # Newcomers.
 
     def offer(self, replicas: Sequence[int]) -> None:
         """Name the replicas that have loaded and wait to join."""
@@ -192,8 +183,6 @@ class Rendezvous:
         found = self._read(f"welcome/{self.member.replica}")
         return int(found) if found else None
 
-    # Long messages.
-
     def put(self, key: str, data: bytes) -> None:
         """Write `data` for others; it is deleted after `MOST_MESSAGES` further messages of this member."""
         pieces = [data[start : start + PIECE_BYTES] for start in range(0, len(data), PIECE_BYTES)]
@@ -202,7 +191,10 @@ class Rendezvous:
         self._set(f"{key}/size", str(len(pieces)))  # last: a reader that finds the size finds all pieces
         self._messages.append(key)
         if len(self._messages) > MOST_MESSAGES:
-            self._forget(self._messages.pop(0))
+            old = self._messages.pop(0)
+            for number in range(int(self._read(f"{old}/size") or 0)):
+                self._delete(f"{old}/{number}")
+            self._delete(f"{old}/size")
 
     def get(self, key: str, timeout: float, find_loss: Callable[[], str | None]) -> bytes:
         """The message under `key`; raises CommError after `timeout` seconds, or as soon as `find_loss` finds one."""
@@ -217,13 +209,6 @@ class Rendezvous:
     def has(self, key: str) -> bool:
         """True if there is a message under `key`."""
         return bool(self._read(f"{key}/size"))
-
-    def _forget(self, key: str) -> None:
-        for number in range(int(self._read(f"{key}/size") or 0)):
-            self._delete(f"{key}/{number}")
-        self._delete(f"{key}/size")
-
-    # Announcements, which wake ranks that wait without work.
 
     def announce(self, epoch: int, num_bytes: int) -> None:
         """Announce a broadcast of `num_bytes` bytes to the members of an epoch."""
@@ -247,8 +232,6 @@ class Rendezvous:
     def _next_announcement(self, epoch: int) -> int:
         return self._announced[1] if self._announced[0] == epoch else 0
 
-    # The store.
-
     def _set(self, key: str, value: str | bytes) -> None:
         with comm_errors(GONE):
             self._store.set(key, value)  # type: ignore[arg-type]  # bytes work, the stub wants a str
@@ -270,3 +253,73 @@ class Rendezvous:
 
 def _announcement(epoch: int, number: int) -> str:
     return f"epoch/{epoch}/announcement/{number}"
+
+
+Result = torch.Tensor | bytes
+"""Of a gather, int32 [ranks, words], or of a broadcast."""
+
+
+class Results:
+    """The results of the collectives since a rank's last gather, by their numbers.
+
+    A gather ends on a rank only when all ranks have begun it, so no rank misses more than the results since the last
+    gather. They travel through the rendezvous store.
+    """
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self.completed = 0
+        """Number of the last collective that has ended for this rank."""
+        self._rendezvous = rendezvous
+        self._by_number: dict[int, Result] = {}
+
+    @property
+    def known(self) -> int:
+        """Number of the last collective whose result this rank has, from its group or from other ranks."""
+        return max([self.completed, *self._by_number])
+
+    @property
+    def next(self) -> Result | None:
+        """The result of the collective after the last completed one, if it is known."""
+        return self._by_number.get(self.completed + 1)
+
+    @property
+    def num_broadcasts(self) -> int:
+        """Broadcasts that have ended for this rank since its last gather."""
+        ended = (result for number, result in self._by_number.items() if number <= self.completed)
+        return sum(isinstance(result, bytes) for result in ended)
+
+    def add(self, result: Result) -> None:
+        """Keep the result of the collective after the last completed one."""
+        self._by_number[self.completed + 1] = result
+
+    def end(self) -> Result:
+        """Complete the next collective and return its result. After a gather, no rank needs earlier results."""
+        self.completed += 1
+        result = self._by_number[self.completed]
+        if isinstance(result, torch.Tensor):
+            self._by_number = {number: kept for number, kept in self._by_number.items() if number >= self.completed}
+        return result
+
+    def forget(self) -> None:
+        """Drop all results: every rank has them."""
+        self._by_number.clear()
+
+    def leave(self, epoch: int) -> None:
+        """Write the results to the store, for ranks that come to `epoch` without them."""
+        # A result is its number of rows, 0 for a broadcast's, and bytes.
+        rows = {
+            number: (0, result) if isinstance(result, bytes) else (len(result), result.numpy().tobytes())
+            for number, result in self._by_number.items()
+        }
+        self._rendezvous.put(f"epoch/{epoch}/results/{self._rendezvous.member.key}", msgspec.msgpack.encode(rows))
+
+    def take(self, epoch: int, members: Sequence[Member], timeout: float, find_loss: Callable[[], str | None]) -> None:
+        """Take the missed results from the first of `members` that has left its own; raises CommError."""
+        keys = [f"epoch/{epoch}/results/{member.key}" for member in members]
+        key = next(filter(self._rendezvous.has, keys), keys[0])
+        found = self._rendezvous.get(key, timeout, find_loss)
+        missed = self.known
+        for number, (rows, data) in msgspec.msgpack.decode(found, type=dict[int, tuple[int, bytes]]).items():
+            if number > missed:
+                words = torch.frombuffer(bytearray(data), dtype=torch.int32) if rows else None
+                self._by_number[number] = data if words is None else words.view(rows, -1)

@@ -96,15 +96,17 @@ def join(
     if world.size == 1 and not world.supervised:
         yield Comm()
         return
-    _die_with_launcher()
+    die_with_parent()  # an orphan would wait for its peers until the time-out
+    if world.supervised and os.getppid() != int(os.environ[SUPERVISED]):
+        raise InputError("the supervisor of this rank has ended")
     try:
         comm = _meet(world, device, timeout, tp, max(timeout, load_timeout or timeout))
     except InputError:
         raise
     except (RuntimeError, ValueError) as failure:
         leave_replica(aborts=True)
-        reason = f"rank {world.rank} of {world.size} cannot join the others: {first_line(failure)}"
-        raise InputError(reason) from failure
+        where = f"rank {world.rank} of {world.size}"
+        raise InputError(f"{where} cannot join the others: {first_line(failure)}") from failure
     try:
         yield comm
     except BaseException as failure:
@@ -125,18 +127,15 @@ def _meet(world: World, device: str | None, timeout: float, tp: int, load_timeou
     rendezvous = Rendezvous(store, member, tp)
     num_sharing, most_sharing = _count_sharing(world, store, device if on_gpu else None)
     if on_gpu and tp > 1 and most_sharing > 1:
-        raise InputError(
-            f"--tp {tp} needs a GPU per rank, and {most_sharing} ranks share one: "
-            "start fewer ranks, or give --device cpu"
-        )
+        advice = "start fewer ranks, or give --device cpu"
+        raise InputError(f"--tp {tp} needs a GPU per rank, and {most_sharing} ranks share one: {advice}")
     nccl = on_gpu and most_sharing == 1 and dist.is_nccl_available()
     where = torch.device(device if nccl and device is not None else "cpu")
 
     def connect(name: str, rank: int, size: int, find_loss: FindLoss, is_start: bool) -> Group:
         meeting = dist.PrefixStore(f"group/{name}", connect_store(world, limit))
-        if is_start:
-            return group.connect(meeting, rank, size, where, load_timeout, find_loss, patience=load_timeout)
-        return group.connect(meeting, rank, size, where, timeout, find_loss)
+        waits = (load_timeout, find_loss, load_timeout) if is_start else (timeout, find_loss)
+        return group.connect(meeting, rank, size, where, *waits)
 
     tp_group = tp_mesh = None
     if tp > 1:
@@ -192,14 +191,6 @@ def connect_store(world: World, limit: timedelta, is_host: bool = False) -> dist
         host, port, None, is_master=is_host, timeout=limit, wait_for_workers=False, multi_tenant=is_host
     )
     return dist.PrefixStore(f"lpr-attempt-{world.attempt}", base)
-
-
-def _die_with_launcher() -> None:
-    """See that this process ends when its launcher dies: an orphan would wait for its peers until the time-out."""
-    die_with_parent()
-    launcher = os.environ.get(SUPERVISED)
-    if launcher is not None and os.getppid() != int(launcher):
-        raise InputError("the supervisor of this rank has ended")
 
 
 def leave(world: World, code: int) -> NoReturn:

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -92,7 +93,6 @@ class Restarts:
     """When the places of lost replicas are filled again."""
 
     def __init__(self, num_places: int) -> None:
-        """No replica was lost yet."""
         self.due: dict[int, float] = {}
         """By place, when it is to be filled."""
         self._failures = [0] * num_places
@@ -117,8 +117,7 @@ class Restarts:
         """The places that are to be filled now."""
         now = time.monotonic()
         taken = [place for place, due in self.due.items() if due <= now]
-        for place in taken:
-            del self.due[place]
+        self.due = {place: due for place, due in self.due.items() if place not in taken}
         return taken
 
 
@@ -127,9 +126,7 @@ class Supervisor:
 
     def __init__(self, command: Sequence[str], num_replicas: int, tp: int = 1) -> None:
         """To run `command` as `num_replicas` replicas of `tp` ranks each."""
-        self.command = list(command)
-        self.num_replicas = num_replicas
-        self.tp = tp
+        self.command, self.num_replicas, self.tp = list(command), num_replicas, tp
         self._replicas: dict[int, Replica] = {}
         """Those that have not ended, by number."""
         self._ended: queue.SimpleQueue[tuple[int, int, int] | None] = queue.SimpleQueue()
@@ -168,8 +165,6 @@ class Supervisor:
         return 1 if self._code is None else self._code
 
     def _open_store(self, listener: socket.socket) -> tuple[Rendezvous, Watch]:
-        from datetime import timedelta
-
         import torch.distributed as dist
 
         from lpr.dist.heartbeat import Watch
@@ -186,16 +181,16 @@ class Supervisor:
         number = self._num_started
         self._num_started += 1
         replica = self._replicas[number] = Replica(number, place)
+
+        def wait(process: subprocess.Popen[bytes]) -> None:
+            self._ended.put((number, process.pid, process.wait()))
+
         for tp_rank in range(self.tp):
             rank, local_rank = number * self.tp + tp_rank, place * self.tp + tp_rank
             variables = rank_environment(os.environ, rank, local_rank, self.num_replicas * self.tp, self._port)
             # Its own process group: a Ctrl-C in the terminal is for this process, which passes it on.
-            process = subprocess.Popen(self.command, env=variables, process_group=0)
-            replica.processes.append(process)
-            threading.Thread(target=self._await, args=(number, process), daemon=True).start()
-
-    def _await(self, number: int, process: subprocess.Popen[bytes]) -> None:
-        self._ended.put((number, process.pid, process.wait()))
+            replica.processes.append(subprocess.Popen(self.command, env=variables, process_group=0))
+            threading.Thread(target=wait, args=replica.processes[-1:], daemon=True).start()
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -214,8 +209,7 @@ class Supervisor:
 
     def _tick(self) -> None:
         with contextlib.suppress(queue.Empty):
-            found = self._ended.get(timeout=TICK)
-            if found is not None:
+            if (found := self._ended.get(timeout=TICK)) is not None:
                 self._note_end(*found)
         if self._signalled is not None:
             number, self._signalled = self._signalled, None

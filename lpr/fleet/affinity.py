@@ -26,15 +26,8 @@ def prefix_keys(body: Mapping[str, Any]) -> list[str]:
     `body` is the parsed JSON of a completion, a chat or an infill. Two prompts that begin alike share their first keys.
     """
     text = beginning_of(body)[: FIRST_BYTES << (MOST_KEYS - 1)].encode("utf-8", "replace")
-    digest, at, keys = hashlib.blake2b(digest_size=8), 0, []
-    for number in range(MOST_KEYS):
-        end = FIRST_BYTES << number
-        if len(text) < end:
-            break
-        digest.update(text[at:end])
-        keys.append(digest.hexdigest())
-        at = end
-    return keys
+    ends = [FIRST_BYTES << number for number in range(MOST_KEYS)]
+    return [hashlib.blake2b(text[:end], digest_size=8).hexdigest() for end in ends if end <= len(text)]
 
 
 def routing_key(headers: Mapping[str, str], body: Mapping[str, Any]) -> str:
@@ -60,15 +53,11 @@ def beginning_of(body: Mapping[str, Any]) -> str:
         extra = "".join(str(each.get("text", "")) for each in files if isinstance(each, Mapping))
         return f"{extra}{body['input_prefix']}{body.get('prompt', '')}"
     prompt = body.get("prompt", "")
+    if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Sequence) and not isinstance(prompt, str):
+        prompt = prompt[0]  # of several prompts
     if isinstance(prompt, str):
         return prompt
-    if isinstance(prompt, Sequence) and prompt:
-        first = prompt[0]
-        if isinstance(first, str):
-            return first
-        ids = first if isinstance(first, Sequence) else prompt
-        return " ".join(map(str, ids[:MOST_IDS]))
-    return ""
+    return " ".join(map(str, prompt[:MOST_IDS])) if isinstance(prompt, Sequence) else ""
 
 
 def _message(message: Any) -> str:

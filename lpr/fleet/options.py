@@ -15,7 +15,6 @@ STORES = ("redis", "rediss", "unix")
 """Schemes of --draft-store."""
 OBJECTS = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss")
 """Schemes of --draft-snapshots that mean an object store; anything without one is a folder."""
-_INSTALL = "pip install 'lpr[fleet]'"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,4 +98,4 @@ def _check_store(url: str) -> None:
 
 def _need(package: str, flag: str) -> None:
     if importlib.util.find_spec(package) is None:
-        raise InputError(f"{flag} needs the package {package}: {_INSTALL}")
+        raise InputError(f"{flag} needs the package {package}: pip install 'lpr[fleet]'")

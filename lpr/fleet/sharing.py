@@ -15,13 +15,11 @@ from functools import partial
 import numpy as np
 
 from lpr.fleet.counts import DraftCounts
-from lpr.fleet.inbox import Batch, Inbox
-from lpr.fleet.keeper import SnapshotKeeper
+from lpr.fleet.entries import Batch, Inbox
 from lpr.fleet.options import FleetOptions
-from lpr.fleet.reader import Reader
-from lpr.fleet.sender import Sender
-from lpr.fleet.snapshots import place_of
+from lpr.fleet.snapshots import SnapshotKeeper, place_of
 from lpr.fleet.store import Worker, connect, stream_of
+from lpr.fleet.streams import Reader, Sender
 
 MARK_SECONDS = 1.0
 """Seconds between two batches that only record how far a stream was read."""
@@ -38,16 +36,9 @@ class SharedDrafts:
     """One replica's end of the shared drafts."""
 
     def __init__(
-        self,
-        options: FleetOptions,
-        *,
-        fingerprint: str,
-        model: str,
-        vocab_size: int,
-        origin: bytes,
-        positions: Mapping[str, str],
-        wake: Callable[[], None] = lambda: None,
-    ) -> None:
+        self, options: FleetOptions, *, fingerprint: str, model: str, vocab_size: int, origin: bytes,
+        positions: Mapping[str, str], wake: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         """Begin to share. `fingerprint` is the tokenizer's, `model` the fleet's name of the model.
 
         `origin` (8 bytes) identifies this start of this replica, `positions` is the last entry read by tenant, and
@@ -62,24 +53,20 @@ class SharedDrafts:
         self._stores = [connect(options.draft_store) for _ in range(3)]
         self._sender = Sender(self._stores[0], origin, options.draft_store_length, self.counts)
         self._keeper: SnapshotKeeper | None = None
-        self._reader = Reader(
-            *(self._stores[1], origin, vocab_size, self._inbox, self.counts),
-            *(self._key_of, self._snapshot_of, positions),
-        )
+        common = self._stores[1], origin, vocab_size, self._inbox, self.counts, self._key_of
+        self._reader = Reader(*common, lambda tenant: self._keeper and self._keeper.read(tenant), positions)
         self._workers = [
             Worker("draft-sender", self._sender.work, self._failed("cannot send", "write_errors")),
             Worker("draft-reader", self._reader.work, self._failed("cannot read", "read_errors")),
         ]
         if options.draft_snapshots is not None:
-            place = place_of(options.draft_snapshots)
-            every = options.draft_snapshot_every
+            unreadable = self._failed("cannot read a snapshot", "snapshot_errors")
             self._keeper = SnapshotKeeper(
-                *(self._stores[2], place, every, self.counts, self._key_of, lambda: self._reader.tenants, wake),
-                unreadable=self._failed("cannot read a snapshot", "snapshot_errors"),
-            )
-            self._workers.append(
-                Worker("draft-snapshots", self._keeper.work, self._failed("cannot keep a snapshot", "snapshot_errors"))
-            )
+                self._stores[2], place_of(options.draft_snapshots), options.draft_snapshot_every, self.counts,
+                self._key_of, lambda: self._reader.tenants, wake, unreadable=unreadable,
+            )  # fmt: skip
+            unkept = self._failed("cannot keep a snapshot", "snapshot_errors")
+            self._workers.append(Worker("draft-snapshots", self._keeper.work, unkept))
         for worker in self._workers:
             worker.start()
 
@@ -98,7 +85,7 @@ class SharedDrafts:
         return not self._inbox.is_empty or self.wanted is not None
 
     def take(self) -> Batch | None:
-        """The batch of one tenant to learn before the next step, at most `inbox.AT_ONCE` tokens, or None."""
+        """The batch of one tenant to learn before the next step, at most `entries.AT_ONCE` tokens, or None."""
         batch = self._inbox.take()
         now = time.monotonic()
         if batch is not None and len(batch.history):
@@ -138,9 +125,6 @@ class SharedDrafts:
             worker.join(max(0.0, until - time.monotonic()))
         for each in self._stores:
             each.connection_pool.disconnect()
-
-    def _snapshot_of(self, tenant: str) -> Batch | None:
-        return self._keeper.read(tenant) if self._keeper is not None else None
 
     def _failed(self, what: str, name: str) -> Callable[[Exception], None]:
         """A function that counts failures under `name` and reports the first one, then one a minute, on stderr."""

@@ -40,7 +40,6 @@ class Metered:
     """A socket that fails at an answer of more than `MOST_ANSWER` bytes or `ANSWER_SECONDS` seconds."""
 
     def __init__(self, connected: Any) -> None:
-        """Meter a connected socket."""
         self._socket = connected
         self._begin()
 
@@ -81,23 +80,11 @@ def connect(url: str) -> Redis:
     options: dict[str, Any] = dict(parse_url(url))
     base: type[Any] = options.pop("connection_class", Connection)
 
-    def _connect(self: Any) -> Metered:
-        return Metered(base._connect(self))
-
-    pool = ConnectionPool(
-        **{
-            **options,
-            "connection_class": type("MeteredConnection", (base,), {"_connect": _connect}),
-            "max_connections": 2,
-            "socket_timeout": CALL_SECONDS,
-            "socket_connect_timeout": CALL_SECONDS,
-            "retry": Retry(NoBackoff(), 0),
-            "health_check_interval": 0,
-            "decode_responses": False,
-            "protocol": 2,
-        }
-    )
-    return Redis(connection_pool=pool)
+    metered = {"_connect": lambda self: Metered(base._connect(self))}
+    options |= {"connection_class": type("MeteredConnection", (base,), metered), "max_connections": 2}
+    options |= {"socket_timeout": CALL_SECONDS, "socket_connect_timeout": CALL_SECONDS, "retry": Retry(NoBackoff(), 0)}
+    options |= {"health_check_interval": 0, "decode_responses": False, "protocol": 2}
+    return Redis(connection_pool=ConnectionPool(**options))
 
 
 def stream_of(fingerprint: str, model: str, tenant: str) -> str:

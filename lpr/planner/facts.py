@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import math
 import re
+import tomllib
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.cache_utils import DynamicCache
 from transformers.utils import logging as transformers_logging
 
-from lpr.config import InputError
+from lpr.config import DecodeConfig, InputError
 
 DTYPE_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -43,11 +45,6 @@ class Weights:
     """An embedding that is not the output head too: a step reads a row per token and not the whole."""
     is_expert: bool
     """Experts along the first axis, of which a token uses few."""
-
-    @property
-    def numel(self) -> int:
-        """Parameters in all layers."""
-        return self.count * math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -104,7 +101,7 @@ class ModelFacts:
     @property
     def num_parameters(self) -> int:
         """All parameters, tied ones once."""
-        return sum(weights.numel for weights in self.weights)
+        return sum(weights.count * math.prod(weights.shape) for weights in self.weights)
 
 
 def read_config(source: str) -> PretrainedConfig:
@@ -120,9 +117,13 @@ def read_config(source: str) -> PretrainedConfig:
     except InputError:
         raise
     except Exception as failure:  # transformers and huggingface_hub raise dozens of types here
-        lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
-        reason = f"{type(failure).__name__}: {lines[0] if lines else 'no message'}"[:300]
-        raise InputError(f"cannot read the config of {source!r}: {reason}") from failure
+        raise InputError(f"cannot read the config of {source!r}: {reason_of(failure)}") from failure
+
+
+def reason_of(failure: Exception) -> str:
+    """The type and the first line of an error, at most 300 characters."""
+    lines = str(failure).strip().splitlines() or ["no message"]
+    return f"{type(failure).__name__}: {lines[0]}"[:300]
 
 
 def config_from(values: dict[str, Any]) -> PretrainedConfig:
@@ -147,14 +148,11 @@ def facts_of(config: PretrainedConfig, name: str) -> ModelFacts:
             model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
         kept = _kept_rows(model)
     except Exception as failure:  # model code raises what it likes; all mean that this config makes no usable model
-        reason = (str(failure).strip().splitlines() or [""])[0][:200]
-        raise InputError(f"{name}: the config makes no causal LM: {type(failure).__name__}: {reason}") from failure
+        raise InputError(f"{name}: the config makes no causal LM: {reason_of(failure)}") from failure
     shared = getattr(text, "num_kv_shared_layers", 0) or 0
     if not kept or sum(rows.count for rows in kept) < text.num_hidden_layers - shared:
-        raise InputError(
-            f"{name}: model type {text.model_type!r} keeps no K/V in some layers; lpr evaluates token trees with "
-            "attention models only"
-        )
+        what = "keeps no K/V in some layers; lpr evaluates token trees with attention models only"
+        raise InputError(f"{name}: model type {text.model_type!r} {what}")
     plan = dict(model.tp_plan or {})
     splits = [key.rpartition(".")[2] for key, style in plan.items() if style == "colwise"]
     dtype = str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
@@ -174,7 +172,7 @@ def facts_of(config: PretrainedConfig, name: str) -> ModelFacts:
         num_kv_heads=max(rows.num_heads for rows in kept),
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
-        max_positions=_max_positions(text),
+        max_positions=_first(text, "max_position_embeddings", "n_positions", "seq_length", "max_seq_len"),
         num_experts=_first(text, "num_local_experts", "num_experts", "n_routed_experts") or 0,
         experts_per_token=_first(text, "num_experts_per_tok", "moe_topk") or 0,
     )
@@ -185,44 +183,23 @@ def _first(config: PretrainedConfig, *names: str) -> int | None:
     return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
-def _max_positions(config: PretrainedConfig) -> int | None:
-    return _first(config, "max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
-
-
-def _generic(name: str) -> str:
-    return _LAYER_NUMBER.sub("*", name)
-
-
-def _style(plan: dict[str, str], parameter: str) -> str | None:
-    """A plan names a parameter, or the module that holds it."""
-    name = _generic(parameter)
-    return plan.get(name, plan.get(name.rpartition(".")[0]))
-
-
 def _weights(model: PreTrainedModel, plan: dict[str, str]) -> tuple[Weights, ...]:
-    head = model.get_output_embeddings()
-    head_weight = getattr(head, "weight", None)
     lookups = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    lookups.discard(id(head_weight))
+    lookups.discard(id(getattr(model.get_output_embeddings(), "weight", None)))
     groups: Counter[tuple[Any, ...]] = Counter()
     for name, parameter in model.named_parameters():  # a tied parameter comes once
         is_expert = ".experts." in name and parameter.dim() >= 2
-        shape = tuple(parameter.shape)
-        groups[_generic(name), shape, _style(plan, name), id(parameter) in lookups, is_expert] += 1
+        generic = _LAYER_NUMBER.sub("*", name)
+        style = plan.get(generic, plan.get(generic.rpartition(".")[0]))  # a plan names a parameter, or its module
+        groups[generic, tuple(parameter.shape), style, id(parameter) in lookups, is_expert] += 1
     return tuple(Weights(name, shape, count, *rest) for (name, shape, *rest), count in groups.items())
 
 
-_COLLECTIVES = {
-    "rowwise": "all_reduce",
-    "rowwise_rep": "all_reduce",
-    "rowwise_split_input": "all_reduce",
-    "embedding_rowwise": "all_reduce",
-    "moe_tp_experts": "all_reduce",
-    "all_reduce": "all_reduce",
-    "colwise_gather_output": "all_gather",
-    "colwise_rep": "all_gather",
-    "embedding_colwise": "all_gather",
-}
+_REDUCED = {
+    "rowwise", "rowwise_rep", "rowwise_split_input", "embedding_rowwise", "moe_tp_experts", "all_reduce"
+}  # fmt: skip
+_COLLECTIVES = dict.fromkeys(_REDUCED, "all_reduce")
+_COLLECTIVES |= dict.fromkeys(("colwise_gather_output", "colwise_rep", "embedding_colwise"), "all_gather")
 
 
 def _collectives(model: PreTrainedModel, plan: dict[str, str]) -> tuple[Collective, ...]:
@@ -230,7 +207,7 @@ def _collectives(model: PreTrainedModel, plan: dict[str, str]) -> tuple[Collecti
     head = model.get_output_embeddings()
     found: Counter[tuple[str, int, bool]] = Counter()
     for name, module in model.named_modules():
-        kind = _COLLECTIVES.get(plan.get(_generic(name), ""))
+        kind = _COLLECTIVES.get(plan.get(_LAYER_NUMBER.sub("*", name), ""))
         if kind is not None:
             width = getattr(module, "out_features", None) or getattr(module, "embedding_dim", None) or hidden
             found[kind, width, module is head] += 1
@@ -253,3 +230,70 @@ def kept_shapes(model: PreTrainedModel, input_ids: torch.Tensor) -> list[tuple[i
     model(input_ids=input_ids, past_key_values=cache, use_cache=True)
     kept: list[Any] = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
     return [(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in kept]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A model to plan for."""
+
+    name: str
+    config: PretrainedConfig
+    decode: dict[str, int]
+    """Fields of DecodeConfig that the file sets; budgets per rank."""
+    origin: str
+    """Source of the facts, for the reader."""
+
+
+def preset_names() -> list[str]:
+    """Every preset."""
+    return sorted(path.stem for path in package_file("models").glob("*.toml"))
+
+
+def read_preset(name: str) -> dict[str, Any]:
+    """The tables of a preset that exists."""
+    return tomllib.loads(package_file(f"models/{name}.toml").read_text(encoding="utf-8"))
+
+
+def package_file(name: str) -> Path:
+    """A file of lpr/assets."""
+    return Path(str(files("lpr") / "assets" / name))
+
+
+def measured_values() -> Any:
+    """Measured acceptance and host times, which predictions start from (benchmarks.measured writes them)."""
+    return json.loads(package_file("measured.json").read_text(encoding="utf-8"))
+
+
+def resolve(source: str) -> Planned:
+    """The model that `source` names; raises InputError."""
+    exists = Path(source).exists()
+    for name in preset_names():
+        values = read_preset(name)
+        origin = f"preset {name}"
+        if source.lower() == values["hub"].lower() and not exists:  # a known hub id needs no download
+            origin = f"preset {name}, which has the facts of {source}"
+        elif source.lower() != name:
+            continue
+        return Planned(name, config_from(values["config"]), dict(values["decode"]), origin)
+    if source.endswith(".toml"):
+        return _from_run(Path(source))
+    return Planned(Path(source).name if exists else source, read_config(source), {}, source)
+
+
+def _from_run(path: Path) -> Planned:
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as failure:
+        raise InputError(f"cannot read {path}: {failure.strerror or failure}") from failure
+    except ValueError as failure:
+        raise InputError(f"{path} is not TOML: {failure}") from failure
+    if "config" in values:
+        return Planned(path.stem, config_from(values["config"]), dict(values.get("decode", {})), str(path))
+    if not isinstance(values.get("model"), str):
+        raise InputError(f"{path} names no model: it is neither a named run nor a preset")
+    mesh = values.get("mesh", {"lp": 1, "tp": 1})
+    if not isinstance(mesh, dict) or set(mesh) != {"lp", "tp"}:
+        raise InputError(f"{path}: mesh must be like {{ lp = 4, tp = 2 }}, not {mesh!r}")
+    model = resolve(values["model"])
+    decode = {field.name: values[field.name] for field in fields(DecodeConfig) if field.name in values}
+    return Planned(path.stem, model.config, decode, f"{path}: {model.origin}")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from lpr.config import DecodeConfig, InputError
 from lpr.core.wire import payload_words
 from lpr.model.inputs import round_up
-from lpr.planner.facts import Collective, ModelFacts, Weights
+from lpr.planner.facts import ModelFacts, Weights
 
 NODE_BUCKET, KV_BUCKET = 16, 256
 """Padding of a step's shapes on a GPU, as in TreeModel."""
@@ -65,17 +65,9 @@ class Footprint:
         """All memory, the reserve included."""
         return self.weight_bytes + self.kv_bytes + self.activation_bytes + RESERVED
 
-    def spare(self, memory: int) -> int:
-        """Bytes left of `memory`; negative if it is too small."""
-        return memory - self.total_bytes
-
     def fits(self, memory: int) -> bool:
         """True if a GPU with `memory` bytes can hold it."""
-        return self.problem is None and self.spare(memory) >= 0
-
-    def floor_seconds(self, bandwidth: float) -> float:
-        """Lower bound of a step: reading `step_bytes` once at `bandwidth` bytes per second."""
-        return self.step_bytes / bandwidth
+        return self.problem is None and self.total_bytes <= memory
 
 
 def meshes(num_gpus: int) -> list[Mesh]:
@@ -105,21 +97,16 @@ def split_problem(facts: ModelFacts, tp: int) -> str | None:
 def shard_shape(weights: Weights, facts: ModelFacts, tp: int) -> tuple[int, ...]:
     """Shape of the largest shard of one tensor: that of rank 0, as the last rank's may be shorter."""
     shape, style = list(weights.shape), weights.style
-    if style is None or tp == 1:
+    if tp == 1 or style in _WHOLE:
         return weights.shape
-    is_bias = weights.name.endswith("bias") and len(shape) == 1
     if style in ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise"):
         axis = max(0, len(shape) - 2)
     elif style in ("rowwise", "rowwise_rep", "rowwise_split_input", "packed_rowwise"):
-        if is_bias or (len(shape) == 1 and style == "packed_rowwise"):
+        if len(shape) == 1 and (weights.name.endswith("bias") or style == "packed_rowwise"):
             return weights.shape  # added after the sum, by every rank
         axis = len(shape) - 1
-    elif style == "embedding_rowwise":
-        axis = 0
-    elif style == "embedding_colwise":
-        axis = 1
-    elif style in _WHOLE:
-        return weights.shape
+    elif style in ("embedding_rowwise", "embedding_colwise"):
+        axis = 0 if style == "embedding_rowwise" else 1
     else:
         raise InputError(
             f"the tensor-parallel plan of {facts.model_type} splits {weights.name} by {style!r}, unknown here"
@@ -133,7 +120,7 @@ def shard_shape(weights: Weights, facts: ModelFacts, tp: int) -> tuple[int, ...]
 
 
 _WHOLE = (
-    "replicate", "replicated_with_grad_allreduce", "sequence_parallel", "mla_kv_a_proj", "moe_tp_experts",
+    None, "replicate", "replicated_with_grad_allreduce", "sequence_parallel", "mla_kv_a_proj", "moe_tp_experts",
     "moe_identity_expert", "all_reduce", "local_params",
 )  # fmt: skip
 
@@ -156,14 +143,9 @@ def kv_row_bytes(facts: ModelFacts, tp: int, element_size: int) -> int:
     return total * element_size
 
 
-def rank_nodes(decode: DecodeConfig, lp: int) -> int:
-    """Most nodes of one tree that a rank evaluates: its own and the ancestors of the first one."""
-    return decode.resolved(lp).evaluated_capacity(lp)
-
-
 def kv_rows(decode: DecodeConfig, lp: int, max_length: int) -> int:
     """Entries of one slot of the KV cache, padded as TreeModel.allocate pads them."""
-    return round_up(max_length + rank_nodes(decode, lp) + 1, KV_BUCKET)
+    return round_up(max_length + decode.resolved(lp).evaluated_capacity(lp) + 1, KV_BUCKET)
 
 
 def payload_bytes(decode: DecodeConfig, lp: int) -> int:
@@ -180,10 +162,10 @@ def read_bytes(facts: ModelFacts, tp: int, element_size: int, num_tokens: int) -
     for weights in facts.weights:
         if weights.is_lookup:
             continue
-        share = 1.0
+        unused = 0.0
         if weights.is_expert and facts.num_experts and facts.experts_per_token:
-            share = 1 - (1 - facts.experts_per_token / facts.num_experts) ** num_tokens
-        total += share * _shard_numel(weights, facts, tp)
+            unused = (1 - facts.experts_per_token / facts.num_experts) ** num_tokens
+        total += (1 - unused) * _shard_numel(weights, facts, tp)
     return int(total * element_size)
 
 
@@ -203,8 +185,8 @@ def forward_flops(facts: ModelFacts, tp: int, num_tokens: int, num_kv: int) -> f
 def activation_bytes(facts: ModelFacts, decode: DecodeConfig, mesh: Mesh, max_length: int, element_size: int) -> int:
     """Upper bound of a forward's memory, for a decode step and for a piece of a long prompt.
 
-    The mask (repeated for the heads of a GQA group), hidden states, the widest layer's input, output and product, and
-    the logits in their own dtype and in the fp32 copies of sampling.
+    It holds the mask (repeated for the heads of a GQA group), hidden states, the widest layer's input, output and
+    product, and the logits in their own dtype and in the fp32 copies of sampling.
     """
     rows = kv_rows(decode, mesh.lp, max_length)
     group = max(1, facts.num_heads // max(1, facts.num_kv_heads)) if facts.splits_kv else 1
@@ -221,19 +203,15 @@ def activation_bytes(facts: ModelFacts, decode: DecodeConfig, mesh: Mesh, max_le
         logits = num_sequences * num_logits * facts.vocab_size * (element_size + 3 * 4)
         return mask + layer + logits
 
-    nodes = round_up(rank_nodes(decode, mesh.lp), NODE_BUCKET)
+    nodes = round_up(decode.resolved(mesh.lp).evaluated_capacity(mesh.lp), NODE_BUCKET)
     prompt = round_up(min(decode.prefill_chunk, max_length), NODE_BUCKET)
     return max(forward(decode.max_batch_size, nodes, nodes), forward(1, prompt, 1))
 
 
 def tp_traffic(facts: ModelFacts, num_tokens: int, num_results: int, element_size: int) -> Traffic:
     """The collectives of one forward along tp, as the model's own plan places them."""
-
-    def num_values(collective: Collective) -> int:
-        return collective.count * collective.width * (num_results if collective.per_result else num_tokens)
-
-    count = sum(collective.count for collective in facts.collectives)
-    return Traffic(count, element_size * sum(map(num_values, facts.collectives)))
+    values = (each.count * each.width * (num_results if each.per_result else num_tokens) for each in facts.collectives)
+    return Traffic(sum(each.count for each in facts.collectives), element_size * sum(values))
 
 
 def footprint(facts: ModelFacts, decode: DecodeConfig, mesh: Mesh, max_length: int, element_size: int) -> Footprint:

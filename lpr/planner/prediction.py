@@ -9,15 +9,85 @@ added as squares of logarithms, as for independent errors.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
-from lpr.core.wire import NUM_HEADER
+from lpr.config import DecodeConfig, InputError
+from lpr.core.step_times import interpolate
+from lpr.core.wire import NUM_HEADER, payload_words
 from lpr.planner.facts import ModelFacts
 from lpr.planner.footprint import Mesh, forward_flops, kv_row_bytes, read_bytes
-from lpr.planner.hardware import Gpu
-from lpr.planner.interconnect import Network, all_gather, all_reduce
-from lpr.planner.measured import Drafted, Measured
+from lpr.planner.hardware import Gpu, Network, all_gather, all_reduce
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """Measured yield of trees of one total node budget. The split over ranks cannot change it."""
+
+    temperature: float
+    budget: int
+    """Drafted nodes per step on all ranks together."""
+    tokens_per_step: float
+    nodes: float
+    """Nodes of the whole tree, the root included."""
+    is_extrapolated: bool = False
+    """Beyond the largest measured budget: along the logarithm of the budget."""
+
+    def payload_bytes(self, lp: int) -> int:
+        """Bytes of a rank's payload in the step's all-gather."""
+        decode = DecodeConfig(window_size=0, trie_nodes=self.budget - 1)
+        return 4 * payload_words(decode.resolved(), 1, lp, decode.carries_trees(lp))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All measurements of a prediction: tokens per step and host times."""
+
+    drafted: tuple[Drafted, ...]
+    extra_nodes: Mapping[float, tuple[tuple[float, float], ...]]
+    """Temperature to (ranks, nodes): nodes of the busiest rank beyond its equal part of the tree, for ancestors that
+    others own and for uncomputed tokens."""
+    host_ms: Mapping[float, tuple[tuple[float, float], ...]]
+    """Temperature to (nodes of the whole tree, milliseconds of the host per step)."""
+    source: str
+
+    def ways(self, temperature: float, lp: int) -> list[Drafted]:
+        """The candidate trees: every measured budget, and larger ones up to 64 nodes per rank."""
+        nearest = min((each.temperature for each in self.drafted), key=lambda each: abs(each - temperature))
+        found = sorted((each for each in self.drafted if each.temperature == nearest), key=lambda each: each.budget)
+        before, last = found[-2:]
+        gain = (last.tokens_per_step - before.tokens_per_step) / math.log2(last.budget / before.budget)
+        for doublings in range(1, int(math.log2(max(1.0, 64 * lp / last.budget))) + 1):
+            grown = last.tokens_per_step + doublings * gain
+            found.append(Drafted(nearest, last.budget << doublings, grown, last.nodes * 2**doublings, True))
+        return found
+
+    def shard_nodes(self, drafted: Drafted, lp: int) -> float:
+        """Nodes and pending tokens that the busiest of `lp` ranks evaluates."""
+        known = self.extra_nodes[drafted.temperature]
+        extra = interpolate([nodes for _, nodes in known], math.log2(lp), [math.log2(ranks) for ranks, _ in known])
+        return drafted.nodes / lp + extra
+
+    def host_seconds(self, temperature: float, tree_nodes: float) -> float:
+        """Host time of a step; every rank drafts the whole tree."""
+        known = self.host_ms[min(self.host_ms, key=lambda each: abs(each - temperature))]
+        return max(0.0, interpolate([ms for _, ms in known], tree_nodes, [n for n, _ in known])) * 1e-3
+
+
+def read_measured(values: Mapping[str, Any]) -> Measured:
+    """Measurements from the JSON of lpr/assets/measured.json; raises InputError."""
+    try:
+        drafted, extra = [], {}
+        for each in values["acceptance"]:
+            extra[each["temperature"]] = tuple((ranks, nodes) for ranks, nodes in each["ranks_extra"])
+            for budget, tokens, nodes in each["budget_tokens_nodes"]:
+                drafted.append(Drafted(each["temperature"], budget, tokens, nodes))
+        host = {each["temperature"]: tuple((n, ms) for n, ms in each["nodes_ms"]) for each in values["host"]}
+        return Measured(tuple(drafted), extra, host, values["source"])
+    except (KeyError, TypeError, ValueError) as failure:
+        raise InputError(f"the measurements lack or misname {failure}") from failure
 
 
 @dataclass(frozen=True)
@@ -76,8 +146,7 @@ class Machine:
     """Kernels are launched one by one instead of as a captured graph."""
 
 
-@dataclass(frozen=True)
-class StepTime:
+class StepTime(NamedTuple):
     """Seconds of the parts of a step."""
 
     forward: float
@@ -88,7 +157,7 @@ class StepTime:
     @property
     def total(self) -> float:
         """The step."""
-        return self.forward + self.tp + self.lp + self.host
+        return sum(self)
 
 
 @dataclass(frozen=True)
@@ -117,15 +186,9 @@ class Prediction:
 
 
 def forward_seconds(
-    facts: ModelFacts,
-    tp: int,
-    element_size: int,
-    nodes: float,
-    kv: int,
-    machine: Machine,
-    inputs: Inputs,
+    facts: ModelFacts, tp: int, element_size: int, nodes: float, kv: int, machine: Machine, inputs: Inputs,
     batch: int = 1,
-) -> float:
+) -> float:  # fmt: skip
     """Roofline of one forward on one rank over `nodes` entries of `batch` sequences with `kv` cached tokens each."""
     bytes_read = read_bytes(facts, tp, element_size, max(1, round(nodes)))
     bytes_read += batch * kv * kv_row_bytes(facts, tp, element_size)
@@ -156,14 +219,6 @@ def lp_seconds(mesh: Mesh, payload_bytes: int, machine: Machine, inputs: Inputs)
     return (time.seconds + inputs.launch) * inputs.collectives
 
 
-def tokens_per_step(drafted: Drafted | None, base: float, inputs: Inputs) -> float:
-    """S; `base` is that of one GPU's budget, to which `scaling` holds. Never below the one token a step yields."""
-    if drafted is None:
-        return 1.0
-    gain = max(1.0, drafted.tokens_per_step / base)
-    return max(1.0, drafted.tokens_per_step / gain * inputs.acceptance * gain**inputs.scaling)
-
-
 def spread(value: Callable[[Inputs], float], inputs: Inputs, temperature: float | None = None) -> Estimate:
     """`value` of the middle inputs, and how far all slow and fast values move it together."""
     middle = value(inputs)
@@ -189,17 +244,15 @@ class Setting:
     """None: plain decoding."""
     batch: int = 1
 
-    def ways(self, mesh: Mesh) -> list[Drafted | None]:
-        """The trees to choose from; plain decoding is always one of them."""
-        return [None] if self.temperature is None else [None, *self.measured.ways(self.temperature, mesh.lp)]
-
     def rate(self, mesh: Mesh, drafted: Drafted | None, inputs: Inputs) -> float:
-        """Tokens per second of all sequences together."""
-        base = 1.0
+        """Tokens per second of all sequences together. A step yields at least one token."""
+        tokens = 1.0
         if drafted is not None:
             known = [each for each in self.measured.drafted if each.temperature == drafted.temperature]
             base = min(known, key=lambda each: abs(each.budget - ONE_GPU_BUDGET)).tokens_per_step
-        return self.batch * tokens_per_step(drafted, base, inputs) / self.step(mesh, drafted, inputs).total
+            gain = max(1.0, drafted.tokens_per_step / base)
+            tokens = max(1.0, drafted.tokens_per_step / gain * inputs.acceptance * gain**inputs.scaling)
+        return self.batch * tokens / self.step(mesh, drafted, inputs).total
 
     def step(self, mesh: Mesh, drafted: Drafted | None, inputs: Inputs) -> StepTime:
         """The parts of a step; without `drafted` one of plain decoding."""
@@ -207,36 +260,26 @@ class Setting:
         if drafted is not None:
             nodes, tree = self.measured.shard_nodes(drafted, mesh.lp), drafted.nodes
             payload = drafted.payload_bytes(mesh.lp)
-        nodes *= self.batch
-        facts, size, machine = self.facts, self.element_size, self.machine
-        host = self.measured.host_seconds(self.temperature or 0.0, tree)
+        replica, batch = (self.facts, mesh.tp, self.element_size, nodes * self.batch), self.batch
         return StepTime(
-            forward=forward_seconds(facts, mesh.tp, size, nodes, self.kv, machine, inputs, self.batch),
-            tp=tp_seconds(facts, mesh.tp, size, nodes, machine, inputs),
-            lp=lp_seconds(mesh, payload * self.batch, machine, inputs),
-            host=host * inputs.host * self.batch,
+            forward=forward_seconds(*replica, self.kv, self.machine, inputs, batch),
+            tp=tp_seconds(*replica, self.machine, inputs),
+            lp=lp_seconds(mesh, payload * batch, self.machine, inputs),
+            host=self.measured.host_seconds(self.temperature or 0.0, tree) * inputs.host * batch,
         )
 
 
 def predict(setting: Setting, mesh: Mesh) -> Prediction:
     """The prediction for `mesh` with its best tree."""
-    inputs = Inputs()
-    best = max(setting.ways(mesh), key=lambda each: setting.rate(mesh, each, inputs))
+    inputs, at = Inputs(), setting.temperature
+    trees = [] if at is None else setting.measured.ways(at, mesh.lp)
+    best = max([None, *trees], key=lambda each: setting.rate(mesh, each, inputs))
     step = setting.step(mesh, best, inputs)
-    return Prediction(
-        mesh=mesh,
-        drafted=best,
-        tokens_per_second=spread(lambda changed: setting.rate(mesh, best, changed), inputs, setting.temperature),
-        tokens_per_step=setting.rate(mesh, best, inputs) * step.total / setting.batch,
-        step=step,
-    )
+    rates = spread(lambda changed: setting.rate(mesh, best, changed), inputs, at)
+    return Prediction(mesh, best, rates, rates.mid * step.total / setting.batch, step)
 
 
 def advantage(setting: Setting, first: Prediction, second: Prediction) -> Estimate:
     """Tokens per second of `first` over those of `second`; errors that both share cancel out."""
-
-    def ratio(changed: Inputs) -> float:
-        upper = setting.rate(first.mesh, first.drafted, changed)
-        return upper / setting.rate(second.mesh, second.drafted, changed)
-
-    return spread(ratio, Inputs(), setting.temperature)
+    rates = [partial(setting.rate, each.mesh, each.drafted) for each in (first, second)]
+    return spread(lambda changed: rates[0](changed) / rates[1](changed), Inputs(), setting.temperature)

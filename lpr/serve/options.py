@@ -10,8 +10,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from lpr.cli.config_file import defaults
-from lpr.cli.flags import flag_types
+from lpr.cli.config_file import defaults, flag_types
 from lpr.config import DecodeConfig, InputError
 from lpr.engine.options import EngineOptions
 from lpr.fleet import options as fleet

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lpr.core.step_times import StepTimes
@@ -18,8 +18,7 @@ from lpr.engine.limits import Limits
 from lpr.engine.scheduler import Scheduler
 from lpr.planner.footprint import Mesh
 from lpr.planner.simulated.costs import Points, StepCosts
-from lpr.planner.simulated.mesh import simulate_mesh
-from lpr.planner.simulated.requests import Arrivals, ClosedArrivals, PoissonArrivals, SimRequest
+from lpr.planner.simulated.mesh import Arrivals, ClosedArrivals, PoissonArrivals, SimRequest, simulate_mesh
 from lpr.planner.simulated.workload import Demand, Workload
 
 WARM_UP = 0.25
@@ -94,6 +93,7 @@ class Search:
         self._workload, self._kind, self._effort = workload, kind, effort
         self._is_open = workload.arrivals.rate > 0
         self._total = workload.arrivals.rate or workload.arrivals.clients
+        self._searched = max(100, effort.requests // 3)
 
     def alone(self) -> Outcome:
         """The outcome of requests that have a mesh to themselves."""
@@ -128,7 +128,7 @@ class Search:
         count = self._fewest(capacity)
         for _ in range(MOST_MORE):
             number = min(count, self._effort.meshes)
-            outcome = self._run(self._share(count), self._effort.requests, number)
+            outcome = self._run(self._demand(self._total / count), self._effort.requests, number)
             if outcome.kept >= self._workload.slo.share:
                 return Answer(self._kind, count, capacity, outcome, number)
             count += max(1, math.ceil(MORE * count))
@@ -138,10 +138,6 @@ class Search:
         """The answer where even a request that has a mesh to itself misses the SLO."""
         return Answer(self._kind, None, 0.0, alone, 1)
 
-    @property
-    def _searched(self) -> int:
-        return max(100, self._effort.requests // 3)
-
     def _fewest(self, capacity: float) -> int:
         return max(1, math.ceil(self._total / capacity - 1e-9)) if capacity > 0 else 1
 
@@ -149,13 +145,11 @@ class Search:
         """Fewest GPUs that can answer the load at all; those of one mesh where clients wait for answers."""
         return self._fewest(most) * self._kind.mesh.num_gpus if self._is_open else self._kind.mesh.num_gpus
 
-    def _share(self, count: int) -> Demand:
-        if self._is_open:
-            return Demand(rate=self._total / count)
-        return Demand(clients=math.ceil(self._total / count))
+    def _demand(self, load: float) -> Demand:
+        return Demand(rate=load) if self._is_open else Demand(clients=math.ceil(load))
 
     def _keeps(self, load: float) -> bool:
-        demand = Demand(rate=load) if self._is_open else Demand(clients=int(load))
+        demand = self._demand(load)
         return self._run(demand, max(self._searched, 4 * demand.clients), 1).kept >= self._workload.slo.share
 
     def _run(self, demand: Demand, number: int, meshes: int) -> Outcome:
@@ -166,35 +160,33 @@ def simulate(workload: Workload, kind: Kind, demand: Demand, number: int, meshes
     """The outcome of `number` requests on each of `meshes` meshes with `demand` each; the same for the same seed."""
     runs = []
     for mesh in range(meshes):
-        arrivals = make_arrivals(demand, number, workload.maker(f"{seed} {mesh} requests"), f"{seed} {mesh} arrivals")
+        make = workload.maker(f"{seed} {mesh} requests")
+        arrivals: Arrivals = ClosedArrivals(demand.clients, number, make)
+        if demand.rate > 0:
+            arrivals = PoissonArrivals(demand.rate, number, make, random.Random(f"{seed} {mesh} arrivals"))
         dice = random.Random(f"{seed} {mesh} steps")
         policy = StepCosts(kind.times, kind.points, dice, workload.prompt_ms_per_token)
         runs.append(simulate_mesh(arrivals, policy, Scheduler(kind.limits)))
     return outcome_of(workload, runs)
 
 
-def make_arrivals(demand: Demand, number: int, make: Callable[[float], SimRequest], seed: str | int) -> Arrivals:
-    """The arrivals of `number` requests at one mesh."""
-    if demand.rate > 0:
-        return PoissonArrivals(demand.rate, number, make, random.Random(seed))
-    return ClosedArrivals(demand.clients, number, make)
-
-
 def outcome_of(workload: Workload, runs: Sequence[Sequence[SimRequest]]) -> Outcome:
     """The outcome of several meshes together, without the warm-up."""
     counted, seconds = list[SimRequest](), 0.0
     for run in runs:
-        by_arrival = sorted(run, key=lambda each: each.arrived)
-        kept = by_arrival[int(WARM_UP * len(by_arrival)) :]
+        kept = sorted(run, key=lambda each: each.arrived)[int(WARM_UP * len(run)) :]
         counted += kept
         seconds += max(each.ended for each in kept) - kept[0].arrived
     extra = workload.request_ms
     tokens, steps = sum(each.num_output for each in counted), sum(each.num_steps for each in counted)
-    promised = [each for each in counted if is_within(workload, each)]
+    slo = workload.slo
+    first = [extra + 1e3 * each.first_seconds for each in counted]
+    per_token = [1e3 * each.token_seconds for each in counted]
+    promised = [a <= slo.first_token_ms and b <= slo.per_token_ms for a, b in zip(first, per_token, strict=True)]
     return Outcome(
-        kept=len(promised) / len(counted),
-        first_token_ms=quantiles([extra + 1e3 * each.first_seconds for each in counted]),
-        per_token_ms=quantiles([1e3 * each.token_seconds for each in counted]),
+        kept=sum(promised) / len(counted),
+        first_token_ms=quantiles(first),
+        per_token_ms=quantiles(per_token),
         end_to_end_ms=quantiles([extra + 1e3 * (each.ended - each.arrived) for each in counted]),
         tokens_per_second=tokens / seconds,
         requests_per_second=len(counted) / seconds,
@@ -202,15 +194,7 @@ def outcome_of(workload: Workload, runs: Sequence[Sequence[SimRequest]]) -> Outc
     )
 
 
-def is_within(workload: Workload, request: SimRequest) -> bool:
-    """True if a request is within the SLO, its time outside the engine included."""
-    first = 1e3 * request.first_seconds + workload.request_ms
-    slo = workload.slo
-    return first <= slo.first_token_ms and 1e3 * request.token_seconds <= slo.per_token_ms
-
-
 def quantiles(values: Sequence[float]) -> tuple[float, float, float]:
     """p50, p90 and p99, the nearest rank."""
-    ordered = sorted(values)
-    p50, p90, p99 = (ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in (0.5, 0.9, 0.99))
-    return p50, p90, p99
+    ordered, count = sorted(values), len(values)
+    return ordered[int(0.5 * count)], ordered[int(0.9 * count)], ordered[int(0.99 * count)]

@@ -7,12 +7,12 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from lpr.core.step_times import KNOTS, SHORTEST_KV, StepTimes
 from lpr.planner.footprint import Mesh
-from lpr.planner.measured import Drafted
-from lpr.planner.prediction import Inputs, Setting, forward_seconds, lp_seconds, tp_seconds
-from lpr.planner.simulated.requests import SimRequest
+from lpr.planner.prediction import Drafted, Inputs, Setting, forward_seconds, lp_seconds, tp_seconds
+from lpr.planner.simulated.mesh import SimRequest
 from lpr.planner.simulated.workload import Speed
 
 SMALL_BUDGETS = (2, 4, 8, 16)
@@ -35,20 +35,20 @@ class Point:
 
 @dataclass
 class _Work:
-    """The work of one rank in a step."""
+    """The work of one rank in a step; `host` in milliseconds."""
 
     nodes: float = 0.0
     host: float = 0.0
-    """Milliseconds."""
     prompt: int = 0
     num_rows: int = 0
     num_drafted: int = 0
     longest: int = SHORTEST_KV
 
-    def add(self, nodes: float, prompt: int, length: int) -> None:
-        """Add a request: nodes of its tree, tokens of its prompt, and tokens in the cache."""
+    def add(self, nodes: float, prompt: int, length: int, host: float = 0.0) -> None:
+        """Add a request: nodes of its tree, tokens of its prompt, tokens in the cache, and the host's time."""
         self.nodes += nodes
         self.prompt += prompt
+        self.host += host
         self.num_rows += 1
         self.num_drafted += nodes > 0
         self.longest = max(self.longest, length)
@@ -68,17 +68,14 @@ class StepCosts:
         """
         self._times, self._points, self._dice, self._prompt_ms = times, points, dice, prompt_ms
         self._temperatures, self._batches, self._widths = (sorted(set(each)) for each in zip(*points, strict=True))
-        self._found: dict[tuple[float, int, int], Point] = {}
+        self.point = cache(self._point)
+        """Drafting at a temperature on so many ranks, the busiest of which serves so many requests."""
 
-    def point(self, temperature: float, batch: int, width: int) -> Point:
-        """Drafting of a request on `width` ranks, the busiest of which serves `batch` requests."""
-        key = temperature, batch, width
-        if key not in self._found:
-            nearest = min(self._temperatures, key=lambda each: abs(each - temperature))
-            size = next((each for each in self._batches if each >= batch), self._batches[-1])
-            fewer = max((each for each in self._widths if each <= width), default=self._widths[0])
-            self._found[key] = self._points[nearest, size, fewer]
-        return self._found[key]
+    def _point(self, temperature: float, batch: int, width: int) -> Point:
+        nearest = min(self._temperatures, key=lambda each: abs(each - temperature))
+        size = next((each for each in self._batches if each >= batch), self._batches[-1])
+        fewer = max((each for each in self._widths if each <= width), default=self._widths[0])
+        return self._points[nearest, size, fewer]
 
     def step(
         self, decoding: Sequence[SimRequest], filling: Sequence[tuple[SimRequest, Sequence[int]]]
@@ -92,8 +89,7 @@ class StepCosts:
             point = self.point(request.temperature, max(ranks[rank] for rank in request.homes), len(request.homes))
             for rank in request.homes:
                 lacking = len(request.tokens) - 1 - request.num_computed_tokens[rank]
-                work[rank].add(point.nodes, lacking, len(request.tokens))
-                work[rank].host += point.host_ms  # others do not draft for it
+                work[rank].add(point.nodes, lacking, len(request.tokens), point.host_ms)  # others do not draft for it
             request.num_nodes += round(point.nodes) * len(request.homes)
             gather = max(gather, point.gather_ms)
             emitted.append(self._draw(mean_tokens(request, point.tokens_per_step)))
@@ -111,9 +107,7 @@ class StepCosts:
 
     def _draw(self, mean: float) -> int:
         """Tokens of one step: each further one is accepted with the same probability."""
-        if mean <= 1.0:
-            return 1
-        return 1 + int(math.log(1.0 - self._dice.random()) / math.log(1.0 - 1.0 / mean))
+        return 1 if mean <= 1.0 else 1 + int(math.log(1.0 - self._dice.random()) / math.log(1.0 - 1.0 / mean))
 
 
 def mean_tokens(request: SimRequest, tokens_per_step: float) -> float:
@@ -157,29 +151,28 @@ def predicted_points(
         at = replace(setting, temperature=temperature)
         for width in batches_up_to(mesh.lp):
             narrow = Mesh(width, mesh.tp)
-            ways = [None, *at.measured.ways(temperature, width)]
-            smallest = min((way for way in ways if way is not None), key=lambda way: way.budget)
-            ways += [_smaller(smallest, budget) for budget in SMALL_BUDGETS]
+            measured = at.measured.ways(temperature, width)  # by ascending budget
+            ways, smallest = [None, *measured], measured[0]
+            for budget in SMALL_BUDGETS:
+                share = math.log(budget + 1) / math.log(smallest.nodes + 1)
+                tokens = 1.0 + (smallest.tokens_per_step - 1.0) * share
+                ways.append(Drafted(smallest.temperature, budget, tokens, float(budget), True))
             for batch in batches_up_to(slots):
                 points = [_point(at, narrow, mesh, way, batch) for way in ways]
-                found[temperature, batch, width] = max(points, key=lambda point: _rate(point, times, batch, setting.kv))
+                rates = [_rate(point, times, batch, setting.kv) for point in points]
+                found[temperature, batch, width] = points[rates.index(max(rates))]
     return found
-
-
-def _smaller(measured: Drafted, budget: int) -> Drafted:
-    share = math.log(budget + 1) / math.log(measured.nodes + 1)
-    tokens = 1.0 + (measured.tokens_per_step - 1.0) * share
-    return Drafted(measured.temperature, budget, tokens, float(budget), True)
 
 
 def _point(setting: Setting, narrow: Mesh, mesh: Mesh, way: Drafted | None, batch: int) -> Point:
     """Drafting with one tree for requests on `narrow`, a part of `mesh`."""
-    step = setting.step(narrow, way, Inputs())
+    host_ms = 1e3 * setting.step(narrow, way, Inputs()).host / setting.batch
     payload = batch * (way.payload_bytes(narrow.lp) if way is not None else 4)
-    gather = lp_seconds(mesh, payload, setting.machine, Inputs())
-    nodes = setting.measured.shard_nodes(way, narrow.lp) if way is not None else 1.0
-    tokens = way.tokens_per_step if way is not None else 1.0
-    return Point(max(1.0, tokens), max(1.0, nodes), 1e3 * step.host / setting.batch, 1e3 * gather)
+    gather_ms = 1e3 * lp_seconds(mesh, payload, setting.machine, Inputs())
+    if way is None:
+        return Point(1.0, 1.0, host_ms, gather_ms)
+    nodes = setting.measured.shard_nodes(way, narrow.lp)
+    return Point(max(1.0, way.tokens_per_step), max(1.0, nodes), host_ms, gather_ms)
 
 
 def _rate(point: Point, times: StepTimes, batch: int, kv: int) -> float:

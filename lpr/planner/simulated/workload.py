@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -15,7 +16,7 @@ from msgspec import Meta
 
 from lpr.config import InputError
 from lpr.core.step_times import StepTimes, read_step_times
-from lpr.planner.simulated.requests import SimRequest
+from lpr.planner.simulated.mesh import SimRequest
 
 NotNegative = Annotated[float, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
@@ -125,16 +126,14 @@ class Workload(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=
         temperatures = [float(each) for each in self.temperature]
         shares = list(self.temperature.values())
         spreads = {float(name): value for name, value in self.pace_spread.items()}
-        number = 0
+        numbers = itertools.count(1)
 
         def make(now: float) -> SimRequest:
-            nonlocal number
-            number += 1
             [temperature] = dice.choices(temperatures, shares)
             spread = spreads[min(spreads, key=lambda each: abs(each - temperature))] if spreads else 0.0
             # The divisor of tokens per step has mean 1: so a fixed number of tokens takes the measured number of steps.
             slowness = math.exp(spread * dice.gauss(0.0, 1.0) - spread * spread / 2)
-            length, own = self.prompt.draw(dice), -number  # its own tokens are nobody else's
+            length, own = self.prompt.draw(dice), -next(numbers)  # its own tokens are nobody else's
             return SimRequest(
                 arrived=now,
                 num_prompt=self.shared_prefix + length,
@@ -153,13 +152,10 @@ def read_workload(path: Path) -> Workload:
         text = path.read_text(encoding="utf-8")
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
         found = msgspec.convert(values, Workload)
+        check(found)
     except OSError as failure:
         raise InputError(f"cannot read --service {path}: {failure.strerror or failure}") from failure
     except ValueError as failure:  # of JSON, TOML, UTF-8 or a field
-        raise InputError(f"--service {path}: {failure}") from failure
-    try:
-        check(found)
-    except InputError as failure:
         raise InputError(f"--service {path}: {failure}") from failure
     return found
 

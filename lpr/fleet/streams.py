@@ -1,4 +1,4 @@
-"""Reads the outputs of other replicas, and passes on only what the engine can learn.
+"""Sends finished outputs to the store, and reads those of other replicas that the engine can learn.
 
 Entries that are lost, late, doubled or out of order change drafts, never outputs. So the reader drops what it does not
 understand and reads on.
@@ -6,27 +6,98 @@ understand and reads on.
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from redis import Redis
+from redis.exceptions import ResponseError
 
 from lpr.core.suffix_index import END
 from lpr.fleet.counts import DraftCounts
-from lpr.fleet.entries import FIELD, Entry, decode, within_vocabulary
-from lpr.fleet.inbox import Batch, Inbox
+from lpr.fleet.entries import FIELD, ID_BYTES, Batch, Entry, Inbox, decode, encode, within_vocabulary
 from lpr.fleet.store import BLOCK_SECONDS, TooLongError
+
+QUEUE = 1024
+"""Longest queue, in outputs. Above it, the oldest are dropped."""
+SEND_AT_ONCE = 64
+"""Outputs per request to the store."""
+_WAIT = 0.5
+"""Seconds after which an idle thread checks if it should end."""
+
+
+class _Waiting(NamedTuple):
+    key: str
+    data: bytes
+    num_tokens: int
+
+
+class Sender:
+    """The queue of one replica's outputs."""
+
+    def __init__(self, store: Redis, origin: bytes, length: int, counts: DraftCounts) -> None:
+        """Send to `store` as `origin`. Each stream keeps about `length` entries."""
+        self._store, self._origin, self._length, self._counts = store, origin, length, counts
+        self._queue: deque[_Waiting] = deque()
+        self._news = threading.Condition()
+
+    def put(self, key: str, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> None:
+        """Queue an output for the stream `key`; returns at once."""
+        data, num_tokens = encode(self._origin, os.urandom(ID_BYTES), prompt_ids, token_ids)
+        with self._news:
+            self._queue.append(_Waiting(key, data, num_tokens))
+            self._trim()
+            self._news.notify()
+
+    def work(self) -> None:
+        """Send queued outputs, or wait briefly for some; raises the store's errors."""
+        with self._news:
+            if not self._queue:
+                self._news.wait(_WAIT)
+            taken = [self._queue.popleft() for _ in range(min(SEND_AT_ONCE, len(self._queue)))]
+        if not taken:
+            return
+        try:
+            pipeline = self._store.pipeline(transaction=False)
+            for each in taken:
+                pipeline.xadd(each.key, {FIELD: each.data}, maxlen=self._length, approximate=True)
+            answers = list(pipeline.execute(raise_on_error=False))
+        except Exception:
+            # The store may have them already: they are sent again, and readers drop doubles by their number.
+            with self._news:
+                self._queue.extendleft(reversed(taken))
+                self._trim()
+            self._counts.write_up = False
+            raise
+        refused = [answer for answer in answers if isinstance(answer, Exception)]
+        accepted = [each for each, answer in zip(taken, answers, strict=True) if not isinstance(answer, Exception)]
+        self._counts.sent += len(accepted)
+        self._counts.sent_tokens += sum(each.num_tokens for each in accepted)
+        with self._news:
+            self._counts.unsent += len(refused)
+            self._trim()
+        self._counts.write_up = not refused
+        if refused:  # a key of another type, no memory, no permission: a retry would not help
+            raise ResponseError(str(refused[0]))
+
+    def _trim(self) -> None:
+        while len(self._queue) > QUEUE:
+            self._queue.popleft()
+            self._counts.unsent += 1
+        self._counts.send_queue = len(self._queue)
+
 
 START = "0-0"
 """Before a stream's first entry."""
 MOST_TENANTS = 64
 """Streams followed at a time. Of more, the one whose tenant asked least recently is dropped."""
-AT_ONCE = 32
+READ_AT_ONCE = 32
 """Entries per read, of all streams: parsing more would hold up the step loop's thread."""
 PAUSE_SECONDS = 0.01
 """Seconds between two reads that brought entries, for the same reason."""
@@ -51,27 +122,16 @@ class Reader:
     """One replica's view of the streams of its tenants."""
 
     def __init__(
-        self,
-        store: Redis,
-        origin: bytes,
-        vocab_size: int,
-        inbox: Inbox,
-        counts: DraftCounts,
-        key_of: Callable[[str], str],
-        snapshot_of: Callable[[str], Batch | None],
-        positions: Mapping[str, str],
-    ) -> None:
+        self, store: Redis, origin: bytes, vocab_size: int, inbox: Inbox, counts: DraftCounts,
+        key_of: Callable[[str], str], snapshot_of: Callable[[str], Batch | None], positions: Mapping[str, str],
+    ) -> None:  # fmt: skip
         """Read the streams `key_of(tenant)` from their entries in `positions` on, or else from their snapshots on.
 
         Entries of `origin` are this replica's own.
         """
-        self._store = store
-        self._origin = origin
+        self._store, self._origin, self._inbox, self._counts = store, origin, inbox, counts
         self._vocab_size = vocab_size
-        self._inbox = inbox
-        self._counts = counts
-        self._key_of = key_of
-        self._snapshot_of = snapshot_of
+        self._key_of, self._snapshot_of = key_of, snapshot_of
         self._streams = {tenant: _Stream(tenant, key_of(tenant), at) for tenant, at in positions.items() if is_id(at)}
         """By tenant, the least recently asked for first."""
         self._lock = threading.Lock()
@@ -91,8 +151,7 @@ class Reader:
     def follow(self, tenant: str) -> None:
         """Follow a tenant's stream from the next round on."""
         with self._lock:
-            stream = self._streams.pop(tenant, None)
-            self._streams[tenant] = stream if stream is not None else _Stream(tenant, self._key_of(tenant))
+            self._streams[tenant] = self._streams.pop(tenant, None) or _Stream(tenant, self._key_of(tenant))
             if len(self._streams) > MOST_TENANTS:
                 self._streams.pop(next(iter(self._streams)))
 
@@ -133,7 +192,7 @@ class Reader:
         if self._careful:
             self._read_one_by_one(streams)
             return
-        count = max(1, AT_ONCE // len(streams))
+        count = max(1, READ_AT_ONCE // len(streams))
         asked: dict[Any, Any] = {stream.key: stream.position for stream in streams}
         answer = self._store.xread(asked, count=count, block=int(1000 * BLOCK_SECONDS))
         if self._take_in(streams, answer):
@@ -167,12 +226,10 @@ class Reader:
     def _take_in(self, streams: Sequence[_Stream], answer: Any) -> int:
         """Queue the entries of an answer; returns their number."""
         by_key = {stream.key: stream for stream in streams}
-        num_entries = 0
-        for key, entries in answer or ():
-            if (stream := by_key.get(_text(key))) is not None:
-                num_entries += len(entries)
-                self._take_entries(stream, entries)
-        return num_entries
+        found = [(by_key[_text(key)], entries) for key, entries in answer or () if _text(key) in by_key]
+        for stream, entries in found:
+            self._take_entries(stream, entries)
+        return sum(len(entries) for _, entries in found)
 
     def _take_entries(self, stream: _Stream, entries: Any) -> None:
         assert stream.position is not None
