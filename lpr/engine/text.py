@@ -115,6 +115,7 @@ class IncrementalDecoder:
         self._run = bytearray()
         self._byte_token = -1
         self._first_is_stripped = False
+        self._num_final = 0
         # Text that the prompt shows and the output may still change; subtracted from the output's text.
         self._prompt_pending = ""
 
