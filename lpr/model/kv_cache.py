@@ -9,17 +9,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
+from lpr.model.inputs import Block, Row
 from lpr.model.step_scope import current_step
-
-if TYPE_CHECKING:
-    from lpr.model.inputs import Block, Row
-
 
 _RESERVE = 0.05
 """Part of the free memory that is left to the activations of a step."""

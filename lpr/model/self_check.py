@@ -104,10 +104,8 @@ def _check(adapter: Adapter) -> SlotCache:
     except InputError:
         raise
     except _FAILURES as failure:
-        raise InputError(
-            f"model type {name!r} cannot run a token tree: its forward failed with {type(failure).__name__}: "
-            f"{first_line(failure)}"
-        ) from failure
+        failed = f"its forward failed with {type(failure).__name__}: {first_line(failure)}"
+        raise InputError(f"model type {name!r} cannot run a token tree: {failed}") from failure
     if not error <= tolerance:
         raise InputError(
             f"model type {name!r} cannot run a token tree: its logits differ from sequential evaluation by {error:.1e} "
@@ -117,11 +115,8 @@ def _check(adapter: Adapter) -> SlotCache:
 
 
 def _inexact_step(adapter: Adapter) -> str | None:
-    """The kind of step in which the logits of a text are other bits than one by one, or None.
-
-    The text ends behind a block of exact attention, and the tree branches in front of it.
-    """
-    branch, depth = BLOCK - 3, 6
+    """The kind of step in which the logits of a text are other bits than one by one, or None."""
+    branch, depth = BLOCK - 3, 6  # the text ends behind a block of exact attention, and the tree branches before it
     text = _random_tokens(adapter, branch + depth, torch.Generator().manual_seed(2))
 
     def forward(cache: SlotCache, start: int, end: int) -> torch.Tensor:
