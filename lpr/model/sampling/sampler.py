@@ -32,8 +32,7 @@ class Sampler:
     def results(self, logits: Tensor, selection: Selection, num_candidates: int, fixed_shapes: bool = False) -> Tensor:
         """Int32 [n, result_words(k)] of `logits` [n, V]: next token, k candidates, and their k scores, four a word.
 
-        Behind them is what `log_probabilities` returns, if the selection asks for it. `fixed_shapes` asks for operators
-        that a graph can hold. Where `in_parts`, `logits` are this rank's part.
+        Behind them is what `log_probabilities` returns, if asked for. Where `in_parts`, `logits` are this rank's part.
         """
         if self.in_parts(selection):
             assert self.part is not None
