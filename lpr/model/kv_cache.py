@@ -32,8 +32,6 @@ class KVCache(Cache, ABC):
     def __init__(self) -> None:
         super().__init__(layers=[])  # without transformers' objects per layer
 
-    # What models call.
-
     @abstractmethod
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -57,8 +55,6 @@ class KVCache(Cache, ABC):
         """Rows of a sequence."""
         return self.rows_per_slot
 
-    # What a step's inputs and attention ask.
-
     @abstractmethod
     def first_rows(self, rows: Sequence[Row]) -> list[int]:
         """The cache row of the first entry of each row of a step; its other entries follow."""
@@ -74,8 +70,6 @@ class KVCache(Cache, ABC):
     @abstractmethod
     def of_block(self, states: torch.Tensor, block: Block) -> torch.Tensor:
         """A block's K or V [B, H, KV, D], a view of what `update` returned for packed inputs."""
-
-    # What the runtime calls.
 
     @property
     @abstractmethod
