@@ -45,10 +45,7 @@ def visible_nodes(block: Block, mask_function: Callable[..., Any]) -> Tensor:
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bool mask as a float mask to add to scores.
-
-    It holds finfo.min and never -inf: a row without a visible key would turn NaN, be cached, and poison later sums.
-    """
+    """The bool mask as a float mask to add to scores: never -inf, so that a row without a visible key is no NaN."""
     floor = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=mask.device)
     return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), floor)
 

@@ -126,7 +126,7 @@ def _best_before(
 
 @triton.jit
 def _weights_before(row_at, temperature, top, kept, end, end_token, vocabulary, BLOCK: tl.constexpr):
-    """Weights against the score `top`: of the kept tokens in front of token `end_token` with score `end`, and of all."""
+    """Weights against the score `top`: of the kept tokens in front of `end_token` with score `end`, and of all."""
     before = tl.full([], 0.0, tl.float64)
     whole = tl.full([], 0.0, tl.float64)
     for start in range(0, vocabulary, BLOCK):
