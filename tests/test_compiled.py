@@ -113,11 +113,9 @@ def test_a_pack_notices_another_input() -> None:
 # The compiler.
 
 
-def specification(query: Any, key: Any, value: Any, mask: TreeMask, *rest: Any) -> Any:
+def specification(query: Any, key: Any, value: Any, mask: TreeMask, rules: attention_kernel.Rules) -> Any:
     """Stands for the launch of the kernel, which the interpreter takes long for."""
-    sinks, window, chunk, softcap, scale = rest
-    rules = {"sinks": sinks, "window": window, "chunk": chunk, "softcap": softcap, "scale": scale}
-    return attention_reference.tree_attention(query, key, value, mask, **rules).transpose(1, 2).contiguous()
+    return attention_reference.tree_attention(query, key, value, mask, **rules._asdict()).transpose(1, 2).contiguous()
 
 
 @pytest.fixture(autouse=True)

@@ -49,8 +49,7 @@ class Adapter:
         """T and KV of a step are padded to multiples of these. On a GPU few shapes repeat, as tuned kernels need; on a
         CPU every padded node costs its full arithmetic."""
         self.packed = on_cpu
-        """True if unequal rows are laid out without padding, with one attention call each; `self_check` takes it back
-        for a model that cannot."""
+        """True if unequal rows are laid out without padding; `self_check` takes it back for a model that cannot."""
         self.accepts_positions = "position_ids" in inspect.signature(type(model).forward).parameters
         self.exact = exact
         self.heights: check.Heights | None = None
@@ -72,10 +71,8 @@ class Adapter:
         if choice not in ATTENTION[1:]:
             raise InputError(f"attention={choice!r} is none of {', '.join(ATTENTION)}")
         if choice in KERNELS and not self.model._can_set_attn_implementation():
-            raise InputError(
-                f"model type {self.config.model_type!r} has its own attention code, which attention={choice!r} does "
-                "not reach; use attention='sdpa'"
-            )
+            owner = f"model type {self.config.model_type!r} has its own attention code"
+            raise InputError(f"{owner}, which attention={choice!r} does not reach; use attention='sdpa'")
         if choice == "triton" and not find_spec("triton"):
             raise InputError(
                 "attention='triton' needs the package triton (pip install triton); or use attention='sdpa'"
@@ -83,7 +80,13 @@ class Adapter:
         name = (EXACT_KERNELS if self.exact else KERNELS).get(choice, TREE_ATTENTION)
         load_kernel(name)
         self.attention = choice
-        _use_attention(self.model, name)
+        if self.model._can_set_attn_implementation():
+            self.model.set_attn_implementation(name)
+        else:
+            for module in self.model.modules():
+                config: Any = getattr(module, "config", None)
+                if hasattr(config, "_attn_implementation_internal"):
+                    config._attn_implementation_internal = TREE_MASK_ONLY
         adapt(self.model)
 
     def why_not_exact(self) -> str | None:
@@ -145,13 +148,3 @@ class Adapter:
     ) -> torch.Tensor:
         """The logits of `forward` over `rows`, laid out as by `inputs`."""
         return self.forward(self.inputs(rows, cache, node_bucket, kv_bucket, packed), cache)
-
-
-def _use_attention(model: PreTrainedModel, name: str) -> None:
-    if model._can_set_attn_implementation():
-        model.set_attn_implementation(name)
-        return
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if hasattr(config, "_attn_implementation_internal"):
-            config._attn_implementation_internal = TREE_MASK_ONLY

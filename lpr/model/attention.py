@@ -30,14 +30,12 @@ def visible_nodes(block: Block, mask_function: Callable[..., Any]) -> Tensor:
     """Bool mask [B, 1, T, KV]: the model's rule on positions, and the tree's visibility."""
     if block.visible is not None:
         visible = block.visible[:, None]
-    elif block.is_causal:
-        length = block.num_kv
-        visible = torch.ones(length, length, dtype=torch.bool, device=block.positions.device).tril()[None, None]
     elif block.tree_mask is not None:
         visible = block.tree_mask.visible(block.num_kv)[:, None]
     else:
         size = (len(block.positions), 1, block.positions.shape[1], block.num_kv)
         visible = torch.ones(size, dtype=torch.bool, device=block.positions.device)
+        visible = visible.tril() if block.is_causal else visible
     if mask_function is causal_mask_function:
         return visible  # ancestors and committed tokens never come later: the tree rule implies causality
     batch = torch.arange(visible.shape[0], device=visible.device)[:, None, None, None]
@@ -47,10 +45,7 @@ def visible_nodes(block: Block, mask_function: Callable[..., Any]) -> Tensor:
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bool mask as a float mask to add to scores.
-
-    It holds finfo.min and never -inf: a row without a visible key would turn NaN, be cached, and poison later sums.
-    """
+    """The bool mask as a float mask to add to scores: never -inf, so that a row without a visible key is no NaN."""
     floor = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=mask.device)
     return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), floor)
 

@@ -68,7 +68,6 @@ class NoWaiting(TorchDispatchMode):
     """Raises WaitsError at an operator that the host would have to wait for: no graph can hold it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Look at the operator's name and at what it copies, then run it."""
         name = func.name()
         if name.split("::")[-1].split(".")[0] in _WAITING:
             raise WaitsError(f"its forward waits for the device ({name})")

@@ -10,17 +10,14 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from lpr.config import first_line
-
-if TYPE_CHECKING:
-    from lpr.model.adapter import Adapter
-    from lpr.model.inputs import StepInputs
-    from lpr.model.kv_cache import KVCache
+from lpr.model.adapter import Adapter
+from lpr.model.inputs import StepInputs
+from lpr.model.kv_cache import KVCache
 
 logger = logging.getLogger(__name__)
 

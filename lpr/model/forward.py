@@ -1,7 +1,6 @@
 """How the rows of a step become results.
 
-EagerForward calls the model's operators one by one, `graphs.GraphForward` replays what it has captured of such calls;
-`compiled.CompiledForward` takes the adapter's place in what is captured.
+EagerForward calls the model, `graphs.GraphForward` replays captured calls, perhaps of a `compiled.CompiledForward`.
 """
 
 from __future__ import annotations

@@ -83,8 +83,8 @@ class GraphForward(EagerForward):
     def shape_of(self, rows: Sequence[Row], selection: Selection, num_candidates: int) -> StaticShape | None:
         """The shape whose graph evaluates a step; None if it has none."""
         limits = self.cache.num_slots, self.cache.rows_per_slot, self.max_entries
-        in_parts = self.sampler.part is not None
-        return static_shape(rows, selection, num_candidates, *limits, self.adapter.reads_bits, self._height, in_parts)
+        how = self.adapter.reads_bits, self._height, self.sampler.part is not None
+        return static_shape(rows, selection, num_candidates, *limits, *how)
 
     def evaluate(self, rows: Sequence[Row], selection: Selection, num_candidates: int) -> torch.Tensor:
         """As TreeModel.evaluate."""

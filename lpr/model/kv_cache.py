@@ -9,17 +9,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
+from lpr.model.inputs import Block, Row
 from lpr.model.step_scope import current_step
-
-if TYPE_CHECKING:
-    from lpr.model.inputs import Block, Row
-
 
 _RESERVE = 0.05
 """Part of the free memory that is left to the activations of a step."""
@@ -34,8 +31,6 @@ class KVCache(Cache, ABC):
 
     def __init__(self) -> None:
         super().__init__(layers=[])  # without transformers' objects per layer
-
-    # What models call.
 
     @abstractmethod
     def update(
@@ -60,8 +55,6 @@ class KVCache(Cache, ABC):
         """Rows of a sequence."""
         return self.rows_per_slot
 
-    # What a step's inputs and attention ask.
-
     @abstractmethod
     def first_rows(self, rows: Sequence[Row]) -> list[int]:
         """The cache row of the first entry of each row of a step; its other entries follow."""
@@ -77,8 +70,6 @@ class KVCache(Cache, ABC):
     @abstractmethod
     def of_block(self, states: torch.Tensor, block: Block) -> torch.Tensor:
         """A block's K or V [B, H, KV, D], a view of what `update` returned for packed inputs."""
-
-    # What the runtime calls.
 
     @property
     @abstractmethod

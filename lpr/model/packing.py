@@ -32,12 +32,11 @@ class Pack:
         self.bias = torch.cat([each.bias.data for each in members]) if members[0].bias is not None else None
         self._input: torch.Tensor | None = None
         self._outputs: Sequence[torch.Tensor] = ()
-        start = 0
-        for size, each in zip(self.sizes, members, strict=True):
-            each.weight.data = self.weight[start : start + size]
-            if self.bias is not None:
-                each.bias.data = self.bias[start : start + size]
-            start += size
+        biases = self.bias.split(self.sizes) if self.bias is not None else [None] * len(members)
+        for each, weight, bias in zip(members, self.weight.split(self.sizes), biases, strict=True):
+            each.weight.data = weight
+            if bias is not None:
+                each.bias.data = bias
 
     def part(self, place: int, given: torch.Tensor) -> torch.Tensor:
         """The output of member `place` for an input [..., inputs]: [..., its outputs]."""

@@ -156,9 +156,8 @@ def check_shards(
 ) -> None:
     """Raise InputError, naming the parameter, unless every matrix of a layer is split once and evenly.
 
-    `full` and `found` map names to the shapes of the whole model and of this rank's part. A split axis has at most
-    its `tp`-th part, rounded up; with fewer key/value heads than ranks, k_proj and v_proj have one head. Outside the
-    layers only `ends` have to be split: DeepSpeed leaves embeddings whole.
+    `full` and `found` map names to the shapes of the whole model and of this rank's part. With fewer key/value heads
+    than ranks, k_proj and v_proj have one head. Outside the layers only `ends` have to be split.
     """
     for name, shape in full.items():
         part = found.get(name)

@@ -47,10 +47,9 @@ class TreeModel:
         exact: bool = False,
         shared: SharedWeights | None = None,
     ) -> None:
-        """Switch `model` (any transformers causal LM) to tree attention; the cache comes with `allocate`.
+        """Make an Adapter of `model`; on a GPU, steps are captured as graphs, unless `graphs` is False.
 
-        On a GPU, steps are captured as graphs, unless `graphs` is False. See Adapter for `attention` and `exact`.
-        Raises InputError for a choice that cannot work.
+        The cache comes with `allocate`. Raises InputError for a choice that cannot work.
         """
         self._shared = shared or SharedWeights()
         self.adapter = Adapter(model, attention, exact, self._shared.share_heights)

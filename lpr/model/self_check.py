@@ -37,8 +37,6 @@ failures known so far begin at 3e-3. Half precision rounds differently at every 
 _HALF_TOLERANCE = 6e-2
 _FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError, NotImplementedError)
 """Errors of models that do not fit."""
-_PROMPT = 24
-_KERNEL_PROMPT = 200
 
 
 def self_check(runner: TreeModel) -> KVCache:
@@ -60,10 +58,7 @@ def self_check(runner: TreeModel) -> KVCache:
 
 
 def check_compiled(runner: TreeModel, like: KVCache) -> None:
-    """Compile the forms of a step and of a plain one, and compare their logits with those of direct steps.
-
-    Where they differ, `runner` compiles no more.
-    """
+    """Compile the forms of a step and of a plain one; where their logits differ from direct ones, compile no more."""
     assert runner.compiled is not None
     adapter, cache = runner.adapter, like.resized(1, 256)
     tokens = _random_tokens(adapter, 13, torch.Generator().manual_seed(4))
@@ -83,8 +78,7 @@ def check_compiled(runner: TreeModel, like: KVCache) -> None:
 
 
 def _check(adapter: Adapter) -> SlotCache:
-    # Kernels work on blocks of keys: their check takes several.
-    prompt_length = _KERNEL_PROMPT if adapter.reads_bits else _PROMPT
+    prompt_length = 200 if adapter.reads_bits else 24  # kernels work on blocks of keys: their check takes several
     name = getattr(adapter.config, "model_type", type(adapter.model).__name__)
     if (known := refusal(adapter.model)) is not None:
         raise InputError(f"model type {name!r} cannot run a token tree: {known}")
@@ -104,10 +98,8 @@ def _check(adapter: Adapter) -> SlotCache:
     except InputError:
         raise
     except _FAILURES as failure:
-        raise InputError(
-            f"model type {name!r} cannot run a token tree: its forward failed with {type(failure).__name__}: "
-            f"{first_line(failure)}"
-        ) from failure
+        failed = f"its forward failed with {type(failure).__name__}: {first_line(failure)}"
+        raise InputError(f"model type {name!r} cannot run a token tree: {failed}") from failure
     if not error <= tolerance:
         raise InputError(
             f"model type {name!r} cannot run a token tree: its logits differ from sequential evaluation by {error:.1e} "
@@ -117,11 +109,8 @@ def _check(adapter: Adapter) -> SlotCache:
 
 
 def _inexact_step(adapter: Adapter) -> str | None:
-    """The kind of step in which the logits of a text are other bits than one by one, or None.
-
-    The text ends behind a block of exact attention, and the tree branches in front of it.
-    """
-    branch, depth = BLOCK - 3, 6
+    """The kind of step in which the logits of a text are other bits than one by one, or None."""
+    branch, depth = BLOCK - 3, 6  # the text ends behind a block of exact attention, and the tree branches before it
     text = _random_tokens(adapter, branch + depth, torch.Generator().manual_seed(2))
 
     def forward(cache: SlotCache, start: int, end: int) -> torch.Tensor:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lpr.model.inputs import Block, Row, StepInputs
 from lpr.model.kv_cache import KVCache
 from lpr.model.step_scope import current_step
 from lpr.model.transfer import to_device
 from lpr.native import place_rows
-
-if TYPE_CHECKING:
-    from lpr.model.inputs import Block, Row, StepInputs
 
 Pair = tuple[Tensor, Tensor]
 

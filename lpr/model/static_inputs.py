@@ -81,11 +81,9 @@ class StaticShape:
     def place(self, words: np.ndarray, rows: Sequence[Row], selection: Selection, cache: KVCache) -> None:
         """Write the words [num_words] of a step of `rows`, neighbouring slots from `first_slot` on, on the host."""
         cache.place(words, rows, self.first_slot, self.batch, self.num_entries)
-        if self.num_keys:
-            words[-prod(self.sizes["selection"]) :] = self._place_selection(rows, selection)
-
-    def _place_selection(self, rows: Sequence[Row], selection: Selection) -> np.ndarray:
-        """Each row's parameters among the last of its T entries; the other entries are greedy."""
+        if not self.num_keys:
+            return
+        # Each row's parameters are among the last of its T entries; the other entries are greedy.
         columns, given_keys = np.split(selection.words.numpy(), [5 * selection.num_rows])
         columns = columns.reshape(5, -1)
         placed = np.zeros((5, self.batch, self.num_entries), np.int32)
@@ -96,7 +94,7 @@ class StaticShape:
             start = end
         keys = np.zeros(self.num_keys, np.int32)
         keys[: selection.num_keys] = given_keys
-        return np.concatenate([placed.reshape(-1), keys])
+        words[-prod(self.sizes["selection"]) :] = np.concatenate([placed.reshape(-1), keys])
 
     def read(self, words: torch.Tensor) -> tuple[StepInputs, Selection]:
         """The inputs of a forward as functions of `words` on the device alone; all B * T entries have results."""

@@ -8,10 +8,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from lpr.model.inputs import StepInputs
+from lpr.model.inputs import StepInputs
 
 _local = threading.local()
 

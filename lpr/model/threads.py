@@ -12,8 +12,7 @@ import torch
 def share_out(work: Callable[[slice], None], number: int) -> None:
     """Call `work` with equal slices of `number` things, on as many threads as torch uses."""
     num_threads = torch.get_num_threads()
-    count = min(num_threads, number)
-    if count < 2:
+    if (count := min(num_threads, number)) < 2:
         work(slice(0, number))
         return
     edges = [number * part // count for part in range(count + 1)]

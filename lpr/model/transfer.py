@@ -17,10 +17,7 @@ def copy_over(target: torch.Tensor, array: np.ndarray) -> None:
 
 
 def _pinned(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A copy from pageable memory would wait for all queued work of a GPU.
-
-    Pinned memory comes from torch's caching allocator, which does not reuse it before the GPU has read it.
-    """
+    """For a GPU in pinned memory, of which a copy does not wait, and which torch reuses only when it has been read."""
     host = torch.from_numpy(array)
     return host.pin_memory() if device.type == "cuda" else host
 

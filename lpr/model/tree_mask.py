@@ -18,9 +18,8 @@ from lpr.native import ancestor_words
 class TreeMask:
     """The visibility of entries in a forward of B rows with T entries each, padded on the left.
 
-    The last `num_entries[b]` of row b's T entries are real. Real entry i (counted without the padding) has its K/V in
-    cache row `num_cached[b] + i`; the cache rows before hold the committed tokens, token j in row j. All fields are
-    tensors on the model's device, so that a captured graph can be replayed with other trees and lengths.
+    Real entry i (counted without the padding) of row b has its K/V in cache row `num_cached[b] + i`; the cache rows
+    before hold the committed tokens, token j in row j. All fields are tensors on the model's device.
     """
 
     bits: Tensor

@@ -1,8 +1,7 @@
 """Exact mode: a step's logits are the same bits however it was drafted, batched or cut.
 
-A token's place among others must not change the order in which its sums are added. A row of a matrix product with the
-model's weights has the same bits for any number of rows within a range, which `check` finds and keeps to. Attention
-adds in the order of positions: `in_order` on a CPU, `kernels.exact_kernel` on a GPU.
+A row of a matrix product with the weights has the same bits for any number of rows within a range, which `check`
+finds and keeps to. Attention adds in the order of positions: `in_order` on a CPU, `kernels.exact_kernel` on a GPU.
 """
 
 BLOCK = 64

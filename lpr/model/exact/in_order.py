@@ -1,8 +1,6 @@
-"""Exact attention on a CPU: every entry by itself, over its path in the order of positions.
+"""Exact attention on a CPU: every entry by itself, over its path in the order of positions, without matrix products.
 
-No matrix product takes part: an entry's scores, the sum of its weights and its values are added in one order that the
-length of its path alone decides. native/attention.h does this about as fast as PyTorch's attention. Without the
-extension `_attend_entry` does, slowly; the bits of the two differ.
+Without the extension (native/attention.h) `_attend_entry` does it, slowly; the bits of the two differ.
 """
 
 from __future__ import annotations

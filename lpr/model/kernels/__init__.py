@@ -1,7 +1,6 @@
 """GPU versions of tree attention and sampling, in Triton.
 
-`attention_kernel`, `exact_kernel` and `sampling_kernel` launch the device code of the `_code` modules. `hook` makes
-attention implementations of transformers of them. `sampling.specification` specifies sampling.
+The `_kernel` modules launch the device code of the `_code` modules; `hook` makes attention implementations of them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The device code of `attention_kernel`: a block of query rows and a share of the keys per program; the combination.
 
-Written for Triton 3.x. All lengths are read here, on the device. The interpreter accepts what the compiler refuses
-(a loop variable that changes its shape), so the tests compile this file for GPUs as well as interpret it. UPCAST is for
-the interpreter alone, whose bfloat16 products multiply bit patterns (triton issue 11584) and whose casts truncate.
+Written for Triton 3.x. All lengths are read here, on the device. UPCAST is for the interpreter alone, whose bfloat16
+products multiply bit patterns (triton issue 11584) and whose casts truncate.
 """
 
 from __future__ import annotations

@@ -28,8 +28,7 @@ SPLIT = 8
 def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, paths: Paths, **given: Any) -> Tensor:
     """As `attention_kernel.tree_attention`, with sums in one order whatever the tree.
 
-    An entry's keys stand in the order of positions. A running softmax takes BLOCK positions at a time, cut at multiples
-    of it of the absolute position; after SPLIT blocks a new one begins; these are added in order.
+    A running softmax takes BLOCK positions at a time; after SPLIT blocks a new one begins; these are added in order.
     """
     check(query, key, value)
     rules = Rules(**given)

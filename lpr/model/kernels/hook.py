@@ -12,9 +12,8 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import and_masks, causal_mask_function, chunked_overlay, sdpa_mask
-from transformers.masking_utils import sliding_window_overlay as sliding_overlay
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from lpr.config import InputError
 from lpr.model.attention import Mask, additive, tree_attention, tree_mask, visible_nodes
@@ -42,21 +41,19 @@ class LayerRule:
 
 
 # Closures of one factory share their code object, so `is` on it tells which factory made a function.
-_AND = and_masks(causal_mask_function).__code__
-_SLIDING = sliding_overlay(1).__code__
-_CHUNKED = chunked_overlay(1, torch.zeros(1)).__code__
+_AND = masking_utils.and_masks(causal_mask_function).__code__
+_SLIDING = masking_utils.sliding_window_overlay(1).__code__
+_CHUNKED = masking_utils.chunked_overlay(1, torch.zeros(1)).__code__
 
 
 def layer_rule(mask_function: Callable[..., Any]) -> LayerRule | None:
     """The rule that a mask function of transformers stands for; None if any part of it is unknown.
 
-    Known are causal, alone or together with sliding windows and chunks. The left padding of a chunk is ignored: it is
-    a property of transformers' own batches, and in a step it is zero.
+    Known are causal, alone or together with sliding windows and chunks, whose left padding is zero in a step.
     """
     windows: list[Any] = []
     chunks: list[Any] = []
-    causal = False
-    parts = [mask_function]
+    causal, parts = False, [mask_function]
     while parts:
         part = parts.pop()
         code = getattr(part, "__code__", None)
@@ -88,8 +85,7 @@ def kernel_mask(
 ) -> LayerRule | Mask:
     """For AttentionMaskInterface: a LayerRule in a step that has bits, else the masks of "lpr_tree".
 
-    A compiler cannot look into functions, as `layer_rule` does: it takes what direct forwards have found for layers of
-    this `local_size`, the window or chunk that transformers itself names.
+    A compiler cannot look into functions: it takes what direct forwards have found for layers of this `local_size`.
     """
     step = current_step()
     if step is not None and step.blocks[0].tree_mask is not None:

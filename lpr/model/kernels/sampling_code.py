@@ -126,10 +126,7 @@ def _best_before(
 
 @triton.jit
 def _weights_before(row_at, temperature, top, kept, end, end_token, vocabulary, BLOCK: tl.constexpr):
-    """Weights against the score `top`: of the kept tokens in front of token `end_token` with score `end`, and of all.
-
-    The first is 0 for nothing but the first token, as that one weighs 1 where `top` is the row's.
-    """
+    """Weights against the score `top`: of the kept tokens in front of `end_token` with score `end`, and of all."""
     before = tl.full([], 0.0, tl.float64)
     whole = tl.full([], 0.0, tl.float64)
     for start in range(0, vocabulary, BLOCK):
@@ -150,10 +147,9 @@ def choose_rows(
     logits_at, keys_at, key_of_at, temperature_at, top_k_at, top_p_at, min_p_at, chosen_at, totals_at,
     vocabulary, row_stride, first_token, NOT_A_NUMBER: tl.constexpr, LIMITED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The choice of row `program_id(0)`; rows without a temperature take their first largest logit.
+    """The choice of row `program_id(0)`, a column, and its total of score and noise, NaN where there is no choice.
 
-    The noise is that of tokens from `first_token` on; the choice is a column. With it comes its total of score and
-    noise, or NaN where there is no choice.
+    Rows without a temperature take their first largest logit. The noise is that of tokens from `first_token` on.
     """
     row = tl.program_id(0).to(tl.int64)
     row_at = logits_at + row * row_stride

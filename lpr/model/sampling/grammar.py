@@ -1,7 +1,6 @@
 """Outputs that keep to a grammar: a JSON schema, a regular expression or a context-free grammar, by llguidance.
 
-The processor is a function of its two arguments, as several ranks need it: it keeps the grammar's state along the path
-that it saw last, and goes back to where the next path leaves that one.
+The processor is a function of its arguments: it goes back to where a path leaves the one that it saw last.
 """
 
 from __future__ import annotations

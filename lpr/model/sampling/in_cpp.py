@@ -35,11 +35,8 @@ def draw(logits: torch.Tensor, selection: Selection) -> torch.Tensor:
 
 
 def best_tokens(scores: torch.Tensor) -> torch.Tensor:
-    """The argmax [n] of scores [n, V] on a CPU, of equal ones the first; NOT_A_NUMBER in rows with a NaN.
-
-    numpy finds it several times as fast as torch, and like torch takes a NaN for the largest.
-    """
-    values = scores.numpy()
+    """The argmax [n] of scores [n, V] on a CPU, of equal ones the first; NOT_A_NUMBER in rows with a NaN."""
+    values = scores.numpy()  # several times as fast as torch, and like torch takes a NaN for the largest
     found = values.argmax(1)
     broken = np.isnan(values[np.arange(len(found)), found])
     if broken.any():

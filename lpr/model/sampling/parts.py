@@ -39,8 +39,7 @@ def choose_in_part(
 ) -> Tensor:
     """A rank's message: int32 [n, 2 or 3 + 2k] of its part `logits` [n, v], whose first column is token `first`.
 
-    The bits of the best total, its token; with k candidates the bits of the logarithm of the sum of all weights, and of
-    the k largest logits, and their tokens. A total is NaN where the part has no choice, and -inf where it has no token.
+    The bits of the best total (NaN where the part has no choice, -inf where it has no token), its token, `_likeliest`.
     """
     scores = logits.float()
     chosen, totals = pick_with_totals(logits, selection.from_token(first), fixed_shapes)

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from lpr.model.adapter import Adapter
 from lpr.model.inputs import Row
+from lpr.model.parallel import VocabularyPart
 from lpr.model.sampling.choice import candidates, choose, four_to_a_word, log_probabilities
 from lpr.model.sampling.parts import choose_by_parts, limits_work, may_be_in_parts
 from lpr.model.sampling.selection import Selection
 from lpr.model.slot_cache import SlotCache
 from lpr.model.step_scope import current_step
-
-if TYPE_CHECKING:
-    from lpr.model.adapter import Adapter
-    from lpr.model.parallel import VocabularyPart
 
 
 class Sampler:
@@ -36,8 +32,7 @@ class Sampler:
     def results(self, logits: Tensor, selection: Selection, num_candidates: int, fixed_shapes: bool = False) -> Tensor:
         """Int32 [n, result_words(k)] of `logits` [n, V]: next token, k candidates, and their k scores, four a word.
 
-        Behind them is what `log_probabilities` returns, if the selection asks for it. `fixed_shapes` asks for operators
-        that a graph can hold. Where `in_parts`, `logits` are this rank's part.
+        Behind them is what `log_probabilities` returns, if asked for. Where `in_parts`, `logits` are this rank's part.
         """
         if self.in_parts(selection):
             assert self.part is not None

@@ -67,8 +67,8 @@ def _mix32(x: torch.Tensor) -> torch.Tensor:
 def gumbel(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Standard Gumbel noise, float32, for int64 `keys` and token ids that broadcast against each other.
 
-    Two hash rounds with the key folded in between decorrelate the rows of neighbouring keys. With v uniform in (0, 1),
-    -log(v) is exponential; log1p keeps its small values, which decide the maximum, exact in float32.
+    Two hash rounds with the key folded in between decorrelate neighbouring keys. log1p keeps the small values of the
+    exponential, which decide the maximum, exact in float32.
     """
     bits = _mix32(_mix32(tokens ^ keys) ^ ((keys * 0x85EBCA6B) & MASK32))
     uniform = (bits.to(torch.float32) + 0.5) * 2.0**-32
