@@ -32,7 +32,7 @@ class Constant:
         self.tokens = tokens
         self.steps: list[tuple[int, list[int]]] = []
 
-    def step(
+    def __call__(
         self, decoding: Sequence[SimRequest], filling: Sequence[tuple[SimRequest, Sequence[int]]]
     ) -> tuple[float, Sequence[int]]:
         self.steps.append((len(decoding), [sum(counts) for _, counts in filling]))
@@ -91,10 +91,10 @@ def test_two_ranks_share_one_request_or_have_one_each() -> None:
     homes = []
 
     class Watching(StepCosts):
-        def step(
+        def __call__(
             self, decoding: Sequence[SimRequest], filling: Sequence[tuple[SimRequest, Sequence[int]]]
         ) -> tuple[float, Sequence[int]]:
-            seconds, emitted = super().step(decoding, filling)
+            seconds, emitted = super().__call__(decoding, filling)
             homes.append((sorted(tuple(each.homes) for each in decoding), round(1e3 * seconds, 6)))
             return seconds, [1] * len(emitted)
 
@@ -144,11 +144,11 @@ def test_steps_cost_what_the_table_says() -> None:
     costs = StepCosts(TIMES, {(0.0, 8, 1): Point(3.0, 10.0, host_ms=0.5, gather_ms=1.0)}, random.Random(0))
     requests = [running(request(0.0), 1) for _ in range(2)]  # two tokens of the prompt beside the root
     long = running(request(0.0, 100), 0)
-    took, emitted = costs.step(requests, [(long, [50])])
+    took, emitted = costs(requests, [(long, [50])])
     entries = 2 * (2 + 10) + 50
     assert took == pytest.approx((TIMES.time(entries, 3) + 2 * 0.5 + 1.0) * 1e-3) and len(emitted) == 2
     apart = StepCosts(TIMES, {(0.0, 8, 1): Point(3.0, 10.0)}, random.Random(0), prompt_ms=0.3)
-    assert apart.step(requests, [(long, [50])])[0] == pytest.approx((TIMES.time(20, 2) + 54 * 0.3) * 1e-3)
+    assert apart(requests, [(long, [50])])[0] == pytest.approx((TIMES.time(20, 2) + 54 * 0.3) * 1e-3)
 
 
 def test_tokens_of_a_step_have_the_mean_that_was_measured() -> None:
@@ -161,7 +161,7 @@ def test_tokens_of_a_step_have_the_mean_that_was_measured() -> None:
     plain = StepCosts(TIMES, {(0.0, 1, 1): Point(1.0, 1.0)}, random.Random(0))
     fast = running(request(0.0, output=50), 3)
     fast.pace = 4.0
-    assert {plain.step([fast], [])[1][0] for _ in range(100)} == {1}, "plain decoding brings one token a step"
+    assert {plain([fast], [])[1][0] for _ in range(100)} == {1}, "plain decoding brings one token a step"
 
 
 def test_points_between_measured_batches() -> None:

@@ -143,8 +143,8 @@ def find_files(paths: Sequence[Path], glob: str, leave_out: Path) -> list[Path]:
             inside = [each for each in sorted(path.rglob(glob)) if each.is_file()]
         except (ValueError, NotImplementedError, IndexError) as failure:
             raise InputError(f"--glob {glob!r} is no pattern for names inside a folder: {failure}") from failure
-        hidden = [each for each in inside if any(part.startswith(".") for part in each.relative_to(path).parts)]
-        inside = [each for each in inside if each not in hidden and each.resolve() != leave_out.resolve()]
+        inside = [each for each in inside if not any(part.startswith(".") for part in each.relative_to(path).parts)]
+        inside = [each for each in inside if each.resolve() != leave_out.resolve()]
         if not inside:
             raise InputError(f"no file in the folder {path} matches --glob {glob!r}")
         found += inside

@@ -162,9 +162,9 @@ def make_plan(args: Args) -> Plan:
     asked = Setting(
         facts, machine, read_measured(measured_values()), args.context // 2, size, args.temperature, args.batch
     )
-    other = replace(asked, temperature=0.0 if args.temperature > 0 else 0.8)
     fitting = [row.mesh for row in rows if row.fits(machine.gpu.memory)]
-    predictions = {each.temperature: [predict(each, mesh) for mesh in fitting] for each in (asked, other)}
+    temperatures = args.temperature, 0.0 if args.temperature > 0 else 0.8
+    predictions = {at: [predict(replace(asked, temperature=at), mesh) for mesh in fitting] for at in temperatures}
     choice, reason = recommend(rows, asked, predictions[args.temperature])
     return Plan(planned, facts, decode, dtype, rows, machine, predictions, choice, reason)
 
@@ -178,11 +178,11 @@ def asked_for(args: Args) -> tuple[Planned, ModelFacts, Machine, str, dict[str, 
         gpu = replace(gpu, memory=parse_size(args.gpu_memory, "--gpu-memory"))
     if args.bandwidth is not None:
         gpu = replace(gpu, bandwidth=parse_bandwidth(args.bandwidth, "--bandwidth"))
-    names = args.link or gpu.link, args.network
-    for name in names:
+    inside, between = args.link or gpu.link, args.network
+    for name in (inside, between):
         if name not in LINKS:
             raise InputError(f"link {name!r} is none of {', '.join(LINKS)}")
-    machine = Machine(gpu, Network(*(LINKS[name] for name in names)), args.eager)
+    machine = Machine(gpu, Network(LINKS[inside], LINKS[between]), args.eager)
     given = {name: getattr(args, name) for name in _DECODE_FLAGS if getattr(args, name) is not None}
     planned = resolve(args.model)
     facts = facts_of(planned.config, planned.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,16 +88,11 @@ def kinds_of(args: ServiceArgs, workload: Workload, model: Model | None) -> list
     assert args.service is not None
     slots = sorted(set(args.slots))
     if workload.step_times:
-        return [
-            Kind(
-                Mesh(each.lp, each.tp),
-                limits_of(each.lp, count, DecodeConfig(max_nodes=64)),
-                read_times(each, args.service.parent),
-                measured_points(workload.tokens_per_step, count),
-            )
-            for each in workload.step_times
-            for count in slots
-        ]
+        decode, kinds = DecodeConfig(max_nodes=64), list[Kind]()
+        for each, count in product(workload.step_times, slots):
+            times, points = read_times(each, args.service.parent), measured_points(workload.tokens_per_step, count)
+            kinds.append(Kind(Mesh(each.lp, each.tp), limits_of(each.lp, count, decode), times, points))
+        return kinds
     assert model is not None
     shapes = [mesh for power in range(model.most_gpus.bit_length()) for mesh in meshes(1 << power)]
     found = [kind for mesh in shapes for kind in _kinds_of_mesh(mesh, slots, workload, model)]
@@ -113,13 +109,12 @@ def _kinds_of_mesh(mesh: Mesh, slots: list[int], workload: Workload, model: Mode
         decode = DecodeConfig(**{**model.decode, "max_batch_size": count, "max_length": workload.context})
         if not footprint(model.facts, decode, mesh, workload.context, size).fits(model.machine.gpu.memory):
             continue
-        measured = read_measured(measured_values())
-        setting = Setting(model.facts, model.machine, measured, typical, size, None)
+        setting = Setting(model.facts, model.machine, read_measured(measured_values()), typical, size, None)
         times = predicted_times(setting, mesh, count, workload.context)
-        temperatures = [float(each) for each in workload.temperature]
-        points = predicted_points(setting, mesh, times, temperatures, count)
         if workload.tokens_per_step:
             points = measured_points(workload.tokens_per_step, count)
+        else:
+            points = predicted_points(setting, mesh, times, list(map(float, workload.temperature)), count)
         yield Kind(mesh, limits_of(mesh.lp, count, decode), times, points)
 
 
@@ -162,11 +157,9 @@ def show(workload: Workload, answers: list[Answer], num_kinds: int, console: Con
         f"{who}; {slo.share:.0%} of the requests: first token within {slo.first_token_ms:g} ms, "
         f"{slo.per_token_ms:g} ms per token"
     )
-    columns = (
-        "lp x tp", "slots", "per mesh", "meshes", "GPUs", "kept", "first token, ms", "per token, ms", "tokens/step"
-    )  # fmt: skip
+    columns = ("lp x tp", "slots", "per mesh", "meshes", "GPUs", "kept", "first token, ms", "per token, ms")
     rows = [cells(answer, answer is answers[0]) for answer in answers]
-    console.print(table("meshes that keep the promise (p50 / p90 / p99)", columns, rows))
+    console.print(table("meshes that keep the promise (p50 / p90 / p99)", (*columns, "tokens/step"), rows))
     for note in notes(workload, answers, num_kinds):
         console.print(note)
     console.print(verdict(answers), style="green" if answers[0].num_meshes else "bold red")
@@ -189,11 +182,11 @@ def cells(answer: Answer, is_first: bool) -> list[str]:
 
 def notes(workload: Workload, answers: list[Answer], num_kinds: int) -> list[str]:
     """Limits of the figures."""
-    found = []
-    if answers[0].num_meshes and answers[0].num_simulated < answers[0].num_meshes:
+    found, best = [], answers[0]
+    if best.num_meshes and best.num_simulated < best.num_meshes:
         found.append(
-            f"{answers[0].num_simulated} of the {answers[0].num_meshes} meshes were simulated: the others differ from "
-            "them by chance alone, as requests are split by chance"
+            f"{best.num_simulated} of the {best.num_meshes} meshes were simulated: the others differ from them by "
+            "chance alone, as requests are split by chance"
         )
     if num_kinds > len(answers):
         found.append(f"{num_kinds - len(answers)} further kinds of meshes need more GPUs whatever is promised")

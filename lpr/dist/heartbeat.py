@@ -46,7 +46,6 @@ class Heartbeat:
     """The thread."""
 
     def __init__(self, connect: Callable[[], Rendezvous]) -> None:
-        """`connect` makes a connection of the thread's own."""
         self.loss: str | None = None
         """Why the group of the watched epoch is broken; None if it is whole."""
         self.failure: str | None = None

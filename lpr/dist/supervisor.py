@@ -125,7 +125,6 @@ class Supervisor:
     """The ranks of a job on this machine."""
 
     def __init__(self, command: Sequence[str], num_replicas: int, tp: int = 1) -> None:
-        """To run `command` as `num_replicas` replicas of `tp` ranks each."""
         self.command, self.num_replicas, self.tp = list(command), num_replicas, tp
         self._replicas: dict[int, Replica] = {}
         """Those that have not ended, by number."""

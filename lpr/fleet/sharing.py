@@ -54,7 +54,7 @@ class SharedDrafts:
         self._sender = Sender(self._stores[0], origin, options.draft_store_length, self.counts)
         self._keeper: SnapshotKeeper | None = None
         common = self._stores[1], origin, vocab_size, self._inbox, self.counts, self._key_of
-        self._reader = Reader(*common, lambda tenant: self._keeper and self._keeper.read(tenant), positions)
+        self._reader = Reader(*common, lambda tenant: self._keeper.read(tenant) if self._keeper else None, positions)
         self._workers = [
             Worker("draft-sender", self._sender.work, self._failed("cannot send", "write_errors")),
             Worker("draft-reader", self._reader.work, self._failed("cannot read", "read_errors")),

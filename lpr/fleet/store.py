@@ -94,18 +94,13 @@ def stream_of(fingerprint: str, model: str, tenant: str) -> str:
 
 
 class Worker(threading.Thread):
-    """A thread that repeats a round of work, with a growing wait after rounds that fail.
-
-    One that hangs in a round ends with the process.
-    """
+    """A thread that repeats a round of work, with a growing wait after rounds that fail; it ends with the process."""
 
     def __init__(self, name: str, work: Callable[[], None], failed: Callable[[Exception], None]) -> None:
-        """Prepare to call `work` repeatedly, and `failed` with each exception that it raises."""
         super().__init__(name=f"lpr-{name}", daemon=True)
+        self._work, self._failed = work, failed
         self.stopping = threading.Event()
         """Set to end after the current round."""
-        self._work = work
-        self._failed = failed
 
     def run(self) -> None:
         """As Thread.run."""

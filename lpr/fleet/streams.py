@@ -151,7 +151,8 @@ class Reader:
     def follow(self, tenant: str) -> None:
         """Follow a tenant's stream from the next round on."""
         with self._lock:
-            self._streams[tenant] = self._streams.pop(tenant, None) or _Stream(tenant, self._key_of(tenant))
+            stream = self._streams.pop(tenant, None)
+            self._streams[tenant] = stream or _Stream(tenant, self._key_of(tenant))
             if len(self._streams) > MOST_TENANTS:
                 self._streams.pop(next(iter(self._streams)))
 

@@ -108,9 +108,8 @@ def shard_shape(weights: Weights, facts: ModelFacts, tp: int) -> tuple[int, ...]
     elif style in ("embedding_rowwise", "embedding_colwise"):
         axis = 0 if style == "embedding_rowwise" else 1
     else:
-        raise InputError(
-            f"the tensor-parallel plan of {facts.model_type} splits {weights.name} by {style!r}, unknown here"
-        )
+        what = f"splits {weights.name} by {style!r}, unknown here"
+        raise InputError(f"the tensor-parallel plan of {facts.model_type} {what}")
     parts = tp
     if weights.name.rpartition(".")[0].endswith(("k_proj", "v_proj")) and facts.splits_kv:
         parts = min(tp, facts.num_kv_heads)  # fewer heads than ranks: several ranks hold the same one
@@ -136,11 +135,9 @@ def weight_bytes(facts: ModelFacts, tp: int, element_size: int) -> int:
 
 def kv_row_bytes(facts: ModelFacts, tp: int, element_size: int) -> int:
     """Bytes of K and V of one token in all layers, on one rank."""
-    total = 0
-    for rows in facts.kept:
-        heads = max(1, rows.num_heads // tp) if facts.splits_kv else rows.num_heads
-        total += rows.count * heads * (rows.key_dim + rows.value_dim)
-    return total * element_size
+    parts = tp if facts.splits_kv else 1
+    heads = ((rows.count * max(1, rows.num_heads // parts), rows.key_dim + rows.value_dim) for rows in facts.kept)
+    return element_size * sum(count * size for count, size in heads)
 
 
 def kv_rows(decode: DecodeConfig, lp: int, max_length: int) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from lpr.config import DecodeConfig, InputError
+from lpr.config import DecodeConfig
 from lpr.core.step_times import interpolate
 from lpr.core.wire import NUM_HEADER, payload_words
 from lpr.planner.facts import ModelFacts
@@ -77,17 +77,12 @@ class Measured:
 
 
 def read_measured(values: Mapping[str, Any]) -> Measured:
-    """Measurements from the JSON of lpr/assets/measured.json; raises InputError."""
-    try:
-        drafted, extra = [], {}
-        for each in values["acceptance"]:
-            extra[each["temperature"]] = tuple((ranks, nodes) for ranks, nodes in each["ranks_extra"])
-            for budget, tokens, nodes in each["budget_tokens_nodes"]:
-                drafted.append(Drafted(each["temperature"], budget, tokens, nodes))
-        host = {each["temperature"]: tuple((n, ms) for n, ms in each["nodes_ms"]) for each in values["host"]}
-        return Measured(tuple(drafted), extra, host, values["source"])
-    except (KeyError, TypeError, ValueError) as failure:
-        raise InputError(f"the measurements lack or misname {failure}") from failure
+    """Measurements from the JSON of lpr/assets/measured.json."""
+    accepted = values["acceptance"]
+    drafted = tuple(Drafted(each["temperature"], *row) for each in accepted for row in each["budget_tokens_nodes"])
+    extra = {each["temperature"]: tuple(map(tuple, each["ranks_extra"])) for each in accepted}
+    host = {each["temperature"]: tuple(map(tuple, each["nodes_ms"])) for each in values["host"]}
+    return Measured(drafted, extra, host, values["source"])
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,6 @@ class Search:
     """Searches the fewest meshes of one kind that keep a workload's SLO."""
 
     def __init__(self, workload: Workload, kind: Kind, effort: Effort) -> None:
-        """Prepare the search; simulates nothing."""
         self._workload, self._kind, self._effort = workload, kind, effort
         self._is_open = workload.arrivals.rate > 0
         self._total = workload.arrivals.rate or workload.arrivals.clients

@@ -68,16 +68,16 @@ class StepCosts:
         """
         self._times, self._points, self._dice, self._prompt_ms = times, points, dice, prompt_ms
         self._temperatures, self._batches, self._widths = (sorted(set(each)) for each in zip(*points, strict=True))
-        self.point = cache(self._point)
-        """Drafting at a temperature on so many ranks, the busiest of which serves so many requests."""
+        self._point = cache(self.point)
 
-    def _point(self, temperature: float, batch: int, width: int) -> Point:
+    def point(self, temperature: float, batch: int, width: int) -> Point:
+        """Drafting of a request on `width` ranks, the busiest of which serves `batch` requests."""
         nearest = min(self._temperatures, key=lambda each: abs(each - temperature))
         size = next((each for each in self._batches if each >= batch), self._batches[-1])
         fewer = max((each for each in self._widths if each <= width), default=self._widths[0])
         return self._points[nearest, size, fewer]
 
-    def step(
+    def __call__(
         self, decoding: Sequence[SimRequest], filling: Sequence[tuple[SimRequest, Sequence[int]]]
     ) -> tuple[float, Sequence[int]]:
         """Seconds of a step and the tokens of each decoding request (see Policy)."""
@@ -86,7 +86,7 @@ class StepCosts:
         gather = 0.0
         emitted = []
         for request in decoding:
-            point = self.point(request.temperature, max(ranks[rank] for rank in request.homes), len(request.homes))
+            point = self._point(request.temperature, max(ranks[rank] for rank in request.homes), len(request.homes))
             for rank in request.homes:
                 lacking = len(request.tokens) - 1 - request.num_computed_tokens[rank]
                 work[rank].add(point.nodes, lacking, len(request.tokens), point.host_ms)  # others do not draft for it
@@ -123,7 +123,7 @@ def mean_tokens(request: SimRequest, tokens_per_step: float) -> float:
 
 def batches_up_to(slots: int) -> list[int]:
     """Powers of two below `slots`, and `slots`."""
-    return sorted({slots, *(1 << power for power in range(slots.bit_length()) if 1 << power <= slots)})
+    return sorted({slots, *(1 << power for power in range(slots.bit_length()))})
 
 
 def predicted_times(setting: Setting, mesh: Mesh, slots: int, context: int) -> StepTimes:

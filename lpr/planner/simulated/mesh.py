@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import add
-from typing import Protocol
 
 from lpr.engine.scheduler import Scheduler
 
@@ -130,18 +129,12 @@ class ClosedArrivals(Arrivals):
             self._waiting.append(self._make(request.ended))
 
 
-class Policy(Protocol):
-    """The time and the yield of steps. The scheduler chooses the ranks that serve a request (`homes`)."""
+Policy = Callable[[Sequence[SimRequest], Sequence[tuple[SimRequest, Sequence[int]]]], tuple[float, Sequence[int]]]
+"""Seconds of a step over requests that decode and that fill, and the tokens that it brings to each decoding one.
 
-    def step(
-        self, decoding: Sequence[SimRequest], filling: Sequence[tuple[SimRequest, Sequence[int]]]
-    ) -> tuple[float, Sequence[int]]:
-        """Seconds of a step, and the tokens that it brings to each request of `decoding`, at least one each.
-
-        A decoding request also evaluates the uncomputed tokens of its home ranks; those of `filling` evaluate so many
-        of theirs, per rank.
-        """
-        ...
+These are at least one each. A decoding request also evaluates the uncomputed tokens of its home ranks, which the
+scheduler chooses; one that fills evaluates so many of its own, per rank.
+"""
 
 
 def simulate_mesh(arrivals: Arrivals, policy: Policy, scheduler: Scheduler[SimRequest]) -> list[SimRequest]:
@@ -170,7 +163,7 @@ def _step(scheduler: Scheduler[SimRequest], policy: Policy, now: float) -> float
     scheduler.take_moves()
     if schedule.is_empty:
         return 0.0
-    seconds, emitted = policy.step(schedule.decoding, schedule.filling)
+    seconds, emitted = policy(schedule.decoding, schedule.filling)
     if scheduler.limits.targets is not None:
         scheduler.limits.targets.now += 1e3 * seconds
     for request, counts in schedule.filling:
