@@ -66,11 +66,8 @@ class ApiError(Exception):
         self.param = param
         self.status = STATUS.get(code, 400)
         self.retry_after = RETRY_AFTER if retry_after is None and self.status == 503 else retry_after
-
-    @property
-    def shown_code(self) -> str | None:
+        self.shown_code = SHOWN.get(code, code.value)
         """`code` in the body."""
-        return SHOWN.get(self.code, self.code.value)
 
     def body(self) -> dict[str, Any]:
         """The error as JSON values."""
@@ -117,25 +114,13 @@ def from_validation(failure: RequestValidationError) -> ApiError:
     return ApiError(ErrorCode.INVALID_VALUE, f"{name}: {message}" if name else message, name)
 
 
-async def answer_api_error(_: Request, failure: Exception) -> JSONResponse:
-    """Handler for ApiError."""
-    assert isinstance(failure, ApiError)
+async def answer_error(request: Request, failure: Exception) -> JSONResponse:
+    """Handler for ApiError, what pydantic or the router refuses, and bugs, whose traceback the server writes."""
+    if isinstance(failure, HTTPException):
+        message = f"{request.method} {request.url.path}: {failure.detail}"
+        return JSONResponse(error_body(failure.status_code, message), failure.status_code, failure.headers)
+    if isinstance(failure, RequestValidationError):
+        failure = from_validation(failure)
+    elif not isinstance(failure, ApiError):
+        failure = ApiError(ErrorCode.INTERNAL, f"internal error: {type(failure).__name__}")
     return failure.response()
-
-
-async def answer_validation_error(_: Request, failure: Exception) -> JSONResponse:
-    """Handler for what pydantic refuses."""
-    assert isinstance(failure, RequestValidationError)
-    return from_validation(failure).response()
-
-
-async def answer_bug(_: Request, failure: Exception) -> JSONResponse:
-    """Handler for everything that should not happen; the server writes the traceback to stderr."""
-    return ApiError(ErrorCode.INTERNAL, f"internal error: {type(failure).__name__}").response()
-
-
-async def answer_http_error(request: Request, failure: Exception) -> JSONResponse:
-    """Handler for what the router refuses: unknown paths and methods."""
-    assert isinstance(failure, HTTPException)
-    message = f"{request.method} {request.url.path}: {failure.detail}"
-    return JSONResponse(error_body(failure.status_code, message), failure.status_code, failure.headers)

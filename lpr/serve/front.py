@@ -23,14 +23,14 @@ from lpr.fleet.options import default_name
 from lpr.protocol import Stop
 from lpr.serve.api.app import build
 from lpr.serve.api.context import Context
-from lpr.serve.api.middleware import Keys, Surface
-from lpr.serve.keeper import Keeper, Patience
+from lpr.serve.api.middleware import Keys
+from lpr.serve.keeper import Keeper
 from lpr.serve.link import Link
 from lpr.serve.messages import Loading, ToFront
 from lpr.serve.metrics import Metrics
 from lpr.serve.options import ServeArgs
 from lpr.serve.ranks.processes import Ranks
-from lpr.serve.service import Limits, Service
+from lpr.serve.service import Service
 from lpr.serve.text.served import Served
 
 MOST_KEYS = 64
@@ -76,10 +76,7 @@ class Front:
     async def run(self) -> int:
         """Serve until a signal, or until the ranks cannot be started again; returns the exit code."""
         args = self.args
-        limits = Limits(
-            max_queue=args.max_queue, max_queued_tokens=args.max_queued_tokens, step_seconds=max(args.timeout, 60.0)
-        )
-        self.service = Service(limits, lambda message: link.send(message))
+        self.service = Service(args, lambda message: link.send(message))
         self.service.tenants = [""] if args.share_drafts == "all" or not self._keys else self._keys.names[:MOST_KEYS]
         link = Link(self._receive, self._lost)
         self.context = Context(
@@ -98,14 +95,20 @@ class Front:
             if self._attached is not None:
                 await link.listen(self._attached)
             else:
-                self._keeper = Keeper(self.service, link, Path(folder), self._make_ranks, self._patience())
+                self._keeper = Keeper(self.service, link, Path(folder), self._make_ranks, args)
             serving = asyncio.create_task(server.serve(self._sockets))
             serving.add_done_callback(self._ended)
-            self._catch_signals()
+            loop = asyncio.get_running_loop()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                with contextlib.suppress(ValueError, RuntimeError):  # only the main thread of a process can
+                    loop.add_signal_handler(number, self.stop)
             tasks = [asyncio.create_task(self._show_progress()), asyncio.create_task(self._keep())]
             try:
                 await self._stopping.wait()
-                await self._drain()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.service.drained(), args.shutdown_timeout)
+                self.service.hand_back()
+                await asyncio.sleep(0.05)  # for what was handed back to be written
             finally:
                 await self._end(server, serving, tasks, link)
         if self._failure is not None:
@@ -124,17 +127,9 @@ class Front:
 
     def _uvicorn_config(self) -> uvicorn.Config:
         args = self.args
-        surface = Surface(
-            keys=self._keys,
-            protect_all=args.protect_all,
-            cors=args.cors,
-            max_body=args.max_body,
-            access_log=args.access_log,
-            replica=self.replica,
-        )
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         return uvicorn.Config(
-            build(self.context, surface),
+            build(self.context, args, self._keys, self.replica),
             log_config=None,
             access_log=False,
             server_header=False,
@@ -146,26 +141,7 @@ class Front:
             ssl_keyfile=args.tls_key,
         )
 
-    def _catch_signals(self) -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            with contextlib.suppress(ValueError, RuntimeError):  # only the main thread of a process can
-                loop.add_signal_handler(number, self.stop)
-
-    def _patience(self) -> Patience:
-        """Several ranks detect each other's loss, so the front waits longer for them."""
-        args = self.args
-        alone = args.num_ranks == 1
-        return Patience(
-            load_seconds=args.load_timeout,
-            silent_seconds=Patience.silent_seconds * (1 if alone else 3),
-            alone=alone,
-            most_failures=args.max_failed_starts,
-        )
-
     def _receive(self, message: ToFront) -> None:
-        if self._keeper is not None:
-            self._keeper.hear(message)
         self.service.receive(message)
         if self.service.mesh.is_hopeless:
             self._fail(2, self.service.mesh.refused or "")
@@ -199,12 +175,6 @@ class Front:
         except Exception as failure:  # without a keeper requests would wait for ever
             logging.getLogger(__name__).exception("the keeper of the ranks has failed")
             self._fail(1, f"internal error: {type(failure).__name__}: {failure}")
-
-    async def _drain(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.service.drained(), self.args.shutdown_timeout)
-        self.service.hand_back()
-        await asyncio.sleep(0.05)  # for what was handed back to be written
 
     async def _end(
         self, server: uvicorn.Server, serving: asyncio.Task[None], tasks: Sequence[asyncio.Task[None]], link: Link

@@ -125,18 +125,15 @@ class Pulse(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """Driver to front: the ranks cannot start. They end with code 2."""
+    """Driver to front: the ranks cannot start, for a `reason` of one line. They end with code 2."""
 
     reason: str
-    """One line."""
 
 
 ToDriver = Resume | Submit | Abort | Finish | Stop
 ToFront = Hello | Loading | Facts | Stepped | Pulse | Refused
 
 _encoder = msgspec.msgpack.Encoder()
-_to_driver = msgspec.msgpack.Decoder(ToDriver)
-_to_front = msgspec.msgpack.Decoder(ToFront)
 
 
 def frame(message: ToDriver | ToFront) -> bytes:
@@ -145,32 +142,16 @@ def frame(message: ToDriver | ToFront) -> bytes:
     return struct.pack(">I", len(body)) + body
 
 
-def read_to_driver(body: bytes) -> ToDriver:
-    """Decode a message of the front; raises ProtocolError."""
-    return _read(_to_driver, body)
-
-
-def read_to_front(body: bytes) -> ToFront:
-    """Decode a message of the driver; raises ProtocolError."""
-    return _read(_to_front, body)
-
-
-def _read(decoder: msgspec.msgpack.Decoder[Any], body: bytes) -> Any:
-    try:
-        return decoder.decode(body)
-    except (msgspec.DecodeError, ValueError) as failure:
-        raise ProtocolError(f"not a message: {failure}") from failure
-
-
 class FrameReader:
-    """Splits a stream of bytes into message bodies."""
+    """Splits a stream of bytes into messages."""
 
-    def __init__(self) -> None:
-        """Start at the beginning of a message."""
+    def __init__(self, kind: Any) -> None:
+        """Expect messages of `kind`: ToDriver or ToFront."""
+        self._decoder = msgspec.msgpack.Decoder(kind)
         self._rest = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        """The bodies that are complete with `data`; raises ProtocolError."""
+    def feed(self, data: bytes) -> Iterator[Any]:
+        """The messages that are complete with `data`; raises ProtocolError."""
         self._rest += data
         while len(self._rest) >= 4:
             (length,) = struct.unpack_from(">I", self._rest)
@@ -180,4 +161,8 @@ class FrameReader:
                 return
             body = bytes(self._rest[4 : 4 + length])
             del self._rest[: 4 + length]
-            yield body
+            try:
+                message = self._decoder.decode(body)
+            except (msgspec.DecodeError, ValueError) as failure:
+                raise ProtocolError(f"not a message: {failure}") from failure
+            yield message

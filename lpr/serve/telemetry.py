@@ -11,8 +11,6 @@ from starlette.requests import Request
 from lpr.config import InputError, SamplingParams
 from lpr.serve.generation import Choice, Generation
 
-_OPERATIONS = {"/v1/chat/completions": "chat", "/chat/completions": "chat"}
-
 
 def tracer(endpoint: str, model: str, exporter: Any = None) -> Callable[[Request, Generation], None]:
     """A function that sends the span of an answered request to an OTLP/HTTP `endpoint`, or to `exporter`.
@@ -42,7 +40,7 @@ def tracer(endpoint: str, model: str, exporter: Any = None) -> Callable[[Request
             return
         ago = time.time() - time.monotonic()
         first = choices[0].job
-        operation = _OPERATIONS.get(request.url.path, "text_completion")
+        operation = "chat" if request.url.path.endswith("/chat/completions") else "text_completion"
         span = spans.start_span(
             f"{operation} {model}",
             context=extract(dict(request.headers)),

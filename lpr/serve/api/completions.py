@@ -9,15 +9,15 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from lpr.config import SamplingParams
+from lpr.protocol import TokenLogprobs
 from lpr.serve.api.answers import OpenAIForm, answer
 from lpr.serve.api.chat import answer_as_chat
 from lpr.serve.api.context import STREAM, aside, context_of, note_prefix
 from lpr.serve.bodies import CompletionBody, FimBody, Prompt
 from lpr.serve.errors import bad
 from lpr.serve.generation import Choice, Event, Wanted
-from lpr.serve.text.grammar import grammar_of
-from lpr.serve.text.logprobs import for_completion, for_prompt, joined
-from lpr.serve.text.served import Served, spread
+from lpr.serve.text.served import Served, grammar_of, spread
+from lpr.serve.text.tokens import Tokens
 
 router = APIRouter()
 
@@ -159,7 +159,7 @@ class _CompletionForm(OpenAIForm):
         logprobs = None
         if self._logprobs is not None:
             offset = self._offsets.get(choice.index, len(echo))
-            logprobs = for_completion(self.served.tokens, chunk.token_ids, chunk.logprobs or [], offset)
+            logprobs = _logprobs(self.served.tokens, chunk.token_ids, chunk.logprobs or [], offset)
             self._offsets[choice.index] = offset + sum(map(len, logprobs["tokens"]))
             logprobs = self._after_prompt(choice, logprobs) if begins else logprobs
         more: dict[str, Any] = {"token_ids": chunk.token_ids, "sources": chunk.sources or []}
@@ -175,7 +175,7 @@ class _CompletionForm(OpenAIForm):
             return None
         found = iter(self.scored)
         tokens = self.served.tokens
-        return [for_prompt(tokens, ids, next(found).logprobs if len(ids) > 1 else []) for ids in self._prompts]
+        return [_prompt_logprobs(tokens, ids, next(found).logprobs if len(ids) > 1 else []) for ids in self._prompts]
 
     def _echoed(self) -> list[dict[str, Any]]:
         """The choices if nothing is generated: the prompts, if they are to be echoed."""
@@ -192,15 +192,45 @@ class _CompletionForm(OpenAIForm):
     def _choice(self, choice: Choice, index: int) -> dict[str, Any]:
         echo, logprobs = self._echo(choice), None
         if self._logprobs is not None:
-            logprobs = for_completion(self.served.tokens, choice.token_ids, choice.logprobs, len(echo))
+            logprobs = _logprobs(self.served.tokens, choice.token_ids, choice.logprobs, len(echo))
             logprobs = self._after_prompt(choice, logprobs)
         more = {"token_ids": choice.token_ids, "prompt_token_ids": choice.job.prompt_ids, "sources": choice.sources}
         return self.shown(index, {"text": echo + choice.text}, logprobs, choice, **more)
 
     def _after_prompt(self, choice: Choice, logprobs: dict[str, list[Any]]) -> dict[str, list[Any]]:
         """A text's log-probabilities behind those of its prompt, if they are shown."""
-        return joined(self._scores[choice.index // self._per_prompt], logprobs) if self._scores else logprobs
+        if not self._scores:
+            return logprobs
+        scores = self._scores[choice.index // self._per_prompt]
+        return {name: [*scores[name], *values] for name, values in logprobs.items()}
 
 
 def _mean_logprob(choice: Choice) -> float:
     return sum(each.logprob for each in choice.logprobs) / max(1, len(choice.logprobs))
+
+
+def _logprobs(tokens: Tokens, ids: Sequence[int], found: Sequence[TokenLogprobs], offset: int) -> dict[str, list[Any]]:
+    """Log-probabilities in the shape of completions; `offset` is where the text of the first token begins."""
+    texts = [tokens.text_of(token) for token in ids]
+    offsets = []
+    for text in texts:
+        offsets.append(offset)
+        offset += len(text)
+    return {
+        "tokens": texts,
+        "token_logprobs": [each.logprob for each in found],
+        "top_logprobs": [
+            {**{tokens.text_of(other): value for other, value in each.top}, tokens.text_of(token): each.logprob}
+            for token, each in zip(ids, found, strict=True)
+        ],
+        "text_offset": offsets,
+    }
+
+
+def _prompt_logprobs(tokens: Tokens, ids: Sequence[int], found: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
+    """The same for a prompt, whose first token has none: `found` begins after it, and may end before the prompt."""
+    first = tokens.text_of(ids[0])
+    shown = 0 if ids[0] in tokens.bos_ids else len(first)  # a BOS token is no part of the text
+    rest = _logprobs(tokens, ids[1 : 1 + len(found)], found, shown)
+    head = {"tokens": first, "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
+    return {name: [head[name], *values] for name, values in rest.items()}

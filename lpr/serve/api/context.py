@@ -30,15 +30,6 @@ R = TypeVar("R")
 
 
 @dataclass
-class Running:
-    """A request that is being answered."""
-
-    generation: Generation
-    came_with: str
-    """The X-Request-Id of its answer. Others may have the same."""
-
-
-@dataclass
 class Context:
     """The service behind the HTTP endpoints."""
 
@@ -50,8 +41,9 @@ class Context:
     """Requests that share drafts: "none", those of a "key", or "all"."""
     served: Served | None = None
     """None until the model is loaded."""
-    open: dict[tuple[str, str], Running] = field(default_factory=dict)
-    """Running requests by the name of their key and their id. DELETE reaches those of the same key only."""
+    open: dict[tuple[str, str], tuple[Generation, str]] = field(default_factory=dict)
+    """Running requests by the name of their key and their id, with the X-Request-Id of the answer, which several may
+    share. DELETE reaches those of the same key only."""
     trace: Callable[[Request, Generation], None] | None = None
     """Called with every answered request, if spans are wanted."""
 
@@ -92,7 +84,7 @@ class Context:
         Enter it before the first `await` after `name`, so that no other request takes the same name.
         """
         place = (key_name(request), name)
-        self.open[place] = Running(generation, request.state.request_id)
+        self.open[place] = (generation, request.state.request_id)
         try:
             yield
         finally:
@@ -114,12 +106,12 @@ class Context:
         Returns False if there is none.
         """
         found = [
-            running
-            for (key, full), running in self.open.items()
-            if key == key_name(request) and name in (full, full.partition("-")[2], running.came_with)
+            generation
+            for (key, full), (generation, came_with) in self.open.items()
+            if key == key_name(request) and name in (full, full.partition("-")[2], came_with)
         ]
-        for running in found:
-            running.generation.stop()
+        for generation in found:
+            generation.stop()
         return bool(found)
 
     def tenant(self, request: Request) -> str:

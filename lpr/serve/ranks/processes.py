@@ -14,16 +14,16 @@ from pathlib import Path
 
 SOCKET = "LPR_SERVE_SOCKET"
 """Environment variable that tells rank 0 where the front listens."""
-_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR",
-             "MASTER_PORT")  # fmt: skip
-_SECRETS = ("LPR_API_KEY",)
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR",
+            "MASTER_PORT")  # fmt: skip
+"""Environment variables of a launcher's ranks."""
 ORIGIN = "LPR_SERVE_ORIGIN"
 """Environment variable that names one start of the ranks, so that a driver recognises its own shared drafts."""
 
 
 def environment(socket: Path) -> dict[str, str]:
     """The environment of one start of the ranks, without the front's keys and another launcher's variables."""
-    kept = {name: value for name, value in os.environ.items() if name not in (*_LAUNCHER, *_SECRETS)}
+    kept = {name: value for name, value in os.environ.items() if name not in (*LAUNCHER, "LPR_API_KEY")}
     return {**kept, SOCKET: str(socket), ORIGIN: secrets.token_hex(8)}
 
 

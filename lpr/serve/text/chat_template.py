@@ -66,18 +66,9 @@ class ChatTemplates:
 
         Raises TemplateError if the template refuses it.
         """
-        template = self._templates.get("default") or next(iter(self._templates.values()), None)
-        if template is None:
-            raise TemplateError("the model has no chat template")
+        template = self._templates.get("default") or next(iter(self._templates.values()))
+        variables = {**self._special_tokens, "add_generation_prompt": add_generation_prompt, **more}
         try:
-            return str(
-                template.render(
-                    messages=list(messages),
-                    tools=None,
-                    documents=None,
-                    add_generation_prompt=add_generation_prompt,
-                    **{**self._special_tokens, **more},
-                )
-            )
+            return str(template.render(messages=list(messages), tools=None, documents=None, **variables))
         except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError) as failure:
             raise TemplateError(str(failure).splitlines()[0] if str(failure) else type(failure).__name__) from failure
