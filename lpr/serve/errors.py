@@ -11,24 +11,18 @@ from starlette.exceptions import HTTPException
 
 from lpr.protocol import ErrorCode
 
-STATUS = {
-    ErrorCode.MISSING_KEY: 401,
-    ErrorCode.INVALID_KEY: 401,
-    ErrorCode.MODEL_NOT_FOUND: 404,
-    ErrorCode.REQUEST_NOT_FOUND: 404,
-    ErrorCode.BODY_TIMEOUT: 408,
-    ErrorCode.BODY_TOO_LARGE: 413,
-    ErrorCode.MEDIA_TYPE: 415,
-    ErrorCode.OVERLOADED: 429,
-    ErrorCode.GENERATION_FAILED: 500,
-    ErrorCode.INTERNAL: 500,
-    ErrorCode.NO_MESH: 503,
-    ErrorCode.LOADING: 503,
-    ErrorCode.SHUTTING_DOWN: 503,
-    ErrorCode.DRAINED: 503,
-    ErrorCode.RANKS_LOST: 503,
-    ErrorCode.TIMEOUT: 504,
+_CODES = {
+    401: (ErrorCode.MISSING_KEY, ErrorCode.INVALID_KEY),
+    404: (ErrorCode.MODEL_NOT_FOUND, ErrorCode.REQUEST_NOT_FOUND),
+    408: (ErrorCode.BODY_TIMEOUT,),
+    413: (ErrorCode.BODY_TOO_LARGE,),
+    415: (ErrorCode.MEDIA_TYPE,),
+    429: (ErrorCode.OVERLOADED,),
+    500: (ErrorCode.GENERATION_FAILED, ErrorCode.INTERNAL),
+    503: (ErrorCode.NO_MESH, ErrorCode.LOADING, ErrorCode.SHUTTING_DOWN, ErrorCode.DRAINED, ErrorCode.RANKS_LOST),
+    504: (ErrorCode.TIMEOUT,),
 }
+STATUS = {code: status for status, codes in _CODES.items() for code in codes}
 """HTTP status of each error code; 400 for all others."""
 SHOWN: dict[ErrorCode, str | None] = {
     ErrorCode.BAD_REQUEST: None,

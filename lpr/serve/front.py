@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lpr.config import InputError
 from lpr.fleet.options import default_name
-from lpr.protocol import Stop
+from lpr.protocol import ErrorCode, Stop
 from lpr.serve.api.app import build
 from lpr.serve.api.context import Context
 from lpr.serve.api.middleware import Keys
@@ -91,7 +91,8 @@ class Front:
             self.context.trace = tracer(args.otlp, args.names[0])
         server = uvicorn.Server(self._uvicorn_config())
         server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]
-        with tempfile.TemporaryDirectory(prefix="lpr-serve-", dir=_folder_of_sockets()) as folder:
+        is_short = len(os.fsencode(tempfile.gettempdir())) <= LONGEST_FOLDER
+        with tempfile.TemporaryDirectory(prefix="lpr-serve-", dir=None if is_short else "/tmp") as folder:
             if self._attached is not None:
                 await link.listen(self._attached)
             else:
@@ -107,7 +108,7 @@ class Front:
                 await self._stopping.wait()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self.service.drained(), args.shutdown_timeout)
-                self.service.hand_back()
+                self._hand_back()
                 await asyncio.sleep(0.05)  # for what was handed back to be written
             finally:
                 await self._end(server, serving, tasks, link)
@@ -119,11 +120,14 @@ class Front:
     def stop(self) -> None:
         """Begin to shut down. The second call does not wait for open requests."""
         if self._stopping.is_set():
-            self.service.hand_back()
+            self._hand_back()
         self.service.draining = True
         self._stopping.set()
 
     # Within.
+
+    def _hand_back(self) -> None:
+        self.service.fail_all(ErrorCode.DRAINED, "the server shut down before this was finished")
 
     def _uvicorn_config(self) -> uvicorn.Config:
         args = self.args
@@ -157,7 +161,8 @@ class Front:
             self._fail(1, "the ranks were lost; see what they wrote above")
 
     def _fail(self, code: int, reason: str) -> None:
-        self.service.give_up("the ranks were lost")
+        self.service.lost()
+        self.service.fail_all(ErrorCode.RANKS_LOST, "the ranks were lost")
         if self._failure is None and not self._stopping.is_set():
             self._failure = (code, reason)
             self.stop()
@@ -224,11 +229,6 @@ def _listen(host: str, port: int) -> socket.socket:
         found.close()
         raise InputError(f"cannot listen at {host}:{port}: {os.strerror(failure.errno or 0)}") from failure
     return found
-
-
-def _folder_of_sockets() -> str | None:
-    """The folder for sockets: that for temporary files (None), unless its name is too long."""
-    return None if len(os.fsencode(tempfile.gettempdir())) <= LONGEST_FOLDER else "/tmp"
 
 
 def _check_certificate(certificate: Path, key: Path | None) -> None:

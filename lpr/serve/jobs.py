@@ -64,7 +64,6 @@ class Jobs:
     """All open jobs. The driver has all that are ready, except while a suspect is on trial."""
 
     def __init__(self) -> None:
-        """Start without jobs."""
         self._open: dict[int, Job] = {}
         self._held: dict[int, Job] = {}
         """Jobs that are ready and not given, in the order in which they are given."""

@@ -133,7 +133,6 @@ class Keeper:
 
 
 def _name(code: int) -> str:
-    """An exit code in words."""
     if code >= 0:
         return f"code {code}"
     try:

@@ -133,12 +133,10 @@ class Refused(Message, frozen=True):
 ToDriver = Resume | Submit | Abort | Finish | Stop
 ToFront = Hello | Loading | Facts | Stepped | Pulse | Refused
 
-_encoder = msgspec.msgpack.Encoder()
-
 
 def frame(message: ToDriver | ToFront) -> bytes:
     """A message as bytes, preceded by its length."""
-    body = _encoder.encode(message)
+    body = msgspec.msgpack.encode(message)
     return struct.pack(">I", len(body)) + body
 
 

@@ -29,7 +29,6 @@ class Metrics:
     """The registry of one service."""
 
     def __init__(self, service: Service, model: str) -> None:
-        """Count what `service` does, for the model served as `model`."""
         self.registry = CollectorRegistry()
         self._service = service
         self._names = {"model_name": model, "engine": "0"}

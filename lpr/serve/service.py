@@ -147,14 +147,11 @@ class Service:
         """Return once no request is open."""
         await self._idle.wait()
 
-    def hand_back(self) -> int:
-        """Fail all open requests, as the time to finish them is over; returns their number."""
-        number = len(self._jobs)
-        failure = Failure(ErrorCode.DRAINED, "the server shut down before this was finished")
+    def fail_all(self, code: ErrorCode, reason: str) -> None:
+        """Fail all open requests, and drop them on all ranks."""
         for job in self._jobs:
             self._send(Abort(job.id))
-            self._fail(job, failure)
-        return number
+            self._fail(job, Failure(code, reason))
 
     # Messages of the driver.
 
@@ -213,12 +210,6 @@ class Service:
             message = f"{times}, {poison.lone_deaths} times on it alone; in the end they {how}"
             self._fail(poison, Failure(ErrorCode.GENERATION_FAILED, message))
         return bool(running)
-
-    def give_up(self, reason: str) -> None:
-        """Fail all open requests: there will be no ranks any more."""
-        self.lost()
-        for job in self._jobs:
-            self._fail(job, Failure(ErrorCode.RANKS_LOST, reason))
 
     def ready_reason(self) -> str | None:
         """Why no request is worked on now; None if the service is ready."""

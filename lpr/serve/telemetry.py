@@ -70,7 +70,6 @@ def tracer(endpoint: str, model: str, exporter: Any = None) -> Callable[[Request
 
 
 def _of_params(params: SamplingParams) -> dict[str, Any]:
-    """Attributes of the request."""
     return {
         "gen_ai.request.max_tokens": params.max_new_tokens,
         "gen_ai.request.temperature": params.temperature,

@@ -21,7 +21,6 @@ from lpr.serve.text.served import Served
 
 KEEP_ALIVE = 10.0
 """Seconds without an event after which a stream sends a comment."""
-_encoder = msgspec.json.Encoder()
 
 
 class Form:
@@ -172,7 +171,7 @@ async def _events(generation: Generation, form: Form) -> AsyncGenerator[bytes, N
 
 def event(data: Any) -> bytes:
     """One event of one line, as this JSON has no line breaks."""
-    return b"data: " + _encoder.encode(data) + b"\n\n"
+    return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
 class _EventStream(Response):
@@ -189,7 +188,6 @@ class _EventStream(Response):
         self._end = end  # closing a generator that never began does not run its clean-up
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         # The answer does not end then, which closes the connection.
         with suppress(TimeoutError):
             await self._send(send)

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 
 from lpr.protocol import TokenLogprobs
 from lpr.serve.api.answers import OpenAIForm, answer
-from lpr.serve.api.context import STREAM, Context, aside, context_of, note_prefix
+from lpr.serve.api.context import STREAM, Context, aside, begin
 from lpr.serve.bodies import ChatBody, Sampling
 from lpr.serve.generation import Choice, Event, Wanted
 from lpr.serve.text.served import Served, grammar_of, spread
@@ -22,10 +22,7 @@ router = APIRouter()
 @router.post("/chat/completions", include_in_schema=False)
 async def chat(body: ChatBody, request: Request) -> Response:
     """Write the next message of a conversation."""
-    context = context_of(request)
-    request.state.user = body.user
-    await note_prefix(request)
-    served = context.ready()
+    context, served = await begin(request, body.user)
     ids = await aside(request, served.chat_ids, body.messages, body)
     most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if body.n_predict is not None and body.n_predict >= 0:

@@ -12,8 +12,8 @@ from lpr.config import SamplingParams
 from lpr.protocol import TokenLogprobs
 from lpr.serve.api.answers import OpenAIForm, answer
 from lpr.serve.api.chat import answer_as_chat
-from lpr.serve.api.context import STREAM, aside, context_of, note_prefix
-from lpr.serve.bodies import CompletionBody, FimBody, Prompt
+from lpr.serve.api.context import STREAM, aside, begin
+from lpr.serve.bodies import CompletionBody, FimBody
 from lpr.serve.errors import bad
 from lpr.serve.generation import Choice, Event, Wanted
 from lpr.serve.text.served import Served, grammar_of, spread
@@ -30,10 +30,7 @@ MOST_IN_HOLE = 512
 @router.post("/beta/completions", summary="The same, under DeepSeek's path", responses=STREAM)
 async def complete(body: CompletionBody, request: Request) -> Response:
     """Continue `prompt`; with `suffix`, write what belongs between the two."""
-    context = context_of(request)
-    request.state.user = body.user
-    await note_prefix(request)
-    served = context.ready()
+    context, served = await begin(request, body.user)
     served.check_model(body.model)
     prompts, echoes, wanted = await aside(request, _checked, served, body)
     name = context.name(request, "cmpl", body.request_id)
@@ -48,9 +45,7 @@ async def complete(body: CompletionBody, request: Request) -> Response:
 @router.post("/v1/fim/completions", summary="Fill in the middle, as Mistral's API", responses=STREAM)
 async def fill(body: FimBody, request: Request) -> Response:
     """Write what belongs between `prompt` and `suffix`; the answer is shaped like a chat's."""
-    context = context_of(request)
-    await note_prefix(request)
-    served = context.ready()
+    context, served = await begin(request)
     filler = served.need_filler("suffix")
     ids = await aside(request, filler.prompt, body.prompt, body.suffix or "")
     plain = CompletionBody(
@@ -79,7 +74,8 @@ def _checked(served: Served, body: CompletionBody) -> tuple[list[list[int]], lis
         raise bad("echo", "echo does not go with suffix")
     if body.max_tokens == 0 and not body.echo:
         raise bad("max_tokens", "max_tokens must be at least 1, unless echo asks for the prompt alone")
-    given = _listed(body.prompt)
+    is_one = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
+    given: list[Any] = [body.prompt] if is_one else list(body.prompt)
     prompts = [_ids(served, body, prompt) for prompt in given]
     echoes = [""] * len(prompts)
     if body.echo:
@@ -117,13 +113,6 @@ def _scored(ids: list[int], logprobs: int) -> Wanted:
     return Wanted(prompt_ids=ids[:1], params=params)
 
 
-def _listed(prompt: Prompt) -> list[Any]:
-    """The prompts of a body."""
-    if isinstance(prompt, str):
-        return [prompt]
-    return [prompt] if isinstance(prompt[0], int) else list(prompt)
-
-
 class _CompletionForm(OpenAIForm):
     def __init__(
         self, served: Served, body: CompletionBody, id: str, prompts: list[list[int]], echoes: list[str]
@@ -155,8 +144,7 @@ class _CompletionForm(OpenAIForm):
     def delta(self, each: Event) -> dict[str, Any]:
         choice, chunk = each.choice, each.chunk
         begins = choice.num_steps <= 1 and len(choice.token_ids) == len(chunk.token_ids)
-        echo = self._echo(choice)
-        logprobs = None
+        echo, logprobs = self._echoes[choice.index // self._per_prompt], None
         if self._logprobs is not None:
             offset = self._offsets.get(choice.index, len(echo))
             logprobs = _logprobs(self.served.tokens, chunk.token_ids, chunk.logprobs or [], offset)
@@ -186,11 +174,8 @@ class _CompletionForm(OpenAIForm):
             for at, (text, logprobs) in enumerate(zip(self._echoes, scores, strict=True))
         ]
 
-    def _echo(self, choice: Choice) -> str:
-        return self._echoes[choice.index // self._per_prompt]
-
     def _choice(self, choice: Choice, index: int) -> dict[str, Any]:
-        echo, logprobs = self._echo(choice), None
+        echo, logprobs = self._echoes[choice.index // self._per_prompt], None
         if self._logprobs is not None:
             logprobs = _logprobs(self.served.tokens, choice.token_ids, choice.logprobs, len(echo))
             logprobs = self._after_prompt(choice, logprobs)

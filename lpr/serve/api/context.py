@@ -101,10 +101,7 @@ class Context:
                 self.trace(request, generation)
 
     def cancel(self, request: Request, name: str) -> bool:
-        """End the running requests of the same key with this id (with or without its kind) or X-Request-Id.
-
-        Returns False if there is none.
-        """
+        """End the key's requests with this id (with or without its kind) or X-Request-Id; False if there is none."""
         found = [
             generation
             for (key, full), (generation, came_with) in self.open.items()
@@ -119,9 +116,12 @@ class Context:
         return "" if self.share_drafts == "all" else key_name(request)
 
 
-async def note_prefix(request: Request) -> None:
-    """Note the keys of the prefix, which the answer carries for routers."""
-    request.state.prefix_keys = prefix_keys(await request.json())
+async def begin(request: Request, user: str | None = None) -> tuple[Context, Served]:
+    """The context and the model for a prompt; notes the user and the keys of the prefix. Raises ApiError."""
+    context = context_of(request)
+    request.state.user = user  # for the access log
+    request.state.prefix_keys = prefix_keys(await request.json())  # the answer carries them for routers
+    return context, context.ready()
 
 
 async def aside(request: Request, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 
 from lpr.config import SamplingParams
 from lpr.serve.api.answers import Form, answer
-from lpr.serve.api.context import STREAM, aside, context_of, note_prefix
+from lpr.serve.api.context import STREAM, aside, begin
 from lpr.serve.bodies import InfillBody
 from lpr.serve.errors import bad
 from lpr.serve.generation import Choice, Event
@@ -72,9 +72,7 @@ class LineLimit:
 @router.post("/infill", summary="Fill in the middle, as llama.cpp's server", responses=STREAM)
 async def infill(body: InfillBody, request: Request) -> Response:
     """Write what belongs between `input_prefix` + `prompt` and `input_suffix`."""
-    context = context_of(request)
-    await note_prefix(request)
-    served = context.ready()
+    context, served = await begin(request)
     model = served.check_model(body.model)
     count = body.n_predict if body.n_predict >= 0 else min(MOST, served.facts.max_length // 4)
     ids, truncated = await aside(request, _prompt, served, body, max(1, count))
@@ -121,7 +119,7 @@ def _params(served: Served, body: InfillBody, count: int) -> SamplingParams:
         values["top_k"] = max(0, body.top_k)
     if "penalties" in used:
         values["repetition_penalty"] = body.repeat_penalty
-        values["presence_penalty"], values["frequency_penalty"] = body.presence_penalty, body.frequency_penalty
+        values |= {"presence_penalty": body.presence_penalty, "frequency_penalty": body.frequency_penalty}
     return sampling(values)
 
 

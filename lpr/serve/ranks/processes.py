@@ -27,19 +27,13 @@ def environment(socket: Path) -> dict[str, str]:
     return {**kept, SOCKET: str(socket), ORIGIN: secrets.token_hex(8)}
 
 
-def command(argv: Sequence[str], lp: int, tp: int) -> list[str]:
-    """The command line of the ranks: one process, or a supervisor of several."""
-    if lp * tp == 1:
-        return [sys.executable, "-m", "lpr.serve.ranks.rank", *argv]
-    return [sys.executable, "-m", "lpr.dist.supervisor", str(lp), str(tp), "lpr.serve.ranks.rank", *argv]
-
-
 class Ranks:
     """The ranks as one child process: the only one, or the supervisor of all."""
 
     def __init__(self, argv: Sequence[str], lp: int, tp: int, socket: Path) -> None:
         """Prepare to start `lp` replicas of `tp` ranks with the flags `argv`."""
-        self._command = command(argv, lp, tp)
+        supervisor = [] if lp * tp == 1 else ["lpr.dist.supervisor", str(lp), str(tp)]
+        self._command = [sys.executable, "-m", *supervisor, "lpr.serve.ranks.rank", *argv]
         self._socket = socket
         self._process: Process | None = None
 

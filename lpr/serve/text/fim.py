@@ -134,7 +134,6 @@ class Filler:
     """Builds the prompts of one family with one tokenizer."""
 
     def __init__(self, family: Family, tokens: Tokens) -> None:
-        """Look up the family's tokens."""
         self.family = family
         self._tokens = tokens
         self._prefix = _id(tokens, family.prefix)

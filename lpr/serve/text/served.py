@@ -91,10 +91,7 @@ class Served:
         return ids
 
     def params(self, body: Sampling, num_prompt: int, max_tokens: int | None, **more: Any) -> SamplingParams:
-        """The SamplingParams of a body, for a prompt of `num_prompt` tokens. `max_tokens` None means all that fit.
-
-        Raises ApiError that names the field.
-        """
+        """The SamplingParams of a body after `num_prompt` tokens; `max_tokens` None: all that fit. Raises ApiError."""
         most = self.most(num_prompt)
         wanted = most if max_tokens is None else max_tokens
         if wanted > most:

@@ -19,10 +19,9 @@ _MARK = "\u263a"
 
 
 class Tokens:
-    """The tokenizer of the served model."""
+    """The tokenizer of the served model, of a fast tokenizer's JSON."""
 
     def __init__(self, source: str) -> None:
-        """Read a fast tokenizer's JSON."""
         self._plain, self._literal = Tokenizer.from_str(source), Tokenizer.from_str(source)
         for tokenizer in (self._plain, self._literal):
             tokenizer.no_truncation()
@@ -30,8 +29,8 @@ class Tokens:
         self._literal.encode_special_tokens = True
         with_special = self._plain.encode("a").ids
         without = self._plain.encode("a", add_special_tokens=False).ids
-        start = _find(with_special, without)
-        self.bos_ids: list[int] = with_special[:start] if start is not None else []
+        starts = (at for at in range(len(with_special)) if with_special[at : at + len(without)] == without)
+        self.bos_ids: list[int] = with_special[: next(starts, 0)]
         """What the tokenizer puts before every text."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -99,9 +98,3 @@ def _ids(tokenizer: Tokenizer, text: str, add_special_tokens: bool = False) -> l
         return list(tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
     # The same, but other threads can run meanwhile: `encode` keeps the interpreter's lock, for a second per MiB.
     return list(tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
-
-
-def _find(whole: Sequence[int], part: Sequence[int]) -> int | None:
-    """Where `part` begins in `whole`, if it is in there."""
-    size = len(part)
-    return next((at for at in range(len(whole) - size + 1) if list(whole[at : at + size]) == list(part)), None)
