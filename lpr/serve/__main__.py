@@ -12,7 +12,7 @@ from pathlib import Path
 from lpr.config import InputError
 from lpr.serve.front import Front
 from lpr.serve.options import parse
-from lpr.serve.ranks.processes import SOCKET
+from lpr.serve.ranks import SOCKET
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -99,8 +99,7 @@ class Sampling(Body):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     user: Label | None = None  # only written to the access log
-    prompt_cache_key: Label | None = None
-    """For routers (lpr.fleet.affinity): the same text comes from every replica."""
+    prompt_cache_key: Label | None = None  # for routers (lpr.fleet.affinity): the same text comes from every replica
 
     # vLLM's.
     top_k: TopK | None = None
@@ -225,18 +224,15 @@ class InfillBody(Body):
     input_extra: list[ExtraFile] = []
     prompt: str = ""
     """The text between prefix and hole: the line up to the cursor."""
-    n_predict: Annotated[int, Field(ge=-1)] = -1
-    """-1: 512, or a quarter of the model's limit. 0: only fill the cache."""
-    n_indent: Natural = 0
-    """End before a line that is indented by less than this many characters."""
+    n_predict: Annotated[int, Field(ge=-1)] = -1  # -1: 512, or a quarter of the model's limit. 0: only fill the cache
+    n_indent: Natural = 0  # end before a line that is indented by less than this many characters
     n_cmpl: Choices = 1
     t_max_prompt_ms: float | None = None  # without effect, as in llama.cpp
     t_max_predict_ms: float = 0
     """End after this time, once a line is complete; counted from the first token. 0: no limit."""
     cache_prompt: bool = True
     id_slot: int = -1
-    samplers: list[str] | None = None
-    """Of top_k, top_p, min_p, temperature and penalties, those in this list are used."""
+    samplers: list[str] | None = None  # of top_k, top_p, min_p, temperature and penalties, those in this list are used
     response_fields: list[str] | None = None
     """Answer with these fields only; "a/b" is field b of a."""
     temperature: Temperature = 0.0

@@ -24,12 +24,11 @@ from lpr.protocol import ErrorCode, Stop
 from lpr.serve.api.app import build
 from lpr.serve.api.context import Context
 from lpr.serve.api.middleware import Keys
-from lpr.serve.keeper import Keeper
+from lpr.serve.keeper import Keeper, Ranks
 from lpr.serve.link import Link
 from lpr.serve.messages import Loading, ToFront
 from lpr.serve.metrics import Metrics
 from lpr.serve.options import ServeArgs
-from lpr.serve.ranks.processes import Ranks
 from lpr.serve.service import Service
 from lpr.serve.text.served import Served
 

@@ -65,7 +65,7 @@ class Jobs:
 
     def __init__(self) -> None:
         self._open: dict[int, Job] = {}
-        self._held: dict[int, Job] = {}
+        self.held: dict[int, Job] = {}
         """Jobs that are ready and not given, in the order in which they are given."""
         self._given: dict[int, Job] = {}
         """Jobs that the driver has, in the order in which it got them."""
@@ -88,11 +88,6 @@ class Jobs:
         """True if the driver has this one."""
         return job.id in self._given
 
-    @property
-    def held(self) -> list[Job]:
-        """Jobs that are ready and not given, in the order in which they are given."""
-        return list(self._held.values())
-
     def add(self, job: Job, ready: bool = True) -> None:
         """Open a job. One that is not ready is not given before `release`."""
         self._open[job.id] = job
@@ -101,7 +96,7 @@ class Jobs:
 
     def release(self, job: Job) -> None:
         """A job that was not ready is ready."""
-        self._held[job.id] = job
+        self.held[job.id] = job
 
     def give(self) -> Job | None:
         """The job that the driver gets next, counted as given; None if it has all that it may have.
@@ -109,23 +104,23 @@ class Jobs:
         While a job is suspected, nothing else begins until it has shown a token: if the ranks die again, it is known
         which job they died on.
         """
-        suspect = most_suspect([*self._given.values(), *self._held.values()])
-        job = suspect if suspect is not None else next(iter(self._held.values()), None)
-        if job is None or job.id not in self._held:
+        suspect = most_suspect([*self._given.values(), *self.held.values()])
+        job = suspect if suspect is not None else next(iter(self.held.values()), None)
+        if job is None or job.id not in self.held:
             return None
-        self._given[job.id] = self._held.pop(job.id)
+        self._given[job.id] = self.held.pop(job.id)
         job.was_given = True
         return job
 
     def take_back(self) -> None:
         """Hold all jobs again, as the driver is lost: first those that have begun."""
-        jobs = [*self._given.values(), *self._held.values()]
+        jobs = [*self._given.values(), *self.held.values()]
         jobs.sort(key=lambda job: math.inf if job.begun is None else job.begun)
-        self._held, self._given = {job.id: job for job in jobs}, {}
+        self.held, self._given = {job.id: job for job in jobs}, {}
 
     def remove(self, job: Job) -> None:
         """Remove a job that has ended."""
-        for jobs in (self._open, self._given, self._held):
+        for jobs in (self._open, self._given, self.held):
             jobs.pop(job.id, None)
 
 

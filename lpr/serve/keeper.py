@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import os
+import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable
+from asyncio.subprocess import Process
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lpr.serve.link import Link
 from lpr.serve.mesh_state import STALE_PULSE
 from lpr.serve.options import ServeArgs
-from lpr.serve.ranks.processes import Ranks
+from lpr.serve.ranks import LAUNCHER, ORIGIN, SOCKET
 from lpr.serve.service import Service
 
 LOOK_EVERY = 0.5
@@ -30,6 +34,46 @@ LAST_WORDS = 0.2
 """Seconds for the driver's last messages to arrive."""
 STOP_SECONDS = 10.0
 """Time for the ranks to end by themselves."""
+
+
+class Ranks:
+    """The ranks as one child process: the only one, or the supervisor of all."""
+
+    def __init__(self, argv: Sequence[str], lp: int, tp: int, socket: Path) -> None:
+        """Prepare to start `lp` replicas of `tp` ranks with the flags `argv`."""
+        supervisor = [] if lp * tp == 1 else ["lpr.dist.supervisor", str(lp), str(tp)]
+        self._command = [sys.executable, "-m", *supervisor, "lpr.serve.ranks.rank", *argv]
+        self._socket = socket
+        self._process: Process | None = None
+
+    async def start(self) -> None:
+        """Start them in their own session: Ctrl-C reaches only the front, which lets them finish."""
+        # Without the front's keys and another launcher's variables.
+        kept = {name: value for name, value in os.environ.items() if name not in (*LAUNCHER, "LPR_API_KEY")}
+        self._process = await asyncio.create_subprocess_exec(
+            *self._command,
+            env={**kept, SOCKET: str(self._socket), ORIGIN: secrets.token_hex(8)},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=sys.stderr.fileno(),
+            start_new_session=True,
+        )
+
+    async def wait(self) -> int:
+        """Return the exit code once all have ended; below 0: the signal that ended them."""
+        assert self._process is not None
+        return await self._process.wait()
+
+    async def stop(self, patience: float) -> None:
+        """Wait `patience` seconds for their own end, then send signals."""
+        if self._process is None:
+            return
+        for number in (None, signal.SIGTERM, signal.SIGKILL):
+            if number is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, number)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), patience)
+                return
 
 
 class Keeper:

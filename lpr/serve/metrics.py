@@ -186,10 +186,6 @@ class _FleetCollector(Collector):
         self._service = service
         self._names = names
 
-    def describe(self) -> list[Metric]:
-        """Nothing, as the metrics depend on the driver."""
-        return []
-
     def collect(self) -> Iterator[Metric]:
         """All metrics, as they are now."""
         load = self._service.mesh.load
@@ -209,13 +205,11 @@ class _FleetCollector(Collector):
         events = ("sent", "unsent", "learnt", "own", "duplicate", "malformed", "passed_over")
         yield self._counter("lpr:shared_drafts", "Outputs shared with other replicas, by what became of them.",
                             {(event,): getattr(counts, event) for event in events}, "event")  # fmt: skip
-        tokens = {"sent": counts.sent_tokens, "learnt": counts.learnt_tokens}
-        tokens["outside_vocabulary"] = counts.outside_vocabulary
-        yield self._counter("lpr:shared_draft_tokens", "Their tokens; those outside the vocabulary are dropped.",
-                            {(event,): count for event, count in tokens.items()}, "event")  # fmt: skip
-        errors = {
-            ("write",): counts.write_errors, ("read",): counts.read_errors, ("snapshot",): counts.snapshot_errors
-        }  # fmt: skip
+        tokens = {("sent",): counts.sent_tokens, ("learnt",): counts.learnt_tokens}
+        tokens["outside_vocabulary",] = counts.outside_vocabulary
+        text = "Their tokens; those outside the vocabulary are dropped."
+        yield self._counter("lpr:shared_draft_tokens", text, tokens, "event")
+        errors = {(name,): getattr(counts, f"{name}_errors") for name in ("write", "read", "snapshot")}
         yield self._counter("lpr:shared_draft_errors", "Calls of the store that failed.", errors, "operation")
         snapshots = {("written",): counts.snapshots_written, ("loaded",): counts.snapshots_loaded}
         yield self._counter("lpr:shared_draft_snapshots", "Snapshots of what was learnt.", snapshots, "event")

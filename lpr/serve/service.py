@@ -172,7 +172,7 @@ class Service:
         elif isinstance(message, Facts):
             if self.mesh.welcome(message):  # it takes requests: first those of the driver before
                 self._interrupted = []
-                self._send(Resume([job.id for job in self._jobs.held], self.tenants))
+                self._send(Resume(list(self._jobs.held), self.tenants))
                 self._pump()
         elif isinstance(message, Refused):
             self.mesh.refused = message.reason
@@ -190,7 +190,7 @@ class Service:
                 self._paused = self._active
         self.mesh.lost()
         self._jobs.take_back()
-        for job in self._jobs.held:
+        for job in list(self._jobs.held.values()):
             if job.is_complete:
                 self._end_as_stopped(job)
 

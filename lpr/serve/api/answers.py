@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import msgspec
@@ -188,17 +188,14 @@ class _EventStream(Response):
         self._end = end  # closing a generator that never began does not run its clean-up
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # The answer does not end then, which closes the connection.
-        with suppress(TimeoutError):
-            await self._send(send)
-
-    async def _send(self, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             async for data in self._events:
                 async with asyncio.timeout(self._stall):
                     await send({"type": "http.response.body", "body": data, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except TimeoutError:
+            pass  # the answer does not end, which closes the connection
         finally:
             self._end()  # first, as what follows may be interrupted
             await self._events.aclose()

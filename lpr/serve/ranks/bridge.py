@@ -25,8 +25,8 @@ from lpr.model.loader import bundled_model
 from lpr.protocol import Abort, Chunk, ErrorCode, Failure, MeshError, Stop, Submit
 from lpr.serve.messages import Facts, Finish, Load, Loading, Pulse, Resume, Stepped, ToDriver
 from lpr.serve.options import ServeArgs
+from lpr.serve.ranks import ORIGIN, SOCKET
 from lpr.serve.ranks.line import PULSE_EVERY, FrontGoneError, Line
-from lpr.serve.ranks.processes import ORIGIN, SOCKET
 
 if TYPE_CHECKING:
     from lpr.fleet.sharing import SharedDrafts  # its client is an optional package

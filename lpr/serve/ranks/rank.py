@@ -18,8 +18,8 @@ from lpr.config import InputError
 from lpr.protocol import MeshError
 from lpr.serve.messages import Loading, Refused
 from lpr.serve.options import parse
+from lpr.serve.ranks import LAUNCHER, SOCKET
 from lpr.serve.ranks.line import FrontGoneError, Line
-from lpr.serve.ranks.processes import LAUNCHER, SOCKET
 
 _RANK_0_SPEAKS = 10.0
 """Seconds that other ranks stay after bad input. The launcher ends them once rank 0 has left."""
