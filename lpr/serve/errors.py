@@ -50,9 +50,7 @@ _TYPE_NAMES = ("str", "int", "float", "bool", "none")
 class ApiError(Exception):
     """A request that cannot be answered. It becomes an OpenAI-shaped error."""
 
-    def __init__(
-        self, code: ErrorCode, message: str, param: str | None = None, *, retry_after: int | None = None
-    ) -> None:
+    def __init__(self, code: ErrorCode, message: str, param: str | None = None, retry_after: int | None = None) -> None:
         """`param` names the field that is wrong. `retry_after` is in seconds."""
         super().__init__(message)
         self.code = code

@@ -78,12 +78,8 @@ class Front:
         self.service = Service(args, lambda message: link.send(message))
         self.service.tenants = [""] if args.share_drafts == "all" or not self._keys else self._keys.names[:MOST_KEYS]
         link = Link(self._receive, self._lost)
-        self.context = Context(
-            service=self.service,
-            metrics=Metrics(self.service, args.names[0]),
-            request_timeout=args.request_timeout,
-            share_drafts=args.share_drafts,
-        )
+        metrics = Metrics(self.service, args.names[0])
+        self.context = Context(self.service, metrics, args.request_timeout, args.share_drafts)
         if args.otlp is not None:
             from lpr.serve.telemetry import tracer
 

@@ -35,12 +35,10 @@ class Context:
 
     service: Service
     metrics: Metrics
-    request_timeout: float
-    """Most seconds that a request may take."""
+    request_timeout: float  # in seconds
     share_drafts: str = "key"
     """Requests that share drafts: "none", those of a "key", or "all"."""
-    served: Served | None = None
-    """None until the model is loaded."""
+    served: Served | None = None  # None until the model is loaded
     open: dict[tuple[str, str], tuple[Generation, str]] = field(default_factory=dict)
     """Running requests by the name of their key and their id, with the X-Request-Id of the answer, which several may
     share. DELETE reaches those of the same key only."""

@@ -38,15 +38,11 @@ class Keys:
     def __init__(self, keys: Iterable[tuple[str, str]] = ()) -> None:
         """Keep the digests of `keys`, pairs of name and key. Equal lengths are compared in constant time."""
         self._digests = [(name, _digest(key)) for name, key in keys]
+        self.names = list(dict.fromkeys(name for name, _ in self._digests))
 
     def __bool__(self) -> bool:
         """True if requests need a key."""
         return bool(self._digests)
-
-    @property
-    def names(self) -> list[str]:
-        """The keys' names."""
-        return list(dict.fromkeys(name for name, _ in self._digests))
 
     def name_of(self, key: str) -> str | None:
         """The name of a key, or None; takes the same time for every key, known or not."""

@@ -168,7 +168,9 @@ class EngineBridge(StepHooks):
             if isinstance(message, Submit):
                 self._ready += self._submit(message)
             elif isinstance(message, Abort):
-                self._abort(message)
+                request = self._open.pop(int(message.id), None) or self.engine.requests.get(message.id)
+                if request is not None:
+                    self.engine.abort(request)
             elif isinstance(message, Finish):
                 self._finish(message)
             else:
@@ -252,11 +254,6 @@ class EngineBridge(StepHooks):
         self._open[id] = request
         if request.num_output:
             yield request.resend(len(delivered))
-
-    def _abort(self, message: Abort) -> None:
-        request = self._open.pop(int(message.id), None) or self.engine.requests.get(message.id)
-        if request is not None:
-            self.engine.abort(request)
 
     def _finish(self, message: Finish) -> None:
         """End a request whose text is complete, and send its usage at once, as the client waits for it."""

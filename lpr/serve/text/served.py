@@ -73,7 +73,10 @@ class Served:
             raise bad("messages", message, ErrorCode.NO_CHAT_TEMPLATE)
         plain = [_plain(message) for message in messages]
         final = plain[-1].get("content") or "" if body.continue_final_message else None
-        more = {"add_generation_prompt": body.add_generation_prompt, **_template_kwargs(body)}
+        given: dict[str, Any] = getattr(body, "chat_template_kwargs", None) or {}
+        for name in RESERVED & set(given):
+            raise bad("chat_template_kwargs", f"chat_template_kwargs: {name!r} is not free to be set")
+        more = {"add_generation_prompt": body.add_generation_prompt, **given}
         if final is not None:
             more["add_generation_prompt"] = False
         try:
@@ -142,8 +145,7 @@ def sampling(values: dict[str, Any]) -> SamplingParams:
     try:
         return SamplingParams(**values)
     except InputError as failure:
-        name = str(failure).split("=")[0]
-        raise bad(name, str(failure)) from failure
+        raise bad(str(failure).split("=")[0], str(failure)) from failure
 
 
 def spread(params: SamplingParams, prompt_ids: list[int], count: int) -> list[Wanted]:
@@ -155,14 +157,6 @@ def spread(params: SamplingParams, prompt_ids: list[int], count: int) -> list[Wa
 def fresh_seed() -> int:
     """A seed for a request that names none."""
     return secrets.randbits(32)
-
-
-def _template_kwargs(body: Any) -> dict[str, Any]:
-    """A body's variables for the template; raises ApiError for reserved names."""
-    given: dict[str, Any] = getattr(body, "chat_template_kwargs", None) or {}
-    for name in RESERVED & set(given):
-        raise bad("chat_template_kwargs", f"chat_template_kwargs: {name!r} is not free to be set")
-    return given
 
 
 def _plain(message: Message) -> dict[str, Any]:
@@ -198,21 +192,15 @@ def grammar_of(wanted: ResponseFormat | None) -> str:
         elif wanted.type == "regex":
             grammar = matcher.grammar_from_regex(wanted.regex or "")
         else:
-            grammar = json.dumps({"grammars": [{"lark_grammar": lark_of(wanted.grammar or "")}]})
+            lark = wanted.grammar or ""
+            if "::=" in lark:  # llama.cpp's GBNF
+                lark = str(llguidance.gbnf_to_lark.gbnf_to_lark(lark))
+            grammar = json.dumps({"grammars": [{"lark_grammar": lark}]})
     except ValueError as failure:
         raise bad(param, f"{param}: {_line(failure)}") from failure
     if problem := matcher.validate_grammar(grammar):
         raise bad(param, f"{param}: {_line(problem)}")
     return str(grammar)
-
-
-def lark_of(text: str) -> str:
-    """A grammar as Lark: llguidance's own form, or llama.cpp's GBNF, which writes `::=`."""
-    if "::=" not in text:
-        return text
-    import llguidance
-
-    return str(llguidance.gbnf_to_lark.gbnf_to_lark(text))
 
 
 def _line(problem: object) -> str:
