@@ -27,8 +27,8 @@ from lpr.serve.messages import (
     Pulse,
     Resume,
     Stepped,
+    ToDriver,
     frame,
-    read_to_driver,
 )
 from lpr.serve.options import ServeArgs
 
@@ -109,11 +109,11 @@ class FakeDriver:
         reader, self._writer = await asyncio.open_unix_connection(str(self._path))
         self._writer.write(frame(Hello(PROTOCOL, 1, self._epoch, self._held is not None)) + frame(self.facts))
         stepping = asyncio.create_task(self._steps())
-        frames = FrameReader()
+        frames = FrameReader(ToDriver)
         with contextlib.suppress(ConnectionError):
             while not self.stopped and (data := await reader.read(1 << 16)):
-                for body in frames.feed(data):
-                    self._obey(read_to_driver(body))
+                for message in frames.feed(data):
+                    self._obey(message)
         stepping.cancel()
         self._writer.close()
 

@@ -25,7 +25,7 @@ import pytest
 
 from lpr.serve.metrics import Metrics
 from lpr.serve.options import ServeArgs, parse
-from lpr.serve.service import Limits, Service
+from lpr.serve.service import Service
 
 ROOT = Path(__file__).parent.parent
 LAUNCH = ROOT / "launch"
@@ -243,7 +243,7 @@ def test_panels_do_not_overlap() -> None:
 
 def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
     promql = pytest.importorskip("promql_parser", reason=WANTED)
-    text = Metrics(Service(Limits(), lambda message: None), "m").text().decode()
+    text = Metrics(Service(ServeArgs(), lambda message: None), "m").text().decode()
     known = {line.split("{")[0].split(" ")[0] for line in text.splitlines() if not line.startswith("#")}
     known |= {name for name in re.findall(r"# TYPE (\S+)", text)}
     rooms = [path for room in ("serve", "fleet") for path in (ROOT / "lpr" / room).glob("*.py")]

@@ -15,8 +15,8 @@ from serving import serving
 
 from lpr.protocol import Chunk, TokenLogprobs
 from lpr.serve import keeper
+from lpr.serve.jobs import acquit, blame, most_suspect
 from lpr.serve.messages import Load, Pulse, Stepped, frame
-from lpr.serve.suspects import acquit, blame, most_suspect
 
 TEXT = "return x + 1\n    if y: return [z for z in range(10)]\n"
 PROMPT = "def f(x):\n    "
@@ -456,7 +456,7 @@ def test_doubled_tokens_are_cut_and_missing_ones_are_asked_for_again(quick, scri
             service.call(lambda first=first, last=last: driver.say(chunk(first, last)))
         wait_for(lambda: sum(len(event["token_ids"]) for event in stream.events) == 6)
         service.call(lambda: driver.say(chunk(8, 9)))
-        wait_for(lambda: not service.front._keeper._link.connected)
+        wait_for(lambda: not service.front.service.mesh.up)
         script.changes["hold"] = False
         driver.running[id] = (whole[0], 6)
         service.call(lambda: ranks.take_over())

@@ -12,7 +12,7 @@ from pathlib import Path
 from lpr.config import InputError
 from lpr.serve.front import Front
 from lpr.serve.options import parse
-from lpr.serve.ranks.processes import SOCKET
+from lpr.serve.ranks import SOCKET
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,11 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parse(argv)
         attached = Path(os.environ[SOCKET]) if SOCKET in os.environ else None
-
-        async def serve() -> int:
-            return await Front(args, argv, attached).run()
-
-        return asyncio.run(serve())
+        return asyncio.run(Front(args, argv, attached).run())
     except InputError as failure:
         print(f"lpr.serve: error: {failure}", file=sys.stderr)
         return 2

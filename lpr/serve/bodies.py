@@ -20,8 +20,7 @@ Stop = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 Stops = Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None
 Seed = Annotated[int, Field(ge=-_INT64, lt=2**64)] | None
 Temperature = Annotated[float, Field(ge=0, le=100)]
-TopK = Annotated[int, Field(ge=-1, lt=2**31)]
-"""0 and -1: no limit."""
+TopK = Annotated[int, Field(ge=-1, lt=2**31)]  # 0 and -1: no limit
 TopP = Annotated[float, Field(gt=0, le=1)]
 MinP = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -99,10 +98,8 @@ class Sampling(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    user: Label | None = None
-    """Only written to the access log."""
-    prompt_cache_key: Label | None = None
-    """For routers (lpr.fleet.affinity): the same text comes from every replica."""
+    user: Label | None = None  # only written to the access log
+    prompt_cache_key: Label | None = None  # for routers (lpr.fleet.affinity): the same text comes from every replica
 
     # vLLM's.
     top_k: TopK | None = None
@@ -122,8 +119,7 @@ class Sampling(Body):
     use_beam_search: Literal[False] | None = None
 
     # lpr's.
-    return_sources: bool | None = None
-    """Name the draft source of every token."""
+    return_sources: bool | None = None  # name the draft source of every token
 
     @model_validator(mode="after")
     def _streams(self) -> Sampling:
@@ -181,18 +177,15 @@ class ChatBody(Sampling):
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
-    """Without effect, as there are no tools."""
+    parallel_tool_calls: bool | None = None  # without effect, as there are no tools
     modalities: list[Literal["text"]] | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
 
     # llama.vim sends these to a chat as well.
     n_predict: Annotated[int, Field(ge=-1)] | None = None
-    cache_prompt: bool | None = None
-    """Without effect: prompts are always cached, and the text is the same."""
-    id_slot: int | None = None
-    """Without effect: slots are found by their longest common prefix."""
+    cache_prompt: bool | None = None  # without effect: prompts are always cached, and the text is the same
+    id_slot: int | None = None  # without effect: slots are found by their longest common prefix
     samplers: list[str] | None = None
     response_fields: list[str] | None = None
 
@@ -220,8 +213,7 @@ class ExtraFile(Body):
 
     text: str
     filename: str = ""
-    time: Any = None
-    """Without effect: the order of the pieces counts."""
+    time: Any = None  # without effect: the order of the pieces counts
 
 
 class InfillBody(Body):
@@ -232,19 +224,15 @@ class InfillBody(Body):
     input_extra: list[ExtraFile] = []
     prompt: str = ""
     """The text between prefix and hole: the line up to the cursor."""
-    n_predict: Annotated[int, Field(ge=-1)] = -1
-    """-1: 512, or a quarter of the model's limit. 0: only fill the cache."""
-    n_indent: Natural = 0
-    """End before a line that is indented by less than this many characters."""
+    n_predict: Annotated[int, Field(ge=-1)] = -1  # -1: 512, or a quarter of the model's limit. 0: only fill the cache
+    n_indent: Natural = 0  # end before a line that is indented by less than this many characters
     n_cmpl: Choices = 1
-    t_max_prompt_ms: float | None = None
-    """Without effect, as in llama.cpp."""
+    t_max_prompt_ms: float | None = None  # without effect, as in llama.cpp
     t_max_predict_ms: float = 0
     """End after this time, once a line is complete; counted from the first token. 0: no limit."""
     cache_prompt: bool = True
     id_slot: int = -1
-    samplers: list[str] | None = None
-    """Of top_k, top_p, min_p, temperature and penalties, those in this list are used."""
+    samplers: list[str] | None = None  # of top_k, top_p, min_p, temperature and penalties, those in this list are used
     response_fields: list[str] | None = None
     """Answer with these fields only; "a/b" is field b of a."""
     temperature: Temperature = 0.0
@@ -284,8 +272,7 @@ class TokenizeBody(Body):
     content: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None
-    add_special: bool | None = None
-    """llama.cpp's name, whose default is false."""
+    add_special: bool | None = None  # llama.cpp's name, whose default is false
     parse_special: Literal[True] | None = None
     add_generation_prompt: bool = True
     continue_final_message: Literal[False] | None = None

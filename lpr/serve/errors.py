@@ -11,24 +11,18 @@ from starlette.exceptions import HTTPException
 
 from lpr.protocol import ErrorCode
 
-STATUS = {
-    ErrorCode.MISSING_KEY: 401,
-    ErrorCode.INVALID_KEY: 401,
-    ErrorCode.MODEL_NOT_FOUND: 404,
-    ErrorCode.REQUEST_NOT_FOUND: 404,
-    ErrorCode.BODY_TIMEOUT: 408,
-    ErrorCode.BODY_TOO_LARGE: 413,
-    ErrorCode.MEDIA_TYPE: 415,
-    ErrorCode.OVERLOADED: 429,
-    ErrorCode.GENERATION_FAILED: 500,
-    ErrorCode.INTERNAL: 500,
-    ErrorCode.NO_MESH: 503,
-    ErrorCode.LOADING: 503,
-    ErrorCode.SHUTTING_DOWN: 503,
-    ErrorCode.DRAINED: 503,
-    ErrorCode.RANKS_LOST: 503,
-    ErrorCode.TIMEOUT: 504,
+_CODES = {
+    401: (ErrorCode.MISSING_KEY, ErrorCode.INVALID_KEY),
+    404: (ErrorCode.MODEL_NOT_FOUND, ErrorCode.REQUEST_NOT_FOUND),
+    408: (ErrorCode.BODY_TIMEOUT,),
+    413: (ErrorCode.BODY_TOO_LARGE,),
+    415: (ErrorCode.MEDIA_TYPE,),
+    429: (ErrorCode.OVERLOADED,),
+    500: (ErrorCode.GENERATION_FAILED, ErrorCode.INTERNAL),
+    503: (ErrorCode.NO_MESH, ErrorCode.LOADING, ErrorCode.SHUTTING_DOWN, ErrorCode.DRAINED, ErrorCode.RANKS_LOST),
+    504: (ErrorCode.TIMEOUT,),
 }
+STATUS = {code: status for status, codes in _CODES.items() for code in codes}
 """HTTP status of each error code; 400 for all others."""
 SHOWN: dict[ErrorCode, str | None] = {
     ErrorCode.BAD_REQUEST: None,
@@ -56,9 +50,7 @@ _TYPE_NAMES = ("str", "int", "float", "bool", "none")
 class ApiError(Exception):
     """A request that cannot be answered. It becomes an OpenAI-shaped error."""
 
-    def __init__(
-        self, code: ErrorCode, message: str, param: str | None = None, *, retry_after: int | None = None
-    ) -> None:
+    def __init__(self, code: ErrorCode, message: str, param: str | None = None, retry_after: int | None = None) -> None:
         """`param` names the field that is wrong. `retry_after` is in seconds."""
         super().__init__(message)
         self.code = code
@@ -66,11 +58,8 @@ class ApiError(Exception):
         self.param = param
         self.status = STATUS.get(code, 400)
         self.retry_after = RETRY_AFTER if retry_after is None and self.status == 503 else retry_after
-
-    @property
-    def shown_code(self) -> str | None:
+        self.shown_code = SHOWN.get(code, code.value)
         """`code` in the body."""
-        return SHOWN.get(self.code, self.code.value)
 
     def body(self) -> dict[str, Any]:
         """The error as JSON values."""
@@ -117,25 +106,13 @@ def from_validation(failure: RequestValidationError) -> ApiError:
     return ApiError(ErrorCode.INVALID_VALUE, f"{name}: {message}" if name else message, name)
 
 
-async def answer_api_error(_: Request, failure: Exception) -> JSONResponse:
-    """Handler for ApiError."""
-    assert isinstance(failure, ApiError)
+async def answer_error(request: Request, failure: Exception) -> JSONResponse:
+    """Handler for ApiError, what pydantic or the router refuses, and bugs, whose traceback the server writes."""
+    if isinstance(failure, HTTPException):
+        message = f"{request.method} {request.url.path}: {failure.detail}"
+        return JSONResponse(error_body(failure.status_code, message), failure.status_code, failure.headers)
+    if isinstance(failure, RequestValidationError):
+        failure = from_validation(failure)
+    elif not isinstance(failure, ApiError):
+        failure = ApiError(ErrorCode.INTERNAL, f"internal error: {type(failure).__name__}")
     return failure.response()
-
-
-async def answer_validation_error(_: Request, failure: Exception) -> JSONResponse:
-    """Handler for what pydantic refuses."""
-    assert isinstance(failure, RequestValidationError)
-    return from_validation(failure).response()
-
-
-async def answer_bug(_: Request, failure: Exception) -> JSONResponse:
-    """Handler for everything that should not happen; the server writes the traceback to stderr."""
-    return ApiError(ErrorCode.INTERNAL, f"internal error: {type(failure).__name__}").response()
-
-
-async def answer_http_error(request: Request, failure: Exception) -> JSONResponse:
-    """Handler for what the router refuses: unknown paths and methods."""
-    assert isinstance(failure, HTTPException)
-    message = f"{request.method} {request.url.path}: {failure.detail}"
-    return JSONResponse(error_body(failure.status_code, message), failure.status_code, failure.headers)

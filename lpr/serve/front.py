@@ -20,17 +20,16 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lpr.config import InputError
 from lpr.fleet.options import default_name
-from lpr.protocol import Stop
+from lpr.protocol import ErrorCode, Stop
 from lpr.serve.api.app import build
 from lpr.serve.api.context import Context
-from lpr.serve.api.middleware import Keys, Surface
-from lpr.serve.keeper import Keeper, Patience
+from lpr.serve.api.middleware import Keys
+from lpr.serve.keeper import Keeper, Ranks
 from lpr.serve.link import Link
 from lpr.serve.messages import Loading, ToFront
 from lpr.serve.metrics import Metrics
 from lpr.serve.options import ServeArgs
-from lpr.serve.ranks.processes import Ranks
-from lpr.serve.service import Limits, Service
+from lpr.serve.service import Service
 from lpr.serve.text.served import Served
 
 MOST_KEYS = 64
@@ -76,36 +75,36 @@ class Front:
     async def run(self) -> int:
         """Serve until a signal, or until the ranks cannot be started again; returns the exit code."""
         args = self.args
-        limits = Limits(
-            max_queue=args.max_queue, max_queued_tokens=args.max_queued_tokens, step_seconds=max(args.timeout, 60.0)
-        )
-        self.service = Service(limits, lambda message: link.send(message))
+        self.service = Service(args, lambda message: link.send(message))
         self.service.tenants = [""] if args.share_drafts == "all" or not self._keys else self._keys.names[:MOST_KEYS]
         link = Link(self._receive, self._lost)
-        self.context = Context(
-            service=self.service,
-            metrics=Metrics(self.service, args.names[0]),
-            request_timeout=args.request_timeout,
-            share_drafts=args.share_drafts,
-        )
+        metrics = Metrics(self.service, args.names[0])
+        self.context = Context(self.service, metrics, args.request_timeout, args.share_drafts)
         if args.otlp is not None:
             from lpr.serve.telemetry import tracer
 
             self.context.trace = tracer(args.otlp, args.names[0])
         server = uvicorn.Server(self._uvicorn_config())
         server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]
-        with tempfile.TemporaryDirectory(prefix="lpr-serve-", dir=_folder_of_sockets()) as folder:
+        is_short = len(os.fsencode(tempfile.gettempdir())) <= LONGEST_FOLDER
+        with tempfile.TemporaryDirectory(prefix="lpr-serve-", dir=None if is_short else "/tmp") as folder:
             if self._attached is not None:
                 await link.listen(self._attached)
             else:
-                self._keeper = Keeper(self.service, link, Path(folder), self._make_ranks, self._patience())
+                self._keeper = Keeper(self.service, link, Path(folder), self._make_ranks, args)
             serving = asyncio.create_task(server.serve(self._sockets))
             serving.add_done_callback(self._ended)
-            self._catch_signals()
+            loop = asyncio.get_running_loop()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                with contextlib.suppress(ValueError, RuntimeError):  # only the main thread of a process can
+                    loop.add_signal_handler(number, self.stop)
             tasks = [asyncio.create_task(self._show_progress()), asyncio.create_task(self._keep())]
             try:
                 await self._stopping.wait()
-                await self._drain()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.service.drained(), args.shutdown_timeout)
+                self._hand_back()
+                await asyncio.sleep(0.05)  # for what was handed back to be written
             finally:
                 await self._end(server, serving, tasks, link)
         if self._failure is not None:
@@ -116,25 +115,20 @@ class Front:
     def stop(self) -> None:
         """Begin to shut down. The second call does not wait for open requests."""
         if self._stopping.is_set():
-            self.service.hand_back()
+            self._hand_back()
         self.service.draining = True
         self._stopping.set()
 
     # Within.
 
+    def _hand_back(self) -> None:
+        self.service.fail_all(ErrorCode.DRAINED, "the server shut down before this was finished")
+
     def _uvicorn_config(self) -> uvicorn.Config:
         args = self.args
-        surface = Surface(
-            keys=self._keys,
-            protect_all=args.protect_all,
-            cors=args.cors,
-            max_body=args.max_body,
-            access_log=args.access_log,
-            replica=self.replica,
-        )
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         return uvicorn.Config(
-            build(self.context, surface),
+            build(self.context, args, self._keys, self.replica),
             log_config=None,
             access_log=False,
             server_header=False,
@@ -146,26 +140,7 @@ class Front:
             ssl_keyfile=args.tls_key,
         )
 
-    def _catch_signals(self) -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            with contextlib.suppress(ValueError, RuntimeError):  # only the main thread of a process can
-                loop.add_signal_handler(number, self.stop)
-
-    def _patience(self) -> Patience:
-        """Several ranks detect each other's loss, so the front waits longer for them."""
-        args = self.args
-        alone = args.num_ranks == 1
-        return Patience(
-            load_seconds=args.load_timeout,
-            silent_seconds=Patience.silent_seconds * (1 if alone else 3),
-            alone=alone,
-            most_failures=args.max_failed_starts,
-        )
-
     def _receive(self, message: ToFront) -> None:
-        if self._keeper is not None:
-            self._keeper.hear(message)
         self.service.receive(message)
         if self.service.mesh.is_hopeless:
             self._fail(2, self.service.mesh.refused or "")
@@ -181,7 +156,8 @@ class Front:
             self._fail(1, "the ranks were lost; see what they wrote above")
 
     def _fail(self, code: int, reason: str) -> None:
-        self.service.give_up("the ranks were lost")
+        self.service.lost()
+        self.service.fail_all(ErrorCode.RANKS_LOST, "the ranks were lost")
         if self._failure is None and not self._stopping.is_set():
             self._failure = (code, reason)
             self.stop()
@@ -199,12 +175,6 @@ class Front:
         except Exception as failure:  # without a keeper requests would wait for ever
             logging.getLogger(__name__).exception("the keeper of the ranks has failed")
             self._fail(1, f"internal error: {type(failure).__name__}: {failure}")
-
-    async def _drain(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.service.drained(), self.args.shutdown_timeout)
-        self.service.hand_back()
-        await asyncio.sleep(0.05)  # for what was handed back to be written
 
     async def _end(
         self, server: uvicorn.Server, serving: asyncio.Task[None], tasks: Sequence[asyncio.Task[None]], link: Link
@@ -254,11 +224,6 @@ def _listen(host: str, port: int) -> socket.socket:
         found.close()
         raise InputError(f"cannot listen at {host}:{port}: {os.strerror(failure.errno or 0)}") from failure
     return found
-
-
-def _folder_of_sockets() -> str | None:
-    """The folder for sockets: that for temporary files (None), unless its name is too long."""
-    return None if len(os.fsencode(tempfile.gettempdir())) <= LONGEST_FOLDER else "/tmp"
 
 
 def _check_certificate(certificate: Path, key: Path | None) -> None:

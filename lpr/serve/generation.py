@@ -7,7 +7,6 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from starlette.types import Receive
 
@@ -30,12 +29,12 @@ class Wanted:
     params: SamplingParams
 
 
-class TextLimit(Protocol):
-    """Ends a text by rules that the engine does not know."""
+TextLimit = Callable[[str, bool], tuple[str, bool]]
+"""Ends a text by rules that the engine does not know.
 
-    def take(self, text: str, last: bool) -> tuple[str, bool]:
-        """The part of new text that may be shown, and whether the text ends there; `last` releases what is held."""
-        ...
+Takes new text, and True with the last one, which releases what is held. Returns the part that may be shown, and whether
+the text ends there.
+"""
 
 
 @dataclass
@@ -44,6 +43,7 @@ class Choice:
 
     index: int
     job: Job
+    limit: TextLimit | None = None
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -96,17 +96,14 @@ class Generation:
         self._queue: asyncio.Queue[Chunk] = asyncio.Queue()
         self.scored: list[Choice] = []
         for index, each in enumerate(scored):
-            job = service.open(each.prompt_ids, each.params, priority, tenant, False, self._queue)
+            job = service.open(each.prompt_ids, each.params, priority, tenant, False, self._queue, True)
             self.scored.append(Choice(index, job))
         self.choices: list[Choice] = []
         for index, each in enumerate(wanted):
             job = service.open(each.prompt_ids, each.params, priority, tenant, details, self._queue, not scored)
-            self.choices.append(Choice(index, job))
+            self.choices.append(Choice(index, job, limits() if limits is not None else None))
         self._all = [*self.scored, *self.choices]
         self._by_id: dict[RequestId, Choice] = {choice.job.id: choice for choice in self._all}
-        self._limits: dict[RequestId, TextLimit] = (
-            {choice.job.id: limits() for choice in self.choices} if limits is not None else {}
-        )
         self._gone: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Generation:
@@ -181,8 +178,8 @@ class Generation:
             chunk = Chunk(chunk.id, [], "", "stop", usage=chunk.usage)
         choice.num_steps += bool(chunk.token_ids)
         text, finish = chunk.text, chunk.finish_reason
-        if (limit := self._limits.get(chunk.id)) is not None and not choice.is_complete:
-            text, ended = limit.take(text, finish is not None)
+        if choice.limit is not None and not choice.is_complete:
+            text, ended = choice.limit(text, finish is not None)
             if ended and finish is None:
                 choice.is_complete = True
                 self._service.finish(choice.job)
@@ -197,46 +194,16 @@ class Generation:
             choice.error = ApiError(chunk.failure.code, chunk.failure.message)
         choice.stop_reason = chunk.stop_reason
         choice.usage = chunk.usage or choice.usage
-        if choice.job.is_scoring:
-            self._note_scored(choice)
-            return None
-        return Event(choice, text, chunk)
-
-    def _note_scored(self, choice: Choice) -> None:
-        """Let the wanted texts begin after the last scored one; raises ApiError if one failed."""
+        if not choice.job.is_scoring:
+            return Event(choice, text, chunk)
         if choice.error is not None:
             raise choice.error
         if all(each.finish_reason is not None for each in self.scored):
-            for each in self.choices:
+            for each in self.choices:  # they begin after the last scored one
                 self._service.release(each.job)
-
-
-def usage_of(choices: Sequence[Choice], num_prompt: int) -> dict[str, object]:
-    """OpenAI's usage of some choices; `num_prompt` counts each prompt once."""
-    completion = sum(len(choice.token_ids) for choice in choices)
-    cached = max((choice.usage.num_cached for choice in choices if choice.usage is not None), default=0)
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": completion,
-        "total_tokens": num_prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": min(cached, num_prompt)},
-    }
-
-
-def decoding_of(choices: Sequence[Choice]) -> dict[str, object]:
-    """Steps, tokens per step, and drafted and accepted nodes by source of some choices."""
-    steps = sum(choice.num_steps for choice in choices)
-    tokens = sum(len(choice.token_ids) for choice in choices)
-    sources: dict[str, dict[str, int]] = {}
-    for choice in choices:
-        for name, (drafted, accepted) in (choice.usage.by_source if choice.usage else {}).items():
-            total = sources.setdefault(name, {"drafted": 0, "accepted": 0})
-            total["drafted"] += drafted
-            total["accepted"] += accepted
-    return {"num_steps": steps, "tokens_per_step": round(tokens / steps, 4) if steps else 0.0, "sources": sources}
+        return None
 
 
 async def _disconnect(receive: Receive) -> None:
-    """Return once the client has closed the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass

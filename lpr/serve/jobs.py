@@ -1,16 +1,26 @@
-"""The open requests of a service, and which of them the driver has."""
+"""The open requests of a service, which of them the driver has, and which one kills the ranks.
+
+A request that had a slot when all ranks died, twice in a row and without a token in between, is a suspect. Suspects are
+tried one at a time: nothing else begins until the suspect has shown a token. A request on which alone the ranks die
+twice in a row is the poison, and fails. The others go on. Twice, because ranks also die for other reasons just after
+they were started. A request that makes progress never fails.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from lpr.config import SamplingParams
 from lpr.protocol import Chunk
-from lpr.serve.suspects import most_suspect
+
+SUSPECT_DEATHS = 2
+"""Deaths of all ranks in a row, without a token in between, that make a request a suspect."""
+LONE_DEATHS = 2
+"""Deaths in a row, without a token in between, while the ranks worked on one request alone, that convict it."""
 
 
 @dataclass(eq=False)
@@ -20,9 +30,10 @@ class Job:
     id: int
     prompt_ids: list[int]
     params: SamplingParams
-    priority: int = 0
-    tenant: str = ""
-    details: bool = False
+    priority: int
+    tenant: str
+    details: bool
+    chunks: asyncio.Queue[Chunk]
     arrived: float = field(default_factory=time.monotonic)
     was_given: bool = False
     """True once a driver got it. The ranks may hold it since then, also after that driver was lost."""
@@ -42,7 +53,6 @@ class Job:
     """How often in a row they worked on nothing else then."""
     is_complete: bool = False
     """True once it has all the text that is wanted. Then only the usage is still to come."""
-    chunks: asyncio.Queue[Chunk] = field(default_factory=asyncio.Queue)
 
     @property
     def is_scoring(self) -> bool:
@@ -51,12 +61,11 @@ class Job:
 
 
 class Jobs:
-    """All open jobs. The driver has all that are ready, except while a suspect is on trial (lpr.serve.suspects)."""
+    """All open jobs. The driver has all that are ready, except while a suspect is on trial."""
 
     def __init__(self) -> None:
-        """Start without jobs."""
         self._open: dict[int, Job] = {}
-        self._held: dict[int, Job] = {}
+        self.held: dict[int, Job] = {}
         """Jobs that are ready and not given, in the order in which they are given."""
         self._given: dict[int, Job] = {}
         """Jobs that the driver has, in the order in which it got them."""
@@ -79,11 +88,6 @@ class Jobs:
         """True if the driver has this one."""
         return job.id in self._given
 
-    @property
-    def held(self) -> list[Job]:
-        """Jobs that are ready and not given, in the order in which they are given."""
-        return list(self._held.values())
-
     def add(self, job: Job, ready: bool = True) -> None:
         """Open a job. One that is not ready is not given before `release`."""
         self._open[job.id] = job
@@ -92,7 +96,7 @@ class Jobs:
 
     def release(self, job: Job) -> None:
         """A job that was not ready is ready."""
-        self._held[job.id] = job
+        self.held[job.id] = job
 
     def give(self) -> Job | None:
         """The job that the driver gets next, counted as given; None if it has all that it may have.
@@ -100,22 +104,47 @@ class Jobs:
         While a job is suspected, nothing else begins until it has shown a token: if the ranks die again, it is known
         which job they died on.
         """
-        suspect = most_suspect([*self._given.values(), *self._held.values()])
-        job = suspect if suspect is not None else next(iter(self._held.values()), None)
-        if job is None or job.id not in self._held:
+        suspect = most_suspect([*self._given.values(), *self.held.values()])
+        job = suspect if suspect is not None else next(iter(self.held.values()), None)
+        if job is None or job.id not in self.held:
             return None
-        self._given[job.id] = self._held.pop(job.id)
+        self._given[job.id] = self.held.pop(job.id)
         job.was_given = True
         return job
 
     def take_back(self) -> None:
         """Hold all jobs again, as the driver is lost: first those that have begun."""
-        jobs = sorted(
-            [*self._given.values(), *self._held.values()], key=lambda job: math.inf if job.begun is None else job.begun
-        )
-        self._held, self._given = {job.id: job for job in jobs}, {}
+        jobs = [*self._given.values(), *self.held.values()]
+        jobs.sort(key=lambda job: math.inf if job.begun is None else job.begun)
+        self.held, self._given = {job.id: job for job in jobs}, {}
 
     def remove(self, job: Job) -> None:
         """Remove a job that has ended."""
-        for jobs in (self._open, self._given, self._held):
+        for jobs in (self._open, self._given, self.held):
             jobs.pop(job.id, None)
+
+
+def blame(running: Sequence[Job], everything: Iterable[Job]) -> Job | None:
+    """Note that all ranks died as they worked on `running`; returns the request that caused it, if that is certain.
+
+    Then the earlier deaths are explained, and `everything` else is acquitted.
+    """
+    for job in running:
+        job.deaths += 1
+        job.lone_deaths = job.lone_deaths + 1 if len(running) == 1 else 0
+    if len(running) != 1 or running[0].lone_deaths < LONE_DEATHS:
+        return None
+    for job in everything:
+        if job is not running[0]:
+            acquit(job)
+    return running[0]
+
+
+def acquit(job: Job) -> None:
+    """A token of the request has come, or the deaths are explained."""
+    job.deaths = job.lone_deaths = 0
+
+
+def most_suspect(jobs: Iterable[Job]) -> Job | None:
+    """The suspect that is on trial or is next; None if there is none."""
+    return max((job for job in jobs if job.deaths >= SUSPECT_DEATHS), key=lambda job: job.deaths, default=None)

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import os
+import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from asyncio.subprocess import Process
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lpr.serve.link import Link
 from lpr.serve.mesh_state import STALE_PULSE
-from lpr.serve.messages import Hello, ToFront
-from lpr.serve.ranks.processes import Ranks
+from lpr.serve.options import ServeArgs
+from lpr.serve.ranks import LAUNCHER, ORIGIN, SOCKET
 from lpr.serve.service import Service
 
 LOOK_EVERY = 0.5
 """Seconds between two looks at the ranks."""
+SILENT_SECONDS = 2 * STALE_PULSE
+"""Time without a pulse of a ready driver. Several ranks detect each other's loss, and get three times as long."""
 LEAVE_SECONDS = 30.0
 """Time for a single rank to end after it has hung up."""
 STEADY_SECONDS = 30.0
@@ -31,40 +36,60 @@ STOP_SECONDS = 10.0
 """Time for the ranks to end by themselves."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Patience:
-    """Time limits of the ranks, and how often they are started."""
+class Ranks:
+    """The ranks as one child process: the only one, or the supervisor of all."""
 
-    load_seconds: float = 3600.0
-    """Without a message before they are ready."""
-    silent_seconds: float = 2 * STALE_PULSE
-    """Without a pulse of a ready driver. With several ranks, longer than these need to notice it themselves."""
-    alone: bool = True
-    """True for a single rank, which no other rank watches."""
-    most_failures: int = 5
-    """Starts in a row that may fail."""
+    def __init__(self, argv: Sequence[str], lp: int, tp: int, socket: Path) -> None:
+        """Prepare to start `lp` replicas of `tp` ranks with the flags `argv`."""
+        supervisor = [] if lp * tp == 1 else ["lpr.dist.supervisor", str(lp), str(tp)]
+        self._command = [sys.executable, "-m", *supervisor, "lpr.serve.ranks.rank", *argv]
+        self._socket = socket
+        self._process: Process | None = None
+
+    async def start(self) -> None:
+        """Start them in their own session: Ctrl-C reaches only the front, which lets them finish."""
+        # Without the front's keys and another launcher's variables.
+        kept = {name: value for name, value in os.environ.items() if name not in (*LAUNCHER, "LPR_API_KEY")}
+        self._process = await asyncio.create_subprocess_exec(
+            *self._command,
+            env={**kept, SOCKET: str(self._socket), ORIGIN: secrets.token_hex(8)},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=sys.stderr.fileno(),
+            start_new_session=True,
+        )
+
+    async def wait(self) -> int:
+        """Return the exit code once all have ended; below 0: the signal that ended them."""
+        assert self._process is not None
+        return await self._process.wait()
+
+    async def stop(self, patience: float) -> None:
+        """Wait `patience` seconds for their own end, then send signals."""
+        if self._process is None:
+            return
+        for number in (None, signal.SIGTERM, signal.SIGKILL):
+            if number is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, number)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), patience)
+                return
 
 
 class Keeper:
     """The ranks of one service, over all their starts."""
 
     def __init__(
-        self, service: Service, link: Link, folder: Path, make: Callable[[Path], Ranks], patience: Patience
+        self, service: Service, link: Link, folder: Path, make: Callable[[Path], Ranks], args: ServeArgs
     ) -> None:
         """Keep ranks that `make` prepares for a socket. Each start has its own, in `folder`."""
         self._service = service
         self._link = link
         self._folder = folder
         self._make = make
-        self._patience = patience
+        self._args = args
+        self._is_alone = args.num_ranks == 1
         self._ranks: Ranks | None = None
-        self._pid: int | None = None
-        """The driver's process."""
-
-    def hear(self, message: ToFront) -> None:
-        """Note the driver's process."""
-        if isinstance(message, Hello):
-            self._pid = message.pid
 
     async def run(self) -> tuple[int, str]:
         """Keep ranks until they cannot be started again; returns the exit code and the reason."""
@@ -81,7 +106,7 @@ class Keeper:
             welcomed = service.mesh.welcomed is not None and service.mesh.welcomed > began
             steady = welcomed and (explained or time.monotonic() - began > STEADY_SECONDS)
             failures = 0 if steady else failures + 1
-            if failures >= self._patience.most_failures:
+            if failures >= self._args.max_failed_starts:
                 why = f"they {how}" if service.mesh.refused is None else service.mesh.refused
                 code = 1 if service.mesh.refused is None else 2
                 return code, f"{failures} starts of the ranks in a row have failed, the last one because {why}"
@@ -99,7 +124,6 @@ class Keeper:
 
     async def _once(self, path: Path) -> str:
         """Start the ranks and wait for their end; returns in words how they ended."""
-        self._pid = None
         try:
             await self._link.listen(path)
             self._ranks = ranks = self._make(path)
@@ -138,22 +162,21 @@ class Keeper:
 
     def _why_hung(self, silent: float) -> str | None:
         """Why ranks without a message for `silent` seconds count as hung, or None."""
-        service, patience = self._service, self._patience
-        if patience.alone and silent > STALE_PULSE and self._pid is not None and _is_stopped(self._pid):
-            return f"process {self._pid} does not run"
-        if service.mesh.up:
-            limit, what = patience.silent_seconds, "the driver has said nothing"
-        elif patience.alone and service.mesh.awaits_takeover:
+        mesh = self._service.mesh
+        if self._is_alone and silent > STALE_PULSE and mesh.pid is not None and _is_stopped(mesh.pid):
+            return f"process {mesh.pid} does not run"
+        if mesh.up:
+            limit, what = SILENT_SECONDS * (1 if self._is_alone else 3), "the driver has said nothing"
+        elif self._is_alone and mesh.awaits_takeover:
             limit, what = LEAVE_SECONDS, "the driver has hung up and not ended"
         else:
             # Loading from slow storage can hold up the thread of the pulses for long. Several ranks take over from each
             # other at once, or load again.
-            limit, what = patience.load_seconds, "nothing was said while they load"
+            limit, what = self._args.load_timeout, "nothing was said while they load"
         return f"{what} for {silent:.0f} s" if silent > limit else None
 
 
 def _name(code: int) -> str:
-    """An exit code in words."""
     if code >= 0:
         return f"code {code}"
     try:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lpr.protocol import ProtocolError
-from lpr.serve.messages import PROTOCOL, FrameReader, Hello, ToDriver, ToFront, frame, read_to_front
+from lpr.serve.messages import PROTOCOL, FrameReader, Hello, ToDriver, ToFront, frame
 
 _FAREWELL = 1.0
 """Seconds for what was sent last to leave."""
@@ -26,11 +26,6 @@ class Link:
         self._serving: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._epoch = -1
         self._path: Path | None = None
-
-    @property
-    def connected(self) -> bool:
-        """True while a driver is connected."""
-        return self._writer is not None
 
     async def listen(self, path: Path) -> None:
         """Listen at a Unix socket for the drivers of one start of the ranks. Only the owner may connect.
@@ -73,12 +68,11 @@ class Link:
         task = asyncio.current_task()
         assert task is not None
         self._serving[task] = writer
-        frames = FrameReader()
+        frames = FrameReader(ToFront)
         greeted = False
         try:
             while data := await reader.read(1 << 16):
-                for body in frames.feed(data):
-                    message = read_to_front(body)
+                for message in frames.feed(data):
                     if not greeted:
                         self._greet(message, writer)
                         greeted = True

@@ -30,6 +30,8 @@ class MeshState:
         self.refused: str | None = None
         """Why the ranks could not start the last time."""
         self.load = Load()
+        self.pid: int | None = None
+        """The driver's process."""
         self.num_wanted = 0
         """Ranks of the whole mesh; 0 until they were ready once."""
         self.num_slots = 0
@@ -127,6 +129,7 @@ class MeshState:
         if self.facts is not None:
             self.outage = "all ranks were lost and are started again"
         self._restarted = True
+        self.pid = None
         self._note_ranks(0)
 
     def _note_ranks(self, present: int) -> None:

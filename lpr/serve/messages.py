@@ -38,10 +38,8 @@ class Finish(Message, frozen=True):
 class Resume(Message, frozen=True):
     """Front to driver: the first message. The requests of an earlier driver go on, and are submitted next."""
 
-    ids: list[int]
-    """All that go on. The driver aborts all others."""
-    tenants: list[str] = []
-    """Tenants whose outputs other replicas may have written already."""
+    ids: list[int]  # all that go on. The driver aborts all others.
+    tenants: list[str] = []  # tenants whose outputs other replicas may have written already
 
 
 class Hello(Message, frozen=True):
@@ -49,10 +47,8 @@ class Hello(Message, frozen=True):
 
     protocol: int
     pid: int
-    epoch: int = 0
-    """How often the ranks have re-formed since they were started. The driver of the latest epoch counts."""
-    loaded: bool = False
-    """True if it takes over from a lost driver. Otherwise the ranks start and hold no request."""
+    epoch: int = 0  # how often the ranks have re-formed since they were started. The driver of the latest epoch counts.
+    loaded: bool = False  # true if it takes over from a lost driver. Otherwise the ranks start and hold no request.
 
 
 class Loading(Message, frozen=True):
@@ -66,22 +62,17 @@ class Loading(Message, frozen=True):
 class Facts(Message, frozen=True, kw_only=True):
     """Driver to front: the ranks are ready, and what they serve."""
 
-    model: str
-    """Folder or hub id."""
+    model: str  # folder or hub id
     vocab_size: int
-    max_length: int
-    """Longest prompt plus output, in tokens."""
-    max_batch_size: int
-    """Requests that can run at once on these ranks. It changes with the ranks (`Load.num_slots`)."""
+    max_length: int  # longest prompt plus output, in tokens
+    max_batch_size: int  # requests that can run at once on these ranks. It changes with the ranks (`Load.num_slots`).
     lp: int
     tp: int
     device: str
     dtype: str
     eos_token_ids: list[int]
-    tokenizer: str
-    """JSON of the fast tokenizer that the driver uses."""
-    special_tokens: dict[str, str] = {}
-    """bos_token, eos_token and so on, for chat templates."""
+    tokenizer: str  # JSON of the fast tokenizer that the driver uses
+    special_tokens: dict[str, str] = {}  # bos_token, eos_token and so on, for chat templates
     chat_templates: dict[str, str] = {}
     """Jinja source by name; "default" is the one without a name."""
 
@@ -89,26 +80,16 @@ class Facts(Message, frozen=True, kw_only=True):
 class Load(msgspec.Struct, frozen=True, array_like=True):
     """The state of the engine."""
 
-    running: list[int] = []
-    """Ids of the requests in slots."""
-    kv_usage: float = 0.0
-    """Share of the KV cache's positions in use, from 0 to 1."""
-    num_steps: int = 0
-    """Steps since the ranks started."""
-    last_step: float = 0.0
-    """Seconds since the last step ended; meaningful while requests run."""
-    num_ranks: int = 0
-    """Ranks at the last gather; 0 before the first."""
-    epoch: int = 0
-    """How often the ranks have re-formed since they were started."""
-    num_cached_prefixes: int = 0
-    """Slots that retain the prefix of a finished request."""
-    num_cached_tokens: int = 0
-    """Tokens of these prefixes."""
-    drafts: DraftCounts | None = None
-    """Counts of draft sharing with other replicas; None if it is off."""
-    num_slots: int = 0
-    """Requests that can run at once on the present ranks; 0 while unknown."""
+    running: list[int] = []  # ids of the requests in slots
+    kv_usage: float = 0.0  # share of the KV cache's positions in use, from 0 to 1
+    num_steps: int = 0  # steps since the ranks started
+    last_step: float = 0.0  # seconds since the last step ended; meaningful while requests run
+    num_ranks: int = 0  # ranks at the last gather; 0 before the first
+    epoch: int = 0  # how often the ranks have re-formed since they were started
+    num_cached_prefixes: int = 0  # slots that retain the prefix of a finished request
+    num_cached_tokens: int = 0  # tokens of these prefixes
+    drafts: DraftCounts | None = None  # counts of draft sharing with other replicas; None if it is off
+    num_slots: int = 0  # requests that can run at once on the present ranks; 0 while unknown
 
 
 class Stepped(Message, frozen=True):
@@ -125,52 +106,31 @@ class Pulse(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """Driver to front: the ranks cannot start. They end with code 2."""
+    """Driver to front: the ranks cannot start, for a `reason` of one line. They end with code 2."""
 
     reason: str
-    """One line."""
 
 
 ToDriver = Resume | Submit | Abort | Finish | Stop
 ToFront = Hello | Loading | Facts | Stepped | Pulse | Refused
 
-_encoder = msgspec.msgpack.Encoder()
-_to_driver = msgspec.msgpack.Decoder(ToDriver)
-_to_front = msgspec.msgpack.Decoder(ToFront)
-
 
 def frame(message: ToDriver | ToFront) -> bytes:
     """A message as bytes, preceded by its length."""
-    body = _encoder.encode(message)
+    body = msgspec.msgpack.encode(message)
     return struct.pack(">I", len(body)) + body
 
 
-def read_to_driver(body: bytes) -> ToDriver:
-    """Decode a message of the front; raises ProtocolError."""
-    return _read(_to_driver, body)
-
-
-def read_to_front(body: bytes) -> ToFront:
-    """Decode a message of the driver; raises ProtocolError."""
-    return _read(_to_front, body)
-
-
-def _read(decoder: msgspec.msgpack.Decoder[Any], body: bytes) -> Any:
-    try:
-        return decoder.decode(body)
-    except (msgspec.DecodeError, ValueError) as failure:
-        raise ProtocolError(f"not a message: {failure}") from failure
-
-
 class FrameReader:
-    """Splits a stream of bytes into message bodies."""
+    """Splits a stream of bytes into messages."""
 
-    def __init__(self) -> None:
-        """Start at the beginning of a message."""
+    def __init__(self, kind: Any) -> None:
+        """Expect messages of `kind`: ToDriver or ToFront."""
+        self._decoder = msgspec.msgpack.Decoder(kind)
         self._rest = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        """The bodies that are complete with `data`; raises ProtocolError."""
+    def feed(self, data: bytes) -> Iterator[Any]:
+        """The messages that are complete with `data`; raises ProtocolError."""
         self._rest += data
         while len(self._rest) >= 4:
             (length,) = struct.unpack_from(">I", self._rest)
@@ -180,4 +140,8 @@ class FrameReader:
                 return
             body = bytes(self._rest[4 : 4 + length])
             del self._rest[: 4 + length]
-            yield body
+            try:
+                message = self._decoder.decode(body)
+            except (msgspec.DecodeError, ValueError) as failure:
+                raise ProtocolError(f"not a message: {failure}") from failure
+            yield message

@@ -1,16 +1,22 @@
-"""Prometheus metrics: vLLM's names and labels, so that its dashboards work, and lpr's own."""
+"""Prometheus metrics: vLLM's names and labels, so that its dashboards work, and lpr's own, of a service and a fleet."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 
+from lpr.fleet.counts import DraftCounts
 from lpr.protocol import Chunk, Usage
-from lpr.serve.fleet_metrics import FleetCollector
 from lpr.serve.jobs import Job
 from lpr.serve.service import Service
 
+BLOCK_TOKENS = 16
+"""Block size for routers that count in blocks. lpr itself reuses K/V to the token."""
 _SHORT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _INTER = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 _LONG = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0)
@@ -23,7 +29,6 @@ class Metrics:
     """The registry of one service."""
 
     def __init__(self, service: Service, model: str) -> None:
-        """Count what `service` does, for the model served as `model`."""
         self.registry = CollectorRegistry()
         self._service = service
         self._names = {"model_name": model, "engine": "0"}
@@ -71,12 +76,10 @@ class Metrics:
         for event in ("rank_lost", "reform", "takeover", "restart", "poison"):
             self._of(self.events, event=event)
         self._gauges()
-        self.registry.register(FleetCollector(service, self._names))
-        service.on_open.append(self._opened)
-        service.on_chunk.append(self._chunk)
-        service.on_end.append(self._ended)
-        service.on_event.append(lambda event, count: self._of(self.events, event=event).inc(count))
-        service.on_pause.append(self.pause.observe)
+        self.registry.register(_FleetCollector(service, self._names))
+        service.on_open, service.on_chunk, service.on_end = self._opened, self._chunk, self._ended
+        service.on_event = lambda event, count: self._of(self.events, event=event).inc(count)
+        service.on_pause = self.pause.observe
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         made = Histogram(name, text, list(self._names), registry=self.registry, buckets=buckets)
@@ -171,3 +174,60 @@ class Metrics:
         for source, (drafted, accepted) in usage.by_source.items():
             self._of(self.by_source, source=source, outcome="drafted").inc(drafted)
             self._of(self.by_source, source=source, outcome="accepted").inc(accepted)
+
+
+class _FleetCollector(Collector):
+    """Cached prefixes, the cache's size and shared drafts, for routers and dashboards: read from the latest load.
+
+    The counts restart with the ranks, as Prometheus expects of counters.
+    """
+
+    def __init__(self, service: Service, names: Mapping[str, str]) -> None:
+        self._service = service
+        self._names = names
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics, as they are now."""
+        load = self._service.mesh.load
+        text = "Slots that retain a finished request's prefix."
+        yield self._gauge("lpr:cached_prefixes", text, {(): load.num_cached_prefixes})
+        yield self._gauge("lpr:cached_prefix_tokens", "Tokens of these prefixes.", {(): load.num_cached_tokens})
+        facts = self._service.mesh.facts
+        if facts is not None:
+            blocks = facts.max_length * facts.max_batch_size // BLOCK_TOKENS
+            size = {(str(BLOCK_TOKENS), str(blocks)): 1.0}
+            text = "Size of the KV cache, in the labels."
+            yield self._gauge("vllm:cache_config_info", text, size, "block_size", "num_gpu_blocks")
+        if load.drafts is not None:
+            yield from self._drafts(load.drafts)
+
+    def _drafts(self, counts: DraftCounts) -> Iterator[Metric]:
+        events = ("sent", "unsent", "learnt", "own", "duplicate", "malformed", "passed_over")
+        yield self._counter("lpr:shared_drafts", "Outputs shared with other replicas, by what became of them.",
+                            {(event,): getattr(counts, event) for event in events}, "event")  # fmt: skip
+        tokens = {("sent",): counts.sent_tokens, ("learnt",): counts.learnt_tokens}
+        tokens["outside_vocabulary",] = counts.outside_vocabulary
+        text = "Their tokens; those outside the vocabulary are dropped."
+        yield self._counter("lpr:shared_draft_tokens", text, tokens, "event")
+        errors = {(name,): getattr(counts, f"{name}_errors") for name in ("write", "read", "snapshot")}
+        yield self._counter("lpr:shared_draft_errors", "Calls of the store that failed.", errors, "operation")
+        snapshots = {("written",): counts.snapshots_written, ("loaded",): counts.snapshots_loaded}
+        yield self._counter("lpr:shared_draft_snapshots", "Snapshots of what was learnt.", snapshots, "event")
+        text = "1 if the store did what it was last asked for."
+        up = {("write",): float(counts.write_up), ("read",): float(counts.read_up)}
+        yield self._gauge("lpr:shared_draft_store_up", text, up, "operation")
+        waiting = {("send",): counts.send_queue, ("learn",): counts.learn_queue}
+        yield self._gauge("lpr:shared_draft_queue", "Outputs that wait to be sent or learnt.", waiting, "queue")
+        lag = "Age of the newest output of another replica when it was learnt."
+        yield self._gauge("lpr:shared_draft_lag_seconds", lag, {(): counts.lag})
+
+    def _gauge(self, name: str, text: str, values: Mapping[Any, float], *labels: str) -> Metric:
+        return self._filled(GaugeMetricFamily(name, text, labels=[*self._names, *labels]), values)
+
+    def _counter(self, name: str, text: str, values: Mapping[Any, float], *labels: str) -> Metric:
+        return self._filled(CounterMetricFamily(name, text, labels=[*self._names, *labels]), values)
+
+    def _filled(self, family: Any, values: Mapping[Any, float]) -> Metric:
+        for own, value in values.items():
+            family.add_metric([*self._names.values(), *own], value)
+        return family

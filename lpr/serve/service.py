@@ -12,57 +12,32 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from lpr.config import SamplingParams
 from lpr.protocol import Abort, Chunk, ErrorCode, Failure, Submit
 from lpr.serve.errors import ApiError
-from lpr.serve.jobs import Job, Jobs
+from lpr.serve.jobs import Job, Jobs, acquit, blame
 from lpr.serve.mesh_state import MeshState
-from lpr.serve.messages import (
-    Facts,
-    Finish,
-    Hello,
-    Load,
-    Loading,
-    Pulse,
-    Refused,
-    Resume,
-    Stepped,
-    ToDriver,
-    ToFront,
-)
-from lpr.serve.suspects import acquit, blame
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Limits above which requests are refused, or the ranks count as stopped."""
-
-    max_queue: int = 256
-    """Requests that wait for a slot."""
-    max_queued_tokens: int = 1_000_000
-    """Prompt tokens of requests that wait for a slot."""
-    step_seconds: float = 300.0
-    """Longest step."""
+from lpr.serve.messages import Facts, Finish, Hello, Load, Loading, Pulse, Refused, Resume, Stepped, ToDriver, ToFront
+from lpr.serve.options import ServeArgs
 
 
 class Service:
     """The open requests, and the driver that works on them."""
 
-    def __init__(self, limits: Limits, send: Callable[[ToDriver], None]) -> None:
+    def __init__(self, args: ServeArgs, send: Callable[[ToDriver], None]) -> None:
         """Begin without a driver. `send` reaches it once it is there."""
-        self.limits = limits
-        self.mesh = MeshState(limits.step_seconds, self._tell)
+        self._args = args
+        self.mesh = MeshState(max(args.timeout, 60.0), lambda event, count: self.on_event(event, count))
         self.draining = False
         self.tenants: list[str] = []
         """Tenants whose outputs a driver may ask other replicas for before any request comes."""
-        self.on_open: list[Callable[[Job], None]] = []
-        self.on_chunk: list[Callable[[Job, Chunk], None]] = []
-        self.on_end: list[Callable[[Job, Chunk], None]] = []
-        self.on_event: list[Callable[[str, int], None]] = []
+        self.on_open: Callable[[Job], None] = lambda job: None
+        self.on_chunk: Callable[[Job, Chunk], None] = lambda job, chunk: None
+        self.on_end: Callable[[Job, Chunk], None] = lambda job, chunk: None
+        self.on_event: Callable[[str, int], None] = lambda event, count: None
         """Called with an event of the ranks and its count: "rank_lost", "reform", "takeover", "restart", "poison"."""
-        self.on_pause: list[Callable[[float], None]] = []
+        self.on_pause: Callable[[float], None] = lambda seconds: None
         """Called with the seconds for which running requests stood still."""
         self._send = send
         self._ids = itertools.count(1)
@@ -91,8 +66,7 @@ class Service:
 
     @property
     def _running(self) -> list[Job]:
-        found = map(self._jobs.get, self.mesh.load.running)
-        return [job for job in found if job is not None]
+        return [job for id in self.mesh.load.running if (job := self._jobs.get(id)) is not None]
 
     @property
     def num_queued_tokens(self) -> int:
@@ -113,40 +87,37 @@ class Service:
         """Raise ApiError if `num_requests` more requests, of `num_tokens` prompt tokens together, cannot wait."""
         self.check_ready()
         code = ErrorCode.OVERLOADED if self.mesh.up else ErrorCode.NO_MESH
-        room = self.mesh.num_slots + 1 + self.limits.max_queue
+        room = self.mesh.num_slots + 1 + self._args.max_queue
         if num_requests > room:
             message = f"{num_requests} texts at once are never taken: --max-queue leaves room for {room}"
             raise ApiError(ErrorCode.BAD_REQUEST, message)
         if len(self._jobs) + num_requests > room:
             message = f"{len(self._jobs)} requests are open and {num_requests} more would not fit: --max-queue"
-            raise ApiError(code, f"{message} is {self.limits.max_queue}", retry_after=self._wait())
+            raise ApiError(code, f"{message} is {self._args.max_queue}", retry_after=self._wait())
         waiting = self.num_queued_tokens
-        if waiting and waiting + num_tokens > self.limits.max_queued_tokens:
+        if waiting and waiting + num_tokens > self._args.max_queued_tokens:
             message = f"{waiting} prompt tokens wait already and {num_tokens} more would not fit"
-            limit = f"--max-queued-tokens is {self.limits.max_queued_tokens}"
+            limit = f"--max-queued-tokens is {self._args.max_queued_tokens}"
             raise ApiError(code, f"{message}: {limit}", retry_after=self._wait())
 
     def open(
         self,
         prompt_ids: list[int],
         params: SamplingParams,
-        priority: int = 0,
-        tenant: str = "",
-        details: bool = False,
-        chunks: asyncio.Queue[Chunk] | None = None,
-        ready: bool = True,
+        priority: int,
+        tenant: str,
+        details: bool,
+        chunks: asyncio.Queue[Chunk],
+        ready: bool,
     ) -> Job:
         """Accept a request, after `check_room`. It is then either finished or cancelled.
 
-        Its chunks go to `chunks`, which several jobs may share, or to a queue of its own. One that is not `ready` takes
-        room in the queue, and begins after `release`.
+        Its chunks go to `chunks`. One that is not `ready` takes room in the queue, and begins after `release`.
         """
-        job = Job(next(self._ids), prompt_ids, params, priority, tenant, details)
-        job.chunks = chunks if chunks is not None else job.chunks
+        job = Job(next(self._ids), prompt_ids, params, priority, tenant, details, chunks)
         self._jobs.add(job, ready)
         self._idle.clear()
-        for tell in self.on_open:
-            tell(job)
+        self.on_open(job)
         self._pump()
         return job
 
@@ -158,12 +129,11 @@ class Service:
 
     def cancel(self, job: Job, reason: str = "abort") -> None:
         """Drop a job that is not finished, here and on all ranks."""
-        if job not in self._jobs:
-            return
-        if job.was_given:
-            self._send(Abort(job.id))
-        self._end(job, Chunk(job.id, [], "", reason))
-        self._pump()
+        if job in self._jobs:
+            if job.was_given:
+                self._send(Abort(job.id))
+            self._end(job, Chunk(job.id, [], "", reason))
+            self._pump()
 
     def finish(self, job: Job) -> None:
         """End a job that has all the text that is wanted. If the driver has it, its last chunk carries the usage."""
@@ -177,14 +147,11 @@ class Service:
         """Return once no request is open."""
         await self._idle.wait()
 
-    def hand_back(self) -> int:
-        """Fail all open requests, as the time to finish them is over; returns their number."""
-        number = len(self._jobs)
-        failure = Failure(ErrorCode.DRAINED, "the server shut down before this was finished")
+    def fail_all(self, code: ErrorCode, reason: str) -> None:
+        """Fail all open requests, and drop them on all ranks."""
         for job in self._jobs:
             self._send(Abort(job.id))
-            self._fail(job, failure)
-        return number
+            self._fail(job, Failure(code, reason))
 
     # Messages of the driver.
 
@@ -203,13 +170,17 @@ class Service:
         elif isinstance(message, Loading):
             self.mesh.loading = message
         elif isinstance(message, Facts):
-            self._welcome(message)
+            if self.mesh.welcome(message):  # it takes requests: first those of the driver before
+                self._interrupted = []
+                self._send(Resume(list(self._jobs.held), self.tenants))
+                self._pump()
         elif isinstance(message, Refused):
             self.mesh.refused = message.reason
         elif isinstance(message, Hello):
             self.mesh.refused = None
             if not message.loaded:
                 self.died("were replaced by others")
+            self.mesh.pid = message.pid
 
     def lost(self) -> None:
         """The driver is gone: its jobs wait for the next one."""
@@ -219,14 +190,14 @@ class Service:
                 self._paused = self._active
         self.mesh.lost()
         self._jobs.take_back()
-        for job in self._jobs.held:
+        for job in list(self._jobs.held.values()):
             if job.is_complete:
                 self._end_as_stopped(job)
 
     def died(self, how: str) -> bool:
         """All ranks are gone, as `how` says ("ended with code 1"); returns whether they worked on a request.
 
-        A request on which they have died repeatedly, and now alone, fails (see lpr.serve.suspects).
+        A request on which they have died repeatedly, and now alone, fails (see lpr.serve.jobs).
         """
         if self.mesh.up:
             self.lost()
@@ -234,30 +205,17 @@ class Service:
         running, self._interrupted = [job for job in self._interrupted if job in self._jobs], []
         poison = blame(running, self._jobs)
         if poison is not None:
-            self._tell("poison")
+            self.on_event("poison", 1)
             times = f"all ranks died {poison.deaths} times in a row as they worked on this request"
             message = f"{times}, {poison.lone_deaths} times on it alone; in the end they {how}"
             self._fail(poison, Failure(ErrorCode.GENERATION_FAILED, message))
         return bool(running)
-
-    def give_up(self, reason: str) -> None:
-        """Fail all open requests: there will be no ranks any more."""
-        self.lost()
-        for job in self._jobs:
-            self._fail(job, Failure(ErrorCode.RANKS_LOST, reason))
 
     def ready_reason(self) -> str | None:
         """Why no request is worked on now; None if the service is ready."""
         return "shutting down" if self.draining else self.mesh.ready_reason()
 
     # Within.
-
-    def _welcome(self, facts: Facts) -> None:
-        """A driver takes requests: first those of the driver before."""
-        if self.mesh.welcome(facts):
-            self._interrupted = []
-            self._send(Resume([job.id for job in self._jobs.held], self.tenants))
-            self._pump()
 
     def _take_load(self, load: Load) -> None:
         self.mesh.take(load)
@@ -270,13 +228,8 @@ class Service:
         if since is None and load.epoch > self.mesh.load.epoch:
             since = self._active
         if since is not None:
-            for tell in self.on_pause:
-                tell(now - since)
+            self.on_pause(now - since)
         self._paused, self._active = None, now
-
-    def _tell(self, event: str, count: int = 1) -> None:
-        for tell in self.on_event:
-            tell(event, count)
 
     def _pump(self) -> None:
         while self.mesh.up and (job := self._jobs.give()) is not None:
@@ -303,8 +256,7 @@ class Service:
         if chunk.token_ids:
             acquit(job)
             job.token_ids += chunk.token_ids
-            for tell in self.on_chunk:
-                tell(job, chunk)
+            self.on_chunk(job, chunk)
             job.first = job.first if job.first is not None else now
             job.latest = now
         job.num_characters += len(chunk.text)
@@ -328,8 +280,7 @@ class Service:
         self._jobs.remove(job)
         if chunk.finish_reason in ("stop", "length"):
             self._durations.append(job.ended - (job.begun or job.arrived))
-        for tell in self.on_end:
-            tell(job, chunk)
+        self.on_end(job, chunk)
         if not self._jobs:
             self._idle.set()
 

@@ -8,10 +8,8 @@ from typing import Any
 
 from starlette.requests import Request
 
-from lpr.config import InputError, SamplingParams
+from lpr.config import InputError
 from lpr.serve.generation import Choice, Generation
-
-_OPERATIONS = {"/v1/chat/completions": "chat", "/chat/completions": "chat"}
 
 
 def tracer(endpoint: str, model: str, exporter: Any = None) -> Callable[[Request, Generation], None]:
@@ -42,7 +40,7 @@ def tracer(endpoint: str, model: str, exporter: Any = None) -> Callable[[Request
             return
         ago = time.time() - time.monotonic()
         first = choices[0].job
-        operation = _OPERATIONS.get(request.url.path, "text_completion")
+        operation = "chat" if request.url.path.endswith("/chat/completions") else "text_completion"
         span = spans.start_span(
             f"{operation} {model}",
             context=extract(dict(request.headers)),
@@ -54,9 +52,7 @@ def tracer(endpoint: str, model: str, exporter: Any = None) -> Callable[[Request
                 "gen_ai.request.model": model,
                 "gen_ai.response.model": model,
                 "gen_ai.response.id": request.state.request_id,
-                **_of_params(first.params),
-                "gen_ai.request.choice.count": len(choices),
-                **_of_results(choices),
+                **_attributes(choices),
             },
         )
         if first.first is not None:
@@ -71,9 +67,12 @@ def tracer(endpoint: str, model: str, exporter: Any = None) -> Callable[[Request
     return trace
 
 
-def _of_params(params: SamplingParams) -> dict[str, Any]:
-    """Attributes of the request."""
+def _attributes(choices: Sequence[Choice]) -> dict[str, Any]:
+    """Attributes of the request and its answer. A prompt of several choices counts once, as in OpenAI's usage."""
+    params = choices[0].job.params
+    prompts = {id(choice.job.prompt_ids): choice for choice in choices}.values()
     return {
+        "gen_ai.request.choice.count": len(choices),
         "gen_ai.request.max_tokens": params.max_new_tokens,
         "gen_ai.request.temperature": params.temperature,
         "gen_ai.request.top_p": params.top_p,
@@ -82,13 +81,6 @@ def _of_params(params: SamplingParams) -> dict[str, Any]:
         "gen_ai.request.stop_sequences": list(params.stop),
         "gen_ai.request.presence_penalty": params.presence_penalty,
         "gen_ai.request.frequency_penalty": params.frequency_penalty,
-    }
-
-
-def _of_results(choices: Sequence[Choice]) -> dict[str, Any]:
-    """Attributes of the answer. A prompt of several choices counts once, as in OpenAI's usage."""
-    prompts = {id(choice.job.prompt_ids): choice for choice in choices}.values()
-    return {
         "gen_ai.usage.input_tokens": sum(len(choice.job.prompt_ids) for choice in prompts),
         "gen_ai.usage.output_tokens": sum(len(choice.token_ids) for choice in choices),
         "gen_ai.usage.cache_read.input_tokens": sum(choice.usage.num_cached for choice in prompts if choice.usage),

@@ -1,20 +1,22 @@
-"""How an answer is sent, whole or as a stream. Its shape is up to the endpoint's form."""
+"""How an answer is sent: whole, or as a stream of server-sent events. Its shape is up to the endpoint's form."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, ClassVar
 
+import msgspec
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 
 from lpr.serve.api.context import Context
-from lpr.serve.api.sse import COMMENT, DONE, EventStream, error_event, event
 from lpr.serve.bodies import Sampling, StreamOptions
 from lpr.serve.errors import ApiError
-from lpr.serve.generation import Choice, DisconnectedError, Event, Generation, decoding_of, usage_of
+from lpr.serve.generation import Choice, DisconnectedError, Event, Generation
 from lpr.serve.text.served import Served
 
 KEEP_ALIVE = 10.0
@@ -102,10 +104,29 @@ class OpenAIForm(Form):
         return {"index": index, **content, "logprobs": logprobs, **end, **asked}
 
     def _usage(self, choices: Sequence[Choice]) -> dict[str, object]:
-        return usage_of(choices, self._num_prompt)
+        completion = sum(len(choice.token_ids) for choice in choices)
+        cached = max((choice.usage.num_cached for choice in choices if choice.usage is not None), default=0)
+        return {
+            "prompt_tokens": self._num_prompt,
+            "completion_tokens": completion,
+            "total_tokens": self._num_prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": min(cached, self._num_prompt)},
+        }
 
     def _decoding(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        return {"lpr": decoding_of(choices)} if self.body.return_sources else {}
+        """Steps, tokens per step, and drafted and accepted nodes by source of some choices, if they are asked for."""
+        if not self.body.return_sources:
+            return {}
+        steps = sum(choice.num_steps for choice in choices)
+        tokens = sum(len(choice.token_ids) for choice in choices)
+        sources: dict[str, dict[str, int]] = {}
+        for choice in choices:
+            for name, (drafted, accepted) in (choice.usage.by_source if choice.usage else {}).items():
+                total = sources.setdefault(name, {"drafted": 0, "accepted": 0})
+                total["drafted"] += drafted
+                total["accepted"] += accepted
+        per_step = round(tokens / steps, 4) if steps else 0.0
+        return {"lpr": {"num_steps": steps, "tokens_per_step": per_step, "sources": sources}}
 
 
 async def answer(
@@ -115,7 +136,7 @@ async def answer(
     with ExitStack() as stack:
         stack.enter_context(context.running(request, name, generation))
         if stream:
-            return EventStream(_events(generation, form), context.request_timeout, stack.pop_all().close)
+            return _EventStream(_events(generation, form), context.request_timeout, stack.pop_all().close)
         async with generation:
             try:
                 await generation.finish()
@@ -133,7 +154,7 @@ async def _events(generation: Generation, form: Form) -> AsyncGenerator[bytes, N
                 yield event(data)
             async for each in generation.events(KEEP_ALIVE):
                 if each is None:
-                    yield COMMENT
+                    yield b": keep-alive\n\n"
                     continue
                 if each.choice.error is not None:
                     raise each.choice.error
@@ -141,8 +162,40 @@ async def _events(generation: Generation, form: Form) -> AsyncGenerator[bytes, N
             for data in form.end(choices):
                 yield event(data)
     except ApiError as failure:
-        yield error_event(failure)
+        yield event(failure.body())
     except DisconnectedError:
         return
     if form.ends_with_done:
-        yield DONE
+        yield b"data: [DONE]\n\n"
+
+
+def event(data: Any) -> bytes:
+    """One event of one line, as this JSON has no line breaks."""
+    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+class _EventStream(Response):
+    """Sends events as they are made."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], stall: float, end: Callable[[], None]) -> None:
+        """Send `events`. A reader that takes none for `stall` seconds is dropped. `end` is called at the end."""
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._stall = stall
+        self._end = end  # closing a generator that never began does not run its clean-up
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for data in self._events:
+                async with asyncio.timeout(self._stall):
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except TimeoutError:
+            pass  # the answer does not end, which closes the connection
+        finally:
+            self._end()  # first, as what follows may be interrupted
+            await self._events.aclose()

@@ -12,8 +12,9 @@ from starlette.types import ASGIApp
 import lpr
 from lpr.serve.api import chat, completions, infill, info
 from lpr.serve.api.context import Context
-from lpr.serve.api.middleware import Guard, Surface
-from lpr.serve.errors import ApiError, answer_api_error, answer_bug, answer_http_error, answer_validation_error
+from lpr.serve.api.middleware import Guard, Keys
+from lpr.serve.errors import ApiError, answer_error
+from lpr.serve.options import ServeArgs
 
 
 class ErrorFields(BaseModel):
@@ -31,21 +32,19 @@ class Error(BaseModel):
     error: ErrorFields
 
 
-def build(context: Context, surface: Surface) -> ASGIApp:
-    """The application of `context`."""
+def build(context: Context, args: ServeArgs, keys: Keys, replica: str) -> ASGIApp:
+    """The application of `context`, which needs one of `keys` if there are any."""
     app = FastAPI(title="lpr", version=lpr.__version__, description="Exact completions in fewer steps.", redoc_url=None)
     app.state.context = context
     for module in (completions, chat, infill, info):
         app.include_router(module.router, responses={"default": {"model": Error, "description": "An error."}})
-    app.add_exception_handler(ApiError, answer_api_error)
-    app.add_exception_handler(RequestValidationError, answer_validation_error)
-    app.add_exception_handler(HTTPException, answer_http_error)
-    app.add_exception_handler(Exception, answer_bug)
-    guarded: ASGIApp = Guard(app, surface, context.metrics)
-    if surface.cors:
+    for kind in (ApiError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, answer_error)
+    guarded: ASGIApp = Guard(app, args, keys, replica, context.metrics)
+    if args.cors:
         guarded = CORSMiddleware(
             guarded,
-            allow_origins=list(surface.cors),
+            allow_origins=list(args.cors),
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "X-LPR-Replica", "X-LPR-Prefix", "Retry-After"],

@@ -7,13 +7,13 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from lpr.protocol import TokenLogprobs
 from lpr.serve.api.answers import OpenAIForm, answer
-from lpr.serve.api.context import STREAM, Context, aside, context_of, note_prefix
+from lpr.serve.api.context import STREAM, Context, aside, begin
 from lpr.serve.bodies import ChatBody, Sampling
 from lpr.serve.generation import Choice, Event, Wanted
-from lpr.serve.text.grammar import grammar_of
-from lpr.serve.text.logprobs import for_chat
-from lpr.serve.text.served import Served, spread
+from lpr.serve.text.served import Served, grammar_of, spread
+from lpr.serve.text.tokens import Tokens
 
 router = APIRouter()
 
@@ -22,10 +22,7 @@ router = APIRouter()
 @router.post("/chat/completions", include_in_schema=False)
 async def chat(body: ChatBody, request: Request) -> Response:
     """Write the next message of a conversation."""
-    context = context_of(request)
-    request.state.user = body.user
-    await note_prefix(request)
-    served = context.ready()
+    context, served = await begin(request, body.user)
     ids = await aside(request, served.chat_ids, body.messages, body)
     most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if body.n_predict is not None and body.n_predict >= 0:
@@ -93,4 +90,21 @@ class _ChatForm(OpenAIForm):
         return "" if self._is_silent else text
 
     def _logprobs(self, ids: Sequence[int], found: Any) -> dict[str, Any] | None:
-        return None if self._num_top is None else for_chat(self.served.tokens, ids, found.logprobs or [], self._num_top)
+        return (
+            None if self._num_top is None else _logprobs(self.served.tokens, ids, found.logprobs or [], self._num_top)
+        )
+
+
+def _logprobs(tokens: Tokens, ids: Sequence[int], found: Sequence[TokenLogprobs], num_top: int) -> dict[str, list[Any]]:
+    """Log-probabilities in the shape of chats, with the `num_top` most likely tokens."""
+    return {
+        "content": [
+            _token(tokens, token, each.logprob)
+            | {"top_logprobs": [_token(tokens, other, value) for other, value in each.top[:num_top]]}
+            for token, each in zip(ids, found, strict=True)
+        ]
+    }
+
+
+def _token(tokens: Tokens, token: int, logprob: float) -> dict[str, Any]:
+    return {"token": tokens.text_of(token), "logprob": logprob, "bytes": list(tokens.bytes_of(token))}

@@ -9,15 +9,15 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from lpr.config import SamplingParams
+from lpr.protocol import TokenLogprobs
 from lpr.serve.api.answers import OpenAIForm, answer
 from lpr.serve.api.chat import answer_as_chat
-from lpr.serve.api.context import STREAM, aside, context_of, note_prefix
-from lpr.serve.bodies import CompletionBody, FimBody, Prompt
+from lpr.serve.api.context import STREAM, aside, begin
+from lpr.serve.bodies import CompletionBody, FimBody
 from lpr.serve.errors import bad
 from lpr.serve.generation import Choice, Event, Wanted
-from lpr.serve.text.grammar import grammar_of
-from lpr.serve.text.logprobs import for_completion, for_prompt, joined
-from lpr.serve.text.served import Served, spread
+from lpr.serve.text.served import Served, grammar_of, spread
+from lpr.serve.text.tokens import Tokens
 
 router = APIRouter()
 
@@ -30,10 +30,7 @@ MOST_IN_HOLE = 512
 @router.post("/beta/completions", summary="The same, under DeepSeek's path", responses=STREAM)
 async def complete(body: CompletionBody, request: Request) -> Response:
     """Continue `prompt`; with `suffix`, write what belongs between the two."""
-    context = context_of(request)
-    request.state.user = body.user
-    await note_prefix(request)
-    served = context.ready()
+    context, served = await begin(request, body.user)
     served.check_model(body.model)
     prompts, echoes, wanted = await aside(request, _checked, served, body)
     name = context.name(request, "cmpl", body.request_id)
@@ -48,9 +45,7 @@ async def complete(body: CompletionBody, request: Request) -> Response:
 @router.post("/v1/fim/completions", summary="Fill in the middle, as Mistral's API", responses=STREAM)
 async def fill(body: FimBody, request: Request) -> Response:
     """Write what belongs between `prompt` and `suffix`; the answer is shaped like a chat's."""
-    context = context_of(request)
-    await note_prefix(request)
-    served = context.ready()
+    context, served = await begin(request)
     filler = served.need_filler("suffix")
     ids = await aside(request, filler.prompt, body.prompt, body.suffix or "")
     plain = CompletionBody(
@@ -79,7 +74,8 @@ def _checked(served: Served, body: CompletionBody) -> tuple[list[list[int]], lis
         raise bad("echo", "echo does not go with suffix")
     if body.max_tokens == 0 and not body.echo:
         raise bad("max_tokens", "max_tokens must be at least 1, unless echo asks for the prompt alone")
-    given = _listed(body.prompt)
+    is_one = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
+    given: list[Any] = [body.prompt] if is_one else list(body.prompt)
     prompts = [_ids(served, body, prompt) for prompt in given]
     echoes = [""] * len(prompts)
     if body.echo:
@@ -117,13 +113,6 @@ def _scored(ids: list[int], logprobs: int) -> Wanted:
     return Wanted(prompt_ids=ids[:1], params=params)
 
 
-def _listed(prompt: Prompt) -> list[Any]:
-    """The prompts of a body."""
-    if isinstance(prompt, str):
-        return [prompt]
-    return [prompt] if isinstance(prompt[0], int) else list(prompt)
-
-
 class _CompletionForm(OpenAIForm):
     def __init__(
         self, served: Served, body: CompletionBody, id: str, prompts: list[list[int]], echoes: list[str]
@@ -155,11 +144,10 @@ class _CompletionForm(OpenAIForm):
     def delta(self, each: Event) -> dict[str, Any]:
         choice, chunk = each.choice, each.chunk
         begins = choice.num_steps <= 1 and len(choice.token_ids) == len(chunk.token_ids)
-        echo = self._echo(choice)
-        logprobs = None
+        echo, logprobs = self._echoes[choice.index // self._per_prompt], None
         if self._logprobs is not None:
             offset = self._offsets.get(choice.index, len(echo))
-            logprobs = for_completion(self.served.tokens, chunk.token_ids, chunk.logprobs or [], offset)
+            logprobs = _logprobs(self.served.tokens, chunk.token_ids, chunk.logprobs or [], offset)
             self._offsets[choice.index] = offset + sum(map(len, logprobs["tokens"]))
             logprobs = self._after_prompt(choice, logprobs) if begins else logprobs
         more: dict[str, Any] = {"token_ids": chunk.token_ids, "sources": chunk.sources or []}
@@ -175,7 +163,7 @@ class _CompletionForm(OpenAIForm):
             return None
         found = iter(self.scored)
         tokens = self.served.tokens
-        return [for_prompt(tokens, ids, next(found).logprobs if len(ids) > 1 else []) for ids in self._prompts]
+        return [_prompt_logprobs(tokens, ids, next(found).logprobs if len(ids) > 1 else []) for ids in self._prompts]
 
     def _echoed(self) -> list[dict[str, Any]]:
         """The choices if nothing is generated: the prompts, if they are to be echoed."""
@@ -186,21 +174,48 @@ class _CompletionForm(OpenAIForm):
             for at, (text, logprobs) in enumerate(zip(self._echoes, scores, strict=True))
         ]
 
-    def _echo(self, choice: Choice) -> str:
-        return self._echoes[choice.index // self._per_prompt]
-
     def _choice(self, choice: Choice, index: int) -> dict[str, Any]:
-        echo, logprobs = self._echo(choice), None
+        echo, logprobs = self._echoes[choice.index // self._per_prompt], None
         if self._logprobs is not None:
-            logprobs = for_completion(self.served.tokens, choice.token_ids, choice.logprobs, len(echo))
+            logprobs = _logprobs(self.served.tokens, choice.token_ids, choice.logprobs, len(echo))
             logprobs = self._after_prompt(choice, logprobs)
         more = {"token_ids": choice.token_ids, "prompt_token_ids": choice.job.prompt_ids, "sources": choice.sources}
         return self.shown(index, {"text": echo + choice.text}, logprobs, choice, **more)
 
     def _after_prompt(self, choice: Choice, logprobs: dict[str, list[Any]]) -> dict[str, list[Any]]:
         """A text's log-probabilities behind those of its prompt, if they are shown."""
-        return joined(self._scores[choice.index // self._per_prompt], logprobs) if self._scores else logprobs
+        if not self._scores:
+            return logprobs
+        scores = self._scores[choice.index // self._per_prompt]
+        return {name: [*scores[name], *values] for name, values in logprobs.items()}
 
 
 def _mean_logprob(choice: Choice) -> float:
     return sum(each.logprob for each in choice.logprobs) / max(1, len(choice.logprobs))
+
+
+def _logprobs(tokens: Tokens, ids: Sequence[int], found: Sequence[TokenLogprobs], offset: int) -> dict[str, list[Any]]:
+    """Log-probabilities in the shape of completions; `offset` is where the text of the first token begins."""
+    texts = [tokens.text_of(token) for token in ids]
+    offsets = []
+    for text in texts:
+        offsets.append(offset)
+        offset += len(text)
+    return {
+        "tokens": texts,
+        "token_logprobs": [each.logprob for each in found],
+        "top_logprobs": [
+            {**{tokens.text_of(other): value for other, value in each.top}, tokens.text_of(token): each.logprob}
+            for token, each in zip(ids, found, strict=True)
+        ],
+        "text_offset": offsets,
+    }
+
+
+def _prompt_logprobs(tokens: Tokens, ids: Sequence[int], found: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
+    """The same for a prompt, whose first token has none: `found` begins after it, and may end before the prompt."""
+    first = tokens.text_of(ids[0])
+    shown = 0 if ids[0] in tokens.bos_ids else len(first)  # a BOS token is no part of the text
+    rest = _logprobs(tokens, ids[1 : 1 + len(found)], found, shown)
+    head = {"tokens": first, "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
+    return {name: [head[name], *values] for name, values in rest.items()}

@@ -30,28 +30,18 @@ R = TypeVar("R")
 
 
 @dataclass
-class Running:
-    """A request that is being answered."""
-
-    generation: Generation
-    came_with: str
-    """The X-Request-Id of its answer. Others may have the same."""
-
-
-@dataclass
 class Context:
     """The service behind the HTTP endpoints."""
 
     service: Service
     metrics: Metrics
-    request_timeout: float
-    """Most seconds that a request may take."""
+    request_timeout: float  # in seconds
     share_drafts: str = "key"
     """Requests that share drafts: "none", those of a "key", or "all"."""
-    served: Served | None = None
-    """None until the model is loaded."""
-    open: dict[tuple[str, str], Running] = field(default_factory=dict)
-    """Running requests by the name of their key and their id. DELETE reaches those of the same key only."""
+    served: Served | None = None  # None until the model is loaded
+    open: dict[tuple[str, str], tuple[Generation, str]] = field(default_factory=dict)
+    """Running requests by the name of their key and their id, with the X-Request-Id of the answer, which several may
+    share. DELETE reaches those of the same key only."""
     trace: Callable[[Request, Generation], None] | None = None
     """Called with every answered request, if spans are wanted."""
 
@@ -92,7 +82,7 @@ class Context:
         Enter it before the first `await` after `name`, so that no other request takes the same name.
         """
         place = (key_name(request), name)
-        self.open[place] = Running(generation, request.state.request_id)
+        self.open[place] = (generation, request.state.request_id)
         try:
             yield
         finally:
@@ -109,17 +99,14 @@ class Context:
                 self.trace(request, generation)
 
     def cancel(self, request: Request, name: str) -> bool:
-        """End the running requests of the same key with this id (with or without its kind) or X-Request-Id.
-
-        Returns False if there is none.
-        """
+        """End the key's requests with this id (with or without its kind) or X-Request-Id; False if there is none."""
         found = [
-            running
-            for (key, full), running in self.open.items()
-            if key == key_name(request) and name in (full, full.partition("-")[2], running.came_with)
+            generation
+            for (key, full), (generation, came_with) in self.open.items()
+            if key == key_name(request) and name in (full, full.partition("-")[2], came_with)
         ]
-        for running in found:
-            running.generation.stop()
+        for generation in found:
+            generation.stop()
         return bool(found)
 
     def tenant(self, request: Request) -> str:
@@ -127,9 +114,12 @@ class Context:
         return "" if self.share_drafts == "all" else key_name(request)
 
 
-async def note_prefix(request: Request) -> None:
-    """Note the keys of the prefix, which the answer carries for routers."""
-    request.state.prefix_keys = prefix_keys(await request.json())
+async def begin(request: Request, user: str | None = None) -> tuple[Context, Served]:
+    """The context and the model for a prompt; notes the user and the keys of the prefix. Raises ApiError."""
+    context = context_of(request)
+    request.state.user = user  # for the access log
+    request.state.prefix_keys = prefix_keys(await request.json())  # the answer carries them for routers
+    return context, context.ready()
 
 
 async def aside(request: Request, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

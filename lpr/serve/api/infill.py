@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request, Response
 
 from lpr.config import SamplingParams
 from lpr.serve.api.answers import Form, answer
-from lpr.serve.api.context import STREAM, aside, context_of, note_prefix
+from lpr.serve.api.context import STREAM, aside, begin
 from lpr.serve.bodies import InfillBody
 from lpr.serve.errors import bad
 from lpr.serve.generation import Choice, Event
@@ -73,19 +72,17 @@ class LineLimit:
 @router.post("/infill", summary="Fill in the middle, as llama.cpp's server", responses=STREAM)
 async def infill(body: InfillBody, request: Request) -> Response:
     """Write what belongs between `input_prefix` + `prompt` and `input_suffix`."""
-    context = context_of(request)
-    await note_prefix(request)
-    served = context.ready()
+    context, served = await begin(request)
     model = served.check_model(body.model)
     count = body.n_predict if body.n_predict >= 0 else min(MOST, served.facts.max_length // 4)
     ids, truncated = await aside(request, _prompt, served, body, max(1, count))
     params = _params(served, body, min(max(1, count), served.most(len(ids))))
     wanted = spread(params, ids, 1 if body.n_predict == 0 else body.n_cmpl)
-    limits = partial(LineLimit, body.n_indent, body.t_max_predict_ms)
-    generation = context.generation(request, None, wanted, limits=limits)
-    facts = {"model": model, "truncated": truncated, "id_slot": body.id_slot}
-    name = context.name(request, "infill")
-    return await answer(context, request, name, generation, _InfillForm(body, facts), body.stream)
+    generation = context.generation(
+        request, None, wanted, limits=lambda: LineLimit(body.n_indent, body.t_max_predict_ms).take
+    )
+    form = _InfillForm(body, {"model": model, "truncated": truncated, "id_slot": body.id_slot})
+    return await answer(context, request, context.name(request, "infill"), generation, form, body.stream)
 
 
 def _prompt(served: Served, body: InfillBody, count: int) -> tuple[list[int], bool]:
@@ -116,15 +113,13 @@ def _params(served: Served, body: InfillBody, count: int) -> SamplingParams:
         "stop": tuple(body.stop),
         "stop_token_ids": served.filler.end_ids if served.filler is not None else (),
     }
-    if "temperature" in used:
-        values["temperature"] = body.temperature
-    for name in {"top_k", "top_p", "min_p"} & used:
-        values[name] = max(0, body.top_k) if name == "top_k" else getattr(body, name)
+    for name in {"temperature", "top_p", "min_p"} & used:
+        values[name] = getattr(body, name)
+    if "top_k" in used:
+        values["top_k"] = max(0, body.top_k)
     if "penalties" in used:
         values["repetition_penalty"] = body.repeat_penalty
-        for name in ("presence_penalty", "frequency_penalty"):
-            if getattr(body, name):
-                values[name] = getattr(body, name)
+        values |= {"presence_penalty": body.presence_penalty, "frequency_penalty": body.frequency_penalty}
     return sampling(values)
 
 

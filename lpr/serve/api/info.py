@@ -69,8 +69,7 @@ def _tokenized(served: Served, body: TokenizeBody) -> dict[str, Any]:
     elif body.content is not None:
         ids = served.tokens.encode(body.content, bool(body.add_special))
     else:
-        add = True if body.add_special_tokens is None else body.add_special_tokens
-        ids = served.tokens.encode(body.prompt or "", add)
+        ids = served.tokens.encode(body.prompt or "", body.add_special_tokens is not False)
     answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": served.facts.max_length}
     if body.return_token_strs:
         answer["token_strs"] = [served.tokens.text_of(token) for token in ids]

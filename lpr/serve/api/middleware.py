@@ -6,11 +6,11 @@ import asyncio
 import hashlib
 import hmac
 import json
+import re
 import sys
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,14 @@ from lpr.config import InputError
 from lpr.protocol import ErrorCode
 from lpr.serve.errors import ApiError
 from lpr.serve.metrics import Metrics
+from lpr.serve.options import ServeArgs
 
 OPEN_PATHS = frozenset(("/", "/health", "/livez", "/readyz", "/metrics"))
 """Paths that need no key unless all are protected."""
 _UNLOGGED = OPEN_PATHS - {"/"}
 """Probes come every few seconds and would hide other requests."""
+_HARMLESS = re.compile(r"[A-Za-z0-9._:-]{1,200}")
+"""Ids of requests that are taken from clients."""
 BODY_SECONDS = 30.0
 """Time for a request's body to arrive."""
 
@@ -35,15 +38,11 @@ class Keys:
     def __init__(self, keys: Iterable[tuple[str, str]] = ()) -> None:
         """Keep the digests of `keys`, pairs of name and key. Equal lengths are compared in constant time."""
         self._digests = [(name, _digest(key)) for name, key in keys]
+        self.names = list(dict.fromkeys(name for name, _ in self._digests))
 
     def __bool__(self) -> bool:
         """True if requests need a key."""
         return bool(self._digests)
-
-    @property
-    def names(self) -> list[str]:
-        """The keys' names."""
-        return list(dict.fromkeys(name for name, _ in self._digests))
 
     def name_of(self, key: str) -> str | None:
         """The name of a key, or None; takes the same time for every key, known or not."""
@@ -89,29 +88,15 @@ def _name(key: str) -> str:
     return "key-" + _digest(key).hex()[:8]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Surface:
-    """Settings of the HTTP surface."""
-
-    keys: Keys = field(default_factory=Keys)
-    protect_all: bool = False
-    """Require a key on health, metrics and the page too."""
-    cors: tuple[str, ...] = ()
-    """Origins whose pages may send requests; "*" is all."""
-    max_body: int = 16 << 20
-    """Most bytes of a request's body."""
-    access_log: bool = True
-    replica: str = ""
-    """Name of this service among those that a router chooses from."""
-
-
 class Guard:
     """ASGI middleware: gives a request its id, checks its key, reads its body, and logs the answer."""
 
-    def __init__(self, app: ASGIApp, surface: Surface, metrics: Metrics) -> None:
-        """Guard `app`."""
+    def __init__(self, app: ASGIApp, args: ServeArgs, keys: Keys, replica: str, metrics: Metrics) -> None:
+        """Guard `app` of the service that a router knows as `replica`."""
         self._app = app
-        self._surface = surface
+        self._args = args
+        self._keys = keys
+        self._replica = replica
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -122,7 +107,8 @@ class Guard:
         began = time.monotonic()
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         state = scope.setdefault("state", {})
-        state["request_id"] = _request_id(headers.get("x-request-id"))
+        given = headers.get("x-request-id", "")
+        state["request_id"] = given if _HARMLESS.fullmatch(given) else uuid.uuid4().hex
         status = 0
 
         async def numbered(message: Message) -> None:
@@ -141,24 +127,24 @@ class Guard:
         finally:
             route = getattr(scope.get("route"), "path", "other")
             self._metrics.answered(route, status)
-            if self._surface.access_log and scope["path"] not in _UNLOGGED:
+            if self._args.access_log and scope["path"] not in _UNLOGGED:
                 self._write(scope, state, status, time.monotonic() - began)
 
     def _own_headers(self, state: Mapping[str, Any]) -> Iterator[tuple[bytes, bytes]]:
         """Headers of every answer: the request's id, the replica, and the keys for routing by prefix."""
         yield b"x-request-id", state["request_id"].encode()
-        if self._surface.replica:
-            yield b"x-lpr-replica", self._surface.replica.encode("ascii", "replace")
+        if self._replica:
+            yield b"x-lpr-replica", self._replica.encode("ascii", "replace")
         if state.get("prefix_keys"):
             yield b"x-lpr-prefix", ",".join(state["prefix_keys"]).encode()
 
     def _check_key(self, scope: Scope, headers: Mapping[str, str]) -> str:
-        is_open = scope["path"] in OPEN_PATHS and not self._surface.protect_all
-        if not self._surface.keys or scope["method"] == "OPTIONS" or is_open:
+        is_open = scope["path"] in OPEN_PATHS and not self._args.protect_all
+        if not self._keys or scope["method"] == "OPTIONS" or is_open:
             return ""
         scheme, _, value = headers.get("authorization", "").partition(" ")
         key = value.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-        name = self._surface.keys.name_of(key)
+        name = self._keys.name_of(key)
         if name is None:
             code = ErrorCode.INVALID_KEY if key else ErrorCode.MISSING_KEY
             raise ApiError(code, "give a valid key as Authorization: Bearer KEY")
@@ -166,7 +152,7 @@ class Guard:
 
     async def _with_body(self, headers: Mapping[str, str], receive: Receive) -> Receive:
         """Read the whole body; returns a `receive` that gives it and then what follows. Raises ApiError."""
-        limit, length = self._surface.max_body, headers.get("content-length", "0")
+        limit, length = self._args.max_body, headers.get("content-length", "0")
         too_large = ApiError(ErrorCode.BODY_TOO_LARGE, f"the body is larger than --max-body {limit} bytes")
         if length.isdecimal() and int(length) > limit:
             raise too_large
@@ -229,10 +215,3 @@ def _check_type(scope: Scope, headers: Mapping[str, str]) -> None:
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if scope["method"] == "POST" and kind != "application/json" and not kind.endswith("+json"):
         raise ApiError(ErrorCode.MEDIA_TYPE, "send the body as Content-Type: application/json")
-
-
-def _request_id(given: str | None) -> str:
-    """The client's id if it is harmless, else a new one."""
-    if given and len(given) <= 200 and all(c.isascii() and (c.isalnum() or c in "._:-") for c in given):
-        return given
-    return uuid.uuid4().hex

@@ -17,14 +17,10 @@ from pathlib import Path
 import msgspec
 
 from lpr.protocol import ProtocolError
-from lpr.serve.messages import PROTOCOL, FrameReader, Hello, Load, Pulse, ToDriver, ToFront, frame, read_to_driver
+from lpr.serve.messages import PROTOCOL, FrameReader, Hello, Load, Pulse, ToDriver, ToFront, frame
 
 PULSE_EVERY = 1.0
 """Seconds between two pulses."""
-
-
-class _Wake:
-    """Among messages: `take` returns without one."""
 
 
 class FrontGoneError(RuntimeError):
@@ -43,7 +39,8 @@ class Line:
         except OSError as failure:
             raise FrontGoneError(f"no front listens at {path}: {failure}") from failure
         self._socket.settimeout(None)
-        self._incoming: queue.SimpleQueue[ToDriver | _Wake | None] = queue.SimpleQueue()
+        self._incoming: queue.SimpleQueue[list[ToDriver] | None] = queue.SimpleQueue()
+        """Messages; [] only lets `take` return, None is the end."""
         self._outgoing: queue.SimpleQueue[bytes | threading.Event | None] = queue.SimpleQueue()
         self._load = Load()
         self._moved = time.monotonic()
@@ -70,11 +67,10 @@ class Line:
         taken: list[ToDriver] = []
         with contextlib.suppress(queue.Empty):
             while True:
-                message = self._incoming.get(timeout=wait) if wait > 0 else self._incoming.get_nowait()
-                if message is None:
+                messages = self._incoming.get(timeout=wait) if wait > 0 else self._incoming.get_nowait()
+                if messages is None:
                     raise FrontGoneError("the front has hung up")
-                if not isinstance(message, _Wake):
-                    taken.append(message)
+                taken += messages
                 wait = 0.0
         return taken
 
@@ -87,7 +83,7 @@ class Line:
     def wake(self) -> None:
         """From any thread: let `take` return."""
         if self._incoming.empty():
-            self._incoming.put(_Wake())
+            self._incoming.put([])
 
     def close(self) -> None:
         """Send what is queued, and hang up."""
@@ -98,11 +94,11 @@ class Line:
         self._socket.close()
 
     def _read(self) -> None:
-        frames = FrameReader()
+        frames = FrameReader(ToDriver)
         try:
             while data := self._socket.recv(1 << 16):
-                for body in frames.feed(data):
-                    self._incoming.put(read_to_driver(body))
+                for message in frames.feed(data):
+                    self._incoming.put([message])
         except (OSError, ProtocolError):
             pass
         self._incoming.put(None)

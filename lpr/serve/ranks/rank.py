@@ -18,12 +18,11 @@ from lpr.config import InputError
 from lpr.protocol import MeshError
 from lpr.serve.messages import Loading, Refused
 from lpr.serve.options import parse
+from lpr.serve.ranks import LAUNCHER, SOCKET
 from lpr.serve.ranks.line import FrontGoneError, Line
-from lpr.serve.ranks.processes import SOCKET
 
 _RANK_0_SPEAKS = 10.0
 """Seconds that other ranks stay after bad input. The launcher ends them once rank 0 has left."""
-_LAUNCHERS = ("RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
             line = Line(Path(os.environ[SOCKET]))
             line.send(Loading("loading libraries", 0, 3))
         # Only now, as it imports torch and transformers, which takes seconds.
-        importlib.import_module("lpr.serve.ranks.work").run(args, line)
+        importlib.import_module("lpr.serve.ranks.bridge").run(args, line)
         return 0
     except InputError as failure:
         if line is not None:
@@ -78,7 +77,7 @@ def leave(code: int) -> NoReturn:
 
 def _start_front(argv: Sequence[str], path: Path) -> subprocess.Popen[bytes]:
     """Start the front, wait until it listens, and pass signals on to it."""
-    environment = {name: value for name, value in os.environ.items() if name not in _LAUNCHERS}
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
     front = subprocess.Popen([sys.executable, "-m", "lpr.serve", *argv], env=environment, start_new_session=True)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: front.terminate())

@@ -58,26 +58,13 @@ class ChatTemplates:
         self._special_tokens = dict(special_tokens)
 
     def __bool__(self) -> bool:
-        """True if there is a template."""
         return bool(self._templates)
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **more: Any) -> str:
-        """The prompt of a conversation. `more` are further variables of the template, with names not in RESERVED.
-
-        Raises TemplateError if the template refuses it.
-        """
-        template = self._templates.get("default") or next(iter(self._templates.values()), None)
-        if template is None:
-            raise TemplateError("the model has no chat template")
+        """The prompt of a conversation; `more` are further variables, none of RESERVED. Raises TemplateError."""
+        template = self._templates.get("default") or next(iter(self._templates.values()))
+        variables = {**self._special_tokens, "add_generation_prompt": add_generation_prompt, **more}
         try:
-            return str(
-                template.render(
-                    messages=list(messages),
-                    tools=None,
-                    documents=None,
-                    add_generation_prompt=add_generation_prompt,
-                    **{**self._special_tokens, **more},
-                )
-            )
+            return str(template.render(messages=list(messages), tools=None, documents=None, **variables))
         except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError) as failure:
             raise TemplateError(str(failure).splitlines()[0] if str(failure) else type(failure).__name__) from failure

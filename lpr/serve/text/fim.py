@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from lpr.serve.text.tokens import Tokens
 
@@ -22,9 +23,9 @@ class Family:
     suffix: str
     middle: str | None
     """None: the prefix comes last, and the model continues it."""
-    order: str
     source: str
     """Where the order and the tokens are documented."""
+    order: Literal["psm", "spm"] = "psm"
     repository: str | None = None
     """Token before the repository's name."""
     file: str | None = None
@@ -41,14 +42,12 @@ class Family:
 
 FAMILIES = (
     Family(
-        name="codegemma",
-        prefix="<|fim_prefix|>", suffix="<|fim_suffix|>", middle="<|fim_middle|>", order="psm",
+        name="codegemma", prefix="<|fim_prefix|>", suffix="<|fim_suffix|>", middle="<|fim_middle|>",
         file="<|file_separator|>", needs=("<|file_separator|>",), ends=("<|file_separator|>",),
         source="https://huggingface.co/google/codegemma-7b (Usage: code completion); arXiv 2406.11409, section 2",
     ),
     Family(
-        name="qwen-coder",
-        prefix="<|fim_prefix|>", suffix="<|fim_suffix|>", middle="<|fim_middle|>", order="psm",
+        name="qwen-coder", prefix="<|fim_prefix|>", suffix="<|fim_suffix|>", middle="<|fim_middle|>",
         repository="<|repo_name|>", file="<|file_sep|>", needs=("<|repo_name|>", "<|file_sep|>"),
         ends=("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>",
               "<|im_end|>", "<|endoftext|>"),
@@ -56,79 +55,68 @@ FAMILIES = (
                "arXiv 2409.12186, section 3.2",
     ),
     Family(
-        name="granite-4",
-        prefix="<|fim_prefix|>", suffix="<|fim_suffix|>", middle="<|fim_middle|>", order="psm",
+        name="granite-4", prefix="<|fim_prefix|>", suffix="<|fim_suffix|>", middle="<|fim_middle|>",
         ends=("<|fim_pad|>", "<|end_of_text|>"),
         source="https://www.ibm.com/granite/docs/models/granite (FIM)",
     ),
     Family(
-        name="glm",
-        prefix="<|code_prefix|>", suffix="<|code_suffix|>", middle="<|code_middle|>", order="psm",
+        name="glm", prefix="<|code_prefix|>", suffix="<|code_suffix|>", middle="<|code_middle|>",
         ends=("<|user|>", "<|endoftext|>"),
         source="https://huggingface.co/zai-org/GLM-4.5 (tokenizer_config.json, added tokens)",
     ),
     Family(
-        name="falcon-h1-coder",
-        prefix="<|prefix|>", suffix="<|suffix|>", middle="<|middle|>", order="psm",
+        name="falcon-h1-coder", prefix="<|prefix|>", suffix="<|suffix|>", middle="<|middle|>",
         source="https://huggingface.co/tiiuae/Falcon-H1-Tiny-Coder-90M (fill-in-the-middle)",
     ),
     Family(
-        name="seed-coder",
-        prefix="<[fim-prefix]>", suffix="<[fim-suffix]>", middle="<[fim-middle]>", order="spm",
+        name="seed-coder", prefix="<[fim-prefix]>", suffix="<[fim-suffix]>", middle="<[fim-middle]>", order="spm",
         comment="<filename>{name}\n",
         source="arXiv 2506.03524, section on fill-in-the-middle: suffix, prefix, middle",
     ),
     Family(
-        name="mellum",
-        prefix="<fim_prefix>", suffix="<fim_suffix>", middle="<fim_middle>", order="spm",
+        name="mellum", prefix="<fim_prefix>", suffix="<fim_suffix>", middle="<fim_middle>", order="spm",
         repository="<reponame>", file="<filename>", needs=("<reponame>", "<filename>", "<|im_start|>"),
         source="https://huggingface.co/JetBrains/Mellum-4b-base; arXiv 2510.05788, section 3: S-P-M order",
     ),
     Family(
-        name="starcoder2",
-        prefix="<fim_prefix>", suffix="<fim_suffix>", middle="<fim_middle>", order="psm",
+        name="starcoder2", prefix="<fim_prefix>", suffix="<fim_suffix>", middle="<fim_middle>",
         repository="<repo_name>", file="<file_sep>", needs=("<repo_name>", "<file_sep>"),
         ends=("<file_sep>", "<repo_name>", "<|endoftext|>"),
         source="arXiv 2402.19173, section 5.1; https://huggingface.co/bigcode/starcoder2-15b",
     ),
-    Family(
-        name="starcoder",  # also granite-3b..34b-code, stable-code, codeshell
-        prefix="<fim_prefix>", suffix="<fim_suffix>", middle="<fim_middle>", order="psm",
+    Family(  # also granite-3b..34b-code, stable-code, codeshell
+        name="starcoder", prefix="<fim_prefix>", suffix="<fim_suffix>", middle="<fim_middle>",
         repository="<reponame>", file="<filename>", needs=("<reponame>", "<filename>"),
         ends=("<filename>", "<reponame>", "<|endoftext|>"),
         source="arXiv 2305.06161, section 3.3 and appendix; https://huggingface.co/bigcode/starcoder; "
                "https://huggingface.co/ibm-granite/granite-8b-code-base-4k; "
                "https://huggingface.co/stabilityai/stable-code-3b (Fill in the Middle)",
     ),
-    Family(
-        name="fim-underscore",  # Yi-Coder, CodeShell and others with the three markers only
-        prefix="<fim_prefix>", suffix="<fim_suffix>", middle="<fim_middle>", order="psm",
+    Family(  # Yi-Coder, CodeShell and others with the three markers only
+        name="fim-underscore", prefix="<fim_prefix>", suffix="<fim_suffix>", middle="<fim_middle>",
         ends=("<|endoftext|>", "<fim_pad>"),
         source="https://huggingface.co/01-ai/Yi-Coder-9B (tokenizer); markers and order as StarCoder's",
     ),
     Family(
-        name="santacoder",
-        prefix="<fim-prefix>", suffix="<fim-suffix>", middle="<fim-middle>", order="psm",
+        name="santacoder", prefix="<fim-prefix>", suffix="<fim-suffix>", middle="<fim-middle>",
         ends=("<|endoftext|>", "<fim-pad>"),
         source="arXiv 2301.03988, section 4; https://huggingface.co/bigcode/santacoder (Fill-in-the-middle)",
     ),
     Family(
-        name="deepseek-coder",
-        prefix="<\uff5cfim\u2581begin\uff5c>", suffix="<\uff5cfim\u2581hole\uff5c>",
-        middle="<\uff5cfim\u2581end\uff5c>", order="psm", comment="#{name}\n",
+        name="deepseek-coder", prefix="<\uff5cfim\u2581begin\uff5c>", suffix="<\uff5cfim\u2581hole\uff5c>",
+        middle="<\uff5cfim\u2581end\uff5c>", comment="#{name}\n",
         source="https://github.com/deepseek-ai/DeepSeek-Coder (Code Insertion, Repository Level Code Completion); "
                "arXiv 2401.14196, section 3.1.2",
     ),
     Family(
-        name="codellama",
-        prefix="\u2581<PRE>", suffix="\u2581<SUF>", middle="\u2581<MID>", order="psm",
+        name="codellama", prefix="\u2581<PRE>", suffix="\u2581<SUF>", middle="\u2581<MID>",
         ends=("\u2581<EOT>",), bare_suffix=True,
         source="https://github.com/meta-llama/codellama (llama/generation.py, infilling_prompt_tokens); "
                "arXiv 2308.12950, section 2.3",
     ),
     Family(
-        name="codestral",
-        prefix="[PREFIX]", suffix="[SUFFIX]", middle=None, order="spm", comment="+++++ {name}\n", bare_suffix=True,
+        name="codestral", prefix="[PREFIX]", suffix="[SUFFIX]", middle=None, order="spm",
+        comment="+++++ {name}\n", bare_suffix=True,
         source="https://github.com/mistralai/mistral-common (encode_fim): suffix, prefix, and no middle marker",
     ),
 )  # fmt: skip
@@ -146,7 +134,6 @@ class Filler:
     """Builds the prompts of one family with one tokenizer."""
 
     def __init__(self, family: Family, tokens: Tokens) -> None:
-        """Look up the family's tokens."""
         self.family = family
         self._tokens = tokens
         self._prefix = _id(tokens, family.prefix)
@@ -162,15 +149,13 @@ class Filler:
         """The ids of a prompt for the hole between `prefix` and `suffix`."""
         return self._assemble(self._before(prefix), self._after(suffix), self._context(extra, filename))
 
-    def fitted(
-        self, room: int, prefix: str, suffix: str, extra: Sequence[Extra] = (), filename: str = ""
-    ) -> tuple[list[int], bool]:
+    def fitted(self, room: int, prefix: str, suffix: str, extra: Sequence[Extra]) -> tuple[list[int], bool]:
         """Such a prompt of at most `room` tokens, and whether it was truncated.
 
         The text nearest to the hole stays. A quarter of the room is the suffix's, the rest the prefix's, and each lends
         what it does not use. Other files get what both leave, the last first.
         """
-        before, after, context = self._before(prefix), self._after(suffix), self._context(extra, filename)
+        before, after, context = self._before(prefix), self._after(suffix), self._context(extra)
         left = room - len(self._assemble([], [], []))
         wanted = len(before) + len(after) + len(context)
         share = max(left // 4, left - len(before))
@@ -194,7 +179,7 @@ class Filler:
             parts.reverse()
         return [*self._tokens.bos_ids, *context, *parts[0], *parts[1], *self._middle]
 
-    def _context(self, extra: Sequence[Extra], filename: str) -> list[int]:
+    def _context(self, extra: Sequence[Extra], filename: str = "") -> list[int]:
         """Other files, then the name of the file with the hole; empty without other files."""
         if not extra:
             return []

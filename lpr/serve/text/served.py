@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from lpr.config import InputError, SamplingParams
 from lpr.protocol import ErrorCode
-from lpr.serve.bodies import Message, Sampling
+from lpr.serve.bodies import Message, ResponseFormat, Sampling
 from lpr.serve.errors import ApiError, bad
 from lpr.serve.generation import Wanted
 from lpr.serve.messages import Facts
 from lpr.serve.text.chat_template import RESERVED, ChatTemplates, TemplateError
 from lpr.serve.text.fim import Filler, filler
 from lpr.serve.text.tokens import Tokens
-
-_KNOWN = frozenset(field.name for field in fields(SamplingParams))
 
 
 class Served:
@@ -42,12 +41,11 @@ class Served:
     @property
     def fingerprint(self) -> str:
         """OpenAI's system_fingerprint: the settings that decide a text's last bits."""
-        facts = self.facts
-        return f"lpr-{facts.dtype}-lp{facts.lp}-tp{facts.tp}"
+        return f"lpr-{self.facts.dtype}-lp{self.facts.lp}-tp{self.facts.tp}"
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with; raises ApiError for a model that is not served."""
-        if name is None or name == "":
+        if not name:
             return self.names[0]
         if name not in self.names:
             served = ", ".join(self.names)
@@ -75,7 +73,10 @@ class Served:
             raise bad("messages", message, ErrorCode.NO_CHAT_TEMPLATE)
         plain = [_plain(message) for message in messages]
         final = plain[-1].get("content") or "" if body.continue_final_message else None
-        more = {"add_generation_prompt": body.add_generation_prompt, **_template_kwargs(body)}
+        given: dict[str, Any] = getattr(body, "chat_template_kwargs", None) or {}
+        for name in RESERVED & set(given):
+            raise bad("chat_template_kwargs", f"chat_template_kwargs: {name!r} is not free to be set")
+        more = {"add_generation_prompt": body.add_generation_prompt, **given}
         if final is not None:
             more["add_generation_prompt"] = False
         try:
@@ -93,10 +94,7 @@ class Served:
         return ids
 
     def params(self, body: Sampling, num_prompt: int, max_tokens: int | None, **more: Any) -> SamplingParams:
-        """The SamplingParams of a body, for a prompt of `num_prompt` tokens. `max_tokens` None means all that fit.
-
-        Raises ApiError that names the field.
-        """
+        """The SamplingParams of a body after `num_prompt` tokens; `max_tokens` None: all that fit. Raises ApiError."""
         most = self.most(num_prompt)
         wanted = most if max_tokens is None else max_tokens
         if wanted > most:
@@ -105,27 +103,23 @@ class Served:
             raise bad("max_tokens", f"{message} is {self.facts.max_length}", ErrorCode.TOO_LONG)
         if body.min_tokens > wanted:
             raise bad("min_tokens", f"min_tokens {body.min_tokens} is above max_tokens {wanted}")
-        temperature = 1.0 if body.temperature is None else body.temperature
         values: dict[str, Any] = {
             "max_new_tokens": wanted,
-            "temperature": temperature,
+            "temperature": 1.0 if body.temperature is None else body.temperature,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "top_k": max(0, body.top_k or 0),
             "min_p": body.min_p or 0.0,
-            "stop": strings(body.stop),
+            "stop": (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
             "stop_token_ids": tuple(dict.fromkeys([*(body.stop_token_ids or ()), *more.pop("stop_token_ids", ())])),
             "ignore_eos": body.ignore_eos,
             "min_new_tokens": body.min_tokens,
             "seed": body.seed if body.seed is not None else fresh_seed(),
+            "repetition_penalty": 1.0 if body.repetition_penalty is None else body.repetition_penalty,
+            "presence_penalty": body.presence_penalty or 0.0,
+            "frequency_penalty": body.frequency_penalty or 0.0,
+            "logit_bias": self._bias(body.logit_bias or {}),
             **more,
         }
-        if body.repetition_penalty is not None:
-            values["repetition_penalty"] = body.repetition_penalty
-        for name in ("presence_penalty", "frequency_penalty"):
-            if getattr(body, name):
-                values[name] = getattr(body, name)
-        if body.logit_bias:
-            values["logit_bias"] = self._bias(body.logit_bias)
         self.check_ids(values["stop_token_ids"], "stop_token_ids")
         return sampling(values)
 
@@ -148,15 +142,10 @@ class Served:
 
 def sampling(values: dict[str, Any]) -> SamplingParams:
     """SamplingParams of values that were checked one by one; raises ApiError for a bad combination."""
-    for name in values:
-        if name not in _KNOWN:  # a later engine may know it
-            message = f"{name}: this version of the engine does not support it"
-            raise bad(name, message, ErrorCode.UNSUPPORTED_PARAMETER)
     try:
         return SamplingParams(**values)
     except InputError as failure:
-        name = str(failure).split("=")[0]
-        raise bad(name, str(failure)) from failure
+        raise bad(str(failure).split("=")[0], str(failure)) from failure
 
 
 def spread(params: SamplingParams, prompt_ids: list[int], count: int) -> list[Wanted]:
@@ -165,24 +154,9 @@ def spread(params: SamplingParams, prompt_ids: list[int], count: int) -> list[Wa
     return [Wanted(prompt_ids=prompt_ids, params=replace(params, seed=seed)) for seed in seeds]
 
 
-def strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Stop strings as a tuple."""
-    if stop is None:
-        return ()
-    return (stop,) if isinstance(stop, str) else tuple(stop)
-
-
 def fresh_seed() -> int:
     """A seed for a request that names none."""
     return secrets.randbits(32)
-
-
-def _template_kwargs(body: Any) -> dict[str, Any]:
-    """A body's variables for the template; raises ApiError for reserved names."""
-    given: dict[str, Any] = getattr(body, "chat_template_kwargs", None) or {}
-    for name in RESERVED & set(given):
-        raise bad("chat_template_kwargs", f"chat_template_kwargs: {name!r} is not free to be set")
-    return given
 
 
 def _plain(message: Message) -> dict[str, Any]:
@@ -192,3 +166,43 @@ def _plain(message: Message) -> dict[str, Any]:
         content = "\n".join(part.text for part in content)
     plain = message.model_dump(exclude_none=True, exclude={"content"})
     return {**plain, "content": content if content is not None else ""}
+
+
+def grammar_of(wanted: ResponseFormat | None) -> str:
+    """The grammar in llguidance's JSON form, or "" for plain text.
+
+    Raises ApiError for one that cannot be read, and if llguidance is not installed.
+    """
+    if wanted is None or wanted.type == "text":
+        return ""
+    try:
+        import llguidance
+    except ImportError as failure:
+        message = "response_format needs the package llguidance: pip install 'lpr[grammar]'"
+        raise bad("response_format", message, ErrorCode.NOT_INSTALLED) from failure
+    matcher = llguidance.LLMatcher
+    fields = {"json_schema": "json_schema.schema", "regex": "regex", "grammar": "grammar"}
+    param = "response_format." + fields.get(wanted.type, "type")
+    try:
+        if wanted.type == "json_object":
+            grammar = matcher.grammar_from_json_schema({"type": "object"})
+        elif wanted.type == "json_schema":
+            schema = wanted.json_schema.schema_ if wanted.json_schema is not None else None
+            grammar = matcher.grammar_from_json_schema(schema if schema is not None else {"type": "object"})
+        elif wanted.type == "regex":
+            grammar = matcher.grammar_from_regex(wanted.regex or "")
+        else:
+            lark = wanted.grammar or ""
+            if "::=" in lark:  # llama.cpp's GBNF
+                lark = str(llguidance.gbnf_to_lark.gbnf_to_lark(lark))
+            grammar = json.dumps({"grammars": [{"lark_grammar": lark}]})
+    except ValueError as failure:
+        raise bad(param, f"{param}: {_line(failure)}") from failure
+    if problem := matcher.validate_grammar(grammar):
+        raise bad(param, f"{param}: {_line(problem)}")
+    return str(grammar)
+
+
+def _line(problem: object) -> str:
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
+    return (lines[0] if lines else "it cannot be read")[:300]

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel
 
 LONG = 1 << 14
 """Characters above which a text is not encoded on the event loop: from there on it takes more than 10 ms."""
@@ -20,21 +19,18 @@ _MARK = "\u263a"
 
 
 class Tokens:
-    """The tokenizer of the served model."""
+    """The tokenizer of the served model, of a fast tokenizer's JSON."""
 
     def __init__(self, source: str) -> None:
-        """Read a fast tokenizer's JSON."""
-        self._plain = Tokenizer.from_str(source)
-        self._plain.no_truncation()
-        self._plain.no_padding()
-        self._literal = Tokenizer.from_str(source)
-        self._literal.no_truncation()
-        self._literal.no_padding()
+        self._plain, self._literal = Tokenizer.from_str(source), Tokenizer.from_str(source)
+        for tokenizer in (self._plain, self._literal):
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
         self._literal.encode_special_tokens = True
         with_special = self._plain.encode("a").ids
         without = self._plain.encode("a", add_special_tokens=False).ids
-        start = _find(with_special, without)
-        self.bos_ids: list[int] = with_special[:start] if start is not None else []
+        starts = (at for at in range(len(with_special)) if with_special[at : at + len(without)] == without)
+        self.bos_ids: list[int] = with_special[: next(starts, 0)]
         """What the tokenizer puts before every text."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -80,11 +76,6 @@ class Tokens:
             return bytes([int(name[3:5], 16)])
         return name.replace("\u2581", " ").encode()
 
-    @property
-    def size(self) -> int:
-        """Tokens in the vocabulary, added ones included."""
-        return int(self._plain.get_vocab_size(with_added_tokens=True))
-
     @cached_property
     def _added(self) -> dict[int, str]:
         return {int(token): str(added.content) for token, added in self._plain.get_added_tokens_decoder().items()}
@@ -92,7 +83,7 @@ class Tokens:
     @cached_property
     def _byte_of(self) -> dict[str, int]:
         """Byte of each character of a byte-level vocabulary; empty for other vocabularies."""
-        if not _is_byte_level(self._plain):
+        if "ByteLevel" not in repr(self._plain.decoder):
             return {}
         # GPT-2's table: printable Latin-1 characters stand for themselves, the other bytes for U+0100 and above.
         printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -107,14 +98,3 @@ def _ids(tokenizer: Tokenizer, text: str, add_special_tokens: bool = False) -> l
         return list(tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
     # The same, but other threads can run meanwhile: `encode` keeps the interpreter's lock, for a second per MiB.
     return list(tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
-
-
-def _is_byte_level(tokenizer: Tokenizer) -> bool:
-    decoder = tokenizer.decoder
-    return isinstance(decoder, ByteLevel) or (decoder is not None and "ByteLevel" in repr(decoder))
-
-
-def _find(whole: Sequence[int], part: Sequence[int]) -> int | None:
-    """Where `part` begins in `whole`, if it is in there."""
-    size = len(part)
-    return next((at for at in range(len(whole) - size + 1) if list(whole[at : at + size]) == list(part)), None)
