@@ -115,7 +115,7 @@ def test_the_cursor_makes_a_hole_and_the_settings_are_sent(page):
     complete(browser)
     sent = service.driver.submitted[-1]
     assert (sent.params.temperature, sent.params.seed, sent.params.max_new_tokens) == (0.7, 42, 3)
-    text = service.front.context.served.tokens.decode(sent.prompt_ids)
+    text = service.front.context.served.tokens.decode(sent.token_ids)
     assert text == "<|fim_prefix|>a = <|fim_suffix|>\nprint(a)\n<|fim_middle|>"
     browser.find_element("tag name", "body").send_keys("\ue00c")  # Escape
     assert element(browser, "code").get_attribute("value") == "a = \nprint(a)\n"
@@ -148,7 +148,7 @@ def test_a_model_without_the_tokens_says_so(browser):
         assert "cannot use it" in element(browser, "holeLabel").text
         put(browser, "a = ", "\nprint(a)\n")
         complete(browser)
-        assert service.front.context.served.tokens.decode(service.driver.submitted[-1].prompt_ids) == "a = "
+        assert service.front.context.served.tokens.decode(service.driver.submitted[-1].token_ids) == "a = "
 
 
 def test_a_key_is_asked_for(browser):
