@@ -378,7 +378,7 @@ class Watch(NoWaiting):
 def to_meta(engine: Engine) -> None:
     """Move model and cache to a device without data: whoever reads from it fails."""
     engine.model.model.to("meta")
-    engine.model.adapter.device = torch.device("meta")
+    engine.model.device = engine.model.adapter.device = torch.device("meta")
     engine.model.cache = None
     layers = engine.replica.like.layer_tensors
     layers.update({layer: (pair[0].to("meta"), pair[1].to("meta")) for layer, pair in layers.items()})

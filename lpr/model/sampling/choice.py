@@ -66,14 +66,16 @@ def gpu_pick(device: torch.device) -> Callable[[Tensor, Selection], tuple[Tensor
     The first call compiles and tries it, so it must not be made while a graph is captured: the self-check makes it.
     """
 
-    def kernel(logits: Tensor, selection: Selection) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = import_module("lpr.model.kernels.sampling_kernel").choose(logits, selection)
-        return found
+    def by_kernel(logits: Tensor, selection: Selection) -> Tensor:
+        chosen: Tensor = import_module(_KERNEL).choose(logits, selection)[0]
+        return chosen
 
     tried = (SamplingParams(temperature=0.8), SamplingParams(temperature=1.0, top_k=40, top_p=0.9, min_p=0.01))
-    otherwise = "the sampling kernel does not work here, sampling is slower"
-    works = agrees(lambda logits, selection: kernel(logits, selection)[0], device, tried, otherwise)
-    return kernel if works else specification.choose
+    works = agrees(by_kernel, device, tried, "the sampling kernel does not work here, sampling is slower")
+    return import_module(_KERNEL).choose if works else specification.choose
+
+
+_KERNEL = "lpr.model.kernels.sampling_kernel"
 
 
 def agrees(
