@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from fastapi.exceptions import RequestValidationError
+from fastapi.security import HTTPBearer
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -37,7 +38,9 @@ def build(context: Context, args: ServeArgs, keys: Keys, replica: str) -> ASGIAp
     app = FastAPI(title="lpr", version=lpr.__version__, description="Exact completions in fewer steps.", redoc_url=None)
     app.state.context = context
     for module in (completions, chat, infill, info):
-        app.include_router(module.router, responses={"default": {"model": Error, "description": "An error."}})
+        # The key is checked by Guard, before a body is read; here the schema says that there may be one.
+        bearer, error = Depends(HTTPBearer(auto_error=False)), {"model": Error, "description": "An error."}
+        app.include_router(module.router, dependencies=[bearer], responses={"default": error})
     for kind in (ApiError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, answer_error)
     guarded: ASGIApp = Guard(app, args, keys, replica, context.metrics)
