@@ -477,6 +477,7 @@ def test_the_schema_lists_the_endpoints_and_one_kind_of_error(service):
     schema = service.client.get("/openapi.json").json()
     assert {"/v1/completions", "/v1/chat/completions", "/infill", "/tokenize", "/readyz"} <= set(schema["paths"])
     assert all("422" not in each["responses"] for path in schema["paths"].values() for each in path.values())
+    assert {"type": "http", "scheme": "bearer"} in schema["components"]["securitySchemes"].values()
 
 
 # Long texts.
