@@ -62,7 +62,7 @@ def test_experts_that_do_not_read_the_setting_are_not_refused_for_it(monkeypatch
 def test_the_kernel_is_imported_before_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     TreeModel(tiny_model(), attention="triton")
     monkeypatch.setattr(hook, "import_module", None)
-    assert callable(hook._versions[hook.KERNELS["triton"]])
+    assert callable(hook._versions[hook.KERNELS["triton"]].tree_attention)
 
 
 class CompilerError(Exception):
