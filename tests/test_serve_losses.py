@@ -395,7 +395,7 @@ def test_ranks_that_came_back_with_another_model_are_refused(quick, script, caps
 def test_a_driver_that_stands_still_is_replaced(quick, script, monkeypatch):
     monkeypatch.setattr("lpr.serve.mesh_state.STALE_PULSE", 0.4)
     with served(facts(), script) as service:
-        object.__setattr__(service.front._keeper._patience, "silent_seconds", 1.0)
+        monkeypatch.setattr(keeper, "SILENT_SECONDS", 1.0)
         driver = service.starts[0].drivers[0]
         driver.hold, driver.pulses = True, False
         stream = Stream(service.url)

@@ -98,13 +98,10 @@ class ServeArgs:
         return self.served_model_name or (self.model or "bundled",)
 
 
-_GROUPS = {"fleet": FleetOptions, "engine": EngineOptions, "decode": DecodeConfig}
-"""Fields of ServeArgs whose own fields are flags."""
-
-
 def parse(argv: Sequence[str], quiet: bool = False) -> ServeArgs:
     """Arguments from `argv` over those of its `--config` file; raises InputError or SystemExit."""
-    default = defaults(argv, ServeArgs, _GROUPS)
+    groups = {"fleet": FleetOptions, "engine": EngineOptions, "decode": DecodeConfig}  # their fields are flags, too
+    default = defaults(argv, ServeArgs, groups)
     with flag_types:
         args = tyro.cli(ServeArgs, prog="lpr.serve", args=list(argv), default=default, console_outputs=not quiet)
     key = args.api_key or os.environ.get("LPR_API_KEY") or None

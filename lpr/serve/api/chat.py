@@ -49,8 +49,7 @@ class _ChatForm(OpenAIForm):
         chat = body if isinstance(body, ChatBody) else None
         self._num_top = (chat.top_logprobs or 0) if chat is not None and chat.logprobs else None
         """Alternatives per token; None without log-probabilities."""
-        self._is_silent = chat is not None and chat.n_predict == 0
-        """True if the request only fills the cache."""
+        self._is_silent = chat is not None and chat.n_predict == 0  # the request only fills the cache
         self._fields = chat.response_fields if chat is not None else None
 
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
