@@ -12,7 +12,7 @@ from fake_graphs import FakeCapturer
 from transformers import PreTrainedModel
 from worlds import generate_on
 
-import lpr.model.step_scope
+import lpr.model.step_inputs
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.dist.comm import Comm
 from lpr.model.capture import NoWaiting, Program, uncapturable
@@ -277,7 +277,7 @@ def test_a_forward_that_computes_with_the_cached_length_is_noticed(model: PreTra
     inner = embed.forward
 
     def shifted(tokens: torch.Tensor) -> torch.Tensor:
-        step = lpr.model.step_scope.current_step()
+        step = lpr.model.step_inputs.current_step()
         return inner(tokens) * (1 + 0.001 * (step.length if step is not None else 0))
 
     embed.forward = shifted

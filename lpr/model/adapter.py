@@ -15,10 +15,10 @@ from lpr.config import InputError
 from lpr.model.attention import TREE_ATTENTION, TREE_MASK_ONLY
 from lpr.model.exact import check
 from lpr.model.families import adapt
-from lpr.model.inputs import Row, StepInputs, build_inputs
+from lpr.model.inputs import build_inputs
 from lpr.model.kernels.hook import EXACT_KERNELS, KERNELS, load_kernel
 from lpr.model.kv_cache import KVCache
-from lpr.model.step_scope import step_scope
+from lpr.model.step_inputs import Row, StepInputs, step_scope
 
 ATTENTION = ("auto", "sdpa", *KERNELS)
 """Choices of `attention`: lpr's own, PyTorch's attention with a dense mask, or a GPU kernel that reads bits."""

@@ -17,8 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
 from lpr.model.exact import in_order
-from lpr.model.inputs import Block, StepInputs
-from lpr.model.step_scope import current_step
+from lpr.model.step_inputs import Block, StepInputs, current_step
 
 TREE_ATTENTION = "lpr_tree"
 """Name of the attention implementation, for models that dispatch through AttentionInterface."""

@@ -16,8 +16,8 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from lpr.config import first_line
 from lpr.model.adapter import Adapter
-from lpr.model.inputs import StepInputs
 from lpr.model.kv_cache import KVCache
+from lpr.model.step_inputs import StepInputs
 
 logger = logging.getLogger(__name__)
 

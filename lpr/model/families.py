@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lpr.model.inputs import StepInputs
-from lpr.model.step_scope import current_step
+from lpr.model.step_inputs import StepInputs, current_step
 
 _RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 """Kinds in `config.layer_types` that fold the past into a state: state-space, convolution and linear attention."""

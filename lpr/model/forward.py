@@ -11,10 +11,10 @@ import torch
 
 from lpr.model.adapter import Adapter
 from lpr.model.capture import Capturer
-from lpr.model.inputs import Row, StepInputs
 from lpr.model.kv_cache import KVCache
 from lpr.model.sampling.sampler import Sampler
 from lpr.model.sampling.selection import Selection
+from lpr.model.step_inputs import Row, StepInputs
 
 
 class EagerForward:

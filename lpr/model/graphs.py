@@ -24,7 +24,6 @@ from lpr.model.adapter import Adapter
 from lpr.model.capture import Capturer, NoWaiting, Program, WaitsError
 from lpr.model.compiled import CompiledForward
 from lpr.model.forward import EagerForward
-from lpr.model.inputs import Row
 from lpr.model.sampling.selection import Selection
 from lpr.model.static_inputs import (
     FEW_KEYS,
@@ -37,6 +36,7 @@ from lpr.model.static_inputs import (
     power_of_two,
     static_shape,
 )
+from lpr.model.step_inputs import Row
 from lpr.model.transfer import Upload
 
 logger = logging.getLogger(__name__)

@@ -7,175 +7,18 @@ single row [1, N] of the model, so that unequal sequences pay for no padding; on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from math import lcm
-from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
 from lpr.core.rows import WORD_BITS
+from lpr.model.kv_cache import KVCache
+from lpr.model.step_inputs import Block, Heights, Row, StepInputs
 from lpr.model.transfer import to_device
-from lpr.model.tree_mask import Paths, TreeMask, build_mask
+from lpr.model.tree_mask import build_mask
 from lpr.native import ancestor_words
-
-if TYPE_CHECKING:
-    from lpr.model.exact.check import Heights
-    from lpr.model.kv_cache import KVCache
-
-T = TypeVar("T")
-
-
-class Row:
-    """The entries of one sequence in a forward: its pending chain and, below it, its nodes of the tree."""
-
-    __slots__ = ("entries", "num_cached", "num_entries", "num_results", "slot")
-
-    def __init__(
-        self,
-        slot: int,
-        num_cached: int,
-        tokens: Sequence[int] | np.ndarray,
-        parents: Sequence[int] | np.ndarray,
-        positions: Sequence[int] | np.ndarray,
-        num_results: int,
-    ) -> None:
-        """A row of `slot`, whose cache holds `num_cached` tokens.
-
-        `parents[i] < i` within the row; -1 attaches to the committed tokens whose K/V the cache holds. The last
-        `num_results` entries are the ones whose next token is wanted.
-        """
-        self.slot, self.num_cached, self.num_results = slot, num_cached, num_results
-        self.entries = np.array([tokens, parents, positions], np.int32)
-        """Tokens, parents and positions, int32 [3, n]."""
-        self.num_entries = self.entries.shape[1]
-
-    @classmethod
-    def of(cls, slot: int, num_cached: int, entries: np.ndarray, num_results: int) -> Row:
-        """The row of `entries`, which are kept as they are (see lpr.core.rows.row_entries)."""
-        row = cls.__new__(cls)
-        row.slot, row.num_cached, row.entries, row.num_results = slot, num_cached, entries, num_results
-        row.num_entries = entries.shape[1]
-        return row
-
-    @classmethod
-    def chain(cls, slot: int, num_cached: int, tokens: Sequence[int], num_results: int) -> Row:
-        """The row of `tokens` that follow the cached ones, one after the other."""
-        count = len(tokens)
-        return cls(slot, num_cached, tokens, range(-1, count - 1), range(num_cached, num_cached + count), num_results)
-
-    @property
-    def tokens(self) -> np.ndarray:
-        """Int32 [n]."""
-        return self.entries[0]
-
-    @property
-    def parents(self) -> np.ndarray:
-        """Int32 [n]."""
-        return self.entries[1]
-
-    @property
-    def positions(self) -> np.ndarray:
-        """Int32 [n]."""
-        return self.entries[2]
-
-    @property
-    def is_prompt(self) -> bool:
-        """True for a sequence from its first token on, without a branch."""
-        return not self.num_cached and np.array_equal(self.parents, np.arange(-1, self.num_entries - 1))
-
-
-@dataclass
-class Block:
-    """B neighbouring slots that share one call of attention: T entries each over KV cache rows each."""
-
-    start: int
-    """Offset of the block's entries among the N of packed inputs."""
-    first_slot: int
-    num_kv: int
-    """KV, a Python number so that a captured graph can hold it."""
-    positions: torch.Tensor
-    """[B, T] int64: position of each entry in its sequence."""
-    given_kv_positions: torch.Tensor | None
-    """[B, KV] int64: `kv_positions`; None derives them from `tree_mask` at first use."""
-    visible: torch.Tensor | None
-    """[B, T, KV] bool: the entry attends to the cache row. None where `tree_mask` or `is_causal` decides, or all do."""
-    tree_mask: TreeMask | None = None
-    """The mask of the GPU kernels."""
-    is_causal: bool = False
-    """True for a sequence from its first token on, each of which sees itself and those before it."""
-    first_row: int | None = None
-    """Row of its sequence that the first entry is written to; None for several rows, or with padding."""
-    paths: Paths | None = None
-    """The paths of entries, for exact attention on a GPU; filled in by the first layer."""
-
-    @property
-    def kv_positions(self) -> torch.Tensor:
-        """[B, KV] int64: position of what each cache row holds (of no meaning where it is not visible)."""
-        if self.given_kv_positions is None:
-            assert self.tree_mask is not None
-            self.given_kv_positions = self.tree_mask.kv_positions(self.num_kv)
-        return self.given_kv_positions
-
-    @property
-    def is_open(self) -> bool:
-        """True if every entry may attend to all KV cache rows."""
-        return self.visible is None and self.tree_mask is None and not self.is_causal
-
-    def entries(self, states: torch.Tensor) -> torch.Tensor:
-        """The part [1, H, T, D] of packed queries or outputs [1, H, N, D], as a view."""
-        return states[:, :, self.start : self.start + self.positions.shape[1]]
-
-
-@dataclass
-class StepInputs:
-    """One forward: [R, N] is [B, T] for a single block, padded on the left, and [1, sum of T] for several."""
-
-    tokens: torch.Tensor
-    """[R, N] int64."""
-    positions: torch.Tensor
-    """[R, N] int64: position of each entry in its sequence."""
-    write_rows: torch.Tensor
-    """[R * N] int64: the cache row that each entry's K/V goes to; padding goes to a spare row."""
-    blocks: list[Block]
-    length: int
-    """Longest cached length; only for model code that asks the cache for it."""
-    num_results: list[int]
-    """Per row as given, how many of its last entries' logits are wanted."""
-    logits_to_keep: int | torch.Tensor
-    """The model's argument: a number of last entries of every row, or indices int64 among N."""
-    in_parts: bool = False
-    """True if a vocab-parallel head gives this rank's part of the logits alone, not all of them gathered."""
-    heights: Heights | None = None
-    """Rows of matrix products in exact mode."""
-    cache: KVCache | None = None
-    """The cache of the forward; set by the adapter, as `layer_rules` are."""
-    layer_rules: dict[int | None, Any] = field(default_factory=dict)
-    """Per window or chunk the rule of such layers (lpr.model.kernels.hook), as the model's steps have found them."""
-    made_of_masks: dict[int, tuple[torch.Tensor, Any]] = field(default_factory=dict)
-    """By the id of a mask: the mask, so that no other tensor gets its id meanwhile, and what was made of it."""
-    cache_storages: set[int] = field(default_factory=set)
-    """Addresses of the K/V that the cache handed out, by which packed attention knows that it got them unchanged."""
-
-    def once_per_mask(self, mask: torch.Tensor, make: Callable[[], T]) -> T:
-        """The value of `make`, called for the first layer only; all layers of a kind share `mask`."""
-        if id(mask) not in self.made_of_masks:
-            self.made_of_masks[id(mask)] = (mask, make())
-        made: T = self.made_of_masks[id(mask)][1]
-        return made
-
-    @property
-    def packed(self) -> bool:
-        """True if several blocks share one row."""
-        return len(self.blocks) > 1
-
-    def results(self, logits: torch.Tensor) -> torch.Tensor:
-        """The wanted logits [sum of num_results, V], row after row, of the model's logits [R, kept, V]."""
-        if len(logits) == 1:
-            return logits[0, logits.shape[1] - sum(self.num_results) :]
-        kept = logits.shape[1]
-        return torch.cat([logits[i, kept - count :] for i, count in enumerate(self.num_results)])
 
 
 def round_up(count: int, bucket: int) -> int:

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
-from lpr.model.inputs import Block, Row
-from lpr.model.step_scope import current_step
+from lpr.model.step_inputs import Block, Row, current_step
 
 _RESERVE = 0.05
 """Part of the free memory that is left to the activations of a step."""

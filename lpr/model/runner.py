@@ -14,11 +14,12 @@ from lpr.model.capture import Capturer, CudaCapturer, uncapturable
 from lpr.model.compiled import CompiledForward
 from lpr.model.forward import EagerForward
 from lpr.model.graphs import GraphForward
-from lpr.model.inputs import Row, round_up
+from lpr.model.inputs import round_up
 from lpr.model.kv_cache import KVCache, cache_shortage, free_bytes
 from lpr.model.parallel import VocabularyPart
 from lpr.model.sampling.sampler import Sampler
 from lpr.model.sampling.selection import Selection
+from lpr.model.step_inputs import Row
 
 
 def _nothing() -> None: ...

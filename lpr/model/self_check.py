@@ -19,13 +19,13 @@ from lpr.config import InputError, first_line
 from lpr.model.adapter import Adapter
 from lpr.model.exact import BLOCK
 from lpr.model.families import refusal
-from lpr.model.inputs import Row
 from lpr.model.kv_cache import KVCache
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.choice import gpu_pick
 from lpr.model.sampling.selection import Selection
 from lpr.model.slot_cache import SlotCache
 from lpr.model.static_inputs import static_shape
+from lpr.model.step_inputs import Row
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lpr.model.inputs import Block, Row, StepInputs
 from lpr.model.kv_cache import KVCache
-from lpr.model.step_scope import current_step
+from lpr.model.step_inputs import Block, Row, StepInputs, current_step
 from lpr.model.transfer import to_device
 from lpr.native import place_rows
 

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from lpr.model.inputs import Block, Row, StepInputs
 from lpr.model.kv_cache import KVCache
 from lpr.model.sampling.selection import Selection
+from lpr.model.step_inputs import Block, Row, StepInputs
 from lpr.model.tree_mask import WORD_BITS, TreeMask
 
 NODE_BUCKETS = (1, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from math import gcd
 from typing import Any
@@ -21,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from lpr import native
 from lpr.model.families import has_experts
 from lpr.model.parallel import local
-from lpr.model.step_scope import current_step
+from lpr.model.step_inputs import Heights, current_step
 
 HEIGHT = 64
 """Rows of every product on a GPU, which reads weights for about as long as it multiplies 64 rows by them."""
@@ -50,24 +49,6 @@ def refusal(model: Any, own_attention: bool) -> str | None:
     if getattr(model, "hf_quantizer", None) is not None:
         return "its quantised matrix products are not known to be the same for every height"
     return None
-
-
-@dataclass(frozen=True)
-class Heights:
-    """For which numbers of rows of a matrix product a row has the same bits, wherever it stands, on this machine."""
-
-    fewest: int
-    """Rows of a product with the model's weights."""
-    most: int
-    """Rows of one at most; those of the head have no more than MOST_LOGITS either. See `pin_heights`."""
-    num_threads: int | None
-    """Threads of torch for which this holds; None: any."""
-    multiple: int = 1
-    """Rows of a step are a multiple of this; see `_multiple`."""
-    head_multiple: int = 1
-    """Rows of logits are a multiple of this."""
-    bits: int = 0
-    """A digest of the bits that the products gave: machines with other kernels have another one."""
 
 
 def find_heights(model: nn.Module) -> Heights | str:

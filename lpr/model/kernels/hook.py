@@ -17,7 +17,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from lpr.config import InputError
 from lpr.model.attention import Mask, additive, tree_attention, tree_mask, visible_nodes
-from lpr.model.step_scope import current_step
+from lpr.model.step_inputs import current_step
 from lpr.model.tree_mask import find_paths
 
 KERNELS = {"triton": "lpr_tree_triton"}

@@ -6,13 +6,12 @@ import torch
 from torch import Tensor
 
 from lpr.model.adapter import Adapter
-from lpr.model.inputs import Row
 from lpr.model.parallel import VocabularyPart
 from lpr.model.sampling.choice import candidates, choose, four_to_a_word, log_probabilities
 from lpr.model.sampling.parts import choose_by_parts, limits_work, may_be_in_parts
 from lpr.model.sampling.selection import Selection
 from lpr.model.slot_cache import SlotCache
-from lpr.model.step_scope import current_step
+from lpr.model.step_inputs import Row, current_step
 
 
 class Sampler:
