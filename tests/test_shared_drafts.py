@@ -260,12 +260,15 @@ def test_doubles_that_are_learnt_are_found(loaded, plain, server, monkeypatch):
         check_doubles(loaded, plain, server)
 
 
+READ_SNAPSHOT = snapshots.from_bytes
+
+
 def kept(folder):
     """How many documents the snapshot in a folder has, and up to which entry they go."""
     path = folder / snapshots.name_of(key_of())
     if not path.exists():
         return 0, ""
-    history, read_to = snapshots.from_bytes(key_of(), path.read_bytes())
+    history, read_to = READ_SNAPSHOT(key_of(), path.read_bytes())
     return len(texts(history.tolist())), read_to
 
 

@@ -143,7 +143,7 @@ def test_an_undisturbed_job(llama: PreTrainedModel, expected: list[list[int]], s
     run(job)
     assert texts(job) == expected
     assert job.drivers == [0] and set(job.widths) == {3}
-    assert span[1] - span[0] > 15, "enough places to die at"
+    assert span[1] - span[0] > 12, "enough places to die at"
 
 
 def test_a_rank_dies_anywhere(llama: PreTrainedModel, expected: list[list[int]], span: tuple[int, int]) -> None:
