@@ -86,12 +86,12 @@ def test_a_rank_of_a_replica_is_missed_like_all_of_it() -> None:
 
 def test_long_messages_come_in_pieces(members: list[Rendezvous]) -> None:
     data = os.urandom(2 * rendezvous.PIECE_BYTES + 17)
-    members[0].put("state", data)
-    assert members[1].get("state", 5, lambda: None) == data
+    members[0].store.put("state", data)
+    assert members[1].store.get("state", 5, lambda: None) == data
     for number in range(rendezvous.MOST_MESSAGES):
-        members[0].put(f"later {number}", b"")
+        members[0].store.put(f"later {number}", b"")
     with pytest.raises(CommError, match="state was not written: rank 0 was lost"):
-        members[1].get("state", 5, lambda: "rank 0 was lost")
+        members[1].store.get("state", 5, lambda: "rank 0 was lost")
 
 
 def test_silence_is_noticed_and_a_pause_of_ones_own_is_not_blamed_on_others(

@@ -209,7 +209,7 @@ class Membership:
         """Form the group of the planned mesh; the driver hands `state` to the newcomers."""
         if state:
             message = msgspec.msgpack.encode((self._results.completed, state))
-            self._rendezvous.put(f"epoch/{self.epoch}/state", message)
+            self._rendezvous.store.put(f"epoch/{self.epoch}/state", message)
             for replica in self._expected:
                 self._rendezvous.welcome(self.epoch, replica)
         try:
@@ -239,7 +239,7 @@ class Membership:
         self.adopt()
         self.is_newcomer, self._is_loaded, state = False, True, None
         if decision.replicas != [self.replica]:
-            found = self._rendezvous.get(f"epoch/{epoch}/state", self._timeout, self._find_loss)
+            found = self._rendezvous.store.get(f"epoch/{epoch}/state", self._timeout, self._find_loss)
             self._results.completed, state = msgspec.msgpack.decode(found, type=tuple[int, bytes])
         self._join_group(f"epoch/{epoch}")
         return state

@@ -66,14 +66,83 @@ class Decision(msgspec.Struct, frozen=True):
     """True if a command led to the epoch, false if a loss did."""
 
 
+class JobStore:
+    """One thread's access to the store, and messages longer than a value. All methods raise CommError if it is gone."""
+
+    def __init__(self, store: dist.Store) -> None:
+        """`store` is this thread's own connection."""
+        self._store = store
+        self._messages: list[str] = []
+        """Keys of this rank's messages, the oldest first."""
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Write a value."""
+        with comm_errors(GONE):
+            self._store.set(key, value)  # type: ignore[arg-type]  # bytes work, the stub wants a str
+
+    def propose(self, key: str, value: bytes) -> bytes:
+        """Set a key if it has no value yet; returns its value."""
+        with comm_errors(GONE):
+            return self._store.compare_set(key, "", value.decode())
+
+    def read(self, key: str) -> bytes:
+        """The value of a key, without a wait; empty if there is none."""
+        with comm_errors(GONE):
+            return self._store.get(key) if self._store.check([key]) else b""
+
+    def has_all(self, keys: list[str]) -> bool:
+        """True if every one of `keys` has a value."""
+        with comm_errors(GONE):
+            return self._store.check(keys)
+
+    def wait(self, key: str, seconds: float) -> bool:
+        """Wait until a key has a value; False after `seconds`."""
+        with comm_errors(GONE):
+            try:
+                self._store.wait([key], timedelta(seconds=seconds))
+            except dist.DistStoreError:
+                return False
+        return True
+
+    def delete(self, key: str) -> None:
+        """Remove a key and its value."""
+        with comm_errors(GONE):
+            self._store.delete_key(key)
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write `data` for others; it is deleted after `MOST_MESSAGES` further messages of this rank."""
+        pieces = [data[start : start + PIECE_BYTES] for start in range(0, len(data), PIECE_BYTES)]
+        for number, piece in enumerate(pieces):
+            self.set(f"{key}/{number}", piece)
+        self.set(f"{key}/size", str(len(pieces)))  # last: a reader that finds the size finds all pieces
+        self._messages.append(key)
+        if len(self._messages) > MOST_MESSAGES:
+            old = self._messages.pop(0)
+            for number in range(int(self.read(f"{old}/size") or 0)):
+                self.delete(f"{old}/{number}")
+            self.delete(f"{old}/size")
+
+    def get(self, key: str, timeout: float, find_loss: Callable[[], str | None]) -> bytes:
+        """The message under `key`; raises CommError after `timeout` seconds, or as soon as `find_loss` finds one."""
+        until = time.monotonic() + timeout
+        while not self.has(key):
+            if (loss := find_loss()) or time.monotonic() > until:
+                raise CommError(f"{key} was not written: {loss or f'{timeout:.0f} s have passed'}")
+            time.sleep(POLL)
+        with comm_errors(GONE):
+            return b"".join(self._store.get(f"{key}/{n}") for n in range(int(self.read(f"{key}/size"))))
+
+    def has(self, key: str) -> bool:
+        """True if there is a message under `key`."""
+        return bool(self.read(f"{key}/size"))
+
+
 class Rendezvous:
-    """One thread's access to the store, as one member of the job. All methods raise CommError if the store is gone."""
+    """What one member of the job reads and writes. All methods raise CommError if the store is gone."""
 
     def __init__(self, store: dist.Store, member: Member, tp_size: int = 1) -> None:
         """For `member` of a job whose replicas have `tp_size` ranks; `store` is this thread's own connection."""
-        self.member, self.tp_size, self._store = member, tp_size, store
-        self._messages: list[str] = []
-        """Keys of this member's long messages, the oldest first."""
+        self.member, self.tp_size, self.store = member, tp_size, JobStore(store)
         self._announced = -1, 0
         """An epoch, and the number of its next announcement."""
 
@@ -83,19 +152,19 @@ class Rendezvous:
 
     def beat(self, number: int) -> None:
         """Write this member's heartbeat."""
-        self._set(f"beat/{self.member.key}", str(number))
+        self.store.set(f"beat/{self.member.key}", str(number))
 
     def heard(self, member: Member) -> bytes:
         """A member's latest heartbeat; empty if there was none."""
-        return self._read(f"beat/{member.key}")
+        return self.store.read(f"beat/{member.key}")
 
     def mark_dead(self, replica: int, reason: str) -> None:
         """Declare a replica dead. The first reason stays."""
-        self._propose(f"dead/{replica}", reason.encode())
+        self.store.propose(f"dead/{replica}", reason.encode())
 
     def dead_reason(self, replica: int) -> str | None:
         """Why a replica is dead; None if it is not."""
-        return self._read(f"dead/{replica}").decode() or None
+        return self.store.read(f"dead/{replica}").decode() or None
 
     def check_self(self) -> None:
         """Raise CommError if this member's own replica was declared dead."""
@@ -104,37 +173,37 @@ class Rendezvous:
 
     def mark_ready(self) -> None:
         """Record that this member has loaded its model."""
-        self._set(f"ready/{self.member.key}", "1")
+        self.store.set(f"ready/{self.member.key}", "1")
 
     def is_ready(self, member: Member) -> bool:
         """True if a member has loaded its model."""
-        return bool(self._read(f"ready/{member.key}"))
+        return bool(self.store.read(f"ready/{member.key}"))
 
     def decision(self, epoch: int) -> Decision | None:
         """The decision for an epoch; None as long as there is none."""
-        found = self._read(f"epoch/{epoch}/members")
+        found = self.store.read(f"epoch/{epoch}/members")
         return msgspec.json.decode(found, type=Decision) if found else None
 
     def decide(self, epoch: int, decision: Decision) -> Decision:
         """Propose a decision for an epoch; returns the first proposal, which counts."""
-        found = self._propose(f"epoch/{epoch}/members", msgspec.json.encode(decision))
+        found = self.store.propose(f"epoch/{epoch}/members", msgspec.json.encode(decision))
         return msgspec.json.decode(found, type=Decision)
 
     def facts(self, mine: Mapping[str, int]) -> dict[str, int]:
         """Digests that must be equal on all members of this tp rank, as the first of them has written them."""
-        found = self._propose(f"facts/{self.member.tp_rank}", msgspec.json.encode(mine))
+        found = self.store.propose(f"facts/{self.member.tp_rank}", msgspec.json.encode(mine))
         return msgspec.json.decode(found, type=dict[str, int])
 
     def leave(self, epoch: int) -> None:
         """Tell the members of an epoch that this one has left it."""
-        self._set(f"epoch/{epoch}/left", self.member.key)
+        self.store.set(f"epoch/{epoch}/left", self.member.key)
 
     def loss(self, epoch: int, replicas: Sequence[int]) -> str | None:
         """Why the group of an epoch is broken: a member has left it or is dead. None if it is whole."""
         for replica in replicas:
             if reason := self.dead_reason(replica):
                 return f"replica {replica} was lost: {reason}"
-        return f"a rank has left epoch {epoch}" if self._read(f"epoch/{epoch}/left") else None
+        return f"a rank has left epoch {epoch}" if self.store.read(f"epoch/{epoch}/left") else None
 
     def meet(self, epoch: int, replicas: Sequence[int], arrival: Arrival, timeout: float) -> Decision:
         """Come to an epoch and agree with the survivors of `replicas` on its members.
@@ -142,7 +211,7 @@ class Rendezvous:
         A replica that neither arrives within `timeout` seconds nor is known to be dead hangs, and is declared dead.
         Raises CommError where this member's own replica is.
         """
-        self._set(f"epoch/{epoch}/here/{self.member.key}", msgspec.json.encode(arrival))
+        self.store.set(f"epoch/{epoch}/here/{self.member.key}", msgspec.json.encode(arrival))
         until = time.monotonic() + timeout
         while (decision := self.decision(epoch)) is None:
             self.check_self()
@@ -159,96 +228,47 @@ class Rendezvous:
 
     def arrivals(self, epoch: int, replicas: Sequence[int]) -> dict[Member, Arrival]:
         """The arrivals at an epoch of members of `replicas`."""
-        found = {member: self._read(f"epoch/{epoch}/here/{member.key}") for member in self.members(replicas)}
+        found = {member: self.store.read(f"epoch/{epoch}/here/{member.key}") for member in self.members(replicas)}
         return {member: msgspec.json.decode(data, type=Arrival) for member, data in found.items() if data}
 
     def _has_arrived(self, epoch: int, replica: int) -> bool:
-        with comm_errors(GONE):
-            return self._store.check([f"epoch/{epoch}/here/{member.key}" for member in self.members([replica])])
+        return self.store.has_all([f"epoch/{epoch}/here/{member.key}" for member in self.members([replica])])
 
     def offer(self, replicas: Sequence[int]) -> None:
         """Name the replicas that have loaded and wait to join."""
-        self._set("newcomers", msgspec.json.encode(replicas))
+        self.store.set("newcomers", msgspec.json.encode(replicas))
 
     def offered(self) -> tuple[int, ...]:
         """The replicas that have loaded and wait to join."""
-        return msgspec.json.decode(self._read("newcomers") or b"[]", type=tuple[int, ...])
+        return msgspec.json.decode(self.store.read("newcomers") or b"[]", type=tuple[int, ...])
 
     def welcome(self, epoch: int, replica: int) -> None:
         """Tell a replica that it is a member from `epoch` on. What it must know is in the store already."""
-        self._set(f"welcome/{replica}", str(epoch))
+        self.store.set(f"welcome/{replica}", str(epoch))
 
     def welcomed(self) -> int | None:
         """The epoch from which on this member's replica takes part; None as long as there is none."""
-        found = self._read(f"welcome/{self.member.replica}")
+        found = self.store.read(f"welcome/{self.member.replica}")
         return int(found) if found else None
-
-    def put(self, key: str, data: bytes) -> None:
-        """Write `data` for others; it is deleted after `MOST_MESSAGES` further messages of this member."""
-        pieces = [data[start : start + PIECE_BYTES] for start in range(0, len(data), PIECE_BYTES)]
-        for number, piece in enumerate(pieces):
-            self._set(f"{key}/{number}", piece)
-        self._set(f"{key}/size", str(len(pieces)))  # last: a reader that finds the size finds all pieces
-        self._messages.append(key)
-        if len(self._messages) > MOST_MESSAGES:
-            old = self._messages.pop(0)
-            for number in range(int(self._read(f"{old}/size") or 0)):
-                self._delete(f"{old}/{number}")
-            self._delete(f"{old}/size")
-
-    def get(self, key: str, timeout: float, find_loss: Callable[[], str | None]) -> bytes:
-        """The message under `key`; raises CommError after `timeout` seconds, or as soon as `find_loss` finds one."""
-        until = time.monotonic() + timeout
-        while not self.has(key):
-            if (loss := find_loss()) or time.monotonic() > until:
-                raise CommError(f"{key} was not written: {loss or f'{timeout:.0f} s have passed'}")
-            time.sleep(POLL)
-        with comm_errors(GONE):
-            return b"".join(self._store.get(f"{key}/{n}") for n in range(int(self._read(f"{key}/size"))))
-
-    def has(self, key: str) -> bool:
-        """True if there is a message under `key`."""
-        return bool(self._read(f"{key}/size"))
 
     def announce(self, epoch: int, num_bytes: int) -> None:
         """Announce a broadcast of `num_bytes` bytes to the members of an epoch."""
         number = self._next_announcement(epoch)
-        self._set(_announcement(epoch, number), str(num_bytes))
+        self.store.set(_announcement(epoch, number), str(num_bytes))
         if number >= MOST_BROADCASTS:
-            self._delete(_announcement(epoch, number - MOST_BROADCASTS))
+            self.store.delete(_announcement(epoch, number - MOST_BROADCASTS))
         self._announced = epoch, number + 1
 
     def await_announcement(self, epoch: int) -> int | None:
         """The bytes of the next announced broadcast of an epoch; None after `BEAT_EVERY` seconds without one."""
         number = self._next_announcement(epoch)
-        with comm_errors(GONE):
-            try:
-                self._store.wait([_announcement(epoch, number)], timedelta(seconds=BEAT_EVERY))
-            except dist.DistStoreError:
-                return None
+        if not self.store.wait(_announcement(epoch, number), BEAT_EVERY):
+            return None
         self._announced = epoch, number + 1
-        return int(self._read(_announcement(epoch, number)))
+        return int(self.store.read(_announcement(epoch, number)))
 
     def _next_announcement(self, epoch: int) -> int:
         return self._announced[1] if self._announced[0] == epoch else 0
-
-    def _set(self, key: str, value: str | bytes) -> None:
-        with comm_errors(GONE):
-            self._store.set(key, value)  # type: ignore[arg-type]  # bytes work, the stub wants a str
-
-    def _propose(self, key: str, value: bytes) -> bytes:
-        """Set a key if it has no value yet; returns its value."""
-        with comm_errors(GONE):
-            return self._store.compare_set(key, "", value.decode())
-
-    def _read(self, key: str) -> bytes:
-        """The value of a key, without a wait; empty if there is none."""
-        with comm_errors(GONE):
-            return self._store.get(key) if self._store.check([key]) else b""
-
-    def _delete(self, key: str) -> None:
-        with comm_errors(GONE):
-            self._store.delete_key(key)
 
 
 def _announcement(epoch: int, number: int) -> str:
@@ -311,13 +331,13 @@ class Results:
             number: (0, result) if isinstance(result, bytes) else (len(result), result.numpy().tobytes())
             for number, result in self._by_number.items()
         }
-        self._rendezvous.put(f"epoch/{epoch}/results/{self._rendezvous.member.key}", msgspec.msgpack.encode(rows))
+        self._rendezvous.store.put(f"epoch/{epoch}/results/{self._rendezvous.member.key}", msgspec.msgpack.encode(rows))
 
     def take(self, epoch: int, members: Sequence[Member], timeout: float, find_loss: Callable[[], str | None]) -> None:
         """Take the missed results from the first of `members` that has left its own; raises CommError."""
         keys = [f"epoch/{epoch}/results/{member.key}" for member in members]
-        key = next(filter(self._rendezvous.has, keys), keys[0])
-        found = self._rendezvous.get(key, timeout, find_loss)
+        key = next(filter(self._rendezvous.store.has, keys), keys[0])
+        found = self._rendezvous.store.get(key, timeout, find_loss)
         missed = self.known
         for number, (rows, data) in msgspec.msgpack.decode(found, type=dict[int, tuple[int, bytes]]).items():
             if number > missed:
