@@ -174,6 +174,7 @@ def feed(trie: SuffixIndex, files: Sequence[Path], field: str | None, tokenizer:
                     counts.documents += 1
             num_bytes = sum(len(text.encode("utf-8", "replace")) for text in texts)
             progress.update(bar, advance=num_bytes, tokens=counts.tokens)
+        progress.update(bar, completed=progress.tasks[bar].total)  # of JSON lines only the field's text was counted
     return counts
 
 
