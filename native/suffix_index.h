@@ -4,8 +4,6 @@
 // back, which fit 32 bits because no place is further away than the capacity.
 #pragma once
 
-#include <tsl/robin_map.h>
-
 #include <algorithm>
 #include <deque>
 #include <memory>
@@ -13,51 +11,12 @@
 #include <string>
 
 #include "constants.h"
+#include "flat_map.h"
 #include "tree.h"
 
 namespace lpr {
 
 constexpr int32_t kEnd = -1;
-
-// The latest position of each key: split, because a table of a million entries stalls for milliseconds when it grows.
-class LatestPositions {
- public:
-  LatestPositions() {
-    for (Map& each : shards_) each.max_load_factor(0.75f);
-  }
-
-  // -1 where there is none.
-  int64_t get(int64_t key) const {
-    const Map& mine = shards_[shard(key)];
-    auto found = mine.find(key);
-    return found == mine.end() ? -1 : found->second;
-  }
-
-  // Set a key's position; return the one before it.
-  int64_t replace(int64_t key, int64_t position) {
-    auto [entry, is_new] = shards_[shard(key)].try_emplace(key, position);
-    int64_t before = is_new ? -1 : entry->second;
-    entry.value() = position;
-    return before;
-  }
-
-  void erase(int64_t key) { shards_[shard(key)].erase(key); }
-
-  size_t size() const {
-    size_t total = 0;
-    for (const Map& each : shards_) total += each.size();
-    return total;
-  }
-
- private:
-  static uint64_t mix(int64_t key) { return static_cast<uint64_t>(key) * 0x9E3779B97F4A7C15u; }
-  static size_t shard(int64_t key) { return mix(key) >> 58; }
-  struct Hash {
-    size_t operator()(int64_t key) const { return mix(key) ^ mix(key) >> 32; }
-  };
-  using Map = tsl::robin_map<int64_t, int64_t, Hash>;
-  Map shards_[64];
-};
 
 class SuffixIndex {
  public:
@@ -213,7 +172,8 @@ class SuffixIndex {
 
   int64_t size_ = 0, first_block_ = 0;
   std::deque<std::unique_ptr<Entry[]>> blocks_;
-  LatestPositions singles_, pairs_;
+  FlatMap singles_;
+  ShardedMap pairs_;
 };
 
 }  // namespace lpr
