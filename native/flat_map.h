@@ -1,5 +1,5 @@
 // A hash map of whole numbers in one array: no allocation per entry, and lookups touch one cache line. With
-// tsl::robin_map in its place small inserts took twice as long, and a step's host time grew by a tenth (dev/LOG.md).
+// tsl::robin_map in its place small inserts took twice as long (dev/LOG.md).
 #pragma once
 
 #include <cstdint>
