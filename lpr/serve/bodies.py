@@ -11,13 +11,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
-MAX_CHOICES = 128
-MAX_STOPS = 16
+from lpr.serve import limits
+
 _INT64 = 2**63
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-Stop = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
-Stops = Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None
+Stop = Annotated[str, StringConstraints(min_length=1, max_length=limits.STOP_LENGTH.most)]
+Stops = Stop | Annotated[list[Stop], Field(max_length=limits.STOPS.most)] | None
 Seed = Annotated[int, Field(ge=-_INT64, lt=2**64)] | None
 Temperature = Annotated[float, Field(ge=0, le=100)]
 TopK = Annotated[int, Field(ge=-1, lt=2**31)]  # 0 and -1: no limit
@@ -25,11 +25,11 @@ TopP = Annotated[float, Field(gt=0, le=1)]
 MinP = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Repetition = Annotated[float, Field(gt=0, le=100)]
-Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
+Choices = Annotated[int, Field(ge=1, le=limits.CHOICES.most)]
 NumTop = Annotated[int, Field(ge=0, le=20)]
 Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
-Label = Annotated[str, StringConstraints(max_length=1024)]
+Label = Annotated[str, StringConstraints(max_length=limits.LABEL.most)]
 LogitBias = dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] | None
 
 
@@ -128,11 +128,12 @@ class Sampling(Body):
         return self
 
 
+Ids = Annotated[list[TokenId], Field(min_length=1)]
 Prompt = (
     str
-    | Annotated[list[TokenId], Field(min_length=1)]
-    | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
-    | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)]
+    | Ids
+    | Annotated[list[str], Field(min_length=1, max_length=limits.CHOICES.most)]
+    | Annotated[list[Ids], Field(min_length=1, max_length=limits.CHOICES.most)]
 )
 
 
@@ -243,7 +244,7 @@ class InfillBody(Body):
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     seed: Annotated[int, Field(ge=-1, lt=2**64)] = -1
-    stop: Annotated[list[Stop], Field(max_length=MAX_STOPS)] = []
+    stop: Annotated[list[Stop], Field(max_length=limits.STOPS.most)] = []
     stream: bool = False
     return_tokens: bool = False
     model: str | None = None

@@ -15,6 +15,7 @@ from lpr.config import DecodeConfig, InputError
 from lpr.engine.options import EngineOptions
 from lpr.fleet import options as fleet
 from lpr.fleet.options import FleetOptions
+from lpr.serve import limits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +58,11 @@ class ServeArgs:
     """Family whose fill-in-the-middle prompts the model wants (see /fim); auto: found by its tokens; none: no."""
     chat_template: Path | None = None
     """Jinja file with a chat template, instead of the model's own."""
-    max_queue: int = 256
+    max_queue: int = limits.QUEUE.most
     """Requests that may wait for a slot; further ones are answered with 429."""
-    max_queued_tokens: int = 1_000_000
+    max_queued_tokens: int = limits.QUEUED_TOKENS.most
     """Prompt tokens of waiting requests; further ones are answered with 429."""
-    max_body: int = 16 << 20
+    max_body: int = limits.BODY.most
     """Bytes of a request's body; larger ones are answered with 413."""
     request_timeout: float = 600.0
     """Seconds that a request may take, waiting included."""
