@@ -29,12 +29,11 @@ class PrivateStore(dist.Store):
     def __init__(self, door: socket.socket, timeout: timedelta) -> None:
         """Pass connections through `door`; `get` waits for up to `timeout`."""
         super().__init__()
-        self.set_timeout(timeout)
-        self._door = door
+        self._timeout, self._door = timeout, door
         self._door.settimeout(ANSWER_SECONDS)
         self._idle: list[socket.socket] = []
 
-    def set(self, key: str, value: str | bytes) -> None:  # type: ignore[override]
+    def set(self, key: str, value: str | bytes) -> None:
         """Write a value."""
         self._ask(Request("set", [key], [_bytes(value)]))
 
@@ -43,21 +42,21 @@ class PrivateStore(dist.Store):
         self.wait([key])
         return self._ask(Request("get", [key])) or b""
 
-    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:  # type: ignore[override]
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
         """Write the desired value if the key has the expected one, or none where that is empty; returns its value."""
         return self._ask(Request("compare_set", [key], [_bytes(expected_value), _bytes(desired_value)])) or b""
 
-    def add(self, key: str, value: int) -> int:  # type: ignore[override]
+    def add(self, key: str, value: int) -> int:
         """Add to a counter; returns its value."""
         return int(self._ask(Request("add", [key], number=value)))
 
-    def check(self, keys: Sequence[str]) -> bool:  # type: ignore[override]
+    def check(self, keys: Sequence[str]) -> bool:
         """True if all of `keys` have values."""
         return bool(self._ask(Request("has", list(keys))))
 
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all of `keys` have values."""
-        seconds = (self.timeout if timeout is None else timeout).total_seconds()
+        seconds = (timeout or self._timeout).total_seconds()
         until = time.monotonic() + seconds
         while not self._ask(Request("has", list(keys), seconds=max(1e-3, min(MOST_WAIT, until - time.monotonic())))):
             if time.monotonic() >= until:
@@ -74,6 +73,11 @@ class PrivateStore(dist.Store):
     def clone(self) -> PrivateStore:
         """This store, as all threads may use it."""
         return self
+
+    def close(self) -> None:
+        """Hang up."""
+        for connection in (self._door, *self._idle):
+            connection.close()
 
     deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815 - the names that torch's C++ code calls
 

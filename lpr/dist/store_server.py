@@ -18,6 +18,8 @@ MOST_MESSAGE = 8 << 20
 """Bytes of the longest request or answer."""
 MOST_WAIT = 10.0
 """Seconds that the store waits for keys before it answers that they are missing."""
+CLOSE_SECONDS = 5.0
+"""Time for the thread to end."""
 HEAD = struct.Struct("!I")
 """The length of a message comes first."""
 
@@ -48,15 +50,37 @@ class StoreServer:
         self._waiting: dict[str, set[asyncio.Event]] = {}
         """By key, who waits for it."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._doors: set[socket.socket] = set()
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True, name="store").start()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="store")
+        self._thread.start()
 
     def open_door(self) -> socket.socket:
         """The rank's end of a new door."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
+        self._doors.add(ours)
         self._loop.call_soon_threadsafe(self._loop.add_reader, ours, self._enter, ours)
         return theirs
+
+    def close(self) -> None:
+        """Hang up on all ranks."""
+        asyncio.run_coroutine_threadsafe(self._hang_up(), self._loop).result(timeout=CLOSE_SECONDS)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=CLOSE_SECONDS)
+        self._loop.close()
+
+    async def _hang_up(self) -> None:
+        for door in list(self._doors):
+            self._shut(door)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _shut(self, door: socket.socket) -> None:
+        self._loop.remove_reader(door)
+        self._doors.discard(door)
+        door.close()
 
     def _enter(self, door: socket.socket) -> None:
         """Serve the sockets that a rank passes, until it closes its end."""
@@ -69,13 +93,12 @@ class StoreServer:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         if not data:
-            self._loop.remove_reader(door)
-            door.close()
+            self._shut(door)
 
     async def _serve(self, connected: socket.socket) -> None:
         """Answer one connection's requests in their order; a malformed one ends it."""
         reader, writer = await asyncio.open_unix_connection(sock=connected)
-        with contextlib.suppress(OSError, EOFError, ValueError, IndexError):
+        with contextlib.closing(writer), contextlib.suppress(OSError, EOFError, ValueError, IndexError):
             while (size := HEAD.unpack(await reader.readexactly(HEAD.size))[0]) <= MOST_MESSAGE:
                 request = _requests.decode(await reader.readexactly(size))
                 if request.seconds > 0:
@@ -83,7 +106,6 @@ class StoreServer:
                 data = msgspec.msgpack.encode(self._answer(request))
                 writer.write(HEAD.pack(len(data)) + data)
                 await writer.drain()
-        writer.close()
 
     async def _wait(self, keys: list[str], seconds: float) -> None:
         """Wait until all of `keys` have values, for up to `seconds`."""

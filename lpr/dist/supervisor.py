@@ -159,6 +159,7 @@ class Supervisor:
             finally:
                 for replica in self._replicas.values():
                     replica.signal(signal.SIGKILL)
+                self._store.close()
         return 1 if self._code is None else self._code
 
     def _open_store(self) -> tuple[Rendezvous, Watch]:
