@@ -6,27 +6,18 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from starlette.types import Receive
 
-from lpr.config import SamplingParams
 from lpr.protocol import Chunk, ErrorCode, RequestId, TokenLogprobs, Usage
 from lpr.serve.errors import ApiError
-from lpr.serve.jobs import Job
+from lpr.serve.jobs import Job, Terms, Wanted
 from lpr.serve.service import Service
 
 
 class DisconnectedError(Exception):
     """The client has closed the connection."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """One text that a request asks for."""
-
-    prompt_ids: list[int]
-    params: SamplingParams
 
 
 TextLimit = Callable[[str, bool], tuple[str, bool]]
@@ -77,9 +68,7 @@ class Generation:
         receive: Receive,
         *,
         timeout: float,
-        priority: int = 0,
-        tenant: str = "",
-        details: bool = False,
+        terms: Terms,
         limits: Callable[[], TextLimit] | None = None,
         scored: Sequence[Wanted] = (),
     ) -> None:
@@ -88,7 +77,8 @@ class Generation:
         `scored` are known texts, whose log-probabilities are computed before any of `wanted` begins. All take their
         room in the queue now, so that what is accepted is also finished.
         """
-        service.check_room(len(scored) + len(wanted), sum(len(each.prompt_ids) for each in (*scored, *wanted)))
+        num_tokens = sum(len(each.prompt_ids) + len(each.delivered) for each in (*scored, *wanted))
+        service.check_room(len(scored) + len(wanted), num_tokens, terms.key)
         self._service = service
         self._receive = receive
         self._timeout = timeout
@@ -96,11 +86,11 @@ class Generation:
         self._queue: asyncio.Queue[Chunk] = asyncio.Queue()
         self.scored: list[Choice] = []
         for index, each in enumerate(scored):
-            job = service.open(each.prompt_ids, each.params, priority, tenant, False, self._queue, True)
+            job = service.open(each, replace(terms, details=False), self._queue, True)
             self.scored.append(Choice(index, job))
         self.choices: list[Choice] = []
         for index, each in enumerate(wanted):
-            job = service.open(each.prompt_ids, each.params, priority, tenant, details, self._queue, not scored)
+            job = service.open(each, terms, self._queue, not scored)
             self.choices.append(Choice(index, job, limits() if limits is not None else None))
         self._all = [*self.scored, *self.choices]
         self._by_id: dict[RequestId, Choice] = {choice.job.id: choice for choice in self._all}

@@ -62,6 +62,10 @@ class ServeArgs:
     """Requests that may wait for a slot; further ones are answered with 429."""
     max_queued_tokens: int = limits.QUEUED_TOKENS.most
     """Prompt tokens of waiting requests; further ones are answered with 429."""
+    max_requests_per_key: int = limits.KEY_REQUESTS.most
+    """Open requests of one key; further ones are answered with 429. 0: half of all, if there are several keys."""
+    max_tokens_per_key: int = limits.KEY_TOKENS.most
+    """Prompt tokens of one key's waiting requests; further ones are answered with 429. 0: likewise."""
     max_body: int = limits.BODY.most
     """Bytes of a request's body; larger ones are answered with 413."""
     request_timeout: float = 600.0
@@ -71,7 +75,7 @@ class ServeArgs:
     api_key: str | None = None
     """Key that requests must come with, or several separated by commas. Default: $LPR_API_KEY, if it is set."""
     api_key_file: Path | None = None
-    """File of such keys: "key" or "name key" per line."""
+    """File of such keys: "key", "name key" or "name key weight" per line. Slots are shared by weight; default 1."""
     protect_all: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Ask for a key on health, readiness, metrics and the page too."""
     cors: tuple[str, ...] = ()
@@ -117,7 +121,9 @@ def check(args: ServeArgs) -> None:
         raise InputError(f"--port {args.port} must be from 0 (a free one) to 65535")
     if args.tp < 1 or (args.lp is not None and args.lp < 1):
         raise InputError(f"a mesh of lp {args.lp} x tp {args.tp}: both must be at least 1")
-    for name, least in (("max_queue", 0), ("max_queued_tokens", 1), ("max_body", 1), ("max_failed_starts", 1)):
+    least_values = {"max_queue": 0, "max_queued_tokens": 1, "max_body": 1, "max_failed_starts": 1}
+    least_values |= {"max_requests_per_key": 0, "max_tokens_per_key": 0}
+    for name, least in least_values.items():
         if getattr(args, name) < least:
             raise InputError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least {least}")
     for name in ("request_timeout", "shutdown_timeout", "timeout", "load_timeout"):

@@ -104,7 +104,7 @@ class OpenAIForm(Form):
         return {"index": index, **content, "logprobs": logprobs, **end, **asked}
 
     def _usage(self, choices: Sequence[Choice]) -> dict[str, object]:
-        completion = sum(len(choice.token_ids) for choice in choices)
+        completion = sum(choice.job.num_delivered + len(choice.token_ids) for choice in choices)
         cached = max((choice.usage.num_cached for choice in choices if choice.usage is not None), default=0)
         return {
             "prompt_tokens": self._num_prompt,
