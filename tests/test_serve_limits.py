@@ -6,13 +6,10 @@ import threading
 import time
 
 import httpx
-import pytest
 from fake_driver import served
 
-from lpr.config import InputError
 from lpr.engine.waiting import MOST_PRIORITY, Waiting
 from lpr.serve import limits
-from lpr.serve.api.middleware import Keys
 
 
 def key(name):
@@ -82,16 +79,6 @@ def test_key_tokens():
             wait_for(lambda: service.front.service.num_queued_tokens == 60)
             service.driver.hold = False
             assert [answer().status_code for answer in answers] == [200] * 7
-
-
-def test_weight(tmp_path):
-    path, most = tmp_path / "keys", limits.WEIGHT.most
-    path.write_text(f"a sk-a {most}\nb sk-b {1 / most}\nb sk-c\n")
-    assert Keys.read(None, path).weights == {"a": most, "b": 1 / most}
-    for bad in (f"a k {most * 2}", "a k 0", "a k -1", "a k nan", "a k inf", "a k x", "a k 1 1", "a k 1\na j 2"):
-        path.write_text(bad)
-        with pytest.raises(InputError, match=r"line \d: "):
-            Keys.read(None, path)
 
 
 def test_priority():

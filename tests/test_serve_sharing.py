@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import pytest
-from fake_driver import FakeDriver, served
+from fake_driver import served
 
+from lpr.config import InputError
 from lpr.engine import waiting
 from lpr.engine.limits import Limits
 from lpr.engine.scheduler import Scheduler
 from lpr.engine.sharing import Shares
 from lpr.engine.waiting import MOST_PRIORITY, SECONDS_PER_PRIORITY
+from lpr.serve.api.middleware import MOST_WEIGHT, Keys
 
 STEP = 0.05
 """Seconds of a step."""
@@ -202,16 +204,20 @@ def test_mutants(monkeypatch: pytest.MonkeyPatch, fault: Callable[..., None], ch
 
 # Over HTTP.
 
-KEYS = "sk-a, sk-b"
+
+def test_a_weight_is_a_third_word(tmp_path):  # type: ignore[no-untyped-def]
+    path, most = tmp_path / "keys", MOST_WEIGHT
+    path.write_text(f"a sk-a {most}\nb sk-b {1 / most}\nb sk-c\n")
+    assert Keys.read(None, path).weights == {"a": most, "b": 1 / most}
+    for bad in (f"a k {most * 2}", "a k 0", "a k -1", "a k nan", "a k inf", "a k x", "a k 1 1", "a k 1\na j 2"):
+        path.write_text(bad)
+        with pytest.raises(InputError, match=r"line \d: "):
+            Keys.read(None, path)
 
 
 def ask(service, key: str, **body: object):  # type: ignore[no-untyped-def]
     body = {"prompt": "p", "max_tokens": 4, **body}
     return service.client.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"})
-
-
-def holding(driver: FakeDriver) -> None:
-    driver.hold = True
 
 
 def test_the_driver_learns_key_and_weight(tmp_path) -> None:  # type: ignore[no-untyped-def]

@@ -81,6 +81,7 @@ class Front:
         link = Link(self._receive, self._lost)
         metrics = Metrics(self.service, args.names[0])
         self.context = Context(self.service, metrics, args.request_timeout, args.share_drafts)
+        self.context.pad_stream, self.context.stream_interval = args.pad_stream, args.stream_interval / 1e3
         if args.otlp is not None:
             from lpr.serve.telemetry import tracer
 

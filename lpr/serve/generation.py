@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
 from starlette.types import Receive
 
 from lpr.protocol import Chunk, ErrorCode, RequestId, TokenLogprobs, Usage
@@ -56,6 +57,20 @@ class Event:
     choice: Choice
     text: str
     chunk: Chunk
+
+    def joined(self, later: Event) -> Event:
+        """This and the same choice's next event as one."""
+        first, second = self.chunk, later.chunk
+        logprobs, sources = [*(first.logprobs or ()), *(second.logprobs or ())], first.sources or []
+        chunk = msgspec.structs.replace(
+            second,
+            token_ids=first.token_ids + second.token_ids,
+            logprobs=logprobs or None,
+            sources=sources + (second.sources or []),
+            start=first.start,
+            start_character=first.start_character,
+        )
+        return Event(self.choice, self.text + later.text, chunk)
 
 
 class Generation:
@@ -130,6 +145,24 @@ class Generation:
             if event is not None or chunk is None:
                 yield event
 
+    async def collected(self, interval: float) -> AsyncIterator[list[Event]]:
+        """The events of every `interval` seconds until all choices are finished; some lists are empty.
+
+        Raises as `events` does.
+        """
+        assert self._gone is not None
+        due = time.monotonic()
+        while any(choice.finish_reason is None for choice in self._all):
+            due = max(due + interval, time.monotonic())
+            wait = min(due, self._deadline) - time.monotonic()
+            await asyncio.wait({self._gone}, timeout=max(0.0, wait))
+            if self._gone.done():
+                raise DisconnectedError
+            taken = [self._take(self._queue.get_nowait()) for _ in range(self._queue.qsize())]
+            if not taken:
+                self._check_time()
+            yield [event for event in taken if event is not None]
+
     async def finish(self) -> None:
         """Wait for all choices; raises DisconnectedError or ApiError."""
         async for _ in self.events():
@@ -154,9 +187,12 @@ class Generation:
                 return getting.result()
         finally:
             getting.cancel()
+        self._check_time()
+        return None
+
+    def _check_time(self) -> None:
         if time.monotonic() >= self._deadline:
             raise ApiError(ErrorCode.TIMEOUT, f"not finished within --request-timeout {self._timeout:g} s")
-        return None
 
     def _take(self, chunk: Chunk) -> Event | None:
         choice = self._by_id[chunk.id]

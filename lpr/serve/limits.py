@@ -36,7 +36,6 @@ KEY_REQUESTS = Limit("open requests of one key; 0: half of the room if there are
 KEY_TOKENS = Limit("prompt tokens of one key's waiting requests; 0: likewise, of --max-queued-tokens", 0, "429",
                    "--max-tokens-per-key")  # fmt: skip
 DELIVERED = Limit("ids of `delivered_token_ids`", 1 << 18, "400")
-WEIGHT = Limit("weight of a key, from 1 over this", 1000, "refused at start", "--api-key-file")
 PRIORITY = Limit("`priority`, either way", MOST_PRIORITY, "clamped")
 
 

@@ -17,6 +17,9 @@ from lpr.fleet import options as fleet
 from lpr.fleet.options import FleetOptions
 from lpr.serve import limits
 
+LONGEST_INTERVAL = 10_000.0
+"""Milliseconds between the events of a stream at most."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServeArgs:
@@ -68,6 +71,10 @@ class ServeArgs:
     """Prompt tokens of one key's waiting requests; further ones are answered with 429. 0: likewise."""
     max_body: int = limits.BODY.most
     """Bytes of a request's body; larger ones are answered with 413."""
+    pad_stream: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Pad what a stream sends to multiples of 1 KiB: the sizes of encrypted records then do not show its tokens."""
+    stream_interval: float = 0.0
+    """Collect a stream's steps and send them every so many milliseconds, as one event. 0: one event per step."""
     request_timeout: float = 600.0
     """Seconds that a request may take, waiting included."""
     shutdown_timeout: float = 30.0
@@ -129,6 +136,8 @@ def check(args: ServeArgs) -> None:
     for name in ("request_timeout", "shutdown_timeout", "timeout", "load_timeout"):
         if not 0 < getattr(args, name) < float("inf"):
             raise InputError(f"--{name.replace('_', '-')} {getattr(args, name)} must be above 0, in seconds")
+    if not 0 <= args.stream_interval <= LONGEST_INTERVAL:
+        raise InputError(f"--stream-interval {args.stream_interval:g} must be from 0 to {LONGEST_INTERVAL:g} ms")
     if args.tls_key is not None and args.tls_cert is None:
         raise InputError("--tls-key needs --tls-cert FILE.pem")
     fleet.check(args.fleet, args.share_drafts)

@@ -40,6 +40,10 @@ class Context:
     request_timeout: float  # in seconds
     share_drafts: str = "key"
     """Requests that share drafts: "none", those of a "key", or "all"."""
+    pad_stream: bool = False
+    """Pad what streams send to blocks of one size."""
+    stream_interval: float = 0.0
+    """Seconds between the events of a stream; 0: one event per step."""
     served: Served | None = None  # None until the model is loaded
     open: dict[tuple[str, str], tuple[Generation, str]] = field(default_factory=dict)
     """Running requests by the name of their key and their id, with the X-Request-Id of the answer, which several may

@@ -18,7 +18,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lpr.config import InputError
 from lpr.protocol import ErrorCode
-from lpr.serve import limits
 from lpr.serve.errors import ApiError
 from lpr.serve.metrics import Metrics
 from lpr.serve.options import ServeArgs
@@ -29,6 +28,8 @@ _UNLOGGED = OPEN_PATHS - {"/"}
 """Probes come every few seconds and would hide other requests."""
 _HARMLESS = re.compile(r"[A-Za-z0-9._:-]{1,200}")
 """Ids of requests that are taken from clients."""
+MOST_WEIGHT = 1000.0
+"""The largest weight of a key; the smallest is 1 over it."""
 BODY_SECONDS = 30.0
 """Time for a request's body to arrive."""
 
@@ -85,8 +86,8 @@ class Keys:
                 if len(words) == 3:
                     weight = _weight(words[2])
                     if weight is None:
-                        most = limits.WEIGHT.most
-                        raise InputError(f"{where}: the weight {words[2]!r} is no number from {1 / most:g} to {most}")
+                        limits = f"from {1 / MOST_WEIGHT:g} to {MOST_WEIGHT:g}"
+                        raise InputError(f"{where}: the weight {words[2]!r} is no number {limits}")
                     if weights.setdefault(words[0], weight) != weight:
                         raise InputError(f"{where}: the name {words[0]!r} has another weight already")
             if not keys:
@@ -104,7 +105,7 @@ def _weight(word: str) -> float | None:
         weight = float(word)
     except ValueError:
         return None
-    return weight if 1 / limits.WEIGHT.most <= weight <= limits.WEIGHT.most else None
+    return weight if 1 / MOST_WEIGHT <= weight <= MOST_WEIGHT else None
 
 
 def _name(key: str) -> str:
