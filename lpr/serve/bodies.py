@@ -109,7 +109,8 @@ class Sampling(Body):
     ignore_eos: bool = False
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
     priority: Annotated[int, Field(ge=-_INT64, lt=_INT64)] = 0
-    """Lower is earlier. A request of priority p waits as one that arrived 10 p seconds later, so none starves."""
+    """Lower is earlier. A request of priority p waits as one that arrived 10 p seconds later; beyond 10 counts as 10,
+    so none starves. Requests of other keys are not passed: keys share by weight."""
     request_id: Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[\w.:-]+$")] | None = None
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
@@ -120,6 +121,8 @@ class Sampling(Body):
 
     # lpr's.
     return_sources: bool | None = None  # name the draft source of every token
+    delivered_token_ids: Annotated[list[TokenId], Field(max_length=limits.DELIVERED.most)] | None = None
+    """Output ids that came before a stream broke off: the answer goes on after them. Needs `seed` or temperature 0."""
 
     @model_validator(mode="after")
     def _streams(self) -> Sampling:

@@ -77,9 +77,11 @@ class Front:
         args = self.args
         self.service = Service(args, lambda message: link.send(message))
         self.service.tenants = [""] if args.share_drafts == "all" or not self._keys else self._keys.names[:MOST_KEYS]
+        self.service.weights = self._keys.weights
         link = Link(self._receive, self._lost)
         metrics = Metrics(self.service, args.names[0])
         self.context = Context(self.service, metrics, args.request_timeout, args.share_drafts)
+        self.context.pad_stream, self.context.stream_interval = args.pad_stream, args.stream_interval / 1e3
         if args.otlp is not None:
             from lpr.serve.telemetry import tracer
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from lpr.engine.waiting import MOST_PRIORITY
+
 
 class Limit(NamedTuple):
     """One limit. Beyond it the client gets `answer`, and nothing has been computed for it."""
@@ -29,6 +31,12 @@ STOP_LENGTH = Limit("characters of a stop string", 1024, "400")
 LABEL = Limit("characters of `user` and `prompt_cache_key`", 1024, "400")
 QUEUE = Limit("requests that wait for a slot", 256, "429", "--max-queue")
 QUEUED_TOKENS = Limit("prompt tokens of waiting requests", 1_000_000, "429", "--max-queued-tokens")
+KEY_REQUESTS = Limit("open requests of one key; 0: half of the room if there are several keys", 0, "429",
+                     "--max-requests-per-key")  # fmt: skip
+KEY_TOKENS = Limit("prompt tokens of one key's waiting requests; 0: likewise, of --max-queued-tokens", 0, "429",
+                   "--max-tokens-per-key")  # fmt: skip
+DELIVERED = Limit("ids of `delivered_token_ids`", 1 << 18, "400")
+PRIORITY = Limit("`priority`, either way", MOST_PRIORITY, "clamped")
 
 
 def table() -> dict[str, Limit]:

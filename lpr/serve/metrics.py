@@ -154,9 +154,10 @@ class Metrics:
         self.decode.observe(job.latest - job.first)
         self.inference.observe(job.ended - job.begun)
         self.prompt_length.observe(len(job.prompt_ids))
-        self.output_length.observe(len(job.token_ids))
-        if len(job.token_ids) > 1:
-            self.per_token.observe((job.latest - job.first) / (len(job.token_ids) - 1))
+        num_tokens = len(job.token_ids) - job.num_delivered
+        self.output_length.observe(num_tokens)
+        if num_tokens > 1:
+            self.per_token.observe((job.latest - job.first) / (num_tokens - 1))
 
     def _used(self, job: Job, usage: Usage) -> None:
         self.prefix_queries.inc(len(job.prompt_ids))

@@ -17,6 +17,9 @@ from lpr.fleet import options as fleet
 from lpr.fleet.options import FleetOptions
 from lpr.serve import limits
 
+LONGEST_INTERVAL = 10_000.0
+"""Milliseconds between the events of a stream at most."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServeArgs:
@@ -62,8 +65,16 @@ class ServeArgs:
     """Requests that may wait for a slot; further ones are answered with 429."""
     max_queued_tokens: int = limits.QUEUED_TOKENS.most
     """Prompt tokens of waiting requests; further ones are answered with 429."""
+    max_requests_per_key: int = limits.KEY_REQUESTS.most
+    """Open requests of one key; further ones are answered with 429. 0: half of all, if there are several keys."""
+    max_tokens_per_key: int = limits.KEY_TOKENS.most
+    """Prompt tokens of one key's waiting requests; further ones are answered with 429. 0: likewise."""
     max_body: int = limits.BODY.most
     """Bytes of a request's body; larger ones are answered with 413."""
+    pad_stream: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Pad what a stream sends to multiples of 1 KiB: the sizes of encrypted records then do not show its tokens."""
+    stream_interval: float = 0.0
+    """Collect a stream's steps and send them every so many milliseconds, as one event. 0: one event per step."""
     request_timeout: float = 600.0
     """Seconds that a request may take, waiting included."""
     shutdown_timeout: float = 30.0
@@ -71,7 +82,7 @@ class ServeArgs:
     api_key: str | None = None
     """Key that requests must come with, or several separated by commas. Default: $LPR_API_KEY, if it is set."""
     api_key_file: Path | None = None
-    """File of such keys: "key" or "name key" per line."""
+    """File of such keys: "key", "name key" or "name key weight" per line. Slots are shared by weight; default 1."""
     protect_all: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Ask for a key on health, readiness, metrics and the page too."""
     cors: tuple[str, ...] = ()
@@ -117,12 +128,16 @@ def check(args: ServeArgs) -> None:
         raise InputError(f"--port {args.port} must be from 0 (a free one) to 65535")
     if args.tp < 1 or (args.lp is not None and args.lp < 1):
         raise InputError(f"a mesh of lp {args.lp} x tp {args.tp}: both must be at least 1")
-    for name, least in (("max_queue", 0), ("max_queued_tokens", 1), ("max_body", 1), ("max_failed_starts", 1)):
+    least_values = {"max_queue": 0, "max_queued_tokens": 1, "max_body": 1, "max_failed_starts": 1}
+    least_values |= {"max_requests_per_key": 0, "max_tokens_per_key": 0}
+    for name, least in least_values.items():
         if getattr(args, name) < least:
             raise InputError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least {least}")
     for name in ("request_timeout", "shutdown_timeout", "timeout", "load_timeout"):
         if not 0 < getattr(args, name) < float("inf"):
             raise InputError(f"--{name.replace('_', '-')} {getattr(args, name)} must be above 0, in seconds")
+    if not 0 <= args.stream_interval <= LONGEST_INTERVAL:
+        raise InputError(f"--stream-interval {args.stream_interval:g} must be from 0 to {LONGEST_INTERVAL:g} ms")
     if args.tls_key is not None and args.tls_cert is None:
         raise InputError("--tls-key needs --tls-cert FILE.pem")
     fleet.check(args.fleet, args.share_drafts)

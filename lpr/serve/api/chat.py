@@ -11,7 +11,8 @@ from lpr.protocol import TokenLogprobs
 from lpr.serve.api.answers import OpenAIForm, answer
 from lpr.serve.api.context import STREAM, Context, aside, begin
 from lpr.serve.bodies import ChatBody, Sampling
-from lpr.serve.generation import Choice, Event, Wanted
+from lpr.serve.generation import Choice, Event
+from lpr.serve.jobs import Wanted
 from lpr.serve.text.served import Served, grammar_of, spread
 from lpr.serve.text.tokens import Tokens
 
@@ -29,7 +30,7 @@ async def chat(body: ChatBody, request: Request) -> Response:
         most = max(1, body.n_predict)
     more: dict[str, Any] = {"logprobs": body.top_logprobs or 0} if body.logprobs else {}
     params = served.params(body, len(ids), most, grammar=grammar_of(body.response_format), **more)
-    wanted = spread(params, ids, body.n or 1)
+    wanted = spread(params, ids, body.n or 1, served.delivered(body, params))
     return await answer_as_chat(context, request, served, body, wanted, "chatcmpl")
 
 
@@ -75,6 +76,8 @@ class _ChatForm(OpenAIForm):
 
     def begin(self, choices: Sequence[Choice]) -> Iterator[dict[str, Any]]:
         for choice in choices:
+            if choice.job.num_delivered:  # another service has begun the message
+                continue
             delta = {"role": "assistant", "content": ""}
             yield self.event({"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None})
 

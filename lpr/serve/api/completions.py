@@ -15,7 +15,8 @@ from lpr.serve.api.chat import answer_as_chat
 from lpr.serve.api.context import STREAM, aside, begin
 from lpr.serve.bodies import CompletionBody, FimBody
 from lpr.serve.errors import bad
-from lpr.serve.generation import Choice, Event, Wanted
+from lpr.serve.generation import Choice, Event
+from lpr.serve.jobs import Wanted
 from lpr.serve.text.served import Served, grammar_of, spread
 from lpr.serve.text.tokens import Tokens
 
@@ -88,7 +89,10 @@ def _checked(served: Served, body: CompletionBody) -> tuple[list[list[int]], lis
     if body.max_tokens != 0:
         more["grammar"] = grammar_of(body.response_format)
         for ids in prompts:
-            wanted += spread(served.params(body, len(ids), body.max_tokens, **more), ids, best_of)
+            params = served.params(body, len(ids), body.max_tokens, **more)
+            wanted += spread(params, ids, best_of, served.delivered(body, params))
+    if body.delivered_token_ids and len(wanted) != 1:
+        raise bad("delivered_token_ids", "delivered_token_ids goes with one prompt")
     return prompts, echoes, wanted
 
 
@@ -143,10 +147,10 @@ class _CompletionForm(OpenAIForm):
 
     def delta(self, each: Event) -> dict[str, Any]:
         choice, chunk = each.choice, each.chunk
-        begins = choice.num_steps <= 1 and len(choice.token_ids) == len(chunk.token_ids)
+        begins = not choice.job.num_delivered and len(choice.token_ids) == len(chunk.token_ids)
         echo, logprobs = self._echoes[choice.index // self._per_prompt], None
         if self._logprobs is not None:
-            offset = self._offsets.get(choice.index, len(echo))
+            offset = self._offsets.get(choice.index, self._first_offset(choice))
             logprobs = _logprobs(self.served.tokens, chunk.token_ids, chunk.logprobs or [], offset)
             self._offsets[choice.index] = offset + sum(map(len, logprobs["tokens"]))
             logprobs = self._after_prompt(choice, logprobs) if begins else logprobs
@@ -177,10 +181,17 @@ class _CompletionForm(OpenAIForm):
     def _choice(self, choice: Choice, index: int) -> dict[str, Any]:
         echo, logprobs = self._echoes[choice.index // self._per_prompt], None
         if self._logprobs is not None:
-            logprobs = _logprobs(self.served.tokens, choice.token_ids, choice.logprobs, len(echo))
+            offset = self._first_offset(choice)
+            logprobs = _logprobs(self.served.tokens, choice.token_ids, choice.logprobs, offset)
             logprobs = self._after_prompt(choice, logprobs)
         more = {"token_ids": choice.token_ids, "prompt_token_ids": choice.job.prompt_ids, "sources": choice.sources}
         return self.shown(index, {"text": echo + choice.text}, logprobs, choice, **more)
+
+    def _first_offset(self, choice: Choice) -> int:
+        """Where the text of a choice's first token begins, behind what is echoed or was delivered before."""
+        delivered = choice.job.token_ids[: choice.job.num_delivered]
+        echo = self._echoes[choice.index // self._per_prompt]
+        return len(echo) + sum(len(self.served.tokens.text_of(token)) for token in delivered)
 
     def _after_prompt(self, choice: Choice, logprobs: dict[str, list[Any]]) -> dict[str, list[Any]]:
         """A text's log-probabilities behind those of its prompt, if they are shown."""

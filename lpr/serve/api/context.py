@@ -6,16 +6,18 @@ import asyncio
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar
 
 from starlette.requests import Request
 
 from lpr.fleet.affinity import prefix_keys
 from lpr.protocol import ErrorCode
+from lpr.serve import limits
 from lpr.serve.bodies import Sampling
 from lpr.serve.errors import ApiError, bad
-from lpr.serve.generation import Generation, Wanted
+from lpr.serve.generation import Generation
+from lpr.serve.jobs import Terms, Wanted
 from lpr.serve.metrics import Metrics
 from lpr.serve.service import Service
 from lpr.serve.text.served import Served
@@ -38,6 +40,10 @@ class Context:
     request_timeout: float  # in seconds
     share_drafts: str = "key"
     """Requests that share drafts: "none", those of a "key", or "all"."""
+    pad_stream: bool = False
+    """Pad what streams send to blocks of one size."""
+    stream_interval: float = 0.0
+    """Seconds between the events of a stream; 0: one event per step."""
     served: Served | None = None  # None until the model is loaded
     open: dict[tuple[str, str], tuple[Generation, str]] = field(default_factory=dict)
     """Running requests by the name of their key and their id, with the X-Request-Id of the answer, which several may
@@ -70,10 +76,12 @@ class Context:
 
     def generation(self, request: Request, body: Sampling | None, wanted: Sequence[Wanted], **more: Any) -> Generation:
         """Accept the texts that a request wants; `more` as Generation takes it. Raises ApiError."""
+        terms = Terms(key=key_name(request), tenant=self.tenant(request))
         if body is not None:
-            more |= {"priority": body.priority, "details": bool(body.return_sources)}
-        tenant, timeout = self.tenant(request), self.request_timeout
-        return Generation(self.service, wanted, request.receive, timeout=timeout, tenant=tenant, **more)
+            most = limits.PRIORITY.most
+            priority = max(-most, min(most, body.priority))
+            terms = replace(terms, priority=priority, details=bool(body.return_sources))
+        return Generation(self.service, wanted, request.receive, timeout=self.request_timeout, terms=terms, **more)
 
     @contextmanager
     def running(self, request: Request, name: str, generation: Generation) -> Iterator[None]:

@@ -28,6 +28,8 @@ _UNLOGGED = OPEN_PATHS - {"/"}
 """Probes come every few seconds and would hide other requests."""
 _HARMLESS = re.compile(r"[A-Za-z0-9._:-]{1,200}")
 """Ids of requests that are taken from clients."""
+MOST_WEIGHT = 1000.0
+"""The largest weight of a key; the smallest is 1 over it."""
 BODY_SECONDS = 30.0
 """Time for a request's body to arrive."""
 
@@ -35,10 +37,14 @@ BODY_SECONDS = 30.0
 class Keys:
     """The API keys."""
 
-    def __init__(self, keys: Iterable[tuple[str, str]] = ()) -> None:
-        """Keep the digests of `keys`, pairs of name and key. Equal lengths are compared in constant time."""
+    def __init__(self, keys: Iterable[tuple[str, str]] = (), weights: Mapping[str, float] | None = None) -> None:
+        """Keep the digests of `keys`, pairs of name and key. Equal lengths are compared in constant time.
+
+        `weights` are the shares of names in the slots; default: 1.
+        """
         self._digests = [(name, _digest(key)) for name, key in keys]
         self.names = list(dict.fromkeys(name for name, _ in self._digests))
+        self.weights = {name: (weights or {}).get(name, 1.0) for name in self.names}
 
     def __bool__(self) -> bool:
         """True if requests need a key."""
@@ -55,12 +61,15 @@ class Keys:
 
     @classmethod
     def read(cls, given: str | None, path: Path | None) -> Keys:
-        """Read keys separated by commas, and a file with "key" or "name key" per line. Raises InputError.
+        """Read keys separated by commas, and a file with "key", "name key" or "name key weight" per line.
+
+        Raises InputError.
 
         White space around a key is dropped: no header can send it, and secrets often end with a new line. A name may
         have several keys, such as an old and a new one.
         """
         keys = [(_name(key), key) for key in map(str.strip, (given or "").split(",")) if key]
+        weights: dict[str, float] = {}
         if path is not None:
             try:
                 lines = path.read_text(encoding="utf-8").splitlines()
@@ -68,19 +77,35 @@ class Keys:
                 reason = getattr(failure, "strerror", None) or failure
                 raise InputError(f"cannot read --api-key-file {path}: {reason}") from failure
             for number, line in enumerate(lines, 1):
-                words = line.split()
+                words, where = line.split(), f"--api-key-file {path}, line {number}"
                 if not words or words[0].startswith("#"):
                     continue
-                if len(words) > 2:
-                    raise InputError(f'--api-key-file {path}, line {number}: not "key" or "name key"')
-                keys.append((words[0] if len(words) == 2 else _name(words[0]), words[-1]))
+                if len(words) > 3:
+                    raise InputError(f'{where}: not "key", "name key" or "name key weight"')
+                keys.append((words[0], words[1]) if len(words) > 1 else (_name(words[0]), words[0]))
+                if len(words) == 3:
+                    weight = _weight(words[2])
+                    if weight is None:
+                        limits = f"from {1 / MOST_WEIGHT:g} to {MOST_WEIGHT:g}"
+                        raise InputError(f"{where}: the weight {words[2]!r} is no number {limits}")
+                    if weights.setdefault(words[0], weight) != weight:
+                        raise InputError(f"{where}: the name {words[0]!r} has another weight already")
             if not keys:
                 raise InputError(f"--api-key-file {path} holds no key")
-        return cls(keys)
+        return cls(keys, weights)
 
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _weight(word: str) -> float | None:
+    """The weight that a word of a key file gives; None if it is none."""
+    try:
+        weight = float(word)
+    except ValueError:
+        return None
+    return weight if 1 / MOST_WEIGHT <= weight <= MOST_WEIGHT else None
 
 
 def _name(key: str) -> str:

@@ -13,7 +13,7 @@ from lpr.config import InputError, SamplingParams
 from lpr.protocol import ErrorCode
 from lpr.serve.bodies import Message, ResponseFormat, Sampling
 from lpr.serve.errors import ApiError, bad
-from lpr.serve.generation import Wanted
+from lpr.serve.jobs import Wanted
 from lpr.serve.messages import Facts
 from lpr.serve.text.chat_template import RESERVED, ChatTemplates, TemplateError
 from lpr.serve.text.fim import Filler, filler
@@ -123,6 +123,26 @@ class Served:
         self.check_ids(values["stop_token_ids"], "stop_token_ids")
         return sampling(values)
 
+    def delivered(self, body: Sampling, params: SamplingParams) -> Sequence[int]:
+        """The output ids that `body` goes on after; raises ApiError if it cannot."""
+        name, ids = "delivered_token_ids", body.delivered_token_ids or []
+        if not ids:
+            return ids
+        for field in ("n", "best_of"):
+            if (getattr(body, field, None) or 1) > 1:
+                raise bad(name, f"{name} goes with one text: {field} must be 1")
+        if getattr(body, "echo", None):
+            raise bad(name, f"{name} does not go with echo")
+        if body.seed is None and params.temperature > 0:
+            raise bad(name, f"{name} needs the seed that the text was begun with, or temperature 0")
+        self.check_ids(ids, name)
+        if len(ids) > params.max_new_tokens:
+            raise bad(name, f"{name}: {len(ids)} ids are more than max_tokens {params.max_new_tokens}")
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.facts.eos_token_ids)}
+        if ended := ends.intersection(ids[:-1]):
+            raise bad(name, f"{name}: {min(ended)} ends the text, and others follow")
+        return ids
+
     def most(self, num_prompt: int) -> int:
         """Most output tokens after a prompt; raises ApiError if there is no room."""
         most = self.facts.max_length - num_prompt
@@ -148,10 +168,11 @@ def sampling(values: dict[str, Any]) -> SamplingParams:
         raise bad(str(failure).split("=")[0], str(failure)) from failure
 
 
-def spread(params: SamplingParams, prompt_ids: list[int], count: int) -> list[Wanted]:
-    """`count` texts of one prompt, with consecutive seeds."""
+def spread(params: SamplingParams, prompt_ids: list[int], count: int, delivered: Sequence[int] = ()) -> list[Wanted]:
+    """`count` texts of one prompt, with consecutive seeds, after the `delivered` output ids."""
     seeds = [params.seed, *((params.seed + index) % 2**64 for index in range(1, count))]
-    return [Wanted(prompt_ids=prompt_ids, params=replace(params, seed=seed)) for seed in seeds]
+    params_of = [replace(params, seed=seed) for seed in seeds]
+    return [Wanted(prompt_ids=prompt_ids, params=each, delivered=delivered) for each in params_of]
 
 
 def fresh_seed() -> int:
