@@ -18,7 +18,7 @@ import ssl
 import sys
 from collections import deque
 from collections.abc import Callable
-from enum import Enum
+from enum import Enum, auto
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -42,20 +42,30 @@ _ACCEPTS = 16
 """Connections that are accepted in one turn of the event loop."""
 _MOST_REFUSED = 16
 """Refused connections that stay open until their client has read why."""
-_SWEEP_SECONDS = 0.5
+SWEEP_SECONDS = 0.5
+"""How often connections that have waited too long are ended."""
 _END_OF_HEAD = re.compile(rb"[^\r\n]\r?\n\r?\n")
 
 
 class Waits(Enum):
-    """What a connection waits for, with the most seconds."""
+    """What a connection waits for."""
 
-    HEAD = float(limits.HEAD_SECONDS.most)
-    IDLE = float(limits.IDLE_SECONDS.most)
-    BODY = limits.BODY_SECONDS.most + 1.0
-    """The application has its own limit, with an answer for it."""
-    UNREAD = float(limits.UNREAD_SECONDS.most)
-    LINGER = 3.0
-    """For a client to read an answer that came before the end of its body. A close at once would discard it."""
+    HEAD = auto()
+    IDLE = auto()
+    BODY = auto()
+    UNREAD = auto()
+    LINGER = auto()
+    """For the client to read an answer that came before the end of its body. A close at once would discard it."""
+
+
+SECONDS = {
+    Waits.HEAD: float(limits.HEAD_SECONDS.most),
+    Waits.IDLE: float(limits.IDLE_SECONDS.most),
+    Waits.BODY: limits.BODY_SECONDS.most + 1.0,  # the application has its own limit, with an answer for it
+    Waits.UNREAD: float(limits.UNREAD_SECONDS.most),
+    Waits.LINGER: 3.0,
+}
+"""How long a connection waits."""
 
 
 class Port:
@@ -94,11 +104,11 @@ class Port:
 
     # Called by connections.
 
-    def wait(self, connection: Connection, seconds: float) -> None:
-        """The connection waits for its client from now on, no longer than `seconds`."""
+    def wait(self, connection: Connection, waits: Waits) -> None:
+        """The connection waits for its client from now on."""
         if connection in self._open:
             self._waiting.pop(connection, None)
-            self._waiting[connection] = self._loop.time() + seconds
+            self._waiting[connection] = self._loop.time() + SECONDS[waits]
 
     def work(self, connection: Connection) -> None:
         """The connection is being answered."""
@@ -130,9 +140,9 @@ class Port:
 
     async def _connect(self, connection: Connection, accepted: socket.socket) -> None:
         """Make the connection's transport; with TLS this takes as long as the handshake."""
-        self.wait(connection, Waits.HEAD.value)
+        self.wait(connection, Waits.HEAD)
         self._handshakes[connection] = asyncio.current_task()
-        seconds = Waits.HEAD.value if self._tls is not None else None
+        seconds = SECONDS[Waits.HEAD] if self._tls is not None else None
         try:
             await self._loop.connect_accepted_socket(
                 lambda: connection, accepted, ssl=self._tls, ssl_handshake_timeout=seconds
@@ -177,7 +187,7 @@ class Port:
         message = f"{failure.strerror}; from now on at most {self.most} connections"
         print(f"lpr.serve: port {self.number}: {message}", file=sys.stderr, flush=True)
         self._loop.remove_reader(self._socket)
-        self._loop.call_later(_SWEEP_SECONDS, self._resume)
+        self._loop.call_later(SWEEP_SECONDS, self._resume)
 
     def _resume(self) -> None:
         if self._socket.fileno() >= 0:
@@ -188,7 +198,7 @@ class Port:
         now = self._loop.time()
         for connection in [each for each, until in self._waiting.items() if until < now]:
             self._end(connection)
-        self._sweeping = self._loop.call_later(_SWEEP_SECONDS, self._sweep)
+        self._sweeping = self._loop.call_later(SWEEP_SECONDS, self._sweep)
 
 
 class Connection(_Base):
@@ -284,7 +294,7 @@ class Connection(_Base):
         if waits is None:
             self._port.work(self)
         else:
-            self._port.wait(self, waits.value)
+            self._port.wait(self, waits)
 
     @property
     def _is_between_requests(self) -> bool:

@@ -33,7 +33,7 @@ class ServeArgs:
     model: str | None = None
     """Model folder or hub id. Default: the small code model that comes with lpr."""
     served_model_name: tuple[str, ...] = ()
-    """Names that clients may ask for the model by; answers carry the first. Default: the hub id or the folder's name."""
+    """Names that clients may ask for the model by; answers carry the first. Default: the hub id or folder's name."""
     host: str = "127.0.0.1"
     """Address to listen at; 0.0.0.0 listens at all of this machine's, also for others: with keys, or --insecure."""
     port: int = 8000
