@@ -15,7 +15,7 @@ import pytest
 import uvicorn
 
 from lpr.serve import connections, limits
-from lpr.serve.connections import KINDS, SECONDS, Port, Waits
+from lpr.serve.connections import KINDS, SECONDS, Connection, Port, Waits
 
 GET = b"GET /%s HTTP/1.1\r\nHost: localhost\r\n\r\n"
 POST = b"POST /%s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
@@ -315,7 +315,7 @@ def test_what_comes_besides_a_request_is_limited(kind):
                     link.sendall((b"A: " + b"b" * 1000 + b"\r\n") * 64)
 
 
-def test_an_answer_before_the_end_of_the_body_arrives_and_ends_the_connection(kind):
+def test_an_answer_before_the_end_of_the_body_arrives(kind):
     with running(kind) as service:
         link = service.connect()
         link.sendall(POST % (b"", 4 << 20))
@@ -364,3 +364,55 @@ def test_half_a_tls_handshake_ends_and_gives_way(kind, impatient, certificate):
         with client.wrap_socket(service.connect()) as link:
             link.sendall(POST % (b"", 1 << 20) + b" " * 100_000)
             assert read(link) == (200, b"ok")
+
+
+# Seeded faults: each breaks one limit, and the test of that limit must notice.
+
+
+def nobody_waits(patch):
+    patch.setattr(Port, "wait", lambda self, connection, waits: None)
+
+
+def every_byte_begins_the_wait_anew(patch):
+    received, wait, ports = Connection.data_received, Port.wait, {}
+
+    def noted(self, connection, waits):
+        ports[connection] = self
+        wait(self, connection, waits)
+
+    def again(self, data):
+        received(self, data)
+        ports[self].wait(self, Waits.HEAD)
+
+    patch.setattr(Port, "wait", noted)
+    patch.setattr(Connection, "data_received", again)
+
+
+def answers_give_way(patch):
+    patch.setattr(Port, "work", lambda self, connection: self.wait(connection, Waits.IDLE))
+
+
+def heads_have_no_end(patch):
+    patch.setattr(limits, "HEAD", limits.HEAD._replace(most=1 << 30))
+    patch.setattr(limits, "HEADERS", limits.HEADERS._replace(most=1 << 30))
+
+
+def closing_loses_the_answer(patch):
+    patch.setattr(Connection, "is_sending", False)
+
+
+FOUND_BY = {
+    nobody_waits: lambda kind, _: test_idle_connections_keep_nobody_out(kind),
+    every_byte_begins_the_wait_anew: test_a_head_has_its_time_however_it_trickles,
+    answers_give_way: lambda kind, _: test_only_if_all_are_being_answered_a_new_one_is_refused(kind),
+    heads_have_no_end: lambda kind, _: test_a_head_is_limited(kind, b"A: b\r\n" * 101, 5000),
+    closing_loses_the_answer: lambda kind, _: test_an_answer_before_the_end_of_the_body_arrives(kind),
+}
+
+
+@pytest.mark.parametrize("fault", FOUND_BY, ids=lambda fault: fault.__name__)
+def test_a_fault_is_found(kind, fault, impatient, monkeypatch):
+    with monkeypatch.context() as patch:
+        fault(patch)
+        with pytest.raises((AssertionError, OSError)):
+            FOUND_BY[fault](kind, impatient)

@@ -82,6 +82,7 @@ class Port:
         self._handshakes: dict[Connection, asyncio.Task[None] | None] = {}
         self._refused: deque[socket.socket] = deque()
         self._sweeping: asyncio.TimerHandle | None = None
+        self.is_closed = False
 
     def open(self, make: Callable[[], Connection]) -> None:
         """Begin to accept connections; `make` returns the protocol of each."""
@@ -93,6 +94,7 @@ class Port:
 
     def close(self) -> None:
         """Accept no more connections, and end those that are in a TLS handshake."""
+        self.is_closed = True
         if self._sweeping is not None:
             self._sweeping.cancel()
             self._loop.remove_reader(self._socket)
@@ -190,7 +192,7 @@ class Port:
         self._loop.call_later(SWEEP_SECONDS, self._resume)
 
     def _resume(self) -> None:
-        if self._socket.fileno() >= 0:
+        if not self.is_closed:
             self._loop.add_reader(self._socket, self._accept)
 
     def _sweep(self) -> None:
@@ -280,8 +282,8 @@ class Connection(_Base):
 
     @property
     def is_sending(self) -> bool:
-        """True if the client is in the middle of a request."""
-        return bool(self._head) or (self.cycle is not None and self.cycle.more_body)
+        """True if the client is in the middle of a request, unless the service ends."""
+        return not self._port.is_closed and (bool(self._head) or (self.cycle is not None and self.cycle.more_body))
 
     def note(self) -> None:
         """Tell the port what the connection waits for now."""
