@@ -1,6 +1,7 @@
 """Each entry of lpr.serve.limits, as a client meets it: test_NAME for every NAME."""
 
 import contextlib
+import re
 import resource
 import socket
 import time
@@ -59,14 +60,17 @@ def test_connections():
         assert status(idle[0]) == 0
         idle[-1].sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert status(idle[-1]) == 200
+        replaced = r'^lpr:connections_ended_total{.*reason="replaced"} [1-9]'
+        assert re.search(replaced, service.client.get("/metrics").text, re.M)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_metrics_connections():
     with served(metrics_port=0, connect=False) as service:
         port = service.front.metrics_port
-        with links(port, limits.METRICS_CONNECTIONS.most) as idle:
-            assert httpx.get(f"http://127.0.0.1:{port}/metrics").status_code == 200
+        with links(port, limits.METRICS_CONNECTIONS.most) as idle, links(service.front.port, 3):
+            text = httpx.get(f"http://127.0.0.1:{port}/metrics").text
+            assert re.search(r'^lpr:connections{.*state="waiting"} 3.0$', text, re.M)
             assert status(idle[0]) == 0
 
 

@@ -83,6 +83,18 @@ class Port:
         self._refused: deque[socket.socket] = deque()
         self._sweeping: asyncio.TimerHandle | None = None
         self.is_closed = False
+        self.on_end: Callable[[str], None] = lambda reason: None
+        """Called when a connection is "refused", "replaced" by a new one, or "late"."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Connections that wait for their client."""
+        return len(self._waiting)
+
+    @property
+    def num_answered(self) -> int:
+        """Connections that are being answered."""
+        return len(self._open) - len(self._waiting)
 
     def open(self, make: Callable[[], Connection]) -> None:
         """Begin to accept connections; `make` returns the protocol of each."""
@@ -158,6 +170,7 @@ class Port:
         """Make room for a connection; returns False if all are being answered."""
         connection = next(iter(self._waiting), None)
         if connection is not None:
+            self.on_end("replaced")
             self._end(connection)
         return connection is not None
 
@@ -171,6 +184,7 @@ class Port:
 
     def _refuse(self, accepted: socket.socket) -> None:
         """Answer 503, without a protocol. The socket stays open for a second, so that the client can read it."""
+        self.on_end("refused")
         with contextlib.suppress(OSError):
             if self._tls is None:
                 accepted.send(answer(503, "all connections of this service are in use", RETRY_AFTER))
@@ -199,6 +213,7 @@ class Port:
         """End connections that have waited too long."""
         now = self._loop.time()
         for connection in [each for each, until in self._waiting.items() if until < now]:
+            self.on_end("late")
             self._end(connection)
         self._sweeping = self._loop.call_later(SWEEP_SECONDS, self._sweep)
 

@@ -144,6 +144,7 @@ class Front:
         def make(config: uvicorn.Config, port: Port) -> Callable[[], Connection]:
             return lambda: kind(config, server.server_state, {}, port=port)
 
+        self.context.metrics.watch(self._main)
         self._main.open(make(server.config, self._main))
         if self._metrics is not None:
             app = build_metrics(self.context, self.args, self._keys, self.replica)

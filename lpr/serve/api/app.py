@@ -59,8 +59,8 @@ def build_metrics(context: Context, args: ServeArgs, keys: Keys, replica: str) -
 
 def _app(context: Context, routers: Sequence[APIRouter]) -> FastAPI:
     # Pages that show the schema load scripts from a CDN; the schema itself is at /openapi.json.
-    about = {"title": "lpr", "version": lpr.__version__, "description": "Exact completions in fewer steps."}
-    app = FastAPI(**about, docs_url=None, redoc_url=None)
+    about = "Exact completions in fewer steps."
+    app = FastAPI(title="lpr", version=lpr.__version__, description=about, docs_url=None, redoc_url=None)
     app.state.context = context
     for router in routers:
         # The key is checked by Guard, before a body is read; here the schema says that there may be one.
