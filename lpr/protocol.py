@@ -35,6 +35,7 @@ class ErrorCode(StrEnum):
     BODY_TIMEOUT = "body_timeout"
     BODY_TOO_LARGE = "body_too_large"
     MEDIA_TYPE = "unsupported_media_type"
+    HOST = "host_not_allowed"
     # The service cannot take it now.
     OVERLOADED = "queue_full"
     NO_MESH = "no_mesh"

@@ -17,6 +17,7 @@ _CODES = {
     408: (ErrorCode.BODY_TIMEOUT,),
     413: (ErrorCode.BODY_TOO_LARGE,),
     415: (ErrorCode.MEDIA_TYPE,),
+    421: (ErrorCode.HOST,),
     429: (ErrorCode.OVERLOADED,),
     500: (ErrorCode.GENERATION_FAILED, ErrorCode.INTERNAL),
     503: (ErrorCode.NO_MESH, ErrorCode.LOADING, ErrorCode.SHUTTING_DOWN, ErrorCode.DRAINED, ErrorCode.RANKS_LOST),

@@ -24,6 +24,15 @@ class Limit(NamedTuple):
     """Flag of lpr.serve that sets another value; `most` is its default."""
 
 
+CONNECTIONS = Limit("connections of a port", 2048, "503", "--max-connections")
+METRICS_CONNECTIONS = Limit("connections of --metrics-port", 32, "503")
+HEAD = Limit("bytes of a request's head", 32 << 10, "431")
+HEADERS = Limit("headers of a request", 100, "431")
+HEAD_SECONDS = Limit("seconds until a connection's TLS handshake and head are complete", 20, "408")
+IDLE_SECONDS = Limit("seconds that a connection stays open between requests", 30, "closed")
+UNREAD_SECONDS = Limit("seconds that a client may leave its answer unread", 60, "closed")
+BODY_SECONDS = Limit("seconds until a body is complete", 30, "408")
+BODIES = Limit("bytes of all incomplete bodies", 128 << 20, "408 for the oldest")
 BODY = Limit("bytes of a body", 2 << 20, "413", "--max-body")
 CHOICES = Limit("`n`, `best_of` and prompts of one request", 128, "400")
 STOPS = Limit("stop strings of a request", 16, "400")

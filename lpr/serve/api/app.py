@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from fastapi import Depends, FastAPI
+from collections.abc import Sequence
+
+from fastapi import APIRouter, Depends, FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPBearer
 from pydantic import BaseModel
@@ -35,15 +37,10 @@ class Error(BaseModel):
 
 def build(context: Context, args: ServeArgs, keys: Keys, replica: str) -> ASGIApp:
     """The application of `context`, which needs one of `keys` if there are any."""
-    app = FastAPI(title="lpr", version=lpr.__version__, description="Exact completions in fewer steps.", redoc_url=None)
-    app.state.context = context
-    for module in (completions, chat, infill, info):
-        # The key is checked by Guard, before a body is read; here the schema says that there may be one.
-        bearer, error = Depends(HTTPBearer(auto_error=False)), {"model": Error, "description": "An error."}
-        app.include_router(module.router, dependencies=[bearer], responses={"default": error})
-    for kind in (ApiError, RequestValidationError, HTTPException, Exception):
-        app.add_exception_handler(kind, answer_error)
-    guarded: ASGIApp = Guard(app, args, keys, replica, context.metrics)
+    routers = [completions.router, chat.router, infill.router, info.router, info.health]
+    if args.metrics_port is None:
+        routers.append(info.measuring)
+    guarded: ASGIApp = Guard(_app(context, routers), args, keys, replica, context.metrics)
     if args.cors:
         guarded = CORSMiddleware(
             guarded,
@@ -53,3 +50,22 @@ def build(context: Context, args: ServeArgs, keys: Keys, replica: str) -> ASGIAp
             expose_headers=["X-Request-Id", "X-LPR-Replica", "X-LPR-Prefix", "Retry-After"],
         )
     return guarded
+
+
+def build_metrics(context: Context, args: ServeArgs, keys: Keys, replica: str) -> ASGIApp:
+    """The application of --metrics-port: metrics and health."""
+    return Guard(_app(context, [info.health, info.measuring]), args, keys, replica, context.metrics)
+
+
+def _app(context: Context, routers: Sequence[APIRouter]) -> FastAPI:
+    # Pages that show the schema load scripts from a CDN; the schema itself is at /openapi.json.
+    about = "Exact completions in fewer steps."
+    app = FastAPI(title="lpr", version=lpr.__version__, description=about, docs_url=None, redoc_url=None)
+    app.state.context = context
+    for router in routers:
+        # The key is checked by Guard, before a body is read; here the schema says that there may be one.
+        bearer, error = Depends(HTTPBearer(auto_error=False)), {"model": Error, "description": "An error."}
+        app.include_router(router, dependencies=[bearer], responses={"default": error})
+    for kind in (ApiError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, answer_error)
+    return app

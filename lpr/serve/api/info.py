@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from base64 import b64encode
+from functools import cache
+from hashlib import sha256
 from importlib.resources import files
 from typing import Any
 
@@ -18,6 +22,10 @@ from lpr.serve.text.fim import FAMILIES
 from lpr.serve.text.served import Served
 
 router = APIRouter()
+health = APIRouter()
+"""What load balancers ask."""
+measuring = APIRouter()
+"""What Prometheus asks."""
 
 
 @router.get("/v1/models", summary="The served models")
@@ -42,7 +50,7 @@ def _model(served: Served, name: str) -> dict[str, Any]:
         "object": "model",
         "created": served.created,
         "owned_by": "lpr",
-        "root": facts.model,
+        "root": name,
         "parent": None,
         "max_model_len": facts.max_length,
         "lpr": {
@@ -96,8 +104,8 @@ async def cancel(request_id: str, request: Request) -> dict[str, Any]:
     return {"id": request_id, "object": "request.deleted", "deleted": True}
 
 
-@router.get("/health", summary="Ready, as load balancers ask")
-@router.get("/readyz", summary="Ready for requests")
+@health.get("/health", summary="Ready, as load balancers ask")
+@health.get("/readyz", summary="Ready for requests")
 async def readyz(request: Request) -> Response:
     """Answer 200 if the model is loaded, the ranks answer and nothing is shutting down, else 503 and why.
 
@@ -113,7 +121,7 @@ async def readyz(request: Request) -> Response:
     )
 
 
-@router.get("/livez", summary="Alive")
+@health.get("/livez", summary="Alive")
 async def livez(request: Request) -> Response:
     """Answer 200 while the ranks load, work, wait or are started again, 503 once they are silent or hang in a step."""
     reason = context_of(request).service.mesh.live_reason()
@@ -122,7 +130,7 @@ async def livez(request: Request) -> Response:
     return JSONResponse({"status": "ok"})
 
 
-@router.get("/metrics", summary="Metrics for Prometheus", response_class=PlainTextResponse)
+@measuring.get("/metrics", summary="Metrics for Prometheus", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Show all metrics, vLLM's names first."""
     return Response(context_of(request).metrics.text(), media_type=CONTENT_TYPE_LATEST)
@@ -143,4 +151,22 @@ async def fim_families() -> dict[str, Any]:
 @router.get("/", include_in_schema=False)
 async def page() -> HTMLResponse:
     """Show the page for trying it out."""
-    return HTMLResponse((files("lpr") / "assets" / "serve.html").read_text(encoding="utf-8"))
+    return HTMLResponse(*_page())
+
+
+@cache
+def _page() -> tuple[str, int, dict[str, str]]:
+    """The page, its status, and headers: a browser runs its own script only, and shows it in no other page."""
+    text = (files("lpr") / "assets" / "serve.html").read_text(encoding="utf-8")
+    script, style = (
+        " ".join(f"'sha256-{b64encode(sha256(part.encode()).digest()).decode()}'" for part in parts)
+        for parts in (re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL) for tag in ("script", "style"))
+    )
+    policy = f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; img-src data:"
+    headers = {
+        "Content-Security-Policy": f"{policy}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+        "X-Content-Type-Options": "nosniff",
+        "X-Frame-Options": "DENY",
+        "Referrer-Policy": "no-referrer",
+    }
+    return text, 200, headers

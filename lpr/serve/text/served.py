@@ -45,7 +45,7 @@ class Served:
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with; raises ApiError for a model that is not served."""
-        if not name:
+        if not name or name == self.facts.model:  # as --model has it, which may be a path
             return self.names[0]
         if name not in self.names:
             served = ", ".join(self.names)
