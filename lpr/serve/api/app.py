@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from fastapi import Depends, FastAPI
+from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
 from fastapi.security import HTTPBearer
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
@@ -11,10 +12,13 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 import lpr
+from lpr.protocol import ErrorCode
 from lpr.serve.api import chat, completions, infill, info
 from lpr.serve.api.context import Context
 from lpr.serve.api.middleware import Guard, Keys
-from lpr.serve.errors import ApiError, answer_error
+from lpr.serve.api.parsing import Parser, kinds_of
+from lpr.serve.errors import ApiError, error_body, from_validation
+from lpr.serve.generation import DisconnectedError
 from lpr.serve.options import ServeArgs
 
 
@@ -37,13 +41,15 @@ def build(context: Context, args: ServeArgs, keys: Keys, replica: str) -> ASGIAp
     """The application of `context`, which needs one of `keys` if there are any."""
     app = FastAPI(title="lpr", version=lpr.__version__, description="Exact completions in fewer steps.", redoc_url=None)
     app.state.context = context
-    for module in (completions, chat, infill, info):
+    modules = (completions, chat, infill, info)
+    for module in modules:
         # The key is checked by Guard, before a body is read; here the schema says that there may be one.
         bearer, error = Depends(HTTPBearer(auto_error=False)), {"model": Error, "description": "An error."}
         app.include_router(module.router, dependencies=[bearer], responses={"default": error})
-    for kind in (ApiError, RequestValidationError, HTTPException, Exception):
-        app.add_exception_handler(kind, answer_error)
-    guarded: ASGIApp = Guard(app, args, keys, replica, context.metrics)
+    for kind in (ApiError, DisconnectedError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, _answer_error)
+    parser = Parser(context.checks, kinds_of(module.router for module in modules))
+    guarded: ASGIApp = Guard(app, args, keys, replica, context.metrics, parser.parse)
     if args.cors:
         guarded = CORSMiddleware(
             guarded,
@@ -53,3 +59,17 @@ def build(context: Context, args: ServeArgs, keys: Keys, replica: str) -> ASGIAp
             expose_headers=["X-Request-Id", "X-LPR-Replica", "X-LPR-Prefix", "Retry-After"],
         )
     return guarded
+
+
+async def _answer_error(request: Request, failure: Exception) -> Response:
+    """Answer ApiError, what pydantic or the router refuses, and bugs, whose traceback the server writes."""
+    if isinstance(failure, DisconnectedError):
+        return Response(status_code=499)
+    if isinstance(failure, HTTPException):
+        message = f"{request.method} {request.url.path}: {failure.detail}"
+        return JSONResponse(error_body(failure.status_code, message), failure.status_code, failure.headers)
+    if isinstance(failure, RequestValidationError):
+        failure = from_validation(failure.errors()[0])
+    elif not isinstance(failure, ApiError):
+        failure = ApiError(ErrorCode.INTERNAL, f"internal error: {type(failure).__name__}")
+    return failure.response()
