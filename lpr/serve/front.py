@@ -110,6 +110,7 @@ class Front:
             serving = asyncio.create_task(server.serve([]))  # it answers what the ports accept
             self._open_ports(server)
             serving.add_done_callback(self._ended)
+            self.context.start()
             loop = asyncio.get_running_loop()
             for number in (signal.SIGTERM, signal.SIGINT):
                 with contextlib.suppress(ValueError, RuntimeError):  # only the main thread of a process can
@@ -158,7 +159,7 @@ class Front:
             self._fail(2, self.service.mesh.refused or "")
         elif self.service.mesh.facts is not None and self.context.served is None:
             try:
-                self.context.served = Served(self.service.mesh.facts, self.args.names, self.args.fim, self._template)
+                self.context.load(Served(self.service.mesh.facts, self.args.names, self.args.fim, self._template))
             except (InputError, ValueError) as failure:
                 self._fail(2, str(failure))
 
@@ -202,6 +203,7 @@ class Front:
         server.should_exit = True
         with contextlib.suppress(asyncio.CancelledError, TimeoutError):
             await asyncio.wait_for(serving, 10)
+        await self.context.close()
         if self._keeper is not None:
             await self._keeper.close()
         await link.close()

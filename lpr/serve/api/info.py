@@ -9,19 +9,22 @@ from hashlib import sha256
 from importlib.resources import files
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 import lpr
 from lpr.protocol import ErrorCode
+from lpr.serve.api.chat import chat_ids
 from lpr.serve.api.context import aside, context_of
+from lpr.serve.api.parsing import JsonRoute
 from lpr.serve.bodies import DetokenizeBody, TokenizeBody
 from lpr.serve.errors import ApiError
 from lpr.serve.text.fim import FAMILIES
 from lpr.serve.text.served import Served
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 health = APIRouter()
 """What load balancers ask."""
 measuring = APIRouter()
@@ -63,17 +66,18 @@ def _model(served: Served, name: str) -> dict[str, Any]:
     }
 
 
-@router.post("/tokenize", summary="Text or a conversation as tokens")
-async def tokenize(body: TokenizeBody, request: Request) -> dict[str, Any]:
+@router.post("/tokenize", summary="Text or a conversation as tokens", response_model=dict[str, Any])
+async def tokenize(body: TokenizeBody, request: Request) -> Response:
     """Tokenise vLLM's `prompt` or `messages`, or llama.cpp's `content`."""
     served = context_of(request).ready()
     served.check_model(body.model)
-    return await aside(request, _tokenized, served, body)
+    chat = await chat_ids(request, served, body) if body.messages is not None else None
+    return Response(await aside(request, _tokenized, served, body, chat), media_type="application/json")
 
 
-def _tokenized(served: Served, body: TokenizeBody) -> dict[str, Any]:
-    if body.messages is not None:
-        ids = served.chat_ids(body.messages, body)
+def _tokenized(served: Served, body: TokenizeBody, chat: list[int] | None) -> bytes:
+    if chat is not None:
+        ids = chat
     elif body.content is not None:
         ids = served.tokens.encode(body.content, bool(body.add_special))
     else:
@@ -81,7 +85,7 @@ def _tokenized(served: Served, body: TokenizeBody) -> dict[str, Any]:
     answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": served.facts.max_length}
     if body.return_token_strs:
         answer["token_strs"] = [served.tokens.text_of(token) for token in ids]
-    return answer
+    return msgspec.json.encode(answer)  # here, as it takes long for many tokens
 
 
 @router.post("/detokenize", summary="Tokens as text")
@@ -89,9 +93,13 @@ async def detokenize(body: DetokenizeBody, request: Request) -> dict[str, Any]:
     """Show the text of `tokens`, as vLLM's `prompt` and as llama.cpp's `content`."""
     served = context_of(request).ready()
     served.check_model(body.model)
-    served.check_ids(body.tokens, "tokens")
-    text = served.tokens.decode(body.tokens)
+    text = await aside(request, _detokenized, served, body)
     return {"prompt": text, "content": text}
+
+
+def _detokenized(served: Served, body: DetokenizeBody) -> str:
+    served.check_ids(body.tokens, "tokens")
+    return served.tokens.decode(body.tokens)
 
 
 @router.delete("/v1/requests/{request_id}", summary="Cancel a running request")

@@ -11,7 +11,7 @@ import re
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from lpr.config import InputError
 from lpr.protocol import ErrorCode
 from lpr.serve import limits
 from lpr.serve.errors import ApiError
+from lpr.serve.generation import DisconnectedError
 from lpr.serve.metrics import Metrics
 from lpr.serve.options import ServeArgs
 
@@ -34,6 +35,8 @@ MOST_WEIGHT = 1000.0
 """The largest weight of a key; the smallest is 1 over it."""
 BODY_SECONDS = float(limits.BODY_SECONDS.most)
 """Time for a request's body to arrive."""
+Parse = Callable[[Scope, bytes, Receive], Awaitable[None]]
+"""Checks a request's body, and notes its value in the scope; raises ApiError or DisconnectedError."""
 
 
 class Keys:
@@ -121,8 +124,9 @@ def _name(key: str) -> str:
 class Guard:
     """ASGI middleware: gives a request its id, checks host and key, reads its body, and logs the answer."""
 
-    def __init__(self, app: ASGIApp, args: ServeArgs, keys: Keys, replica: str, metrics: Metrics) -> None:
-        """Guard `app` of the service that a router knows as `replica`."""
+    def __init__(self, app: ASGIApp, args: ServeArgs, keys: Keys, replica: str, metrics: Metrics, parse: Parse) -> None:
+        """Guard `app` of the service that a router knows as `replica`; `parse` parses bodies."""
+        self._parse = parse
         self._app = app
         self._args = args
         self._keys = keys
@@ -162,7 +166,7 @@ class Guard:
             state["key_name"] = self._check_key(scope, headers)
             _check_type(scope, headers)
             if scope["method"] == "POST" and scope["path"] not in OPEN_PATHS:
-                receive = await self._with_body(headers, receive)
+                receive = await self._with_body(scope, headers, receive)
                 is_read = True
             else:
                 receive = _without_body()
@@ -209,7 +213,7 @@ class Guard:
             raise ApiError(code, "give a valid key as Authorization: Bearer KEY")
         return name
 
-    async def _with_body(self, headers: Mapping[str, str], receive: Receive) -> Receive:
+    async def _with_body(self, scope: Scope, headers: Mapping[str, str], receive: Receive) -> Receive:
         """Read the whole body; returns a `receive` that gives it and then what follows. Raises ApiError."""
         limit, length = self._args.max_body, headers.get("content-length", "0")
         too_large = ApiError(ErrorCode.BODY_TOO_LARGE, f"the body is larger than --max-body {limit} bytes")
@@ -236,7 +240,10 @@ class Guard:
             raise ApiError(ErrorCode.BODY_TIMEOUT, late) from failure
         finally:
             self._num_arriving -= self._arriving.pop(patience, 0)
-        _check_text(bytes(body))
+        try:
+            await self._parse(scope, bytes(body), receive)
+        except DisconnectedError:
+            return receive
         pending = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
         async def replayed() -> Message:
@@ -282,18 +289,6 @@ def _without_body() -> Receive:
         return pending.pop() if pending else {"type": "http.disconnect"}
 
     return receive
-
-
-def _check_text(body: bytes) -> None:
-    """Raise ApiError for JSON with half of a surrogate pair, which tokenizers refuse."""
-    if b"\\ud" in body.lower() or b"\xed" in body:
-        try:
-            json.dumps(json.loads(body), ensure_ascii=False).encode()
-        except UnicodeEncodeError as failure:
-            message = "the body holds half of a surrogate pair, which is no text"
-            raise ApiError(ErrorCode.INVALID_JSON, message) from failure
-        except (ValueError, RecursionError):
-            return  # not JSON: the application refuses it
 
 
 def _check_type(scope: Scope, headers: Mapping[str, str]) -> None:
