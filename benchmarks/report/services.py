@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.report.parts import Column, Json, Part, Table, how_sampled, optional, tabulate, workload
+from benchmarks.report.parts import Column, Json, Part, Table, distinct, how_sampled, optional, tabulate, workload
 
 
 def serve(facts: Json) -> list[Part]:
@@ -38,6 +38,31 @@ def soak(facts: Json) -> list[Part]:
         Part(Table("hostile clients", ["what", "times"], hostile)),
         Part(Table("processes", ["id", "MB at first", "MB at last", "growth", "open files at last"], held)),
     ]
+
+
+def hostile(facts: Json) -> list[Part]:
+    """By probe, what each service answers and what it costs its other clients."""
+    names = distinct(facts["runs"], "service")
+    columns = ["attack", "probe", *(f"{name}: {what}" for name in names for what in ("client sees", "/livez", "MB"))]
+    by_probe: dict[str, dict[str, Json]] = {}
+    for run in facts["runs"]:
+        by_probe.setdefault(run["probe"], {})[run["service"]] = run
+    rows = []
+    for runs in by_probe.values():
+        first = next(iter(runs.values()))
+        cells = [cell for name in names for cell in (_seen(runs[name]) if name in runs else ("", "", ""))]
+        rows.append([first["item"], f"{first['probe']}: {first['what']}", *cells])
+    return [Part(Table("Probes: longest stall of /livez in ms, growth of the front in MB", columns, rows))]
+
+
+def _seen(run: Json) -> tuple[str, str, str]:
+    """What the client sees, the stall and the memory of a probe."""
+    seen = [what if count == run["times"] else f"{what} x {count}" for what, count in run["seen"].items()]
+    seen += [f"waits {run['neighbour_waits_s']:g} s"] if "neighbour_waits_s" in run else []
+    seen += [f"**service died, code {run['died']}**"] if run["died"] is not None else []
+    stall = "died" if run["died"] is not None else f"{run['livez'].get('max_ms', float('nan')):.0f}"
+    failed = run["livez"].get("failed", 0)
+    return ", ".join(seen), stall + (f" ({failed} failed)" if failed else ""), f"{run['front_mb']:.0f}"
 
 
 def chaos(facts: Json) -> list[Part]:
