@@ -15,6 +15,7 @@ memory. Hostile clients run at nice 10.
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
 import tempfile
 import time
@@ -26,9 +27,9 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.common import Options, Whole, git, progress, run_main
-from benchmarks.hostile.attack import Attack, Plan, Seen
+from benchmarks.hostile.attack import Attack, Plan, Seen, chosen
 from benchmarks.hostile.livez import Livez, summary
-from benchmarks.hostile.probes import PROBES, Probe
+from benchmarks.hostile.probes import Probe
 from benchmarks.hostile.under_test import KEYS, Memory, at_rest, attacked
 from benchmarks.processes.services import Running
 from benchmarks.report.parts import markdown
@@ -68,8 +69,8 @@ class HostileOptions(Options):
     """The number of idle connections."""
     memory_gb: float = 4.0
     """Address space in GB that a probe may make the front take."""
-    flags: tuple[str, ...] = ()
-    """Further flags of lpr.serve."""
+    flags: str = ""
+    """Further flags of lpr.serve, in one word: --flags="--tp 2"."""
 
 
 def measure(options: HostileOptions, console: Console) -> dict[str, Any]:
@@ -89,13 +90,6 @@ def measure(options: HostileOptions, console: Console) -> dict[str, Any]:
         page = "\n\n".join(f"## {part.table.title}\n\n{markdown(part.table)}" for part in tables_of(result))
         Path(options.output).with_suffix(".md").write_text(page + "\n", encoding="utf-8")
     return result
-
-
-def chosen(names: Sequence[str]) -> list[Probe]:
-    """The probes of these names; raises InputError."""
-    if unknown := set(names) - set(PROBES) - {"all"}:
-        raise InputError(f"--probes: unknown {', '.join(sorted(unknown))}; known are all, {', '.join(PROBES)}")
-    return [probe for probe in PROBES.values() if "all" in names or probe.name in names]
 
 
 def named(checkouts: Sequence[Path]) -> list[tuple[str, Path]]:
@@ -137,7 +131,7 @@ class Services:
         if self.running is None or self._kind != kind:
             self.drop()
             folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
-            flags = ["--model", options.model or bundled_model(), "--max-batch-size", "4", *options.flags]
+            flags = ["--model", options.model or bundled_model(), "--max-batch-size", "4", *shlex.split(options.flags)]
             service = attacked(
                 folder, flags, checkout=self._checkout, keyless=probe.is_keyless, threads=options.threads,
                 memory_gb=options.memory_gb, optional=probe.flags,

@@ -22,8 +22,10 @@ from typing import Any
 # Each registers its probes.
 from benchmarks.hostile import connections, oddities, requests  # noqa: F401
 from benchmarks.hostile.client import Client
-from benchmarks.hostile.probes import PROBES
+from benchmarks.hostile.probes import PROBES, Probe
+from lpr.config import InputError
 
+MOST_PROBLEMS = 50
 END_SECONDS = 150.0
 """Time for a client to end what it has begun."""
 
@@ -63,6 +65,14 @@ class Seen:
     """What should not have been seen."""
 
 
+def chosen(names: Sequence[str]) -> list[Probe]:
+    """The probes of these names, or all, by the attacks that they repeat; raises InputError."""
+    if unknown := set(names) - set(PROBES) - {"all"}:
+        raise InputError(f"--probes: unknown {', '.join(sorted(unknown))}; known are all, {', '.join(sorted(PROBES))}")
+    found = [probe for probe in PROBES.values() if "all" in names or probe.name in names]
+    return sorted(found, key=lambda probe: (not probe.item.isdecimal(), len(probe.item), probe.item))
+
+
 def attack(plan: Plan, stop: threading.Event) -> Seen:
     """Do what `plan` says until its time has passed or `stop` is set, each probe of a single one once at least."""
     found = Seen()
@@ -83,7 +93,7 @@ def attack(plan: Plan, stop: threading.Event) -> Seen:
             kept[what] = kept.get(what, 0) + count
         for what, value in client.notes.items():
             found.notes[what] = max(value, found.notes.get(what, 0.0))
-        if problem:
+        if problem and len(found.problems) < MOST_PROBLEMS:
             found.problems.append(problem[:500])
         if time.monotonic() > end:
             break
@@ -109,8 +119,16 @@ class Attack:
             self._process.wait(seconds)
         return self.stop()
 
+    def tell(self) -> None:
+        """Tell it to begin no further probe."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
+
     def stop(self) -> Seen:
         """Let it end; what it has seen."""
+        self.tell()
         try:
             written, _ = self._process.communicate(timeout=END_SECONDS)
             return Seen(**json.loads(written))
@@ -123,7 +141,7 @@ class Attack:
 
 
 def main() -> None:
-    """Read a plan from the first line of stdin, do it until stdin ends, and print what was seen."""
+    """Read a plan from the first line of stdin, do it until a second line or the end, and print what was seen."""
     os.nice(10)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -131,7 +149,7 @@ def main() -> None:
     stop = threading.Event()
 
     def watch() -> None:
-        sys.stdin.read()
+        sys.stdin.readline()
         stop.set()
 
     threading.Thread(target=watch, daemon=True).start()

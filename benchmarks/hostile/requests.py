@@ -47,23 +47,23 @@ def schema_references(client: Client) -> Answer:
     return client.post(_format("json_schema", json_schema={"name": "a", "schema": schema}))
 
 
-def _choices(client: Client, size: int) -> Answer:
+def _choices(client: Client, size: int, value: str) -> Answer:
     prompts = json.dumps(["a"] * 128)
     body = f'{{"max_tokens":1,"n":128,"prompt":{prompts},"logit_bias":{{'
-    count = (size - len(body)) // 9
-    return client.post((body + ",".join(f'"{number:04}":1' for number in range(count)) + "}}").encode())
+    count = (size - len(body)) // (8 + len(value))  # ids below the bundled model's 4096
+    return client.post((body + ",".join(f'"{number:04}":{value}' for number in range(count)) + "}}").encode())
 
 
 @probe("3", "400")
 def choices_13_kb(client: Client) -> Answer:
     """128 prompts of 128 choices each with a logit_bias: 13 KB."""
-    return _choices(client, 13_000)
+    return _choices(client, 13_000, "1")
 
 
 @probe("3", "400")
 def choices_42_kb(client: Client) -> Answer:
     """128 prompts of 128 choices each with a logit_bias: 42 KB."""
-    return _choices(client, 42_000)
+    return _choices(client, 42_000, "1.00")
 
 
 @probe("4", "400")
