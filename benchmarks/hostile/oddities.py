@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections import Counter
 from typing import Any
 
-from benchmarks.hostile.client import Answer, Client
+from benchmarks.hostile.client import Answer, Client, read_answer
 from benchmarks.hostile.probes import probe
 
 NAMES = (
@@ -57,10 +58,8 @@ def drop(client: Client) -> Counter[str]:
     body = {"prompt": "def f(", "max_tokens": 3000, "stream": client.dice.random() < 0.7, "ignore_eos": True}
     with client.connect() as link:
         link.sendall(_start(client, json.dumps(body).encode()))
-        link.settimeout(0.01 + client.dice.random())
-        with contextlib.suppress(OSError):
-            while link.recv(4096):
-                pass
+        end = time.monotonic() + 0.01 + client.dice.random()
+        read_answer(link, end)
     return Counter(("left",))
 
 

@@ -24,10 +24,18 @@ def serve(facts: Json) -> list[Part]:
 
 
 def soak(facts: Json) -> list[Part]:
-    """The outcomes of a soak's requests, and the memory and files of its processes."""
+    """The outcomes of a soak's requests, what other clients saw, and the memory and files of its processes."""
     verdict = [[name, str(facts[name])] for name in ("minutes", "requests", "wrong", "status_5xx", "exit_code")]
     verdict += [[f"leak: {name}", f"{value:g}"] for name, value in facts["leaks"].items()]
-    hostile = [[name, str(count)] for name, count in facts["hostile"].items()]
+    for name, found in facts.get("livez", {}).items():
+        if "p50_ms" in found:
+            times = "{p50_ms} / {p99_ms} / {max_ms} ms".format_map(found)
+            verdict.append([f"/livez {name}: p50 / p99 / longest", times])
+    verdict += [[f"first token: {name}", f"{value:g}"] for name, value in facts.get("first_token", {}).items() if value]
+    hostile = [
+        [name, ", ".join(f"{what} x {n}" for what, n in found.items()) if isinstance(found, dict) else str(found)]
+        for name, found in facts["hostile"].items()
+    ]
     first, last = facts["memory_mb"]["first"], facts["memory_mb"]["last"]
     held = [
         [str(pid), f"{first[pid]:.0f}", f"{last[pid]:.0f}", f"{grown:g}", str(facts["files"]["last"].get(pid, ""))]
