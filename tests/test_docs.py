@@ -149,7 +149,7 @@ def is_metric(name: str) -> bool:
 @cache
 def routes() -> set[str]:
     """The service's paths, with ID for a request's id."""
-    found = re.findall(r'@router\.\w+\("([^"]+)"', source_of("lpr/serve/api"))
+    found = re.findall(r'@\w+\.(?:get|post|delete)\("([^"]+)"', source_of("lpr/serve/api"))
     return {re.sub(r"\{.*?\}", "ID", path) for path in found}
 
 

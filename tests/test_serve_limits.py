@@ -15,8 +15,9 @@ from serving import serving
 from lpr.engine.waiting import MOST_PRIORITY, Waiting
 from lpr.serve import limits
 from lpr.serve.api import middleware
-from lpr.serve.connections import SECONDS, Waits
+from lpr.serve.connections import KINDS, SECONDS, Waits
 
+LIVEZ = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
 PROMPT = "def f(x):\n    "
 POST = (
     b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
@@ -60,7 +61,7 @@ def test_connections():
         assert max(took) < 1, took
         assert service.client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 4}).status_code == 200
         assert status(idle[0]) == 0
-        idle[-1].sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        idle[-1].sendall(LIVEZ)
         assert status(idle[-1]) == 200
         replaced = r'^lpr:connections_ended_total{.*reason="replaced"} [1-9]'
         assert re.search(replaced, service.client.get("/metrics").text, re.M)
@@ -90,6 +91,25 @@ def test_headers():
             assert service.client.get("/livez", headers=[("A", "b")] * count).status_code == expected
 
 
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_ahead(kind, monkeypatch, caplog):
+    if kind == "h11":
+        monkeypatch.delitem(KINDS, "httptools", raising=False)
+    with served(connect=False) as service, links(service.front.port, 2) as (client, greedy):
+        client.sendall(LIVEZ * limits.AHEAD.most)
+        data = b""
+        while data.count(b'{"status":"ok"}') < limits.AHEAD.most and (new := client.recv(65536)):
+            data += new
+        assert data.count(b"HTTP/1.1 200") == limits.AHEAD.most
+        with contextlib.suppress(OSError):
+            for _ in range(400):
+                greedy.settimeout(0.3)
+                greedy.sendall(LIVEZ * 2000)
+        began = time.monotonic()
+        service.client.get("/livez").raise_for_status()
+        assert time.monotonic() - began < 1 and not [line for line in caplog.records if line.levelname == "ERROR"]
+
+
 def test_head_seconds(monkeypatch):
     shorten(monkeypatch, Waits.HEAD, limits.HEAD_SECONDS)
     with served(connect=False) as service, links(service.front.port, 2) as (silent, slow):
@@ -100,7 +120,7 @@ def test_head_seconds(monkeypatch):
 def test_idle_seconds(monkeypatch):
     shorten(monkeypatch, Waits.IDLE, limits.IDLE_SECONDS)
     with served(connect=False) as service, links(service.front.port, 1) as (link,):
-        link.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        link.sendall(LIVEZ)
         assert status(link) == 200 and status(link) == 0
 
 

@@ -347,6 +347,10 @@ class _Transport:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
+    def write(self, data: bytes) -> None:
+        if not self._is_lingering:
+            self._transport.write(data)
+
     def is_closing(self) -> bool:
         return self._is_lingering or self._transport.is_closing()
 
@@ -374,6 +378,12 @@ with contextlib.suppress(ImportError):
 
     class HttpToolsConnection(Connection, HttpToolsProtocol):  # type: ignore[misc]
         """A connection whose requests httptools reads."""
+
+        def on_message_begin(self) -> None:
+            """Begin a request; h11 does so only after the answer before, httptools with all that has come."""
+            if len(self.pipeline) >= limits.AHEAD.most:
+                raise ValueError("too many requests ahead of their answers")  # uvicorn answers 400
+            super().on_message_begin()
 
     KINDS["httptools"] = HttpToolsConnection
 
