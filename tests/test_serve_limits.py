@@ -79,7 +79,7 @@ def test_stop_ids(service):
 def test_messages(service):
     message, most = {"role": "user", "content": ""}, limits.MESSAGES.most
     path = "/v1/chat/completions"
-    assert "leave no room" in post(service, path, {"messages": [message] * most}, 400)
+    assert "context" in post(service, path, {"messages": [message] * most}, 400)
     assert f"more than {most}" in post(service, path, {"messages": [message] * (most + 1)}, 400, "messages")
     parts = [{"role": "user", "content": [{"type": "text", "text": ""}] * most}]
     assert f"more than {most}" in post(service, path, {"messages": parts}, 400, "messages")

@@ -6,6 +6,7 @@ through there.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 
@@ -25,7 +26,8 @@ _tokenizer: llguidance.LLTokenizer | None = None
 def prepare(tokenizer: str, vocab_size: int, eos_token_ids: list[int]) -> None:
     """Note the model's tokenizer: a fast tokenizer's JSON."""
     global _tokenizer
-    _tokenizer = llguidance.LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos_token_ids or None)
+    with contextlib.suppress(ValueError):  # the ranks then refuse each grammar, and say why
+        _tokenizer = llguidance.LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos_token_ids or None)
 
 
 def compile_grammar(kind: str, text: str) -> str:
