@@ -91,6 +91,20 @@ def test_pieces(service):
     post(service, "/infill", {**body, "input_extra": [{"text": "a"}] * (limits.PIECES.most + 1)}, 400, "input_extra")
 
 
+def test_ids():
+    with served(facts(max_length=8192)) as service:  # more than one context holds, so there are several prompts
+        prompts, path = [[1] * 8000] * 65, "/v1/completions"
+        post(service, path, {"prompt": prompts, "max_tokens": 2}, 200)
+        message = post(service, path, {"prompt": [*prompts, [1] * 8000], "max_tokens": 2}, 400, "prompt")
+        assert str(limits.IDS.most) in message and 65 * 8000 <= limits.IDS.most < 66 * 8000
+
+
+def test_tokenized(service):
+    for name in ("prompt", "content"):
+        post(service, "/tokenize", {name: "a b " * (limits.TOKENIZED.most // 4)}, 200)
+        post(service, "/tokenize", {name: "a b " * (limits.TOKENIZED.most // 4) + "a"}, 400, name)
+
+
 def test_detokenized(service):
     post(service, "/detokenize", {"tokens": [1] * limits.DETOKENIZED.most}, 200)
     post(service, "/detokenize", {"tokens": [1] * (limits.DETOKENIZED.most + 1)}, 400, "tokens")
