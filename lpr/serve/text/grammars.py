@@ -94,7 +94,7 @@ def _source(wanted: ResponseFormat) -> tuple[str, str]:
     if wanted.type == "grammar":
         return "grammar", wanted.grammar or ""
     schema = wanted.json_schema.schema_ if wanted.json_schema is not None else None
-    return "json_schema", json.dumps(schema if schema is not None else {"type": "object"})
+    return "json_schema", json.dumps(schema if schema is not None else {"type": "object"}, separators=(",", ":"))
 
 
 def _too_large(kind: str, text: str) -> str:

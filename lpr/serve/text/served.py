@@ -89,9 +89,9 @@ class Served:
 
     @property
     def most_characters(self) -> int:
-        """Characters that a rendered conversation can have."""
-        longest = self.tokens.lengths
-        return MOST_RENDERED if longest is None else longest.longest * self.facts.max_length
+        """Characters that a prompt can have."""
+        lengths = self.tokens.lengths
+        return MOST_RENDERED if lengths is None else lengths.longest * self.facts.max_length
 
     def chat_text(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         """The text of a conversation; raises ApiError if the model's template refuses it, or if it is too long."""
