@@ -6,7 +6,7 @@ Every machine needs `pip install 'lpr[ray]'`. A mesh is `python -m lpr.serve` on
 on several machines. The front sends prompts that begin alike, and requests of one session, to the same mesh, where
 their prefix is cached and their drafts are warm, unless that mesh has too many requests. Ray Serve starts further
 meshes by the number of running and waiting requests, and restarts lost ones. A request whose mesh is lost before its
-answer begins goes to another mesh, and so does a stream of one text that has begun: it goes on there (lpr.fleet.resume).
+answer begins goes to another mesh, and a stream of one text that has begun goes on at another (lpr.fleet.resume).
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Resumption:
         if fields.get("temperature") != 0 and fields.get("seed") is None:
             self._fields["seed"] = secrets.randbits(32)
         self._hidden = () if fields.get("return_token_ids") else _HIDDEN
-        self._rest, self._is_lost, self._has_begun = b"", False, False
+        self._rest, self._is_lost, self._has_begun, self._is_finished, self._has_usage = b"", False, False, False, False
 
     @classmethod
     def of(cls, path: str, fields: Mapping[str, Any]) -> Resumption | None:
@@ -64,7 +64,7 @@ class Resumption:
                 self.is_complete = True
             elif event.startswith(b"data: {"):
                 kept = self._take(event)
-                hidden += len(event) - len(kept)
+                hidden += len(event) - len(kept) + (0 if kept else 2)
                 event = kept
             elif event.startswith(b":."):  # what --pad-stream adds, so that sizes stay as they are
                 event, hidden = b":" + b"." * hidden + event[1:], 0
@@ -77,13 +77,18 @@ class Resumption:
         if "error" in data and data["error"].get("code") == _GIVEN_UP:
             self._is_lost = True
             return b""
-        for choice in data.get("choices") or ():
+        if not data.get("choices"):
+            shown, self._has_usage = not self._has_usage, True
+            return event if shown else b""
+        for choice in data["choices"]:
             self.delivered += choice.get("token_ids") or ()
-            if self._has_begun and "role" in choice.get("delta", {}):  # of a chat that broke off before its first token
+            is_role = "role" in choice.get("delta", {})
+            if (is_role and self._has_begun) or self._is_finished:  # it came from the service before
                 return b""
+            self._is_finished = choice.get("finish_reason") is not None
             for name in self._hidden:
                 choice.pop(name, None)
         self._has_begun = True
-        return (
-            b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() if self._hidden else event
-        )
+        if not self._hidden:
+            return event
+        return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
