@@ -75,7 +75,7 @@ def test_key_tokens():
         with served(api_key="a,b", **flags) as service:
             service.driver.hold = True
             answers = [ask_in_thread(service, "a") for _ in range(5)]  # the slots, and the one on hand
-            wait_for(lambda: num_open(service) == 5)  # noqa: B023
+            wait_for(lambda: num_open(service) == 5)
             answers.append(ask_in_thread(service, "a", prompt=long))
             wait_for(lambda: service.front.service.num_queued_tokens == 30)
             refused(service, "a", f"--max-tokens-per-key is {most}", prompt=long)
