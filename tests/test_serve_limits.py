@@ -189,6 +189,10 @@ def wait_for(condition, seconds=20.0):
         time.sleep(0.005)
 
 
+def num_open(service):
+    return service.front.service.num_running + service.front.service.num_waiting
+
+
 def refused(service, name, words, **body):
     response = service.client.post("/v1/completions", json={"prompt": "p", **body}, headers=key(name))
     assert response.status_code == 429 and int(response.headers["retry-after"]) >= 1, response.text
@@ -201,10 +205,10 @@ def test_key_requests():
         with served(api_key="a,b", **flags) as service:
             service.driver.hold = True
             answers = [ask_in_thread(service, "a") for _ in range(most)]
-            wait_for(lambda: service.front.service.num_running + service.front.service.num_waiting == most)  # noqa: B023
+            wait_for(lambda: num_open(service) == most)  # noqa: B023
             refused(service, "a", f"--max-requests-per-key is {most}")
             answers += [ask_in_thread(service, "b") for _ in range(most)]
-            wait_for(lambda: service.front.service.num_running + service.front.service.num_waiting == 2 * most)  # noqa: B023
+            wait_for(lambda: num_open(service) == 2 * most)  # noqa: B023
             response = service.client.post("/v1/completions", json={"prompt": "p", "n": most + 1}, headers=key("b"))
             assert response.status_code in (400, 429)
             service.driver.hold = False
@@ -212,7 +216,7 @@ def test_key_requests():
     with served(api_key="a", max_queue=1) as service:  # a lone key gets everything
         service.driver.hold = True
         answers = [ask_in_thread(service, "a") for _ in range(6)]
-        wait_for(lambda: service.front.service.num_running + service.front.service.num_waiting == 6)
+        wait_for(lambda: num_open(service) == 6)
         service.driver.hold = False
         assert [answer().status_code for answer in answers] == [200] * 6
 
@@ -223,7 +227,7 @@ def test_key_tokens():
         with served(api_key="a,b", **flags) as service:
             service.driver.hold = True
             answers = [ask_in_thread(service, "a") for _ in range(5)]  # the slots, and the one on hand
-            wait_for(lambda: service.front.service.num_running == 4)
+            wait_for(lambda: num_open(service) == 5)
             answers.append(ask_in_thread(service, "a", prompt=long))
             wait_for(lambda: service.front.service.num_queued_tokens == 30)
             refused(service, "a", f"--max-tokens-per-key is {most}", prompt=long)

@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import psutil
@@ -289,6 +290,27 @@ def test_a_service_that_ends_before_its_stream_is_left():
         assert text_of([event["choices"][0] for event in parsed(got.decode())[0]]) == text_of(
             [event["choices"][0] for event in parsed(wanted)[0]]
         )
+
+
+def test_the_example_of_the_docs_does_what_it_says():
+    """It goes from a service that is not there to one that breaks off, and to one that ends the stream."""
+    source = (Path(__file__).parent.parent / "docs" / "serving.md").read_text()
+    section = source.partition("## When the front is lost")[2]
+    example: dict[str, object] = {}
+    exec(section.partition("```python")[2].partition("```")[0], example)
+    fields = {"prompt": "a", "temperature": 0, "max_tokens": 20}
+    with served() as lost, served() as other:
+
+        def before_step(running):
+            if lost.driver.running[1][1] == 2:
+                lost.call(lost.driver.vanish)
+                raise asyncio.CancelledError
+
+        lost.driver.before_step = before_step
+        got = b"".join(example["stream"](["http://127.0.0.1:9", lost.url, other.url], "/v1/completions", fields))
+        wanted = other.client.post("/v1/completions", json={**fields, "stream": True}).text
+        assert lost.driver.running[1][1] == 2 and other.driver.submitted[0].token_ids[-2:]
+    assert parsed(got.decode()) == parsed(wanted)
 
 
 @pytest.mark.parametrize(
