@@ -5,7 +5,7 @@ The processor is a function of its arguments: it goes back to where a path leave
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,22 +21,21 @@ MOST_KEPT = 64
 """Compiled grammars that are kept: the choices of a request have one grammar, and clients send the same one again."""
 
 
-class _Compiler:
+class Compiler:
     """llguidance's tokenizer for one of ours, which takes seconds to build for a large vocabulary."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         import llguidance.hf
 
-        self._compiled = lru_cache(MOST_KEPT)(
-            partial(matcher, llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size))
-        )
+        known = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size)
+        self._compiled = lru_cache(MOST_KEPT)(lambda grammar: matcher(known, grammar))
 
     def matcher(self, grammar: str) -> Any:
         """A matcher at the start of `grammar`."""
         return self._compiled(grammar).deep_copy()
 
 
-_compilers: WeakKeyDictionary[Any, dict[int, _Compiler]] = WeakKeyDictionary()
+_compilers: WeakKeyDictionary[Any, dict[int, Compiler]] = WeakKeyDictionary()
 """By tokenizer and size of the vocabulary."""
 
 
@@ -87,7 +86,7 @@ class Grammar:
         if self._matcher is None:
             known = _compilers.setdefault(self._tokenizer, {})
             if vocab_size not in known:
-                known[vocab_size] = _Compiler(self._tokenizer, vocab_size)
+                known[vocab_size] = Compiler(self._tokenizer, vocab_size)
             self._matcher = known[vocab_size].matcher(self._grammar)
             self._mask = llguidance.numpy.allocate_token_bitmask(1, vocab_size)
         self._follow(path)
