@@ -411,7 +411,7 @@ def heads_have_no_end(patch):
 
 
 def closing_loses_the_answer(patch):
-    patch.setattr(Connection, "is_sending", False)
+    patch.setattr(Connection, "may_linger", False)
 
 
 FOUND_BY = {

@@ -127,8 +127,13 @@ class Connection(_Base):
 
     @property
     def is_sending(self) -> bool:
-        """True if the client is in the middle of a request, unless the service ends."""
-        return not self._port.is_closed and (bool(self._head) or (self.cycle is not None and self.cycle.more_body))
+        """True if the client is in the middle of a request."""
+        return bool(self._head) or (self.cycle is not None and self.cycle.more_body)
+
+    @property
+    def may_linger(self) -> bool:
+        """True if the connection should stay open after an answer that came early."""
+        return self.is_sending and self._port.may_linger
 
     def note(self) -> None:
         """Tell the port what the connection waits for now."""
@@ -187,7 +192,7 @@ class _Transport:
     def close(self) -> None:
         if self.is_closing():
             return
-        if self._connection.is_sending:
+        if self._connection.may_linger:
             self._is_lingering = True
             self._connection.flow.resume_reading()
             if self._transport.can_write_eof():

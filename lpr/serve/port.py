@@ -30,6 +30,8 @@ _ACCEPTS = 16
 """Connections that are accepted in one turn of the event loop."""
 _MOST_REFUSED = 16
 """Refused connections that stay open until their client has read why."""
+MOST_LINGERING = 32
+"""Connections that stay open after an early answer. Reading what so many clients still send costs time."""
 SWEEP_SECONDS = 0.5
 """How often connections that have waited too long are ended."""
 
@@ -45,6 +47,7 @@ class Port:
         self._tls = tls
         self._open: set[Connection] = set()
         self._waiting: dict[Connection, float] = {}  # until when; the first has waited longest
+        self._lingering: set[Connection] = set()
         self._handshakes: dict[Connection, asyncio.Task[None] | None] = {}
         self._refused: deque[socket.socket] = deque()
         self._sweeping: asyncio.TimerHandle | None = None
@@ -56,6 +59,11 @@ class Port:
     def num_waiting(self) -> int:
         """Connections that wait for their client."""
         return len(self._waiting)
+
+    @property
+    def may_linger(self) -> bool:
+        """True if a connection may stay open after an early answer, so that its client can read it."""
+        return not self.is_closed and len(self._lingering) < MOST_LINGERING
 
     @property
     def num_answered(self) -> int:
@@ -89,6 +97,8 @@ class Port:
         if connection in self._open:
             self._waiting.pop(connection, None)
             self._waiting[connection] = self._loop.time() + SECONDS[waits]
+            if waits is Waits.LINGER:
+                self._lingering.add(connection)
 
     def work(self, connection: Connection) -> None:
         """The connection is being answered."""
@@ -98,6 +108,7 @@ class Port:
         """The connection has ended."""
         self._waiting.pop(connection, None)
         self._open.discard(connection)
+        self._lingering.discard(connection)
 
     # Within.
 
