@@ -37,6 +37,7 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
     slots: list[int]
     homes: list[int]
     arrived_ms: float
+    charged: float
 
     @classmethod
     def of(cls, request: Request) -> RequestState:
@@ -53,6 +54,7 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
             slots=request.slots,
             homes=request.homes,
             arrived_ms=request.arrived_ms,
+            charged=request.charged,
         )
 
     def restore(self, requests: RequestTable) -> Request:
@@ -63,7 +65,7 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
             stats.drafted[source, depth], stats.accepted[source, depth] = drafted, accepted
         request.num_cached_tokens = self.num_cached_tokens
         request.slots, request.homes = self.slots, self.homes
-        request.arrived_ms = self.arrived_ms
+        request.arrived_ms, request.charged = self.arrived_ms, self.charged
         request.resume(stats, self.logprobs)
         requests.open[request.id] = request
         return request
@@ -90,6 +92,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     """In the order of their slots."""
     waiting: list[tuple[float, int, RequestState]]
     """The entries of the queue (lpr.engine.waiting)."""
+    shares: tuple[float, dict[str, tuple[float, float]]]
+    """The clocks of the keys (lpr.engine.sharing)."""
     num_arrivals: int
     num_queries: int
     num_hits: int
@@ -106,6 +110,7 @@ def state_of(scheduler: Scheduler[Request], drafts: DraftIndexes, **known: Any) 
         read_to=drafts.read_to,
         running=[RequestState.of(request) for request in scheduler.running],
         waiting=[(place, arrival, RequestState.of(request)) for place, arrival, request in scheduler.waiting],
+        shares=scheduler.waiting.shares.state,
         num_arrivals=scheduler.waiting.num_arrivals,
         num_queries=scheduler.num_queries,
         num_hits=scheduler.num_hits,
@@ -123,6 +128,7 @@ def resume(
     running = [each.restore(requests) for each in state.running]
     queue = [(place, arrival, each.restore(requests)) for place, arrival, each in state.waiting]
     scheduler.resume(running, queue, state.num_arrivals)
+    scheduler.waiting.shares.resume(state.shares)
     scheduler.num_queries, scheduler.num_hits = state.num_queries, state.num_hits
     if scheduler.limits.targets is not None:
         scheduler.limits.targets.now = state.now

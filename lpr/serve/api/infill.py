@@ -12,13 +12,14 @@ from fastapi import APIRouter, Request, Response
 from lpr.config import SamplingParams
 from lpr.serve.api.answers import Form, answer
 from lpr.serve.api.context import STREAM, aside, begin
+from lpr.serve.api.parsing import JsonRoute
 from lpr.serve.bodies import InfillBody
 from lpr.serve.errors import bad
 from lpr.serve.generation import Choice, Event
 from lpr.serve.text.fim import Extra
 from lpr.serve.text.served import Served, fresh_seed, sampling, spread
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 SAMPLERS = ("top_k", "top_p", "min_p", "temperature", "penalties", "infill")
 """Names that `samplers` may hold. "infill" is llama.cpp's nearly greedy sampler."""
@@ -93,7 +94,8 @@ def _prompt(served: Served, body: InfillBody, count: int) -> tuple[list[int], bo
         raise bad("n_predict", f"n_predict {count} leaves no room; the model's limit is {served.facts.max_length}")
     if served.filler is None and not body.input_suffix.strip():
         # Nothing follows the hole, so every model can continue.
-        ids = served.tokens.encode("".join(extra.text for extra in body.input_extra) + prefix)
+        text = served.tokens.tail("".join(extra.text for extra in body.input_extra) + prefix, room)
+        ids = served.tokens.encode(text)
         kept = ids[max(0, len(ids) - room) :]
         if not kept:
             raise bad("input_prefix", "input_prefix: there is nothing to continue")

@@ -7,13 +7,18 @@ up the driver's steps, and because a request's length decides whether it is acce
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import cached_property
 
 from tokenizers import Tokenizer
 
+from lpr.serve.text.lengths import byte_characters, lengths_of
+
 LONG = 1 << 14
 """Characters above which a text is not encoded on the event loop: from there on it takes more than 10 ms."""
+_MARGIN = 64
+"""Tokens between a cut in a text and those that are wanted of it, which must be the ones of the whole text."""
 _MARK = "\u263a"
 """A character before a text whose leading space must not be invented; codellama and mistral-common use this one too."""
 
@@ -27,6 +32,8 @@ class Tokens:
             tokenizer.no_truncation()
             tokenizer.no_padding()
         self._literal.encode_special_tokens = True
+        self.lengths = lengths_of(source)
+        """The longest tokens; None if a token can stand for any number of characters."""
         with_special = self._plain.encode("a").ids
         without = self._plain.encode("a", add_special_tokens=False).ids
         starts = (at for at in range(len(with_special)) if with_special[at : at + len(without)] == without)
@@ -49,6 +56,25 @@ class Tokens:
         if marked[: len(mark)] == mark:
             return marked[len(mark) :]
         return _ids(self._literal, text)
+
+    def tail(self, text: str, num_tokens: int) -> str:
+        """The end of a text whose last `num_tokens` tokens are wanted: not more of it than they can come from."""
+        cut = len(text) - self._most(num_tokens)
+        if cut <= 0:
+            return text
+        line = text.rfind("\n", max(0, cut - LONG), cut)  # from a line on, tokens do not depend on what was before it
+        return text[line + 1 if line >= 0 else cut :]
+
+    def head(self, text: str, num_tokens: int) -> str:
+        """The same of its beginning."""
+        cut = self._most(num_tokens)
+        if cut >= len(text):
+            return text
+        line = text.find("\n", cut, cut + LONG)
+        return text[: line + 1 if line >= 0 else cut]
+
+    def _most(self, num_tokens: int) -> int:
+        return sys.maxsize if self.lengths is None else (num_tokens + _MARGIN) * self.lengths.longest
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """The text of some ids."""
@@ -85,16 +111,13 @@ class Tokens:
         """Byte of each character of a byte-level vocabulary; empty for other vocabularies."""
         if "ByteLevel" not in repr(self._plain.decoder):
             return {}
-        # GPT-2's table: printable Latin-1 characters stand for themselves, the other bytes for U+0100 and above.
-        printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-        others = [byte for byte in range(256) if byte not in set(printable)]
-        table = {chr(byte): byte for byte in printable}
-        table.update({chr(0x100 + index): byte for index, byte in enumerate(others)})
-        return table
+        return {character: byte for byte, character in byte_characters().items()}
 
 
 def _ids(tokenizer: Tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
     if len(text) <= LONG:
-        return list(tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
     # The same, but other threads can run meanwhile: `encode` keeps the interpreter's lock, for a second per MiB.
-    return list(tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
+    ids = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    return ids

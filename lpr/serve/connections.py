@@ -1,0 +1,231 @@
+"""Connections of the service: what they read at most, and what they wait for. lpr.serve.port counts them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+from enum import Enum, auto
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from lpr.serve import limits
+from lpr.serve.errors import error_body
+
+if TYPE_CHECKING:
+    from lpr.serve.port import Port
+
+    _Base = H11Protocol
+else:
+    _Base = asyncio.BufferedProtocol
+
+_READ = 16 << 10
+"""Bytes that one connection may bring in one turn of the event loop."""
+_END_OF_HEAD = re.compile(rb"[^\r\n]\r?\n\r?\n")
+
+
+class Waits(Enum):
+    """What a connection waits for."""
+
+    HEAD = auto()
+    IDLE = auto()
+    BODY = auto()
+    UNREAD = auto()
+    LINGER = auto()
+    """For the client to read an answer that came before the end of its body. A close at once would discard it."""
+
+
+SECONDS = {
+    Waits.HEAD: float(limits.HEAD_SECONDS.most),
+    Waits.IDLE: float(limits.IDLE_SECONDS.most),
+    Waits.BODY: limits.BODY_SECONDS.most + 1.0,  # the application has its own limit, with an answer for it
+    Waits.UNREAD: float(limits.UNREAD_SECONDS.most),
+    Waits.LINGER: 3.0,
+}
+"""How long a connection waits."""
+
+
+class Connection(_Base):
+    """One connection; a class of uvicorn follows it in the order of bases.
+
+    It reads little at a time, counts what comes besides bodies, and tells its port when it waits for the client.
+    """
+
+    _buffer = bytearray(_READ)  # of all connections: its bytes are copied before the next one reads
+
+    def __init__(self, *args: Any, port: Port, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._port = port
+        self._head = bytearray()
+        """The incomplete head."""
+        self._besides = 0
+        """Bytes since the head that were no body: a next request, or what surrounds the pieces of a body."""
+        self._waits: Waits | None = Waits.HEAD
+
+    def get_buffer(self, sizehint: int) -> bytearray:
+        """Where the next bytes go; small, so that one client cannot hold up the event loop."""
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """`nbytes` were read."""
+        self.data_received(bytes(memoryview(self._buffer)[:nbytes]))
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin."""
+        super().connection_made(_Transport(transport, self))  # type: ignore[arg-type]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End."""
+        self._port.lost(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Give `data` to uvicorn, unless it is too much or unwanted."""
+        if self.transport.is_closing():
+            return
+        if self._is_between_requests:
+            if not self._fits(data):
+                most = f"{limits.HEAD.most} bytes and {limits.HEADERS.most} headers"
+                self.transport.write(answer(431, f"the head of the request is larger than {most}"))
+                self.transport.close()
+                return
+            super().data_received(data)
+        else:
+            before = len(self.cycle.body)
+            super().data_received(data)
+            self._besides = 0 if len(self.cycle.body) > before else self._besides + len(data)
+            if self._besides > limits.HEAD.most:
+                self.transport.abort()
+        self.note()
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request. A body that was not read ends the connection."""
+        self._besides = 0
+        super().on_response_complete()
+        if self._is_between_requests and self.cycle.more_body:
+            self.transport.close()
+        self.note()
+
+    def pause_writing(self) -> None:
+        """The client takes less than it is sent."""
+        super().pause_writing()
+        self.note()
+
+    def resume_writing(self) -> None:
+        """The client has taken what it was sent."""
+        super().resume_writing()
+        self.note()
+
+    def end(self) -> None:
+        """End now, with a 408 for an incomplete head."""
+        if self._head and not self.transport.is_closing():
+            self.transport.write(answer(408, "the head of the request did not arrive in time"))
+        self.transport.abort()
+
+    @property
+    def is_sending(self) -> bool:
+        """True if the client is in the middle of a request."""
+        return bool(self._head) or (self.cycle is not None and self.cycle.more_body)
+
+    @property
+    def may_linger(self) -> bool:
+        """True if the connection should stay open after an answer that came early."""
+        return self.is_sending and self._port.may_linger
+
+    def note(self) -> None:
+        """Tell the port what the connection waits for now."""
+        if not self._is_between_requests:
+            self._head.clear()
+        waits = self._waits_for()
+        if waits is self._waits:
+            return
+        self._waits = waits
+        if waits is None:
+            self._port.work(self)
+        else:
+            self._port.wait(self, waits)
+
+    @property
+    def _is_between_requests(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _waits_for(self) -> Waits | None:
+        """What the connection waits for; None while it is being answered."""
+        if self.transport.is_closing():
+            return Waits.UNREAD if self.transport.get_write_buffer_size() else Waits.LINGER
+        if self.flow.write_paused:
+            return Waits.UNREAD
+        if self._is_between_requests:
+            return Waits.HEAD if self._head or self.cycle is None else Waits.IDLE
+        return Waits.BODY if self.cycle.more_body else None
+
+    def _fits(self, data: bytes) -> bool:
+        """Add `data` to the head; returns False if it is too large."""
+        begin = max(0, len(self._head) - 4)
+        self._head += data
+        found = _END_OF_HEAD.search(self._head, begin)
+        size = found.end() if found else len(self._head)
+        return size <= limits.HEAD.most and self._head.count(b"\n", 0, size) <= limits.HEADERS.most + 2
+
+
+class _Transport:
+    """A transport that closes as HTTP asks: first it says that it sends no more, then the client closes."""
+
+    def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
+        self._transport = transport
+        self._connection = connection
+        self._is_lingering = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if not self._is_lingering:
+            self._transport.write(data)
+
+    def is_closing(self) -> bool:
+        return self._is_lingering or self._transport.is_closing()
+
+    def close(self) -> None:
+        if self.is_closing():
+            return
+        if self._connection.may_linger:
+            self._is_lingering = True
+            self._connection.flow.resume_reading()
+            if self._transport.can_write_eof():
+                self._transport.write_eof()
+        else:
+            self._transport.close()
+        self._connection.note()
+
+
+class H11Connection(Connection, H11Protocol):
+    """A connection whose requests h11 reads."""
+
+
+KINDS: dict[str, type[Connection]] = {"h11": H11Connection}
+"""Classes of connections by the name of their parser."""
+with contextlib.suppress(ImportError):
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+    class HttpToolsConnection(Connection, HttpToolsProtocol):  # type: ignore[misc]
+        """A connection whose requests httptools reads."""
+
+        def on_message_begin(self) -> None:
+            """Begin a request; h11 does so only after the answer before, httptools with all that has come."""
+            if len(self.pipeline) >= limits.AHEAD.most:
+                raise ValueError("too many requests ahead of their answers")  # uvicorn answers 400
+            super().on_message_begin()
+
+    KINDS["httptools"] = HttpToolsConnection
+
+
+def answer(status: int, message: str, retry_after: int | None = None) -> bytes:
+    """An error as bytes that no application has to write. The connection ends after it."""
+    body = json.dumps(error_body(status, message)).encode()
+    retry = f"Retry-After: {retry_after}\r\n" if retry_after is not None else ""
+    head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n{retry}Connection: close\r\n\r\n".encode() + body
