@@ -23,9 +23,11 @@ from typing import Any
 import httpx
 import pytest
 
+from lpr.dist.places import INTERFACES
 from lpr.serve.metrics import Metrics
 from lpr.serve.options import ServeArgs, parse
 from lpr.serve.service import Service
+from tests.test_private_store import LOOPBACK, listeners
 
 ROOT = Path(__file__).parent.parent
 LAUNCH = ROOT / "launch"
@@ -75,7 +77,7 @@ def test_the_image_passes_its_linter(tmp_path: Path) -> None:
     done = subprocess.run([hadolint, LAUNCH / "Dockerfile"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout
     wrong = tmp_path / "Dockerfile"
-    wrong.write_text(re.sub(r"^FROM .*PYTHON}$", "FROM python", text_of("Dockerfile"), flags=re.MULTILINE))
+    wrong.write_text(re.sub(r"^FROM python.*$", "FROM python", text_of("Dockerfile"), flags=re.MULTILINE))
     assert subprocess.run([hadolint, wrong], capture_output=True, timeout=60).returncode != 0
 
 
@@ -90,6 +92,8 @@ def test_the_image_is_built_from_what_is_there() -> None:
 
 def test_the_image_is_confined_and_serves() -> None:
     stages = [name for name, _ in instructions(text_of("Dockerfile"))].count("FROM")
+    bases = {rest.split()[0] for name, rest in instructions(text_of("Dockerfile")) if name == "FROM"}
+    assert len(bases) == 1 and PINNED.search(bases.pop())
     assert stages == 2 and re.fullmatch(r"[1-9]\d+:[1-9]\d+", last("USER"))
     command = json.loads(last("ENTRYPOINT"))
     assert command[:3] == ["python", "-m", "lpr.serve"]
@@ -464,8 +468,10 @@ def policies() -> dict[str, dict[str, Any]]:
 
 
 def test_network_policies_are_of_the_pods_that_there_are() -> None:
-    labels = [template["metadata"]["labels"] for path in MANIFESTS for each in documents(path)
-              for template in [*templates(each), *([each["spec"]["template"]] if each["kind"] == "Deployment" else [])]]  # fmt: skip
+    found = [document for path in MANIFESTS for document in documents(path)]
+    made = [each for document in found for each in templates(document)]
+    made += [each["spec"]["template"] for each in found if each["kind"] == "Deployment"]
+    labels = [each["metadata"]["labels"] for each in made]
     for name, spec in policies().items():
         chosen = spec["podSelector"]["matchLabels"]
         assert spec["policyTypes"] == ["Ingress", "Egress"]
@@ -479,6 +485,7 @@ def test_network_policies_are_of_the_pods_that_there_are() -> None:
 
 # What they start, started here.
 
+KEY = "word-of-tests"
 TINY = ["--dtype=float32", "--no-access-log", "--window-size=0", "--trie-nodes=8", "--max-batch-size=2"]
 BODY = {"prompt": "def f(x):\n    return", "max_tokens": 8, "temperature": 0}
 
@@ -491,7 +498,8 @@ def ask(port: int, processes: list[subprocess.Popen[bytes]], seconds: float = 24
             assert time.monotonic() < end and all(each.poll() is None for each in processes)
             with contextlib.suppress(httpx.TransportError):
                 if client.get("/readyz").status_code == 200:
-                    return client.post("/v1/completions", json=BODY).json()
+                    headers = {"Authorization": f"Bearer {KEY}"}
+                    return client.post("/v1/completions", json=BODY, headers=headers).json()
             time.sleep(0.2)
 
 
@@ -527,7 +535,8 @@ def test_a_set_of_two_machines_serves(tmp_path: Path) -> None:
             words = [each for each in words if ours.get(each.split("=")[0], 0) is not None]
             words = [f"{name}={ours[name]}" if (name := each.split("=")[0]) in ours else each for each in words]
             command = [*box["command"], *words, *TINY]
-            processes.append(subprocess.Popen(command, cwd=ROOT, env=on_path(), start_new_session=True))
+            env = on_path() | {"LPR_API_KEY": KEY, **dict.fromkeys(INTERFACES, "lo")}
+            processes.append(subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True))
         assert ask(port, processes)["usage"]["completion_tokens"] > 0
         assert httpx.get(f"http://127.0.0.1:{port}/readyz").json()["ranks"]["present"] == 2
         for each in processes:  # as when the pods are deleted
@@ -555,7 +564,7 @@ def slurm(tmp_path: Path) -> dict[str, str]:
         (tmp_path / name).write_text(script)
         (tmp_path / name).chmod(0o755)
     env = on_path() | {"SLURM_JOB_NODELIST": "a[0-1]", "SLURM_GPUS_ON_NODE": "1", "SLURM_ARRAY_TASK_ID": "3"}
-    return env | {"PATH": f"{tmp_path}:{env['PATH']}"}
+    return env | {"PATH": f"{tmp_path}:{env['PATH']}", "LPR_API_KEY": KEY}
 
 
 def test_the_slurm_script_serves(slurm: dict[str, str]) -> None:
@@ -572,6 +581,97 @@ def test_the_slurm_script_serves(slurm: dict[str, str]) -> None:
             ended([process])
         finally:
             end_groups([process])
+
+
+JOB = ["--device=cpu", "--lp=2", *TINY[2:], "--max-new-tokens=8", "--json", "--prompt=def f(x):"]
+"""Flags of lpr.generate."""
+
+
+def test_nothing_that_is_launched_unpickles() -> None:
+    """torchrun's negotiated rendezvous unpickles what anybody who reaches its port has written.
+
+    torchrun takes it by --standalone and c10d, and by default for one machine without a --master-port.
+    """
+    found = [path for path in sorted(LAUNCH.rglob("*")) if path.is_file() and path.suffix in (".sh", ".py", ".yaml")]
+    num_launchers = 0
+    for path in found:
+        code = "\n".join(line for line in path.read_text().splitlines() if not line.lstrip().startswith("#"))
+        assert not re.search(r"c10d|--standalone|--rdzv", code), path
+        if re.search(r"torchrun --|\[torchrun\]|torch.distributed.run\"", code):
+            num_launchers += 1
+            assert re.search(r"--master[-_]port", code) and re.search(r"--node[-_]rank", code), path
+    assert num_launchers == 5
+
+
+def listening_of(processes: list[subprocess.Popen[bytes]]) -> set[str]:
+    """Addresses at which the processes and all that they have started listen."""
+    psutil = pytest.importorskip("psutil")
+    found = set()
+    for each in processes:
+        for one in [psutil.Process(each.pid), *psutil.Process(each.pid).children(recursive=True)]:
+            with contextlib.suppress(psutil.Error, OSError):
+                found |= listeners(one.pid)
+    return found
+
+
+def test_two_machines_meet_by_their_numbers(tmp_path: Path) -> None:
+    """many_machines.sh, on two machines that are both this one; without a number it says what is missing."""
+    script, port = LAUNCH / "many_machines.sh", free_port()
+    env = on_path() | {"HEAD": f"127.0.0.1:{port}", "NNODES": "2", "NPROC": "1"}
+    done = subprocess.run([script], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "set NODE_RANK to the number of this machine" in done.stderr
+    processes = []
+    try:
+        for machine in (1, 0):
+            ours = env | {"NODE_RANK": str(machine)}
+            command = [script, *JOB]
+            processes.append(
+                subprocess.Popen(command, cwd=ROOT, env=ours, stdout=subprocess.PIPE, start_new_session=True)
+            )
+        assert ended(processes) == [0, 0]
+        outputs = [each.stdout.read() for each in processes if each.stdout is not None]
+        assert outputs[0] == b"" and len(json.loads(outputs[1])["token_ids"]) == 8
+    finally:
+        end_groups(processes)
+        for each in processes:
+            assert each.stdout is not None
+            each.stdout.close()
+
+
+def test_a_slurm_job_meets_by_its_numbers(slurm: dict[str, str]) -> None:
+    env = slurm | {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": str(free_port()), "SLURM_SUBMIT_DIR": str(ROOT)}
+    done = subprocess.run([LAUNCH / "slurm.sh", *JOB], cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["token_ids"]) == 8
+
+
+def test_one_machine_listens_at_one_port_beside_loopback(tmp_path: Path) -> None:
+    """The store of torchrun, as torch binds it to all interfaces."""
+    port = free_port()
+    prompts = tmp_path / "in.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": "def f(x):"}) + "\n" for _ in range(200)))
+    files = [f"--prompts={prompts}", f"--output={tmp_path / 'out.jsonl'}", "--max-new-tokens=200", *TINY[2:]]
+    env = on_path() | {"PORT": str(port), "NPROC": "2"}
+    process = subprocess.Popen([LAUNCH / "one_machine.sh", *files], cwd=ROOT, env=env, start_new_session=True)
+    try:
+        end = time.monotonic() + 120
+        while not (tmp_path / "out.jsonl").exists() or not (tmp_path / "out.jsonl").stat().st_size:
+            assert time.monotonic() < end and process.poll() is None
+            time.sleep(0.05)
+        outside = {name for name in listening_of([process]) if name.split(":")[0] not in LOOPBACK}
+        assert {int(name.split(":")[1], 16) for name in outside} == {port}
+    finally:
+        end_groups([process])
+
+
+def test_the_slurm_service_needs_a_key_or_an_open_word(slurm: dict[str, str]) -> None:
+    env = slurm | {"SLURM_JOB_NUM_NODES": "1"}
+    keyless = {name: value for name, value in env.items() if name != "LPR_API_KEY"}
+    done = subprocess.run([LAUNCH / "slurm_serve.sh"], env=keyless, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "LPR_API_KEY" in done.stderr and not done.stdout
+    for flags, variables in (["--insecure"], keyless), (["--api-key-file", "f"], keyless), ([], env):
+        command = [LAUNCH / "slurm_serve.sh", *flags]
+        assert subprocess.run(command, env=variables, capture_output=True, timeout=60).returncode == 0
 
 
 def test_on_one_machine_slurm_starts_no_torchrun(slurm: dict[str, str]) -> None:
