@@ -75,7 +75,7 @@ def test_the_image_passes_its_linter(tmp_path: Path) -> None:
     done = subprocess.run([hadolint, LAUNCH / "Dockerfile"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout
     wrong = tmp_path / "Dockerfile"
-    wrong.write_text(text_of("Dockerfile").replace("FROM python:3.12-slim-bookworm\n", "FROM python\n"))
+    wrong.write_text(re.sub(r"^FROM .*PYTHON}$", "FROM python", text_of("Dockerfile"), flags=re.MULTILINE))
     assert subprocess.run([hadolint, wrong], capture_output=True, timeout=60).returncode != 0
 
 
@@ -148,17 +148,92 @@ def test_the_composed_service_is_ours() -> None:
     services = composed()["services"]
     assert set(services) == {"lpr", "valkey", "prometheus", "grafana"}
     ours = services["lpr"]
-    default = re.sub(r"\$\{\w+:-(.*)\}", r"\1", ours["command"])
+    default = interpolated(ours["command"], {})
     args = parse(shlex.split(default))
     assert float(ours["stop_grace_period"].removesuffix("s")) > args.shutdown_timeout + 5
     assert (ROOT / "launch" / ours["build"]["context"]).resolve() == ROOT
     assert (ROOT / ours["build"]["dockerfile"]).exists()
     assert ours["environment"]["LPR_DRAFT_STORE"] == "redis://valkey:6379"
     for service in services.values():
-        assert "image" in service and not service["image"].endswith(":latest")
+        assert "build" in service or PINNED.search(service["image"])
         for volume in service.get("volumes", []):
             source = volume.split(":")[0]
             assert source in composed()["volumes"] or (LAUNCH / source).is_file(), source
+
+
+def interpolated(value: str, given: dict[str, str]) -> str:
+    """A value as compose reads it: ${NAME:-default} and ${NAME:?message}; raises KeyError with the message."""
+
+    def filled(match: re.Match[str]) -> str:
+        name, how, rest = match.groups()
+        if given.get(name):
+            return given[name]
+        if how == "?":
+            raise KeyError(rest)
+        return rest
+
+    return re.sub(r"\$\{(\w+):([-?])([^}]*)\}", filled, value).replace("$$", "$")
+
+
+PINNED = re.compile(r"@sha256:[0-9a-f]{64}$")
+
+
+def test_the_composed_services_have_passwords_or_do_not_start() -> None:
+    services = composed()["services"]
+    needed = {
+        ("lpr", "LPR_API_KEY"), ("lpr", "LPR_DRAFT_STORE_PASSWORD"), ("valkey", "VALKEY_PASSWORD"),
+        ("grafana", "GF_SECURITY_ADMIN_PASSWORD"),
+    }  # fmt: skip
+    for service, name in needed:
+        value = services[service]["environment"][name]
+        for given in ({}, {found: "" for found in re.findall(r"\$\{(\w+)", value)}):
+            with pytest.raises(KeyError, match="set"):
+                interpolated(value, given)
+    assert interpolated(services["lpr"]["environment"]["LPR_API_KEY"], {"LPR_API_KEY": "k"}) == "k"
+    assert not any("ANONYMOUS" in name for name in services["grafana"]["environment"])
+    assert services["valkey"]["networks"] == ["store"] and composed()["networks"]["store"]["internal"]
+    assert "ports" not in services["valkey"]
+    published = [port for each in services.values() for port in each.get("ports", [])]
+    assert all((port["host_ip"] if isinstance(port, dict) else port.split(":")[0]) == "127.0.0.1" for port in published)
+    assert "/launch/.env" in (ROOT / ".gitignore").read_text().split()
+
+
+def store_commands() -> list[list[str]]:
+    """How the store is started by compose and by Kubernetes."""
+    pod = documents(LAUNCH / "k8s/valkey.yaml")[0]["spec"]["template"]["spec"]["containers"][0]
+    return [
+        [interpolated(word, {}) for word in composed()["services"]["valkey"]["command"]],
+        pod["command"] + pod["args"],
+    ]
+
+
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs redis-server")
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_store_asks_for_its_password_and_does_not_show_it(number: int, tmp_path: Path) -> None:
+    """The commands themselves, with redis-server in valkey-server's place."""
+    redis = pytest.importorskip("redis")
+    port = free_port()
+    (tmp_path / "valkey-server").write_text(f'#!/bin/sh\nexec redis-server "$@" --port {port} --bind 127.0.0.1\n')
+    (tmp_path / "valkey-server").chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "VALKEY_PASSWORD": "sesame"}
+    with subprocess.Popen(store_commands()[number], env=env, cwd=tmp_path, stdout=subprocess.DEVNULL) as server:
+        stranger, friend = (redis.Redis(port=port, password=each, protocol=2) for each in (None, "sesame"))
+        try:
+            end = time.monotonic() + 30
+            while True:
+                with contextlib.suppress(redis.exceptions.ConnectionError):
+                    if friend.ping():
+                        break
+                assert time.monotonic() < end and server.poll() is None
+                time.sleep(0.05)
+            with pytest.raises(redis.exceptions.AuthenticationError):
+                stranger.get("a")
+            assert friend.config_get("maxmemory") == {"maxmemory": str(512 << 20)}
+            assert b"sesame" not in Path(f"/proc/{server.pid}/cmdline").read_bytes()
+        finally:
+            stranger.close()
+            friend.close()
+            server.kill()
 
 
 def test_prometheus_and_grafana_find_each_other() -> None:
@@ -356,6 +431,52 @@ def test_routers_send_to_first_machines_alone() -> None:
     assert "LPR_DRAFT_STORE" in stores and names == {"lpr-valkey"}
 
 
+def pods() -> list[dict[str, Any]]:
+    """Every pod of the manifests."""
+    found = [document for path in MANIFESTS for document in documents(path)]
+    sets = [template["spec"] for each in found for template in templates(each)]
+    return sets + [each["spec"]["template"]["spec"] for each in found if each["kind"] == "Deployment"]
+
+
+def test_pods_have_secrets_and_nothing_that_they_do_not_need() -> None:
+    (kustomization,) = documents(LAUNCH / "k8s/kustomization.yaml")
+    named = {each["name"] for each in kustomization["images"]}
+    assert len(pods()) == 4
+    for pod in pods():
+        assert pod["automountServiceAccountToken"] is False and pod["securityContext"]["runAsNonRoot"]
+        (box,) = pod["containers"]
+        assert PINNED.search(box["image"]) or box["image"] in named, "kustomize adds the digest"
+        secrets = {each["name"]: each["valueFrom"]["secretKeyRef"] for each in box["env"]
+                   if "secretKeyRef" in each.get("valueFrom", {})}  # fmt: skip
+        assert not any(each.get("optional") for each in secrets.values())
+        needed = {"VALKEY_PASSWORD"} if box["name"] == "valkey" else {"LPR_API_KEY", "LPR_DRAFT_STORE_PASSWORD"}
+        assert secrets.keys() == needed
+        assert "--insecure" not in box["args"]
+    keys = {each["valueFrom"]["secretKeyRef"]["key"] for pod in pods() for each in pod["containers"][0]["env"]
+            if "secretKeyRef" in each.get("valueFrom", {})}  # fmt: skip
+    page = (ROOT / "docs/deployment.md").read_text()
+    assert all(f"--from-literal={key}=" in page for key in keys), "the page says how to make them"
+
+
+def policies() -> dict[str, dict[str, Any]]:
+    found = [*documents(LAUNCH / "k8s/networkpolicy.yaml"), *documents(LAUNCH / "k8s/networkpolicy_two_machines.yaml")]
+    return {each["metadata"]["name"]: each["spec"] for each in found}
+
+
+def test_network_policies_are_of_the_pods_that_there_are() -> None:
+    labels = [template["metadata"]["labels"] for path in MANIFESTS for each in documents(path)
+              for template in [*templates(each), *([each["spec"]["template"]] if each["kind"] == "Deployment" else [])]]  # fmt: skip
+    for name, spec in policies().items():
+        chosen = spec["podSelector"]["matchLabels"]
+        assert spec["policyTypes"] == ["Ingress", "Egress"]
+        if name != "lpr-ranks":  # the set's own label, which its controller adds
+            assert any(chosen.items() <= each.items() for each in labels), name
+    store, replica = policies()["lpr-valkey"], policies()["lpr"]
+    assert store["ingress"][0]["from"][0]["podSelector"] == replica["podSelector"] and "egress" not in store
+    assert [rule["ports"][0]["port"] for rule in replica["ingress"]] == [flags_of(leader_of("leaderworkerset")).port]
+    assert policies()["lpr-ranks"]["ingress"][0]["from"] == policies()["lpr-ranks"]["egress"][0]["to"]
+
+
 # What they start, started here.
 
 TINY = ["--dtype=float32", "--no-access-log", "--window-size=0", "--trie-nodes=8", "--max-batch-size=2"]
@@ -489,6 +610,7 @@ def test_the_ray_application_serves_grows_and_survives() -> None:
     assert found["text"] and found["streamed"] == found["afterwards"] == found["on_two_machines"] == found["text"]
     assert found["refused"] == 400 and found["at_the_start"] == 1
     assert found["under_load"] == [200] and found["through_the_kill"] == [200] * 16
+    assert found["streams_that_went_on"] == [True] * 6
     assert len(found["by_prefix"]) == 1, "prompts that begin alike have gone to several meshes"
     assert found["mesh"] == {"lp": 2, "tp": 1}
 

@@ -12,8 +12,8 @@ from prometheus_client.registry import Collector
 
 from lpr.fleet.counts import DraftCounts
 from lpr.protocol import Chunk, Usage
-from lpr.serve.connections import Port
 from lpr.serve.jobs import Job
+from lpr.serve.port import Port
 from lpr.serve.service import Service
 
 BLOCK_TOKENS = 16
