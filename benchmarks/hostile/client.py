@@ -28,7 +28,7 @@ class Answer(NamedTuple):
     text: str = ""
     """The beginning of the body."""
 
-    def count(self) -> Counter[str]:
+    def counted(self) -> Counter[str]:
         """The status, once."""
         return Counter((self.status,))
 
@@ -136,4 +136,4 @@ def _is_whole(data: bytes, total: int) -> bool:
     """True if `total` bytes that begin with `data` are an answer whose head tells its length."""
     head, end, _ = data.partition(b"\r\n\r\n")
     length = re.search(rb"\r\ncontent-length: *(\d+)", head.lower())
-    return bool(end and length) and total >= len(head) + 4 + int(length[1])
+    return bool(end) and length is not None and total >= len(head) + 4 + int(length[1])
