@@ -57,7 +57,7 @@ def test_a_service_of_two_ranks_shows_and_opens_nothing(tmp_path: Path) -> None:
             for each in others:
                 line = " ".join(each.cmdline())
                 assert "word-of-key" not in line and "sesame" not in line, line
-            ranks = [each for each in others if "lpr.dist.supervisor" not in each.cmdline()]
+            ranks = [each for each in others if each.cmdline()[2:3] == ["lpr.serve.ranks.rank"]]
             assert all("word-of-key" not in json.dumps(each.environ()) for each in others)
             headers = {"Authorization": "Bearer word-of-key"}
             body = {"prompt": "def f", "max_tokens": 4}
