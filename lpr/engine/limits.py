@@ -43,9 +43,11 @@ class Schedulable(Protocol):
     homes: list[int]
     """The ranks that serve it, ascending; written by the scheduler."""
     slots: list[int]
-    """Per rank: its slot, -1 where it has none; written by the scheduler."""
+    """Per rank: its place in the batch, -1 where it has none; written by the scheduler."""
+    admission: int
+    """Number of its admission; the last one admitted is preempted first. Written by the scheduler."""
     num_computed_tokens: list[int]
-    """Per rank: leading tokens whose K/V it holds in the request's slot. Read of running requests only; the scheduler
+    """Per rank: leading tokens whose K/V it holds in the request's pages. Read of running requests only; the scheduler
     writes it for ranks that join or leave."""
 
     @property
@@ -121,7 +123,7 @@ class Limits(Generic[R]):
     """How many requests run, on how many ranks, and how many tokens a step computes."""
 
     num_slots: int
-    """Of each rank."""
+    """Most requests that run at once on each rank."""
     num_ranks: int
     prefill_chunk: int
     """Most tokens that a rank spends in a step on pending chains longer than a tree."""
@@ -130,7 +132,7 @@ class Limits(Generic[R]):
     packed: bool
     """True if unequal rows are evaluated without padding. Else a chunk is filled by itself, in turn with decoding."""
     retains: bool = True
-    """True if slots keep the prefixes of finished requests."""
+    """True if requests share the pages of equal prefixes, also of finished ones."""
     most_homes: int = 0
     """Most home ranks of a request; 0: always all ranks."""
     join_chunk: int | None = None
@@ -138,6 +140,12 @@ class Limits(Generic[R]):
     speedup: Callable[[R, int], float] | None = None
     """Factor by which one more rank than so many speeds a request up; None: any rank is worth it."""
     targets: Targets[R] | None = None
+    num_pages: int = 1 << 16
+    """Pages of each rank's KV cache."""
+    page_size: int = 16
+    """Tokens of a page."""
+    num_ahead: int = 0
+    """Rows behind its tokens that a decoding request needs for a step's tree."""
 
     @property
     def is_elastic(self) -> bool:

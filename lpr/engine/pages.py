@@ -33,6 +33,17 @@ class PageCopy:
     num_rows: int
 
 
+@dataclass(frozen=True)
+class PageClear:
+    """A page of a rank to be zeroed: its K/V may be NaN, which would reach the page's next request."""
+
+    rank: int
+    page: int
+
+
+PageMove = PageCopy | PageClear
+
+
 @dataclass(eq=False)
 class Node:
     """A page whose tokens are known, behind the page of its parent. A node with fewer tokens than a page is a leaf."""
@@ -60,6 +71,8 @@ class Table:
     pages: list[int] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     """The nodes of the leading pages, all full; the pages behind them are this request's alone."""
+    is_known: bool = False
+    """True if the cache has the pages as they are."""
 
     @property
     def last(self) -> Node:
@@ -150,6 +163,14 @@ class PagePool:
         self.num_held += count
         return taken
 
+    def claim(self, pages: Sequence[int]) -> None:
+        """Take these pages, if they are free."""
+        for page in pages:
+            if not self._used[page]:
+                self._used[page] = 1
+                self._num_free -= 1
+                self.num_held += 1
+
     def give_back(self, page: int) -> None:
         """A page of one table is free."""
         self._free(page)
@@ -214,16 +235,39 @@ class PagePool:
 class RankPages(Generic[R]):
     """The block tables of the requests that one rank serves."""
 
-    def __init__(self, rank: int, num_rows: int, pool: PagePool, retains: bool = True) -> None:
-        """For up to `num_rows` running requests. `retains`: pages of finished requests are kept for others."""
-        self.rank, self.num_rows, self.pool, self.retains = rank, num_rows, pool, retains
+    def __init__(self, rank: int, num_slots: int, pool: PagePool, retains: bool = True) -> None:
+        """For up to `num_slots` running requests. With `retains`, requests share pages."""
+        self.rank, self.num_slots, self.pool, self.retains = rank, num_slots, pool, retains
         self.running: list[R] = []
-        """In the order of the rows of a step."""
+        """By slot, which is a request's place in the batch."""
         self._tables: list[Table] = []
+
+    def resume(self, requests: Sequence[R], tables: Sequence[Sequence[int]]) -> None:
+        """Begin again with these requests, by slot, and their pages; nothing else is known."""
+        pool = self.pool = PagePool(self.pool.num_pages, self.pool.page_size)
+        self.running, self._tables = list(requests), []
+        for pages in tables:
+            pool.claim(pages)
+        for request, pages in zip(requests, tables, strict=True):
+            table = Table(pool.root(request.tenant), list(pages))
+            self._tables.append(table)
+            self.register(request)
 
     def table(self, request: R) -> Table:
         """The table of a running request."""
         return self._tables[request.slots[self.rank]]
+
+    @property
+    def retained(self) -> tuple[int, int]:
+        """Number of pages that no running request holds, and of the tokens in the prefix cache."""
+        return self.pool.num_cached_pages, self.pool.num_cached_tokens
+
+    def take_changed(self) -> list[tuple[int, list[int]]]:
+        """Slots and pages of the tables that have changed since the last call."""
+        changed = [(slot, table.pages) for slot, table in enumerate(self._tables) if not table.is_known]
+        for slot, _ in changed:
+            self._tables[slot].is_known = True
+        return changed
 
     def num_pages(self, num_tokens: int) -> int:
         """Pages that so many tokens fill or begin."""
@@ -237,8 +281,8 @@ class RankPages(Generic[R]):
         return len(nodes) * self.pool.page_size + length
 
     def has_room(self, request: R, num_ahead: int) -> bool:
-        """True if a request can run with `num_ahead` rows for a step's nodes, and all that run can go on so far."""
-        if len(self.running) >= self.num_rows:
+        """True if a request can run with `num_ahead` rows for a step's tree, and all that run can go on so far."""
+        if len(self.running) >= self.num_slots:
             return False
         shared = sum(1 for node in self._match(request)[0] if node.num_users)
         wanted = self.num_pages(len(request.tokens) + num_ahead) - shared
@@ -250,7 +294,7 @@ class RankPages(Generic[R]):
         return sum(max(0, count - len(table.pages)) for count, table in zip(wanted, self._tables, strict=True))
 
     def enter(self, request: R) -> tuple[int, list[PageCopy]]:
-        """Give a request the next row, and the pages that begin as it does.
+        """Give a request the next slot, and the pages that begin as it does.
 
         Returns the tokens whose K/V they hold, and the copy of what it shares with part of one more page.
         """
@@ -291,6 +335,14 @@ class RankPages(Generic[R]):
             num_computed += size
         return num_computed
 
+    def next_page(self, request: R) -> tuple[Node, tuple[int, ...]] | None:
+        """The node before the page that a request fills next, and that page's tokens; None within a page."""
+        table, size = self.table(request), self.pool.page_size
+        start = len(table.nodes) * size
+        if not self.retains or request.num_computed_tokens[self.rank] != start:
+            return None
+        return table.last, tuple(request.tokens[start : start + size])
+
     def register(self, request: R) -> None:
         """Let others share the pages that a request has filled with computed tokens."""
         table, size = self.table(request), self.pool.page_size
@@ -303,10 +355,10 @@ class RankPages(Generic[R]):
             else:
                 table.nodes.append(self.pool.insert(table.last, tokens, table.pages[len(table.nodes)]))
 
-    def leave(self, request: R, keep: bool = True) -> list[int]:
-        """Take the row from a request; the last request gets it. With `keep`, its tokens and K/V stay known.
+    def leave(self, request: R, keep: bool = True) -> list[PageClear]:
+        """Take the slot from a request; the last request gets it. With `keep`, its tokens and K/V stay known.
 
-        Without, returns the pages that nobody knows any more.
+        Without, returns the clearing of the pages that were its own.
         """
         slot, table, pool = request.slots[self.rank], self.table(request), self.pool
         keep = keep and self.retains
@@ -327,10 +379,11 @@ class RankPages(Generic[R]):
                 own.append(node.page)
                 pool.drop(node)
         last, last_table = self.running.pop(), self._tables.pop()
+        last_table.is_known = last_table.is_known and last is request
         if last is not request:
             last.slots[self.rank], self.running[slot], self._tables[slot] = slot, last, last_table
         request.slots[self.rank] = -1
-        return [] if keep else own
+        return [] if keep else [PageClear(self.rank, page) for page in own]
 
     def forget(self) -> None:
         """Keep no page that no running request holds."""
@@ -343,14 +396,17 @@ class RankPages(Generic[R]):
         return self.pool.match(self.pool.root(request.tenant), request.tokens, len(request.tokens) - 1)
 
     def _extend(self, table: Table, count: int) -> None:
+        table.is_known = table.is_known and not count
         table.pages += self.pool.take(count, table.pages[-1] if table.pages else None)
 
     def _share(self, table: Table, node: Node) -> None:
         """Let a table hold a node next, in place of a page of its own if it has one there."""
         place = len(table.nodes)
+        table.is_known = False
         self.pool.hold(node)
         if place < len(table.pages):
-            self.pool.give_back(table.pages[place])
+            if table.pages[place] != node.page:
+                self.pool.give_back(table.pages[place])
             table.pages[place] = node.page
         else:
             table.pages.append(node.page)

@@ -118,7 +118,13 @@ class Block:
     is_causal: bool = False
     """True for a sequence from its first token on, each of which sees itself and those before it."""
     first_row: int | None = None
-    """Row of its sequence that the first entry is written to; None for several rows, or with padding."""
+    """Cache row that the first entry is written to, if the others follow; None for several rows, or with padding."""
+    run: tuple[int, int] | None = None
+    """Cache row of the first key of the first slot, and from slot to slot, if the keys of a slot lie side by side."""
+    kv_rows: torch.Tensor | None = None
+    """[B * KV] int64: the cache rows of the keys, if they do not and attention reads no table."""
+    table: torch.Tensor | None = None
+    """[B, pages] int32: the slots' block tables, for attention that reads them."""
     paths: Paths | None = None
     """The paths of entries, for exact attention on a GPU; filled in by the first layer."""
 

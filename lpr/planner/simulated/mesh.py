@@ -41,6 +41,7 @@ class SimRequest:
     priority: int = 0
     tenant: str = ""
     slots: list[int] = field(default_factory=list)
+    admission: int = 0
     arrived_ms: float = 0.0
     """On the scheduler's own clock."""
 
