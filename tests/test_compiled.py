@@ -113,9 +113,13 @@ def test_a_pack_notices_another_input() -> None:
 # The compiler.
 
 
-def specification(query: Any, key: Any, value: Any, mask: TreeMask, rules: attention_kernel.Rules) -> Any:
+def specification(query: Any, key: Any, value: Any, mask: TreeMask, pages: Any, rules: attention_kernel.Rules) -> Any:
     """Stands for the launch of the kernel, which the interpreter takes long for."""
-    return attention_reference.tree_attention(query, key, value, mask, **rules._asdict()).transpose(1, 2).contiguous()
+    return (
+        attention_reference.tree_attention(query, key, value, mask, pages, **rules._asdict())
+        .transpose(1, 2)
+        .contiguous()
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -124,7 +124,7 @@ def test_static_inputs_say_what_direct_inputs_say() -> None:
     direct = build_inputs(rows, cache, torch.device("cpu"), node_bucket=96, kv_bucket=512)
     assert torch.equal(inputs.tokens[:3], direct.tokens) and torch.equal(inputs.positions[:3], direct.positions)
     assert torch.equal(inputs.write_rows.view(4, 96)[:3], direct.write_rows.view(3, 96))
-    assert inputs.write_rows.view(4, 96)[3].tolist() == [4 * 640 - 1] * 96, "an empty row writes to its spare"
+    assert inputs.write_rows.view(4, 96)[3].tolist() == [8 * 640] * 96, "an empty row writes to the spare row"
     static, plain = inputs.blocks[0], direct.blocks[0]
     assert torch.equal(static.visible[:3], plain.visible)
     assert torch.equal(static.kv_positions[:3][plain.visible.any(1)], plain.kv_positions[plain.visible.any(1)])

@@ -106,16 +106,23 @@ def test_ragged_trees_equal_sequential_evaluation(llama: PreTrainedModel, rows, 
         assert torch.allclose(logits[slot], sequential(llama, [*text, 5])[-1], atol=2e-4)
 
 
-def test_moving_a_slot_keeps_its_sequence(llama: PreTrainedModel) -> None:
+def test_pages_in_any_order_hold_a_sequence(llama: PreTrainedModel) -> None:
     runner = TreeModel(llama)
-    cache = PagedCache(3, 32)
+    cache = PagedCache(2, 32, num_pages=9, page_size=4)
     text = [4, 8, 15, 16, 23, 42]
-    row = Row(2, 0, text, list(range(-1, 5)), list(range(6)), 1)
-    runner.adapter.logits([row], cache)
-    cache.move_slot(2, 0, 6)
-    row = Row(0, 6, [7], [-1], [6], 1)
+    cache.assign(1, [7, 2])
+    runner.adapter.logits([Row.chain(1, 0, text, 1)], cache)
+    cache.assign(0, [7, 5, 1])  # another sequence begins with the same page
+    cache.copy_page(2, 5, 2)
+    row = Row(0, 6, [7, 9, 3, 4], [-1, 0, 0, 2], [6, 7, 7, 8], 4)
     logits = runner.adapter.logits([row], cache)
-    assert torch.allclose(logits[0], sequential(llama, [*text, 7])[-1], atol=2e-4)
+    assert torch.allclose(logits[3], sequential(llama, [*text, 7, 3, 4])[-1], atol=2e-4)
+    cache.commit(row, [0, 2, 3])
+    for slot, tail in ((0, [7, 3, 4]), (1, [])):
+        more = Row.chain(slot, 6 + len(tail), [11], 1)
+        cache.assign(slot, [7, 5, 1] if slot == 0 else [7, 2])
+        logits = runner.adapter.logits([more], cache)
+        assert torch.allclose(logits[0], sequential(llama, [*text, *tail, 11])[-1], atol=2e-4)
 
 
 def test_evaluate_returns_choices_and_candidates(llama: PreTrainedModel) -> None:

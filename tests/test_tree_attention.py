@@ -140,6 +140,9 @@ def check_against_reference(version: Callable[..., torch.Tensor], case: Case, **
     tiles = {"tiles": rules.pop("tiles")} if "tiles" in rules else {}
     expected = attention_reference.tree_attention(*clean(case), case.mask, **rules).float()
     actual = version(case.query, case.key, case.value, case.mask, **rules, **tiles).float()
+    key, value, pages = attention_reference.in_pages(case.key, case.value, 16)
+    by_table = version(case.query, key, value, case.mask, pages, **rules, **tiles).float()
+    assert torch.equal(by_table, actual), "keys in pages give the same bits"
     tolerance = 1e-5 if case.query.dtype == torch.float32 else 1e-2
     assert actual.shape == expected.shape and bool(actual.isfinite().all())
     assert ((actual - expected).abs() <= tolerance * expected.abs().clamp(min=1)).all()

@@ -13,6 +13,8 @@ DEFAULT_LENGTH = 4096
 """Tokens of each of `max_batch_size` sequences for which there is room where nothing else is said."""
 GPU_SHARE = 0.9
 """Share of a GPU's free memory that the cache takes where nothing else is said."""
+ROUNDED = 256
+"""Sizes are rounded up to so many tokens, so that a change of tree sizes seldom makes another cache."""
 RESERVE = 0.05
 """Part of the free memory that is left to the activations of a step."""
 
@@ -52,7 +54,7 @@ class PoolNeeds:
             tokens = int(share if share > 1 else share * usable) // self.bytes_per_token
         else:
             length = self.decode.max_length or min(self.longest or DEFAULT_LENGTH, DEFAULT_LENGTH)
-            tokens = self.decode.max_batch_size * (length + self.num_ahead)
+            tokens = self.decode.max_batch_size * -(-(length + self.num_ahead) // ROUNDED) * ROUNDED
         pages = -(-tokens // self.page_size)
         if usable is not None and pages * self.page_size * self.bytes_per_token > usable:
             fits = usable // self.bytes_per_token // self.page_size * self.page_size

@@ -52,8 +52,8 @@ class PagedCache(KVCache):
         self._flat: dict[int, tuple[tuple[Tensor, int], tuple[Tensor, int]]] = {}
         """All rows [layers * rows, heads, dim] of what holds a layer's keys and values, and where the layer's begin."""
         self._device_tables: Tensor | None = None
-        self._changed: list[tuple[int, int, np.ndarray]] = []
-        """Slots, first places and pages of what `device_tables` lacks."""
+        self._changed: list[np.ndarray] = []
+        """Places among all tables that `device_tables` lacks."""
 
     @property
     def num_rows(self) -> int:
@@ -77,6 +77,8 @@ class PagedCache(KVCache):
             made._flat[layer] = (places[layer, 0], places[layer, 1])
             keys, values = (flat[start : start + rows] for flat, start in made._flat[layer])
             made.layer_tensors[layer] = (keys, values)
+            if keys.device.type != "cpu":
+                made.device_tables(keys.device)  # now, and not while a step is captured
         return made
 
     def _add_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
@@ -95,7 +97,7 @@ class PagedCache(KVCache):
             first, last = int(different[0]), int(different[-1]) + 1
             table[first:last] = new[first:last]
             if self._device_tables is not None:
-                self._changed.append((slot, first, new[first:last].copy()))
+                self._changed.append(np.arange(first, last) + slot * len(table))
         breaks = np.nonzero(np.diff(new) != 1)[0]
         self.run_rows[slot] = (int(breaks[0]) + 1 if len(breaks) else len(new)) * self.page_size
 
@@ -109,16 +111,10 @@ class PagedCache(KVCache):
         if self._device_tables is None:
             self._device_tables = torch.from_numpy(self.tables.copy()).to(device)
         elif self._changed:
-            width = self.tables.shape[1]
-            places = [slot * width + first + np.arange(len(pages)) for slot, first, pages in self._changed]
-            words = np.stack([np.concatenate(places), np.concatenate([pages for *_, pages in self._changed])])
-            target, source = to_device(words.astype(np.int64), device)
-            # In the order of the changes; of two to one place the later one must stay.
-            keep = self._device_tables.view(-1)
-            if len(np.unique(words[0])) == words.shape[1]:
-                keep.index_copy_(0, target, source.to(keep.dtype))
-            else:
-                self._device_tables.copy_(torch.from_numpy(self.tables))
+            places = np.unique(np.concatenate(self._changed))
+            words = np.stack([places, self.tables.reshape(-1)[places]])
+            target, pages = to_device(words, device)
+            self._device_tables.view(-1).index_copy_(0, target, pages.to(torch.int32))
             self._changed.clear()
         return self._device_tables
 
@@ -169,7 +165,8 @@ class PagedCache(KVCache):
                 side.narrow(0, block.first_row, new.shape[2]).copy_(new[0].transpose(0, 1))
             else:
                 side.index_copy_(0, step.write_rows, new.transpose(1, 2).flatten(0, 1))
-            step.cache_storages.add(side.untyped_storage().data_ptr())
+            if not torch.compiler.is_compiling():
+                step.cache_storages.add(side.untyped_storage()._cdata)
             whole = side.transpose(0, 1)[None]
             views.append(whole if step.packed or block.table is not None else self.of_block(whole, block))
         return views[0], views[1]

@@ -174,7 +174,7 @@ class StepInputs:
     made_of_masks: dict[int, tuple[torch.Tensor, Any]] = field(default_factory=dict)
     """By the id of a mask: the mask, so that no other tensor gets its id meanwhile, and what was made of it."""
     cache_storages: set[int] = field(default_factory=set)
-    """Addresses of the K/V that the cache handed out, by which packed attention knows that it got them unchanged."""
+    """Storages of the K/V that the cache handed out, by which attention knows that it got them unchanged."""
 
     def once_per_mask(self, mask: torch.Tensor, make: Callable[[], T]) -> T:
         """The value of `make`, called for the first layer only; all layers of a kind share `mask`."""

@@ -115,9 +115,9 @@ class Pages(NamedTuple):
     """KV."""
 
     @classmethod
-    def none(cls, key: Tensor) -> Pages:
+    def none(cls, key: Tensor, mask: TreeMask) -> Pages:
         """K and V are [B, Hk, KV, D(v)] themselves."""
-        return cls(torch.zeros(1, 1, dtype=torch.int32, device=key.device), 0, key.shape[2])
+        return cls(mask.num_cached[None], 0, key.shape[2])
 
     def strides(self, states: Tensor) -> tuple[int, int, int]:
         """Of K or V: from batch row to batch row, from head to head, from row to row."""
@@ -140,7 +140,7 @@ def tree_attention(
     Padding entries return 0. The result's transposition to [B, T, Hq, Dv] is contiguous. K and V may be strided views
     of a cache. Raises InputError for head dimensions above 256 and other dtypes than float32, bfloat16 and float16.
     """
-    pages = pages or Pages.none(key)
+    pages = pages or Pages.none(key, mask)
     if tiles is not None:
         return _launch(query, key, value, mask, pages, Rules(**rules), tiles).transpose(1, 2)
     parts = mask.bits, mask.num_cached, mask.num_entries, mask.positions

@@ -37,7 +37,7 @@ def tree_attention(
     rules = Rules(**given)
     query, key, value = (each if each.stride(3) == 1 else each.contiguous() for each in (query, key, value))
     batch, num_heads, num_tokens, dim = query.shape
-    pages = pages or Pages.none(key)
+    pages = pages or Pages.none(key, mask)
     num_kv_heads, num_kv, dim_v = key.shape[1], pages.num_kv, value.shape[3]
     group = num_heads // num_kv_heads
     tokens = max(1, LEAST_ROWS // group)
