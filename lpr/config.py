@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
 from reprlib import repr as shortened
@@ -313,3 +314,9 @@ class SamplingParams:
             self.min_new_tokens <= self.max_new_tokens,
             f"min_new_tokens={self.min_new_tokens} must be from 0 to max_new_tokens={self.max_new_tokens}",
         )
+
+    def vary(self, **changes: int) -> SamplingParams:
+        """A copy with other values, which are known to be valid: nothing is validated again."""
+        other = copy(self)
+        vars(other).update(changes)
+        return other

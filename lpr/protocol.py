@@ -35,6 +35,7 @@ class ErrorCode(StrEnum):
     BODY_TIMEOUT = "body_timeout"
     BODY_TOO_LARGE = "body_too_large"
     MEDIA_TYPE = "unsupported_media_type"
+    HOST = "host_not_allowed"
     # The service cannot take it now.
     OVERLOADED = "queue_full"
     NO_MESH = "no_mesh"
@@ -71,6 +72,10 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """True if logits processors apply: they are code, so each rank submits the request itself."""
     tenant: str = ""
     """Requests share drafts and K/V with requests of the same tenant only; "" is a tenant like any other."""
+    share: str = ""
+    """Requests of different shares get slots by weight (lpr.engine.sharing): a share is a key's name."""
+    weight: float = 1.0
+    """Of its share."""
     learns: bool = True
     """True if the request shares drafts with other requests of its tenant."""
     details: bool = False

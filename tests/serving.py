@@ -48,10 +48,17 @@ def make_model(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def serving(model: Path | str | None = None, *flags: str, lp: int = 1) -> Iterator[SimpleNamespace]:
-    """A service on a free port: `url`, `process`, `client`, `log()`, `stop()` that returns the exit code."""
+def serving(
+    model: Path | str | None = None, *flags: str, lp: int = 1, files: int | None = None
+) -> Iterator[SimpleNamespace]:
+    """A service on a free port: `url`, `process`, `client`, `log()`, `stop()` that returns the exit code.
+
+    It may open so many `files`, and no more.
+    """
     command = [sys.executable, "-m", "lpr.serve", "--dtype", "float32", "--port", "0", "--lp", str(lp), *flags]
     command += ["--model", str(model)] if model is not None else []
+    if files is not None:
+        command = ["sh", "-c", f'ulimit -n {files} && exec "$@"', "sh", *command]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True

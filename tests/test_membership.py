@@ -19,7 +19,7 @@ import torch
 
 from lpr.dist import group, heartbeat, rendezvous
 from lpr.dist.errors import CommError
-from lpr.dist.places import rank_environment
+from lpr.dist.places import DOOR, rank_environment
 from lpr.dist.rendezvous import Arrival, Decision, Member, Rendezvous
 from lpr.dist.supervisor import BACKOFF, Restarts, process_state
 from tests.elastic_world import hash_store
@@ -258,7 +258,9 @@ def test_a_supervisor_leaves_no_rank_behind(tmp_path: Path) -> None:
 
 
 def test_ranks_do_not_see_another_launcher() -> None:
-    variables = {"TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "3", "HOME": "/h", "OMP_NUM_THREADS": "5"}
-    found = rank_environment(variables, rank=7, local_rank=3, num_ranks=4, port=1234)
-    assert variables.keys() & found.keys() == {"HOME", "OMP_NUM_THREADS"} and found["OMP_NUM_THREADS"] == "5"
-    assert [found[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")] == ["7", "3", "4", "1234"]
+    theirs = {"TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "3", "MASTER_PORT": "1"}
+    ours = {"HOME": "/h", "OMP_NUM_THREADS": "5", "NCCL_SOCKET_IFNAME": "eth1"}
+    found = rank_environment(theirs | ours, rank=7, local_rank=3, num_ranks=4, door=12)
+    assert ours.items() <= found.items() and not theirs.keys() & found.keys()
+    assert [found[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", DOOR)] == ["7", "3", "4", "12"]
+    assert found["GLOO_SOCKET_IFNAME"] in ("lo", "lo0"), "the ranks' sockets stay on this machine"

@@ -32,6 +32,11 @@ class Fake:
     priority: int = 0
     arrived: float = 0.0
     tenant: str = ""
+    share: str = ""
+    weight: float = 1.0
+    charged: float = 0.0
+    num_steps: int = 0
+    num_fill_steps: int = 0
     slots: list[int] = field(default_factory=list)
     homes: list[int] = field(default_factory=list)
     num_computed_tokens: list[int] = field(default_factory=lambda: [0] * NUM_RANKS)
@@ -41,6 +46,10 @@ class Fake:
     @property
     def num_pending(self) -> int:
         return len(self.tokens) - min(self.num_computed_tokens[rank] for rank in self.homes)
+
+    @property
+    def stats(self) -> Fake:
+        return self
 
 
 class Slots:

@@ -533,7 +533,7 @@ def test_a_dropped_connection_aborts(service, stream):
     try:
         link = socket.create_connection(("127.0.0.1", service.front.port))
         body = json.dumps({"prompt": PROMPT, "stream": stream}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
         link.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
         wait_for(lambda: len(service.driver.submitted) > begin)
         link.close()

@@ -44,7 +44,7 @@ from benchmarks.peers import arctic, lade, own, pia, prompt_lookup
 from benchmarks.peers.environment import install, installed
 from benchmarks.peers.recipe import Peer
 from benchmarks.peers.rounds import FIRST_SEED, Rounds, Task, row_of, time_them
-from benchmarks.report.parts import Table
+from benchmarks.report.parts import markdown
 from benchmarks.report.steps import peers_table
 from lpr.config import InputError
 
@@ -248,12 +248,6 @@ def renew(page: Path, result: dict[str, Any]) -> None:
     if not begin or not end:
         raise InputError(f"{page} has no place for the table: {BEGIN} and {END}")
     page.write_text(f"{before}{BEGIN}\n\n{markdown(peers_table(result))}\n\n{END}{after}", encoding="utf-8")
-
-
-def markdown(table: Table) -> str:
-    """A table for a page."""
-    lines = [table.columns, ["---"] * len(table.columns), *table.rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

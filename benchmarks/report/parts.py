@@ -57,6 +57,12 @@ class Part:
     """The result in one sentence: the alternative text of the picture, and a line at the top of the page."""
 
 
+def markdown(table: Table) -> str:
+    """A table for a page."""
+    lines = [table.columns, ["---"] * len(table.columns), *table.rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 Column = str | Callable[[Json], str]
 """How a record becomes a cell: a format string such as "{seconds:.2f}", or a function."""
 

@@ -84,6 +84,10 @@ SECTIONS = {
     "fleet": Section("Wall clock of real ranks", "Meshes of lp x tp; tokens are compared.", times.fleet, DATA),
     "serve": Section("The service under load", "Waiting times of clients, by load and setting.", services.serve, DATA),
     "soak": Section("Soak", "Hostile clients next to well-formed requests.", services.soak, "--minutes 60 --lp 2"),
+    "hostile": Section(
+        "Hostile clients", "Each probe by itself, against one or several versions of the service.", services.hostile,
+        "--service .",
+    ),
     "chaos": Section("Chaos", "Ranks are killed and stopped; every stream is compared.", services.chaos),
     "homes": Section("Home ranks", "Work and K/V copies per token, by policy.", services.homes, DATA),
 }  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.report.parts import Column, Json, Part, Table, how_sampled, optional, tabulate, workload
+from benchmarks.report.parts import Column, Json, Part, Table, distinct, how_sampled, optional, tabulate, workload
 
 
 def serve(facts: Json) -> list[Part]:
@@ -24,10 +24,18 @@ def serve(facts: Json) -> list[Part]:
 
 
 def soak(facts: Json) -> list[Part]:
-    """The outcomes of a soak's requests, and the memory and files of its processes."""
+    """The outcomes of a soak's requests, what other clients saw, and the memory and files of its processes."""
     verdict = [[name, str(facts[name])] for name in ("minutes", "requests", "wrong", "status_5xx", "exit_code")]
     verdict += [[f"leak: {name}", f"{value:g}"] for name, value in facts["leaks"].items()]
-    hostile = [[name, str(count)] for name, count in facts["hostile"].items()]
+    for name, found in facts.get("livez", {}).items():
+        if "p50_ms" in found:
+            times = "{p50_ms} / {p99_ms} / {max_ms} ms".format_map(found)
+            verdict.append([f"/livez {name}: p50 / p99 / longest", times])
+    verdict += [[f"first token: {name}", f"{value:g}"] for name, value in facts.get("first_token", {}).items() if value]
+    hostile = [
+        [name, ", ".join(f"{what} x {n}" for what, n in found.items()) if isinstance(found, dict) else str(found)]
+        for name, found in facts["hostile"].items()
+    ]
     first, last = facts["memory_mb"]["first"], facts["memory_mb"]["last"]
     held = [
         [str(pid), f"{first[pid]:.0f}", f"{last[pid]:.0f}", f"{grown:g}", str(facts["files"]["last"].get(pid, ""))]
@@ -38,6 +46,31 @@ def soak(facts: Json) -> list[Part]:
         Part(Table("hostile clients", ["what", "times"], hostile)),
         Part(Table("processes", ["id", "MB at first", "MB at last", "growth", "open files at last"], held)),
     ]
+
+
+def hostile(facts: Json) -> list[Part]:
+    """By probe, what each service answers and what it costs its other clients."""
+    names = distinct(facts["runs"], "service")
+    columns = ["attack", "probe", *(f"{name}: {what}" for name in names for what in ("client sees", "/livez", "MB"))]
+    by_probe: dict[str, dict[str, Json]] = {}
+    for run in facts["runs"]:
+        by_probe.setdefault(run["probe"], {})[run["service"]] = run
+    rows = []
+    for runs in by_probe.values():
+        first = next(iter(runs.values()))
+        cells = [cell for name in names for cell in (_seen(runs[name]) if name in runs else ("", "", ""))]
+        rows.append([first["item"], f"{first['probe']}: {first['what']}", *cells])
+    return [Part(Table("Probes: longest stall of /livez in ms, growth of the front in MB", columns, rows))]
+
+
+def _seen(run: Json) -> tuple[str, str, str]:
+    """What the client sees, the stall and the memory of a probe."""
+    seen = [what if count == run["times"] else f"{what} x {count}" for what, count in run["seen"].items()]
+    seen += [f"waits {run['neighbour_waits_s']:g} s"] if "neighbour_waits_s" in run else []
+    seen += [f"**service died, code {run['died']}**"] if run["died"] is not None else []
+    stall = "died" if run["died"] is not None else f"{run['livez'].get('max_ms', float('nan')):.0f}"
+    failed = run["livez"].get("failed", 0)
+    return ", ".join(seen), stall + (f" ({failed} failed)" if failed else ""), f"{run['front_mb']:.0f}"
 
 
 def chaos(facts: Json) -> list[Part]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 from lpr.config import InputError, SamplingParams
+from lpr.files import append_whole, start_lines
 
+SPARE = 65536
+"""Bytes that the disk must have room for when the output is opened."""
 _SAMPLING_FIELDS = [each.name for each in fields(SamplingParams)]
 
 
@@ -73,9 +75,10 @@ def _encoded(record: str) -> bytes:
 class OrderedWriter:
     """Writes one record per prompt line, in the order of the lines, each as soon as all before it are written.
 
-    Records that wait for an earlier one are written on close, so an interrupted run loses no finished line. With
-    `resume`, records of an earlier run of the same prompts are kept. `done` has the numbers of lines with a record, and
-    `kept` the records of the earlier run.
+    Records that wait for an earlier one are written on close, so an interrupted run loses no finished line. Every line
+    is written as a whole; after a line that could not be written, none follows. With `resume`, records of an earlier
+    run of the same prompts are kept. `done` has the numbers of lines with a record, and `kept` the records of the
+    earlier run.
     """
 
     def __init__(self, path: Path, lines: list[PromptLine], resume: bool = False) -> None:
@@ -84,25 +87,26 @@ class OrderedWriter:
         self.lines = lines
         self._order = [line.number for line in lines]
         self._next = 0
-        self._file: BinaryIO
         try:
             kept = self._earlier(lines) if resume and path.exists() else {}
-            self._open(kept)
+            in_order = [kept[number] for number in takewhile(kept.__contains__, self._order)]
+            # Replaced as a whole: if the run is killed in between, the earlier run's lines are all still there.
+            self._file = start_lines(path, b"".join(map(_encoded, in_order)), SPARE)
         except OSError as failure:
             raise InputError(f"cannot write to {path}: {failure.strerror or failure}") from failure
         self.done, self._waiting = set(kept), kept
         self.kept = [json.loads(kept[number]) for number in self._order if number in kept]
-        list(self._take_ready())  # which `_open` has left in the file
+        self._complete = len(list(self._take_ready()))  # these are in the file
+        self._failed = False
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        try:
+        with self._reported(), self._file:
             for number in sorted(self._waiting):
-                self._append(self._waiting[number])
-        finally:
-            self._file.close()
+                if not self._failed:
+                    self._append(self._waiting[number])
 
     def write(self, number: int, record: dict[str, Any]) -> None:
         """Add the record of prompt line `number`; raises InputError if the disk is full."""
@@ -118,35 +122,21 @@ class OrderedWriter:
             self._next += 1
 
     def _append(self, text: str) -> None:
-        try:
-            self._file.write(_encoded(text))
-        except OSError as failure:
-            raise InputError(
-                f"cannot write to {self.path}: {failure.strerror or failure}; {self._next} of {len(self._order)} lines "
-                "are complete there"
-            ) from failure
+        with self._reported():
+            append_whole(self._file, _encoded(text))
+            self._complete += 1
 
-    def _open(self, kept: dict[int, str]) -> None:
-        """Leave only the kept lines that are in order in the file, and check that the disk has room."""
-        if self.path.exists() and not self.path.is_file():  # a device or a pipe
-            with open(self.path, "wb", buffering=0) as device:
-                if stat.S_ISCHR(os.fstat(device.fileno()).st_mode) and not device.isatty():
-                    device.write(b"\n")
-            self._file = open(self.path, "wb", buffering=0)  # noqa: SIM115 - closed by __exit__
-            return
-        start = [_encoded(kept[number]) for number in takewhile(kept.__contains__, self._order)]
-        # Replaced as a whole: if the run is killed in between, the earlier run's lines are all still there.
-        fresh = self.path.with_name(self.path.name + ".new")
-        with open(fresh, "wb") as file:
-            file.write(b"".join(start))
-            file.flush()
-            size = file.tell()
-            file.write(bytes(65536))
-            file.flush()
-            os.fsync(file.fileno())
-            file.truncate(size)
-        os.replace(fresh, self.path)
-        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed by __exit__
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        """Turns a failure of the file into one line, which says how many lines are complete."""
+        try:
+            yield
+        except OSError as failure:
+            self._failed = True
+            raise InputError(
+                f"cannot write to {self.path}: {failure.strerror or failure}; {self._complete} of {len(self._order)} "
+                "lines are complete there"
+            ) from failure
 
     def _earlier(self, lines: list[PromptLine]) -> dict[int, str]:
         """The complete records of an earlier run, by line number, where the prompt is still the same."""
@@ -155,10 +145,10 @@ class OrderedWriter:
         for raw in self.path.read_bytes().split(b"\n"):
             try:
                 record = json.loads(raw)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue  # the end of a line that was being written when the run was killed
-            if not isinstance(record, dict) or record.get("line") not in prompts:
+            if not isinstance(record, dict) or not isinstance(record.get("line"), int):
                 continue
-            if record.get("prompt") == prompts[record["line"]]:
+            if record.get("prompt") == prompts.get(record["line"], ""):
                 kept[record["line"]] = raw.decode("utf-8", "surrogatepass")
         return kept

@@ -172,6 +172,6 @@ def traced(path: Path | None, max_steps: int, engine: Engine) -> Iterator[None]:
 
 def _write(path: Path, data: bytes, probe: bool = False) -> None:
     try:
-        replace_file(path, data, probe)
+        replace_file(path, data, probe=probe)
     except OSError as failure:
         raise InputError(f"cannot write a trace to {path}: {failure.strerror or failure}") from failure

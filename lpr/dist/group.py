@@ -7,6 +7,8 @@ and aborts groups.
 from __future__ import annotations
 
 import contextlib
+import hmac
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -47,6 +49,8 @@ SLICE = 0.5
 """Seconds between two looks of a wait at whether it can still end."""
 CONNECT_SECONDS = 20.0
 """Time for the members of a new group to find each other once all have arrived at its epoch."""
+SECRET_BYTES = 16
+"""What a rank shows each other one through a new connection of gloo."""
 LOST = "another rank has ended or hangs"
 
 abandoned: list[Any] = []
@@ -208,8 +212,29 @@ def make_group(store: dist.Store, rank: int, size: int, device: torch.device, ti
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = limit
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-    return dist.ProcessGroupGloo(store, rank, size, limit)
+        return dist.ProcessGroupNCCL(store, rank, size, options)  # its sockets check a random number of the store's
+    group = dist.ProcessGroupGloo(store, rank, size, limit)
+    check_peers(store, group, rank, size)
+    return group
+
+
+def check_peers(store: dist.Store, group: Any, rank: int, size: int) -> None:
+    """Raise RuntimeError unless each of gloo's connections leads to the rank that it should.
+
+    gloo accepts whoever connects first and sends a small number. So each rank sends every other one a secret that only
+    those who reach the store know, before anything else.
+    """
+    given = secrets.token_bytes(SECRET_BYTES * size)
+    store.set(f"secrets/{rank}", given)  # type: ignore[arg-type]
+    sent = torch.frombuffer(bytearray(given), dtype=torch.uint8)
+    found = torch.empty_like(sent)
+    work = group.alltoall_base(found, sent, [], [], dist.AllToAllOptions())
+    work.wait(timedelta(seconds=CONNECT_SECONDS))
+    mine = slice(SECRET_BYTES * rank, SECRET_BYTES * (rank + 1))
+    if not hmac.compare_digest(
+        found.numpy().tobytes(), b"".join(store.get(f"secrets/{other}")[mine] for other in range(size))
+    ):
+        raise RuntimeError("a process that is not of this job has connected to a rank")
 
 
 def abort_group(group: Any) -> None:
@@ -223,6 +248,8 @@ def join_replica(store: dist.Store, rank: int, size: int, nccl: bool, timeout: f
     backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
     mesh = init_device_mesh("cuda" if nccl else "cpu", (size,), mesh_dim_names=("tp",))
+    for name, group in (("world", dist.group.WORLD), ("mesh", mesh.get_group())):
+        check_peers(dist.PrefixStore(name, store), group, rank, size)
     limit_replica(mesh, timeout)  # the time-out of init_process_group does not reach groups that a mesh makes
     return mesh
 

@@ -10,12 +10,17 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
 import sys
 from collections.abc import Mapping
 
 SUPERVISED = "LPR_SUPERVISED"
 """Set where lost ranks are replaced while the others go on: the process id of their supervisor."""
-_FOREIGN = ("GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE")
+DOOR = "LPR_STORE_DOOR"
+"""File descriptor of a supervised rank's door to the rendezvous store."""
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Variables that name the network interface of gloo and of NCCL."""
+_FOREIGN = ("GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_PORT")
 
 
 def die_with_parent() -> None:
@@ -24,10 +29,20 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 = PR_SET_PDEATHSIG
 
 
+def loopback() -> dict[str, str]:
+    """Variables that keep gloo's and NCCL's sockets on this machine."""
+    names = [name for _, name in socket.if_nameindex()]
+    name = next((each for each in ("lo", "lo0") if each in names), None)
+    return {} if name is None else dict.fromkeys(INTERFACES, name)
+
+
 def rank_environment(
-    variables: Mapping[str, str], rank: int, local_rank: int, num_ranks: int, port: int
+    variables: Mapping[str, str], rank: int, local_rank: int, num_ranks: int, door: int
 ) -> dict[str, str]:
-    """The environment of a rank: `variables` without what another launcher meant for its own ranks, and torchrun's."""
+    """The environment of a rank: `variables` without what another launcher meant for its own ranks, and torchrun's.
+
+    `door` is the file descriptor of the rank's door to the store.
+    """
     kept = {
         name: value
         for name, value in variables.items()
@@ -36,8 +51,7 @@ def rank_environment(
     # Ranks of one machine share its cores; torchrun would give each of them a single thread, with a warning.
     share = max(1, (os.cpu_count() or 1) // num_ranks)
     return {
-        "OMP_NUM_THREADS": str(share), **kept,
+        "OMP_NUM_THREADS": str(share), **loopback(), **kept,
         "RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True", SUPERVISED: str(os.getpid()),
+        "LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", DOOR: str(door), SUPERVISED: str(os.getpid()),
     }  # fmt: skip

@@ -1,7 +1,7 @@
 """The rendezvous of a job: what its ranks write to a store for each other.
 
-The store is a TCPStore of torchrun's agent, of rank 0, or of a supervisor that outlives every rank
-(lpr.dist.supervisor). Replicas are numbered in the order of their start, and a replacement gets a new number, so
+The store is a TCPStore of torchrun's agent or of rank 0, or that of a supervisor that outlives every rank
+(lpr.dist.store_server). Replicas are numbered in the order of their start, and a replacement gets a new number, so
 messages of a dead replica are never taken for those of its replacement. The loss of a rank is the loss of its replica.
 
 A job is a sequence of *epochs*. In each, a list of replicas works together in a process group of its own. Members that

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import socket
@@ -24,7 +25,8 @@ from lpr.dist.errors import first_line
 from lpr.dist.group import FindLoss, Group, join_replica, leave_replica
 from lpr.dist.heartbeat import Heartbeat
 from lpr.dist.membership import Membership
-from lpr.dist.places import SUPERVISED, die_with_parent
+from lpr.dist.places import DOOR, SUPERVISED, die_with_parent
+from lpr.dist.private_store import PrivateStore, inherited_door
 from lpr.dist.rendezvous import Member, Rendezvous
 
 
@@ -182,15 +184,24 @@ def _count_sharing(world: World, store: dist.Store, device: str | None) -> tuple
 
 
 def connect_store(world: World, limit: timedelta, is_host: bool = False) -> dist.Store:
-    """A connection to the rendezvous store, with keys of this attempt only.
+    """A connection to the rendezvous store, for one thread: to the supervisor's, or to that at MASTER_ADDR.
 
-    torch 2.13 shares one store between restarts, so restarted gloo ranks would read the addresses of dead processes.
+    The keys are those of this attempt only: torch 2.13 shares one store between restarts, so restarted gloo ranks would
+    read the addresses of dead processes.
     """
+    if world.supervised:
+        return _private_store(limit)
     host, port = os.environ.get("MASTER_ADDR", "localhost"), int(os.environ.get("MASTER_PORT", "29500"))
     base = dist.TCPStore(
         host, port, None, is_master=is_host, timeout=limit, wait_for_workers=False, multi_tenant=is_host
     )
     return dist.PrefixStore(f"lpr-attempt-{world.attempt}", base)
+
+
+@functools.cache
+def _private_store(limit: timedelta) -> PrivateStore:
+    """The one of this process, which all threads use and which lasts as long as the process."""
+    return PrivateStore(inherited_door(DOOR), limit)
 
 
 def leave(world: World, code: int) -> NoReturn:

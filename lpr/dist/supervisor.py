@@ -12,7 +12,6 @@ import contextlib
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lpr.dist.places import die_with_parent, rank_environment
+from lpr.dist.store_server import StoreServer
 
 if TYPE_CHECKING:
     from lpr.dist.heartbeat import Watch
@@ -147,33 +147,28 @@ class Supervisor:
         0 when a rank has finished the job, 2 for bad input, 1 when replicas end again and again before they have
         loaded, or 128 and a signal's number.
         """
-        with self._signals(), socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            listener.listen(1024)
-            self._port = listener.getsockname()[1]
+        with self._signals():
+            self._store = StoreServer()
             for place in range(self.num_replicas):
                 self._start(place)
-            # While they import their libraries: a store needs torch, which takes seconds to load.
-            self._rendezvous, self._watch = self._open_store(listener)
+            # While they import their libraries: torch takes seconds to load.
+            self._rendezvous, self._watch = self._open_store()
             try:
                 while self._replicas or (self._restarts.due and self._code is None):
                     self._tick()
             finally:
                 for replica in self._replicas.values():
                     replica.signal(signal.SIGKILL)
+                self._store.close()
         return 1 if self._code is None else self._code
 
-    def _open_store(self, listener: socket.socket) -> tuple[Rendezvous, Watch]:
-        import torch.distributed as dist
-
+    def _open_store(self) -> tuple[Rendezvous, Watch]:
         from lpr.dist.heartbeat import Watch
+        from lpr.dist.private_store import PrivateStore
         from lpr.dist.rendezvous import Member, Rendezvous
 
-        store = dist.TCPStore(
-            "127.0.0.1", self._port, None, is_master=True, timeout=timedelta(seconds=30), wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )  # fmt: skip
-        rendezvous = Rendezvous(dist.PrefixStore("lpr-attempt-0", store), Member(-1), self.tp)
+        store = PrivateStore(self._store.open_door(), timedelta(seconds=30))
+        rendezvous = Rendezvous(store, Member(-1), self.tp)
         return rendezvous, Watch(rendezvous)
 
     def _start(self, place: int) -> None:
@@ -186,9 +181,12 @@ class Supervisor:
 
         for tp_rank in range(self.tp):
             rank, local_rank = number * self.tp + tp_rank, place * self.tp + tp_rank
-            variables = rank_environment(os.environ, rank, local_rank, self.num_replicas * self.tp, self._port)
-            # Its own process group: a Ctrl-C in the terminal is for this process, which passes it on.
-            replica.processes.append(subprocess.Popen(self.command, env=variables, process_group=0))
+            with self._store.open_door() as door:
+                fd = door.fileno()
+                variables = rank_environment(os.environ, rank, local_rank, self.num_replicas * self.tp, fd)
+                # Its own process group: a Ctrl-C in the terminal is for this process, which passes it on.
+                process = subprocess.Popen(self.command, env=variables, process_group=0, pass_fds=[fd])
+            replica.processes.append(process)
             threading.Thread(target=wait, args=replica.processes[-1:], daemon=True).start()
 
     @contextlib.contextmanager

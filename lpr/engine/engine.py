@@ -6,6 +6,7 @@ the scheduler gives it slots, and each step (`Replica.schedule`, `run`, `update`
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -178,6 +179,8 @@ class Engine:
         learns: bool = True,
         details: bool = False,
         arrived: float | None = None,
+        share: str = "",
+        weight: float = 1.0,
     ) -> Request:
         """Queue a request; `step` advances it. Raises InputError for a prompt that cannot be completed.
 
@@ -187,10 +190,14 @@ class Engine:
         earlier run has emitted, after which the output goes on as if it had never stopped. Requests share drafts and
         K/V with those of the same `tenant`, and with `learns` False no drafts at all; neither changes their output.
         With `details`, chunks name the draft source of each token. `arrived` is in seconds of time.monotonic; default:
-        now. Requests wait in the order of arrival, shifted by `priority` (see lpr.engine.waiting).
+        now. Requests wait in the order of arrival, shifted by `priority` (see lpr.engine.waiting); those of different
+        `share` get slots in proportion to their `weight` (see lpr.engine.sharing).
         """
         params = params if params is not None else SamplingParams()
+        if not 0 < weight < math.inf:
+            raise InputError(f"weight={weight!r} must be a number above 0")
         fields = {"priority": priority, "tenant": tenant, "learns": learns, "details": details}
+        fields |= {"share": share, "weight": weight}
         request = self._make(prompt, params, logits_processors, id, delivered, arrived, **fields)
         self.driver.submit(request)
         return request

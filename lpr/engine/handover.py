@@ -40,6 +40,7 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
     admission: int
     pages: list[list[int]]
     """Per rank."""
+    charged: float
 
     @classmethod
     def of(cls, request: Request, pages: list[list[int]]) -> RequestState:
@@ -58,6 +59,7 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
             arrived_ms=request.arrived_ms,
             admission=request.admission,
             pages=pages,
+            charged=request.charged,
         )
 
     def restore(self, requests: RequestTable) -> Request:
@@ -68,7 +70,7 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
             stats.drafted[source, depth], stats.accepted[source, depth] = drafted, accepted
         request.num_cached_tokens = self.num_cached_tokens
         request.slots, request.homes = self.slots, self.homes
-        request.arrived_ms, request.admission = self.arrived_ms, self.admission
+        request.arrived_ms, request.admission, request.charged = self.arrived_ms, self.admission, self.charged
         request.resume(stats, self.logprobs)
         requests.open[request.id] = request
         return request
@@ -95,6 +97,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     """In the order of their slots."""
     waiting: list[tuple[float, int, RequestState]]
     """The entries of the queue (lpr.engine.waiting)."""
+    shares: tuple[float, dict[str, tuple[float, float]]]
+    """The clocks of the keys (lpr.engine.sharing)."""
     num_arrivals: int
     num_queries: int
     num_hits: int
@@ -112,6 +116,7 @@ def state_of(scheduler: Scheduler[Request], drafts: DraftIndexes, **known: Any) 
         read_to=drafts.read_to,
         running=[RequestState.of(request, scheduler.placement.tables(request)) for request in scheduler.running],
         waiting=[(place, arrival, RequestState.of(request, [])) for place, arrival, request in scheduler.waiting],
+        shares=scheduler.waiting.shares.state,
         num_arrivals=scheduler.waiting.num_arrivals,
         num_queries=scheduler.num_queries,
         num_hits=scheduler.num_hits,
@@ -129,6 +134,7 @@ def resume(
     running = [each.restore(requests) for each in state.running]
     queue = [(place, arrival, each.restore(requests)) for place, arrival, each in state.waiting]
     scheduler.resume(running, [each.pages for each in state.running], queue, state.num_arrivals)
+    scheduler.waiting.shares.resume(state.shares)
     scheduler.num_queries, scheduler.num_hits = state.num_queries, state.num_hits
     if scheduler.limits.targets is not None:
         scheduler.limits.targets.now = state.now

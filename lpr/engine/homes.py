@@ -34,6 +34,10 @@ class Seen(Protocol):
         """Decode steps."""
 
     @property
+    def num_fill_steps(self) -> int:
+        """Steps that computed a part of its prompt."""
+
+    @property
     def num_tokens(self) -> int:
         """Tokens emitted."""
 

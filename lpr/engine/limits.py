@@ -35,6 +35,12 @@ class Schedulable(Protocol):
     """Prompt and output so far."""
     tenant: str
     """K/V is shared among requests of one tenant only."""
+    share: str
+    """Requests of different shares get slots by weight (lpr.engine.sharing); "" without keys."""
+    weight: float
+    """Of its share."""
+    charged: float
+    """Steps that its share was charged when it got a slot; written by the queue."""
     priority: int
     arrived: float
     """Its arrival in seconds; orders the queue (lpr.engine.waiting)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -77,7 +78,9 @@ class Request:
         """Most tokens of prompt and output."""
         self.priority, self.arrived, self._command = command.priority, command.arrived, command
         self.tenant, self.learns, self.details = command.tenant, command.learns, command.details
-        self.text_stream = TextStream(tokenizer, self.prompt_ids, self.params, eos_token_ids)
+        self.share, self.weight, self.charged = command.share, command.weight, 0.0
+        self._new_stream = partial(TextStream, tokenizer, self.prompt_ids, self.params, eos_token_ids)
+        self.text_stream = self._new_stream()
         stop_ids = self.text_stream.stop_ids
         self.processors = Processors.of(self.params, self.num_prompt, stop_ids, device, processors, tokenizer)
         self.is_portable = not processors
@@ -199,12 +202,11 @@ class Request:
         return taken
 
     def resend(self, num_tokens: int) -> Chunk:
-        """The output behind the first `num_tokens` tokens as one chunk, with all text that was taken so far.
-
-        For a receiver that has these tokens and any part of the text (see Chunk.after).
-        """
-        ids = self.token_ids[num_tokens:]
-        chunk = Chunk(self.id, ids, self.text_stream.taken, start=num_tokens)
+        """The output behind the first `num_tokens` tokens as one chunk, for a receiver of whole chunks."""
+        ids, known = self.token_ids[num_tokens:], self._new_stream()
+        known.extend(self.token_ids[:num_tokens])
+        at = len(known.take())  # the text that comes with these tokens, wherever steps ended
+        chunk = Chunk(self.id, ids, self.text_stream.taken[at:], start=num_tokens, start_character=at)
         if self.params.logprobs is not None:
             chunk.logprobs = self._logprobs[len(self._logprobs) - len(ids) :]
         if self.details:
@@ -242,6 +244,8 @@ class Request:
             named = [Source(sources[node]).name.lower() for node in path[1 : 1 + taken]]
             chunk.sources = [*named, MODEL_SOURCE][:taken]
         self._unwritten.append(chunk)
+        if self.params.stop:  # the tokens are decoded, and a chunk has the text of its own ones
+            self._write_texts()
         self._add(chunk)
 
     def _add(self, chunk: Chunk) -> None:

@@ -108,8 +108,10 @@ class Scheduler(Generic[R]):
         room for it first. With targets it also waits while others would miss theirs.
         """
         targets = self.limits.targets
+        if len(self.running) >= self.capacity:
+            return None
         request = self.waiting.first(targets.is_lost if targets is not None else None)
-        if request is None or len(self.running) >= self.capacity:
+        if request is None:
             return None
         own, wanted = self.placement.plan(request)
         if targets is not None:  # all that share its ranks keep their time per token
@@ -121,6 +123,7 @@ class Scheduler(Generic[R]):
         if computed is None:
             return None
         self.waiting.remove(request)
+        self.waiting.shares.begin(request)
         self.num_queries += len(request.tokens)
         self.num_hits += min(computed[rank] for rank in request.homes)
         return request, computed
@@ -193,6 +196,7 @@ class Scheduler(Generic[R]):
 
     def finish(self, request: R, keep: bool = True) -> None:
         """Take its pages from a running request; with `keep`, its tokens and K/V stay in the prefix cache."""
+        self.waiting.shares.end(request)
         self.placement.remove(request, keep)
 
     def regroup(self, kept: Sequence[int | None]) -> list[R]:

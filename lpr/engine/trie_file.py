@@ -11,6 +11,7 @@ a safetensors file with one int32 tensor, `tokens`, and one metadata entry, `lpr
     checksum         of the tokens and the other entries
 
 It is replaced as a whole: a run that is killed leaves the earlier file, and of two runs that save the later one wins.
+It holds users' outputs, so only its owner can read it (0600, new folders 0700), whatever the mode of the earlier file.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def check_writable(path: str | Path) -> None:
     """Make the folder of a trie file and write a byte in it; raises InputError."""
     path = trie_path(path)
     try:
-        replace_file(path, b"\n", probe=True)
+        replace_file(path, b"\n", probe=True, private=True)
     except OSError as failure:
         raise InputError(f"cannot write a trie to {path}: {failure.strerror or failure}") from failure
 
@@ -67,7 +68,7 @@ def write_trie(path: str | Path, trie: SuffixIndex, fingerprint: str) -> Path:
     }
     header = json.dumps({**facts, "checksum": _checksum(facts, tokens)})
     try:
-        replace_file(path, save({"tokens": tokens}, {_KEY: header}))
+        replace_file(path, save({"tokens": tokens}, {_KEY: header}), private=True)
     except OSError as failure:
         raise InputError(f"cannot write a trie to {path}: {failure.strerror or failure}") from failure
     return path

@@ -1,16 +1,24 @@
-"""The queue of requests without a slot, in the order of admission: by arrival, shifted by priority."""
+"""The queue of requests without a slot, in the order of admission.
+
+Where several shares wait (the keys of a service), the one that has had least goes first (lpr.engine.sharing). Within a
+share, and where there is one, requests go by arrival, shifted by priority.
+"""
 
 from __future__ import annotations
 
 import math
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic
 
 from lpr.engine.limits import R
+from lpr.engine.sharing import Shares
 
 SECONDS_PER_PRIORITY = 10.0
-"""A request of priority p waits as one that arrived 10 p seconds later. So no request starves."""
+"""A request of priority p waits as one that arrived 10 p seconds later."""
+MOST_PRIORITY = 10
+"""Priorities beyond this, either way, count as this. So none starves: no later request passes after 200 s."""
 MOST_OVERTAKEN = 64
 """Later arrivals that may pass a request which misses its target for the first token anyway."""
 
@@ -24,6 +32,7 @@ class Waiting(Generic[R]):
 
     def __init__(self) -> None:
         self._entries: list[Entry[R]] = []
+        self.shares: Shares[R] = Shares()
         self.num_arrivals = 0
         """Requests that were ever added."""
 
@@ -40,7 +49,10 @@ class Waiting(Generic[R]):
     def add(self, request: R) -> None:
         """Queue a request."""
         self.num_arrivals += 1
-        place = request.arrived + SECONDS_PER_PRIORITY * request.priority
+        if all(other.share != request.share for _, _, other in self._entries):
+            self.shares.enter(request)
+        priority = max(-MOST_PRIORITY, min(MOST_PRIORITY, request.priority))
+        place = request.arrived + SECONDS_PER_PRIORITY * priority
         insort(self._entries, (place, self.num_arrivals, request), key=lambda entry: entry[:2])
 
     def put_back(self, requests: Sequence[R]) -> None:
@@ -61,13 +73,26 @@ class Waiting(Generic[R]):
         """
         if not self._entries:
             return None
+        entries = self._in_order()
         if is_lost is None:
-            return self._entries[0][2]
+            return entries[0][2]
         passed = math.inf
-        for _, arrival, request in self._entries:
+        for _, arrival, request in entries:
             if arrival > passed + MOST_OVERTAKEN:
                 break
             if not is_lost(request):
                 return request
             passed = min(passed, arrival)
-        return self._entries[0][2]
+        return entries[0][2]
+
+    def _in_order(self) -> list[Entry[R]]:
+        """The queue in the order of admission. Requests that had slots go before all shares."""
+        if len({request.share for _, _, request in self._entries}) < 2:
+            return self._entries
+        seen: Counter[str] = Counter()
+        due: list[tuple[float, Entry[R]]] = []
+        for entry in self._entries:
+            place, _, request = entry
+            due.append((-math.inf if place == -math.inf else self.shares.due(request, seen[request.share]), entry))
+            seen[request.share] += place > -math.inf
+        return [entry for _, entry in sorted(due, key=lambda each: each[0])]

@@ -40,7 +40,10 @@ class SnapshotError(RuntimeError):
 
 
 class Folder:
-    """Snapshots in a folder, which replicas on several machines may share."""
+    """Snapshots in a folder, which replicas of one user on several machines may share.
+
+    They hold users' outputs: only their owner can read them (0600, a new folder 0700).
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -57,7 +60,7 @@ class Folder:
 
     def write(self, name: str, data: bytes) -> None:
         """Replace the content of a name, as a whole or not at all; raises OSError."""
-        replace_file(self._path / name, data)
+        replace_file(self._path / name, data, private=True)
 
 
 class Objects:

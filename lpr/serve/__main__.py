@@ -12,7 +12,7 @@ from pathlib import Path
 from lpr.config import InputError
 from lpr.serve.front import Front
 from lpr.serve.options import parse
-from lpr.serve.ranks import SOCKET
+from lpr.serve.ranks import SOCKET, concealed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Looked up by name: a rank's modules import torch, which this process must not.
         return int(importlib.import_module("lpr.serve.ranks.rank").launched(argv))
     try:
+        argv += concealed()
         args = parse(argv)
         attached = Path(os.environ[SOCKET]) if SOCKET in os.environ else None
         return asyncio.run(Front(args, argv, attached).run())

@@ -7,17 +7,65 @@ literals of that value.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    field_validator,
+    model_validator,
+)
 
 from lpr.serve import limits
 
 _INT64 = 2**63
 
+T = TypeVar("T")
+
+
+def _at_most(most: int, size: Callable[[Any], int], what: str) -> BeforeValidator:
+    """A validator that refuses values of a larger size before it looks at their elements."""
+
+    def check(given: Any) -> Any:
+        if size(given) > most:
+            raise ValueError(f"more than {most} {what}")
+        return given
+
+    return BeforeValidator(check)
+
+
+def _num_entries(given: Any) -> int:
+    return len(given) if isinstance(given, dict) else 0
+
+
+def _num_values(given: Any) -> int:
+    """Values within JSON, counted until they are too many anyhow."""
+    level, count = [given], 0
+    while level and count <= limits.TEMPLATE_VALUES.most:
+        each = level.pop()
+        count += 1
+        if isinstance(each, (dict, list)):
+            level += each.values() if isinstance(each, dict) else each
+    return count
+
+
+def _num_parts(given: Any) -> int:
+    """Messages, and the parts of those that have some."""
+    if not isinstance(given, list) or len(given) > limits.MESSAGES.most:
+        return len(given) if isinstance(given, list) else 0
+    contents = (each.get("content") for each in given if isinstance(each, dict))
+    return len(given) + sum(len(content) for content in contents if isinstance(content, list))
+
+
+Few = Annotated[list[T], Field(fail_fast=True)]  # the first wrong element is the error, not each of a million
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=limits.STOP_LENGTH.most)]
-Stops = Stop | Annotated[list[Stop], Field(max_length=limits.STOPS.most)] | None
+Stops = Stop | Annotated[Few[Stop], Field(max_length=limits.STOPS.most)] | None
+StopIds = Annotated[Few[TokenId], Field(max_length=limits.STOP_IDS.most)] | None
 Seed = Annotated[int, Field(ge=-_INT64, lt=2**64)] | None
 Temperature = Annotated[float, Field(ge=0, le=100)]
 TopK = Annotated[int, Field(ge=-1, lt=2**31)]  # 0 and -1: no limit
@@ -30,7 +78,11 @@ NumTop = Annotated[int, Field(ge=0, le=20)]
 Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 Label = Annotated[str, StringConstraints(max_length=limits.LABEL.most)]
-LogitBias = dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] | None
+Names = Annotated[Few[Label], Field(max_length=limits.FIELDS.most)]
+Bias = dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]]
+LogitBias = Annotated[Bias, _at_most(limits.LOGIT_BIAS.most, _num_entries, "tokens")] | None
+_few_values = _at_most(limits.TEMPLATE_VALUES.most, _num_values, "values")
+Grammar = Annotated[str, StringConstraints(max_length=limits.GRAMMAR.most)]
 
 
 class Body(BaseModel):
@@ -41,11 +93,17 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, given: Any) -> Any:
-        """Drop unknown fields that are null: they ask for nothing, and clients send what an answer's object held."""
+        """Drop unknown fields that are null, as they ask for nothing and clients send what an answer's object held.
+
+        Of the others one is left, to be refused.
+        """
         if not isinstance(given, dict):
             return given
         known = {field.alias or name for name, field in cls.model_fields.items()}
-        return {name: value for name, value in given.items() if value is not None or name in known}
+        kept = {name: value for name, value in given.items() if name in known}
+        unknown = (name for name, value in given.items() if value is not None and name not in known)
+        first = next(unknown, None)  # of a million it is enough to refuse one
+        return kept if first is None else {**kept, first: None}
 
 
 class StreamOptions(Body):
@@ -58,8 +116,8 @@ class StreamOptions(Body):
 class JsonSchema(Body):
     """OpenAI's wrapper of a JSON schema."""
 
-    name: str = "schema"
-    description: str | None = None
+    name: Label = "schema"
+    description: Grammar | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
@@ -69,8 +127,8 @@ class ResponseFormat(Body):
 
     type: Literal["text", "json_object", "json_schema", "regex", "grammar"]
     json_schema: JsonSchema | None = None
-    regex: str | None = Field(default=None, max_length=65536)
-    grammar: str | None = Field(default=None, max_length=262144)
+    regex: str | None = Field(default=None, max_length=limits.REGEX.most)
+    grammar: Grammar | None = None
 
     @model_validator(mode="after")
     def _complete(self) -> ResponseFormat:
@@ -86,7 +144,7 @@ class ResponseFormat(Body):
 class Sampling(Body):
     """Fields that completions and chats share."""
 
-    model: str | None = None
+    model: Label | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
     n: Choices | None = None
@@ -107,9 +165,10 @@ class Sampling(Body):
     repetition_penalty: Repetition | None = None
     min_tokens: Natural = 0
     ignore_eos: bool = False
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    stop_token_ids: StopIds = None
     priority: Annotated[int, Field(ge=-_INT64, lt=_INT64)] = 0
-    """Lower is earlier. A request of priority p waits as one that arrived 10 p seconds later, so none starves."""
+    """Lower is earlier. A request of priority p waits as one that arrived 10 p seconds later; beyond 10 counts as 10,
+    so none starves. Requests of other keys are not passed: keys share by weight."""
     request_id: Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[\w.:-]+$")] | None = None
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
@@ -120,6 +179,8 @@ class Sampling(Body):
 
     # lpr's.
     return_sources: bool | None = None  # name the draft source of every token
+    delivered_token_ids: Annotated[list[TokenId], Field(max_length=limits.DELIVERED.most)] | None = None
+    """Output ids that came before a stream broke off: the answer goes on after them. Needs `seed` or temperature 0."""
 
     @model_validator(mode="after")
     def _streams(self) -> Sampling:
@@ -128,12 +189,12 @@ class Sampling(Body):
         return self
 
 
-Ids = Annotated[list[TokenId], Field(min_length=1)]
+Ids = Annotated[Few[TokenId], Field(min_length=1)]
 Prompt = (
     str
     | Ids
-    | Annotated[list[str], Field(min_length=1, max_length=limits.CHOICES.most)]
-    | Annotated[list[Ids], Field(min_length=1, max_length=limits.CHOICES.most)]
+    | Annotated[Few[str], Field(min_length=1, max_length=limits.CHOICES.most)]
+    | Annotated[Few[Ids], Field(min_length=1, max_length=limits.CHOICES.most)]
 )
 
 
@@ -159,27 +220,34 @@ class Message(Body):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    name: str | None = None
-    tool_call_id: str | None = None
+    content: str | Few[TextPart] | None = None
+    name: Label | None = None
+    tool_call_id: Label | None = None
     refusal: None = None
+
+
+Messages = Annotated[
+    Few[Message],
+    Field(min_length=1, max_length=limits.MESSAGES.most),
+    _at_most(limits.MESSAGES.most, _num_parts, "messages and parts"),
+]
 
 
 class ChatBody(Sampling):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Messages
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: NumTop | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
+    chat_template_kwargs: Annotated[dict[str, Any], _few_values] | None = None
+    tools: Annotated[list[Any], _few_values] | None = None
+    tool_choice: Annotated[Any, _few_values] = None
     parallel_tool_calls: bool | None = None  # without effect, as there are no tools
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[Few[Literal["text"]], Field(max_length=limits.FIELDS.most)] | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
 
@@ -187,8 +255,8 @@ class ChatBody(Sampling):
     n_predict: Annotated[int, Field(ge=-1)] | None = None
     cache_prompt: bool | None = None  # without effect: prompts are always cached, and the text is the same
     id_slot: int | None = None  # without effect: slots are found by their longest common prefix
-    samplers: list[str] | None = None
-    response_fields: list[str] | None = None
+    samplers: Names | None = None
+    response_fields: Names | None = None
 
     @field_validator("tools", "tool_choice")
     @classmethod
@@ -213,8 +281,8 @@ class ExtraFile(Body):
     """A piece of another file."""
 
     text: str
-    filename: str = ""
-    time: Any = None  # without effect: the order of the pieces counts
+    filename: Label = ""
+    time: Annotated[Any, _few_values] = None  # without effect: the order of the pieces counts
 
 
 class InfillBody(Body):
@@ -222,7 +290,7 @@ class InfillBody(Body):
 
     input_prefix: str
     input_suffix: str
-    input_extra: list[ExtraFile] = []
+    input_extra: Annotated[Few[ExtraFile], Field(max_length=limits.PIECES.most)] = []
     prompt: str = ""
     """The text between prefix and hole: the line up to the cursor."""
     n_predict: Annotated[int, Field(ge=-1)] = -1  # -1: 512, or a quarter of the model's limit. 0: only fill the cache
@@ -233,8 +301,8 @@ class InfillBody(Body):
     """End after this time, once a line is complete; counted from the first token. 0: no limit."""
     cache_prompt: bool = True
     id_slot: int = -1
-    samplers: list[str] | None = None  # of top_k, top_p, min_p, temperature and penalties, those in this list are used
-    response_fields: list[str] | None = None
+    samplers: Names | None = None  # of top_k, top_p, min_p, temperature and penalties, those in this list are used
+    response_fields: Names | None = None
     """Answer with these fields only; "a/b" is field b of a."""
     temperature: Temperature = 0.0
     top_k: TopK = 0
@@ -244,16 +312,16 @@ class InfillBody(Body):
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     seed: Annotated[int, Field(ge=-1, lt=2**64)] = -1
-    stop: Annotated[list[Stop], Field(max_length=limits.STOPS.most)] = []
+    stop: Annotated[Few[Stop], Field(max_length=limits.STOPS.most)] = []
     stream: bool = False
     return_tokens: bool = False
-    model: str | None = None
+    model: Label | None = None
 
 
 class FimBody(Body):
     """Mistral's `POST /v1/fim/completions`."""
 
-    model: str | None = None
+    model: Label | None = None
     prompt: str
     suffix: str | None = None
     temperature: Temperature | None = None
@@ -268,10 +336,10 @@ class FimBody(Body):
 class TokenizeBody(Body):
     """`POST /tokenize`: vLLM's `prompt` or `messages`, or llama.cpp's `content`."""
 
-    model: str | None = None
+    model: Label | None = None
     prompt: str | None = None
     content: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_special: bool | None = None  # llama.cpp's name, whose default is false
     parse_special: Literal[True] | None = None
@@ -289,5 +357,5 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """`POST /detokenize`."""
 
-    model: str | None = None
-    tokens: Annotated[list[TokenId], Field(max_length=1 << 20)]
+    model: Label | None = None
+    tokens: Annotated[Few[TokenId], Field(max_length=limits.DETOKENIZED.most)]

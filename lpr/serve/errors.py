@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from fastapi import Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
-from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
 
 from lpr.protocol import ErrorCode
 
@@ -17,6 +15,7 @@ _CODES = {
     408: (ErrorCode.BODY_TIMEOUT,),
     413: (ErrorCode.BODY_TOO_LARGE,),
     415: (ErrorCode.MEDIA_TYPE,),
+    421: (ErrorCode.HOST,),
     429: (ErrorCode.OVERLOADED,),
     500: (ErrorCode.GENERATION_FAILED, ErrorCode.INTERNAL),
     503: (ErrorCode.NO_MESH, ErrorCode.LOADING, ErrorCode.SHUTTING_DOWN, ErrorCode.DRAINED, ErrorCode.RANKS_LOST),
@@ -44,6 +43,8 @@ KINDS = {
 """`type` in the body, by status."""
 RETRY_AFTER = 5
 """Seconds after which a client may try a 503 again, where nothing better is known."""
+LONGEST_MESSAGE, LONGEST_NAME = 1000, 200
+"""Characters of an error's message and of a field's name: a client may have sent megabytes of them."""
 _TYPE_NAMES = ("str", "int", "float", "bool", "none")
 
 
@@ -76,12 +77,14 @@ class ApiError(Exception):
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """The body of an error as JSON values."""
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": _clean(message), "type": kind, "param": _clean(param), "code": code}}
+    name = None if param is None else _clean(param, LONGEST_NAME)
+    return {"error": {"message": _clean(message, LONGEST_MESSAGE), "type": kind, "param": name, "code": code}}
 
 
-def _clean(text: str | None) -> str | None:
-    """The text without lone surrogates, which JSON can spell and UTF-8 cannot."""
-    return None if text is None else text.encode("utf-8", "replace").decode()
+def _clean(text: str, most: int) -> str:
+    """At most `most` characters of a text, without lone surrogates, which JSON can spell and UTF-8 cannot."""
+    short = text if len(text) <= most else text[: most - 3] + "..."
+    return short.encode("utf-8", "replace").decode()
 
 
 def bad(param: str, message: str, code: ErrorCode = ErrorCode.BAD_REQUEST) -> ApiError:
@@ -89,13 +92,15 @@ def bad(param: str, message: str, code: ErrorCode = ErrorCode.BAD_REQUEST) -> Ap
     return ApiError(code, message, param)
 
 
-def from_validation(failure: RequestValidationError) -> ApiError:
-    """The first error of pydantic, in OpenAI's shape."""
-    first = failure.errors()[0]
-    place = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
-    if first["type"] == "json_invalid":
-        reason = first.get("ctx", {}).get("error", "it cannot be read")
-        return ApiError(ErrorCode.INVALID_JSON, f"the body is not JSON: {reason}")
+def too_long(size: str, max_length: int, param: str = "prompt") -> ApiError:
+    """The error of a prompt that leaves no room for an output."""
+    message = f"the prompt's {size} leave no room; the model's limit is {max_length}"
+    return bad(param, message, ErrorCode.TOO_LONG)
+
+
+def from_validation(first: Mapping[str, Any]) -> ApiError:
+    """An error of pydantic, in OpenAI's shape."""
+    place = [str(part)[:LONGEST_NAME] for part in first["loc"] if part not in ("body", "query", "path")]
     # Members of a union appear in the place as type names, which are no part of any field's name.
     name = ".".join(part for part in place if part not in _TYPE_NAMES and not set(part) & set("[-")) or None
     if first["type"] == "extra_forbidden":
@@ -104,15 +109,3 @@ def from_validation(failure: RequestValidationError) -> ApiError:
         return ApiError(ErrorCode.MISSING_PARAMETER, f"{name or 'body'}: this field is required", name)
     message = first["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     return ApiError(ErrorCode.INVALID_VALUE, f"{name}: {message}" if name else message, name)
-
-
-async def answer_error(request: Request, failure: Exception) -> JSONResponse:
-    """Handler for ApiError, what pydantic or the router refuses, and bugs, whose traceback the server writes."""
-    if isinstance(failure, HTTPException):
-        message = f"{request.method} {request.url.path}: {failure.detail}"
-        return JSONResponse(error_body(failure.status_code, message), failure.status_code, failure.headers)
-    if isinstance(failure, RequestValidationError):
-        failure = from_validation(failure)
-    elif not isinstance(failure, ApiError):
-        failure = ApiError(ErrorCode.INTERNAL, f"internal error: {type(failure).__name__}")
-    return failure.response()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import os
 import signal
@@ -17,13 +18,16 @@ from pathlib import Path
 import uvicorn
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from starlette.types import ASGIApp
 
 from lpr.config import InputError
 from lpr.fleet.options import default_name
 from lpr.protocol import ErrorCode, Stop
-from lpr.serve.api.app import build
+from lpr.serve import limits
+from lpr.serve.api.app import build, build_metrics
 from lpr.serve.api.context import Context
 from lpr.serve.api.middleware import Keys
+from lpr.serve.connections import KINDS, Connection, Port, room
 from lpr.serve.keeper import Keeper, Ranks
 from lpr.serve.link import Link
 from lpr.serve.messages import Loading, ToFront
@@ -62,10 +66,19 @@ class Front:
         self._template = _read(args.chat_template, "--chat-template")
         for path, flag in ((args.tls_cert, "--tls-cert"), (args.tls_key, "--tls-key")):
             _read(path, flag)
-        if args.tls_cert is not None:
-            _check_certificate(args.tls_cert, args.tls_key)
-        self._sockets = [_listen(args.host, args.port)]
-        self.port: int = self._sockets[0].getsockname()[1]
+        tls = _certificate(args.tls_cert, args.tls_key) if args.tls_cert is not None else None
+        most = room(args.max_connections)
+        if most < args.max_connections:
+            why = "this process may not open more files (ulimit -n)"
+            print(f"lpr.serve: --max-connections {args.max_connections}: only {most}, as {why}", file=sys.stderr)
+        needs_loopback = not self._keys and not args.insecure
+        self._main = Port(_listen(args.host, args.port, needs_loopback), most, tls)
+        self.port = self._main.number
+        self._metrics: Port | None = None
+        if args.metrics_port is not None:
+            listening = _listen(args.metrics_host or args.host, args.metrics_port)
+            self._metrics = Port(listening, limits.METRICS_CONNECTIONS.most, tls)
+        self.metrics_port = self._metrics.number if self._metrics is not None else None
         self.replica = args.fleet.replica_name or default_name(self.port)
         self._console = Console(stderr=True)
         self._keeper: Keeper | None = None
@@ -77,14 +90,16 @@ class Front:
         args = self.args
         self.service = Service(args, lambda message: link.send(message))
         self.service.tenants = [""] if args.share_drafts == "all" or not self._keys else self._keys.names[:MOST_KEYS]
+        self.service.weights = self._keys.weights
         link = Link(self._receive, self._lost)
         metrics = Metrics(self.service, args.names[0])
         self.context = Context(self.service, metrics, args.request_timeout, args.share_drafts)
+        self.context.pad_stream, self.context.stream_interval = args.pad_stream, args.stream_interval / 1e3
         if args.otlp is not None:
             from lpr.serve.telemetry import tracer
 
             self.context.trace = tracer(args.otlp, args.names[0])
-        server = uvicorn.Server(self._uvicorn_config())
+        server = uvicorn.Server(_uvicorn_config(build(self.context, args, self._keys, self.replica)))
         server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]
         is_short = len(os.fsencode(tempfile.gettempdir())) <= LONGEST_FOLDER
         with tempfile.TemporaryDirectory(prefix="lpr-serve-", dir=None if is_short else "/tmp") as folder:
@@ -92,8 +107,10 @@ class Front:
                 await link.listen(self._attached)
             else:
                 self._keeper = Keeper(self.service, link, Path(folder), self._make_ranks, args)
-            serving = asyncio.create_task(server.serve(self._sockets))
+            serving = asyncio.create_task(server.serve([]))  # it answers what the ports accept
+            self._open_ports(server)
             serving.add_done_callback(self._ended)
+            self.context.start()
             loop = asyncio.get_running_loop()
             for number in (signal.SIGTERM, signal.SIGINT):
                 with contextlib.suppress(ValueError, RuntimeError):  # only the main thread of a process can
@@ -124,21 +141,17 @@ class Front:
     def _hand_back(self) -> None:
         self.service.fail_all(ErrorCode.DRAINED, "the server shut down before this was finished")
 
-    def _uvicorn_config(self) -> uvicorn.Config:
-        args = self.args
-        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-        return uvicorn.Config(
-            build(self.context, args, self._keys, self.replica),
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            lifespan="off",
-            ws="none",
-            timeout_keep_alive=30,
-            timeout_graceful_shutdown=5,
-            ssl_certfile=args.tls_cert,
-            ssl_keyfile=args.tls_key,
-        )
+    def _open_ports(self, server: uvicorn.Server) -> None:
+        kind = KINDS.get("httptools", KINDS["h11"])
+
+        def make(config: uvicorn.Config, port: Port) -> Callable[[], Connection]:
+            return lambda: kind(config, server.server_state, {}, port=port)
+
+        self.context.metrics.watch(self._main)
+        self._main.open(make(server.config, self._main))
+        if self._metrics is not None:
+            app = build_metrics(self.context, self.args, self._keys, self.replica)
+            self._metrics.open(make(_uvicorn_config(app), self._metrics))
 
     def _receive(self, message: ToFront) -> None:
         self.service.receive(message)
@@ -146,7 +159,7 @@ class Front:
             self._fail(2, self.service.mesh.refused or "")
         elif self.service.mesh.facts is not None and self.context.served is None:
             try:
-                self.context.served = Served(self.service.mesh.facts, self.args.names, self.args.fim, self._template)
+                self.context.load(Served(self.service.mesh.facts, self.args.names, self.args.fim, self._template))
             except (InputError, ValueError) as failure:
                 self._fail(2, str(failure))
 
@@ -184,9 +197,13 @@ class Front:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         link.send(Stop())
+        for port in (self._main, self._metrics):
+            if port is not None:
+                port.close()
         server.should_exit = True
         with contextlib.suppress(asyncio.CancelledError, TimeoutError):
             await asyncio.wait_for(serving, 10)
+        await self.context.close()
         if self._keeper is not None:
             await self._keeper.close()
         await link.close()
@@ -195,6 +212,9 @@ class Front:
         scheme = "https" if self.args.tls_cert else "http"
         address = f"{scheme}://{self.args.host}:{self.port}"
         print(f"lpr.serve: listening on {address}", flush=True)
+        if self._metrics is not None:
+            host = self.args.metrics_host or self.args.host
+            print(f"lpr.serve: metrics at {scheme}://{host}:{self._metrics.number}/metrics", flush=True)
         columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
         ready = asyncio.create_task(self.service.mesh.ready.wait())
         with Progress(*columns, console=self._console, disable=not self._console.is_terminal) as progress:
@@ -209,10 +229,29 @@ class Front:
             print(f"lpr.serve: ready: {self.args.names[0]}, {mesh}", flush=True)
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket; raises InputError."""
+def _uvicorn_config(app: ASGIApp) -> uvicorn.Config:
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        ws="none",
+        timeout_keep_alive=limits.IDLE_SECONDS.most,
+        timeout_graceful_shutdown=5,
+        h11_max_incomplete_event_size=limits.HEAD.most,
+    )
+
+
+def _listen(host: str, port: int, needs_loopback: bool = False) -> socket.socket:
+    """A listening socket; raises InputError, also if it `needs_loopback` and others reach the address."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        if needs_loopback and not ipaddress.ip_address(address[0]).is_loopback:
+            raise InputError(
+                f"--host {host}: others reach this address, so give --api-key, --api-key-file or --insecure"
+            )
         found = socket.socket(family, kind, protocol)
     except OSError as failure:
         raise InputError(f"--host {host}: {failure.strerror or failure}") from failure
@@ -226,10 +265,12 @@ def _listen(host: str, port: int) -> socket.socket:
     return found
 
 
-def _check_certificate(certificate: Path, key: Path | None) -> None:
-    """Raise InputError for a certificate and a key that cannot be read or do not match."""
+def _certificate(certificate: Path, key: Path | None) -> ssl.SSLContext:
+    """A server's context; raises InputError for a certificate and a key that cannot be read or do not match."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
+        context.load_cert_chain(certificate, key, password="")
+        return context
     except (ssl.SSLError, OSError) as failure:
         raise InputError(f"--tls-cert {certificate} and --tls-key {key} cannot be used: {failure}") from failure
 

@@ -6,27 +6,19 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import msgspec
 from starlette.types import Receive
 
-from lpr.config import SamplingParams
 from lpr.protocol import Chunk, ErrorCode, RequestId, TokenLogprobs, Usage
 from lpr.serve.errors import ApiError
-from lpr.serve.jobs import Job
+from lpr.serve.jobs import Job, Terms, Wanted
 from lpr.serve.service import Service
 
 
 class DisconnectedError(Exception):
     """The client has closed the connection."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """One text that a request asks for."""
-
-    prompt_ids: list[int]
-    params: SamplingParams
 
 
 TextLimit = Callable[[str, bool], tuple[str, bool]]
@@ -66,6 +58,20 @@ class Event:
     text: str
     chunk: Chunk
 
+    def joined(self, later: Event) -> Event:
+        """This and the same choice's next event as one."""
+        first, second = self.chunk, later.chunk
+        logprobs, sources = [*(first.logprobs or ()), *(second.logprobs or ())], first.sources or []
+        chunk = msgspec.structs.replace(
+            second,
+            token_ids=first.token_ids + second.token_ids,
+            logprobs=logprobs or None,
+            sources=sources + (second.sources or []),
+            start=first.start,
+            start_character=first.start_character,
+        )
+        return Event(self.choice, self.text + later.text, chunk)
+
 
 class Generation:
     """Runs the texts of one request. A context manager that cancels unfinished ones at its end."""
@@ -77,9 +83,7 @@ class Generation:
         receive: Receive,
         *,
         timeout: float,
-        priority: int = 0,
-        tenant: str = "",
-        details: bool = False,
+        terms: Terms,
         limits: Callable[[], TextLimit] | None = None,
         scored: Sequence[Wanted] = (),
     ) -> None:
@@ -88,7 +92,8 @@ class Generation:
         `scored` are known texts, whose log-probabilities are computed before any of `wanted` begins. All take their
         room in the queue now, so that what is accepted is also finished.
         """
-        service.check_room(len(scored) + len(wanted), sum(len(each.prompt_ids) for each in (*scored, *wanted)))
+        num_tokens = sum(len(each.prompt_ids) + len(each.delivered) for each in (*scored, *wanted))
+        service.check_room(len(scored) + len(wanted), num_tokens, terms.key)
         self._service = service
         self._receive = receive
         self._timeout = timeout
@@ -96,11 +101,11 @@ class Generation:
         self._queue: asyncio.Queue[Chunk] = asyncio.Queue()
         self.scored: list[Choice] = []
         for index, each in enumerate(scored):
-            job = service.open(each.prompt_ids, each.params, priority, tenant, False, self._queue, True)
+            job = service.open(each, replace(terms, details=False), self._queue, True)
             self.scored.append(Choice(index, job))
         self.choices: list[Choice] = []
         for index, each in enumerate(wanted):
-            job = service.open(each.prompt_ids, each.params, priority, tenant, details, self._queue, not scored)
+            job = service.open(each, terms, self._queue, not scored)
             self.choices.append(Choice(index, job, limits() if limits is not None else None))
         self._all = [*self.scored, *self.choices]
         self._by_id: dict[RequestId, Choice] = {choice.job.id: choice for choice in self._all}
@@ -140,6 +145,24 @@ class Generation:
             if event is not None or chunk is None:
                 yield event
 
+    async def collected(self, interval: float) -> AsyncIterator[list[Event]]:
+        """The events of every `interval` seconds until all choices are finished; some lists are empty.
+
+        Raises as `events` does.
+        """
+        assert self._gone is not None
+        due = time.monotonic()
+        while any(choice.finish_reason is None for choice in self._all):
+            due = max(due + interval, time.monotonic())
+            wait = min(due, self._deadline) - time.monotonic()
+            await asyncio.wait({self._gone}, timeout=max(0.0, wait))
+            if self._gone.done():
+                raise DisconnectedError
+            taken = [self._take(self._queue.get_nowait()) for _ in range(self._queue.qsize())]
+            if not taken:
+                self._check_time()
+            yield [event for event in taken if event is not None]
+
     async def finish(self) -> None:
         """Wait for all choices; raises DisconnectedError or ApiError."""
         async for _ in self.events():
@@ -164,9 +187,12 @@ class Generation:
                 return getting.result()
         finally:
             getting.cancel()
+        self._check_time()
+        return None
+
+    def _check_time(self) -> None:
         if time.monotonic() >= self._deadline:
             raise ApiError(ErrorCode.TIMEOUT, f"not finished within --request-timeout {self._timeout:g} s")
-        return None
 
     def _take(self, chunk: Chunk) -> Event | None:
         choice = self._by_id[chunk.id]

@@ -23,6 +23,27 @@ LONE_DEATHS = 2
 """Deaths in a row, without a token in between, while the ranks worked on one request alone, that convict it."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """One text that a request asks for."""
+
+    prompt_ids: list[int]
+    params: SamplingParams
+    delivered: Sequence[int] = ()
+    """Output ids that another service has delivered: the text goes on after them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """How the texts of a request are treated. The same for all of them."""
+
+    key: str = ""
+    """Name of the client's API key: its share of the slots and of the queue. "" without keys."""
+    tenant: str = ""
+    priority: int = 0
+    details: bool = False
+
+
 @dataclass(eq=False)
 class Job:
     """One prompt on its way to one text. Times are those of time.monotonic."""
@@ -30,9 +51,7 @@ class Job:
     id: int
     prompt_ids: list[int]
     params: SamplingParams
-    priority: int
-    tenant: str
-    details: bool
+    terms: Terms
     chunks: asyncio.Queue[Chunk]
     arrived: float = field(default_factory=time.monotonic)
     was_given: bool = False
@@ -45,14 +64,21 @@ class Job:
     ended: float | None = None
     token_ids: list[int] = field(default_factory=list)
     """Delivered so far. With the prompt, all that restarted ranks need to continue."""
-    num_characters: int = 0
-    """Characters of text delivered so far."""
+    num_delivered: int = 0
+    """How many of these another service has delivered."""
+    num_characters: int | None = 0
+    """Characters of text delivered so far. None until the driver says how many those of another service were."""
     deaths: int = 0
     """How often in a row all ranks died while they worked on this, without a token in between."""
     lone_deaths: int = 0
     """How often in a row they worked on nothing else then."""
     is_complete: bool = False
     """True once it has all the text that is wanted. Then only the usage is still to come."""
+
+    @property
+    def num_to_fill(self) -> int:
+        """Tokens that are computed before its next one."""
+        return len(self.prompt_ids) + len(self.token_ids)
 
     @property
     def is_scoring(self) -> bool:

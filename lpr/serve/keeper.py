@@ -17,7 +17,7 @@ from pathlib import Path
 from lpr.serve.link import Link
 from lpr.serve.mesh_state import STALE_PULSE
 from lpr.serve.options import ServeArgs
-from lpr.serve.ranks import LAUNCHER, ORIGIN, SOCKET
+from lpr.serve.ranks import KEYS, LAUNCHER, ORIGIN, SOCKET, conceal, split_flags
 from lpr.serve.service import Service
 
 LOOK_EVERY = 0.5
@@ -42,7 +42,9 @@ class Ranks:
     def __init__(self, argv: Sequence[str], lp: int, tp: int, socket: Path) -> None:
         """Prepare to start `lp` replicas of `tp` ranks with the flags `argv`."""
         supervisor = [] if lp * tp == 1 else ["lpr.dist.supervisor", str(lp), str(tp)]
-        self._command = [sys.executable, "-m", *supervisor, "lpr.serve.ranks.rank", *argv]
+        # Ranks neither listen nor ask for keys: without the front's address, they have nothing to check about keys.
+        flags, self._secrets = conceal([*split_flags(argv, (*KEYS, "--host"))[0], "--host=127.0.0.1"])
+        self._command = [sys.executable, "-m", *supervisor, "lpr.serve.ranks.rank", *flags]
         self._socket = socket
         self._process: Process | None = None
 
@@ -52,7 +54,7 @@ class Ranks:
         kept = {name: value for name, value in os.environ.items() if name not in (*LAUNCHER, "LPR_API_KEY")}
         self._process = await asyncio.create_subprocess_exec(
             *self._command,
-            env={**kept, SOCKET: str(self._socket), ORIGIN: secrets.token_hex(8)},
+            env={**kept, **self._secrets, SOCKET: str(self._socket), ORIGIN: secrets.token_hex(8)},
             stdin=asyncio.subprocess.DEVNULL,
             stdout=sys.stderr.fileno(),
             start_new_session=True,

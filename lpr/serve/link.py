@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lpr.protocol import ProtocolError
-from lpr.serve.messages import PROTOCOL, FrameReader, Hello, ToDriver, ToFront, frame
+from lpr.serve.messages import PROTOCOL, FrameReader, Hello, ToDriver, ToFront, frame, is_ours
 
 _FAREWELL = 1.0
 """Seconds for what was sent last to leave."""
@@ -71,6 +71,8 @@ class Link:
         frames = FrameReader(ToFront)
         greeted = False
         try:
+            if not is_ours(writer.get_extra_info("socket")):
+                raise ProtocolError("a process of another user")
             while data := await reader.read(1 << 16):
                 for message in frames.feed(data):
                     if not greeted:

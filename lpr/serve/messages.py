@@ -7,7 +7,11 @@ lpr.protocol. A chunk carries its offsets in the output: after a change of drive
 
 from __future__ import annotations
 
+import ctypes
+import os
+import socket
 import struct
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +20,7 @@ import msgspec
 from lpr.fleet.counts import DraftCounts
 from lpr.protocol import Abort, Chunk, ProtocolError, Stop, Submit
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Version of these messages. A driver of another version is refused."""
 MAX_MESSAGE = 1 << 30
 """Longest message in bytes. A greater length is noise."""
@@ -113,6 +117,17 @@ class Refused(Message, frozen=True):
 
 ToDriver = Resume | Submit | Abort | Finish | Stop
 ToFront = Hello | Loading | Facts | Stepped | Pulse | Refused
+
+
+def is_ours(connected: socket.socket) -> bool:
+    """True if the process at the other end of a Unix socket is one of this user."""
+    if sys.platform == "linux":
+        credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        user: int = struct.unpack("3i", credentials)[1]  # process, user, group
+        return user == os.geteuid()
+    users = ctypes.c_uint32(), ctypes.c_uint32()  # macOS and the BSDs
+    found = ctypes.CDLL(None).getpeereid(connected.fileno(), *map(ctypes.byref, users))
+    return found == 0 and users[0].value == os.geteuid()
 
 
 def frame(message: ToDriver | ToFront) -> bytes:

@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 
 from lpr.fleet.counts import DraftCounts
 from lpr.protocol import Chunk, Usage
+from lpr.serve.connections import Port
 from lpr.serve.jobs import Job
 from lpr.serve.service import Service
 
@@ -111,6 +112,18 @@ class Metrics:
         missing = ranks.labels(**self._names, state="missing")
         missing.set_function(lambda: max(0, service.mesh.num_wanted - service.mesh.num_ranks))
 
+    def watch(self, port: Port) -> None:
+        """Show the connections of the main port."""
+        text = "Connections that are being answered, and that wait for their client."
+        gauge = Gauge("lpr:connections", text, [*self._names, "state"], registry=self.registry)
+        gauge.labels(**self._names, state="answered").set_function(lambda: port.num_answered)
+        gauge.labels(**self._names, state="waiting").set_function(lambda: port.num_waiting)
+        text = "Connections that were refused, gave way to new ones, or waited too long."
+        ended = self._counter("lpr:connections_ended", text, "reason")
+        for reason in ("refused", "replaced", "late"):
+            self._of(ended, reason=reason)
+        port.on_end = lambda reason: self._of(ended, reason=reason).inc()
+
     def answered(self, path: str, status: int) -> None:
         """Count an HTTP answer; `path` is one of the service's own."""
         self._of(self.http_requests, path=path, status=str(status)).inc()
@@ -154,9 +167,10 @@ class Metrics:
         self.decode.observe(job.latest - job.first)
         self.inference.observe(job.ended - job.begun)
         self.prompt_length.observe(len(job.prompt_ids))
-        self.output_length.observe(len(job.token_ids))
-        if len(job.token_ids) > 1:
-            self.per_token.observe((job.latest - job.first) / (len(job.token_ids) - 1))
+        num_tokens = len(job.token_ids) - job.num_delivered
+        self.output_length.observe(num_tokens)
+        if num_tokens > 1:
+            self.per_token.observe((job.latest - job.first) / (num_tokens - 1))
 
     def _used(self, job: Job, usage: Usage) -> None:
         self.prefix_queries.inc(len(job.prompt_ids))

@@ -17,6 +17,9 @@ from lpr.fleet import options as fleet
 from lpr.fleet.options import FleetOptions
 from lpr.serve import limits
 
+LONGEST_INTERVAL = 10_000.0
+"""Milliseconds between the events of a stream at most."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServeArgs:
@@ -33,9 +36,9 @@ class ServeArgs:
     model: str | None = None
     """Model folder or hub id. Default: the small code model that comes with lpr."""
     served_model_name: tuple[str, ...] = ()
-    """Names that clients may ask for the model by; answers carry the first. Default: the model as given."""
+    """Names that clients may ask for the model by; answers carry the first. Default: the hub id or folder's name."""
     host: str = "127.0.0.1"
-    """Address to listen at; 0.0.0.0 listens at all of this machine's, also for others."""
+    """Address to listen at; 0.0.0.0 listens at all of this machine's, also for others: with keys, or --insecure."""
     port: int = 8000
     """Port to listen at; 0 takes a free one."""
     lp: int | None = None
@@ -62,8 +65,18 @@ class ServeArgs:
     """Requests that may wait for a slot; further ones are answered with 429."""
     max_queued_tokens: int = limits.QUEUED_TOKENS.most
     """Prompt tokens of waiting requests; further ones are answered with 429."""
+    max_requests_per_key: int = limits.KEY_REQUESTS.most
+    """Open requests of one key; further ones are answered with 429. 0: half of all, if there are several keys."""
+    max_tokens_per_key: int = limits.KEY_TOKENS.most
+    """Prompt tokens of one key's waiting requests; further ones are answered with 429. 0: likewise."""
     max_body: int = limits.BODY.most
     """Bytes of a request's body; larger ones are answered with 413."""
+    pad_stream: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Pad what a stream sends to multiples of 1 KiB: the sizes of encrypted records then do not show its tokens."""
+    stream_interval: float = 0.0
+    """Collect a stream's steps and send them every so many milliseconds, as one event. 0: one event per step."""
+    max_connections: int = limits.CONNECTIONS.most
+    """Connections at once. Beyond them a new one replaces the one that has waited longest for its client."""
     request_timeout: float = 600.0
     """Seconds that a request may take, waiting included."""
     shutdown_timeout: float = 30.0
@@ -71,9 +84,20 @@ class ServeArgs:
     api_key: str | None = None
     """Key that requests must come with, or several separated by commas. Default: $LPR_API_KEY, if it is set."""
     api_key_file: Path | None = None
-    """File of such keys: "key" or "name key" per line."""
+    """File of such keys: "key", "name key" or "name key weight" per line. Slots are shared by weight; default 1."""
     protect_all: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Ask for a key on health, readiness, metrics and the page too."""
+    protect_metrics: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Ask for a key on /metrics, which counts the tokens of all clients."""
+    metrics_port: int | None = None
+    """Show /metrics at a port of its own, with health, and not at --port; 0 takes a free one."""
+    metrics_host: str | None = None
+    """Address of --metrics-port. Default: --host."""
+    insecure: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Serve without keys at an address that other machines reach."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names that clients may call this service by, besides addresses, localhost and --host; "*" is all. Checked without
+    keys, or if given."""
     cors: tuple[str, ...] = ()
     """Origins whose pages may ask; "*" is all."""
     tls_cert: Path | None = None
@@ -95,8 +119,10 @@ class ServeArgs:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names that the model is served under."""
-        return self.served_model_name or (self.model or "bundled",)
+        """Names that the model is served under. A path of this machine is none of them."""
+        if self.served_model_name or self.model is None:
+            return self.served_model_name or ("bundled",)
+        return (Path(self.model).resolve().name if Path(self.model).exists() else self.model,)
 
 
 def parse(argv: Sequence[str], quiet: bool = False) -> ServeArgs:
@@ -105,7 +131,7 @@ def parse(argv: Sequence[str], quiet: bool = False) -> ServeArgs:
     default = defaults(argv, ServeArgs, groups)
     with flag_types:
         args = tyro.cli(ServeArgs, prog="lpr.serve", args=list(argv), default=default, console_outputs=not quiet)
-    key = args.api_key or os.environ.get("LPR_API_KEY") or None
+    key = args.api_key if args.api_key is not None else os.environ.get("LPR_API_KEY")
     args = replace(args, api_key=key, fleet=fleet.complete(args.fleet))
     check(args)
     return args
@@ -113,18 +139,29 @@ def parse(argv: Sequence[str], quiet: bool = False) -> ServeArgs:
 
 def check(args: ServeArgs) -> None:
     """Refuse what cannot work; raises InputError."""
-    if not 0 <= args.port <= 65535:
-        raise InputError(f"--port {args.port} must be from 0 (a free one) to 65535")
+    for name in ("port", "metrics_port"):
+        if not 0 <= (getattr(args, name) or 0) <= 65535:
+            raise InputError(f"{_flag(name)} {getattr(args, name)} must be from 0 (a free one) to 65535")
+    if args.metrics_port is None and args.metrics_host is not None:
+        raise InputError("--metrics-host needs --metrics-port")
     if args.tp < 1 or (args.lp is not None and args.lp < 1):
         raise InputError(f"a mesh of lp {args.lp} x tp {args.tp}: both must be at least 1")
-    for name, least in (("max_queue", 0), ("max_queued_tokens", 1), ("max_body", 1), ("max_failed_starts", 1)):
+    at_least = {"max_queue": 0, "max_queued_tokens": 1, "max_body": 1, "max_connections": 8, "max_failed_starts": 1}
+    at_least |= {"max_requests_per_key": 0, "max_tokens_per_key": 0}
+    for name, least in at_least.items():
         if getattr(args, name) < least:
-            raise InputError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least {least}")
+            raise InputError(f"{_flag(name)} {getattr(args, name)} must be at least {least}")
     for name in ("request_timeout", "shutdown_timeout", "timeout", "load_timeout"):
         if not 0 < getattr(args, name) < float("inf"):
-            raise InputError(f"--{name.replace('_', '-')} {getattr(args, name)} must be above 0, in seconds")
+            raise InputError(f"{_flag(name)} {getattr(args, name)} must be above 0, in seconds")
+    if not 0 <= args.stream_interval <= LONGEST_INTERVAL:
+        raise InputError(f"--stream-interval {args.stream_interval:g} must be from 0 to {LONGEST_INTERVAL:g} ms")
     if args.tls_key is not None and args.tls_cert is None:
         raise InputError("--tls-key needs --tls-cert FILE.pem")
     fleet.check(args.fleet, args.share_drafts)
     if "" in args.served_model_name:
         raise InputError("--served-model-name: a name is empty")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

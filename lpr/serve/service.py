@@ -11,12 +11,11 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from lpr.config import SamplingParams
 from lpr.protocol import Abort, Chunk, ErrorCode, Failure, Submit
 from lpr.serve.errors import ApiError
-from lpr.serve.jobs import Job, Jobs, acquit, blame
+from lpr.serve.jobs import Job, Jobs, Terms, Wanted, acquit, blame
 from lpr.serve.mesh_state import MeshState
 from lpr.serve.messages import Facts, Finish, Hello, Load, Loading, Pulse, Refused, Resume, Stepped, ToDriver, ToFront
 from lpr.serve.options import ServeArgs
@@ -30,6 +29,8 @@ class Service:
         self._args = args
         self.mesh = MeshState(max(args.timeout, 60.0), lambda event, count: self.on_event(event, count))
         self.draining = False
+        self.weights: Mapping[str, float] = {}
+        """By name of a key, its weight in the sharing of slots; empty without keys."""
         self.tenants: list[str] = []
         """Tenants whose outputs a driver may ask other replicas for before any request comes."""
         self.on_open: Callable[[Job], None] = lambda job: None
@@ -71,9 +72,13 @@ class Service:
     @property
     def num_queued_tokens(self) -> int:
         """Prompt tokens of the requests without a slot, except those that the free slots and one more will take."""
+        return sum(job.num_to_fill for job in self._queued)
+
+    @property
+    def _queued(self) -> list[Job]:
         running = {job.id for job in self._running}
-        waiting = [len(job.prompt_ids) for job in self._jobs if job.id not in running]
-        return sum(waiting[max(0, self.mesh.num_slots + 1 - len(running)) if self.mesh.up else 0 :])
+        waiting = [job for job in self._jobs if job.id not in running]
+        return waiting[max(0, self.mesh.num_slots + 1 - len(running)) if self.mesh.up else 0 :]
 
     def check_ready(self) -> Facts:
         """The facts; raises ApiError before the model was loaded once, and while the server shuts down."""
@@ -83,11 +88,13 @@ class Service:
             raise ApiError(ErrorCode.LOADING, f"the model is not loaded yet: {self.mesh.progress}")
         return self.mesh.facts
 
-    def check_room(self, num_requests: int, num_tokens: int) -> None:
-        """Raise ApiError if `num_requests` more requests, of `num_tokens` prompt tokens together, cannot wait."""
+    def check_room(self, num_requests: int, num_tokens: int, key: str = "") -> None:
+        """Raise ApiError if `num_requests` more requests, of `num_tokens` prompt tokens together, cannot wait.
+
+        `key` is the name of the client's, whose own requests are limited too.
+        """
         self.check_ready()
-        code = ErrorCode.OVERLOADED if self.mesh.up else ErrorCode.NO_MESH
-        room = self.mesh.num_slots + 1 + self._args.max_queue
+        code, room = self._overloaded, self._room
         if num_requests > room:
             message = f"{num_requests} texts at once are never taken: --max-queue leaves room for {room}"
             raise ApiError(ErrorCode.BAD_REQUEST, message)
@@ -99,14 +106,13 @@ class Service:
             message = f"{waiting} prompt tokens wait already and {num_tokens} more would not fit"
             limit = f"--max-queued-tokens is {self._args.max_queued_tokens}"
             raise ApiError(code, f"{message}: {limit}", retry_after=self._wait())
+        if key:
+            self._check_share(num_requests, num_tokens, key)
 
     def open(
         self,
-        prompt_ids: list[int],
-        params: SamplingParams,
-        priority: int,
-        tenant: str,
-        details: bool,
+        wanted: Wanted,
+        terms: Terms,
         chunks: asyncio.Queue[Chunk],
         ready: bool,
     ) -> Job:
@@ -114,7 +120,9 @@ class Service:
 
         Its chunks go to `chunks`. One that is not `ready` takes room in the queue, and begins after `release`.
         """
-        job = Job(next(self._ids), prompt_ids, params, priority, tenant, details, chunks)
+        job = Job(next(self._ids), wanted.prompt_ids, wanted.params, terms, chunks, token_ids=list(wanted.delivered))
+        if wanted.delivered:
+            job.num_delivered, job.num_characters = len(wanted.delivered), None
         self._jobs.add(job, ready)
         self._idle.clear()
         self.on_open(job)
@@ -217,6 +225,32 @@ class Service:
 
     # Within.
 
+    @property
+    def _overloaded(self) -> ErrorCode:
+        return ErrorCode.OVERLOADED if self.mesh.up else ErrorCode.NO_MESH
+
+    @property
+    def _room(self) -> int:
+        return self.mesh.num_slots + 1 + self._args.max_queue
+
+    def _check_share(self, num_requests: int, num_tokens: int, key: str) -> None:
+        """Raise ApiError if a key would hold more of the queue than it may."""
+        parts = 2 if len(self.weights) > 1 else 1
+        most = self._args.max_requests_per_key or max(1, self._room // parts)
+        num_open = sum(job.terms.key == key for job in self._jobs)
+        limit = f"--max-requests-per-key is {most}"
+        if num_requests > most:
+            raise ApiError(ErrorCode.BAD_REQUEST, f"{num_requests} texts at once are never taken: {limit}")
+        if num_open + num_requests > most:
+            message = f"{num_open} requests of this key are open and {num_requests} more would not fit: {limit}"
+            raise ApiError(self._overloaded, message, retry_after=self._wait())
+        most = self._args.max_tokens_per_key or self._args.max_queued_tokens // parts
+        waiting = sum(job.num_to_fill for job in self._queued if job.terms.key == key)
+        if waiting and waiting + num_tokens > most:
+            message = f"{waiting} prompt tokens of this key wait already and {num_tokens} more would not fit"
+            limit = f"--max-tokens-per-key is {most}"
+            raise ApiError(self._overloaded, f"{message}: {limit}", retry_after=self._wait())
+
     def _take_load(self, load: Load) -> None:
         self.mesh.take(load)
         for job in self._running:
@@ -240,9 +274,11 @@ class Service:
                     token_ids=[*job.prompt_ids, *job.token_ids],
                     params=job.params,
                     num_prompt=len(job.prompt_ids),
-                    priority=job.priority,
-                    tenant=job.tenant,
-                    details=job.details,
+                    priority=job.terms.priority,
+                    tenant=job.terms.tenant,
+                    share=job.terms.key,
+                    weight=self.weights.get(job.terms.key, 1.0),
+                    details=job.terms.details,
                     arrived=job.arrived if job.begun is None else -math.inf,
                 )
             )
@@ -251,6 +287,8 @@ class Service:
         job = self._jobs.get(int(chunk.id))
         if job is None:  # cancelled while the chunk was on its way
             return
+        if job.num_characters is None:  # the driver begins after the delivered ids
+            job.num_characters = chunk.start_character
         chunk = chunk.after(len(job.token_ids), job.num_characters)
         now = time.monotonic()
         if chunk.token_ids:

@@ -38,8 +38,13 @@ class SimRequest:
     """Decode steps."""
     num_nodes: int = 0
     """Nodes of their trees."""
+    num_fill_steps: int = 0
+    """Not counted: all requests have one share."""
     priority: int = 0
     tenant: str = ""
+    share: str = ""
+    weight: float = 1.0
+    charged: float = 0.0
     slots: list[int] = field(default_factory=list)
     admission: int = 0
     arrived_ms: float = 0.0

@@ -21,6 +21,8 @@ from lpr.serve.text.served import Served
 
 KEEP_ALIVE = 10.0
 """Seconds without an event after which a stream sends a comment."""
+BLOCK = 1024
+"""Bytes to whose multiples `--pad-stream` fills up whatever a stream sends at once."""
 
 
 class Form:
@@ -104,7 +106,7 @@ class OpenAIForm(Form):
         return {"index": index, **content, "logprobs": logprobs, **end, **asked}
 
     def _usage(self, choices: Sequence[Choice]) -> dict[str, object]:
-        completion = sum(len(choice.token_ids) for choice in choices)
+        completion = sum(choice.job.num_delivered + len(choice.token_ids) for choice in choices)
         cached = max((choice.usage.num_cached for choice in choices if choice.usage is not None), default=0)
         return {
             "prompt_tokens": self._num_prompt,
@@ -136,7 +138,8 @@ async def answer(
     with ExitStack() as stack:
         stack.enter_context(context.running(request, name, generation))
         if stream:
-            return _EventStream(_events(generation, form), context.request_timeout, stack.pop_all().close)
+            events, block = _events(generation, form, context.stream_interval), BLOCK if context.pad_stream else 1
+            return _EventStream(events, block, context.request_timeout, stack.pop_all().close)
         async with generation:
             try:
                 await generation.finish()
@@ -145,18 +148,19 @@ async def answer(
     return JSONResponse(form.whole(generation.choices))
 
 
-async def _events(generation: Generation, form: Form) -> AsyncGenerator[bytes, None]:
-    """One event per step and choice. An error takes the place of the next event."""
+async def _events(generation: Generation, form: Form, interval: float) -> AsyncGenerator[bytes, None]:
+    """One event per step and choice, or per `interval` seconds. An error takes the place of the next event."""
     choices = generation.choices
     try:
         async with generation:
             for data in form.begin(choices):
                 yield event(data)
-            async for each in generation.events(KEEP_ALIVE):
+            steps = _collected(generation, interval) if interval else generation.events(KEEP_ALIVE)
+            async for each in steps:
                 if each is None:
                     yield b": keep-alive\n\n"
                     continue
-                if each.choice.error is not None:
+                if each.chunk.failure is not None and each.choice.error is not None:
                     raise each.choice.error
                 yield event(form.step(each, choices))
             for data in form.end(choices):
@@ -169,6 +173,28 @@ async def _events(generation: Generation, form: Form) -> AsyncGenerator[bytes, N
         yield b"data: [DONE]\n\n"
 
 
+async def _collected(generation: Generation, interval: float) -> AsyncGenerator[Event | None, None]:
+    """One event per choice with the steps of each `interval` seconds; None where no choice has one."""
+    async for steps in generation.collected(interval):
+        joined: dict[tuple[int, bool], Event] = {}  # a failure stays apart, as it ends the stream
+        for each in steps:
+            place = each.choice.index, each.chunk.failure is not None
+            joined[place] = joined[place].joined(each) if place in joined else each
+        for each in joined.values():
+            yield each
+        if not joined:
+            yield None
+
+
+def padded(data: bytes, block: int) -> bytes:
+    """`data` and a comment that fills it up to a multiple of `block` bytes."""
+    missing = -len(data) % block
+    if not missing:
+        return data
+    missing += block if missing < 3 else 0
+    return data + b":" + b"." * (missing - 3) + b"\n\n"
+
+
 def event(data: Any) -> bytes:
     """One event of one line, as this JSON has no line breaks."""
     return b"data: " + msgspec.json.encode(data) + b"\n\n"
@@ -179,11 +205,15 @@ class _EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], stall: float, end: Callable[[], None]) -> None:
-        """Send `events`. A reader that takes none for `stall` seconds is dropped. `end` is called at the end."""
+    def __init__(self, events: AsyncGenerator[bytes, None], block: int, stall: float, end: Callable[[], None]) -> None:
+        """Send `events`, each padded to a multiple of `block` bytes.
+
+        A reader that takes none for `stall` seconds is dropped. `end` is called at the end.
+        """
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
+        self._block = block
         self._stall = stall
         self._end = end  # closing a generator that never began does not run its clean-up
 
@@ -192,7 +222,8 @@ class _EventStream(Response):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             async for data in self._events:
                 async with asyncio.timeout(self._stall):
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                    body = padded(data, self._block)
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except TimeoutError:
             pass  # the answer does not end, which closes the connection

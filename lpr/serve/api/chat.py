@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from lpr.protocol import TokenLogprobs
 from lpr.serve.api.answers import OpenAIForm, answer
-from lpr.serve.api.context import STREAM, Context, aside, begin
-from lpr.serve.bodies import ChatBody, Sampling
-from lpr.serve.generation import Choice, Event, Wanted
-from lpr.serve.text.served import Served, grammar_of, spread
-from lpr.serve.text.tokens import Tokens
+from lpr.serve.api.context import STREAM, Context, aside, begin, context_of, unless_gone
+from lpr.serve.api.parsing import JsonRoute
+from lpr.serve.bodies import ChatBody, Sampling, TokenizeBody
+from lpr.serve.errors import bad
+from lpr.serve.generation import Choice, Event
+from lpr.serve.jobs import Wanted
+from lpr.serve.sandbox import ExhaustedError
+from lpr.serve.text.served import Served, spread
+from lpr.serve.text.tokens import LONG, Tokens
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/v1/chat/completions", summary="Answer a conversation", responses=STREAM)
@@ -23,14 +28,34 @@ router = APIRouter()
 async def chat(body: ChatBody, request: Request) -> Response:
     """Write the next message of a conversation."""
     context, served = await begin(request, body.user)
-    ids = await aside(request, served.chat_ids, body.messages, body)
+    ids = await chat_ids(request, served, body)
     most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if body.n_predict is not None and body.n_predict >= 0:
         most = max(1, body.n_predict)
     more: dict[str, Any] = {"logprobs": body.top_logprobs or 0} if body.logprobs else {}
-    params = served.params(body, len(ids), most, grammar=grammar_of(body.response_format), **more)
-    wanted = spread(params, ids, body.n or 1)
+    context.service.check_room(body.n or 1, len(ids) * (body.n or 1))
+    room = served.room(body, len(ids), most)
+    more["grammar"] = await unless_gone(request.receive, context.grammars.compiled(body.response_format))
+    params = served.params(body, room, **more)
+    wanted = spread(params, ids, body.n or 1, served.delivered(body, params))
     return await answer_as_chat(context, request, served, body, wanted, "chatcmpl")
+
+
+async def chat_ids(request: Request, served: Served, body: ChatBody | TokenizeBody) -> list[int]:
+    """The prompt of a conversation; raises ApiError."""
+    messages, variables = served.conversation(body)
+    if set(variables) == {"add_generation_prompt"}:
+        text = await aside(request, served.chat_text, messages, variables)
+    else:  # what a client sets can make a template's work as large as it likes
+        rendering = context_of(request).checks.run("render", messages, variables, served.most_characters)
+        try:
+            text = await unless_gone(request.receive, rendering)
+        except ExhaustedError as failure:
+            name = "chat_template_kwargs"
+            raise bad(name, f"{name}: with these the model's chat template needs {failure}") from failure
+    if len(text) <= LONG:
+        return served.chat_ids(text, body)
+    return await context_of(request).aside(request.receive, partial(served.chat_ids, text, body))
 
 
 async def answer_as_chat(
@@ -75,6 +100,8 @@ class _ChatForm(OpenAIForm):
 
     def begin(self, choices: Sequence[Choice]) -> Iterator[dict[str, Any]]:
         for choice in choices:
+            if choice.job.num_delivered:  # another service has begun the message
+                continue
             delta = {"role": "assistant", "content": ""}
             yield self.event({"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None})
 

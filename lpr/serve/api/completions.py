@@ -12,14 +12,16 @@ from lpr.config import SamplingParams
 from lpr.protocol import TokenLogprobs
 from lpr.serve.api.answers import OpenAIForm, answer
 from lpr.serve.api.chat import answer_as_chat
-from lpr.serve.api.context import STREAM, aside, begin
+from lpr.serve.api.context import STREAM, aside, begin, unless_gone
+from lpr.serve.api.parsing import JsonRoute
 from lpr.serve.bodies import CompletionBody, FimBody
 from lpr.serve.errors import bad
-from lpr.serve.generation import Choice, Event, Wanted
-from lpr.serve.text.served import Served, grammar_of, spread
+from lpr.serve.generation import Choice, Event
+from lpr.serve.jobs import Wanted
+from lpr.serve.text.served import Served, fresh_seed, spread
 from lpr.serve.text.tokens import Tokens
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 MOST_IN_HOLE = 512
 """Tokens of a middle where `max_tokens` is left out, if they fit."""
@@ -32,7 +34,16 @@ async def complete(body: CompletionBody, request: Request) -> Response:
     """Continue `prompt`; with `suffix`, write what belongs between the two."""
     context, served = await begin(request, body.user)
     served.check_model(body.model)
-    prompts, echoes, wanted = await aside(request, _checked, served, body)
+    given = _checked(served, body)
+    least = sum(served.check_length(text) for text in given if isinstance(text, str))
+    # What has no place is refused before its texts are encoded and its parameters made.
+    context.service.check_room(_best_of(body) * len(given), _best_of(body) * least)
+    prompts, echoes = await aside(request, _encoded, served, body, given)
+    wanted: list[Wanted] = []
+    if body.max_tokens != 0:
+        rooms = [served.room(body, len(ids), body.max_tokens) for ids in prompts]
+        grammar = await unless_gone(request.receive, context.grammars.compiled(body.response_format))
+        wanted = await aside(request, _wanted, served, body, prompts, rooms, grammar)
     name = context.name(request, "cmpl", body.request_id)
     form = _CompletionForm(served, body, name, prompts, echoes)
     # Scored first, the prompts' log-probabilities can go before everything else, and their K/V is cached as well.
@@ -47,13 +58,15 @@ async def fill(body: FimBody, request: Request) -> Response:
     """Write what belongs between `prompt` and `suffix`; the answer is shaped like a chat's."""
     context, served = await begin(request)
     filler = served.need_filler("suffix")
+    served.check_length(body.prompt)
+    served.check_length(body.suffix or "", "suffix")
     ids = await aside(request, filler.prompt, body.prompt, body.suffix or "")
     plain = CompletionBody(
         prompt=body.prompt, model=body.model, top_p=body.top_p, stop=body.stop, seed=body.random_seed,
         min_tokens=body.min_tokens or 0, stream=body.stream, temperature=body.temperature or 0.0,
     )  # fmt: skip
     most = body.max_tokens if body.max_tokens is not None else min(MOST_IN_HOLE, served.most(len(ids)))
-    params = served.params(plain, len(ids), most, stop_token_ids=filler.end_ids)
+    params = served.params(plain, served.room(plain, len(ids), most), stop_token_ids=filler.end_ids)
     wanted = [Wanted(prompt_ids=ids, params=params)]
     return await answer_as_chat(context, request, served, plain, wanted, "fim")
 
@@ -63,8 +76,8 @@ def _best_of(body: CompletionBody) -> int:
     return body.best_of if body.best_of is not None else body.n or 1
 
 
-def _checked(served: Served, body: CompletionBody) -> tuple[list[list[int]], list[str], list[Wanted]]:
-    """The prompts, what `echo` puts before the texts of each, and the texts to generate; raises ApiError."""
+def _checked(served: Served, body: CompletionBody) -> list[str | list[int]]:
+    """The prompts as they were given; raises ApiError for fields that do not go together."""
     best_of = _best_of(body)
     if best_of < (body.n or 1):
         raise bad("best_of", f"best_of {best_of} is below n {body.n}")
@@ -76,26 +89,44 @@ def _checked(served: Served, body: CompletionBody) -> tuple[list[list[int]], lis
         raise bad("max_tokens", "max_tokens must be at least 1, unless echo asks for the prompt alone")
     is_one = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
     given: list[Any] = [body.prompt] if is_one else list(body.prompt)
+    return given
+
+
+def _encoded(
+    served: Served, body: CompletionBody, given: Sequence[str | list[int]]
+) -> tuple[list[list[int]], list[str]]:
+    """The prompts, and what `echo` puts before the texts of each; raises ApiError."""
     prompts = [_ids(served, body, prompt) for prompt in given]
-    echoes = [""] * len(prompts)
-    if body.echo:
-        decode = served.tokens.decode
-        echoes = [text if isinstance(text, str) else decode(text, skip_special_tokens=True) for text in given]
+    if not body.echo:
+        return prompts, [""] * len(prompts)
+    decode = served.tokens.decode
+    return prompts, [text if isinstance(text, str) else decode(text, skip_special_tokens=True) for text in given]
+
+
+def _wanted(
+    served: Served, body: CompletionBody, prompts: Sequence[list[int]], rooms: Sequence[int], grammar: str
+) -> list[Wanted]:
+    """The texts to generate; raises ApiError. The parameters are validated once, and differ in few values."""
     more: dict[str, Any] = {"stop_token_ids": served.need_filler("suffix").end_ids} if body.suffix else {}
+    best_of = _best_of(body)
     if body.logprobs is not None or best_of > (body.n or 1):
         more["logprobs"] = body.logprobs or 0
+    params = served.params(body, rooms[0], grammar=grammar, **more)
     wanted: list[Wanted] = []
-    if body.max_tokens != 0:
-        more["grammar"] = grammar_of(body.response_format)
-        for ids in prompts:
-            wanted += spread(served.params(body, len(ids), body.max_tokens, **more), ids, best_of)
-    return prompts, echoes, wanted
+    for ids, room in zip(prompts, rooms, strict=True):
+        seed = body.seed if body.seed is not None else fresh_seed()
+        varied = params.vary(max_new_tokens=room, seed=seed)
+        wanted += spread(varied, ids, best_of, served.delivered(body, varied))
+    if body.delivered_token_ids and len(wanted) != 1:
+        raise bad("delivered_token_ids", "delivered_token_ids goes with one prompt")
+    return wanted
 
 
 def _ids(served: Served, body: CompletionBody, prompt: str | list[int]) -> list[int]:
     if body.suffix:
         if not isinstance(prompt, str):
             raise bad("suffix", "suffix goes with a prompt of text, not of token ids")
+        served.check_length(body.suffix, "suffix")
         ids = served.need_filler("suffix").prompt(prompt, body.suffix)
     elif isinstance(prompt, str):
         ids = served.tokens.encode(prompt, body.add_special_tokens is not False)
@@ -143,10 +174,10 @@ class _CompletionForm(OpenAIForm):
 
     def delta(self, each: Event) -> dict[str, Any]:
         choice, chunk = each.choice, each.chunk
-        begins = choice.num_steps <= 1 and len(choice.token_ids) == len(chunk.token_ids)
+        begins = not choice.job.num_delivered and len(choice.token_ids) == len(chunk.token_ids)
         echo, logprobs = self._echoes[choice.index // self._per_prompt], None
         if self._logprobs is not None:
-            offset = self._offsets.get(choice.index, len(echo))
+            offset = self._offsets.get(choice.index, self._first_offset(choice))
             logprobs = _logprobs(self.served.tokens, chunk.token_ids, chunk.logprobs or [], offset)
             self._offsets[choice.index] = offset + sum(map(len, logprobs["tokens"]))
             logprobs = self._after_prompt(choice, logprobs) if begins else logprobs
@@ -177,10 +208,17 @@ class _CompletionForm(OpenAIForm):
     def _choice(self, choice: Choice, index: int) -> dict[str, Any]:
         echo, logprobs = self._echoes[choice.index // self._per_prompt], None
         if self._logprobs is not None:
-            logprobs = _logprobs(self.served.tokens, choice.token_ids, choice.logprobs, len(echo))
+            offset = self._first_offset(choice)
+            logprobs = _logprobs(self.served.tokens, choice.token_ids, choice.logprobs, offset)
             logprobs = self._after_prompt(choice, logprobs)
         more = {"token_ids": choice.token_ids, "prompt_token_ids": choice.job.prompt_ids, "sources": choice.sources}
         return self.shown(index, {"text": echo + choice.text}, logprobs, choice, **more)
+
+    def _first_offset(self, choice: Choice) -> int:
+        """Where the text of a choice's first token begins, behind what is echoed or was delivered before."""
+        delivered = choice.job.token_ids[: choice.job.num_delivered]
+        echo = self._echoes[choice.index // self._per_prompt]
+        return len(echo) + sum(len(self.served.tokens.text_of(token)) for token in delivered)
 
     def _after_prompt(self, choice: Choice, logprobs: dict[str, list[Any]]) -> dict[str, list[Any]]:
         """A text's log-probabilities behind those of its prompt, if they are shown."""

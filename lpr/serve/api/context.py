@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from starlette.requests import Request
+from starlette.types import Receive
 
 from lpr.fleet.affinity import prefix_keys
 from lpr.protocol import ErrorCode
+from lpr.serve import limits
 from lpr.serve.bodies import Sampling
 from lpr.serve.errors import ApiError, bad
-from lpr.serve.generation import Generation, Wanted
+from lpr.serve.generation import DisconnectedError, Generation
+from lpr.serve.jobs import Terms, Wanted
 from lpr.serve.metrics import Metrics
+from lpr.serve.sandbox import Sandbox, sandbox
 from lpr.serve.service import Service
+from lpr.serve.text.grammars import Grammars
 from lpr.serve.text.served import Served
 from lpr.serve.text.tokens import LONG
 
@@ -25,6 +32,8 @@ STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {"schema": {"type": "string"}}, "application/json": {"schema": {}}}}
 }
 """In the schema of an endpoint whose answers can be streams."""
+NUM_THREADS = 2
+"""Long texts that are encoded at once."""
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -38,12 +47,56 @@ class Context:
     request_timeout: float  # in seconds
     share_drafts: str = "key"
     """Requests that share drafts: "none", those of a "key", or "all"."""
+    pad_stream: bool = False
+    """Pad what streams send to blocks of one size."""
+    stream_interval: float = 0.0
+    """Seconds between the events of a stream; 0: one event per step."""
     served: Served | None = None  # None until the model is loaded
     open: dict[tuple[str, str], tuple[Generation, str]] = field(default_factory=dict)
     """Running requests by the name of their key and their id, with the X-Request-Id of the answer, which several may
     share. DELETE reaches those of the same key only."""
     trace: Callable[[Request, Generation], None] | None = None
     """Called with every answered request, if spans are wanted."""
+
+    checks: Sandbox = field(default_factory=lambda: sandbox("lpr.serve.checks", limits.BODY_TIME, limits.BODY_MEMORY))
+    """Checks long bodies, and renders conversations with variables that a client sets."""
+    grammars: Grammars = field(default_factory=Grammars)
+    _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(NUM_THREADS, "lpr-texts"))
+    _num_aside: int = 0
+    _starting: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def start(self) -> None:
+        """Start the processes beside this one, or give them what they lack, without waiting for them."""
+        for each in (self.checks, self.grammars.sandbox):
+            task = asyncio.create_task(each.start())
+            self._starting.add(task)
+            task.add_done_callback(self._starting.discard)
+
+    async def close(self) -> None:
+        """End them."""
+        for task in list(self._starting):
+            task.cancel()
+        for each in (self.checks, self.grammars.sandbox):
+            await each.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def load(self, served: Served) -> None:
+        """Serve a model from now on."""
+        facts = served.facts
+        self.checks.prepare(facts.max_length, served.templates.sources, facts.special_tokens)
+        self.grammars.sandbox.prepare(facts.tokenizer, facts.vocab_size, facts.eos_token_ids)
+        self.served = served
+        self.start()
+
+    async def aside(self, receive: Receive, work: Callable[[], R]) -> R:
+        """Run `work` in a thread; raises ApiError if too many wait for one, DisconnectedError if the client goes."""
+        if self._num_aside >= limits.ASIDE.most:
+            raise ApiError(ErrorCode.OVERLOADED, "too many long texts wait to be encoded", retry_after=1)
+        self._num_aside += 1
+        try:
+            return await unless_gone(receive, asyncio.get_running_loop().run_in_executor(self._pool, work))
+        finally:
+            self._num_aside -= 1
 
     def ready(self) -> Served:
         """The served model; raises ApiError while there is none."""
@@ -70,10 +123,12 @@ class Context:
 
     def generation(self, request: Request, body: Sampling | None, wanted: Sequence[Wanted], **more: Any) -> Generation:
         """Accept the texts that a request wants; `more` as Generation takes it. Raises ApiError."""
+        terms = Terms(key=key_name(request), tenant=self.tenant(request))
         if body is not None:
-            more |= {"priority": body.priority, "details": bool(body.return_sources)}
-        tenant, timeout = self.tenant(request), self.request_timeout
-        return Generation(self.service, wanted, request.receive, timeout=timeout, tenant=tenant, **more)
+            most = limits.PRIORITY.most
+            priority = max(-most, min(most, body.priority))
+            terms = replace(terms, priority=priority, details=bool(body.return_sources))
+        return Generation(self.service, wanted, request.receive, timeout=self.request_timeout, terms=terms, **more)
 
     @contextmanager
     def running(self, request: Request, name: str, generation: Generation) -> Iterator[None]:
@@ -126,7 +181,26 @@ async def aside(request: Request, work: Callable[P, R], *args: P.args, **kwargs:
     """Run `work`; for a long request in a thread, so that others are answered meanwhile."""
     if len(await request.body()) <= LONG:
         return work(*args, **kwargs)
-    return await asyncio.to_thread(work, *args, **kwargs)
+    return await context_of(request).aside(request.receive, partial(work, *args, **kwargs))
+
+
+async def unless_gone(receive: Receive, work: Awaitable[R]) -> R:
+    """The result of `work`. If the client goes first, `work` is cancelled; raises DisconnectedError then."""
+    working, gone = asyncio.ensure_future(work), asyncio.create_task(_disconnect(receive))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise DisconnectedError
+        return working.result()
+    finally:
+        for each in (working, gone):
+            each.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def key_name(request: Request) -> str:

@@ -12,13 +12,14 @@ from fastapi import APIRouter, Request, Response
 from lpr.config import SamplingParams
 from lpr.serve.api.answers import Form, answer
 from lpr.serve.api.context import STREAM, aside, begin
+from lpr.serve.api.parsing import JsonRoute
 from lpr.serve.bodies import InfillBody
 from lpr.serve.errors import bad
 from lpr.serve.generation import Choice, Event
 from lpr.serve.text.fim import Extra
 from lpr.serve.text.served import Served, fresh_seed, sampling, spread
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 SAMPLERS = ("top_k", "top_p", "min_p", "temperature", "penalties", "infill")
 """Names that `samplers` may hold. "infill" is llama.cpp's nearly greedy sampler."""

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import re
+from base64 import b64encode
+from functools import cache
+from hashlib import sha256
 from importlib.resources import files
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 import lpr
 from lpr.protocol import ErrorCode
+from lpr.serve.api.chat import chat_ids
 from lpr.serve.api.context import aside, context_of
+from lpr.serve.api.parsing import JsonRoute
 from lpr.serve.bodies import DetokenizeBody, TokenizeBody
 from lpr.serve.errors import ApiError
 from lpr.serve.text.fim import FAMILIES
 from lpr.serve.text.served import Served
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
+health = APIRouter()
+"""What load balancers ask."""
+measuring = APIRouter()
+"""What Prometheus asks."""
 
 
 @router.get("/v1/models", summary="The served models")
@@ -42,7 +53,7 @@ def _model(served: Served, name: str) -> dict[str, Any]:
         "object": "model",
         "created": served.created,
         "owned_by": "lpr",
-        "root": facts.model,
+        "root": name,
         "parent": None,
         "max_model_len": facts.max_length,
         "lpr": {
@@ -55,17 +66,18 @@ def _model(served: Served, name: str) -> dict[str, Any]:
     }
 
 
-@router.post("/tokenize", summary="Text or a conversation as tokens")
-async def tokenize(body: TokenizeBody, request: Request) -> dict[str, Any]:
+@router.post("/tokenize", summary="Text or a conversation as tokens", response_model=dict[str, Any])
+async def tokenize(body: TokenizeBody, request: Request) -> Response:
     """Tokenise vLLM's `prompt` or `messages`, or llama.cpp's `content`."""
     served = context_of(request).ready()
     served.check_model(body.model)
-    return await aside(request, _tokenized, served, body)
+    chat = await chat_ids(request, served, body) if body.messages is not None else None
+    return Response(await aside(request, _tokenized, served, body, chat), media_type="application/json")
 
 
-def _tokenized(served: Served, body: TokenizeBody) -> dict[str, Any]:
-    if body.messages is not None:
-        ids = served.chat_ids(body.messages, body)
+def _tokenized(served: Served, body: TokenizeBody, chat: list[int] | None) -> bytes:
+    if chat is not None:
+        ids = chat
     elif body.content is not None:
         ids = served.tokens.encode(body.content, bool(body.add_special))
     else:
@@ -73,7 +85,7 @@ def _tokenized(served: Served, body: TokenizeBody) -> dict[str, Any]:
     answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": served.facts.max_length}
     if body.return_token_strs:
         answer["token_strs"] = [served.tokens.text_of(token) for token in ids]
-    return answer
+    return msgspec.json.encode(answer)  # here, as it takes long for many tokens
 
 
 @router.post("/detokenize", summary="Tokens as text")
@@ -81,9 +93,13 @@ async def detokenize(body: DetokenizeBody, request: Request) -> dict[str, Any]:
     """Show the text of `tokens`, as vLLM's `prompt` and as llama.cpp's `content`."""
     served = context_of(request).ready()
     served.check_model(body.model)
-    served.check_ids(body.tokens, "tokens")
-    text = served.tokens.decode(body.tokens)
+    text = await aside(request, _detokenized, served, body)
     return {"prompt": text, "content": text}
+
+
+def _detokenized(served: Served, body: DetokenizeBody) -> str:
+    served.check_ids(body.tokens, "tokens")
+    return served.tokens.decode(body.tokens)
 
 
 @router.delete("/v1/requests/{request_id}", summary="Cancel a running request")
@@ -96,8 +112,8 @@ async def cancel(request_id: str, request: Request) -> dict[str, Any]:
     return {"id": request_id, "object": "request.deleted", "deleted": True}
 
 
-@router.get("/health", summary="Ready, as load balancers ask")
-@router.get("/readyz", summary="Ready for requests")
+@health.get("/health", summary="Ready, as load balancers ask")
+@health.get("/readyz", summary="Ready for requests")
 async def readyz(request: Request) -> Response:
     """Answer 200 if the model is loaded, the ranks answer and nothing is shutting down, else 503 and why.
 
@@ -113,7 +129,7 @@ async def readyz(request: Request) -> Response:
     )
 
 
-@router.get("/livez", summary="Alive")
+@health.get("/livez", summary="Alive")
 async def livez(request: Request) -> Response:
     """Answer 200 while the ranks load, work, wait or are started again, 503 once they are silent or hang in a step."""
     reason = context_of(request).service.mesh.live_reason()
@@ -122,7 +138,7 @@ async def livez(request: Request) -> Response:
     return JSONResponse({"status": "ok"})
 
 
-@router.get("/metrics", summary="Metrics for Prometheus", response_class=PlainTextResponse)
+@measuring.get("/metrics", summary="Metrics for Prometheus", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Show all metrics, vLLM's names first."""
     return Response(context_of(request).metrics.text(), media_type=CONTENT_TYPE_LATEST)
@@ -143,4 +159,22 @@ async def fim_families() -> dict[str, Any]:
 @router.get("/", include_in_schema=False)
 async def page() -> HTMLResponse:
     """Show the page for trying it out."""
-    return HTMLResponse((files("lpr") / "assets" / "serve.html").read_text(encoding="utf-8"))
+    return HTMLResponse(*_page())
+
+
+@cache
+def _page() -> tuple[str, int, dict[str, str]]:
+    """The page, its status, and headers: a browser runs its own script only, and shows it in no other page."""
+    text = (files("lpr") / "assets" / "serve.html").read_text(encoding="utf-8")
+    script, style = (
+        " ".join(f"'sha256-{b64encode(sha256(part.encode()).digest()).decode()}'" for part in parts)
+        for parts in (re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL) for tag in ("script", "style"))
+    )
+    policy = f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; img-src data:"
+    headers = {
+        "Content-Security-Policy": f"{policy}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+        "X-Content-Type-Options": "nosniff",
+        "X-Frame-Options": "DENY",
+        "Referrer-Policy": "no-referrer",
+    }
+    return text, 200, headers

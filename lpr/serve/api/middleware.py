@@ -1,16 +1,17 @@
-"""Middleware: request ids, keys, the size of bodies, and the access log."""
+"""Middleware: request ids, hosts, keys, bodies, and the access log."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import hmac
+import ipaddress
 import json
 import re
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lpr.config import InputError
 from lpr.protocol import ErrorCode
+from lpr.serve import limits
 from lpr.serve.errors import ApiError
+from lpr.serve.generation import DisconnectedError
 from lpr.serve.metrics import Metrics
 from lpr.serve.options import ServeArgs
 
@@ -28,17 +31,25 @@ _UNLOGGED = OPEN_PATHS - {"/"}
 """Probes come every few seconds and would hide other requests."""
 _HARMLESS = re.compile(r"[A-Za-z0-9._:-]{1,200}")
 """Ids of requests that are taken from clients."""
-BODY_SECONDS = 30.0
+MOST_WEIGHT = 1000.0
+"""The largest weight of a key; the smallest is 1 over it."""
+BODY_SECONDS = float(limits.BODY_SECONDS.most)
 """Time for a request's body to arrive."""
+Parse = Callable[[Scope, bytes, Receive], Awaitable[None]]
+"""Checks a request's body, and notes its value in the scope; raises ApiError or DisconnectedError."""
 
 
 class Keys:
     """The API keys."""
 
-    def __init__(self, keys: Iterable[tuple[str, str]] = ()) -> None:
-        """Keep the digests of `keys`, pairs of name and key. Equal lengths are compared in constant time."""
+    def __init__(self, keys: Iterable[tuple[str, str]] = (), weights: Mapping[str, float] | None = None) -> None:
+        """Keep the digests of `keys`, pairs of name and key. Equal lengths are compared in constant time.
+
+        `weights` are the shares of names in the slots; default: 1.
+        """
         self._digests = [(name, _digest(key)) for name, key in keys]
         self.names = list(dict.fromkeys(name for name, _ in self._digests))
+        self.weights = {name: (weights or {}).get(name, 1.0) for name in self.names}
 
     def __bool__(self) -> bool:
         """True if requests need a key."""
@@ -55,32 +66,54 @@ class Keys:
 
     @classmethod
     def read(cls, given: str | None, path: Path | None) -> Keys:
-        """Read keys separated by commas, and a file with "key" or "name key" per line. Raises InputError.
+        """Read keys separated by commas, and a file with "key", "name key" or "name key weight" per line.
+
+        Raises InputError.
 
         White space around a key is dropped: no header can send it, and secrets often end with a new line. A name may
         have several keys, such as an old and a new one.
         """
-        keys = [(_name(key), key) for key in map(str.strip, (given or "").split(",")) if key]
+        keys = [(_name(key), key) for key in map(str.strip, (given or "").split(",")) if key.strip("\"'")]
+        if given is not None and not keys:
+            raise InputError("--api-key or LPR_API_KEY is given, but holds no key")
+        weights: dict[str, float] = {}
         if path is not None:
             try:
                 lines = path.read_text(encoding="utf-8").splitlines()
             except (OSError, UnicodeDecodeError) as failure:
                 reason = getattr(failure, "strerror", None) or failure
                 raise InputError(f"cannot read --api-key-file {path}: {reason}") from failure
+            num_given = len(keys)
             for number, line in enumerate(lines, 1):
-                words = line.split()
+                words, where = line.split(), f"--api-key-file {path}, line {number}"
                 if not words or words[0].startswith("#"):
                     continue
-                if len(words) > 2:
-                    raise InputError(f'--api-key-file {path}, line {number}: not "key" or "name key"')
-                keys.append((words[0] if len(words) == 2 else _name(words[0]), words[-1]))
-            if not keys:
+                if len(words) > 3 or not words[min(len(words), 2) - 1].strip("\"'"):
+                    raise InputError(f'{where}: not "key", "name key" or "name key weight"')
+                keys.append((words[0], words[1]) if len(words) > 1 else (_name(words[0]), words[0]))
+                if len(words) == 3:
+                    weight = _weight(words[2])
+                    if weight is None:
+                        bounds = f"from {1 / MOST_WEIGHT:g} to {MOST_WEIGHT:g}"
+                        raise InputError(f"{where}: the weight {words[2]!r} is no number {bounds}")
+                    if weights.setdefault(words[0], weight) != weight:
+                        raise InputError(f"{where}: the name {words[0]!r} has another weight already")
+            if len(keys) == num_given:
                 raise InputError(f"--api-key-file {path} holds no key")
-        return cls(keys)
+        return cls(keys, weights)
 
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _weight(word: str) -> float | None:
+    """The weight that a word of a key file gives; None if it is none."""
+    try:
+        weight = float(word)
+    except ValueError:
+        return None
+    return weight if 1 / MOST_WEIGHT <= weight <= MOST_WEIGHT else None
 
 
 def _name(key: str) -> str:
@@ -89,15 +122,22 @@ def _name(key: str) -> str:
 
 
 class Guard:
-    """ASGI middleware: gives a request its id, checks its key, reads its body, and logs the answer."""
+    """ASGI middleware: gives a request its id, checks host and key, reads its body, and logs the answer."""
 
-    def __init__(self, app: ASGIApp, args: ServeArgs, keys: Keys, replica: str, metrics: Metrics) -> None:
-        """Guard `app` of the service that a router knows as `replica`."""
+    def __init__(self, app: ASGIApp, args: ServeArgs, keys: Keys, replica: str, metrics: Metrics, parse: Parse) -> None:
+        """Guard `app` of the service that a router knows as `replica`; `parse` parses bodies."""
+        self._parse = parse
         self._app = app
         self._args = args
         self._keys = keys
         self._replica = replica
         self._metrics = metrics
+        self._open = OPEN_PATHS - ({"/metrics"} if args.protect_metrics else set())
+        # A name can be made to lead here, from a page of another site (DNS rebinding). An address cannot.
+        self._hosts = {name.lower() for name in args.allowed_hosts} if args.allowed_hosts or not keys else {"*"}
+        self._arriving: dict[asyncio.Timeout, int] = {}  # bytes of incomplete bodies, the oldest first
+        self._num_arriving = 0
+        self._most_arriving = max(limits.BODIES.most, 4 * args.max_body)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -110,18 +150,27 @@ class Guard:
         given = headers.get("x-request-id", "")
         state["request_id"] = given if _HARMLESS.fullmatch(given) else uuid.uuid4().hex
         status = 0
+        is_read = not _declares_body(headers)
 
         async def numbered(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message["headers"], *self._own_headers(state)]
+                if not is_read:
+                    message["headers"].append((b"connection", b"close"))
             await send(message)
 
         try:
+            self._check_host(headers.get("host"))
             state["key_name"] = self._check_key(scope, headers)
             _check_type(scope, headers)
-            await self._app(scope, await self._with_body(headers, receive), numbered)
+            if scope["method"] == "POST" and scope["path"] not in OPEN_PATHS:
+                receive = await self._with_body(scope, headers, receive)
+                is_read = True
+            else:
+                receive = _without_body()
+            await self._app(scope, receive, numbered)
         except ApiError as failure:
             await failure.response()(scope, receive, numbered)
         finally:
@@ -138,9 +187,23 @@ class Guard:
         if state.get("prefix_keys"):
             yield b"x-lpr-prefix", ",".join(state["prefix_keys"]).encode()
 
+    def _check_host(self, host: str | None) -> None:
+        """Raise ApiError for a name that is not known to lead here. Clients without the header are no browsers."""
+        if host is None or "*" in self._hosts:
+            return
+        name = host.lower().rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host.lower()
+        name = name.strip("[]").rstrip(".")
+        if name in self._hosts or name in (self._args.host.lower(), "localhost") or name.endswith(".localhost"):
+            return
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            message = f"this service does not answer to the name {name[:100]!r}; --allowed-hosts allows names"
+            raise ApiError(ErrorCode.HOST, message) from None
+
     def _check_key(self, scope: Scope, headers: Mapping[str, str]) -> str:
-        is_open = scope["path"] in OPEN_PATHS and not self._args.protect_all
-        if not self._keys or scope["method"] == "OPTIONS" or is_open:
+        """The name of the request's key. Preflights, which have none, are answered before they come here."""
+        if not self._keys or (scope["path"] in self._open and not self._args.protect_all):
             return ""
         scheme, _, value = headers.get("authorization", "").partition(" ")
         key = value.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
@@ -150,7 +213,7 @@ class Guard:
             raise ApiError(code, "give a valid key as Authorization: Bearer KEY")
         return name
 
-    async def _with_body(self, headers: Mapping[str, str], receive: Receive) -> Receive:
+    async def _with_body(self, scope: Scope, headers: Mapping[str, str], receive: Receive) -> Receive:
         """Read the whole body; returns a `receive` that gives it and then what follows. Raises ApiError."""
         limit, length = self._args.max_body, headers.get("content-length", "0")
         too_large = ApiError(ErrorCode.BODY_TOO_LARGE, f"the body is larger than --max-body {limit} bytes")
@@ -158,7 +221,8 @@ class Guard:
             raise too_large
         body = bytearray()
         try:
-            async with asyncio.timeout(BODY_SECONDS):
+            async with asyncio.timeout(BODY_SECONDS) as patience:
+                self._arriving[patience] = 0
                 more = True
                 while more:
                     message = await receive()
@@ -168,16 +232,34 @@ class Guard:
                     more = message.get("more_body", False)
                     if len(body) > limit:
                         raise too_large
+                    self._arrives(patience, len(message.get("body", b"")))
         except TimeoutError as failure:
             late = f"the body did not arrive within {BODY_SECONDS:g} s"
+            if patience not in self._arriving:
+                late = "the body arrived too slowly: there was no room for all bodies that were arriving"
             raise ApiError(ErrorCode.BODY_TIMEOUT, late) from failure
-        _check_text(bytes(body))
+        finally:
+            self._num_arriving -= self._arriving.pop(patience, 0)
+        try:
+            await self._parse(scope, bytes(body), receive)
+        except DisconnectedError:
+            return receive
         pending = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
         async def replayed() -> Message:
             return pending.pop() if pending else await receive()
 
         return replayed
+
+    def _arrives(self, body: asyncio.Timeout, size: int) -> None:
+        """Count `size` bytes of an incomplete body. If all together are too many, the oldest has no more time."""
+        if body in self._arriving:
+            self._arriving[body] += size
+            self._num_arriving += size
+        if self._num_arriving > self._most_arriving:
+            oldest = next(iter(self._arriving))
+            self._num_arriving -= self._arriving.pop(oldest)
+            oldest.reschedule(asyncio.get_running_loop().time())
 
     def _write(self, scope: Scope, state: dict[str, Any], status: int, seconds: float) -> None:
         line = {
@@ -195,16 +277,18 @@ class Guard:
         print(json.dumps(line), file=sys.stderr, flush=True)
 
 
-def _check_text(body: bytes) -> None:
-    """Raise ApiError for JSON with half of a surrogate pair, which tokenizers refuse."""
-    if b"\\ud" in body.lower() or b"\xed" in body:
-        try:
-            json.dumps(json.loads(body), ensure_ascii=False).encode()
-        except UnicodeEncodeError as failure:
-            message = "the body holds half of a surrogate pair, which is no text"
-            raise ApiError(ErrorCode.INVALID_JSON, message) from failure
-        except (ValueError, RecursionError):
-            return  # not JSON: the application refuses it
+def _declares_body(headers: Mapping[str, str]) -> bool:
+    return headers.get("content-length", "0").strip() != "0" or "transfer-encoding" in headers
+
+
+def _without_body() -> Receive:
+    """A `receive` for requests whose body nobody reads: an empty one, and no more."""
+    pending: list[Message] = [{"type": "http.request", "body": b"", "more_body": False}]
+
+    async def receive() -> Message:
+        return pending.pop() if pending else {"type": "http.disconnect"}
+
+    return receive
 
 
 def _check_type(scope: Scope, headers: Mapping[str, str]) -> None:

@@ -1,5 +1,11 @@
 """The ranks' side of the service: their processes, the driver on rank 0 and its line to the front."""
 
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+
 SOCKET = "LPR_SERVE_SOCKET"
 """Environment variable that tells rank 0 where the front listens."""
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR",
@@ -7,3 +13,35 @@ LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"
 """Environment variables of a launcher's ranks."""
 ORIGIN = "LPR_SERVE_ORIGIN"
 """Environment variable that names one start of the ranks, so that a driver recognises its own shared drafts."""
+SECRETS = "LPR_SERVE_SECRETS"
+"""Environment variable with flags that are not in a process's command line, which every user can read: JSON."""
+KEYS = ("--api-key", "--api-key-file")
+"""Flags with the keys of clients, which ranks do not need."""
+SECRET_FLAGS = (*KEYS, "--draft-store")
+"""Flags that may hold secrets."""
+
+
+def split_flags(argv: Sequence[str], names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words of `argv` without the flags `names` and their values, and the words of these."""
+    kept: list[str] = []
+    taken: list[str] = []
+    words = iter(argv)
+    for word in words:
+        flag, equals, _ = word.partition("=")
+        if flag.replace("_", "-") not in names:
+            kept.append(word)
+        else:
+            taken += [word] if equals else [word, next(words, "")]
+    return kept, taken
+
+
+def conceal(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Flags for another process: those of its command line, and environment variables with the secret ones."""
+    shown, secret = split_flags(argv, SECRET_FLAGS)
+    return shown, {SECRETS: json.dumps(secret)}
+
+
+def concealed() -> list[str]:
+    """The flags in this process's environment. They are taken out of it, so that its own children do not get them."""
+    found: list[str] = json.loads(os.environ.pop(SECRETS, "[]"))
+    return found

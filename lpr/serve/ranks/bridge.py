@@ -240,6 +240,8 @@ class EngineBridge(StepHooks):
                     priority=message.priority,
                     delivered=delivered,
                     tenant=message.tenant,
+                    share=message.share,
+                    weight=message.weight,
                     learns=self._learns,
                     details=message.details,
                     arrived=message.arrived,

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from lpr.protocol import ProtocolError
-from lpr.serve.messages import PROTOCOL, FrameReader, Hello, Load, Pulse, ToDriver, ToFront, frame
+from lpr.serve.messages import PROTOCOL, FrameReader, Hello, Load, Pulse, ToDriver, ToFront, frame, is_ours
 
 PULSE_EVERY = 1.0
 """Seconds between two pulses."""
@@ -38,6 +38,9 @@ class Line:
             self._socket.connect(str(path))
         except OSError as failure:
             raise FrontGoneError(f"no front listens at {path}: {failure}") from failure
+        if not is_ours(self._socket):
+            self._socket.close()
+            raise FrontGoneError(f"another user's process listens at {path}")
         self._socket.settimeout(None)
         self._incoming: queue.SimpleQueue[list[ToDriver] | None] = queue.SimpleQueue()
         """Messages; [] only lets `take` return, None is the end."""

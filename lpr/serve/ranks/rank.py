@@ -18,7 +18,7 @@ from lpr.config import InputError
 from lpr.protocol import MeshError
 from lpr.serve.messages import Loading, Refused
 from lpr.serve.options import parse
-from lpr.serve.ranks import LAUNCHER, SOCKET
+from lpr.serve.ranks import LAUNCHER, SOCKET, conceal, concealed
 from lpr.serve.ranks.line import FrontGoneError, Line
 
 _RANK_0_SPEAKS = 10.0
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     rank = int(os.environ.get("RANK", "0"))
     line = None
     try:
-        args = parse(argv, quiet=rank != 0)
+        args = parse([*argv, *concealed()], quiet=rank != 0)
         if rank == 0:
             line = Line(Path(os.environ[SOCKET]))
             line.send(Loading("loading libraries", 0, 3))
@@ -77,8 +77,9 @@ def leave(code: int) -> NoReturn:
 
 def _start_front(argv: Sequence[str], path: Path) -> subprocess.Popen[bytes]:
     """Start the front, wait until it listens, and pass signals on to it."""
-    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
-    front = subprocess.Popen([sys.executable, "-m", "lpr.serve", *argv], env=environment, start_new_session=True)
+    shown, secrets = conceal(argv)
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER} | secrets
+    front = subprocess.Popen([sys.executable, "-m", "lpr.serve", *shown], env=environment, start_new_session=True)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: front.terminate())
     while front.poll() is None and not path.exists():

@@ -11,8 +11,20 @@ import jinja2
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-RESERVED = frozenset(("messages", "tools", "documents", "self"))
-"""Names that `more` cannot set, as they have a meaning already."""
+from lpr.config import first_line
+from lpr.protocol import ErrorCode
+from lpr.serve.errors import bad
+
+RESERVED = frozenset((
+    "messages", "tools", "documents", "self", "conversation", "chat_template", "tokenize", "continue_final_message",
+    "return_tensors", "return_dict", "return_assistant_tokens_mask", "raise_exception", "strftime_now", "range", "dict",
+    "namespace", "cycler", "joiner", "lipsum", "loop", "caller", "varargs", "kwargs", "bos_token", "eos_token",
+    "unk_token", "sep_token", "pad_token", "cls_token", "mask_token", "additional_special_tokens", "image_token",
+    "audio_token", "video_token",
+))  # fmt: skip
+"""Names that `more` cannot set, as they have a meaning already, besides the tokenizer's own special tokens."""
+MOST_RENDERED = 1 << 24
+"""Characters of a rendered prompt where the tokenizer gives no limit."""
 
 
 class TemplateError(ValueError):
@@ -45,6 +57,7 @@ class ChatTemplates:
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         """Compile the templates; raises TemplateError for one that is not Jinja."""
+        self.sources = dict(sources)
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
         )
@@ -56,6 +69,7 @@ class ChatTemplates:
         except jinja2.TemplateError as failure:
             raise TemplateError(f"the model's chat template cannot be read: {failure}") from failure
         self._special_tokens = dict(special_tokens)
+        self.reserved = RESERVED | set(special_tokens)
 
     def __bool__(self) -> bool:
         return bool(self._templates)
@@ -66,5 +80,19 @@ class ChatTemplates:
         variables = {**self._special_tokens, "add_generation_prompt": add_generation_prompt, **more}
         try:
             return str(template.render(messages=list(messages), tools=None, documents=None, **variables))
-        except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError) as failure:
-            raise TemplateError(str(failure).splitlines()[0] if str(failure) else type(failure).__name__) from failure
+        except Exception as failure:  # a template is code, and a client's words may lead it anywhere
+            raise TemplateError(first_line(failure)) from failure
+
+
+def render_prompt(
+    templates: ChatTemplates, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], most: int
+) -> str:
+    """The prompt of a conversation in at most `most` characters; raises ApiError."""
+    try:
+        text = templates.render(messages, **variables)
+    except TemplateError as failure:
+        raise bad("messages", f"messages: the model's chat template refuses this: {failure}") from failure
+    if len(text) > most:
+        message = f"messages: the prompt's {len(text)} characters are more than the model's context can hold"
+        raise bad("messages", message, ErrorCode.TOO_LONG)
+    return text

@@ -12,6 +12,8 @@ from functools import cached_property
 
 from tokenizers import Tokenizer
 
+from lpr.serve.text.lengths import byte_characters, lengths_of
+
 LONG = 1 << 14
 """Characters above which a text is not encoded on the event loop: from there on it takes more than 10 ms."""
 _MARK = "\u263a"
@@ -27,6 +29,8 @@ class Tokens:
             tokenizer.no_truncation()
             tokenizer.no_padding()
         self._literal.encode_special_tokens = True
+        self.lengths = lengths_of(source)
+        """The longest tokens; None if a token can stand for any number of characters."""
         with_special = self._plain.encode("a").ids
         without = self._plain.encode("a", add_special_tokens=False).ids
         starts = (at for at in range(len(with_special)) if with_special[at : at + len(without)] == without)
@@ -85,16 +89,13 @@ class Tokens:
         """Byte of each character of a byte-level vocabulary; empty for other vocabularies."""
         if "ByteLevel" not in repr(self._plain.decoder):
             return {}
-        # GPT-2's table: printable Latin-1 characters stand for themselves, the other bytes for U+0100 and above.
-        printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-        others = [byte for byte in range(256) if byte not in set(printable)]
-        table = {chr(byte): byte for byte in printable}
-        table.update({chr(0x100 + index): byte for index, byte in enumerate(others)})
-        return table
+        return {character: byte for byte, character in byte_characters().items()}
 
 
 def _ids(tokenizer: Tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
     if len(text) <= LONG:
-        return list(tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
     # The same, but other threads can run meanwhile: `encode` keeps the interpreter's lock, for a second per MiB.
-    return list(tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
+    ids = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    return ids

@@ -1,0 +1,150 @@
+"""The process of a sandbox: does work that a client can make slow, large or deep, each piece in a fork of its own.
+
+Started as `python -m lpr.serve.sandboxed MODULE SECONDS BYTES`, by lpr.serve.sandbox. Tasks arrive on standard input,
+results leave on standard output: structs in msgpack, each preceded by its length. A task names a function of MODULE's
+`TASKS`. Its fork has SECONDS of CPU time, BYTES of memory beyond what it starts with, and a quarter of the usual stack,
+so code that recurses on what a client sent fails here and not in the service. `prepare` is called in this process
+itself, with what all later forks need.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import resource
+import select
+import signal
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import msgspec
+
+from lpr.dist.places import die_with_parent
+from lpr.serve.errors import ApiError
+
+STACK = 2 << 20
+"""Bytes of stack. The ranks' main threads have 8 MiB, unless the system's own limit is lower."""
+PATIENCE = 10
+"""Seconds that a task may take, on a busy machine, per second of CPU time."""
+PREPARE = "prepare"
+"""Name of the task that is not done in a fork."""
+TOO_DEEP, TOO_LARGE, TOO_LATE = "more depth than there is stack", "more memory than it may use", "more time than it may"
+
+
+class Task(msgspec.Struct, array_like=True):
+    """A function of the module, and its arguments."""
+
+    number: int
+    name: str
+    args: list[Any]
+
+
+class Result(msgspec.Struct, array_like=True):
+    """What a task returned, or how it failed."""
+
+    number: int
+    value: Any = None
+    refused: tuple[str, str, str | None] | None = None
+    """Code, message and field of an ApiError."""
+    ended: str | None = None
+    """What the task needed too much of, for the end of a sentence; or its error, if `is_bug`."""
+    is_bug: bool = False
+
+
+def frame(message: Task | Result) -> bytes:
+    """A message as bytes, preceded by its length."""
+    body = msgspec.msgpack.encode(message)
+    return struct.pack(">I", len(body)) + body
+
+
+def main(argv: list[str]) -> None:
+    """Do tasks until the service hangs up."""
+    die_with_parent()
+    module, seconds, memory = importlib.import_module(argv[0]), float(argv[1]), int(argv[2])
+    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    usual = soft if soft != resource.RLIM_INFINITY else 4 * STACK
+    resource.setrlimit(resource.RLIMIT_STACK, (min(STACK, usual // 4), hard))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    decoder = msgspec.msgpack.Decoder(Task)
+    while head := sys.stdin.buffer.read(4):
+        task = decoder.decode(sys.stdin.buffer.read(struct.unpack(">I", head)[0]))
+        if task.name == PREPARE:
+            module.prepare(*task.args)
+            gc.collect()
+            gc.freeze()  # so that no fork copies what all share
+            reply = frame(Result(task.number))
+        else:
+            reply = _forked(task, module.TASKS, seconds, memory)
+        sys.stdout.buffer.write(reply)
+        sys.stdout.buffer.flush()
+
+
+def _forked(task: Task, functions: Mapping[str, Any], seconds: float, memory: int) -> bytes:
+    """Do a task in a fork; returns its result as a frame."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(reader)
+        _work(task, functions, seconds, memory, writer)
+    os.close(writer)
+    found = _read(reader, time.monotonic() + PATIENCE * seconds)
+    os.close(reader)
+    if found is None:
+        os.kill(child, signal.SIGKILL)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if found is not None and status == 0:
+        return found
+    reasons = {-signal.SIGPROF: f"more than {seconds:g} s", -signal.SIGSEGV: TOO_DEEP, -signal.SIGBUS: TOO_DEEP}
+    return frame(Result(task.number, ended=TOO_LATE if found is None else reasons.get(status, TOO_LARGE)))
+
+
+def _read(pipe: int, end: float) -> bytes | None:
+    """All that comes from `pipe`, or None if that does not end before `end`."""
+    found = bytearray()
+    while (left := end - time.monotonic()) > 0 and select.select([pipe], [], [], left)[0]:
+        data = os.read(pipe, 1 << 20)
+        if not data:
+            return bytes(found)
+        found += data
+    return None
+
+
+def _work(task: Task, functions: Mapping[str, Any], seconds: float, memory: int, writer: int) -> NoReturn:
+    """In a fork: do a task under limits, write its result to `writer`, and end."""
+    code = 1
+    try:
+        die_with_parent()
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process, whatever code runs
+        with contextlib.suppress(OSError, ValueError):  # Linux only
+            with open("/proc/self/statm", encoding="ascii") as file:
+                memory += int(file.read().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        with os.fdopen(writer, "wb") as output:
+            output.write(frame(_result(task, functions)))
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _result(task: Task, functions: Mapping[str, Any]) -> Result:
+    try:
+        return Result(task.number, functions[task.name](*task.args))
+    except ApiError as failure:
+        return Result(task.number, refused=(failure.code.value, failure.message, failure.param))
+    except RecursionError:
+        return Result(task.number, ended=TOO_DEEP)
+    except (MemoryError, OverflowError):
+        return Result(task.number, ended=TOO_LARGE)
+    except BaseException as failure:  # a panic of Rust is no Exception
+        traceback.print_exc()
+        return Result(task.number, ended=type(failure).__name__, is_bug=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

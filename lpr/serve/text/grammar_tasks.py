@@ -1,0 +1,82 @@
+"""Compiles what clients give as grammars: the task of the process that does this aside (see lpr.serve.sandboxed).
+
+What is done here covers what the ranks do with the result, under a quarter of their stack: what gets through here gets
+through there.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+
+import llguidance
+
+from lpr.config import first_line
+from lpr.protocol import ErrorCode
+from lpr.serve.errors import ApiError
+
+WALKS, STEPS = 3, 24
+"""Texts that are tried with a new grammar, and their tokens."""
+
+_tokenizer: llguidance.LLTokenizer | None = None
+
+
+def prepare(tokenizer: str, vocab_size: int, eos_token_ids: list[int]) -> None:
+    """Note the model's tokenizer: a fast tokenizer's JSON."""
+    global _tokenizer
+    _tokenizer = llguidance.LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos_token_ids or None)
+
+
+def compile_grammar(kind: str, text: str) -> str:
+    """A grammar in llguidance's JSON form; raises ApiError for one that cannot be used."""
+    matcher = llguidance.LLMatcher
+    try:
+        if kind == "json_schema":
+            grammar = matcher.grammar_from_json_schema(text)
+        elif kind == "regex":
+            grammar = matcher.grammar_from_regex(text)
+        else:
+            is_gbnf = "::=" in text  # llama.cpp's
+            lark = str(llguidance.gbnf_to_lark.gbnf_to_lark(text)) if is_gbnf else text
+            grammar = json.dumps({"grammars": [{"lark_grammar": lark}]})
+    except ValueError as failure:
+        raise _unusable(str(failure)) from failure
+    if problem := matcher.validate_grammar(grammar) or _problem(grammar):
+        raise _unusable(problem)
+    return str(grammar)
+
+
+TASKS = {"compile_grammar": compile_grammar}
+
+
+def _unusable(problem: str) -> ApiError:
+    line = first_line(problem) if problem.strip() else "it cannot be read"
+    return ApiError(ErrorCode.BAD_REQUEST, line[:300])
+
+
+def _problem(grammar: str) -> str:
+    """What goes wrong with a matcher as the ranks use it; "" if nothing does."""
+    if _tokenizer is None:
+        return ""
+    fresh = llguidance.LLMatcher(_tokenizer, grammar, log_level=0)
+    dice = random.Random(0)
+    for _ in range(WALKS):
+        matcher = fresh.deep_copy()
+        length = 0
+        while length < STEPS and not matcher.is_stopped():
+            mask = matcher.compute_bitmask()
+            if not any(mask) or not matcher.consume_token(_pick(mask, dice)):
+                break
+            length += 1
+        if matcher.is_error():
+            return str(matcher.get_error())
+        matcher.rollback(length)
+    return str(fresh.get_error())
+
+
+def _pick(mask: bytes, dice: random.Random) -> int:
+    """One of the tokens whose bits are set."""
+    start = dice.randrange(len(mask))
+    at = next(at % len(mask) for at in range(start, start + len(mask)) if mask[at % len(mask)])
+    bits = [bit for bit in range(8) if mask[at] >> bit & 1]
+    return 8 * at + dice.choice(bits)

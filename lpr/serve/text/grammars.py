@@ -1,0 +1,108 @@
+"""Grammars that clients give, compiled once each in a process of its own: none can end or hold up the front."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections import OrderedDict
+from importlib.util import find_spec
+from typing import NamedTuple
+
+from lpr.protocol import ErrorCode
+from lpr.serve import limits
+from lpr.serve.bodies import ResponseFormat
+from lpr.serve.errors import ApiError, bad
+from lpr.serve.sandbox import ExhaustedError, sandbox
+
+MOST_KEPT = 256
+"""Grammars whose verdicts are remembered."""
+_RULE = re.compile(r"^[ \t]*\??[\w.-]+[ \t]*(?:::=|:)", re.MULTILINE)
+_PARAMS = {"json_schema": "json_schema.schema", "regex": "regex", "grammar": "grammar"}
+
+
+class _Verdict(NamedTuple):
+    grammar: str
+    problem: str  # why the grammar is refused; "" if it is not
+
+
+class Grammars:
+    """Compiles grammars, and remembers the results by content."""
+
+    def __init__(self) -> None:
+        self.sandbox = sandbox("lpr.serve.text.grammar_tasks", limits.GRAMMAR_TIME, limits.GRAMMAR_MEMORY)
+        self._known: OrderedDict[tuple[str, str], _Verdict] = OrderedDict()
+        self._running: dict[tuple[str, str], asyncio.Task[_Verdict]] = {}
+        self._num_waiting: dict[tuple[str, str], int] = {}
+
+    async def compiled(self, wanted: ResponseFormat | None) -> str:
+        """The grammar in llguidance's JSON form, or "" for plain text.
+
+        Raises ApiError for one that cannot be used, and if llguidance is not installed.
+        """
+        if wanted is None or wanted.type == "text":
+            return ""
+        if find_spec("llguidance") is None:
+            message = "response_format needs the package llguidance: pip install 'lpr[grammar]'"
+            raise bad("response_format", message, ErrorCode.NOT_INSTALLED)
+        param = "response_format." + _PARAMS.get(wanted.type, "type")
+        verdict = await self._verdict(*_source(wanted))
+        if verdict.problem:
+            raise bad(param, f"{param}: {verdict.problem}")
+        return verdict.grammar
+
+    async def _verdict(self, kind: str, text: str) -> _Verdict:
+        """The verdict on a grammar, which requests for the same one wait for together."""
+        if problem := _too_large(kind, text):
+            return _Verdict("", problem)
+        key = (kind, text)
+        if key in self._known:
+            self._known.move_to_end(key)
+            return self._known[key]
+        if key not in self._running:
+            self._running[key] = asyncio.create_task(self._compile(kind, text))
+        task = self._running[key]
+        self._num_waiting[key] = self._num_waiting.get(key, 0) + 1
+        try:
+            return await asyncio.shield(task)
+        finally:
+            self._num_waiting[key] -= 1
+            if not self._num_waiting[key]:  # all clients have gone, or have their answer
+                task.cancel()
+                del self._num_waiting[key]
+                self._running.pop(key, None)
+
+    async def _compile(self, kind: str, text: str) -> _Verdict:
+        try:
+            verdict = _Verdict(await self.sandbox.run("compile_grammar", kind, text), "")
+        except ExhaustedError as failure:
+            verdict = _Verdict("", f"it needs {failure}")
+        except ApiError as failure:
+            if failure.code != ErrorCode.BAD_REQUEST:
+                raise
+            verdict = _Verdict("", failure.message)
+        self._known[kind, text] = verdict
+        if len(self._known) > MOST_KEPT:
+            self._known.popitem(last=False)
+        return verdict
+
+
+def _source(wanted: ResponseFormat) -> tuple[str, str]:
+    """What is to be compiled: its kind and its text."""
+    if wanted.type == "regex":
+        return "regex", wanted.regex or ""
+    if wanted.type == "grammar":
+        return "grammar", wanted.grammar or ""
+    schema = wanted.json_schema.schema_ if wanted.json_schema is not None else None
+    return "json_schema", json.dumps(schema if schema is not None else {"type": "object"})
+
+
+def _too_large(kind: str, text: str) -> str:
+    """Why a text is not even tried; "" if it is."""
+    if kind != "regex" and len(text) > limits.GRAMMAR.most:
+        return f"it is longer than {limits.GRAMMAR.most} characters"
+    if kind == "json_schema" and text.count('"$ref"') > limits.REFERENCES.most:
+        return f"it has more than {limits.REFERENCES.most} references"
+    if kind == "grammar" and len(_RULE.findall(text)) > limits.RULES.most:
+        return f"it has more than {limits.RULES.most} rules"
+    return ""
