@@ -13,6 +13,8 @@ DEFAULT_LENGTH = 4096
 """Tokens of each of `max_batch_size` sequences for which there is room where nothing else is said."""
 GPU_SHARE = 0.9
 """Share of a GPU's free memory that the cache takes where nothing else is said."""
+CPU_SHARE = 0.5
+"""The most of a CPU's free memory that it takes then."""
 ROUNDED = 256
 """Sizes are rounded up to so many tokens, so that a change of tree sizes seldom makes another cache."""
 RESERVE = 0.05
@@ -46,36 +48,34 @@ class PoolNeeds:
 
     def num_pages(self) -> int:
         """Pages that this rank has room for; raises InputError."""
-        share = self.kv_memory if self.kv_memory is not None else GPU_SHARE if self.on_gpu else None
-        usable = None if self.free is None else int(self.free * (1 - RESERVE))
+        usable = None if self.free is None else int(self.free * (1 - RESERVE)) // self.bytes_per_token
         if self.decode.kv_tokens is not None:
             tokens = self.decode.kv_tokens
+            if usable is not None and tokens > usable:
+                needs, has = (_size(count * self.bytes_per_token) for count in (tokens, usable))
+                free = f"{has} are free, for {usable} tokens"
+                raise InputError(f"the K/V of kv_tokens={tokens} needs {needs}, and {free}")
+            return -(-tokens // self.page_size)
+        share = self.kv_memory if self.kv_memory is not None else GPU_SHARE if self.on_gpu else None
+        if share is not None and share > 1:
+            tokens = int(share) // self.bytes_per_token
         elif share is not None and usable is not None:
-            tokens = int(share if share > 1 else share * usable) // self.bytes_per_token
+            tokens = int(share * usable)
         else:
             length = self.decode.max_length or min(self.longest or DEFAULT_LENGTH, DEFAULT_LENGTH)
             tokens = self.decode.max_batch_size * -(-(length + self.num_ahead) // ROUNDED) * ROUNDED
-        pages = -(-tokens // self.page_size)
-        if usable is not None and pages * self.page_size * self.bytes_per_token > usable:
-            fits = usable // self.bytes_per_token // self.page_size * self.page_size
-            needs, has = _size(tokens * self.bytes_per_token), _size(usable)
-            if fits - self.num_ahead < 2:
-                advice = "not even one sequence of 2 tokens would fit: use fewer nodes per step or a larger --tp"
-            else:
-                advice = f"kv_tokens={fits} would fit"
-            raise InputError(f"the K/V of {tokens} tokens needs {needs}, and {has} are free; {advice}")
-        return pages
+            tokens = tokens if usable is None else min(tokens, int(usable * CPU_SHARE))
+        return (tokens if usable is None else min(tokens, usable)) // self.page_size
 
     def size(self, num_pages: int) -> PoolSize:
         """The size with that many pages; raises InputError if they hold no sequence."""
         room = num_pages * self.page_size - self.num_ahead
-        wanted = self.decode.max_length
-        least = (wanted or 2) + self.num_ahead
-        if room < (wanted or 2):
-            held = num_pages * self.page_size
-            what = f"a sequence of max_length={wanted}" if wanted else "a sequence of 2 tokens"
-            tree = f"and a tree of {self.num_ahead} nodes"
-            raise InputError(f"the K/V of {held} tokens has no room for {what} {tree}: at least {least} are needed")
+        length = self.decode.max_length or 2
+        if room < length:
+            held, needs = room + self.num_ahead, length + self.num_ahead
+            what = f"one sequence of {length} tokens and a tree of {self.num_ahead} nodes need {needs}"
+            size = _size(held * self.bytes_per_token)
+            raise InputError(f"there is K/V for {held} tokens ({size}), and {what}")
         return PoolSize(num_pages, min(room, self.longest or room))
 
 

@@ -243,15 +243,13 @@ class RankPages(Generic[R]):
         self._tables: list[Table] = []
 
     def resume(self, requests: Sequence[R], tables: Sequence[Sequence[int]]) -> None:
-        """Begin again with these requests, by slot, and their pages; nothing else is known."""
+        """Begin again with these requests, by slot, and their pages; nothing else is known, until `register`."""
         pool = self.pool = PagePool(self.pool.num_pages, self.pool.page_size)
         self.running, self._tables = list(requests), []
         for pages in tables:
             pool.claim(pages)
         for request, pages in zip(requests, tables, strict=True):
-            table = Table(pool.root(request.tenant), list(pages))
-            self._tables.append(table)
-            self.register(request)
+            self._tables.append(Table(pool.root(request.tenant), list(pages)))
 
     def table(self, request: R) -> Table:
         """The table of a running request."""

@@ -157,13 +157,14 @@ class Placement(Generic[R]):
             request.slots = [-1 if old is None else request.slots[old] for old in kept]
             request.num_computed_tokens = regrouped(request.num_computed_tokens, kept)
             request.homes = [rank for rank, old in enumerate(kept) if old in request.homes]
-        if None in kept:  # a newcomer knows the tables of running requests, and no other page
-            self._resume_pages([self.tables(request) for request in self.running])
         lost = [request for request in self.running if not request.homes]
         self.running = [request for request in self.running if request.homes]
         self._want([list(request.homes) for request in self.running])
         for request in lost:
             self._give_back(request, True)
+        if None in kept:  # a newcomer knows the tables of running requests, and no other page
+            self._resume_pages([self.tables(request) for request in self.running])
+            self.register()
         return lost
 
     def update(self) -> None:

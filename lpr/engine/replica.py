@@ -265,16 +265,17 @@ class Replica:
         )
         size = common_size(needs, comm) if num_pages is None else needs.size(num_pages)
         self.max_length = size.max_length
-        limits = decode.max_batch_size, self.comm.size, decode.prefill_chunk, sizes.num_nodes
+        num_slots = min(decode.max_batch_size, size.num_pages)
+        limits = num_slots, self.comm.size, decode.prefill_chunk, sizes.num_nodes
         pages = {"num_pages": size.num_pages, "page_size": PAGE_SIZE, "num_ahead": num_ahead}
         self.scheduler = Scheduler(Limits(*limits, *how, **pages))
-        self.model.allocate(decode.max_batch_size, self.max_length, num_ahead, self.like, size.num_pages)
+        self.model.allocate(num_slots, self.max_length, num_ahead, self.like, size.num_pages)
         self._fit_mesh(times)
         self.model.prepare(sizes.num_recycled, show=is_driver(self.comm))
 
     def _fit_mesh(self, times: StepTimes | None) -> None:
         """Make what depends on the number of ranks; `times` decide, None where sizes are fixed."""
-        num_slots, carries_trees = self.decode.max_batch_size, self.decode.carries_trees(self.comm.size)
+        num_slots, carries_trees = self.scheduler.limits.num_slots, self.decode.carries_trees(self.comm.size)
         self.sizer, self._timed = Sizer(self.sizes, times, self.comm, self.start_times.follows), None
         self.exchange = Exchange(self.sizes, num_slots, self.comm, self.model.device, carries_trees)
         if times is not None:
@@ -330,6 +331,7 @@ class Replica:
         self._set_up(state.decode, state.sizes, times, Comm(), num_pages=state.num_pages)  # the others do not meet here
         for request, computed in handover.resume(state, self.scheduler, self.drafts, self.requests):
             request.state = self._new_state(request, computed)
+        self.scheduler.placement.register()
         for tenant, _ in state.tenants:  # that running requests begin to draft here is no use of their indexes
             self.drafts.of(tenant)
 
