@@ -95,7 +95,7 @@ def _build_block(
     if is_run and written[0, -1] - written[0, 0] == num_entries - 1:
         block.first_row = int(written[0, 0])
     block.is_causal = is_causal
-    cache.place_block(block, device, by_table, max(row.num_cached + row.num_entries for row in group))
+    cache.place_block(block, device, by_table, [row.num_cached + row.num_entries for row in group])
     if tree_bits:
         parents, cached = [row.parents for row in group], [row.num_cached for row in group]
         block.tree_mask = build_mask(parents, cached, entries[1], device)

@@ -70,15 +70,16 @@ class KVCache(Cache, ABC):
         """Write the int32 words of a captured step on the host (StaticShape.place), all but its selection."""
 
     @abstractmethod
-    def place_block(self, block: Block, device: torch.device, by_table: bool, num_used: int) -> None:
-        """Let a block know where the keys of its slots lie, of which attention sees the first `num_used` at most.
+    def place_block(self, block: Block, device: torch.device, by_table: bool, num_used: Sequence[int]) -> None:
+        """Let a block know where the keys of its slots lie, of which attention sees the first `num_used` of each.
 
-        `by_table` if attention reads block tables.
+        `by_table` if attention reads block tables. No row of another sequence is read, not even with weight 0: it may
+        be NaN.
         """
 
     @abstractmethod
-    def place_static(self, block: Block, by_table: bool) -> None:
-        """The same on the device alone, for a captured step."""
+    def place_static(self, block: Block, by_table: bool, num_used: torch.Tensor) -> None:
+        """The same on the device alone, for a captured step; `num_used` is [B]."""
 
     @abstractmethod
     def of_block(self, states: torch.Tensor, block: Block) -> torch.Tensor:

@@ -123,15 +123,12 @@ class PagedCache(KVCache):
         pages = self.tables[np.asarray(slots), places // self.page_size].astype(np.int64)
         return pages * self.page_size + places % self.page_size
 
-    def run(self, first_slot: int, batch: int, num_kv: int, num_used: int) -> tuple[int, int] | None:
-        """Where the first `num_kv` rows of neighbouring slots begin, and how far apart; None if they are not runs.
-
-        Those behind the first `num_used` may be any rows.
-        """
+    def run(self, first_slot: int, batch: int, num_kv: int) -> tuple[int, int] | None:
+        """Where the first `num_kv` rows of neighbouring slots begin, and how far apart; None if they are not runs."""
         slots = slice(first_slot, first_slot + batch)
-        starts = self.tables[slots, 0].astype(np.int64) * self.page_size
-        if self.run_rows[slots].min() < num_used or starts.max() + num_kv > self.num_rows:
+        if self.run_rows[slots].min() < num_kv:
             return None
+        starts = self.tables[slots, 0].astype(np.int64) * self.page_size
         steps = np.diff(starts)
         if batch > 1 and (steps[0] < 0 or (steps != steps[0]).any()):
             return None
@@ -139,15 +136,16 @@ class PagedCache(KVCache):
 
     # A forward.
 
-    def place_block(self, block: Block, device: torch.device, by_table: bool, num_used: int) -> None:
+    def place_block(self, block: Block, device: torch.device, by_table: bool, num_used: Sequence[int]) -> None:
         """As KVCache.place_block."""
         slots = slice(block.first_slot, block.first_slot + len(block.positions))
         if by_table:
             block.table = self.device_tables(device)[slots]
             return
-        block.run = self.run(block.first_slot, len(block.positions), block.num_kv, num_used)
+        block.run = self.run(block.first_slot, len(block.positions), block.num_kv)
         if block.run is None:
-            found = self.cache_rows(np.arange(self.num_slots)[slots, None], np.arange(block.num_kv)[None])
+            last = np.maximum(1, np.asarray(num_used))[:, None] - 1
+            found = self.cache_rows(np.arange(self.num_slots)[slots, None], np.arange(block.num_kv).clip(max=last))
             block.kv_rows = to_device(found.reshape(-1), device)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Pair:
@@ -184,8 +182,9 @@ class PagedCache(KVCache):
         """As KVCache.of_block, of all rows [1, H, rows, D]."""
         batch, rows = len(block.positions), states[0]
         if block.run is None:
-            if block.kv_rows is None:
-                self.place_static(block, by_table=False)
+            if block.kv_rows is None:  # attention by tables does not know the model's mask or bias
+                assert block.tree_mask is not None
+                self.place_static(block, False, block.tree_mask.num_cached + block.tree_mask.num_entries)
             assert block.kv_rows is not None
             return rows.index_select(1, block.kv_rows).unflatten(1, (batch, -1)).transpose(0, 1)
         first, step = block.run
@@ -210,15 +209,16 @@ class PagedCache(KVCache):
         cached, entries = [row.num_cached for row in rows], [row.entries for row in rows]
         place_rows(words, batch, num_entries, tables, self.page_size, spare, cached, entries)
 
-    def place_static(self, block: Block, by_table: bool) -> None:
+    def place_static(self, block: Block, by_table: bool, num_used: Tensor) -> None:
         """As KVCache.place_static."""
         size, device = self.page_size, block.positions.device
         table = self.device_tables(device)[block.first_slot : block.first_slot + len(block.positions)]
         if by_table:
             block.table = table
         else:
-            places = torch.arange(block.num_kv, device=device)
-            block.kv_rows = (table[:, places // size].long() * size + places % size).reshape(-1)
+            last = num_used.long().clamp(min=1)[:, None] - 1
+            places = torch.arange(block.num_kv, device=device).clamp(max=last)
+            block.kv_rows = (table.gather(1, places // size).long() * size + places % size).reshape(-1)
 
     # Between forwards.
 
