@@ -322,7 +322,9 @@ def _launch(
     specification: Callable[..., torch.Tensor], query: Any, key: Any, value: Any, mask: TreeMask, rules: dict[str, Any]
 ) -> torch.Tensor:
     gpu = current_gpu()
-    for each in (query, key, value, mask.bits, mask.num_cached, mask.num_entries, mask.positions, rules.get("sinks")):
+    pages = rules.pop("pages", None)
+    given = query, key, value, mask.bits, mask.num_cached, mask.num_entries, mask.positions, rules.get("sinks")
+    for each in (*given, None if pages is None else pages.table):
         if each is not None and not isinstance(each, OnGpu):
             raise PretendError(f"the kernel was given a CPU tensor {tuple(each.shape)}")
     batch, num_heads, length, _ = query.shape
@@ -331,8 +333,9 @@ def _launch(
 
     def run() -> None:
         found = specification(
-            held(query), held(key), held(value), parts, **{name: held(rule) for name, rule in rules.items()}
-        )
+            held(query), held(key), held(value), parts, None if pages is None else pages._replace(table=held(pages.table)),
+            **{name: held(rule) for name, rule in rules.items()},
+        )  # fmt: skip
         out.held.copy_(found.transpose(1, 2))
 
     gpu.launch(run)
@@ -385,7 +388,7 @@ def gpu(guard: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
     nothing: Callable[..., None] = lambda *_: None  # noqa: E731
     answers: dict[str, Any] = {
         "_lazy_init": nothing, "get_device_properties": lambda *_: properties, "device_count": lambda: 1,
-        "current_device": lambda: 0, "mem_get_info": lambda *_: (70 << 30, 80 << 30), "memory_reserved": lambda *_: 0,
+        "current_device": lambda: 0, "mem_get_info": lambda *_: (1 << 24, 80 << 30), "memory_reserved": lambda *_: 0,
         "memory_allocated": lambda *_: 0, "empty_cache": nothing, "Stream": lambda *_: _Stream(),
         "current_stream": lambda *_: _Stream(), "stream": lambda _: contextlib.nullcontext(),
         "set_stream": lambda _: setattr(_local, "stream", "default"),
