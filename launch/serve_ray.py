@@ -6,7 +6,7 @@ Every machine needs `pip install 'lpr[ray]'`. A mesh is `python -m lpr.serve` on
 on several machines. The front sends prompts that begin alike, and requests of one session, to the same mesh, where
 their prefix is cached and their drafts are warm, unless that mesh has too many requests. Ray Serve starts further
 meshes by the number of running and waiting requests, and restarts lost ones. A request whose mesh is lost before its
-answer begins goes to another mesh.
+answer begins goes to another mesh, and a stream of one text that has begun goes on at another (lpr.fleet.resume).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 import httpx
@@ -36,6 +36,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from lpr.dist.places import die_with_parent
 from lpr.fleet.affinity import routing_key
+from lpr.fleet.resume import Resumption
 
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 LOAD_SECONDS = 3600.0
@@ -44,6 +45,8 @@ DRAIN_SECONDS = 30.0
 """Time for open requests when a mesh is stopped, as lpr.serve's --shutdown-timeout."""
 TRIES = 3
 """Meshes that a request is sent to until one begins to answer."""
+Answer = tuple[int, dict[str, str], AsyncIterator[bytes]]
+"""Status, headers and body of a mesh's answer."""
 HOP_BY_HOP = ("connection", "content-length", "date", "host", "keep-alive", "server", "transfer-encoding")
 
 
@@ -190,22 +193,63 @@ class Front:
         body = await request.body()
         headers = {name: value for name, value in request.headers.items() if name not in HOP_BY_HOP}
         path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        fields = fields_of(body)
         # Without a key, a random one spreads requests evenly.
-        key = routing_key(headers, fields_of(body)) or uuid.uuid4().hex
-        failure: Exception | None = None
-        for _ in range(TRIES):
-            parts = self._meshes.options(stream=True, session_id=key).answer.remote(request.method, path, headers, body)
+        key = routing_key(headers, fields) or uuid.uuid4().hex
+        stream = Resumption.of(request.url.path, fields) if request.method == "POST" else None
+
+        async def ask() -> Answer:
+            return await self._ask(key, request.method, path, headers, stream.body if stream is not None else body)
+
+        try:
+            status, answered, parts = await ask()
+        except (RayError, httpx.HTTPError) as failure:
+            return JSONResponse(lost(failure), 503, {"Retry-After": "5"})
+        kept = {name: value for name, value in answered.items() if name not in HOP_BY_HOP}
+        if stream is not None and status == 200:
+            parts = continued(stream, parts, ask)
+        return StreamingResponse(parts, status, kept)
+
+    async def _ask(self, key: str, *request: Any) -> Answer:
+        """Status, headers and body of an answer; raises the last failure if no mesh begins one."""
+        for left in reversed(range(TRIES)):
+            parts = self._meshes.options(stream=True, session_id=key).answer.remote(*request)
             try:
-                status, answered = await anext(parts)
-            except (RayError, httpx.HTTPError) as error:  # the mesh is lost, and Ray Serve starts another
-                failure = error
+                return *(await anext(parts)), parts
+            except (RayError, httpx.HTTPError):  # the mesh is lost, and Ray Serve starts another
+                if not left:
+                    raise
                 await asyncio.sleep(0.1)
-                continue
-            kept = {name: value for name, value in answered.items() if name not in HOP_BY_HOP}
-            return StreamingResponse(parts, status, kept)
-        message = f"no mesh answers: {type(failure).__name__}"
-        error = {"message": message, "type": "server_error", "param": None, "code": "mesh_lost"}
-        return JSONResponse({"error": error}, 503, {"Retry-After": "5"})
+        raise AssertionError
+
+
+async def continued(
+    stream: Resumption, parts: AsyncIterator[bytes], ask: Callable[[], Awaitable[Answer]]
+) -> AsyncIterator[bytes]:
+    """The whole of a stream: where its mesh is lost, another goes on, TRIES times at most."""
+    failure: Exception = RuntimeError("the stream broke off")
+    for _ in range(TRIES):
+        with contextlib.suppress(RayError, httpx.HTTPError):
+            async for part in parts:
+                if data := stream.feed(part):
+                    yield data
+        if stream.is_complete:
+            return
+        try:
+            status, _, parts = await ask()
+        except (RayError, httpx.HTTPError) as error:
+            failure = error
+            break
+        if status != 200:
+            failure = RuntimeError(f"another mesh answered {status}")
+            break
+    yield b"data: " + json.dumps(lost(failure)).encode() + b"\n\ndata: [DONE]\n\n"
+
+
+def lost(failure: Exception) -> dict[str, Any]:
+    """The error of a request that no mesh answers."""
+    message = f"no mesh answers: {type(failure).__name__}"
+    return {"error": {"message": message, "type": "server_error", "param": None, "code": "mesh_lost"}}
 
 
 def fields_of(body: bytes) -> dict[str, Any]:

@@ -66,8 +66,8 @@ class Client:
     def text(self) -> str:
         return self.ask().json()["choices"][0]["text"]
 
-    def streamed(self) -> str:
-        lines = self.ask(stream=True).text.splitlines()
+    def streamed(self, most: int = 24, **fields: Any) -> str:
+        lines = self.ask(most=most, stream=True, **fields).text.splitlines()
         return "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines if line.startswith("data: {"))
 
 
@@ -108,11 +108,15 @@ def scaled(client: Client) -> Iterator[tuple[str, Any]]:
     wait_for(lambda: len(used()) == 2, "an answer of the further mesh")
     before = meshes()
     victim = next(iter(before))
-    with ThreadPoolExecutor(8) as pool:
+    long = [{"prompt": f"# stream {number}\n{PROMPT}", "most": 300, "min_tokens": 300} for number in range(6)]
+    undisturbed = [client.streamed(**each) for each in long]
+    with ThreadPoolExecutor(12) as pool:
+        streams = [pool.submit(client.streamed, **each) for each in long]
         asked = [pool.submit(client.ask, f"# {number}\n{PROMPT}") for number in range(16)]
-        time.sleep(0.1)
+        time.sleep(0.3)
         os.kill(victim, signal.SIGKILL)
         yield "through_the_kill", [each.result().status_code for each in asked]
+        yield "streams_that_went_on", [each.result() == one for each, one in zip(streams, undisturbed, strict=True)]
     yield "afterwards", client.text()
     wait_for(lambda: not psutil.pid_exists(before[victim]), "the end of the lost mesh's service")
     wait_for(lambda: len(meshes()) == 2, "a new mesh")

@@ -489,6 +489,7 @@ def test_the_ray_application_serves_grows_and_survives() -> None:
     assert found["text"] and found["streamed"] == found["afterwards"] == found["on_two_machines"] == found["text"]
     assert found["refused"] == 400 and found["at_the_start"] == 1
     assert found["under_load"] == [200] and found["through_the_kill"] == [200] * 16
+    assert found["streams_that_went_on"] == [True] * 6
     assert len(found["by_prefix"]) == 1, "prompts that begin alike have gone to several meshes"
     assert found["mesh"] == {"lp": 2, "tp": 1}
 

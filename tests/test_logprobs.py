@@ -11,8 +11,10 @@ from worlds import ThreadWorld, run_ranks
 
 import lpr
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
+from lpr.core.grammar import matcher
 from lpr.core.noise_keys import noise_key
 from lpr.model.loader import load
+from lpr.model.sampling import grammar as grammar_module
 from lpr.model.sampling.specification import gumbel
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 9, 4, 2] * 6]
@@ -227,3 +229,41 @@ def test_ranks_keep_to_a_grammar_together(bundled):
 def test_a_bad_grammar_is_refused(bundled):
     with pytest.raises(InputError, match="grammar"):
         bundled["plain"].submit("a", SamplingParams(grammar="nonsense"))
+
+
+def test_requests_of_one_grammar_compile_it_once(bundled, monkeypatch):
+    made = []
+    monkeypatch.setattr(grammar_module, "matcher", lambda *args: made.append(args[1]) or matcher(*args))
+    regex = llguidance.LLMatcher.grammar_from_regex("[ab]{5,9}c")
+    tokenizer = bundled["plain"].tokenizer
+    compiler = grammar_module.Compiler(tokenizer, 4104)
+    several = [compiler.matcher(regex) for _ in range(128)]
+    assert made == [regex]
+    token = tokenizer.encode("a")[0]
+    assert several[0].consume_token(token) and several[1].compute_bitmask() == several[2].compute_bitmask()
+
+
+TOO_COMPLEX = llguidance.LLMatcher.grammar_from_regex("(?:a?){500}a{500}")  # it can be read, and has no mask
+
+
+def test_a_grammar_that_fails_at_work_ends_its_request_only(bundled):
+    for engine in bundled.values():
+        params = [SamplingParams(max_new_tokens=60, ignore_eos=True, grammar=each) for each in (TOO_COMPLEX, "")]
+        failed, other = engine.generate(["# code\n"] * 2, params)
+        assert failed.finish_reason == "error" and "lexer error" in failed.error
+        assert other.error is None and len(other.token_ids) == 60
+        again = engine.generate(["# code\n"], SamplingParams(max_new_tokens=60, ignore_eos=True))[0]
+        assert again.token_ids == other.token_ids
+
+
+def test_a_panic_of_llguidance_ends_its_request_only(bundled, monkeypatch):
+    class PanicException(BaseException):  # what pyo3 raises
+        pass
+
+    def panic(*_):
+        raise PanicException("index out of bounds")
+
+    monkeypatch.setattr(grammar_module, "matcher", panic)
+    grammar = llguidance.LLMatcher.grammar_from_regex("[xyz]{3,7}")
+    done = bundled["plain"].generate(["# code\n"], SamplingParams(max_new_tokens=5, grammar=grammar))[0]
+    assert done.finish_reason == "error" and "index out of bounds" in done.error

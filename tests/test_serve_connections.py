@@ -14,8 +14,9 @@ from types import SimpleNamespace
 import pytest
 import uvicorn
 
-from lpr.serve import connections, limits
-from lpr.serve.connections import KINDS, SECONDS, Connection, Port, Waits
+from lpr.serve import limits, port
+from lpr.serve.connections import KINDS, SECONDS, Connection, Waits
+from lpr.serve.port import Port
 
 GET = b"GET /%s HTTP/1.1\r\nHost: localhost\r\n\r\n"
 POST = b"POST /%s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
@@ -54,9 +55,9 @@ class App:
 
 @contextlib.contextmanager
 def running(kind, most=8, tls=None):
-    """A port with an App behind it: `app`, `port`, `connect()`, `ask(path)`."""
+    """A port with an App behind it: `app`, `connect()`, `ask(path)`."""
     app, loop = App(), asyncio.new_event_loop()
-    port = Port(socket.create_server(("127.0.0.1", 0)), most, tls)
+    listening = Port(socket.create_server(("127.0.0.1", 0)), most, tls)
     config = uvicorn.Config(
         app, log_config=None, lifespan="off", ws="none", timeout_keep_alive=SECONDS[Waits.IDLE],
         h11_max_incomplete_event_size=limits.HEAD.most,
@@ -66,7 +67,7 @@ def running(kind, most=8, tls=None):
 
     async def serve():
         serving = asyncio.create_task(server.serve([]))
-        port.open(lambda: KINDS[kind](config, server.server_state, {}, port=port))
+        listening.open(lambda: KINDS[kind](config, server.server_state, {}, port=listening))
         await serving
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
@@ -74,7 +75,7 @@ def running(kind, most=8, tls=None):
     opened = []
 
     def connect():
-        opened.append(socket.create_connection(("127.0.0.1", port.number), timeout=5))
+        opened.append(socket.create_connection(("127.0.0.1", listening.number), timeout=5))
         return opened[-1]
 
     def ask(path=b"", link=None):
@@ -83,11 +84,11 @@ def running(kind, most=8, tls=None):
         return read(link)
 
     def end():
-        port.close()
+        listening.close()
         server.should_exit = True
 
     try:
-        yield SimpleNamespace(app=app, port=port, connect=connect, ask=ask)
+        yield SimpleNamespace(app=app, connect=connect, ask=ask)
     finally:
         app.release.set()
         for link in opened:
@@ -137,7 +138,7 @@ def wait_for(condition, seconds=5.0):
 @pytest.fixture
 def impatient(monkeypatch):
     """Waits of tenths of seconds."""
-    monkeypatch.setattr(connections, "SWEEP_SECONDS", 0.05)
+    monkeypatch.setattr(port, "SWEEP_SECONDS", 0.05)
 
     def set_seconds(**seconds):
         for waits in Waits:
@@ -162,6 +163,11 @@ def test_many_requests_on_one_connection(kind):
         assert [service.ask(b"", link) for _ in range(3)] == [(200, b"ok")] * 3
         link.sendall(POST % (b"body", 300_000) + b" " * 300_000)
         assert read(link) == (200, b"ok") and service.app.bytes_read == 300_000
+        link.sendall(
+            (GET % b"").replace(b"Host", b"Connection: Upgrade\r\nUpgrade: h2c\r\nHost")
+        )  # as Java's clients do
+        assert read(link) == (200, b"ok")
+        link = service.connect()
         link.sendall((GET % b"") * 2)  # pipelined
         data = b""
         while data.count(b"ok") < 2:
@@ -405,7 +411,7 @@ def heads_have_no_end(patch):
 
 
 def closing_loses_the_answer(patch):
-    patch.setattr(Connection, "is_sending", False)
+    patch.setattr(Connection, "may_linger", False)
 
 
 FOUND_BY = {

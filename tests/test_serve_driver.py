@@ -128,6 +128,36 @@ def test_a_request_goes_on_from_every_point_of_its_stream(engine, regex, kind):
         assert rest[-1].usage is not None and rest[-1].usage.num_tokens == len(wanted[0]) - len(ids)
 
 
+@pytest.mark.parametrize("kind", list(KINDS)[:2])
+def test_a_front_that_has_the_ids_alone_is_told_how_much_text_they_are(engine, kind):
+    """As of another service: the first chunk begins behind the text that came with these ids."""
+    go_on_by_ids(engine, KINDS[kind])
+
+
+def go_on_by_ids(engine, more):
+    prompt = engine.encode(PROMPT)
+    params = SamplingParams(max_new_tokens=NUM, **more)
+    chunks = drive(engine, Resume([]), submit(1, params, prompt)).chunks(1)
+    wanted = put_together(chunks)
+    for given in range(1, len(chunks)):
+        ids, text, _, _ = put_together(chunks[:given])
+        rest = drive(engine, Resume([2]), submit(2, params, prompt, ids)).chunks(2)
+        assert rest[0].start_character == len(text)
+        assert put_together(rest, ids, text)[:2] == wanted[:2]
+
+
+def test_a_whole_text_sent_again_shows(engine, monkeypatch):
+    true = Request.resend
+
+    def whole(self, num_tokens):
+        chunk = true(self, num_tokens)
+        return Chunk(self.id, chunk.token_ids, self.text_stream.taken, start=num_tokens)
+
+    monkeypatch.setattr(Request, "resend", whole)
+    with pytest.raises(AssertionError):
+        go_on_by_ids(engine, KINDS["greedy"])
+
+
 @pytest.mark.parametrize("has", [-3, -1, 0, 1, 3])
 def test_a_rank_that_takes_over_sends_what_is_beyond(engine, has):
     """The front has got as much as the ranks, steps more or steps less; each is cut or made up for."""

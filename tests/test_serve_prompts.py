@@ -2,18 +2,22 @@
 
 # ruff: noqa: RUF001 (DeepSeek's markers are spelled with these characters)
 
+import random
 import threading
 import time
 
 import pytest
 from fake_driver import QWEN, TEMPLATE, tokenizer_json
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from lpr.config import InputError
 from lpr.serve.api.infill import LineLimit
 from lpr.serve.text import tokens as tokens_module
 from lpr.serve.text.chat_template import ChatTemplates, TemplateError
-from lpr.serve.text.fim import FAMILIES, Extra, filler
+from lpr.serve.text.fim import FAMILIES, Extra, Family, Filler, filler
+from lpr.serve.text.lengths import lengths_of
 from lpr.serve.text.served import Served
 from lpr.serve.text.tokens import Tokens
 
@@ -205,6 +209,90 @@ def test_other_threads_run_while_a_long_text_is_encoded():
         num_ticks += 1
     thread.join()
     assert num_ticks > 5
+
+
+def tokenizers_of_all_kinds():
+    """A tokenizer's JSON by what is special about it, and whether its tokens have an end."""
+    composing, swallowing = Tokenizer.from_str(tokenizer_json()), Tokenizer.from_str(tokenizer_json())
+    composing.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
+    swallowing.add_special_tokens([AddedToken("<mask>", lstrip=True, rstrip=True)])
+    llama = Tokenizer.from_str(sentencepiece()._plain.to_str())
+    llama.pre_tokenizer = None
+    llama.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    bounded = {
+        "bytes": Tokenizer.from_str(tokenizer_json(QWEN)),
+        "pieces": Tokenizer.from_str(sentencepiece()._plain.to_str()),
+        "llama": llama,
+        "composing": composing,
+        "swallowing": swallowing,
+    }
+    deleting, splitting = Tokenizer.from_str(tokenizer_json()), Tokenizer.from_str(tokenizer_json())
+    deleting.normalizer = normalizers.Strip()
+    splitting.pre_tokenizer = pre_tokenizers.Whitespace()
+    replacing = Tokenizer.from_str(tokenizer_json())
+    replacing.normalizer = normalizers.Replace("long", "s")
+    words = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    unknown = Tokenizer(models.BPE({"<unk>": 0, "a": 1}, [], unk_token="<unk>", fuse_unk=True))
+    pieces = Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0)], unk_id=0))
+    endless = [deleting, splitting, replacing, words, unknown, pieces]
+    return {name: each.to_str() for name, each in bounded.items()}, [each.to_str() for each in endless]
+
+
+BOUNDED, ENDLESS = tokenizers_of_all_kinds()
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_no_text_has_fewer_tokens_than_its_characters_say(name, data):
+    tokens = Tokens(BOUNDED[name])
+    composed = ["e\u0301", "\u1f82", "\u03b1\u0313\u0300\u0345", "\u1112\u1161\u11ab"]
+    plain = ["  ", " " * 40, "<mask>", "NotImplementedError", "a" * 30, "<|endoftext|>", "\r\n", "🙂", "x"]
+    pieces = st.sampled_from([*composed, *plain])
+    text = "".join(data.draw(st.lists(st.one_of(pieces, st.text(max_size=20)), max_size=30)))
+    text = text.encode("utf-8", "replace").decode()
+    assert tokens.lengths is not None
+    assert tokens.lengths.least_tokens(text) <= len(tokens.encode(text, add_special_tokens=False))
+
+
+@pytest.mark.parametrize("source", ENDLESS, ids=range(len(ENDLESS)))
+def test_a_tokenizer_that_drops_characters_has_no_bound(source):
+    assert lengths_of(source) is None
+
+
+def test_a_text_far_above_the_context_is_known_by_its_characters():
+    lengths = Tokens(tokenizer_json()).lengths
+    assert lengths.least_tokens("a" * 100_000) > 4096 and lengths.least_tokens("") == 0
+    assert lengths.least_tokens("é" * 100_000) > 4096
+
+
+@pytest.mark.parametrize("source", BOUNDED.values(), ids=BOUNDED)
+def test_only_as_much_of_a_long_text_is_encoded_as_fits(source, monkeypatch):
+    """With the same result as if all were."""
+    dice = random.Random(5)
+    words = [
+        "def f(x):\n",
+        "    return x\n",
+        "é ",
+        "漢字",
+        " " * 30,
+        "a",
+        "b=",
+        "\n\n",
+        "NotImplementedError ",
+        "x" * 50,
+    ]
+    for room in (6, 30, 100):
+        cut, whole = Tokens(source), Tokens(source)
+        whole.lengths = None
+        before, after, other = ("".join(dice.choices(words, k=12_000)) for _ in range(3))
+        assert len(cut.tail(before, room)) < len(before) and len(cut.head(after, room)) < len(after)
+        assert cut.encode(cut.tail(before, room))[-room:] == whole.encode(before)[-room:]
+        family = Family(name="x", prefix="a", suffix="b", middle="=", repository="a", file="b", source="https://")
+        for extra in ((), (Extra(other, "a"), Extra("b = a\n", "b")), (Extra("a", "a"),) * 200):
+            for prefix, suffix in ((before, after), ("a", after), (before, ""), ("a", "b"), ("", "")):
+                found = Filler(family, cut).fitted(room, prefix, suffix, extra)
+                assert found == Filler(family, whole).fitted(room, prefix, suffix, extra)
 
 
 # Chat templates.

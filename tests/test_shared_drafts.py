@@ -370,8 +370,9 @@ def test_every_rank_learns_alike_and_a_new_driver_reads_on(loaded, plain, server
 
 
 @pytest.mark.parametrize("kind", ["a password", "TLS", "a Unix socket"])
-def test_ways_to_reach_a_store(kind, tmp_path):
-    """One that asks for a password, one that speaks TLS and one on this machine; a wrong password is an error."""
+def test_ways_to_reach_a_store(kind, tmp_path, monkeypatch):
+    """One that asks for a password, one that speaks TLS and one on this machine; a wrong password is an error, and so
+    is a certificate that nobody vouches for."""
     flags, path, query = [], tmp_path / "socket", ""
     if kind == "a password":
         flags = ["--requirepass", "sesame"]
@@ -406,6 +407,15 @@ def test_ways_to_reach_a_store(kind, tmp_path):
             with pytest.raises(redis.exceptions.RedisError):
                 stranger.xread({"s": "0-0"})
             stranger.connection_pool.disconnect()
+            monkeypatch.setenv("LPR_DRAFT_STORE_PASSWORD", "sesame")
+            friend = store.connect(server.url)
+            assert friend.ping()
+            friend.connection_pool.disconnect()
+        if kind == "TLS":
+            doubter = store.connect(urls[kind].partition("?")[0])
+            with pytest.raises(redis.exceptions.ConnectionError, match="CERTIFICATE_VERIFY_FAILED"):
+                doubter.ping()
+            doubter.connection_pool.disconnect()
 
 
 def test_a_service_learns_from_the_store_and_outlives_it(loaded, plain):

@@ -98,7 +98,7 @@ class Engine:
         if comm is not None and comm.tp_mesh is not None:
             tp = TensorParallel(comm.tp_mesh, options.tp_backend)
         try:
-            loaded = load(str(path_or_hub_id), options.dtype, options.device, tp)
+            loaded = load(str(path_or_hub_id), options.dtype, options.device, tp, options.revision)
         except InputError as error:
             failure = str(error)
         if comm is not None:

@@ -15,6 +15,8 @@ from lpr.core.step_times import StepTimes, read_step_times
 class EngineOptions:
     """How a model is loaded and its steps evaluated; none of it changes the draft trees."""
 
+    revision: str | None = None
+    """Branch, tag or commit of the model on the hub. A commit is always the same files; default: the main branch."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto: the checkpoint's own on a GPU, float32 on a CPU."""
     device: str | None = None

@@ -7,7 +7,6 @@ when it ends. A share that has waited for nothing begins at the clock of the lat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Generic
 
 from lpr.engine.limits import R
@@ -28,11 +27,11 @@ class Shares(Generic[R]):
         """Clock of the share that was admitted last, before it paid."""
 
     @property
-    def state(self) -> tuple[float, Mapping[str, tuple[float, float]]]:
+    def state(self) -> tuple[float, dict[str, tuple[float, float]]]:
         """What another rank needs to go on from here."""
-        return self._now, self._clocks
+        return self._now, dict(self._clocks)
 
-    def resume(self, state: tuple[float, Mapping[str, tuple[float, float]]]) -> None:
+    def resume(self, state: tuple[float, dict[str, tuple[float, float]]]) -> None:
         """Take over another rank's clocks."""
         self._now, self._clocks = state[0], dict(state[1])
 

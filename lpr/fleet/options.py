@@ -13,6 +13,8 @@ from lpr.config import InputError
 
 STORES = ("redis", "rediss", "unix")
 """Schemes of --draft-store."""
+PASSWORD = "LPR_DRAFT_STORE_PASSWORD"
+"""Environment variable with the password of the store, for a URL that has none."""
 OBJECTS = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss")
 """Schemes of --draft-snapshots that mean an object store; anything without one is a folder."""
 
@@ -23,7 +25,8 @@ class FleetOptions:
 
     draft_store: str | None = None
     """Redis or Valkey through which replicas share finished outputs as drafts: redis://[USER:PASSWORD@]HOST[:PORT][/DB],
-    rediss:// for TLS, or unix://PATH. --share-drafts chooses whose. Default: $LPR_DRAFT_STORE, if it is set."""
+    rediss:// for TLS (?ssl_ca_certs=FILE.pem), or unix://PATH. --share-drafts chooses whose. Default: $LPR_DRAFT_STORE;
+    $LPR_DRAFT_STORE_PASSWORD is its password, which in a flag every user of the machine could read."""
     draft_store_length: int = 10_000
     """Outputs that the store keeps per tenant, approximately. The oldest go first."""
     draft_snapshots: str | None = None

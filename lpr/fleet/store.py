@@ -7,6 +7,7 @@ reconnect all at once.
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -19,6 +20,8 @@ from redis.backoff import NoBackoff
 from redis.connection import Connection, ConnectionPool, parse_url
 from redis.exceptions import ConnectionError as StoreConnectionError
 from redis.retry import Retry
+
+from lpr.fleet.options import PASSWORD
 
 CALL_SECONDS = 3.0
 """Time-out of connecting, and of each wait for the next bytes of an answer; above `BLOCK_SECONDS`."""
@@ -76,8 +79,13 @@ class Metered:
 
 
 def connect(url: str) -> Redis:
-    """A client with a connection of its own, opened at the first call and again after each failure."""
+    """A client with a connection of its own, opened at the first call and again after each failure.
+
+    Its password is that of the URL, or else of the environment.
+    """
     options: dict[str, Any] = dict(parse_url(url))
+    if password := os.environ.get(PASSWORD):
+        options.setdefault("password", password)
     base: type[Any] = options.pop("connection_class", Connection)
 
     metered = {"_connect": lambda self: Metered(base._connect(self))}

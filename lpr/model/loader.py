@@ -71,17 +71,27 @@ def load(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device | None = None,
     tp: TensorParallel | None = None,
+    revision: str | None = None,
 ) -> Loaded:
     """Load the causal LM at `source`, a folder or a hub id; raises InputError with one line when that fails.
 
-    With `tp`, only this rank's part of it; all ranks of the group call this together.
+    `revision` is a branch, a tag or a commit of the hub. With `tp`, only this rank's part of the model; all ranks of
+    the group call this together.
     """
     where, path = choose_device(device), Path(source)
     transformers_logging.disable_progress_bar()
     _check_folder(source)
+    if revision is not None and path.is_dir():
+        raise InputError(f"--revision {revision}: {source!r} is a folder; only models of the hub have revisions")
     try:
-        config = AutoConfig.from_pretrained(source)
-        read: Any = partial(AutoModelForCausalLM.from_pretrained, source, config=config, output_loading_info=True)
+        config = AutoConfig.from_pretrained(source, revision=revision or "main")
+        read: Any = partial(
+            AutoModelForCausalLM.from_pretrained,
+            source,
+            config=config,
+            revision=revision or "main",
+            output_loading_info=True,
+        )
         chosen = choose_dtype(dtype, where)
         model: Any
         model, info = load_sharded(config, chosen, where, tp, read) if tp is not None else _read_to(where, read, chosen)
@@ -94,7 +104,7 @@ def load(
         lacking = f"{len(absent)} tensors that the model needs, the first: {absent[0]}"
         raise InputError(f"the weights in {source!r} lack {lacking}")
     has_tokenizer = not path.is_dir() or any(path.glob("tokenizer*"))
-    return replace(wrap(model.to(where), load_tokenizer(source) if has_tokenizer else None), is_ours=True)
+    return replace(wrap(model.to(where), load_tokenizer(source, revision) if has_tokenizer else None), is_ours=True)
 
 
 def _read_to(where: torch.device, read: Any, dtype: str | torch.dtype) -> Any:
@@ -102,11 +112,11 @@ def _read_to(where: torch.device, read: Any, dtype: str | torch.dtype) -> Any:
     return read(dtype=dtype) if where.type == "cpu" else read(dtype=dtype, device_map={"": where})
 
 
-def load_tokenizer(source: str) -> Any:
+def load_tokenizer(source: str, revision: str | None = None) -> Any:
     """The tokenizer at `source`, a folder or a hub id, without the model's weights; raises InputError."""
     _check_folder(source)
     try:
-        return AutoTokenizer.from_pretrained(source)
+        return AutoTokenizer.from_pretrained(source, revision=revision or "main")
     except Exception as failure:  # as for models, of many types
         raise InputError(f"cannot load the tokenizer of {source!r}: {_named(failure)}") from failure
 

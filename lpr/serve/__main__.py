@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import os
 import sys
@@ -24,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         argv += concealed()
         args = parse(argv)
+        gc.freeze()  # a pass over all that is imported would stop the event loop for 50 ms, again and again
         attached = Path(os.environ[SOCKET]) if SOCKET in os.environ else None
         return asyncio.run(Front(args, argv, attached).run())
     except InputError as failure:

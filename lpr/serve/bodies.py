@@ -53,6 +53,12 @@ def _num_values(given: Any) -> int:
     return count
 
 
+def _num_ids(given: Any) -> int:
+    if not isinstance(given, list) or len(given) > limits.CHOICES.most:
+        return len(given) if isinstance(given, list) else 0
+    return sum(len(each) for each in given if isinstance(each, list))
+
+
 def _num_parts(given: Any) -> int:
     """Messages, and the parts of those that have some."""
     if not isinstance(given, list) or len(given) > limits.MESSAGES.most:
@@ -201,7 +207,7 @@ Prompt = (
 class CompletionBody(Sampling):
     """`POST /v1/completions`."""
 
-    prompt: Prompt
+    prompt: Annotated[Prompt, _at_most(limits.IDS.most, _num_ids, "token ids")]
     suffix: str | None = None
     max_tokens: Natural | None = 16
     best_of: Choices | None = None

@@ -1,23 +1,11 @@
-"""Connections of the service: how many there are, and how long each may wait for its client.
-
-A connection waits for its client while the head or the body of a request is incomplete, between requests, and while the
-client does not take the answer. Beyond the limit, a new connection takes the place of the one that has waited longest.
-So idle clients keep nobody out. Only if all connections are being answered, a new one gets a 503.
-"""
+"""Connections of the service: what they read at most, and what they wait for. lpr.serve.port counts them."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-import os
 import re
-import resource
-import socket
-import ssl
-import sys
-from collections import deque
-from collections.abc import Callable
 from enum import Enum, auto
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -25,25 +13,17 @@ from typing import TYPE_CHECKING, Any
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lpr.serve import limits
-from lpr.serve.errors import RETRY_AFTER, error_body
+from lpr.serve.errors import error_body
 
 if TYPE_CHECKING:
+    from lpr.serve.port import Port
+
     _Base = H11Protocol
 else:
     _Base = asyncio.BufferedProtocol
 
-RESERVED_FILES = 128
-"""File descriptors for the link to the ranks, child processes, files, refused connections and --metrics-port."""
-FEWEST = 8
-"""Connections that are accepted even if files are scarce."""
 _READ = 16 << 10
 """Bytes that one connection may bring in one turn of the event loop."""
-_ACCEPTS = 16
-"""Connections that are accepted in one turn of the event loop."""
-_MOST_REFUSED = 16
-"""Refused connections that stay open until their client has read why."""
-SWEEP_SECONDS = 0.5
-"""How often connections that have waited too long are ended."""
 _END_OF_HEAD = re.compile(rb"[^\r\n]\r?\n\r?\n")
 
 
@@ -66,156 +46,6 @@ SECONDS = {
     Waits.LINGER: 3.0,
 }
 """How long a connection waits."""
-
-
-class Port:
-    """A listening socket and its connections."""
-
-    def __init__(self, listening: socket.socket, most: int, tls: ssl.SSLContext | None = None) -> None:
-        """Accept up to `most` connections at `listening`."""
-        self.most = most
-        self.number: int = listening.getsockname()[1]
-        self._socket = listening
-        self._tls = tls
-        self._open: set[Connection] = set()
-        self._waiting: dict[Connection, float] = {}  # until when; the first has waited longest
-        self._handshakes: dict[Connection, asyncio.Task[None] | None] = {}
-        self._refused: deque[socket.socket] = deque()
-        self._sweeping: asyncio.TimerHandle | None = None
-        self.is_closed = False
-        self.on_end: Callable[[str], None] = lambda reason: None
-        """Called when a connection is "refused", "replaced" by a new one, or "late"."""
-
-    @property
-    def num_waiting(self) -> int:
-        """Connections that wait for their client."""
-        return len(self._waiting)
-
-    @property
-    def num_answered(self) -> int:
-        """Connections that are being answered."""
-        return len(self._open) - len(self._waiting)
-
-    def open(self, make: Callable[[], Connection]) -> None:
-        """Begin to accept connections; `make` returns the protocol of each."""
-        self._make = make
-        self._loop = asyncio.get_running_loop()
-        self._socket.setblocking(False)
-        self._loop.add_reader(self._socket, self._accept)
-        self._sweep()
-
-    def close(self) -> None:
-        """Accept no more connections, and end those that are in a TLS handshake."""
-        self.is_closed = True
-        if self._sweeping is not None:
-            self._sweeping.cancel()
-            self._loop.remove_reader(self._socket)
-        self._socket.close()
-        for connection in list(self._handshakes):
-            self._end(connection)
-        while self._refused:
-            self._refused.popleft().close()
-
-    # Called by connections.
-
-    def wait(self, connection: Connection, waits: Waits) -> None:
-        """The connection waits for its client from now on."""
-        if connection in self._open:
-            self._waiting.pop(connection, None)
-            self._waiting[connection] = self._loop.time() + SECONDS[waits]
-
-    def work(self, connection: Connection) -> None:
-        """The connection is being answered."""
-        self._waiting.pop(connection, None)
-
-    def lost(self, connection: Connection) -> None:
-        """The connection has ended."""
-        self._waiting.pop(connection, None)
-        self._open.discard(connection)
-
-    # Within.
-
-    def _accept(self) -> None:
-        for _ in range(_ACCEPTS):
-            try:
-                accepted, _ = self._socket.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
-            except OSError as failure:
-                self._exhausted(failure)
-                return
-            accepted.setblocking(False)
-            if len(self._open) < self.most or self._end_longest_waiting():
-                connection = self._make()
-                self._open.add(connection)
-                self._loop.create_task(self._connect(connection, accepted))
-            else:
-                self._refuse(accepted)
-
-    async def _connect(self, connection: Connection, accepted: socket.socket) -> None:
-        """Make the connection's transport; with TLS this takes as long as the handshake."""
-        self.wait(connection, Waits.HEAD)
-        self._handshakes[connection] = asyncio.current_task()
-        seconds = SECONDS[Waits.HEAD] if self._tls is not None else None
-        try:
-            await self._loop.connect_accepted_socket(
-                lambda: connection, accepted, ssl=self._tls, ssl_handshake_timeout=seconds
-            )
-        except (OSError, asyncio.CancelledError):  # the client left, is too slow, or speaks no TLS
-            self.lost(connection)
-        finally:
-            self._handshakes.pop(connection, None)
-
-    def _end_longest_waiting(self) -> bool:
-        """Make room for a connection; returns False if all are being answered."""
-        connection = next(iter(self._waiting), None)
-        if connection is not None:
-            self.on_end("replaced")
-            self._end(connection)
-        return connection is not None
-
-    def _end(self, connection: Connection) -> None:
-        self.lost(connection)
-        task = self._handshakes.get(connection)
-        if task is not None:
-            task.cancel()
-        else:
-            connection.end()
-
-    def _refuse(self, accepted: socket.socket) -> None:
-        """Answer 503, without a protocol. The socket stays open for a second, so that the client can read it."""
-        self.on_end("refused")
-        with contextlib.suppress(OSError):
-            if self._tls is None:
-                accepted.send(answer(503, "all connections of this service are in use", RETRY_AFTER))
-                accepted.shutdown(socket.SHUT_WR)
-                self._refused.append(accepted)
-                self._loop.call_later(1.0, accepted.close)
-                if len(self._refused) > _MOST_REFUSED:
-                    self._refused.popleft().close()
-                return
-        accepted.close()
-
-    def _exhausted(self, failure: OSError) -> None:
-        """There are no file descriptors left: allow fewer connections. Without a pause the event loop would spin."""
-        self.most = max(FEWEST, len(self._open) - 1)
-        self._end_longest_waiting()
-        message = f"{failure.strerror}; from now on at most {self.most} connections"
-        print(f"lpr.serve: port {self.number}: {message}", file=sys.stderr, flush=True)
-        self._loop.remove_reader(self._socket)
-        self._loop.call_later(SWEEP_SECONDS, self._resume)
-
-    def _resume(self) -> None:
-        if not self.is_closed:
-            self._loop.add_reader(self._socket, self._accept)
-
-    def _sweep(self) -> None:
-        """End connections that have waited too long."""
-        now = self._loop.time()
-        for connection in [each for each, until in self._waiting.items() if until < now]:
-            self.on_end("late")
-            self._end(connection)
-        self._sweeping = self._loop.call_later(SWEEP_SECONDS, self._sweep)
 
 
 class Connection(_Base):
@@ -297,8 +127,13 @@ class Connection(_Base):
 
     @property
     def is_sending(self) -> bool:
-        """True if the client is in the middle of a request, unless the service ends."""
-        return not self._port.is_closed and (bool(self._head) or (self.cycle is not None and self.cycle.more_body))
+        """True if the client is in the middle of a request."""
+        return bool(self._head) or (self.cycle is not None and self.cycle.more_body)
+
+    @property
+    def may_linger(self) -> bool:
+        """True if the connection should stay open after an answer that came early."""
+        return self.is_sending and self._port.may_linger
 
     def note(self) -> None:
         """Tell the port what the connection waits for now."""
@@ -347,13 +182,17 @@ class _Transport:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
+    def write(self, data: bytes) -> None:
+        if not self._is_lingering:
+            self._transport.write(data)
+
     def is_closing(self) -> bool:
         return self._is_lingering or self._transport.is_closing()
 
     def close(self) -> None:
         if self.is_closing():
             return
-        if self._connection.is_sending:
+        if self._connection.may_linger:
             self._is_lingering = True
             self._connection.flow.resume_reading()
             if self._transport.can_write_eof():
@@ -375,6 +214,12 @@ with contextlib.suppress(ImportError):
     class HttpToolsConnection(Connection, HttpToolsProtocol):  # type: ignore[misc]
         """A connection whose requests httptools reads."""
 
+        def on_message_begin(self) -> None:
+            """Begin a request; h11 does so only after the answer before, httptools with all that has come."""
+            if len(self.pipeline) >= limits.AHEAD.most:
+                raise ValueError("too many requests ahead of their answers")  # uvicorn answers 400
+            super().on_message_begin()
+
     KINDS["httptools"] = HttpToolsConnection
 
 
@@ -384,20 +229,3 @@ def answer(status: int, message: str, retry_after: int | None = None) -> bytes:
     retry = f"Retry-After: {retry_after}\r\n" if retry_after is not None else ""
     head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(body)}\r\n{retry}Connection: close\r\n\r\n".encode() + body
-
-
-def room(wanted: int) -> int:
-    """How many of the wanted connections this process can have. Raises its limit of open files as far as it may."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        used = len(os.listdir("/dev/fd"))
-    except OSError:
-        used = RESERVED_FILES
-    need = wanted + used + RESERVED_FILES
-    if soft != resource.RLIM_INFINITY and soft < need:
-        soft = need if hard == resource.RLIM_INFINITY else min(need, hard)
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return max(FEWEST, min(wanted, soft - used - RESERVED_FILES))
-    return wanted

@@ -27,12 +27,13 @@ from lpr.serve import limits
 from lpr.serve.api.app import build, build_metrics
 from lpr.serve.api.context import Context
 from lpr.serve.api.middleware import Keys
-from lpr.serve.connections import KINDS, Connection, Port, room
+from lpr.serve.connections import KINDS, Connection
 from lpr.serve.keeper import Keeper, Ranks
 from lpr.serve.link import Link
 from lpr.serve.messages import Loading, ToFront
 from lpr.serve.metrics import Metrics
 from lpr.serve.options import ServeArgs
+from lpr.serve.port import Port, room
 from lpr.serve.service import Service
 from lpr.serve.text.served import Served
 

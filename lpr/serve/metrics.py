@@ -12,8 +12,8 @@ from prometheus_client.registry import Collector
 
 from lpr.fleet.counts import DraftCounts
 from lpr.protocol import Chunk, Usage
-from lpr.serve.connections import Port
 from lpr.serve.jobs import Job
+from lpr.serve.port import Port
 from lpr.serve.service import Service
 
 _SHORT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)

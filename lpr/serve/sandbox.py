@@ -16,7 +16,7 @@ import msgspec
 from lpr.protocol import ErrorCode
 from lpr.serve import limits
 from lpr.serve.errors import ApiError
-from lpr.serve.sandboxed import PATIENCE, PREPARE, Result, Task, frame
+from lpr.serve.sandboxed import PREPARE, Result, Task, frame, patience
 
 START_SECONDS = 60.0
 """Time for the process to start, and to prepare."""
@@ -41,7 +41,7 @@ class Sandbox:
     def __init__(self, module: str, seconds: float, memory: int) -> None:
         """Do the tasks of `module` with `seconds` of CPU time and `memory` bytes each."""
         self._command = [sys.executable, "-m", "lpr.serve.sandboxed", module, str(seconds), str(memory)]
-        self._patience = 2 * PATIENCE * seconds
+        self._patience = 2 * patience(seconds)  # its own, and what is left of the one before
         self._prepared: list[Any] | None = None
         self._process: Process | None = None
         self._is_prepared = False
@@ -55,7 +55,7 @@ class Sandbox:
 
     def prepare(self, *args: Any) -> None:
         """Give the process, and each that takes its place, what its tasks need."""
-        self._prepared = list(args)
+        self._prepared, self._is_prepared = list(args), False
 
     async def start(self) -> None:
         """Start the process now, so that the first task need not wait for it. The task tries again if that fails."""
@@ -96,10 +96,10 @@ class Sandbox:
             self._is_prepared = True
         return self._process
 
-    async def _ask(self, process: Process, name: str, args: list[Any], patience: float) -> Any:
+    async def _ask(self, process: Process, name: str, args: list[Any], seconds: float) -> Any:
         task = Task(next(self._numbers), name, args)
         try:
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout(seconds):
                 result = await self._exchange(process, task)
         except (TimeoutError, OSError, EOFError) as failure:  # the machine is overloaded, or has ended it
             process.kill()

@@ -30,8 +30,8 @@ from lpr.serve.errors import ApiError
 
 STACK = 2 << 20
 """Bytes of stack. The ranks' main threads have 8 MiB, unless the system's own limit is lower."""
-PATIENCE = 10
-"""Seconds that a task may take, on a busy machine, per second of CPU time."""
+PATIENCE, LEAST_PATIENCE = 10, 5.0
+"""Seconds that a task may take, on a busy machine, per second of CPU time, and at least."""
 PREPARE = "prepare"
 """Name of the task that is not done in a fork."""
 TOO_DEEP, TOO_LARGE, TOO_LATE = "more depth than there is stack", "more memory than it may use", "more time than it may"
@@ -85,6 +85,11 @@ def main(argv: list[str]) -> None:
         sys.stdout.buffer.flush()
 
 
+def patience(seconds: float) -> float:
+    """Seconds that a task with `seconds` of CPU time may take."""
+    return max(LEAST_PATIENCE, PATIENCE * seconds)
+
+
 def _forked(task: Task, functions: Mapping[str, Any], seconds: float, memory: int) -> bytes:
     """Do a task in a fork; returns its result as a frame."""
     reader, writer = os.pipe()
@@ -93,7 +98,7 @@ def _forked(task: Task, functions: Mapping[str, Any], seconds: float, memory: in
         os.close(reader)
         _work(task, functions, seconds, memory, writer)
     os.close(writer)
-    found = _read(reader, time.monotonic() + PATIENCE * seconds)
+    found = _read(reader, time.monotonic() + patience(seconds))
     os.close(reader)
     if found is None:
         os.kill(child, signal.SIGKILL)

@@ -5,6 +5,8 @@ The processor is a function of its arguments: it goes back to where a path leave
 
 from __future__ import annotations
 
+from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,10 +14,38 @@ import numpy as np
 import torch
 
 from lpr.config import InputError
+from lpr.core.grammar import matcher
 from lpr.model.transfer import to_device
 
-_tokenizers: WeakKeyDictionary[Any, dict[int, Any]] = WeakKeyDictionary()
-"""llguidance's tokenizers, which take seconds to build for a large vocabulary, by ours and the vocabulary's size."""
+MOST_KEPT = 64
+"""Compiled grammars that are kept: the choices of a request have one grammar, and clients send the same one again."""
+
+
+class Compiler:
+    """llguidance's tokenizer for one of ours, which takes seconds to build for a large vocabulary."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        import llguidance.hf
+
+        known = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size)
+        self._compiled = lru_cache(MOST_KEPT)(lambda grammar: matcher(known, grammar))
+
+    def matcher(self, grammar: str) -> Any:
+        """A matcher at the start of `grammar`."""
+        return self._compiled(grammar).deep_copy()
+
+
+_compilers: WeakKeyDictionary[Any, dict[int, Compiler]] = WeakKeyDictionary()
+"""By tokenizer and size of the vocabulary."""
+
+
+@lru_cache(MOST_KEPT)
+def _problem(grammar: str) -> str:
+    """Why a grammar cannot be read; "" if it can."""
+    import llguidance
+
+    found: str = llguidance.LLMatcher.validate_grammar(grammar)
+    return found.strip().splitlines()[0] if found else ""
 
 
 class Grammar:
@@ -26,14 +56,12 @@ class Grammar:
 
         Raises InputError where llguidance is not installed, the grammar cannot be read, or there is no tokenizer.
         """
-        try:
-            import llguidance
-        except ImportError as failure:
-            raise InputError("grammars need the package llguidance: pip install 'lpr[grammar]'") from failure
+        if find_spec("llguidance") is None:
+            raise InputError("grammars need the package llguidance: pip install 'lpr[grammar]'")
         if tokenizer is None:
             raise InputError("grammar needs a tokenizer, and this model was loaded without one")
-        if problem := llguidance.LLMatcher.validate_grammar(grammar):
-            raise InputError(f"grammar: {problem.strip().splitlines()[0]}")
+        if problem := _problem(grammar):
+            raise InputError(f"grammar: {problem}")
         self._grammar, self._num_prompt, self._tokenizer = grammar, num_prompt, tokenizer
         self._matcher: Any = None
         self._path: list[int] = []
@@ -41,26 +69,30 @@ class Grammar:
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """The scores [1, V] after a path [1, L]: -inf where the grammar cannot go on."""
-        import llguidance.numpy
-
-        if self._matcher is None:
-            self._start(scores.shape[1])
-        self._follow(input_ids[0, self._num_prompt :].tolist())
-        llguidance.numpy.fill_next_token_bitmask(self._matcher, self._mask, 0)
+        try:
+            self._fill(input_ids[0, self._num_prompt :].tolist(), scores.shape[1])
+        except (Exception, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as failure:  # a panic of Rust: it ends the request, not the rank
+            raise RuntimeError(f"llguidance has failed: {failure}") from failure
         bits = np.unpackbits(self._mask.view(np.uint8)[0], bitorder="little")[: scores.shape[1]]
         allowed = to_device(bits.astype(bool), scores.device)
         return scores.masked_fill(~allowed[None], float("-inf"))
 
-    def _start(self, vocab_size: int) -> None:
-        import llguidance
-        import llguidance.hf
+    def _fill(self, path: list[int], vocab_size: int) -> None:
+        """Set the mask of the tokens that may follow `path`."""
         import llguidance.numpy
 
-        known = _tokenizers.setdefault(self._tokenizer, {})
-        if vocab_size not in known:
-            known[vocab_size] = llguidance.hf.from_tokenizer(self._tokenizer, n_vocab=vocab_size)
-        self._matcher = llguidance.LLMatcher(known[vocab_size], self._grammar)
-        self._mask = llguidance.numpy.allocate_token_bitmask(1, vocab_size)
+        if self._matcher is None:
+            known = _compilers.setdefault(self._tokenizer, {})
+            if vocab_size not in known:
+                known[vocab_size] = Compiler(self._tokenizer, vocab_size)
+            self._matcher = known[vocab_size].matcher(self._grammar)
+            self._mask = llguidance.numpy.allocate_token_bitmask(1, vocab_size)
+        self._follow(path)
+        llguidance.numpy.fill_next_token_bitmask(self._matcher, self._mask, 0)
+        if self._matcher.is_error():
+            raise ValueError(f"the grammar cannot go on: {self._matcher.get_error()}")
 
     def _follow(self, path: list[int]) -> None:
         shared = 0

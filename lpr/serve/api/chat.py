@@ -35,7 +35,7 @@ async def chat(body: ChatBody, request: Request) -> Response:
     more: dict[str, Any] = {"logprobs": body.top_logprobs or 0} if body.logprobs else {}
     context.service.check_room(body.n or 1, len(ids) * (body.n or 1))
     room = served.room(body, len(ids), most)
-    more["grammar"] = await unless_gone(request.receive, context.grammars.compiled(body.response_format))
+    more["grammar"] = await context.grammar(request.receive, body.response_format)
     params = served.params(body, room, **more)
     wanted = spread(params, ids, body.n or 1, served.delivered(body, params))
     return await answer_as_chat(context, request, served, body, wanted, "chatcmpl")

@@ -12,7 +12,7 @@ from lpr.config import SamplingParams
 from lpr.protocol import TokenLogprobs
 from lpr.serve.api.answers import OpenAIForm, answer
 from lpr.serve.api.chat import answer_as_chat
-from lpr.serve.api.context import STREAM, aside, begin, unless_gone
+from lpr.serve.api.context import STREAM, aside, begin
 from lpr.serve.api.parsing import JsonRoute
 from lpr.serve.bodies import CompletionBody, FimBody
 from lpr.serve.errors import bad
@@ -42,7 +42,7 @@ async def complete(body: CompletionBody, request: Request) -> Response:
     wanted: list[Wanted] = []
     if body.max_tokens != 0:
         rooms = [served.room(body, len(ids), body.max_tokens) for ids in prompts]
-        grammar = await unless_gone(request.receive, context.grammars.compiled(body.response_format))
+        grammar = await context.grammar(request.receive, body.response_format)
         wanted = await aside(request, _wanted, served, body, prompts, rooms, grammar)
     name = context.name(request, "cmpl", body.request_id)
     form = _CompletionForm(served, body, name, prompts, echoes)

@@ -17,7 +17,7 @@ from starlette.types import Receive
 from lpr.fleet.affinity import prefix_keys
 from lpr.protocol import ErrorCode
 from lpr.serve import limits
-from lpr.serve.bodies import Sampling
+from lpr.serve.bodies import ResponseFormat, Sampling
 from lpr.serve.errors import ApiError, bad
 from lpr.serve.generation import DisconnectedError, Generation
 from lpr.serve.jobs import Terms, Wanted
@@ -87,6 +87,12 @@ class Context:
         self.grammars.sandbox.prepare(facts.tokenizer, facts.vocab_size, facts.eos_token_ids)
         self.served = served
         self.start()
+
+    async def grammar(self, receive: Receive, wanted: ResponseFormat | None) -> str:
+        """A grammar in llguidance's JSON form, "" for plain text; raises ApiError or DisconnectedError."""
+        if wanted is None or wanted.type == "text":
+            return ""
+        return await unless_gone(receive, self.grammars.compiled(wanted))
 
     async def aside(self, receive: Receive, work: Callable[[], R]) -> R:
         """Run `work` in a thread; raises ApiError if too many wait for one, DisconnectedError if the client goes."""

@@ -94,7 +94,8 @@ def _prompt(served: Served, body: InfillBody, count: int) -> tuple[list[int], bo
         raise bad("n_predict", f"n_predict {count} leaves no room; the model's limit is {served.facts.max_length}")
     if served.filler is None and not body.input_suffix.strip():
         # Nothing follows the hole, so every model can continue.
-        ids = served.tokens.encode("".join(extra.text for extra in body.input_extra) + prefix)
+        text = served.tokens.tail("".join(extra.text for extra in body.input_extra) + prefix, room)
+        ids = served.tokens.encode(text)
         kept = ids[max(0, len(ids) - room) :]
         if not kept:
             raise bad("input_prefix", "input_prefix: there is nothing to continue")

@@ -16,11 +16,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 import lpr
 from lpr.protocol import ErrorCode
+from lpr.serve import limits
 from lpr.serve.api.chat import chat_ids
 from lpr.serve.api.context import aside, context_of
 from lpr.serve.api.parsing import JsonRoute
 from lpr.serve.bodies import DetokenizeBody, TokenizeBody
-from lpr.serve.errors import ApiError
+from lpr.serve.errors import ApiError, bad
 from lpr.serve.text.fim import FAMILIES
 from lpr.serve.text.served import Served
 
@@ -71,6 +72,10 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     """Tokenise vLLM's `prompt` or `messages`, or llama.cpp's `content`."""
     served = context_of(request).ready()
     served.check_model(body.model)
+    for name in ("prompt", "content"):
+        length = len(getattr(body, name) or "")
+        if length > max(limits.TOKENIZED.most, served.most_characters):
+            raise bad(name, f"{name}: {length} characters are more than the {limits.TOKENIZED.most} that are taken")
     chat = await chat_ids(request, served, body) if body.messages is not None else None
     return Response(await aside(request, _tokenized, served, body, chat), media_type="application/json")
 

@@ -155,8 +155,10 @@ class Filler:
         The text nearest to the hole stays. A quarter of the room is the suffix's, the rest the prefix's, and each lends
         what it does not use. Other files get what both leave, the last first.
         """
-        before, after, context = self._before(prefix), self._after(suffix), self._context(extra)
-        left = room - len(self._assemble([], [], []))
+        left = max(0, room - len(self._assemble([], [], [])))
+        before = self._before(self._tokens.tail(prefix, left))
+        after = self._after(self._tokens.head(suffix, left))
+        context = self._context(extra, most=left)
         wanted = len(before) + len(after) + len(context)
         share = max(left // 4, left - len(before))
         after = after[: max(0, share)]
@@ -179,20 +181,26 @@ class Filler:
             parts.reverse()
         return [*self._tokens.bos_ids, *context, *parts[0], *parts[1], *self._middle]
 
-    def _context(self, extra: Sequence[Extra], filename: str = "") -> list[int]:
-        """Other files, then the name of the file with the hole; empty without other files."""
+    def _context(self, extra: Sequence[Extra], filename: str = "", most: int | None = None) -> list[int]:
+        """Other files, then the name of the file with the hole; empty without other files.
+
+        Of more than `most` tokens, some at the beginning may be missing.
+        """
         if not extra:
             return []
-        ids: list[int] = []
-        if self._repository is not None:
-            ids += [self._repository, *self._tokens.encode_piece("repository\n", leading_space=False)]
-        for piece in extra:
-            ids += self._heading(piece.filename or "file")
-            text = piece.text if piece.text.endswith("\n") else piece.text + "\n"
-            ids += self._tokens.encode_piece(text, leading_space=False)
-        if self._file is not None or filename:
-            ids += self._heading(filename or "current")
-        return ids
+        parts = [self._heading(filename or "current")] if self._file is not None or filename else []
+        count = 0
+        for piece in reversed(extra):
+            if most is not None and count > most:
+                break
+            text = piece.text if most is None else self._tokens.tail(piece.text, most)
+            ids = self._tokens.encode_piece(text if text.endswith("\n") else text + "\n", leading_space=False)
+            parts.append([*self._heading(piece.filename or "file"), *ids])
+            count += len(parts[-1])
+        else:
+            if self._repository is not None:
+                parts.append([self._repository, *self._tokens.encode_piece("repository\n", leading_space=False)])
+        return [token for part in reversed(parts) for token in part]
 
     def _heading(self, filename: str) -> list[int]:
         if self._file is not None:

@@ -6,12 +6,14 @@ through there.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 
 import llguidance
 
 from lpr.config import first_line
+from lpr.core.grammar import matcher
 from lpr.protocol import ErrorCode
 from lpr.serve.errors import ApiError
 
@@ -24,24 +26,25 @@ _tokenizer: llguidance.LLTokenizer | None = None
 def prepare(tokenizer: str, vocab_size: int, eos_token_ids: list[int]) -> None:
     """Note the model's tokenizer: a fast tokenizer's JSON."""
     global _tokenizer
-    _tokenizer = llguidance.LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos_token_ids or None)
+    with contextlib.suppress(ValueError):  # the ranks then refuse each grammar, and say why
+        _tokenizer = llguidance.LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos_token_ids or None)
 
 
 def compile_grammar(kind: str, text: str) -> str:
     """A grammar in llguidance's JSON form; raises ApiError for one that cannot be used."""
-    matcher = llguidance.LLMatcher
+    read = llguidance.LLMatcher
     try:
         if kind == "json_schema":
-            grammar = matcher.grammar_from_json_schema(text)
+            grammar = read.grammar_from_json_schema(text)
         elif kind == "regex":
-            grammar = matcher.grammar_from_regex(text)
+            grammar = read.grammar_from_regex(text)
         else:
             is_gbnf = "::=" in text  # llama.cpp's
             lark = str(llguidance.gbnf_to_lark.gbnf_to_lark(text)) if is_gbnf else text
             grammar = json.dumps({"grammars": [{"lark_grammar": lark}]})
     except ValueError as failure:
         raise _unusable(str(failure)) from failure
-    if problem := matcher.validate_grammar(grammar) or _problem(grammar):
+    if problem := read.validate_grammar(grammar) or _problem(grammar):
         raise _unusable(problem)
     return str(grammar)
 
@@ -58,19 +61,18 @@ def _problem(grammar: str) -> str:
     """What goes wrong with a matcher as the ranks use it; "" if nothing does."""
     if _tokenizer is None:
         return ""
-    fresh = llguidance.LLMatcher(_tokenizer, grammar, log_level=0)
+    fresh = matcher(_tokenizer, grammar)
     dice = random.Random(0)
     for _ in range(WALKS):
-        matcher = fresh.deep_copy()
-        length = 0
-        while length < STEPS and not matcher.is_stopped():
-            mask = matcher.compute_bitmask()
-            if not any(mask) or not matcher.consume_token(_pick(mask, dice)):
+        walker, length = fresh.deep_copy(), 0
+        while length < STEPS and not walker.is_stopped():
+            mask = walker.compute_bitmask()
+            if not any(mask) or not walker.consume_token(_pick(mask, dice)):
                 break
             length += 1
-        if matcher.is_error():
-            return str(matcher.get_error())
-        matcher.rollback(length)
+        if walker.is_error():
+            return str(walker.get_error())
+        walker.rollback(length)
     return str(fresh.get_error())
 
 

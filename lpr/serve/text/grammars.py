@@ -35,13 +35,11 @@ class Grammars:
         self._running: dict[tuple[str, str], asyncio.Task[_Verdict]] = {}
         self._num_waiting: dict[tuple[str, str], int] = {}
 
-    async def compiled(self, wanted: ResponseFormat | None) -> str:
-        """The grammar in llguidance's JSON form, or "" for plain text.
+    async def compiled(self, wanted: ResponseFormat) -> str:
+        """The grammar in llguidance's JSON form.
 
         Raises ApiError for one that cannot be used, and if llguidance is not installed.
         """
-        if wanted is None or wanted.type == "text":
-            return ""
         if find_spec("llguidance") is None:
             message = "response_format needs the package llguidance: pip install 'lpr[grammar]'"
             raise bad("response_format", message, ErrorCode.NOT_INSTALLED)
@@ -94,7 +92,7 @@ def _source(wanted: ResponseFormat) -> tuple[str, str]:
     if wanted.type == "grammar":
         return "grammar", wanted.grammar or ""
     schema = wanted.json_schema.schema_ if wanted.json_schema is not None else None
-    return "json_schema", json.dumps(schema if schema is not None else {"type": "object"})
+    return "json_schema", json.dumps(schema if schema is not None else {"type": "object"}, separators=(",", ":"))
 
 
 def _too_large(kind: str, text: str) -> str:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _LETTERS = string.ascii_letters.encode()
+_SPACES = [chr(code) for code in range(0x3001) if chr(code).isspace()]
 _SHRINK = {"NFC": 4, "NFKC": 4, "NFD": 1, "NFKD": 1, "Lowercase": 1, "Prepend": 1, "ByteLevel": 1}
 """Most characters of which each normalizer makes one."""
 _KEEPING = {"ByteLevel", "Metaspace", "Digits", "Split", "Punctuation", "UnicodeScripts"}
@@ -36,7 +37,7 @@ class Lengths:
 
     def least_tokens(self, text: str) -> int:
         """Tokens that a text has at least."""
-        count = len(text) if self.counts_space else len("".join(text.split()))
+        count = len(text) if self.counts_space else len(text) - sum(map(text.count, _SPACES))
         least = math.ceil(count / self.longest)
         if text.isascii():  # Unicode's compositions hide letters elsewhere
             least = max(least, math.ceil(_num_letters(text) / self.most_letters))

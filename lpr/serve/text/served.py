@@ -9,6 +9,7 @@ from typing import Any
 
 from lpr.config import InputError, SamplingParams
 from lpr.protocol import ErrorCode
+from lpr.serve import limits
 from lpr.serve.bodies import ChatBody, Message, Sampling, TokenizeBody
 from lpr.serve.errors import ApiError, bad, too_long
 from lpr.serve.jobs import Wanted
@@ -68,8 +69,10 @@ class Served:
         return self.filler
 
     def check_length(self, text: str, param: str = "prompt") -> int:
-        """The tokens that a text has at least, by its characters; raises ApiError if the model holds fewer."""
-        least = self.tokens.lengths.least_tokens(text) if self.tokens.lengths is not None else 0
+        """Tokens that a long text has at least, by its characters; raises ApiError if the model holds fewer."""
+        if len(text) <= self.facts.max_length or self.tokens.lengths is None:
+            return 0
+        least = self.tokens.lengths.least_tokens(text)
         if least > self.facts.max_length:
             raise too_long(f"{len(text)} characters, which are at least {least} tokens,", self.facts.max_length, param)
         return least
@@ -89,9 +92,9 @@ class Served:
 
     @property
     def most_characters(self) -> int:
-        """Characters that a rendered conversation can have."""
-        longest = self.tokens.lengths
-        return MOST_RENDERED if longest is None else longest.longest * self.facts.max_length
+        """Characters that a prompt can have."""
+        lengths = self.tokens.lengths
+        return MOST_RENDERED if lengths is None else limits.CONTEXT.most * lengths.longest * self.facts.max_length
 
     def chat_text(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         """The text of a conversation; raises ApiError if the model's template refuses it, or if it is too long."""

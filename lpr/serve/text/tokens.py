@@ -7,6 +7,7 @@ up the driver's steps, and because a request's length decides whether it is acce
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -16,6 +17,8 @@ from lpr.serve.text.lengths import byte_characters, lengths_of
 
 LONG = 1 << 14
 """Characters above which a text is not encoded on the event loop: from there on it takes more than 10 ms."""
+_MARGIN = 64
+"""Tokens between a cut in a text and those that are wanted of it, which must be the ones of the whole text."""
 _MARK = "\u263a"
 """A character before a text whose leading space must not be invented; codellama and mistral-common use this one too."""
 
@@ -53,6 +56,25 @@ class Tokens:
         if marked[: len(mark)] == mark:
             return marked[len(mark) :]
         return _ids(self._literal, text)
+
+    def tail(self, text: str, num_tokens: int) -> str:
+        """The end of a text whose last `num_tokens` tokens are wanted: not more of it than they can come from."""
+        cut = len(text) - self._most(num_tokens)
+        if cut <= 0:
+            return text
+        line = text.rfind("\n", max(0, cut - LONG), cut)  # from a line on, tokens do not depend on what was before it
+        return text[line + 1 if line >= 0 else cut :]
+
+    def head(self, text: str, num_tokens: int) -> str:
+        """The same of its beginning."""
+        cut = self._most(num_tokens)
+        if cut >= len(text):
+            return text
+        line = text.find("\n", cut, cut + LONG)
+        return text[: line + 1 if line >= 0 else cut]
+
+    def _most(self, num_tokens: int) -> int:
+        return sys.maxsize if self.lengths is None else (num_tokens + _MARGIN) * self.lengths.longest
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """The text of some ids."""

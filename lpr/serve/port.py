@@ -1,0 +1,212 @@
+"""Ports of the service: how many connections they have, and how long each may wait for its client.
+
+A connection waits for its client while the head or the body of a request is incomplete, between requests, and while the
+client does not take the answer. Beyond the limit, a new connection takes the place of the one that has waited longest.
+So idle clients keep nobody out. Only if all connections are being answered, a new one gets a 503.
+
+asyncio's own servers count nothing, do not show half a TLS handshake, and loop when no file descriptor is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import socket
+import ssl
+import sys
+from collections import deque
+from collections.abc import Callable
+
+from lpr.serve.connections import SECONDS, Connection, Waits, answer
+from lpr.serve.errors import RETRY_AFTER
+
+RESERVED_FILES = 128
+"""File descriptors for the link to the ranks, child processes, files, refused connections and --metrics-port."""
+FEWEST = 8
+"""Connections that are accepted even if files are scarce."""
+_ACCEPTS = 16
+"""Connections that are accepted in one turn of the event loop."""
+_MOST_REFUSED = 16
+"""Refused connections that stay open until their client has read why."""
+MOST_LINGERING = 32
+"""Connections that stay open after an early answer. Reading what so many clients still send costs time."""
+SWEEP_SECONDS = 0.5
+"""How often connections that have waited too long are ended."""
+
+
+class Port:
+    """A listening socket and its connections."""
+
+    def __init__(self, listening: socket.socket, most: int, tls: ssl.SSLContext | None = None) -> None:
+        """Accept up to `most` connections at `listening`."""
+        self.most = most
+        self.number: int = listening.getsockname()[1]
+        self._socket = listening
+        self._tls = tls
+        self._open: set[Connection] = set()
+        self._waiting: dict[Connection, float] = {}  # until when; the first has waited longest
+        self._lingering: set[Connection] = set()
+        self._handshakes: dict[Connection, asyncio.Task[None] | None] = {}
+        self._refused: deque[socket.socket] = deque()
+        self._sweeping: asyncio.TimerHandle | None = None
+        self.is_closed = False
+        self.on_end: Callable[[str], None] = lambda reason: None
+        """Called when a connection is "refused", "replaced" by a new one, or "late"."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Connections that wait for their client."""
+        return len(self._waiting)
+
+    @property
+    def may_linger(self) -> bool:
+        """True if a connection may stay open after an early answer, so that its client can read it."""
+        return not self.is_closed and len(self._lingering) < MOST_LINGERING
+
+    @property
+    def num_answered(self) -> int:
+        """Connections that are being answered."""
+        return len(self._open) - len(self._waiting)
+
+    def open(self, make: Callable[[], Connection]) -> None:
+        """Begin to accept connections; `make` returns the protocol of each."""
+        self._make = make
+        self._loop = asyncio.get_running_loop()
+        self._socket.setblocking(False)
+        self._loop.add_reader(self._socket, self._accept)
+        self._sweep()
+
+    def close(self) -> None:
+        """Accept no more connections, and end those that are in a TLS handshake."""
+        self.is_closed = True
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+            self._loop.remove_reader(self._socket)
+        self._socket.close()
+        for connection in list(self._handshakes):
+            self._end(connection)
+        while self._refused:
+            self._refused.popleft().close()
+
+    # Called by connections.
+
+    def wait(self, connection: Connection, waits: Waits) -> None:
+        """The connection waits for its client from now on."""
+        if connection in self._open:
+            self._waiting.pop(connection, None)
+            self._waiting[connection] = self._loop.time() + SECONDS[waits]
+            if waits is Waits.LINGER:
+                self._lingering.add(connection)
+
+    def work(self, connection: Connection) -> None:
+        """The connection is being answered."""
+        self._waiting.pop(connection, None)
+
+    def lost(self, connection: Connection) -> None:
+        """The connection has ended."""
+        self._waiting.pop(connection, None)
+        self._open.discard(connection)
+        self._lingering.discard(connection)
+
+    # Within.
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTS):
+            try:
+                accepted, _ = self._socket.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as failure:
+                self._exhausted(failure)
+                return
+            accepted.setblocking(False)
+            if len(self._open) < self.most or self._end_longest_waiting():
+                connection = self._make()
+                self._open.add(connection)
+                self._loop.create_task(self._connect(connection, accepted))
+            else:
+                self._refuse(accepted)
+
+    async def _connect(self, connection: Connection, accepted: socket.socket) -> None:
+        """Make the connection's transport; with TLS this takes as long as the handshake."""
+        self.wait(connection, Waits.HEAD)
+        self._handshakes[connection] = asyncio.current_task()
+        seconds = SECONDS[Waits.HEAD] if self._tls is not None else None
+        try:
+            await self._loop.connect_accepted_socket(
+                lambda: connection, accepted, ssl=self._tls, ssl_handshake_timeout=seconds
+            )
+        except (OSError, asyncio.CancelledError):  # the client left, is too slow, or speaks no TLS
+            self.lost(connection)
+        finally:
+            self._handshakes.pop(connection, None)
+
+    def _end_longest_waiting(self) -> bool:
+        """Make room for a connection; returns False if all are being answered."""
+        connection = next(iter(self._waiting), None)
+        if connection is not None:
+            self.on_end("replaced")
+            self._end(connection)
+        return connection is not None
+
+    def _end(self, connection: Connection) -> None:
+        self.lost(connection)
+        task = self._handshakes.get(connection)
+        if task is not None:
+            task.cancel()
+        else:
+            connection.end()
+
+    def _refuse(self, accepted: socket.socket) -> None:
+        """Answer 503, without a protocol. The socket stays open for a second, so that the client can read it."""
+        self.on_end("refused")
+        with contextlib.suppress(OSError):
+            if self._tls is None:
+                accepted.send(answer(503, "all connections of this service are in use", RETRY_AFTER))
+                accepted.shutdown(socket.SHUT_WR)
+                self._refused.append(accepted)
+                self._loop.call_later(1.0, accepted.close)
+                if len(self._refused) > _MOST_REFUSED:
+                    self._refused.popleft().close()
+                return
+        accepted.close()
+
+    def _exhausted(self, failure: OSError) -> None:
+        """There are no file descriptors left: allow fewer connections. Without a pause the event loop would spin."""
+        self.most = max(FEWEST, len(self._open) - 1)
+        self._end_longest_waiting()
+        message = f"{failure.strerror}; from now on at most {self.most} connections"
+        print(f"lpr.serve: port {self.number}: {message}", file=sys.stderr, flush=True)
+        self._loop.remove_reader(self._socket)
+        self._loop.call_later(SWEEP_SECONDS, self._resume)
+
+    def _resume(self) -> None:
+        if not self.is_closed:
+            self._loop.add_reader(self._socket, self._accept)
+
+    def _sweep(self) -> None:
+        """End connections that have waited too long."""
+        now = self._loop.time()
+        for connection in [each for each, until in self._waiting.items() if until < now]:
+            self.on_end("late")
+            self._end(connection)
+        self._sweeping = self._loop.call_later(SWEEP_SECONDS, self._sweep)
+
+
+def room(wanted: int) -> int:
+    """How many of the wanted connections this process can have. Raises its limit of open files as far as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        used = len(os.listdir("/dev/fd"))
+    except OSError:
+        used = RESERVED_FILES
+    need = wanted + used + RESERVED_FILES
+    if soft != resource.RLIM_INFINITY and soft < need:
+        soft = need if hard == resource.RLIM_INFINITY else min(need, hard)
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return max(FEWEST, min(wanted, soft - used - RESERVED_FILES))
+    return wanted
