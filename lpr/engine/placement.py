@@ -167,6 +167,11 @@ class Placement(Generic[R]):
             self.register()
         return lost
 
+    def forget(self) -> None:
+        """Keep no page that no running request holds."""
+        for pages in self._pages:
+            pages.forget()
+
     def update(self) -> None:
         """Choose home ranks now and then, and let ranks join and leave as soon as that costs little.
 
