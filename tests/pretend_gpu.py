@@ -329,13 +329,13 @@ def _launch(
             raise PretendError(f"the kernel was given a CPU tensor {tuple(each.shape)}")
     batch, num_heads, length, _ = query.shape
     out = query.new_empty(batch, length, num_heads, value.shape[3])
+    tables = None if pages is None else pages._replace(table=held(pages.table))
     parts = TreeMask(held(mask.bits), held(mask.num_cached), held(mask.num_entries), held(mask.positions))
 
     def run() -> None:
         found = specification(
-            held(query), held(key), held(value), parts, None if pages is None else pages._replace(table=held(pages.table)),
-            **{name: held(rule) for name, rule in rules.items()},
-        )  # fmt: skip
+            held(query), held(key), held(value), parts, tables, **{name: held(rule) for name, rule in rules.items()}
+        )
         out.held.copy_(found.transpose(1, 2))
 
     gpu.launch(run)

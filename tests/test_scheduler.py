@@ -46,6 +46,7 @@ class Fake:
     num_left: int = 1000
     arrived_ms: float = 0.0
     admission: int = 0
+    num_cached_tokens: int = 0
 
     @property
     def num_pending(self) -> int:

@@ -52,6 +52,8 @@ class Schedulable(Protocol):
     """Per rank: its place in the batch, -1 where it has none; written by the scheduler."""
     admission: int
     """Number of its admission; the last one admitted is preempted first. Written by the scheduler."""
+    num_cached_tokens: int
+    """Tokens whose K/V it found computed when it was admitted, or later by others; written by the scheduler."""
     num_computed_tokens: list[int]
     """Per rank: leading tokens whose K/V it holds in the request's pages. Read of running requests only; the scheduler
     writes it for ranks that join or leave."""

@@ -240,8 +240,12 @@ class Placement(Generic[R]):
 
     # Pages.
 
-    def follow(self, request: R) -> None:
-        """Share pages of a request's prompt that others have computed since it was admitted."""
+    def follow(self, request: R) -> int:
+        """Share pages of a request's prompt that others have computed since it was admitted.
+
+        Returns the tokens that no home rank has to compute any more.
+        """
+        lacked = request.num_pending
         for rank, pages in enumerate(self._pages):
             if request.slots[rank] >= 0:
                 before = request.num_computed_tokens[rank]
@@ -249,6 +253,7 @@ class Placement(Generic[R]):
                 if now != before:
                     _count(request, rank, now)
                     self._sign(rank, request.slots[rank], now)
+        return lacked - request.num_pending
 
     def next_pages(self, request: R) -> list[tuple[int, Node, tuple[int, ...]]]:
         """The pages that ranks fill next of a request: rank, node before, tokens. Two requests need not fill one."""

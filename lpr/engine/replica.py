@@ -126,7 +126,6 @@ class Replica:
         """Give free slots to waiting requests; what each running request does in the next step."""
         while (admitted := self.scheduler.admit()) is not None:
             request, computed = admitted
-            request.num_cached_tokens = min(computed[rank] for rank in request.homes)
             request.state = self._new_state(request, computed)
         schedule = self.scheduler.schedule()
         for request in schedule.preempted:

@@ -98,7 +98,7 @@ class Request:
         """Number of its admission."""
         self._homes: list[int] = []
         self.num_cached_tokens = 0
-        """Prompt tokens whose K/V was reused when the request began to run."""
+        """Tokens whose K/V others had computed."""
         self.arrived_ms = 0.0
         """When it came, on the clock of the scheduler's targets."""
         self._stats, self._logprobs = DecodeStats(), list[TokenLogprobs]()

@@ -124,8 +124,9 @@ class Scheduler(Generic[R]):
             return None
         self.waiting.remove(request)
         self.waiting.shares.begin(request)
+        request.num_cached_tokens = min(computed[rank] for rank in request.homes)
         self.num_queries += len(request.tokens)
-        self.num_hits += min(computed[rank] for rank in request.homes)
+        self.num_hits += request.num_cached_tokens
         return request, computed
 
     def schedule(self) -> Schedule[R]:
@@ -140,7 +141,9 @@ class Scheduler(Generic[R]):
             self.placement.update()
         for request in self.running:
             if request.num_pending - 1 > limits.longest_chain:
-                self.placement.follow(request)
+                found = self.placement.follow(request)
+                request.num_cached_tokens += found
+                self.num_hits += found
         preempted = self._reserve()
         room = rooms(self.running, limits)
         begun = set[tuple[int, Node, tuple[int, ...]]]()
