@@ -26,6 +26,8 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 NotEmpty = Annotated[str, Meta(min_length=1)]
 
 
+PAGE_SIZE = 16
+"""Tokens of a page of the KV cache."""
 MAX_LOGPROBS = 20
 """Most alternatives whose log-probabilities a request can ask for."""
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
+from lpr.config import PAGE_SIZE
 from lpr.engine.homes import Seen, rate, speedup, yield_of
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ class Limits(Generic[R]):
     targets: Targets[R] | None = None
     num_pages: int = 1 << 16
     """Pages of each rank's KV cache."""
-    page_size: int = 16
+    page_size: int = PAGE_SIZE
     """Tokens of a page."""
     num_ahead: int = 0
     """Rows behind its tokens that a decoding request needs for a step's tree."""

@@ -13,7 +13,7 @@ from typing import cast
 
 import msgspec
 
-from lpr.config import DecodeConfig, TreeSizes
+from lpr.config import PAGE_SIZE, DecodeConfig, TreeSizes
 from lpr.core.step_times import StepTimes
 from lpr.dist.comm import Comm, is_driver
 from lpr.dist.errors import MeshChangedError
@@ -34,7 +34,6 @@ from lpr.engine.sizing import Sizer, resolve_sizes
 from lpr.engine.step import StepPlan, StepResult, decode_step
 from lpr.engine.times_file import StartTimes
 from lpr.model.loader import Loaded
-from lpr.model.paged_cache import PAGE_SIZE
 from lpr.native import SequenceState
 from lpr.protocol import Abort, RequestId, Stop, Submit
 

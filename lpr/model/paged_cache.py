@@ -9,14 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lpr.config import PAGE_SIZE
 from lpr.model.kv_cache import KVCache
 from lpr.model.step_inputs import Block, Row, StepInputs, current_step
 from lpr.model.transfer import to_device
 from lpr.native import place_rows
 
 Pair = tuple[Tensor, Tensor]
-PAGE_SIZE = 16
-"""Tokens of a page."""
 
 
 class PagedCache(KVCache):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from lpr.config import PAGE_SIZE
 from lpr.model.adapter import Adapter, ShareHeights
 from lpr.model.capture import Capturer, CudaCapturer, uncapturable
 from lpr.model.compiled import CompiledForward
@@ -16,7 +17,6 @@ from lpr.model.forward import EagerForward
 from lpr.model.graphs import GraphForward
 from lpr.model.inputs import round_up
 from lpr.model.kv_cache import KVCache, free_bytes
-from lpr.model.paged_cache import PAGE_SIZE
 from lpr.model.parallel import VocabularyPart
 from lpr.model.sampling.sampler import Sampler
 from lpr.model.sampling.selection import Selection

@@ -177,4 +177,5 @@ def _step(scheduler: Scheduler[SimRequest], policy: Policy, now: float) -> float
         request.num_computed_tokens = list(map(add, request.num_computed_tokens, counts))
     for request, count in zip(schedule.decoding, emitted, strict=True):
         request.emit(count, now + seconds)
+    scheduler.end_step()
     return seconds
