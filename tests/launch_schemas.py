@@ -31,6 +31,7 @@ def listed(item: Json, most: int = 64) -> Json:
 NAME = {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", "maxLength": 253}
 LABELS = {"type": "object", "minProperties": 1, "additionalProperties": {"type": "string", "maxLength": 63}}
 METADATA = fields("name", name=NAME, namespace=NAME, labels=LABELS, annotations={"type": "object"})
+DIGEST = "^sha256:[0-9a-f]{64}$"
 PORT = {"type": "integer", "minimum": 1, "maximum": 65535}
 COUNT = {"type": "integer", "minimum": 0}
 TEMPLATE = fields("spec", metadata={"type": "object"}, spec={"type": "object", "required": ["containers"]})
@@ -109,5 +110,13 @@ SCHEMAS: dict[str, Json] = {
         apiVersion={"const": "kustomize.config.k8s.io/v1beta1"},
         kind={"const": "Kustomization"},
         resources=listed({"type": "string", "pattern": "[.]yaml$"}),
+        images=listed(
+            fields(
+                "name digest",
+                name={"type": "string"},
+                newName={"type": "string"},
+                digest={"type": "string", "pattern": DIGEST},
+            )
+        ),
     ),
 }

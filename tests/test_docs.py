@@ -33,8 +33,11 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 SITE = ("mkdocs", "material", "mkdocstrings")
-NOT_FLAGS_OF_OURS = {"--gpus-per-node", "--nodes", "--array"}
-"""Flags of sbatch, which the tests do not install."""
+NOT_FLAGS_OF_OURS = {
+    "--gpus-per-node", "--nodes", "--array",
+    "--tls-port", "--tls-cert-file", "--tls-key-file", "--tls-auth-clients",
+}  # fmt: skip
+"""Flags of sbatch and of valkey-server, which the tests do not install."""
 OTHER_PATHS = {"/models", "/cache", "/dev/shm"}
 """Absolute paths of the container image, which look like routes of the service."""
 FOLDERS = ("benchmarks", "configs", "dev", "docs", "launch", "lpr", "tests", ".ci")

@@ -23,9 +23,11 @@ from typing import Any
 import httpx
 import pytest
 
+from lpr.dist.places import INTERFACES
 from lpr.serve.metrics import Metrics
 from lpr.serve.options import ServeArgs, parse
 from lpr.serve.service import Service
+from tests.test_private_store import LOOPBACK, listeners
 
 ROOT = Path(__file__).parent.parent
 LAUNCH = ROOT / "launch"
@@ -75,7 +77,7 @@ def test_the_image_passes_its_linter(tmp_path: Path) -> None:
     done = subprocess.run([hadolint, LAUNCH / "Dockerfile"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout
     wrong = tmp_path / "Dockerfile"
-    wrong.write_text(text_of("Dockerfile").replace("FROM python:3.12-slim-bookworm\n", "FROM python\n"))
+    wrong.write_text(re.sub(r"^FROM python.*$", "FROM python", text_of("Dockerfile"), flags=re.MULTILINE))
     assert subprocess.run([hadolint, wrong], capture_output=True, timeout=60).returncode != 0
 
 
@@ -90,6 +92,8 @@ def test_the_image_is_built_from_what_is_there() -> None:
 
 def test_the_image_is_confined_and_serves() -> None:
     stages = [name for name, _ in instructions(text_of("Dockerfile"))].count("FROM")
+    bases = {rest.split()[0] for name, rest in instructions(text_of("Dockerfile")) if name == "FROM"}
+    assert len(bases) == 1 and PINNED.search(bases.pop())
     assert stages == 2 and re.fullmatch(r"[1-9]\d+:[1-9]\d+", last("USER"))
     command = json.loads(last("ENTRYPOINT"))
     assert command[:3] == ["python", "-m", "lpr.serve"]
@@ -148,17 +152,92 @@ def test_the_composed_service_is_ours() -> None:
     services = composed()["services"]
     assert set(services) == {"lpr", "valkey", "prometheus", "grafana"}
     ours = services["lpr"]
-    default = re.sub(r"\$\{\w+:-(.*)\}", r"\1", ours["command"])
+    default = interpolated(ours["command"], {})
     args = parse(shlex.split(default))
     assert float(ours["stop_grace_period"].removesuffix("s")) > args.shutdown_timeout + 5
     assert (ROOT / "launch" / ours["build"]["context"]).resolve() == ROOT
     assert (ROOT / ours["build"]["dockerfile"]).exists()
     assert ours["environment"]["LPR_DRAFT_STORE"] == "redis://valkey:6379"
     for service in services.values():
-        assert "image" in service and not service["image"].endswith(":latest")
+        assert "build" in service or PINNED.search(service["image"])
         for volume in service.get("volumes", []):
             source = volume.split(":")[0]
             assert source in composed()["volumes"] or (LAUNCH / source).is_file(), source
+
+
+def interpolated(value: str, given: dict[str, str]) -> str:
+    """A value as compose reads it: ${NAME:-default} and ${NAME:?message}; raises KeyError with the message."""
+
+    def filled(match: re.Match[str]) -> str:
+        name, how, rest = match.groups()
+        if given.get(name):
+            return given[name]
+        if how == "?":
+            raise KeyError(rest)
+        return rest
+
+    return re.sub(r"\$\{(\w+):([-?])([^}]*)\}", filled, value).replace("$$", "$")
+
+
+PINNED = re.compile(r"@sha256:[0-9a-f]{64}$")
+
+
+def test_the_composed_services_have_passwords_or_do_not_start() -> None:
+    services = composed()["services"]
+    needed = {
+        ("lpr", "LPR_API_KEY"), ("lpr", "LPR_DRAFT_STORE_PASSWORD"), ("valkey", "VALKEY_PASSWORD"),
+        ("grafana", "GF_SECURITY_ADMIN_PASSWORD"),
+    }  # fmt: skip
+    for service, name in needed:
+        value = services[service]["environment"][name]
+        for given in ({}, {found: "" for found in re.findall(r"\$\{(\w+)", value)}):
+            with pytest.raises(KeyError, match="set"):
+                interpolated(value, given)
+    assert interpolated(services["lpr"]["environment"]["LPR_API_KEY"], {"LPR_API_KEY": "k"}) == "k"
+    assert not any("ANONYMOUS" in name for name in services["grafana"]["environment"])
+    assert services["valkey"]["networks"] == ["store"] and composed()["networks"]["store"]["internal"]
+    assert "ports" not in services["valkey"]
+    published = [port for each in services.values() for port in each.get("ports", [])]
+    assert all((port["host_ip"] if isinstance(port, dict) else port.split(":")[0]) == "127.0.0.1" for port in published)
+    assert "/launch/.env" in (ROOT / ".gitignore").read_text().split()
+
+
+def store_commands() -> list[list[str]]:
+    """How the store is started by compose and by Kubernetes."""
+    pod = documents(LAUNCH / "k8s/valkey.yaml")[0]["spec"]["template"]["spec"]["containers"][0]
+    return [
+        [interpolated(word, {}) for word in composed()["services"]["valkey"]["command"]],
+        pod["command"] + pod["args"],
+    ]
+
+
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs redis-server")
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_store_asks_for_its_password_and_does_not_show_it(number: int, tmp_path: Path) -> None:
+    """The commands themselves, with redis-server in valkey-server's place."""
+    redis = pytest.importorskip("redis")
+    port = free_port()
+    (tmp_path / "valkey-server").write_text(f'#!/bin/sh\nexec redis-server "$@" --port {port} --bind 127.0.0.1\n')
+    (tmp_path / "valkey-server").chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "VALKEY_PASSWORD": "sesame"}
+    with subprocess.Popen(store_commands()[number], env=env, cwd=tmp_path, stdout=subprocess.DEVNULL) as server:
+        stranger, friend = (redis.Redis(port=port, password=each, protocol=2) for each in (None, "sesame"))
+        try:
+            end = time.monotonic() + 30
+            while True:
+                with contextlib.suppress(redis.exceptions.ConnectionError):
+                    if friend.ping():
+                        break
+                assert time.monotonic() < end and server.poll() is None
+                time.sleep(0.05)
+            with pytest.raises(redis.exceptions.AuthenticationError):
+                stranger.get("a")
+            assert friend.config_get("maxmemory") == {"maxmemory": str(512 << 20)}
+            assert b"sesame" not in Path(f"/proc/{server.pid}/cmdline").read_bytes()
+        finally:
+            stranger.close()
+            friend.close()
+            server.kill()
 
 
 def test_prometheus_and_grafana_find_each_other() -> None:
@@ -356,8 +435,57 @@ def test_routers_send_to_first_machines_alone() -> None:
     assert "LPR_DRAFT_STORE" in stores and names == {"lpr-valkey"}
 
 
+def pods() -> list[dict[str, Any]]:
+    """Every pod of the manifests."""
+    found = [document for path in MANIFESTS for document in documents(path)]
+    sets = [template["spec"] for each in found for template in templates(each)]
+    return sets + [each["spec"]["template"]["spec"] for each in found if each["kind"] == "Deployment"]
+
+
+def test_pods_have_secrets_and_nothing_that_they_do_not_need() -> None:
+    (kustomization,) = documents(LAUNCH / "k8s/kustomization.yaml")
+    named = {each["name"] for each in kustomization["images"]}
+    assert len(pods()) == 4
+    for pod in pods():
+        assert pod["automountServiceAccountToken"] is False and pod["securityContext"]["runAsNonRoot"]
+        (box,) = pod["containers"]
+        assert PINNED.search(box["image"]) or box["image"] in named, "kustomize adds the digest"
+        secrets = {each["name"]: each["valueFrom"]["secretKeyRef"] for each in box["env"]
+                   if "secretKeyRef" in each.get("valueFrom", {})}  # fmt: skip
+        assert not any(each.get("optional") for each in secrets.values())
+        needed = {"VALKEY_PASSWORD"} if box["name"] == "valkey" else {"LPR_API_KEY", "LPR_DRAFT_STORE_PASSWORD"}
+        assert secrets.keys() == needed
+        assert "--insecure" not in box["args"]
+    keys = {each["valueFrom"]["secretKeyRef"]["key"] for pod in pods() for each in pod["containers"][0]["env"]
+            if "secretKeyRef" in each.get("valueFrom", {})}  # fmt: skip
+    page = (ROOT / "docs/deployment.md").read_text()
+    assert all(f"--from-literal={key}=" in page for key in keys), "the page says how to make them"
+
+
+def policies() -> dict[str, dict[str, Any]]:
+    found = [*documents(LAUNCH / "k8s/networkpolicy.yaml"), *documents(LAUNCH / "k8s/networkpolicy_two_machines.yaml")]
+    return {each["metadata"]["name"]: each["spec"] for each in found}
+
+
+def test_network_policies_are_of_the_pods_that_there_are() -> None:
+    found = [document for path in MANIFESTS for document in documents(path)]
+    made = [each for document in found for each in templates(document)]
+    made += [each["spec"]["template"] for each in found if each["kind"] == "Deployment"]
+    labels = [each["metadata"]["labels"] for each in made]
+    for name, spec in policies().items():
+        chosen = spec["podSelector"]["matchLabels"]
+        assert spec["policyTypes"] == ["Ingress", "Egress"]
+        if name != "lpr-ranks":  # the set's own label, which its controller adds
+            assert any(chosen.items() <= each.items() for each in labels), name
+    store, replica = policies()["lpr-valkey"], policies()["lpr"]
+    assert store["ingress"][0]["from"][0]["podSelector"] == replica["podSelector"] and "egress" not in store
+    assert [rule["ports"][0]["port"] for rule in replica["ingress"]] == [flags_of(leader_of("leaderworkerset")).port]
+    assert policies()["lpr-ranks"]["ingress"][0]["from"] == policies()["lpr-ranks"]["egress"][0]["to"]
+
+
 # What they start, started here.
 
+KEY = "word-of-tests"
 TINY = ["--dtype=float32", "--no-access-log", "--window-size=0", "--trie-nodes=8", "--max-batch-size=2"]
 BODY = {"prompt": "def f(x):\n    return", "max_tokens": 8, "temperature": 0}
 
@@ -370,7 +498,8 @@ def ask(port: int, processes: list[subprocess.Popen[bytes]], seconds: float = 24
             assert time.monotonic() < end and all(each.poll() is None for each in processes)
             with contextlib.suppress(httpx.TransportError):
                 if client.get("/readyz").status_code == 200:
-                    return client.post("/v1/completions", json=BODY).json()
+                    headers = {"Authorization": f"Bearer {KEY}"}
+                    return client.post("/v1/completions", json=BODY, headers=headers).json()
             time.sleep(0.2)
 
 
@@ -406,7 +535,8 @@ def test_a_set_of_two_machines_serves(tmp_path: Path) -> None:
             words = [each for each in words if ours.get(each.split("=")[0], 0) is not None]
             words = [f"{name}={ours[name]}" if (name := each.split("=")[0]) in ours else each for each in words]
             command = [*box["command"], *words, *TINY]
-            processes.append(subprocess.Popen(command, cwd=ROOT, env=on_path(), start_new_session=True))
+            env = on_path() | {"LPR_API_KEY": KEY, **dict.fromkeys(INTERFACES, "lo")}
+            processes.append(subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True))
         assert ask(port, processes)["usage"]["completion_tokens"] > 0
         assert httpx.get(f"http://127.0.0.1:{port}/readyz").json()["ranks"]["present"] == 2
         for each in processes:  # as when the pods are deleted
@@ -434,7 +564,7 @@ def slurm(tmp_path: Path) -> dict[str, str]:
         (tmp_path / name).write_text(script)
         (tmp_path / name).chmod(0o755)
     env = on_path() | {"SLURM_JOB_NODELIST": "a[0-1]", "SLURM_GPUS_ON_NODE": "1", "SLURM_ARRAY_TASK_ID": "3"}
-    return env | {"PATH": f"{tmp_path}:{env['PATH']}"}
+    return env | {"PATH": f"{tmp_path}:{env['PATH']}", "LPR_API_KEY": KEY}
 
 
 def test_the_slurm_script_serves(slurm: dict[str, str]) -> None:
@@ -451,6 +581,97 @@ def test_the_slurm_script_serves(slurm: dict[str, str]) -> None:
             ended([process])
         finally:
             end_groups([process])
+
+
+JOB = ["--device=cpu", "--lp=2", *TINY[2:], "--max-new-tokens=8", "--json", "--prompt=def f(x):"]
+"""Flags of lpr.generate."""
+
+
+def test_nothing_that_is_launched_unpickles() -> None:
+    """torchrun's negotiated rendezvous unpickles what anybody who reaches its port has written.
+
+    torchrun takes it by --standalone and c10d, and by default for one machine without a --master-port.
+    """
+    found = [path for path in sorted(LAUNCH.rglob("*")) if path.is_file() and path.suffix in (".sh", ".py", ".yaml")]
+    num_launchers = 0
+    for path in found:
+        code = "\n".join(line for line in path.read_text().splitlines() if not line.lstrip().startswith("#"))
+        assert not re.search(r"c10d|--standalone|--rdzv", code), path
+        if re.search(r"torchrun --|\[torchrun\]|torch.distributed.run\"", code):
+            num_launchers += 1
+            assert re.search(r"--master[-_]port", code) and re.search(r"--node[-_]rank", code), path
+    assert num_launchers == 5
+
+
+def listening_of(processes: list[subprocess.Popen[bytes]]) -> set[str]:
+    """Addresses at which the processes and all that they have started listen."""
+    psutil = pytest.importorskip("psutil")
+    found = set()
+    for each in processes:
+        for one in [psutil.Process(each.pid), *psutil.Process(each.pid).children(recursive=True)]:
+            with contextlib.suppress(psutil.Error, OSError):
+                found |= listeners(one.pid)
+    return found
+
+
+def test_two_machines_meet_by_their_numbers(tmp_path: Path) -> None:
+    """many_machines.sh, on two machines that are both this one; without a number it says what is missing."""
+    script, port = LAUNCH / "many_machines.sh", free_port()
+    env = on_path() | {"HEAD": f"127.0.0.1:{port}", "NNODES": "2", "NPROC": "1"}
+    done = subprocess.run([script], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "set NODE_RANK to the number of this machine" in done.stderr
+    processes = []
+    try:
+        for machine in (1, 0):
+            ours = env | {"NODE_RANK": str(machine)}
+            command = [script, *JOB]
+            processes.append(
+                subprocess.Popen(command, cwd=ROOT, env=ours, stdout=subprocess.PIPE, start_new_session=True)
+            )
+        assert ended(processes) == [0, 0]
+        outputs = [each.stdout.read() for each in processes if each.stdout is not None]
+        assert outputs[0] == b"" and len(json.loads(outputs[1])["token_ids"]) == 8
+    finally:
+        end_groups(processes)
+        for each in processes:
+            assert each.stdout is not None
+            each.stdout.close()
+
+
+def test_a_slurm_job_meets_by_its_numbers(slurm: dict[str, str]) -> None:
+    env = slurm | {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": str(free_port()), "SLURM_SUBMIT_DIR": str(ROOT)}
+    done = subprocess.run([LAUNCH / "slurm.sh", *JOB], cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["token_ids"]) == 8
+
+
+def test_one_machine_listens_at_one_port_beside_loopback(tmp_path: Path) -> None:
+    """The store of torchrun, as torch binds it to all interfaces."""
+    port = free_port()
+    prompts = tmp_path / "in.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": "def f(x):"}) + "\n" for _ in range(200)))
+    files = [f"--prompts={prompts}", f"--output={tmp_path / 'out.jsonl'}", "--max-new-tokens=200", *TINY[2:]]
+    env = on_path() | {"PORT": str(port), "NPROC": "2"}
+    process = subprocess.Popen([LAUNCH / "one_machine.sh", *files], cwd=ROOT, env=env, start_new_session=True)
+    try:
+        end = time.monotonic() + 120
+        while not (tmp_path / "out.jsonl").exists() or not (tmp_path / "out.jsonl").stat().st_size:
+            assert time.monotonic() < end and process.poll() is None
+            time.sleep(0.05)
+        outside = {name for name in listening_of([process]) if name.split(":")[0] not in LOOPBACK}
+        assert {int(name.split(":")[1], 16) for name in outside} == {port}
+    finally:
+        end_groups([process])
+
+
+def test_the_slurm_service_needs_a_key_or_an_open_word(slurm: dict[str, str]) -> None:
+    env = slurm | {"SLURM_JOB_NUM_NODES": "1"}
+    keyless = {name: value for name, value in env.items() if name != "LPR_API_KEY"}
+    done = subprocess.run([LAUNCH / "slurm_serve.sh"], env=keyless, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "LPR_API_KEY" in done.stderr and not done.stdout
+    for flags, variables in (["--insecure"], keyless), (["--api-key-file", "f"], keyless), ([], env):
+        command = [LAUNCH / "slurm_serve.sh", *flags]
+        assert subprocess.run(command, env=variables, capture_output=True, timeout=60).returncode == 0
 
 
 def test_on_one_machine_slurm_starts_no_torchrun(slurm: dict[str, str]) -> None:

@@ -505,3 +505,35 @@ def test_aside(service):
         patch.setattr(limits, "ASIDE", limits.ASIDE._replace(most=0))
         body = json.dumps({"prompt": "a"}).encode() + b" " * 20_000
         assert "wait" in post(service, "/v1/completions", body, 429)
+
+
+def test_body(service):
+    body = json.dumps({"prompt": "a", "max_tokens": 2}).encode()
+    post(service, "/v1/completions", body.ljust(limits.BODY.most), 200)
+    assert "--max-body" in post(service, "/v1/completions", body.ljust(limits.BODY.most + 1), 413)
+
+
+def test_queue():
+    with served(max_queue=2) as service:
+        service.driver.hold = True
+        answers = [ask_in_thread(service, "a") for _ in range(7)]  # four slots, one on hand, two that wait
+        wait_for(lambda: service.front.service.num_running + service.front.service.num_waiting == 7)
+        refused(service, "a", "--max-queue is 2")
+        service.driver.hold = False
+        assert [answer().status_code for answer in answers] == [200] * 7
+
+
+def test_queued_tokens():
+    with served(max_queued_tokens=50) as service:
+        service.driver.hold = True
+        answers = [ask_in_thread(service, "a") for _ in range(5)]
+        wait_for(lambda: service.front.service.num_running == 4)
+        answers.append(ask_in_thread(service, "a", prompt=[7] * 30))
+        wait_for(lambda: service.front.service.num_queued_tokens == 30)
+        refused(service, "a", "--max-queued-tokens is 50", prompt=[7] * 30)
+        service.driver.hold = False
+        assert [answer().status_code for answer in answers] == [200] * 6
+
+
+def test_each_limit_has_its_test():
+    assert {f"test_{name.lower()}" for name in limits.table()} <= set(globals())

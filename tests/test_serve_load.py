@@ -71,11 +71,11 @@ def test_no_hostile_client_gets_more_than_it_should(name, service):
     assert service.process.poll() is None and httpx.get(service.url + "/livez").status_code == 200
 
 
-def test_a_service_without_keys_answers_its_own_pages_only():
+def test_a_service_without_keys_answers_under_its_own_names_only():
     keyless = [each for each in PROBES.values() if each.is_keyless]
     with served() as service:
         for each in keyless:
-            assert each.once(client_of(service.url)) == ({"403": 1}, "")
+            assert each.once(client_of(service.url)) == ({"421": 1}, "")
 
 
 def test_an_attacked_service_comes_to_rest(service):

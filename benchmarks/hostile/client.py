@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
+import re
 import select
 import socket
 import threading
@@ -26,7 +28,7 @@ class Answer(NamedTuple):
     text: str = ""
     """The beginning of the body."""
 
-    def count(self) -> Counter[str]:
+    def counted(self) -> Counter[str]:
         """The status, once."""
         return Counter((self.status,))
 
@@ -112,23 +114,26 @@ def exchange(link: socket.socket, pieces: Iterable[bytes], seconds: float) -> An
 
 
 def read_answer(link: socket.socket, end: float) -> Answer:
-    """Read an answer to the end of the connection or to the time `end`; 1xx answers are passed over."""
+    """Read an answer to its end, the end of the connection or the time `end`; 1xx answers are passed over."""
     data, total = b"", 0
-    try:
-        while (left := end - time.monotonic()) > 0:
+    with contextlib.suppress(OSError):
+        while (left := end - time.monotonic()) > 0 and not _is_whole(data, total):
             link.settimeout(left)
             block = link.recv(BLOCK)
-            total += len(block)
-            if len(data) < BLOCK:
-                data += block
             if not block:
                 break
-    except TimeoutError:
-        pass
-    except OSError:
-        data = data or b"closed"
-    while data.startswith(b"HTTP/1.1 1") and b"\r\n\r\n" in data:
-        data = data.partition(b"\r\n\r\n")[2]
+            total += len(block)
+            data = (data + block)[:BLOCK]
+            while data.startswith(b"HTTP/1.1 1") and b"\r\n\r\n" in data:
+                data = data.partition(b"\r\n\r\n")[2]
+                total = len(data)
     if not data.startswith(b"HTTP/1.1 "):
         return Answer("closed" if time.monotonic() < end else "time-out")
     return Answer(data[9:12].decode("latin-1"), data.partition(b"\r\n\r\n")[2][:500].decode("utf-8", "replace"))
+
+
+def _is_whole(data: bytes, total: int) -> bool:
+    """True if `total` bytes that begin with `data` are an answer whose head tells its length."""
+    head, end, _ = data.partition(b"\r\n\r\n")
+    length = re.search(rb"\r\ncontent-length: *(\d+)", head.lower())
+    return bool(end) and length is not None and total >= len(head) + 4 + int(length[1])

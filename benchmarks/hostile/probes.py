@@ -39,7 +39,7 @@ class Probe:
             found = Counter(("refused",))
         except OSError:
             found = Counter(("closed",))
-        seen = found.count() if isinstance(found, Answer) else found
+        seen = found.counted() if isinstance(found, Answer) else found
         if self.expected:
             wrong = set(seen) - self.expected - BUSY
         else:
