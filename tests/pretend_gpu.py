@@ -30,6 +30,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lpr.model import step_inputs
 from lpr.model.sampling import specification
 from lpr.model.sampling.choice import gpu_pick
 from lpr.model.sampling.selection import Selection
@@ -411,6 +412,8 @@ def gpu(guard: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
     monkeypatch.setattr(attention_kernel, "tree_attention", kernel)
     monkeypatch.setattr("lpr.model.kernels.exact_kernel.tree_attention", exact_kernel)
     monkeypatch.setattr("lpr.model.kernels.sampling_kernel.choose", sampling_kernel)
+    storage_of = step_inputs.storage_of
+    monkeypatch.setattr(step_inputs, "storage_of", lambda tensor: storage_of(held(tensor)))
     gpu_pick.cache_clear()
     with PretendGpu() as machine:
         yield machine

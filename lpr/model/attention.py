@@ -158,12 +158,8 @@ def check_passed_on(step: StepInputs, *states: Tensor) -> None:
 
     A model that computes keys from them would do so for every row of the cache: it gets the rows of a block alone.
     """
-    if not torch.compiler.is_compiling() and not step.cache_storages.issuperset(map(_address, states)):
+    if not step.came_from_cache(*states):
         raise ComputedKeysError("this attention needs the rows of a block alone")
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _attend(

@@ -108,7 +108,7 @@ class PagedCache(KVCache):
     def device_tables(self, device: torch.device) -> Tensor:
         """Int32 [slots, pages]: the block tables on a device, with all changes; always the same tensor."""
         if self._device_tables is None:
-            self._device_tables = torch.from_numpy(self.tables.copy()).to(device)
+            self._device_tables = to_device(self.tables.copy(), device)
         elif self._changed:
             places = np.unique(np.concatenate(self._changed))
             words = np.stack([places, self.tables.reshape(-1)[places]])
@@ -162,8 +162,7 @@ class PagedCache(KVCache):
                 side.narrow(0, block.first_row, new.shape[2]).copy_(new[0].transpose(0, 1))
             else:
                 side.index_copy_(0, step.write_rows, new.transpose(1, 2).flatten(0, 1))
-            if not torch.compiler.is_compiling():
-                step.cache_storages.add(side.untyped_storage()._cdata)
+            step.hand_out(side)
             whole = side.transpose(0, 1)[None]
             views.append(whole if step.packed or block.table is not None else self.of_block(whole, block))
         return views[0], views[1]

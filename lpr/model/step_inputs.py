@@ -196,6 +196,21 @@ class StepInputs:
         return torch.cat([logits[i, kept - count :] for i, count in enumerate(self.num_results)])
 
 
+    def hand_out(self, states: torch.Tensor) -> None:
+        """Note K or V of the cache, before the model gets them."""
+        if not torch.compiler.is_compiling():
+            self.cache_storages.add(storage_of(states))
+
+    def came_from_cache(self, *states: torch.Tensor) -> bool:
+        """True if the model passes K and V on as it got them."""
+        return torch.compiler.is_compiling() or self.cache_storages.issuperset(map(storage_of, states))
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """What views of one tensor have in common."""
+    return tensor.untyped_storage()._cdata
+
+
 @contextmanager
 def step_scope(inputs: StepInputs) -> Iterator[None]:
     """Make `inputs` the current step of this thread for the duration of one forward."""
