@@ -31,8 +31,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from benchmarks.common import RESULTS, Options, run_main
 from lpr.model.kernels.attention_kernel import choose_tiles
 from lpr.model.packing import pack_projections
+from lpr.model.paged_cache import PagedCache
 from lpr.model.runner import TreeModel
-from lpr.model.slot_cache import SlotCache
 from lpr.model.static_inputs import StaticShape
 from lpr.planner.facts import config_from, read_preset
 
@@ -134,7 +134,7 @@ def fake_runner(model: PreTrainedModel, config: Any) -> TreeModel:
     runner = TreeModel(model, attention="triton", graphs=False)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    like = SlotCache(1, 2)
+    like = PagedCache(1, 2)
     for layer in range(config.num_hidden_layers):
         like.layer_tensors[layer] = (torch.empty(2, heads, dim, dtype=model.dtype, device=GPU),) * 2
     runner.cache = like.resized(1, ROWS)
@@ -174,7 +174,7 @@ def count(config: Any, num_entries: int, num_kv: int, dtype: torch.dtype = torch
         model = fake_model(config, dtype)
         runner = fake_runner(model, config)
         assert runner.cache is not None
-        shape = StaticShape(0, 1, num_entries, num_kv, 8 if num_entries > 1 else 0, 0, False, tree_bits=True)
+        shape = StaticShape(0, 1, num_entries, num_kv, 8 if num_entries > 1 else 0, 0, False, tree_bits=True, by_table=True)
         words = torch.empty(shape.num_words, dtype=torch.int32, device=GPU)
         splits = _splits(config, num_entries, num_kv, dtype)
         layers = config.num_hidden_layers
@@ -182,7 +182,7 @@ def count(config: Any, num_entries: int, num_kv: int, dtype: torch.dtype = torch
             if name == "packed":
                 result["packed_groups"] = pack_projections(model)
             with Launches() as around:
-                inputs, selection = shape.read(words)
+                inputs, selection = shape.read(words, runner.cache)
             with Launches() as forward:
                 logits = runner.adapter.forward(inputs, runner.cache)
             with around:

@@ -26,6 +26,8 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 NotEmpty = Annotated[str, Meta(min_length=1)]
 
 
+PAGE_SIZE = 16
+"""Tokens of a page of the KV cache."""
 MAX_LOGPROBS = 20
 """Most alternatives whose log-probabilities a request can ask for."""
 
@@ -104,9 +106,12 @@ class DecodeConfig:
     trie_capacity: Count = 1_000_000
     """Tokens that the trie shared between requests remembers; the oldest outputs are forgotten first."""
     max_batch_size: Count = 8
-    """Sequences decoded in one step; further requests wait for a free slot."""
+    """Sequences decoded in one step; further requests wait."""
     max_length: Annotated[int, Meta(ge=2)] | None = None
-    """Longest prompt plus output, in tokens. Default: the model's own limit, at most 4096."""
+    """Longest prompt plus output, in tokens. Default: the model's own limit."""
+    kv_tokens: Count | None = None
+    """Tokens whose K/V each rank holds, of running requests and of prefixes that further ones may share. Default: as
+    the engine option kv_memory says."""
     prefill_chunk: Count = 512
     """Longest pending chain evaluated in one step; a longer prompt takes several steps."""
     home_ranks: Whole | Auto = "auto"

@@ -6,14 +6,19 @@ namespace lpr {
 using Entries = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 void place_rows(nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> words, size_t batch,
-                size_t num_entries, const std::vector<int64_t>& slots, int64_t rows_per_slot,
+                size_t num_entries, const Entries& tables, int64_t page_size, int32_t spare_row,
                 const std::vector<int64_t>& num_cached, const std::vector<Entries>& entries) {
   RowWords to(words.data(), batch, num_entries);
   if (words.size() < to.size()) throw std::invalid_argument("the words do not hold the rows");
+  if (tables.shape(0) < batch) throw std::invalid_argument("a table for each row");
   for (size_t i = 0; i < batch; i++) {
     size_t count = i < entries.size() ? entries[i].shape(1) : 0;
     if (count > num_entries) throw std::invalid_argument("a row is longer than its place");
-    to.place(i, slots[i], rows_per_slot, count ? num_cached[i] : 0, count ? entries[i].data() : nullptr, count);
+    int64_t cached = count ? num_cached[i] : 0;
+    if (cached + static_cast<int64_t>(count) > static_cast<int64_t>(tables.shape(1)) * page_size)
+      throw std::invalid_argument("a row is longer than its table");
+    to.place(i, tables.data() + i * tables.shape(1), page_size, spare_row, cached,
+             count ? entries[i].data() : nullptr, count);
   }
 }
 
@@ -35,8 +40,8 @@ nb::object selection(const nb::sequence& choices, const std::vector<Array>& posi
 }
 
 void bind_rows(nb::module_& m) {
-  m.def("place_rows", &place_rows, "words"_a, "batch"_a, "num_entries"_a, "slots"_a, "rows_per_slot"_a, "num_cached"_a,
-        "entries"_a);
+  m.def("place_rows", &place_rows, "words"_a, "batch"_a, "num_entries"_a, "tables"_a, "page_size"_a, "spare_row"_a,
+        "num_cached"_a, "entries"_a);
   m.def("ancestor_words", &ancestors, "parents"_a, "num_words"_a);
   m.def(
       "ancestor_words",

@@ -54,21 +54,23 @@ class RowWords {
 
   size_t size() const { return num_real_ + batch_ - words_; }
 
-  // `entries` is int32 [3, count]: tokens, parents, positions.
-  void place(size_t row, int64_t slot, int64_t rows_per_slot, int64_t num_cached, const int32_t* entries, size_t count) {
+  // `entries` is int32 [3, count]: tokens, parents, positions; `table` are the pages of the row.
+  void place(size_t row, const int32_t* table, int64_t page_size, int32_t spare_row, int64_t num_cached,
+             const int32_t* entries, size_t count) {
     size_t first = row * length_ + length_ - count, begin = row * length_;
     std::fill(bits_ + begin * 2 * num_words_, bits_ + (begin + length_) * 2 * num_words_, 0);
     std::fill(tokens_ + begin, tokens_ + begin + length_, 0);
     std::fill(positions_ + begin, positions_ + begin + length_, 0);
-    int32_t spare = static_cast<int32_t>((slot + 1) * rows_per_slot - 1);
-    std::fill(write_rows_ + begin, write_rows_ + begin + length_, spare);
+    std::fill(write_rows_ + begin, write_rows_ + begin + length_, spare_row);
     num_cached_[row] = count ? static_cast<int32_t>(num_cached) : 0;
     num_real_[row] = static_cast<int32_t>(count);
     if (!count) return;
     std::copy_n(entries, count, tokens_ + first);
     std::copy_n(entries + 2 * count, count, positions_ + first);
-    for (size_t i = 0; i < count; i++)
-      write_rows_[first + i] = static_cast<int32_t>(slot * rows_per_slot + num_cached + static_cast<int64_t>(i));
+    for (size_t i = 0; i < count; i++) {
+      int64_t place = num_cached + static_cast<int64_t>(i);
+      write_rows_[first + i] = static_cast<int32_t>(table[place / page_size] * page_size + place % page_size);
+    }
     std::vector<uint64_t> ancestors = ancestor_words({entries + count, entries + 2 * count}, num_words_);
     std::memcpy(bits_ + first * 2 * num_words_, ancestors.data(), ancestors.size() * sizeof(uint64_t));
   }

@@ -4,7 +4,36 @@ from __future__ import annotations
 
 import torch
 
+from lpr.model.kernels.attention_kernel import Pages
 from lpr.model.tree_mask import TreeMask
+
+
+def dense(states: torch.Tensor, pages: Pages | None) -> torch.Tensor:
+    """K or V [B, Hk, KV, D] of all rows of a cache [1, Hk, rows, D], by the pages of each row of a batch."""
+    if pages is None or not pages.size:
+        return states
+    places = torch.arange(pages.num_kv, device=states.device)
+    rows = pages.table[:, places // pages.size].long() * pages.size + places % pages.size
+    return states[0][:, rows].transpose(0, 1)
+
+
+def in_pages(
+    key: torch.Tensor, value: torch.Tensor, size: int, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, Pages]:
+    """All rows of a cache whose pages hold K and V [B, Hk, KV, D] in a random order, and the tables."""
+    batch, _, num_kv, _ = key.shape
+    per_row = -(-num_kv // size)
+    order = torch.randperm(batch * per_row + 3, generator=torch.Generator().manual_seed(seed))[: batch * per_row]
+    pages = Pages(order.view(batch, per_row).to(torch.int32).to(key.device), size, num_kv)
+    pools = []
+    for states in (key, value):
+        pool = states.new_full((1, states.shape[1], (batch * per_row + 3) * size, states.shape[3]), torch.nan)
+        for row in range(batch):
+            places = torch.arange(num_kv)
+            rows = (order.view(batch, per_row)[row, places // size] * size + places % size).to(key.device)
+            pool[0][:, rows] = states[row]
+        pools.append(pool)
+    return pools[0], pools[1], pages
 
 
 def tree_attention(
@@ -12,6 +41,7 @@ def tree_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: TreeMask,
+    pages: Pages | None = None,
     *,
     window: int | None = None,
     chunk: int | None = None,
@@ -19,13 +49,14 @@ def tree_attention(
     scale: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of `query` [B, Hq, T, D] over `key`, `value` [B, Hk, KV, D(v)]; returns [B, Hq, T, Dv].
+    """Attention of `query` [B, Hq, T, D] over `key`, `value` [B, Hk, KV, D(v)], or by `pages`; returns [B, Hq, T, Dv].
 
     An entry attends to the committed tokens, its ancestors and itself; the other rows of the cache are not read.
     `window` keeps the keys of the last `window` positions (Mistral), `chunk` those of the query's own chunk of
     positions (Llama 4), `softcap` bounds scores by `softcap * tanh(score / softcap)` (Gemma 2), `sinks` [Hq] are logits
     that take probability and give no value (GPT-OSS). `scale` is D**-0.5 if not given. Padding entries return 0.
     """
+    key, value = dense(key, pages), dense(value, pages)
     num_kv = key.shape[2]
     group = query.shape[1] // key.shape[1]
     scale = query.shape[3] ** -0.5 if scale is None else scale
@@ -53,6 +84,7 @@ def exact_tree_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: TreeMask,
+    pages: Pages | None = None,
     *,
     window: int | None = None,
     chunk: int | None = None,
@@ -67,6 +99,7 @@ def exact_tree_attention(
     An entry's keys stand in the order of positions. A running softmax takes `block` positions at a time, cut at
     multiples of it of the absolute position; after `split` blocks a new one begins; these are added in order.
     """
+    key, value = dense(key, pages), dense(value, pages)
     batch, num_heads, _, dim = query.shape
     group, num_kv_heads = num_heads // key.shape[1], key.shape[1]
     visible = mask.visible(key.shape[2])

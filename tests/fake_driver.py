@@ -57,6 +57,8 @@ def facts(**changes: Any) -> Facts:
         "vocab_size": 4096 + len(QWEN),
         "max_length": 512,
         "max_batch_size": 4,
+        "page_size": 16,
+        "num_pages": 128,
         "lp": 1,
         "tp": 1,
         "device": "cpu",

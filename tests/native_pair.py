@@ -263,7 +263,8 @@ def placed(core: Any, rows: list[np.ndarray], num_cached: list[int]) -> list[int
     longest = 3 + max([row.shape[1] for row in rows], default=0)
     batch, words = len(rows) + 1, np.full(200_000, 7, np.int32)
     size = batch * longest * (3 + 2 * -(-longest // 64)) + 2 * batch
-    core.place_rows(words, batch, longest, range(2, 2 + batch), 5000, num_cached, rows)
+    tables = np.random.default_rng(batch).permutation(batch * 400).astype(np.int32).reshape(batch, 400)
+    core.place_rows(words, batch, longest, tables, 16, 99999, num_cached, rows)
     return words[: size + 1].tolist()
 
 

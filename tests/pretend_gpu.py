@@ -30,6 +30,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lpr.model import step_inputs
 from lpr.model.sampling import specification
 from lpr.model.sampling.choice import gpu_pick
 from lpr.model.sampling.selection import Selection
@@ -322,16 +323,19 @@ def _launch(
     specification: Callable[..., torch.Tensor], query: Any, key: Any, value: Any, mask: TreeMask, rules: dict[str, Any]
 ) -> torch.Tensor:
     gpu = current_gpu()
-    for each in (query, key, value, mask.bits, mask.num_cached, mask.num_entries, mask.positions, rules.get("sinks")):
+    pages = rules.pop("pages", None)
+    given = query, key, value, mask.bits, mask.num_cached, mask.num_entries, mask.positions, rules.get("sinks")
+    for each in (*given, None if pages is None else pages.table):
         if each is not None and not isinstance(each, OnGpu):
             raise PretendError(f"the kernel was given a CPU tensor {tuple(each.shape)}")
     batch, num_heads, length, _ = query.shape
     out = query.new_empty(batch, length, num_heads, value.shape[3])
+    tables = None if pages is None else pages._replace(table=held(pages.table))
     parts = TreeMask(held(mask.bits), held(mask.num_cached), held(mask.num_entries), held(mask.positions))
 
     def run() -> None:
         found = specification(
-            held(query), held(key), held(value), parts, **{name: held(rule) for name, rule in rules.items()}
+            held(query), held(key), held(value), parts, tables, **{name: held(rule) for name, rule in rules.items()}
         )
         out.held.copy_(found.transpose(1, 2))
 
@@ -385,7 +389,7 @@ def gpu(guard: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
     nothing: Callable[..., None] = lambda *_: None  # noqa: E731
     answers: dict[str, Any] = {
         "_lazy_init": nothing, "get_device_properties": lambda *_: properties, "device_count": lambda: 1,
-        "current_device": lambda: 0, "mem_get_info": lambda *_: (70 << 30, 80 << 30), "memory_reserved": lambda *_: 0,
+        "current_device": lambda: 0, "mem_get_info": lambda *_: (1 << 24, 80 << 30), "memory_reserved": lambda *_: 0,
         "memory_allocated": lambda *_: 0, "empty_cache": nothing, "Stream": lambda *_: _Stream(),
         "current_stream": lambda *_: _Stream(), "stream": lambda _: contextlib.nullcontext(),
         "set_stream": lambda _: setattr(_local, "stream", "default"),
@@ -408,6 +412,8 @@ def gpu(guard: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
     monkeypatch.setattr(attention_kernel, "tree_attention", kernel)
     monkeypatch.setattr("lpr.model.kernels.exact_kernel.tree_attention", exact_kernel)
     monkeypatch.setattr("lpr.model.kernels.sampling_kernel.choose", sampling_kernel)
+    storage_of = step_inputs.storage_of
+    monkeypatch.setattr(step_inputs, "storage_of", lambda tensor: storage_of(held(tensor)))
     gpu_pick.cache_clear()
     with PretendGpu() as machine:
         yield machine

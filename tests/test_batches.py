@@ -14,11 +14,11 @@ from worlds import generate_on
 
 from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.model.inputs import Block, Row, StepInputs, build_inputs
+from lpr.model.paged_cache import PagedCache
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.choice import choose
 from lpr.model.sampling.selection import Selection
 from lpr.model.self_check import self_check
-from lpr.model.slot_cache import SlotCache
 
 LENGTHS = (1, 70, 9, 23, 130, 2, 40, 5, 64, 17)
 """Of the prompts; some exceed a step's prefill of 48 tokens."""
@@ -143,7 +143,7 @@ def test_packed_logits_equal_padded_ones(family: str) -> None:
     ]
     logits = []
     for packed in (True, False):
-        cache = SlotCache(3, 64)
+        cache = PagedCache(3, 64)
         inputs = [build_inputs(rows, cache, runner.device, packed=packed) for rows in (first, second)]
         assert [each.packed for each in inputs] == [packed, packed]
         logits.append(torch.cat([runner.adapter.forward(each, cache) for each in inputs]))
@@ -157,7 +157,7 @@ def test_packed_rows_need_no_neighbouring_slots(llama: PreTrainedModel) -> None:
     rows = [
         Row(slot, 0, text, list(range(-1, len(text) - 1)), list(range(len(text))), 1) for slot, text in texts.items()
     ]
-    cache = SlotCache(5, 16)
+    cache = PagedCache(5, 16)
     logits = runner.adapter.logits(rows, cache, packed=True)
     for found, text in zip(logits, texts.values(), strict=True):
         with torch.no_grad():
@@ -169,7 +169,7 @@ def test_packed_rows_need_no_neighbouring_slots(llama: PreTrainedModel) -> None:
 
 def test_rows_of_equal_shape_are_one_block_in_either_form() -> None:
     rows = [Row(slot, 4, [1, 2], [-1, 0], [4, 5], 1) for slot in (1, 2)]
-    cache = SlotCache(3, 16)
+    cache = PagedCache(3, 16)
     inputs = build_inputs(rows, cache, torch.device("cpu"), packed=True)
     assert not inputs.packed and inputs.tokens.shape == (2, 2)
     assert build_inputs(rows[::-1], cache, torch.device("cpu"), packed=True).packed
@@ -197,15 +197,15 @@ def test_models_that_cannot_be_packed_are_padded(family: str, sizes: dict[str, i
 
 
 def sees_a_row_of_the_neighbour(patch: pytest.MonkeyPatch) -> None:
-    of_block = SlotCache.of_block
+    of_block = PagedCache.of_block
 
-    def mutant(self: SlotCache, flat: torch.Tensor, block: Block) -> torch.Tensor:
+    def mutant(self: PagedCache, flat: torch.Tensor, block: Block) -> torch.Tensor:
         seen = of_block(self, flat, block).clone()
         if block.first_slot:
             seen[0, :, 0] = flat[0, :, (block.first_slot - 1) * self.rows_per_slot]
         return seen
 
-    patch.setattr(SlotCache, "of_block", mutant)
+    patch.setattr(PagedCache, "of_block", mutant)
 
 
 def sees_an_entry_of_the_neighbour(patch: pytest.MonkeyPatch) -> None:

@@ -22,9 +22,9 @@ from lpr.model.compiled import CompiledForward
 from lpr.model.inputs import Row
 from lpr.model.kernels import attention_kernel
 from lpr.model.packing import PackedLinear, pack_projections
+from lpr.model.paged_cache import PagedCache
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import check_compiled
-from lpr.model.slot_cache import SlotCache
 from lpr.model.tree_mask import TreeMask
 
 __all__ = ["guard"]
@@ -113,9 +113,13 @@ def test_a_pack_notices_another_input() -> None:
 # The compiler.
 
 
-def specification(query: Any, key: Any, value: Any, mask: TreeMask, rules: attention_kernel.Rules) -> Any:
+def specification(query: Any, key: Any, value: Any, mask: TreeMask, pages: Any, rules: attention_kernel.Rules) -> Any:
     """Stands for the launch of the kernel, which the interpreter takes long for."""
-    return attention_reference.tree_attention(query, key, value, mask, **rules._asdict()).transpose(1, 2).contiguous()
+    return (
+        attention_reference.tree_attention(query, key, value, mask, pages, **rules._asdict())
+        .transpose(1, 2)
+        .contiguous()
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -123,11 +127,11 @@ def quick_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_kernel, "_launch", specification)
 
 
-def runner_of(family: str = "llama", **sizes: Any) -> tuple[TreeModel, SlotCache]:
+def runner_of(family: str = "llama", **sizes: Any) -> tuple[TreeModel, PagedCache]:
     """A model with the kernel's attention, and a cache that has seen a forward."""
     model = tiny_model(family, **{**FAMILIES.get(family, {}), **sizes})
     pack_projections(model)
-    runner, cache = TreeModel(model, attention="triton"), SlotCache(1, 32)
+    runner, cache = TreeModel(model, attention="triton"), PagedCache(1, 32)
     runner.adapter.logits([Row(0, 0, [1, 2], [-1, 0], [0, 1], 1)], cache)
     torch._dynamo.reset()
     return runner, cache
@@ -234,7 +238,7 @@ def test_another_engines_compiled_model_is_called_directly() -> None:
     torch._dynamo.reset()
     first.compile(backend)  # type: ignore[arg-type]
     for runner, expected in ((second, 0), (first, 1)):
-        cache = SlotCache(1, 32)
+        cache = PagedCache(1, 32)
         for each in filter(None, (runner.adapter, runner.compiled)):
             each.forward(runner.adapter.inputs([Row(0, 0, [1, 2], [-1, 0], [0, 1], 1)], cache), cache)
         assert min(num_compiled, 1) == expected

@@ -24,9 +24,9 @@ from lpr.dist.comm import Comm
 from lpr.engine.exchange import DesyncError
 from lpr.model.exact import check, in_order
 from lpr.model.inputs import Row
+from lpr.model.paged_cache import PagedCache
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
-from lpr.model.slot_cache import SlotCache
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -69,7 +69,7 @@ def chain(start: int, tokens: list[int], num_results: int | None = None) -> Row:
 
 def in_pieces(runner: TreeModel, text: list[int], sizes: list[int], kv_bucket: int = 32) -> torch.Tensor:
     """The logits [n, V] of a text that is evaluated in pieces."""
-    cache, at, found = SlotCache(1, 512), 0, []
+    cache, at, found = PagedCache(1, 512), 0, []
     for size in sizes:
         found.append(runner.adapter.logits([chain(at, text[at : at + size])], cache, 1, kv_bucket))
         at += size
@@ -85,7 +85,7 @@ def check_trees(runner: TreeModel, num_checked: int = 6) -> None:
         depths = [0]
         for parent in parents[1:]:
             depths.append(depths[parent] + 1)
-        cache = SlotCache(1, 512)
+        cache = PagedCache(1, 512)
         runner.adapter.logits([chain(0, TEXT[:start], 1)], cache)
         row = Row(0, start, tokens, parents, [start + depth for depth in depths], 40)
         logits = runner.adapter.logits([row], cache)
@@ -123,7 +123,7 @@ def test_rows_of_a_batch_do_not_change_each_other(attention: str) -> None:
     runner = checked(tiny_model().to(torch.bfloat16))
     alone = in_pieces(runner, TEXT[:40], [30, 10])[30:]
     for packed in (False, True):
-        cache = SlotCache(3, 512)
+        cache = PagedCache(3, 512)
         for slot, count in ((0, 30), (1, 70), (2, 5)):
             first = chain(0, TEXT[:count], 1)
             first.slot = slot
@@ -309,7 +309,7 @@ def test_a_number_of_threads_that_nobody_asked_the_machine_about() -> None:
     torch.set_num_threads(before + 1)
     try:
         with pytest.raises(RuntimeError, match=rf"checked with {before} threads and torch has {before + 1} now"):
-            runner.adapter.inputs([chain(0, [1])], SlotCache(1, 64))
+            runner.adapter.inputs([chain(0, [1])], PagedCache(1, 64))
     finally:
         torch.set_num_threads(before)
 

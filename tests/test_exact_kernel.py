@@ -66,6 +66,7 @@ class World:
         padding: int = 0,
         spare: int = 5,
         specification: bool = False,
+        page_size: int = 0,
         **rules: Any,
     ) -> torch.Tensor:
         """[B, Hq, T, D] of trees (tokens, parents) below a text of `text` tokens."""
@@ -87,6 +88,9 @@ class World:
         parents_of = [np.array(parents, np.int32) for _, parents in trees]
         mask = build_mask(parents_of, [text] * batch, positions.to(DEVICE), DEVICE)
         parts = [each.to(DEVICE) for each in (query, key, value)]
+        if page_size:
+            key, value, rules["pages"] = attention_reference.in_pages(*parts[1:], page_size, seed=text)
+            parts[1:] = key, value
         if specification:
             return attention_reference.exact_tree_attention(*parts, mask, **rules)
         return exact_kernel.tree_attention(*parts, mask, find_paths(mask), **rules)

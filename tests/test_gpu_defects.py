@@ -27,10 +27,10 @@ from lpr.model import loader
 from lpr.model.capture import uncapturable
 from lpr.model.inputs import Row, build_inputs
 from lpr.model.kernels import hook
+from lpr.model.paged_cache import PagedCache
 from lpr.model.runner import SharedWeights, TreeModel
 from lpr.model.sampling.selection import Selection
 from lpr.model.self_check import self_check
-from lpr.model.slot_cache import SlotCache
 from lpr.model.static_inputs import WIDE_KV, StaticShape, static_shape
 
 __all__ = ["gpu", "guard"]
@@ -38,7 +38,7 @@ __all__ = ["gpu", "guard"]
 
 def test_the_mask_travels_pinned(gpu: PretendGpu) -> None:
     rows = [Row(0, 5, [1] * 4, [-1, 0, 0, 2], [5, 6, 6, 7], 2), Row(1, 0, [1] * 3, [-1, 0, 1], [0, 1, 2], 1)]
-    build_inputs(rows, SlotCache(2, 128), torch.device("cuda", 0), 8, 16, tree_bits=True)
+    build_inputs(rows, PagedCache(2, 128), torch.device("cuda", 0), 8, 16, tree_bits=True)
     assert gpu.count("pinned") >= 3 and gpu.count("pageable") == gpu.count("wait") == 0
 
 

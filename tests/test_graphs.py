@@ -18,9 +18,9 @@ from lpr.dist.comm import Comm
 from lpr.model.capture import NoWaiting, Program, uncapturable
 from lpr.model.graphs import GraphForward
 from lpr.model.inputs import Row, build_inputs
+from lpr.model.paged_cache import PagedCache
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.selection import Selection
-from lpr.model.slot_cache import SlotCache
 from lpr.model.static_inputs import KV_BUCKETS, NODE_BUCKETS, StaticShape, static_shape
 
 PROMPTS = [[3, 5, 7, 9, 11, 13, 5, 7], [2, 4], [50] * 20 + [3, 4], [7, 8, 9] * 5, [(i * i) % 97 for i in range(90)]]
@@ -118,13 +118,13 @@ def test_static_inputs_say_what_direct_inputs_say() -> None:
     shape = static_shape(rows, selection, 2, num_slots=8, rows_per_slot=640, max_entries=128)
     assert shape is not None and (shape.batch, shape.num_entries, shape.num_kv, shape.num_keys) == (4, 96, 512, 64)
     words = torch.empty(shape.num_words, dtype=torch.int32)
-    cache = SlotCache(8, 640)
+    cache = PagedCache(8, 640)
     shape.place(words.numpy(), rows, selection, cache)
-    inputs, chosen_by = shape.read(words)
+    inputs, chosen_by = shape.read(words, cache)
     direct = build_inputs(rows, cache, torch.device("cpu"), node_bucket=96, kv_bucket=512)
     assert torch.equal(inputs.tokens[:3], direct.tokens) and torch.equal(inputs.positions[:3], direct.positions)
     assert torch.equal(inputs.write_rows.view(4, 96)[:3], direct.write_rows.view(3, 96))
-    assert inputs.write_rows.view(4, 96)[3].tolist() == [4 * 640 - 1] * 96, "an empty row writes to its spare"
+    assert inputs.write_rows.view(4, 96)[3].tolist() == [8 * 640] * 96, "an empty row writes to the spare row"
     static, plain = inputs.blocks[0], direct.blocks[0]
     assert torch.equal(static.visible[:3], plain.visible)
     assert torch.equal(static.kv_positions[:3][plain.visible.any(1)], plain.kv_positions[plain.visible.any(1)])
@@ -393,13 +393,13 @@ def test_a_step_waits_for_the_device_once(num_ranks: int, graphs: bool, monkeypa
     engine = Engine.from_model(tiny_model(), decode=decode, comm=comm)
     to_meta(engine)
     moved = []
-    move = SlotCache.move
+    move = PagedCache.move
 
-    def counted(self: SlotCache, rows: np.ndarray) -> None:
+    def counted(self: PagedCache, rows: np.ndarray) -> None:
         moved.extend(rows[0])
         move(self, rows)
 
-    monkeypatch.setattr(SlotCache, "move", counted)
+    monkeypatch.setattr(PagedCache, "move", counted)
     monkeypatch.setattr(GraphForward, "_check_length", lambda *args: None)  # reads logits, once at the first capture
     capturer = captured(engine, decode) if graphs else None
     engine.configure(decode)

@@ -24,9 +24,9 @@ from lpr.core.state import SequenceState
 from lpr.engine.exchange import DesyncError, Exchange
 from lpr.engine.homes import FILLS_PER_TOKEN, Candidate, choose, speedup
 from lpr.engine.limits import Limits
+from lpr.engine.pages import RankPages
 from lpr.engine.request import Request
 from lpr.engine.scheduler import Scheduler
-from lpr.engine.slots import RankSlots
 from lpr.engine.stats import DecodeStats
 from lpr.native import StepDraft
 
@@ -167,13 +167,13 @@ def test_mutant_a_rank_that_serves_with_stale_keys_and_values(
     model: PreTrainedModel, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All ranks believe that one which joins holds everything."""
-    enter = RankSlots.enter
+    enter = RankPages.enter
 
-    def boasts(self: RankSlots[Request], request: Request) -> object:
+    def boasts(self: RankPages[Request], request: Request) -> object:
         held, moves = enter(self, request)
         return (len(request.tokens) - 1 if request.homes else held), moves
 
-    monkeypatch.setattr(RankSlots, "enter", boasts)
+    monkeypatch.setattr(RankPages, "enter", boasts)
     requests, _ = serve(3, model)
     assert [request.token_ids for request in requests] != expected
 

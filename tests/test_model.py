@@ -10,10 +10,10 @@ from transformers import PreTrainedModel
 from lpr.config import InputError, SamplingParams
 from lpr.core.wire import result_words
 from lpr.model.inputs import Row, build_inputs
+from lpr.model.paged_cache import PagedCache
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.selection import Selection
 from lpr.model.self_check import self_check
-from lpr.model.slot_cache import SlotCache
 
 FAMILIES = {
     "llama": {},
@@ -33,7 +33,7 @@ FAMILIES = {
 def test_families_that_run_a_tree(family: str) -> None:
     runner = TreeModel(tiny_model(family, **FAMILIES[family]))
     cache = self_check(runner)
-    assert isinstance(cache, SlotCache)
+    assert isinstance(cache, PagedCache)
 
 
 def test_silently_wrong_models_are_refused() -> None:
@@ -77,7 +77,7 @@ def paths(parents: list[int]) -> list[list[int]]:
 def test_ragged_trees_equal_sequential_evaluation(llama: PreTrainedModel, rows, buckets, packed: bool) -> None:
     """Prompts in a ragged batch, then trees, a commit of one path each, and one more token after it."""
     runner = TreeModel(llama)
-    cache = SlotCache(len(rows), 64)
+    cache = PagedCache(len(rows), 64)
 
     def forward(batch: list[Row]) -> torch.Tensor:
         return runner.adapter.logits(batch, cache, *buckets, packed=packed)
@@ -106,16 +106,23 @@ def test_ragged_trees_equal_sequential_evaluation(llama: PreTrainedModel, rows, 
         assert torch.allclose(logits[slot], sequential(llama, [*text, 5])[-1], atol=2e-4)
 
 
-def test_moving_a_slot_keeps_its_sequence(llama: PreTrainedModel) -> None:
+def test_pages_in_any_order_hold_a_sequence(llama: PreTrainedModel) -> None:
     runner = TreeModel(llama)
-    cache = SlotCache(3, 32)
+    cache = PagedCache(2, 32, num_pages=9, page_size=4)
     text = [4, 8, 15, 16, 23, 42]
-    row = Row(2, 0, text, list(range(-1, 5)), list(range(6)), 1)
-    runner.adapter.logits([row], cache)
-    cache.move_slot(2, 0, 6)
-    row = Row(0, 6, [7], [-1], [6], 1)
+    cache.assign(1, [7, 2])
+    runner.adapter.logits([Row.chain(1, 0, text, 1)], cache)
+    cache.assign(0, [7, 5, 1])  # another sequence begins with the same page
+    cache.copy_page(2, 5, 2)
+    row = Row(0, 6, [7, 9, 3, 4], [-1, 0, 0, 2], [6, 7, 7, 8], 4)
     logits = runner.adapter.logits([row], cache)
-    assert torch.allclose(logits[0], sequential(llama, [*text, 7])[-1], atol=2e-4)
+    assert torch.allclose(logits[3], sequential(llama, [*text, 7, 3, 4])[-1], atol=2e-4)
+    cache.commit(row, [0, 2, 3])
+    for slot, tail in ((0, [7, 3, 4]), (1, [])):
+        more = Row.chain(slot, 6 + len(tail), [11], 1)
+        cache.assign(slot, [7, 5, 1] if slot == 0 else [7, 2])
+        logits = runner.adapter.logits([more], cache)
+        assert torch.allclose(logits[0], sequential(llama, [*text, *tail, 11])[-1], atol=2e-4)
 
 
 def test_evaluate_returns_choices_and_candidates(llama: PreTrainedModel) -> None:
@@ -149,7 +156,7 @@ def prompt_logits(runner: TreeModel, prompts: list[list[int]]) -> torch.Tensor:
         Row(slot, 0, tokens, list(range(-1, len(tokens) - 1)), list(range(len(tokens))), 1)
         for slot, tokens in enumerate(prompts)
     ]
-    return runner.adapter.logits(rows, SlotCache(len(rows), 64), packed=True)
+    return runner.adapter.logits(rows, PagedCache(len(rows), 64), packed=True)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral", "gemma2", "gpt2"])
@@ -158,7 +165,7 @@ def test_prompts_need_no_mask(family: str, monkeypatch: pytest.MonkeyPatch) -> N
     model = tiny_model(family, **FAMILIES[family])
     runner = TreeModel(model)
     prompts = [[5, 17, 9, 4, 80, 3, 3, 41, 7, 12, 60, 2], [8, 8, 1]]
-    blocks = [build_inputs([row], SlotCache(1, 64), torch.device("cpu")).blocks[0] for row in pieces()]
+    blocks = [build_inputs([row], PagedCache(1, 64), torch.device("cpu")).blocks[0] for row in pieces()]
     assert [block.is_causal for block in blocks] == [True, False, False]
     found = prompt_logits(runner, prompts)
     for prompt, mine in zip(prompts, found, strict=True):

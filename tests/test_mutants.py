@@ -21,7 +21,7 @@ from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.core.window import JacobiWindow
 from lpr.engine.exchange import Exchange
 from lpr.model.inputs import Row
-from lpr.model.slot_cache import SlotCache
+from lpr.model.paged_cache import PagedCache
 from lpr.native import StepDraft
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [(3 * i) % 89 for i in range(40)], [9, 9, 4, 2] * 6]
@@ -116,12 +116,12 @@ def visible_sibling(patch: pytest.MonkeyPatch) -> None:
 
 
 def wrong_compaction_row(patch: pytest.MonkeyPatch) -> None:
-    move = SlotCache.move
-    patch.setattr(SlotCache, "move", lambda self, rows: move(self, rows + np.array([[1], [0]])))
+    move = PagedCache.move
+    patch.setattr(PagedCache, "move", lambda self, rows: move(self, rows + np.array([[1], [0]])))
 
 
 def no_compaction(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SlotCache, "move", lambda self, rows: None)
+    patch.setattr(PagedCache, "move", lambda self, rows: None)
 
 
 def accepts_an_unchosen_child(patch: pytest.MonkeyPatch) -> None:

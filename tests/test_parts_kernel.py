@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.core.accept import NOT_A_NUMBER
 from lpr.model.inputs import Row
+from lpr.model.paged_cache import PagedCache
 from lpr.model.sampling import choice, parts, specification
 from lpr.model.sampling.selection import TOP_K, Selection
-from lpr.model.slot_cache import SlotCache
 from lpr.model.static_inputs import static_shape
 
 if importlib.util.find_spec("triton") is None:
@@ -162,7 +162,7 @@ def test_graphs_with_limits_are_others_where_a_vocabulary_is_in_parts() -> None:
         shape = static_shape([row], selection, 8, 2, 512, 64, tree_bits=True, in_parts=True)
         assert shape is not None and shape == replace(shape)
         words = torch.zeros(shape.num_words, dtype=torch.int32)
-        shape.place(words.numpy(), [row], selection, SlotCache(2, 512))
+        shape.place(words.numpy(), [row], selection, PagedCache(2, 512))
         read = shape.read(words)[1]
         assert (read.filtered, read.is_wide) == (bool(limits), "top_k" in limits)
         assert parts.may_be_in_parts(read, with_limits=True) == ("top_k" not in limits)

@@ -23,9 +23,9 @@ from worlds import ThreadWorld
 from lpr.cli.plan import Args, main, make_plan, show
 from lpr.config import DecodeConfig, InputError
 from lpr.engine.exchange import Exchange
+from lpr.model.paged_cache import PagedCache
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
-from lpr.model.slot_cache import SlotCache
 from lpr.planner.facts import ModelFacts, config_from, facts_of, preset_names, read_preset, resolve
 from lpr.planner.footprint import (
     Mesh,
@@ -135,7 +135,7 @@ def test_kv_bytes_are_those_of_the_cache(model_type: str) -> None:
     decode = DecodeConfig(window_size=3, guess_set_size=3, trie_nodes=8, max_batch_size=2, branch_length=8)
     runner.allocate(2, 64, decode.resolved().num_nodes, self_check(runner))
     cache = runner.cache
-    assert isinstance(cache, SlotCache)
+    assert isinstance(cache, PagedCache)
     held = cache.num_bytes
     facts = facts_of(model.config, model_type)
     assert kv_rows(decode, 1, 64) == cache.rows_per_slot

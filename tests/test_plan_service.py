@@ -44,7 +44,8 @@ def request(arrived: float, prompt: int = 4, output: int = 1) -> SimRequest:
 
 
 def limits(**changes: Any) -> Limits[SimRequest]:
-    usual = {"num_slots": 8, "num_ranks": 1, "prefill_chunk": 512, "longest_chain": 64, "packed": True}
+    usual = {"num_slots": 8, "num_ranks": 1, "prefill_chunk": 512, "longest_chain": 64, "packed": True,
+             "num_ahead": 64}  # fmt: skip
     return Limits(**{**usual, "most_homes": 2, **changes})
 
 

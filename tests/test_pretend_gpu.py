@@ -26,18 +26,18 @@ from pretend_gpu import (
 from transformers import PreTrainedModel
 from worlds import ThreadComm, ThreadWorld, run_ranks
 
+import lpr.model.paged_cache
 import lpr.model.sampling.sampler
 import lpr.model.sampling.specification
-import lpr.model.slot_cache
 from lpr import DecodeConfig, Engine, InputError, Lookahead, SamplingParams
 from lpr.dist.group import Download
 from lpr.model import loader
 from lpr.model.capture import CudaCapturer
 from lpr.model.packing import PackedLinear
+from lpr.model.paged_cache import PagedCache
 from lpr.model.sampling.choice import gpu_pick
 from lpr.model.sampling.processors import ROW_BY_ROW, OutputPenalty, Pick, ProcessorPath, Processors
 from lpr.model.sampling.selection import Selection
-from lpr.model.slot_cache import SlotCache
 from lpr.model.tree_mask import TreeMask
 
 __all__ = ["gpu", "guard"]
@@ -326,11 +326,11 @@ def selection_on_the_host(patch: pytest.MonkeyPatch) -> None:
 
 
 def move_by_host_indices(patch: pytest.MonkeyPatch) -> None:
-    def mutant(self: SlotCache, sources: list[int], targets: list[int]) -> None:
+    def mutant(self: PagedCache, sources: list[int], targets: list[int]) -> None:
         for pool in self._pools if sources else ():
             pool.index_copy_(1, torch.tensor(targets), pool.index_select(1, torch.tensor(sources)))
 
-    patch.setattr(SlotCache, "move", mutant)
+    patch.setattr(PagedCache, "move", mutant)
 
 
 def mask_on_the_host(patch: pytest.MonkeyPatch) -> None:
@@ -363,7 +363,7 @@ def a_constant_of_the_host(patch: pytest.MonkeyPatch) -> None:
 
 
 def pageable_copies(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(lpr.model.slot_cache, "to_device", lambda array, device: torch.from_numpy(array).to(device))
+    patch.setattr(lpr.model.paged_cache, "to_device", lambda array, device: torch.from_numpy(array).to(device))
 
 
 def results_in_new_memory(patch: pytest.MonkeyPatch) -> None:

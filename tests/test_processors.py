@@ -47,6 +47,7 @@ from lpr.core.accept import NOT_A_NUMBER, PROCESSOR_FAILED, accept, as_guess, li
 from lpr.core.noise_keys import noise_key
 from lpr.core.tree import TokenTree
 from lpr.engine.exchange import Exchange
+from lpr.model.paged_cache import PagedCache
 from lpr.model.sampling.choice import pick
 from lpr.model.sampling.processors import (
     ROW_BY_ROW,
@@ -60,7 +61,6 @@ from lpr.model.sampling.processors import (
 )
 from lpr.model.sampling.selection import Selection
 from lpr.model.sampling.specification import gumbel
-from lpr.model.slot_cache import SlotCache
 from lpr.native import StepDraft
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [(3 * i) % 89 for i in range(40)], [9, 9, 4, 2] * 6]
@@ -500,7 +500,8 @@ def test_a_cache_that_keeps_nan_is_noticed(
 ) -> None:
     """Rows side by side in a padded batch read further than their own entries."""
     check_rejected_nan(model, often_drafted, 1, packed=False)
-    monkeypatch.setattr(SlotCache, "clear", lambda self, slot, num_cached: None)
+    for name in ("clear", "clear_entries"):
+        monkeypatch.setattr(PagedCache, name, lambda self, given: None)
     with pytest.raises(AssertionError):
         check_rejected_nan(model, often_drafted, 1, packed=False)
 

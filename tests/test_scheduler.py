@@ -1,4 +1,4 @@
-"""The scheduler alone: slots without a gap, K/V that is what it is said to be, chunks, fairness."""
+"""The scheduler alone: slots without a gap, K/V that is where tables say, chunks, preemption, fairness."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ import subprocess
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lpr.engine import slots as module
+from lpr.engine import pages as module
 from lpr.engine.limits import Limits
+from lpr.engine.pages import PageCopy, PageMove, RankPages, num_equal
 from lpr.engine.placement import Placement
 from lpr.engine.scheduler import Schedule, Scheduler
-from lpr.engine.slots import RankSlots, SlotMove, num_shared
 from lpr.engine.waiting import SECONDS_PER_PRIORITY
 
 NUM_RANKS = 3
 ALL, ANY = 0, 99
+AHEAD = 3
+"""Rows for a tree; what a step adds is less."""
 """Home ranks of a request at most."""
 
 
@@ -42,6 +45,8 @@ class Fake:
     num_computed_tokens: list[int] = field(default_factory=lambda: [0] * NUM_RANKS)
     num_left: int = 1000
     arrived_ms: float = 0.0
+    admission: int = 0
+    num_cached_tokens: int = 0
 
     @property
     def num_pending(self) -> int:
@@ -52,33 +57,50 @@ class Fake:
         return self
 
 
-class Slots:
-    """What the cache of each rank holds, as moves and forwards leave it."""
+SIZE = 3
+"""Tokens of a page."""
 
-    def __init__(self, num_slots: int) -> None:
-        self.rows: list[list[dict[int, tuple[int, ...]]]] = [[{} for _ in range(num_slots)] for _ in range(NUM_RANKS)]
 
-    def move(self, moves: list[SlotMove]) -> None:
+class Held:
+    """What the pages of each rank hold, as moves and forwards leave them."""
+
+    def __init__(self, scheduler: Scheduler[Fake]) -> None:
+        self.scheduler = scheduler
+        self.rows: list[dict[tuple[int, int], tuple[int, ...]]] = [{} for _ in range(NUM_RANKS)]
+
+    def move(self, moves: list[PageMove]) -> None:
         for move in moves:
-            slots = self.rows[move.rank]
-            source = {j: slots[move.source][j] for j in range(move.num_rows) if j in slots[move.source]}
-            target = {j: slots[move.target][j] for j in range(move.num_rows) if j in slots[move.target]}
-            slots[move.target].update(source)
-            if move.exchange:
-                slots[move.source].update(target)
+            rows = self.rows[move.rank]
+            if isinstance(move, PageCopy):
+                for place in range(move.num_rows):
+                    rows[move.target, place] = rows[move.source, place]
+            else:
+                for place in range(SIZE):
+                    rows.pop((move.page, place), None)
 
-    def compute(self, request: Fake, rank: int, count: int) -> None:
+    def place(self, request: Fake, rank: int, row: int) -> tuple[int, int]:
+        return self.scheduler.placement.tables(request)[rank][row // SIZE], row % SIZE
+
+    def compute(self, request: Fake, rank: int, count: int, rejected: int = 0) -> None:
+        """Compute `count` tokens, and write the rows of nodes that are rejected."""
         start = request.num_computed_tokens[rank]
-        for j in range(start, start + count):
-            self.rows[rank][request.slots[rank]][j] = tuple(request.tokens[: j + 1])
+        for j in range(start, start + count + rejected):
+            self.rows[rank][self.place(request, rank, j)] = (
+                tuple(request.tokens[: j + 1]) if j < start + count else (-1,)
+            )
         request.num_computed_tokens[rank] = start + count
 
     def check(self, request: Fake) -> None:
         for rank, count in enumerate(request.num_computed_tokens):
             assert count == 0 or request.slots[rank] >= 0, f"rank {rank} holds K/V in no slot"
             for j in range(count):
-                held = self.rows[rank][request.slots[rank]].get(j)
+                held = self.rows[rank].get(self.place(request, rank, j))
                 assert held == tuple(request.tokens[: j + 1]), f"rank {rank}, row {j}: {held}"
+
+
+def limits(num_slots: int, chunk: int = 5, packed: bool = True, **more: Any) -> Limits[Fake]:
+    given = {"retains": True, "most_homes": ANY, "num_pages": 200, "page_size": SIZE, "num_ahead": AHEAD, **more}
+    return Limits(num_slots, NUM_RANKS, chunk, 3, packed, **given)
 
 
 def check_places(scheduler: Scheduler[Fake]) -> None:
@@ -110,12 +132,19 @@ def check_rows(scheduler: Scheduler[Fake], schedule: Schedule[Fake]) -> None:
 
 
 def run_randomly(
-    seed: int, num_slots: int, packed: bool, retains: bool, most_homes: int = ANY, join_chunk: int | None = 2
+    seed: int,
+    num_slots: int,
+    packed: bool,
+    retains: bool,
+    most_homes: int = ANY,
+    join_chunk: int | None = 2,
+    num_pages: int = 200,
 ) -> Scheduler[Fake]:
     """Arrivals, steps, ends and aborts at random; every row that counts as computed is looked at after every step."""
     choose = random.Random(seed)
-    scheduler: Scheduler[Fake] = Scheduler(Limits(num_slots, NUM_RANKS, 5, 3, packed, retains, most_homes, join_chunk))
-    slots, texts = Slots(num_slots), [[choose.randrange(2) for _ in range(24)] for _ in range(3)]
+    more = {"retains": retains, "most_homes": most_homes, "join_chunk": join_chunk, "num_pages": num_pages}
+    scheduler: Scheduler[Fake] = Scheduler(limits(num_slots, 5, packed, **more))
+    slots, texts = Held(scheduler), [[choose.randrange(2) for _ in range(24)] for _ in range(3)]
     for _ in range(60):
         for _ in range(choose.choice([0, 0, 1, 2])):
             text = choose.choice(texts)[: choose.randrange(1, 20)]
@@ -133,8 +162,17 @@ def run_randomly(
         check_places(scheduler)
         check_rows(scheduler, schedule)
         take_step(schedule, slots, choose)
+        scheduler.end_step()
+        for request in schedule.preempted:
+            assert request not in scheduler.running
+            request.num_computed_tokens = [0] * NUM_RANKS
+            scheduler.num_preempted = getattr(scheduler, "num_preempted", 0) + 1  # type: ignore[attr-defined]
         for request in list(scheduler.running):
             slots.check(request)
+            if len(request.tokens) > 40:
+                scheduler.finish(request)
+                slots.move(scheduler.take_moves())
+                continue
             if choose.random() < 0.2:
                 scheduler.finish(request, keep=choose.random() < 0.9)
                 slots.move(scheduler.take_moves())
@@ -143,7 +181,7 @@ def run_randomly(
     return scheduler
 
 
-def take_step(schedule: Schedule[Fake], slots: Slots, choose: random.Random, chunk: int = 5) -> None:
+def take_step(schedule: Schedule[Fake], slots: Held, choose: random.Random, chunk: int = 5) -> None:
     for request, counts in schedule.filling:
         for rank, count in enumerate(counts):
             slots.compute(request, rank, count)
@@ -153,29 +191,34 @@ def take_step(schedule: Schedule[Fake], slots: Slots, choose: random.Random, chu
         request.tokens += [choose.randrange(2) for _ in range(choose.randrange(1, 4))]
         for rank in request.homes:
             most = choose.choice([known, len(request.tokens) - 1])
-            slots.compute(request, rank, most - request.num_computed_tokens[rank])
+            slots.compute(request, rank, most - request.num_computed_tokens[rank], choose.randrange(2))
 
 
-@given(st.integers(0, 2**32), st.integers(1, 5), st.booleans(), st.booleans(), st.sampled_from([ALL, 1, 2, ANY]))
+@given(
+    st.integers(0, 2**32), st.integers(1, 5), st.booleans(), st.booleans(), st.sampled_from([ALL, 1, 2, ANY]),
+    st.integers(18, 60),
+)  # fmt: skip
 @settings(max_examples=100, deadline=None)
-def test_what_counts_as_computed_is_in_the_slot(
-    seed: int, num_slots: int, packed: bool, retains: bool, most_homes: int
+def test_what_counts_as_computed_is_in_the_pages(
+    seed: int, num_slots: int, packed: bool, retains: bool, most_homes: int, num_pages: int
 ) -> None:
-    scheduler = run_randomly(seed, num_slots, packed, retains, most_homes)
+    scheduler = run_randomly(seed, num_slots, packed, retains, most_homes, num_pages=num_pages)
     assert retains or scheduler.num_hits == 0
+
+
+def test_requests_are_preempted_where_pages_run_out() -> None:
+    runs = [run_randomly(seed, 5, True, True, ALL, num_pages=24) for seed in range(20)]
+    assert sum(getattr(scheduler, "num_preempted", 0) for scheduler in runs) > 20
 
 
 def settle(scheduler: Scheduler[Fake], num_steps: int = 40) -> None:
     """Take steps until whoever should serve does."""
-    choose, slots = random.Random(0), Slots(scheduler.limits.num_slots)
+    choose, slots = random.Random(0), Held(scheduler)
     for _ in range(num_steps):
         while (admitted := scheduler.admit()) is not None:
             admitted[0].num_computed_tokens = list(admitted[1])
-        schedule = scheduler.schedule()
-        for request in scheduler.running:  # only who serves whom is looked at here
-            for rank, count in enumerate(request.num_computed_tokens):
-                slots.rows[rank][max(0, request.slots[rank])] = {j: () for j in range(count)}
-        take_step(schedule, slots, choose, scheduler.limits.prefill_chunk)
+        take_step(scheduler.schedule(), slots, choose, scheduler.limits.prefill_chunk)  # who serves whom is looked at
+        scheduler.end_step()
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -183,7 +226,7 @@ def settle(scheduler: Scheduler[Fake], num_steps: int = 40) -> None:
     ("count", "widths"), [(1, [3]), (2, [1, 2]), (3, [1, 1, 1]), (4, [1, 1, 1, 1]), (9, [1] * 6), (0, [])]
 )
 def test_ranks_are_spread_over_the_requests(count: int, widths: list[int], packed: bool) -> None:
-    scheduler: Scheduler[Fake] = Scheduler(Limits(2, NUM_RANKS, 5, 3, packed, True, ANY))
+    scheduler: Scheduler[Fake] = Scheduler(limits(2, 5, packed))
     for number in range(count):
         scheduler.add(Fake([number + 1] * (3 + number)))
     settle(scheduler)
@@ -194,7 +237,7 @@ def test_ranks_are_spread_over_the_requests(count: int, widths: list[int], packe
 
 
 def test_from_all_ranks_to_one_each_and_back() -> None:
-    scheduler: Scheduler[Fake] = Scheduler(Limits(1, NUM_RANKS, 20, 3, True, True, ANY))
+    scheduler: Scheduler[Fake] = Scheduler(limits(1, 20, True))
     first = Fake([1] * 20)
     scheduler.add(first)
     settle(scheduler)
@@ -215,7 +258,7 @@ def test_from_all_ranks_to_one_each_and_back() -> None:
 
 
 def test_a_prefix_draws_its_request() -> None:
-    scheduler: Scheduler[Fake] = Scheduler(Limits(2, NUM_RANKS, 50, 3, True, True, 1))
+    scheduler: Scheduler[Fake] = Scheduler(limits(2, 50, most_homes=1))
     texts = [[number] * 40 for number in range(3)]
     for text in texts:
         scheduler.add(Fake(list(text)))
@@ -232,7 +275,7 @@ def test_a_prefix_draws_its_request() -> None:
 
 def test_ranks_that_look_for_work_more_often_choose_alike() -> None:
     """A driver without work asks for a schedule again and again; its workers wait."""
-    often, seldom = (Scheduler[Fake](Limits(1, NUM_RANKS, 50, 3, True, True, ANY)) for _ in range(2))
+    often, seldom = (Scheduler[Fake](limits(1, 50, True)) for _ in range(2))
     for _ in range(5):
         assert often.schedule().is_empty
     seen = []
@@ -249,7 +292,7 @@ def test_ranks_that_look_for_work_more_often_choose_alike() -> None:
 
 
 def test_a_rank_that_does_not_speed_up_stays_away() -> None:
-    scheduler: Scheduler[Fake] = Scheduler(Limits(1, NUM_RANKS, 50, 3, True, True, ANY))
+    scheduler: Scheduler[Fake] = Scheduler(limits(1, 50, True))
     scheduler.limits.speedup = lambda request, width: 1.5 if width == 1 else 1.005
     scheduler.add(Fake([1] * 9))
     settle(scheduler)
@@ -283,12 +326,12 @@ def test_prefixes_are_found() -> None:
     assert sum(run_randomly(seed, 3, True, True).num_hits for seed in range(20)) > 300
 
 
-def without_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SlotMove", lambda *args, exchange=False: SlotMove(*args))
+def without_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PageCopy", lambda *args: PageCopy(*args[:3], 0))
 
 
 def too_long_a_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "num_shared", lambda first, second: min(num_shared(first, second) + 1, len(second)))
+    monkeypatch.setattr(module, "num_equal", lambda first, second: min(num_equal(first, second) + 1, len(second)))
 
 
 def drafted_tokens_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,23 +345,23 @@ def drafted_tokens_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def a_row_too_few_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    enter = RankSlots.enter
+    enter = RankPages.enter
 
     def short(self, request):  # type: ignore[no-untyped-def]
         held, moves = enter(self, request)
         return held, [replace(move, num_rows=max(0, move.num_rows - 1)) for move in moves]
 
-    monkeypatch.setattr(RankSlots, "enter", short)
+    monkeypatch.setattr(RankPages, "enter", short)
 
 
 def serves_before_it_has_filled(monkeypatch: pytest.MonkeyPatch) -> None:
-    enter = RankSlots.enter
+    enter = RankPages.enter
 
     def boasts(self, request):  # type: ignore[no-untyped-def]
         _, moves = enter(self, request)
         return len(request.tokens) - 1, moves
 
-    monkeypatch.setattr(RankSlots, "enter", boasts)
+    monkeypatch.setattr(RankPages, "enter", boasts)
 
 
 def counts_what_a_rank_held_that_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,7 +379,7 @@ def counts_what_a_rank_held_that_has_left(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     "fault",
     [
-        without_exchange,
+        without_copies,
         too_long_a_prefix,
         drafted_tokens_kept,
         a_row_too_few_is_moved,
@@ -346,14 +389,14 @@ def counts_what_a_rank_held_that_has_left(monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_mutants(monkeypatch: pytest.MonkeyPatch, fault) -> None:  # type: ignore[no-untyped-def]
     fault(monkeypatch)
-    with pytest.raises((AssertionError, KeyError)):
+    with pytest.raises((AssertionError, KeyError, IndexError)):
         for seed in range(40):
             run_randomly(seed, 3, True, True)
 
 
 def test_nobody_waits_for_ever() -> None:
     """A request of low priority is overtaken by urgent ones for a bounded time."""
-    scheduler: Scheduler[Fake] = Scheduler(Limits(1, NUM_RANKS, 8, 3, True))
+    scheduler: Scheduler[Fake] = Scheduler(limits(1, 8, most_homes=ALL))
     patient = Fake([1, 2], priority=2)
     scheduler.add(patient)
     num_overtaking = 0
@@ -368,30 +411,8 @@ def test_nobody_waits_for_ever() -> None:
     assert num_overtaking == 2 * SECONDS_PER_PRIORITY
 
 
-def test_the_least_recently_used_prefix_goes_first() -> None:
-    scheduler: Scheduler[Fake] = Scheduler(Limits(3, NUM_RANKS, 8, 3, True))
-
-    def complete(tokens: list[int]) -> int:
-        scheduler.add(Fake(list(tokens)))
-        admitted = scheduler.admit()
-        assert admitted is not None
-        request, computed = admitted
-        request.num_computed_tokens = [len(tokens)] * NUM_RANKS
-        scheduler.finish(request)
-        return min(computed)
-
-    first, second, third = [1] * 8, [2] * 8, [3] * 8
-    assert scheduler.retained == (0, 0)
-    assert [complete(each) for each in (first, second, third)] == [0, 0, 0]
-    assert scheduler.retained == (3, 24), "the slots of one rank, as all ranks retain the same"
-    assert complete([*first, 9]) == 8, "all three are retained"
-    assert complete([4] * 8) == 0, "takes the slot of the second, unused for longest"
-    assert [complete([*each, 9]) for each in (third, first)] == [8, 8]
-    assert complete([*second, 9]) == 0
-
-
 def test_a_long_prompt_takes_turns_where_rows_are_padded() -> None:
-    scheduler: Scheduler[Fake] = Scheduler(Limits(2, NUM_RANKS, 4, 3, packed=False))
+    scheduler: Scheduler[Fake] = Scheduler(limits(2, 4, packed=False, most_homes=ALL))
     for tokens in ([1, 2], list(range(30))):
         scheduler.add(Fake(tokens))
         scheduler.admit()
@@ -406,7 +427,7 @@ def test_a_long_prompt_takes_turns_where_rows_are_padded() -> None:
 
 
 def test_withdrawn_requests_are_gone() -> None:
-    scheduler: Scheduler[Fake] = Scheduler(Limits(1, NUM_RANKS, 8, 3, True))
+    scheduler: Scheduler[Fake] = Scheduler(limits(1, 8, most_homes=ALL))
     requests = [Fake([1, number]) for number in range(5)]
     for request in requests:
         scheduler.add(request)
@@ -416,13 +437,6 @@ def test_withdrawn_requests_are_gone() -> None:
         order.append(admitted[0])
         scheduler.finish(admitted[0])
     assert order == [requests[0], requests[1], requests[3], requests[4]] and scheduler.is_idle
-
-
-@given(st.lists(st.integers(0, 1), max_size=12), st.lists(st.integers(0, 1), max_size=12))
-def test_shared_prefix(first: list[int], second: list[int]) -> None:
-    length = num_shared(first, second)
-    assert first[:length] == second[:length]
-    assert length == min(len(first), len(second)) or first[length] != second[length]
 
 
 def test_loads_without_torch() -> None:

@@ -16,7 +16,7 @@ from fake_driver import served
 
 import lpr
 import lpr.engine.text as engine_text
-from lpr.engine.slots import RankSlots
+from lpr.engine import pages
 from lpr.protocol import Submit
 from lpr.serve import service
 from lpr.serve.api import answers, completions
@@ -161,14 +161,8 @@ def test_without_a_fault(engine, wanted):
 
 
 def cached_prefix_is_one_too_long(patch):
-    longest = RankSlots.longest_prefix
-
-    def longer(self, tokens, tenant):
-        slot, length = longest(self, tokens, tenant)
-        return (slot, length + (0 < length < len(tokens))) if slot is not None else (None, 0)
-
-    patch.setattr(RankSlots, "longest_prefix", longer)
-    patch.setattr(RankSlots, "computed_at", lambda self, slot: 10**6)
+    equal = pages.num_equal
+    patch.setattr(pages, "num_equal", lambda first, second: min(equal(first, second) + 1, len(second)))
 
 
 def seed_is_ignored(patch):

@@ -41,6 +41,8 @@ class Asked:
     num_computed_tokens: list[int] = field(default_factory=lambda: [0])
     num_left: int = 1000
     arrived_ms: float = 0.0
+    admission: int = 0
+    num_cached_tokens: int = 0
     begun: float | None = None
     ended: float | None = None
 

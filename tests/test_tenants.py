@@ -8,7 +8,7 @@ from worlds import ThreadWorld, run_ranks
 
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.engine.drafts import MOST_TENANTS, SHARE, DraftIndexes
-from lpr.engine.slots import RankSlots
+from lpr.engine.pages import PagePool
 from lpr.serve.front import Front
 from lpr.serve.options import ServeArgs
 
@@ -75,14 +75,8 @@ def everybodys_drafts(monkeypatch):
 
 
 def everybodys_cache(monkeypatch):
-    longest = RankSlots.longest_prefix
-
-    def ignoring(self, tokens, tenant):
-        for holder in (*self.running, *self._retained.values()):
-            holder.tenant = tenant
-        return longest(self, tokens, tenant)
-
-    monkeypatch.setattr(RankSlots, "longest_prefix", ignoring)
+    root = PagePool.root
+    monkeypatch.setattr(PagePool, "root", lambda self, tenant: root(self, ""))
 
 
 @pytest.mark.parametrize("fault", [everybodys_drafts, everybodys_cache])

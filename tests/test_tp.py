@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +19,8 @@ from transformers import AutoConfig, PreTrainedModel
 from lpr import DecodeConfig, Engine, InputError
 from lpr.cli.generate import main, parse
 from lpr.dist.runtime import World
+from lpr.engine.kv_pool import PoolNeeds
 from lpr.model import parallel
-from lpr.model.kv_cache import cache_shortage
 from lpr.model.loader import load
 from lpr.model.parallel import check_shards, check_split, num_kv_heads, planned_ends
 
@@ -187,7 +189,7 @@ def test_one_replica_of_two_ranks_and_the_command(
         ["--config", str(config), "--prompt", "import os", "--temperature", "0.8", "--json"],
         ["--tp", "2", "--model", str(folders["incomplete"])],
         ["--tp", "2", "--model", str(folders["opt"])],
-        ["--tp", "2", "--model", str(folders["llama"]), "--max-batch-size", "4000000", "--max-length", "512"],
+        ["--tp", "2", "--model", str(folders["llama"]), "--kv-tokens", "2000000000"],
         ["--tp", "4"],
         ["--tp", "2", "--lp", "2"],
     ]
@@ -219,7 +221,7 @@ def test_one_replica_of_two_ranks_and_the_command(
         [
             "model-00002-of-",
             "transformers has no tensor-parallel plan for model type 'opt'; --tp-backend deepspeed does",
-            "are missing; max_batch_size=",
+            "the K/V of kv_tokens=2000000000 needs ",
             "--tp 4 does not divide the 2 ranks of this job; 1, 2 would",
             "a mesh of lp 2 x tp 2 needs 4 ranks, and this job has 2",
         ],
@@ -323,38 +325,43 @@ def test_a_missing_file_of_a_checkpoint_is_named(folders: dict[str, Path]) -> No
         load(str(folders["incomplete"]))
 
 
+def needs(free: int | None, kv_memory: float | None = None, **sizes: Any) -> PoolNeeds:
+    decode = DecodeConfig(**sizes)
+    known = {"longest": decode.max_length or 32768, "num_ahead": 500, "page_size": 16, "bytes_per_token": 100_000}
+    return PoolNeeds(decode=decode, kv_memory=kv_memory, free=free, **known)
+
+
+def test_the_size_of_the_cache() -> None:
+    gib = 2**30
+    assert needs(None).num_pages() == 8 * (4096 + 512) // 16, "max_batch_size sequences of 4096 tokens, and trees"
+    assert needs(10 * gib).num_pages() == 8 * (4096 + 512) // 16
+    few = needs(2 * gib)
+    assert few.num_pages() == int(int(2 * gib * 0.95) // 100_000 * 0.5) // 16, "half of what is free"
+    assert few.size(few.num_pages()).max_length == few.num_pages() * 16 - 500
+    assert needs(10 * gib, kv_memory=0.5).num_pages() == int(int(10 * gib * 0.95) // 100_000 * 0.5) // 16
+    assert needs(10 * gib, kv_memory=gib).num_pages() == gib // 100_000 // 16
+    assert needs(None, kv_tokens=1001).num_pages() == 63
+    assert needs(10 * gib, max_length=600).size(200).max_length == 600
+    assert replace(needs(10 * gib), longest=None).size(200).max_length == 200 * 16 - 500
+
+
 def test_a_cache_that_does_not_fit() -> None:
     gib = 2**30
-    assert cache_shortage(10 * gib, 100_000, 8, 4096, 500) is None
-    assert cache_shortage(2 * gib, 100_000, 8, 4096, 500) == (
-        "the cache of max_batch_size=8 sequences of max_length=4096 needs 3.4 GiB, and 1.9 GiB are free: 1.5 GiB are "
-        "missing; max_batch_size=4 or max_length=2050 would fit"
-    )
-    assert str(cache_shortage(gib // 3, 100_000, 8, 4096, 500)).endswith(
-        "; max_batch_size=1 with max_length=2900 would fit"
-    )
-    assert "not even one sequence of 2 tokens would fit" in str(cache_shortage(10**7, 100_000, 8, 4096, 500))
-
-
-@pytest.mark.parametrize(("slots", "length"), [(1, 700), (3, 512), (8, 64)])
-def test_what_is_said_to_fit_does(slots: int, length: int) -> None:
-    for available in range(10_000, 3_000_000, 91_000):
-        line = cache_shortage(available, 1000, slots, length, 100)
-        for choice in (line or "").partition("missing; ")[2].removesuffix(" would fit").split(" or "):
-            sizes = dict(part.split("=") for part in choice.replace(" with ", " ").split() if "=" in part)
-            if sizes:
-                batch, tokens = int(sizes.get("max_batch_size", slots)), int(sizes.get("max_length", length))
-                assert cache_shortage(available, 1000, batch, tokens, 100) is None
-                assert batch < slots or tokens < length
+    with pytest.raises(InputError, match=r"kv_tokens=50000 needs 4.7 GiB, and 1.9 GiB are free, for 20401 tokens$"):
+        needs(2 * gib, kv_tokens=50_000).num_pages()
+    with pytest.raises(InputError, match=r"for 1600 tokens \(152.6 MiB\), and one sequence of 2000 tokens and a tree"):
+        needs(2 * gib, max_length=2000).size(100)
+    with pytest.raises(InputError, match=r"for 32 tokens .* of 2 tokens and a tree of 500 nodes need 502$"):
+        needs(10**7).size(needs(10**7).num_pages())
 
 
 def test_an_engine_asks_before_it_allocates(
     models: dict[str, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lpr.model.runner.free_bytes", lambda device: 1_000_000)
+    monkeypatch.setattr("lpr.model.runner.free_bytes", lambda device: 100_000)
     monkeypatch.setattr("lpr.model.runner.TreeModel.allocate", None)
-    with pytest.raises(InputError, match=r"max_batch_size=8 sequences of max_length=512 needs .* would fit"):
-        Engine.from_model(models["llama"], decode=DecodeConfig.autoregressive())
+    with pytest.raises(InputError, match=r"there is K/V for .* tokens .* one sequence of 512 tokens"):
+        Engine.from_model(models["llama"], decode=DecodeConfig.autoregressive(max_length=512))
 
 
 def test_meshes_of_a_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,9 +32,9 @@ from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.core.tree import ancestor_bits
 from lpr.model.inputs import Row, build_inputs
 from lpr.model.kernels.hook import LayerRule, layer_rule
+from lpr.model.paged_cache import PagedCache
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
-from lpr.model.slot_cache import SlotCache
 from lpr.model.tree_mask import TreeMask, ancestor_words, build_mask
 
 # Triton's interpreter in NumPy 2, on every kernel.
@@ -140,6 +140,9 @@ def check_against_reference(version: Callable[..., torch.Tensor], case: Case, **
     tiles = {"tiles": rules.pop("tiles")} if "tiles" in rules else {}
     expected = attention_reference.tree_attention(*clean(case), case.mask, **rules).float()
     actual = version(case.query, case.key, case.value, case.mask, **rules, **tiles).float()
+    key, value, pages = attention_reference.in_pages(case.key, case.value, 16)
+    by_table = version(case.query, key, value, case.mask, pages, **rules, **tiles).float()
+    assert torch.equal(by_table, actual), "keys in pages give the same bits"
     tolerance = 1e-5 if case.query.dtype == torch.float32 else 1e-2
     assert actual.shape == expected.shape and bool(actual.isfinite().all())
     assert ((actual - expected).abs() <= tolerance * expected.abs().clamp(min=1)).all()
@@ -257,8 +260,8 @@ def test_bits_say_what_the_dense_mask_says() -> None:
         Row(0, 5, [1] * 4, [-1, 0, 0, 2], [5, 6, 6, 7], 2),
         Row(1, 0, [1] * 70, list(range(-1, 69)), [*range(70)], 1),
     ]
-    dense = build_inputs(rows, SlotCache(3, 128), DEVICE, 8, 16).blocks[0]
-    packed = build_inputs(rows, SlotCache(3, 128), DEVICE, 8, 16, tree_bits=True).blocks[0]
+    dense = build_inputs(rows, PagedCache(3, 128), DEVICE, 8, 16).blocks[0]
+    packed = build_inputs(rows, PagedCache(3, 128), DEVICE, 8, 16, tree_bits=True).blocks[0]
     assert packed.visible is None and packed.tree_mask is not None and dense.visible is not None
     real = packed.tree_mask.real()
     assert real.sum(1).tolist() == [4, 70]

@@ -17,10 +17,10 @@ from lpr.model.capture import CudaCapturer
 from lpr.model.inputs import Row
 from lpr.model.kv_cache import KVCache
 from lpr.model.packing import pack_projections
+from lpr.model.paged_cache import PagedCache
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.selection import Selection
 from lpr.model.self_check import self_check
-from lpr.model.slot_cache import SlotCache
 from lpr.model.static_inputs import NODE_BUCKETS, StaticShape, static_shape
 from lpr.planner.facts import config_from
 
@@ -45,7 +45,7 @@ def tree_step(num_cached: int, count: int, vocab_size: int) -> tuple[list[Row], 
 
 def shapes_like(runner: TreeModel) -> KVCache:
     """A cache after one forward, for its layer shapes."""
-    like = SlotCache(1, 32)
+    like = PagedCache(1, 32)
     rows, _ = tree_step(0, 2, runner.vocab_size)
     runner.adapter.logits(rows, like)
     return like
@@ -197,8 +197,8 @@ def large_end_to_end(model: PreTrainedModel, sizes: Sizes) -> dict[str, Any]:
 
 def run_static(runner: TreeModel, shape: StaticShape, words: torch.Tensor) -> torch.Tensor:
     """The program of a graph of `shape`, without a graph."""
-    inputs, selection = shape.read(words)
     assert runner.cache is not None
+    inputs, selection = shape.read(words, runner.cache)
     logits = (runner.compiled or runner.adapter).forward(inputs, runner.cache)
     return runner.sampler.results(logits, selection, 8, fixed_shapes=True)
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from lpr.cli.display import table
-from lpr.config import DecodeConfig, InputError
+from lpr.config import PAGE_SIZE, DecodeConfig, InputError
 from lpr.engine.limits import Limits
 from lpr.planner.facts import DTYPE_SIZES, ModelFacts, measured_values
 from lpr.planner.footprint import Mesh, footprint, meshes
@@ -120,7 +120,13 @@ def _kinds_of_mesh(mesh: Mesh, slots: list[int], workload: Workload, model: Mode
 
 def limits_of(num_ranks: int, num_slots: int, decode: DecodeConfig) -> Limits[SimRequest]:
     """The scheduler's limits, as the engine sets them."""
-    return Limits(num_slots, num_ranks, decode.prefill_chunk, decode.max_nodes, packed=True, most_homes=num_ranks)
+    num_ahead = decode.max_nodes * num_ranks
+    pages = {"num_ahead": num_ahead, "page_size": PAGE_SIZE}
+    if decode.max_length is not None:
+        pages["num_pages"] = num_slots * -(-(decode.max_length + num_ahead) // PAGE_SIZE)
+    return Limits(
+        num_slots, num_ranks, decode.prefill_chunk, decode.max_nodes, packed=True, most_homes=num_ranks, **pages
+    )
 
 
 def plan_service(args: ServiceArgs, workload: Workload, kinds: list[Kind], console: Console) -> list[Answer]:

@@ -34,16 +34,17 @@ def place_rows(
     words: np.ndarray,
     batch: int,
     num_entries: int,
-    slots: Sequence[int],
-    rows_per_slot: int,
+    tables: np.ndarray,
+    page_size: int,
+    spare_row: int,
     num_cached: Sequence[int],
     entries: Sequence[np.ndarray],
 ) -> None:
     """Write a step's rows into int32 `words`: B rows of T entries each, those of each row at its end.
 
     In this order: ancestors in bits [B, T, 2 * ceil(T / 64)], tokens, positions and cache rows [B, T], committed and
-    real entries [B]. `entries` are int32 [3, n] per row (see `row_entries`); rows beyond them are empty. What is not an
-    entry is written to the spare row of its slot.
+    real entries [B]. `tables` are the rows' pages, int32 [B, pages]. `entries` are int32 [3, n] per row (see
+    `row_entries`); rows beyond them are empty. What is not an entry is written to the spare row of the cache.
     """
     num_words = -(-num_entries // WORD_BITS)
     sizes = [(batch, num_entries, 2 * num_words), *[(batch, num_entries)] * 3, (batch,), (batch,)]
@@ -52,15 +53,16 @@ def place_rows(
     parts = [words[begin:end].reshape(size) for begin, end, size in zip(begins, ends, sizes, strict=True)]
     words[: ends[-1]] = 0
     bits, tokens, positions, write_rows, cached, real = parts
-    for index, slot in enumerate(slots):
-        write_rows[index] = (slot + 1) * rows_per_slot - 1  # the spare row
-        if index >= len(entries) or not entries[index].shape[1]:
+    write_rows[:] = spare_row
+    for index in range(min(batch, len(entries))):
+        if not entries[index].shape[1]:
             continue
         count = entries[index].shape[1]
         first = num_entries - count
         tokens[index, first:], parents, positions[index, first:] = entries[index]
         bits[index, first:] = ancestor_words(parents, num_words).view(np.int32)
-        write_rows[index, first:] = np.arange(count) + (slot * rows_per_slot + num_cached[index])
+        places = np.arange(count) + num_cached[index]
+        write_rows[index, first:] = tables[index, places // page_size] * page_size + places % page_size
         cached[index], real[index] = num_cached[index], count
 
 

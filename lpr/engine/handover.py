@@ -37,11 +37,14 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
     slots: list[int]
     homes: list[int]
     arrived_ms: float
+    admission: int
+    pages: list[list[int]]
+    """Per rank."""
     charged: float
 
     @classmethod
-    def of(cls, request: Request) -> RequestState:
-        """The state of `request`."""
+    def of(cls, request: Request, pages: list[list[int]]) -> RequestState:
+        """The state of `request`, whose K/V lies in `pages`, per rank."""
         stats = request.stats
         stats.count_nodes()
         return cls(
@@ -54,6 +57,8 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
             slots=request.slots,
             homes=request.homes,
             arrived_ms=request.arrived_ms,
+            admission=request.admission,
+            pages=pages,
             charged=request.charged,
         )
 
@@ -65,7 +70,7 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
             stats.drafted[source, depth], stats.accepted[source, depth] = drafted, accepted
         request.num_cached_tokens = self.num_cached_tokens
         request.slots, request.homes = self.slots, self.homes
-        request.arrived_ms, request.charged = self.arrived_ms, self.charged
+        request.arrived_ms, request.admission, request.charged = self.arrived_ms, self.admission, self.charged
         request.resume(stats, self.logprobs)
         requests.open[request.id] = request
         return request
@@ -97,6 +102,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     num_arrivals: int
     num_queries: int
     num_hits: int
+    num_pages: int
     now: float = 0.0
     """On the clock of the scheduler's targets, if there are any."""
 
@@ -108,8 +114,8 @@ def state_of(scheduler: Scheduler[Request], drafts: DraftIndexes, **known: Any) 
         history=drafts.history().tobytes(),
         tenants=[(tenant, drafts.history(tenant).tobytes()) for tenant in drafts.tenants],
         read_to=drafts.read_to,
-        running=[RequestState.of(request) for request in scheduler.running],
-        waiting=[(place, arrival, RequestState.of(request)) for place, arrival, request in scheduler.waiting],
+        running=[RequestState.of(request, scheduler.placement.tables(request)) for request in scheduler.running],
+        waiting=[(place, arrival, RequestState.of(request, [])) for place, arrival, request in scheduler.waiting],
         shares=scheduler.waiting.shares.state,
         num_arrivals=scheduler.waiting.num_arrivals,
         num_queries=scheduler.num_queries,
@@ -127,7 +133,7 @@ def resume(
     drafts.restore(np.frombuffer(state.history, np.int32), tenants, state.read_to)
     running = [each.restore(requests) for each in state.running]
     queue = [(place, arrival, each.restore(requests)) for place, arrival, each in state.waiting]
-    scheduler.resume(running, queue, state.num_arrivals)
+    scheduler.resume(running, [each.pages for each in state.running], queue, state.num_arrivals)
     scheduler.waiting.shares.resume(state.shares)
     scheduler.num_queries, scheduler.num_hits = state.num_queries, state.num_hits
     if scheduler.limits.targets is not None:

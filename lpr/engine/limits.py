@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
+from lpr.config import PAGE_SIZE
 from lpr.engine.homes import Seen, rate, speedup, yield_of
 
 if TYPE_CHECKING:
@@ -49,9 +50,13 @@ class Schedulable(Protocol):
     homes: list[int]
     """The ranks that serve it, ascending; written by the scheduler."""
     slots: list[int]
-    """Per rank: its slot, -1 where it has none; written by the scheduler."""
+    """Per rank: its place in the batch, -1 where it has none; written by the scheduler."""
+    admission: int
+    """Number of its admission; the last one admitted is preempted first. Written by the scheduler."""
+    num_cached_tokens: int
+    """Tokens whose K/V it found computed when it was admitted, or later by others; written by the scheduler."""
     num_computed_tokens: list[int]
-    """Per rank: leading tokens whose K/V it holds in the request's slot. Read of running requests only; the scheduler
+    """Per rank: leading tokens whose K/V it holds in the request's pages. Read of running requests only; the scheduler
     writes it for ranks that join or leave."""
 
     @property
@@ -127,7 +132,7 @@ class Limits(Generic[R]):
     """How many requests run, on how many ranks, and how many tokens a step computes."""
 
     num_slots: int
-    """Of each rank."""
+    """Most requests that run at once on each rank."""
     num_ranks: int
     prefill_chunk: int
     """Most tokens that a rank spends in a step on pending chains longer than a tree."""
@@ -136,7 +141,7 @@ class Limits(Generic[R]):
     packed: bool
     """True if unequal rows are evaluated without padding. Else a chunk is filled by itself, in turn with decoding."""
     retains: bool = True
-    """True if slots keep the prefixes of finished requests."""
+    """True if requests share the pages of equal prefixes, also of finished ones."""
     most_homes: int = 0
     """Most home ranks of a request; 0: always all ranks."""
     join_chunk: int | None = None
@@ -144,6 +149,12 @@ class Limits(Generic[R]):
     speedup: Callable[[R, int], float] | None = None
     """Factor by which one more rank than so many speeds a request up; None: any rank is worth it."""
     targets: Targets[R] | None = None
+    num_pages: int = 1 << 16
+    """Pages of each rank's KV cache."""
+    page_size: int = PAGE_SIZE
+    """Tokens of a page."""
+    num_ahead: int = 0
+    """Rows behind its tokens that a decoding request needs for a step's tree."""
 
     @property
     def is_elastic(self) -> bool:

@@ -37,7 +37,10 @@ class EngineOptions:
     """Give the same logits, bit for bit, for every shape of a step, in half precision too: a fifth to two fifths slower
     on a CPU. A model that cannot is refused."""
     prefix_reuse: bool = True
-    """Keep the K/V of finished requests for prompts that begin alike, until their slot is needed."""
+    """Share the K/V of prompts that begin alike, also with finished requests until their pages are needed."""
+    kv_memory: float | None = None
+    """Memory for K/V on each device: up to 1 a share of what is free there, above it bytes. Default: 0.9 of a GPU, on a
+    CPU room for max_batch_size sequences of 4096 tokens."""
 
 
 def load_step_times(path: Path) -> StepTimes:

@@ -1,8 +1,8 @@
-"""Placement: which ranks hold which running request, in which slots.
+"""Placement: which ranks hold which running request, in which pages.
 
 A request runs on its *home ranks* (lpr.engine.homes): they hold its K/V and evaluate its trees. A rank that is to
-become one enters the request in a slot and fills its pending chain next to its other work; it is a home rank as soon
-as what it lacks is cheap. Each rank has slots of its own (lpr.engine.slots). Pure, and the same on every rank.
+become one gives the request a slot and fills its pending chain next to its other work; it is a home rank as soon as
+what it lacks is cheap. Each rank has pages of its own (lpr.engine.pages). Pure, and the same on every rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Generic
 
 from lpr.engine.homes import Candidate, choose
 from lpr.engine.limits import Limits, R, Schedulable
-from lpr.engine.slots import RankSlots, SlotMove
+from lpr.engine.pages import Node, PageMove, PagePool, RankPages
 
 REVIEW_EVERY = 16
 """Steps between two reviews of which ranks wide requests are worth."""
@@ -25,7 +25,7 @@ PATIENCE = 2
 
 
 class Placement(Generic[R]):
-    """The running requests, their home ranks, and the slots of all ranks."""
+    """The running requests, their home ranks, and the pages of all ranks."""
 
     def __init__(self, limits: Limits[R]) -> None:
         self.limits = limits
@@ -34,29 +34,54 @@ class Placement(Generic[R]):
         """The home ranks that each running request should have, ascending."""
         self.digest = 0
         """Of every change of a home, a slot or its content, since the ranks began to work together."""
-        self._slots = self._empty_slots()
-        self._moves: list[SlotMove] = []
+        self._pages = self._empty()
+        self._moves: list[PageMove] = []
+        self._num_admitted = 0
         self._until_review = 0
         self._is_final = True
         """True if the home ranks of all requests are the wanted ones."""
 
-    def _empty_slots(self) -> list[RankSlots[R]]:
-        return [RankSlots(rank, self.limits.num_slots, self.limits.retains) for rank in range(self.limits.num_ranks)]
+    def _empty(self) -> list[RankPages[R]]:
+        limits = self.limits
+        return [
+            RankPages(rank, limits.num_slots, PagePool(limits.num_pages, limits.page_size), limits.retains)
+            for rank in range(limits.num_ranks)
+        ]
 
     @property
     def retained(self) -> tuple[int, int]:
-        """Number of slots that retain a prefix, and of the tokens in them; slots as `Limits.capacity` counts them."""
-        found = [slots.retained for slots in (self._slots if self.limits.is_elastic else self._slots[:1])]
+        """Number of pages that no running request holds, and of the tokens in the prefix cache."""
+        found = [pages.retained for pages in self._counted]
         return sum(count for count, _ in found), sum(tokens for _, tokens in found)
 
-    def take_moves(self) -> list[SlotMove]:
+    @property
+    def usage(self) -> float:
+        """Share of the pages that running requests hold, from 0 to 1."""
+        held = [pages.pool.num_held / pages.pool.num_pages for pages in self._counted]
+        return sum(held) / len(held)
+
+    @property
+    def _counted(self) -> list[RankPages[R]]:
+        """The ranks whose pages add up; the others hold the same."""
+        return self._pages if self.limits.is_elastic else self._pages[:1]
+
+    def take_moves(self) -> list[PageMove]:
         """What to do to K/V before the next step, in this order, since the last call."""
         moves, self._moves = self._moves, []
         return moves
 
+    def take_tables(self, rank: int) -> list[tuple[int, list[int]]]:
+        """Slots and pages of a rank's tables that have changed since the last call."""
+        return self._pages[rank].take_changed()
+
+    def tables(self, request: R) -> list[list[int]]:
+        """Per rank, the pages of a running request."""
+        held = zip(self._pages, request.slots, strict=True)
+        return [pages.table(request).pages if slot >= 0 else [] for pages, slot in held]
+
     def is_alone(self, request: R) -> bool:
         """True if no home rank of a request serves another one."""
-        return all(len(self._slots[rank].running) == 1 for rank in request.homes)
+        return all(len(self._pages[rank].running) == 1 for rank in request.homes)
 
     def plan(self, request: R) -> tuple[list[int], list[list[int]]]:
         """The ranks for a request that is to be admitted, and those that the running ones should have then."""
@@ -65,14 +90,14 @@ class Placement(Generic[R]):
         return own, wanted
 
     def admit(self, request: R, own: Sequence[int], wanted: Sequence[list[int]]) -> list[int] | None:
-        """Give a request slots on its planned ranks, once others have left them.
+        """Let a request run on its planned ranks, once others have left them.
 
-        Returns the leading tokens whose K/V each rank holds in the slot; None if no rank has room.
+        Returns the leading tokens whose K/V each rank holds in its pages; None if no rank has room.
         """
         self._want(wanted)
         self.leave()
-        own = [rank for rank in own if self._slots[rank].has_room]
-        if not own:
+        own = [rank for rank in own if self._pages[rank].has_room(request, self.limits.num_ahead)]
+        if not own or (len(own) < self.limits.num_ranks and not self.limits.is_elastic):
             return None
         computed = [0] * self.limits.num_ranks
         for rank in own:
@@ -81,14 +106,16 @@ class Placement(Generic[R]):
         limit = max(min(lacking.values()), self.limits.cheap)
         request.homes = [rank for rank in own if lacking[rank] <= limit]  # the others join when they lack less
         self.running.append(request)
+        self._num_admitted += 1
+        request.admission = self._num_admitted
         self._want([*wanted, own])
         self._sign(*request.homes, -1, *computed)
         return computed
 
     def remove(self, request: R, keep: bool) -> None:
-        """Take its slots from a running request; the last running one takes its place in the list.
+        """Take its slots and pages from a running request; the last running one takes its place in the list.
 
-        With `keep`, the request's tokens and K/V are retained behind the running ones.
+        With `keep`, its tokens and K/V stay in the prefix cache.
         """
         self._give_back(request, keep)
         index, last, wanted = self.running.index(request), self.running.pop(), self.wanted.pop()
@@ -96,14 +123,22 @@ class Placement(Generic[R]):
             self.running[index], self.wanted[index] = last, wanted
         self._until_review = PATIENCE
 
-    def resume(self, running: Sequence[R]) -> None:
-        """Take over the running requests of another rank, in its order; homes and slots are theirs already."""
+    def resume(self, running: Sequence[R], tables: Sequence[Sequence[list[int]]]) -> None:
+        """Take over the running requests of another rank, in its order, and their pages per rank.
+
+        Homes and slots are theirs already.
+        """
         self.running = list(running)
         self.wanted = [list(request.homes) for request in running]
-        for rank, slots in enumerate(self._slots):
-            here = [request for request in running if request.slots[rank] >= 0]
-            slots.running = sorted(here, key=lambda request: request.slots[rank])
+        self._num_admitted = max([request.admission for request in running], default=0)
+        self._resume_pages(tables)
         self._until_review = 0
+
+    def _resume_pages(self, tables: Sequence[Sequence[list[int]]]) -> None:
+        for rank, pages in enumerate(self._pages):
+            here = [index for index, request in enumerate(self.running) if request.slots[rank] >= 0]
+            here.sort(key=lambda index: self.running[index].slots[rank])
+            pages.resume([self.running[index] for index in here], [tables[index][rank] for index in here])
 
     def regroup(self, kept: Sequence[int | None]) -> list[R]:
         """Go on with other ranks: for each, `kept` has its former number, None for a newcomer without any K/V.
@@ -113,13 +148,11 @@ class Placement(Generic[R]):
         """
         self.limits.num_ranks = len(kept)
         self._until_review = self.digest = 0
-        before, self._slots = self._slots, self._empty_slots()
+        before, self._pages = self._pages, self._empty()
         for rank, old in enumerate(kept):
             if old is not None:
-                self._slots[rank] = before[old]
+                self._pages[rank] = before[old]
                 before[old].rank = rank
-        if None in kept:  # a newcomer cannot know what the others retain
-            self.forget()
         for request in self.running:
             request.slots = [-1 if old is None else request.slots[old] for old in kept]
             request.num_computed_tokens = regrouped(request.num_computed_tokens, kept)
@@ -129,12 +162,15 @@ class Placement(Generic[R]):
         self._want([list(request.homes) for request in self.running])
         for request in lost:
             self._give_back(request, True)
+        if None in kept:  # a newcomer knows the tables of running requests, and no other page
+            self._resume_pages([self.tables(request) for request in self.running])
+            self.register()
         return lost
 
     def forget(self) -> None:
-        """Evict all retained prefixes."""
-        for slots in self._slots:
-            slots.forget()
+        """Keep no page that no running request holds."""
+        for pages in self._pages:
+            pages.forget()
 
     def update(self) -> None:
         """Choose home ranks now and then, and let ranks join and leave as soon as that costs little.
@@ -150,7 +186,7 @@ class Placement(Generic[R]):
         self.leave()
         for request, wanted in zip(self.running, self.wanted, strict=True):
             for rank in wanted:
-                if request.slots[rank] < 0 and self._slots[rank].has_room:
+                if request.slots[rank] < 0 and self._pages[rank].has_room(request, self.limits.num_ahead):
                     _count(request, rank, self._enter(request, rank))
             lacking = [len(request.tokens) - 1 - held for held in request.num_computed_tokens]
             able = [rank for rank in wanted if request.slots[rank] >= 0 and lacking[rank] <= self.limits.cheap]
@@ -173,14 +209,14 @@ class Placement(Generic[R]):
         return choose(candidates, limits.num_ranks, limits.most_homes)
 
     def _lacking(self, request: R, rank: int) -> int:
-        return len(request.tokens) - 1 - self._slots[rank].held(request)
+        return len(request.tokens) - 1 - self._pages[rank].held(request)
 
     def _want(self, wanted: Sequence[list[int]]) -> None:
         self.wanted = list(wanted)
         self._is_final = False
 
     def _enter(self, request: R, rank: int) -> int:
-        held, moves = self._slots[rank].enter(request)
+        held, moves = self._pages[rank].enter(request)
         self._moves += moves
         self._sign(rank, request.slots[rank], held)
         return held
@@ -192,15 +228,54 @@ class Placement(Generic[R]):
             for rank in range(self.limits.num_ranks):
                 if request.slots[rank] < 0 or rank in wanted or (rank in request.homes and not is_served):
                     continue
-                self._moves += self._slots[rank].leave(request)
+                self._moves += self._pages[rank].leave(request)
                 _count(request, rank, 0)
                 request.homes = [home for home in request.homes if home != rank]
                 self._sign(rank, *request.homes)
 
     def _give_back(self, request: R, keep: bool) -> None:
-        for rank, slots in enumerate(self._slots):
+        for rank, pages in enumerate(self._pages):
             if request.slots[rank] >= 0:
-                self._moves += slots.leave(request, keep)
+                self._moves += pages.leave(request, keep)
+
+    # Pages.
+
+    def follow(self, request: R) -> int:
+        """Share pages of a request's prompt that others have computed since it was admitted.
+
+        Returns the tokens that no home rank has to compute any more.
+        """
+        lacked = request.num_pending
+        for rank, pages in enumerate(self._pages):
+            if request.slots[rank] >= 0:
+                before = request.num_computed_tokens[rank]
+                now = pages.follow(request, before)
+                if now != before:
+                    _count(request, rank, now)
+                    self._sign(rank, request.slots[rank], now)
+        return lacked - request.num_pending
+
+    def next_pages(self, request: R) -> list[tuple[int, Node, tuple[int, ...]]]:
+        """The pages that ranks fill next of a request: rank, node before, tokens. Two requests need not fill one."""
+        found: list[tuple[int, Node, tuple[int, ...]]] = []
+        for rank, pages in enumerate(self._pages):
+            if request.slots[rank] >= 0 and (key := pages.next_page(request)) is not None:
+                found.append((rank, *key))
+        return found
+
+    def reserve(self, request: R, counts: Sequence[int]) -> bool:
+        """Give a request pages for the first `counts` rows on each rank that has it; False if some rank has too few."""
+        return all(
+            pages.reserve(request, count)
+            for pages, slot, count in zip(self._pages, request.slots, counts, strict=True)
+            if slot >= 0
+        )
+
+    def register(self) -> None:
+        """Let requests share what the last step has computed."""
+        for pages in self._pages:
+            for request in pages.running:
+                pages.register(request)
 
     def _sign(self, *words: int) -> None:
         data = array("q", [*words, len(words)]).tobytes() + self.digest.to_bytes(8, "little")

@@ -74,13 +74,13 @@ def prepare(
     return model, like, costs
 
 
-def longest_sequence(loaded: Loaded, decode: DecodeConfig) -> int:
-    """Longest sequence under `decode`; raises InputError if the model has fewer positions."""
+def longest_sequence(loaded: Loaded, decode: DecodeConfig) -> int | None:
+    """Longest sequence under `decode`, None without a limit; raises InputError if the model has fewer positions."""
     most, reason = loaded.max_positions, loaded.limit_reason
     if decode.max_length is not None and most and decode.max_length > most:
         why = f" ({reason})" if reason else ""
         raise InputError(f"max_length={decode.max_length} exceeds the model's {most} positions{why}")
-    return decode.max_length or min(most or 4096, 4096)
+    return decode.max_length or most
 
 
 def _compiles(model: TreeModel, loaded: Loaded, options: EngineOptions, comm: Comm) -> bool:

@@ -13,17 +13,19 @@ from typing import cast
 
 import msgspec
 
-from lpr.config import DecodeConfig, TreeSizes
+from lpr.config import PAGE_SIZE, DecodeConfig, TreeSizes
 from lpr.core.step_times import StepTimes
-from lpr.dist.comm import Comm, agree, is_driver
+from lpr.dist.comm import Comm, is_driver
 from lpr.dist.errors import MeshChangedError
 from lpr.engine import handover
 from lpr.engine.commands import Command, Configure, Costs, Drain, Learn, TakeIn
 from lpr.engine.drafts import DraftIndexes
 from lpr.engine.exchange import Exchange
 from lpr.engine.hooks import StepHooks
+from lpr.engine.kv_pool import DEFAULT_LENGTH, PoolNeeds, common_size
 from lpr.engine.limits import ANY_NUMBER, SHORTEST_FILL, Limits
 from lpr.engine.options import EngineOptions
+from lpr.engine.pages import PageCopy
 from lpr.engine.prepare import longest_sequence, prepare
 from lpr.engine.request import Outcome, Request
 from lpr.engine.requests import RequestTable
@@ -123,9 +125,11 @@ class Replica:
         """Give free slots to waiting requests; what each running request does in the next step."""
         while (admitted := self.scheduler.admit()) is not None:
             request, computed = admitted
-            request.num_cached_tokens = min(computed[rank] for rank in request.homes)
             request.state = self._new_state(request, computed)
         schedule = self.scheduler.schedule()
+        for request in schedule.preempted:
+            request.collect()
+            request.state = None
         self._move()
         return schedule
 
@@ -166,6 +170,7 @@ class Replica:
         self.advanced += batch
         if batch:
             self.hooks.end_step(batch, outcomes, (request.chunks[-1] for request in batch))
+        self.scheduler.end_step()
         for request in [request for request in batch if request.finish_reason is not None]:
             self._release(request)
             del self.requests.open[request.id]
@@ -183,24 +188,27 @@ class Replica:
         return state
 
     def _release(self, request: Request) -> None:
-        """Learn from a request's output, and take its slot."""
-        assert self.model.cache is not None
+        """Learn from a request's output, and take its pages."""
         if self.sizes.trie_nodes:
             self.drafts.learn_output(request, self.scheduler.running)
-        sound = request.error is None and request.num_output > 0
-        if not sound and (slot := request.slots[self.comm.rank]) >= 0:
-            self.model.cache.clear(slot, 0)  # its K/V may be NaN, which would reach the slot's next request
+        sound = request.error is None and request.num_output > 0  # else its K/V may be NaN
         self.scheduler.finish(request, keep=sound)
         self._move()
         request.state = None
 
     def _move(self) -> None:
-        """Move this rank's K/V as the scheduler has decided."""
-        assert self.model.cache is not None
+        """Bring this rank's cache to what the scheduler has decided: page contents, then block tables."""
+        cache, rank = self.model.cache, self.comm.rank
+        assert cache is not None
         for move in self.scheduler.take_moves():
-            if move.rank == self.comm.rank:
-                copy = self.model.cache.exchange_slots if move.exchange else self.model.cache.move_slot
-                copy(move.source, move.target, move.num_rows)
+            if move.rank != rank:
+                continue
+            if isinstance(move, PageCopy):
+                cache.copy_page(move.source, move.target, move.num_rows)
+            else:
+                cache.clear([move.page])
+        for slot, pages in self.scheduler.placement.take_tables(rank):
+            cache.assign(slot, pages)
 
     # Configuration.
 
@@ -211,7 +219,8 @@ class Replica:
                     self.start_times.times = self.sizer.times
                 times = None
                 if decode.adaptive:
-                    limits = decode.max_nodes, longest_sequence(self.loaded, decode), decode.max_batch_size
+                    longest = longest_sequence(self.loaded, decode) or DEFAULT_LENGTH
+                    limits = decode.max_nodes, min(longest, DEFAULT_LENGTH), decode.max_batch_size
                     times = self.start_times.find(self.model, self.like, *limits)
                 # Sizes are those of the full mesh: lost ranks come back, and meanwhile the budget cuts trees anyway.
                 membership = self.comm.membership
@@ -223,28 +232,48 @@ class Replica:
                 self.adopt_mesh()
 
     def _set_up(
-        self, decode: DecodeConfig, sizes: TreeSizes, times: StepTimes | None, comm: Comm, keep_drafts: bool = False
+        self,
+        decode: DecodeConfig,
+        sizes: TreeSizes,
+        times: StepTimes | None,
+        comm: Comm,
+        keep_drafts: bool = False,
+        num_pages: int | None = None,
     ) -> None:
-        """Make everything whose size `decode` decides; raises InputError on all ranks of `comm` if one has no room."""
-        self.max_length = longest_sequence(self.loaded, decode)
+        """Make everything whose size `decode` decides; raises InputError on all ranks of `comm` if one has no room.
+
+        `num_pages` is that of a mesh that runs already.
+        """
         self.decode, self.sizes = decode, sizes
         if not keep_drafts or self.drafts.capacity_tokens != sizes.trie_capacity:
             self.drafts = DraftIndexes(sizes.trie_capacity)
         most_homes = ANY_NUMBER if decode.home_ranks == "auto" else decode.home_ranks
         how = self.model.packed, self.options.prefix_reuse, most_homes
-        limits = decode.max_batch_size, self.comm.size, decode.prefill_chunk, sizes.num_nodes
-        self.scheduler = Scheduler(Limits(*limits, *how))
         # A mesh that can shrink may leave whole trees to one rank, and must not move its K/V then.
-        fewest = self.comm.size if self.comm.membership is None else 1
-        cache = decode.max_batch_size, self.max_length, sizes.evaluated_capacity(fewest), self.like
-        agree(comm, self.model.shortage(*cache, self.comm.num_sharing))
-        self.model.allocate(*cache)
+        num_ahead = sizes.evaluated_capacity(self.comm.size if self.comm.membership is None else 1)
+        needs = PoolNeeds(
+            decode=decode,
+            kv_memory=self.options.kv_memory,
+            longest=longest_sequence(self.loaded, decode),
+            num_ahead=num_ahead,
+            page_size=PAGE_SIZE,
+            bytes_per_token=self.like.bytes_per_token,
+            free=self.model.free_bytes(self.comm.num_sharing),
+            on_gpu=self.model.device.type == "cuda",
+        )
+        size = common_size(needs, comm) if num_pages is None else needs.size(num_pages)
+        self.max_length = size.max_length
+        num_slots = min(decode.max_batch_size, size.num_pages)
+        limits = num_slots, self.comm.size, decode.prefill_chunk, sizes.num_nodes
+        pages = {"num_pages": size.num_pages, "page_size": PAGE_SIZE, "num_ahead": num_ahead}
+        self.scheduler = Scheduler(Limits(*limits, *how, **pages))
+        self.model.allocate(num_slots, self.max_length, num_ahead, self.like, size.num_pages)
         self._fit_mesh(times)
         self.model.prepare(sizes.num_recycled, show=is_driver(self.comm))
 
     def _fit_mesh(self, times: StepTimes | None) -> None:
         """Make what depends on the number of ranks; `times` decide, None where sizes are fixed."""
-        num_slots, carries_trees = self.decode.max_batch_size, self.decode.carries_trees(self.comm.size)
+        num_slots, carries_trees = self.scheduler.limits.num_slots, self.decode.carries_trees(self.comm.size)
         self.sizer, self._timed = Sizer(self.sizes, times, self.comm, self.start_times.follows), None
         self.exchange = Exchange(self.sizes, num_slots, self.comm, self.model.device, carries_trees)
         if times is not None:
@@ -287,6 +316,7 @@ class Replica:
             follows=self.start_times.follows,
             is_draining=self.is_draining,
             next_id=self.requests.next_id,
+            num_pages=self.scheduler.limits.num_pages,
         )
         membership.meet(msgspec.msgpack.encode(state))
 
@@ -296,9 +326,10 @@ class Replica:
         times = StepTimes.from_json(state.times) if state.times is not None else None
         self.start_times.times, self.start_times.follows = times, state.follows
         self.is_draining, self.requests.next_id = state.is_draining, state.next_id
-        self._set_up(state.decode, state.sizes, times, Comm())  # the others do not meet here
+        self._set_up(state.decode, state.sizes, times, Comm(), num_pages=state.num_pages)  # the others do not meet here
         for request, computed in handover.resume(state, self.scheduler, self.drafts, self.requests):
             request.state = self._new_state(request, computed)
+        self.scheduler.placement.register()
         for tenant, _ in state.tenants:  # that running requests begin to draft here is no use of their indexes
             self.drafts.of(tenant)
 

@@ -93,10 +93,12 @@ class Request:
         self.state: SequenceState | None = None
         """Its decoding state while it runs and so holds a slot."""
         self.slots: list[int] = []
-        """Per rank while it runs: its slot, -1 where it has none."""
+        """Per rank while it runs: its place in the batch, -1 where it has none."""
+        self.admission = 0
+        """Number of its admission."""
         self._homes: list[int] = []
         self.num_cached_tokens = 0
-        """Prompt tokens whose K/V was reused when the request began to run."""
+        """Tokens whose K/V others had computed."""
         self.arrived_ms = 0.0
         """When it came, on the clock of the scheduler's targets."""
         self._stats, self._logprobs = DecodeStats(), list[TokenLogprobs]()
@@ -141,7 +143,7 @@ class Request:
 
     @property
     def num_computed_tokens(self) -> list[int]:
-        """Per rank: leading tokens whose K/V it holds in the request's slot."""
+        """Per rank: leading tokens whose K/V it holds in the request's pages."""
         return self.running.num_computed_tokens
 
     @num_computed_tokens.setter

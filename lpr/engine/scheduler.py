@@ -8,12 +8,12 @@ longer than a tree it is filled piece by piece (chunked prefill); otherwise the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic
 
 from lpr.engine.limits import Limits, R, Schedulable
+from lpr.engine.pages import Node, PageMove
 from lpr.engine.placement import Placement
-from lpr.engine.slots import SlotMove
 from lpr.engine.waiting import Entry, Waiting
 
 MANY = 8
@@ -33,6 +33,8 @@ class Schedule(Generic[R]):
     """They draft, evaluate and accept a tree; in the order of their slots where all ranks serve them."""
     filling: list[Fill[R]]
     """They compute K/V of their pending chains; some of them decode on other ranks."""
+    preempted: list[R] = field(default_factory=list)
+    """They gave their pages to others and wait again."""
 
     @property
     def is_empty(self) -> bool:
@@ -41,12 +43,12 @@ class Schedule(Generic[R]):
 
 
 class Scheduler(Generic[R]):
-    """Waiting and running requests, and the slots of all ranks."""
+    """Waiting and running requests, and the pages of all ranks."""
 
     def __init__(self, limits: Limits[R]) -> None:
         self.limits = limits
         self.waiting: Waiting[R] = Waiting()
-        """Requests without a slot."""
+        """Requests without pages."""
         self.placement = Placement(limits)
         self.num_queries = 0
         """Prompt tokens of admitted requests."""
@@ -56,7 +58,7 @@ class Scheduler(Generic[R]):
 
     @property
     def running(self) -> list[R]:
-        """Requests that hold slots."""
+        """Requests that hold pages."""
         return self.placement.running
 
     @property
@@ -71,20 +73,26 @@ class Scheduler(Generic[R]):
 
     @property
     def retained(self) -> tuple[int, int]:
-        """Number of slots that retain a prefix, and of the tokens in them; slots as `capacity` counts them."""
+        """Number of pages that no running request holds, and of the tokens in the prefix cache."""
         return self.placement.retained
 
-    def take_moves(self) -> list[SlotMove]:
+    def take_moves(self) -> list[PageMove]:
         """What to do to K/V before the next step, in this order, since the last call."""
         return self.placement.take_moves()
 
-    def resume(self, running: Sequence[R], waiting: Sequence[Entry[R]], num_arrivals: int) -> None:
-        """Take over the requests of another rank's scheduler, in its order; homes and slots are theirs already."""
-        self.placement.resume(running)
+    def resume(
+        self,
+        running: Sequence[R],
+        tables: Sequence[Sequence[list[int]]],
+        waiting: Sequence[Entry[R]],
+        num_arrivals: int,
+    ) -> None:
+        """Take over the requests of another rank's scheduler, in its order, and their pages per rank."""
+        self.placement.resume(running, tables)
         self.waiting.resume(waiting, num_arrivals)
 
     def add(self, request: R) -> None:
-        """Let a request wait for a slot."""
+        """Let a request wait."""
         targets = self.limits.targets
         request.arrived_ms = targets.now if targets is not None else 0.0
         self.waiting.add(request)
@@ -94,9 +102,9 @@ class Scheduler(Generic[R]):
         return self.waiting.remove(request)
 
     def admit(self) -> tuple[R, list[int]] | None:
-        """Give slots to the next waiting request, on the ranks that are to serve it; None if no rank has room for it.
+        """Let the next waiting request run, on the ranks that are to serve it; None if no rank has pages for it.
 
-        Returns it and, per rank, the leading tokens whose K/V its slot holds already. Requests of several ranks make
+        Returns it and, per rank, the leading tokens whose K/V it shares with others. Requests of several ranks make
         room for it first. With targets it also waits while others would miss theirs.
         """
         targets = self.limits.targets
@@ -116,8 +124,9 @@ class Scheduler(Generic[R]):
             return None
         self.waiting.remove(request)
         self.waiting.shares.begin(request)
+        request.num_cached_tokens = min(computed[rank] for rank in request.homes)
         self.num_queries += len(request.tokens)
-        self.num_hits += min(computed[rank] for rank in request.homes)
+        self.num_hits += request.num_cached_tokens
         return request, computed
 
     def schedule(self) -> Schedule[R]:
@@ -125,16 +134,27 @@ class Scheduler(Generic[R]):
 
         Chains longer than a tree share `prefill_chunk` tokens of a rank's step, so that the other requests never wait
         for a whole prompt. The last piece of a chain is evaluated together with the first tree, where rows are not
-        padded.
+        padded. A prompt that begins like another waits while that one computes what they share.
         """
         limits = self.limits
         if limits.num_ranks > 1 and self.running:  # idle ranks look for work more or less often
             self.placement.update()
+        for request in self.running:
+            if request.num_pending - 1 > limits.longest_chain:
+                found = self.placement.follow(request)
+                request.num_cached_tokens += found
+                self.num_hits += found
+        preempted = self._reserve()
         room = rooms(self.running, limits)
+        begun = set[tuple[int, Node, tuple[int, ...]]]()
         decoding: list[R] = []
         filling: list[Fill[R]] = []
         for request, wanted in zip(self.running, self.placement.wanted, strict=True):
             counts, most = [0] * limits.num_ranks, limits.prefill_chunk
+            pages = self.placement.next_pages(request) if request.num_pending - 1 > limits.longest_chain else []
+            if not begun.isdisjoint(pages):
+                continue
+            begun.update(pages)
             if request.num_pending - 1 <= limits.longest_chain or (
                 fill(request, request.homes, counts, room, most) == 0
                 and (limits.packed or self.placement.is_alone(request))  # it ends here, and a tree may follow
@@ -147,12 +167,38 @@ class Scheduler(Generic[R]):
                 filling.append((request, counts))
         if filling and not limits.packed:
             schedule, self._filled_last = in_turn(decoding, filling, not self._filled_last)
-            return Schedule(*schedule)
+            return Schedule(*schedule, preempted)
         self._filled_last = bool(filling)
-        return Schedule(decoding, filling)
+        return Schedule(decoding, filling, preempted)
+
+    def _reserve(self) -> list[R]:
+        """Give running requests the pages of the next step, the first admitted first; returns the preempted ones.
+
+        Where pages run out, the last admitted request gives its own back and waits again, before all others.
+        """
+        preempted: list[R] = []
+        order = sorted(self.running, key=lambda request: request.admission)
+        for request in order:
+            while request not in preempted and not self.placement.reserve(request, self._wanted_rows(request)):
+                victim = next(each for each in reversed(order) if each not in preempted)
+                self.placement.remove(victim, keep=True)
+                preempted.append(victim)
+        self.waiting.put_back(preempted[::-1])
+        return preempted
+
+    def _wanted_rows(self, request: R) -> list[int]:
+        """Per rank, the rows of a request after the next step: its tokens and a tree, or as far as it is filled."""
+        limits = self.limits
+        most = limits.prefill_chunk + limits.longest_chain + limits.num_ahead
+        length = len(request.tokens) + limits.num_ahead
+        return [min(length, computed + most) for computed in request.num_computed_tokens]
+
+    def end_step(self) -> None:
+        """Let requests share what the step has computed."""
+        self.placement.register()
 
     def finish(self, request: R, keep: bool = True) -> None:
-        """Take its slots from a running request; with `keep`, its tokens and K/V are retained behind the others."""
+        """Take its pages from a running request; with `keep`, its tokens and K/V stay in the prefix cache."""
         self.waiting.shares.end(request)
         self.placement.remove(request, keep)
 

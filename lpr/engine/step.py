@@ -186,6 +186,5 @@ def commit(model: TreeModel, rows: Sequence[Row], concluded: Sequence[Conclusion
     assert cache is not None
     for row, each in zip(rows, concluded, strict=True):
         if each.has_nan:
-            cache.clear(row.slot, row.num_cached)
-    if moves.shape[1]:
-        cache.move(np.array(cache.first_rows(rows))[moves[0]] + moves[1:])
+            cache.clear_entries(row)
+    cache.commit_moves(rows, moves)

@@ -19,7 +19,7 @@ import torch
 
 from lpr.config import InputError
 from lpr.core.step_times import StepTimes
-from lpr.dist.comm import Comm, agree, is_driver
+from lpr.dist.comm import Comm, is_driver
 from lpr.engine.sizing import measure_step_times
 from lpr.files import replace_file
 from lpr.model.kv_cache import KVCache
@@ -45,7 +45,6 @@ class StartTimes:
         Raises InputError if the model's smallest cache does not fit.
         """
         if self.times is None:
-            agree(self._comm, model.shortage(max_batch_size, max_length, 1, like, self._comm.num_sharing))
             limits = max_nodes, max_length, max_batch_size
             self.path = times_path(model, self._comm, *limits)
             self.times = self._read()

@@ -50,6 +50,8 @@ class Adapter:
         CPU every padded node costs its full arithmetic."""
         self.packed = on_cpu
         """True if unequal rows are laid out without padding; `self_check` takes it back for a model that cannot."""
+        self.reads_tables = True
+        """True if attention that reads bits reads block tables, too; `self_check` takes it back like `packed`."""
         self.accepts_positions = "position_ids" in inspect.signature(type(model).forward).parameters
         self.exact = exact
         self.heights: check.Heights | None = None
@@ -120,8 +122,10 @@ class Adapter:
                 f"exact mode was checked with {self.heights.num_threads} threads and torch has "
                 f"{torch.get_num_threads()} now: set them before the model is loaded"
             )
-        bits = self.reads_bits
-        return build_inputs(rows, cache, self.device, node_bucket, kv_bucket, packed and not bits, bits, self.heights)
+        bits, tables = self.reads_bits, self.reads_tables
+        return build_inputs(
+            rows, cache, self.device, node_bucket, kv_bucket, packed and not bits, bits, self.heights, tables
+        )
 
     @torch.no_grad()
     def forward(self, inputs: StepInputs, cache: KVCache, compiled: bool = False) -> torch.Tensor:

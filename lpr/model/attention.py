@@ -119,15 +119,17 @@ def tree_attention(
     """
     scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux, position_bias)
     step = current_step()
+    if step is not None and step.blocks[0].table is not None:
+        check_passed_on(step, key, value)
+        key, value = (step.cache.of_block(each, step.blocks[0]) for each in (key, value))
     if not isinstance(attention_mask, list):
         given = query, key, value, attention_mask, scoring
         out = _attend(*given) if step is None else _attend_block(step, step.blocks[0], *given)
         return out.transpose(1, 2).contiguous(), None
     assert step is not None and step.cache is not None
-    if position_bias is not None or not step.cache_storages.issuperset(map(_address, (key, value))):
-        # The bias is laid out for one block. Keys that the model computes from the cache's (as MLA does), it would
-        # compute for every row of every slot: padded inputs hand it fewer.
+    if position_bias is not None:  # it is laid out for one block
         raise TypeError("this attention needs padded inputs")
+    check_passed_on(step, key, value)
     packed = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
     for block, mask in zip(step.blocks, attention_mask, strict=True):
         states = block.entries(query), step.cache.of_block(key, block), step.cache.of_block(value, block)
@@ -147,8 +149,17 @@ def _attend_block(
     return in_order.attend(query, key, value, paths, scoring.scale, scoring.softcap, scoring.sinks)
 
 
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+class ComputedKeysError(TypeError):
+    """The model computes keys or values from the cache's, as MLA does."""
+
+
+def check_passed_on(step: StepInputs, *states: Tensor) -> None:
+    """Raise ComputedKeysError if these are not what the cache handed out.
+
+    A model that computes keys from them would do so for every row of the cache: it gets the rows of a block alone.
+    """
+    if not step.came_from_cache(*states):
+        raise ComputedKeysError("this attention needs the rows of a block alone")
 
 
 def _attend(

@@ -83,7 +83,7 @@ class GraphForward(EagerForward):
     def shape_of(self, rows: Sequence[Row], selection: Selection, num_candidates: int) -> StaticShape | None:
         """The shape whose graph evaluates a step; None if it has none."""
         limits = self.cache.num_slots, self.cache.rows_per_slot, self.max_entries
-        how = self.adapter.reads_bits, self._height, self.sampler.part is not None
+        how = self.adapter.reads_bits, self._height, self.sampler.part is not None, self.adapter.reads_tables
         return static_shape(rows, selection, num_candidates, *limits, *how)
 
     def evaluate(self, rows: Sequence[Row], selection: Selection, num_candidates: int) -> torch.Tensor:
@@ -118,6 +118,7 @@ class GraphForward(EagerForward):
     def _place(self, shape: StaticShape, rows: Sequence[Row], selection: Selection) -> None:
         shape.place(self._upload.words(shape.num_words), rows, selection, self.cache)
         self._upload.send(shape.num_words)
+        self.cache.send_tables()
 
     def _graph(self, shape: StaticShape) -> Program | None:
         replay = self._graphs.get(shape)
@@ -149,7 +150,7 @@ class GraphForward(EagerForward):
     @torch.no_grad()
     def _run(self, shape: StaticShape) -> torch.Tensor:
         """The step of `shape` whose words are in place, directly: as high as a replay on another rank of a replica."""
-        inputs, selection = shape.read(self._words)
+        inputs, selection = shape.read(self._words, self.cache)
         if shape.only_logits:
             return self.adapter.forward(inputs, self.cache)
         inputs.in_parts = self.sampler.in_parts(selection)
@@ -160,7 +161,7 @@ class GraphForward(EagerForward):
     def _capture(self, shape: StaticShape, program: Program) -> Program:
         if not self.num_captures:
             with NoWaiting():
-                self.adapter.forward(shape.read(self._words)[0], self.cache)
+                self.adapter.forward(shape.read(self._words, self.cache)[0], self.cache)
             self._check_length(shape)
         self.num_captures += 1
         return self.capturer.capture(program)
@@ -169,7 +170,7 @@ class GraphForward(EagerForward):
         """Raise WaitsError if the forward depends on the cached length, a Python number that a graph would freeze."""
         logits = []
         for length in (0, self.cache.rows_per_slot):
-            inputs, _ = shape.read(self._words)
+            inputs, _ = shape.read(self._words, self.cache)
             inputs.length = length
             logits.append(self.adapter.forward(inputs, self.cache).float())
         span = logits[0].amax() - logits[0].amin()
@@ -195,6 +196,7 @@ class GraphForward(EagerForward):
         """
         self._num_candidates = num_candidates
         rows, num_slots, bits = self.cache.rows_per_slot, self.cache.num_slots, self.adapter.reads_bits
+        tables = bits and self.adapter.reads_tables
         sizes = [size for size in node_buckets(1, self._height) if size <= self.max_entries]
         shapes = []
         if bits:
@@ -209,7 +211,7 @@ class GraphForward(EagerForward):
             short = {min(size, rows) for size in KV_BUCKETS if size <= COMMON_KV}
             shapes = [(1, size, length, 0) for size, length in product(sizes, short) if size <= length]
         return [
-            StaticShape(0, batch, size, length, num_candidates if size > 1 else 0, num_keys, filtered, bits)
+            StaticShape(0, batch, size, length, num_candidates if size > 1 else 0, num_keys, filtered, bits, tables)
             for batch, size, length, num_keys in sorted(shapes, reverse=True)
             for filtered in ((True, False) if num_keys and self.sampler.part is not None else (num_keys > 0,))
         ]

@@ -35,11 +35,12 @@ def build_inputs(
     packed: bool = False,
     tree_bits: bool = False,
     heights: Heights | None = None,
+    tables: bool = True,
 ) -> StepInputs:
     """Lay `rows` out as the tensors of a forward over `cache`: in one block (neighbouring slots, in order), or packed.
 
     T and KV are padded to multiples of `node_bucket` and `kv_bucket`. `tree_bits` asks for a `tree_mask` in place of a
-    dense `visible`; `heights` for products of as many rows as exact mode needs.
+    dense `visible`, and of block tables, if `tables`; `heights` for products of as many rows as exact mode needs.
     """
     node_bucket = lcm(node_bucket, heights.multiple) if heights is not None else node_bucket
     groups = [[row] for row in rows] if packed and not _same_shape(rows, node_bucket, kv_bucket) else [list(rows)]
@@ -51,7 +52,8 @@ def build_inputs(
     for group in groups:
         start = blocks[-1].start + blocks[-1].positions.shape[1] if blocks else 0
         num_entries = round_up(max(fewest, *(each.num_entries for each in group)), node_bucket)
-        entries, block = _build_block(group, cache, device, start, num_entries, kv_bucket, tree_bits, heights is None)
+        how = tree_bits, tree_bits and tables, heights is None
+        entries, block = _build_block(group, cache, device, start, num_entries, kv_bucket, *how)
         parts.append(entries)
         blocks.append(block)
     whole = parts[0] if len(parts) == 1 else torch.cat([part.flatten(1) for part in parts], 1)[:, None]
@@ -69,6 +71,7 @@ def _build_block(
     num_entries: int,
     kv_bucket: int,
     tree_bits: bool,
+    by_table: bool,
     may_skip_mask: bool,
 ) -> tuple[torch.Tensor, Block]:
     """Tokens, positions and cache rows [3, B, T] of a block, and the block."""
@@ -82,14 +85,17 @@ def _build_block(
     without_mask = tree_bits or is_open or is_causal
     if is_open:
         token, _, position = first.entries[:, 0].tolist()
-        array = np.array([token, position, cache.first_rows(group)[0]], np.int64).reshape(3, 1, 1)
+        array = np.array([token, position, cache.write_rows(group, 1)[0, 0]], np.int64).reshape(3, 1, 1)
         arrays = (array, np.arange(num_kv)[None], np.empty((1, 1, 0), bool))
     else:
         arrays = _rectangle(group, cache, num_entries, num_kv, without_mask)
+    written = arrays[0][2]
     entries, kv_positions, visible = (to_device(array, device) for array in arrays)
     block = Block(start, first.slot, num_kv, entries[1], kv_positions, None if without_mask else visible)
-    block.first_row = first.num_cached if is_run else None
+    if is_run and written[0, -1] - written[0, 0] == num_entries - 1:
+        block.first_row = int(written[0, 0])
     block.is_causal = is_causal
+    cache.place_block(block, device, by_table, [row.num_cached + row.num_entries for row in group])
     if tree_bits:
         parents, cached = [row.parents for row in group], [row.num_cached for row in group]
         block.tree_mask = build_mask(parents, cached, entries[1], device)

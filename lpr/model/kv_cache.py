@@ -1,7 +1,7 @@
 """The KV cache as a model's forward, a step's inputs and the runtime see it.
 
 A *row* holds the K and V of one token. A sequence sees its own rows: committed token j is row j, entry i of the running
-step is row `num_cached + i`. Where they lie among the rows of the whole cache, only SlotCache knows.
+step is row `num_cached + i`. Where they lie among the rows of the whole cache, only PagedCache knows.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from transformers.cache_utils import Cache
 
 from lpr.model.step_inputs import Block, Row, current_step
 
-_RESERVE = 0.05
-"""Part of the free memory that is left to the activations of a step."""
-
 
 class KVCache(Cache, ABC):
     """K/V of up to `num_slots` running sequences, each with up to `rows_per_slot` rows."""
 
     num_slots: int
     rows_per_slot: int
-    """Rows of a sequence: its committed tokens, a step's entries, and one spare row that padding is written to."""
+    """Most rows of a sequence: its committed tokens and a step's entries."""
+    page_size: int
+    num_pages: int
 
     def __init__(self) -> None:
         super().__init__(layers=[])  # without transformers' objects per layer
@@ -55,16 +54,32 @@ class KVCache(Cache, ABC):
         return self.rows_per_slot
 
     @abstractmethod
-    def first_rows(self, rows: Sequence[Row]) -> list[int]:
-        """The cache row of the first entry of each row of a step; its other entries follow."""
+    def assign(self, slot: int, pages: Sequence[int]) -> None:
+        """Let the sequence in a slot have these pages, in the order of its rows."""
+
+    @abstractmethod
+    def send_tables(self) -> None:
+        """Bring what `assign` has changed to the device, for captured steps."""
 
     @abstractmethod
     def write_rows(self, rows: Sequence[Row], num_entries: int) -> np.ndarray:
-        """Int64 [B, T]: the cache row of each entry, padded on the left to `num_entries`; padding has a spare row."""
+        """Int64 [B, T]: the cache row of each entry, padded on the left to `num_entries`; padding: a spare row."""
 
     @abstractmethod
     def place(self, words: np.ndarray, rows: Sequence[Row], first_slot: int, batch: int, num_entries: int) -> None:
         """Write the int32 words of a captured step on the host (StaticShape.place), all but its selection."""
+
+    @abstractmethod
+    def place_block(self, block: Block, device: torch.device, by_table: bool, num_used: Sequence[int]) -> None:
+        """Let a block know where the keys of its slots lie, of which attention sees the first `num_used` of each.
+
+        `by_table` if attention reads block tables. No row of another sequence is read, not even with weight 0: it may
+        be NaN.
+        """
+
+    @abstractmethod
+    def place_static(self, block: Block, by_table: bool, num_used: torch.Tensor) -> None:
+        """The same on the device alone, for a captured step; `num_used` is [B]."""
 
     @abstractmethod
     def of_block(self, states: torch.Tensor, block: Block) -> torch.Tensor:
@@ -76,35 +91,38 @@ class KVCache(Cache, ABC):
         """Bytes of one token's K and V in all layers."""
 
     @property
+    @abstractmethod
     def num_bytes(self) -> int:
         """Bytes of the whole cache."""
-        return self.bytes_per_token * self.num_slots * self.rows_per_slot
 
     @abstractmethod
-    def resized(self, num_slots: int, rows_per_slot: int) -> KVCache:
-        """Another cache for the same layers, its memory allocated."""
+    def resized(self, num_slots: int, rows_per_slot: int, num_pages: int | None = None) -> KVCache:
+        """Another cache for the same layers, its memory allocated; without `num_pages` one with room for all rows."""
 
     @abstractmethod
     def move(self, rows: np.ndarray) -> None:
         """Copy the cache rows `rows[0]` to `rows[1]` (int64 [2, n]) in every layer; they may overlap."""
 
+    @abstractmethod
+    def commit_moves(self, rows: Sequence[Row], moves: np.ndarray) -> None:
+        """Move entries of a step's rows, int64 [3, n]: row, entry, and the entry in whose place it belongs."""
+
     def commit(self, row: Row, entries: Sequence[int]) -> None:
         """Keep `entries` of a step's row (indices, in order) as the sequence's next committed tokens."""
-        first = self.first_rows([row])[0]
-        moves = [(first + entry, first + index) for index, entry in enumerate(entries) if entry != index]
-        self.move(np.array(moves, np.int64).reshape(-1, 2).T)
+        moves = [(0, entry, index) for index, entry in enumerate(entries) if entry != index]
+        self.commit_moves([row], np.array(moves, np.int64).reshape(-1, 3).T)
 
     @abstractmethod
-    def clear(self, slot: int, num_cached: int) -> None:
-        """Zero a sequence's rows from `num_cached` on: a NaN changes sums even where its weight is 0."""
+    def clear_entries(self, row: Row) -> None:
+        """Zero what a step has written for a row: a NaN changes sums even where its weight is 0."""
 
     @abstractmethod
-    def exchange_slots(self, first: int, second: int, num_cached: int) -> None:
-        """Exchange the first `num_cached` rows of two slots."""
+    def copy_page(self, source: int, target: int, num_rows: int) -> None:
+        """Copy the first `num_rows` rows of a page to another one."""
 
     @abstractmethod
-    def move_slot(self, source: int, target: int, num_cached: int) -> None:
-        """Copy the first `num_cached` rows of slot `source` over those of slot `target`."""
+    def clear(self, pages: Sequence[int]) -> None:
+        """Zero pages."""
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -119,33 +137,3 @@ def free_bytes(device: torch.device) -> int | None:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return None
-
-
-def cache_shortage(available: int, bytes_per_row: int, num_slots: int, max_length: int, extra_rows: int) -> str | None:
-    """One line on how much of `available` bytes the cache lacks and what would fit, or None if it fits.
-
-    A slot has `max_length` rows for committed tokens and `extra_rows` for a step's tree.
-    """
-    usable = int(available * (1 - _RESERVE))
-    slot_bytes = (max_length + extra_rows) * bytes_per_row
-    needed = num_slots * slot_bytes
-    if needed <= usable:
-        return None
-    missing = (
-        f"the cache of max_batch_size={num_slots} sequences of max_length={max_length} needs {_size(needed)}, and "
-        f"{_size(usable)} are free: {_size(needed - usable)} are missing"
-    )
-    fitting = [f"max_batch_size={usable // slot_bytes}"] if usable >= slot_bytes else []
-    for slots in dict.fromkeys((num_slots, 1)):
-        length = usable // (slots * bytes_per_row) - extra_rows
-        if 2 <= length < max_length:
-            with_slots = "" if slots == num_slots else f"max_batch_size={slots} with "
-            fitting.append(f"{with_slots}max_length={length}")
-            break
-    if not fitting:
-        return f"{missing}; not even one sequence of 2 tokens would fit: use fewer nodes per step or a larger --tp"
-    return f"{missing}; {' or '.join(fitting)} would fit"
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

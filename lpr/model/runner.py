@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from lpr.config import PAGE_SIZE
 from lpr.model.adapter import Adapter, ShareHeights
 from lpr.model.capture import Capturer, CudaCapturer, uncapturable
 from lpr.model.compiled import CompiledForward
 from lpr.model.forward import EagerForward
 from lpr.model.graphs import GraphForward
 from lpr.model.inputs import round_up
-from lpr.model.kv_cache import KVCache, cache_shortage, free_bytes
+from lpr.model.kv_cache import KVCache, free_bytes
 from lpr.model.parallel import VocabularyPart
 from lpr.model.sampling.sampler import Sampler
 from lpr.model.sampling.selection import Selection
@@ -101,26 +102,30 @@ class TreeModel:
         """Let torch.compile fuse what captured steps do between the matrix products; others are not compiled."""
         self.compiled = CompiledForward(self.adapter, backend)
 
-    def shortage(self, num_slots: int, max_length: int, max_nodes: int, like: KVCache, num_sharing: int) -> str | None:
-        """One line if `allocate` with these sizes would run out of memory, which `num_sharing` ranks share, or None."""
+    def free_bytes(self, num_sharing: int) -> int | None:
+        """Bytes for the cache on this rank's device, which `num_sharing` ranks share; None: unknown."""
         free = free_bytes(self.device)
-        if free is None:
-            return None
         # The present cache makes room for the new one.
-        available = free // num_sharing + (self.cache.num_bytes if self.cache is not None else 0)
-        extra_rows = max_nodes + self.adapter.kv_bucket
-        return cache_shortage(available, like.bytes_per_token, num_slots, max_length, extra_rows)
+        return None if free is None else free // num_sharing + (self.cache.num_bytes if self.cache is not None else 0)
 
-    def allocate(self, num_slots: int, max_length: int, max_nodes: int, like: KVCache) -> None:
+    def allocate(
+        self, num_slots: int, max_length: int, max_nodes: int, like: KVCache, num_pages: int | None = None
+    ) -> None:
         """Make the cache, for the layers of `like`: `max_length` committed tokens and a tree of `max_nodes` per slot.
 
-        A cache of that size is kept, with the graphs that hold its addresses.
+        Without `num_pages` each slot has pages for all of them. A cache of that size is kept, with the graphs that hold
+        its addresses.
         """
-        rows = round_up(max_length + max_nodes + 1, self.adapter.kv_bucket)
-        known = self.cache is not None and (self.cache.num_slots, self.cache.rows_per_slot) == (num_slots, rows)
+        rows = round_up(max_length + max_nodes, self.adapter.kv_bucket)
+        size = num_slots, rows, num_pages if num_pages is not None else num_slots * -(-rows // PAGE_SIZE)
+        known = self.cache is not None and size == (
+            self.cache.num_slots,
+            self.cache.rows_per_slot,
+            self.cache.num_pages,
+        )
         if self.forward is None or not known or self.forward.capturer is not self.capturer:
             self.forward = self.cache = None  # first, as there may be no room for two
-            self.cache = like.resized(num_slots, rows)
+            self.cache = like.resized(num_slots, rows, num_pages)
             parts = self.adapter, self.sampler, self.cache, self._hear_replica
             if self.capturer is not None:
                 self.forward = GraphForward(*parts, capturer=self.capturer, model=self.compiled or self.adapter)

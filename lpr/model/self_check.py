@@ -17,13 +17,14 @@ from transformers import PreTrainedModel
 
 from lpr.config import InputError, first_line
 from lpr.model.adapter import Adapter
+from lpr.model.attention import ComputedKeysError
 from lpr.model.exact import BLOCK
 from lpr.model.families import refusal
 from lpr.model.kv_cache import KVCache
+from lpr.model.paged_cache import PagedCache
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.choice import gpu_pick
 from lpr.model.sampling.selection import Selection
-from lpr.model.slot_cache import SlotCache
 from lpr.model.static_inputs import static_shape
 from lpr.model.step_inputs import Row
 
@@ -65,30 +66,33 @@ def check_compiled(runner: TreeModel, like: KVCache) -> None:
     nothing = Selection.build([])
     for start, count in ((0, 12), (12, 1)):
         row = Row.chain(0, start, tokens[start : start + count], count)
-        shape = static_shape([row], nothing, 0, 1, cache.rows_per_slot, count, adapter.reads_bits)
+        how = adapter.reads_bits, 1, False, adapter.reads_tables
+        shape = static_shape([row], nothing, 0, 1, cache.rows_per_slot, count, *how)
         assert shape is not None
         words = torch.zeros(shape.num_words, dtype=torch.int32)
         shape.place(words.numpy(), [row], nothing, cache)
         words = words.to(adapter.device)
         direct, compiled = (
-            each.forward(shape.read(words)[0], cache)[-count:].float() for each in (adapter, runner.compiled)
+            each.forward(shape.read(words, cache)[0], cache)[-count:].float() for each in (adapter, runner.compiled)
         )
         if not (error := _difference(compiled, direct)) <= _TOLERANCE.get(adapter.model.dtype, _HALF_TOLERANCE):
             runner.compiled.give_up(f"compiled logits differ from direct ones by {error:.1e} of their range")
 
 
-def _check(adapter: Adapter) -> SlotCache:
+def _check(adapter: Adapter) -> PagedCache:
     prompt_length = 200 if adapter.reads_bits else 24  # kernels work on blocks of keys: their check takes several
     name = getattr(adapter.config, "model_type", type(adapter.model).__name__)
     if (known := refusal(adapter.model)) is not None:
         raise InputError(f"model type {name!r} cannot run a token tree: {known}")
     tolerance = _TOLERANCE.get(adapter.model.dtype, _HALF_TOLERANCE)
-    cache = SlotCache(1, prompt_length + 32)
+    cache = PagedCache(1, prompt_length + 32)
     if adapter.exact and (why := adapter.why_not_exact()) is not None:
         raise InputError(f"model type {name!r} cannot be exact: {why}")
     if adapter.exact and (differing := _inexact_step(adapter)) is not None:
         raise InputError(f"model type {name!r} cannot be exact: its logits are other bits {differing}")
     try:
+        if adapter.reads_bits:
+            adapter.reads_tables = _passes_keys_on(adapter)
         error = _tree_error(adapter, cache, prompt_length)
         if error <= tolerance:
             alone = _batch_logits(adapter, together=False)
@@ -108,17 +112,26 @@ def _check(adapter: Adapter) -> SlotCache:
     return cache
 
 
+def _passes_keys_on(adapter: Adapter) -> bool:
+    """True if the model hands the cache's keys to attention as they are."""
+    try:
+        adapter.logits([Row.chain(0, 0, [0], 1)], PagedCache(1, 32))
+    except ComputedKeysError:
+        return False
+    return True
+
+
 def _inexact_step(adapter: Adapter) -> str | None:
     """The kind of step in which the logits of a text are other bits than one by one, or None."""
     branch, depth = BLOCK - 3, 6  # the text ends behind a block of exact attention, and the tree branches before it
     text = _random_tokens(adapter, branch + depth, torch.Generator().manual_seed(2))
 
-    def forward(cache: SlotCache, start: int, end: int) -> torch.Tensor:
+    def forward(cache: PagedCache, start: int, end: int) -> torch.Tensor:
         return adapter.logits([Row.chain(0, start, text[start:end], min(depth, end - start))], cache)
 
-    cache = SlotCache(1, 2 * BLOCK)
+    cache = PagedCache(1, 2 * BLOCK)
     whole = forward(cache, 0, branch + depth)
-    cache = SlotCache(1, 2 * BLOCK)
+    cache = PagedCache(1, 2 * BLOCK)
     forward(cache, 0, branch)
     single = torch.cat([forward(cache, at, at + 1) for at in range(branch, branch + depth)])
     if not torch.equal(whole, single):
@@ -133,7 +146,7 @@ def _inexact_step(adapter: Adapter) -> str | None:
     tree = adapter.logits([row], cache)
     if not torch.equal(tree[1::2], single):
         return "in a tree"
-    cache = SlotCache(2, 2 * BLOCK)
+    cache = PagedCache(2, 2 * BLOCK)
     forward(cache, 0, branch)
     other = Row.chain(1, 0, text[:9], 1)
     batch = adapter.logits([row, other], cache)
@@ -151,7 +164,7 @@ def _batch_logits(adapter: Adapter, together: bool, packed: bool = False) -> tor
     """Logits [n, V] of three prompts, then of trees below them: `together`, or each with a cache of its own."""
     shapes = [(9, _PARENTS), (24, _PARENTS[:3]), (17, _PARENTS[:5])]
     generator = torch.Generator().manual_seed(1)
-    caches = [SlotCache(len(shapes), 48)] * len(shapes) if together else [SlotCache(1, 48) for _ in shapes]
+    caches = [PagedCache(len(shapes), 48)] * len(shapes) if together else [PagedCache(1, 48) for _ in shapes]
     steps: tuple[list[Row], list[Row]] = ([], [])
     for index, (length, parents) in enumerate(shapes):
         slot = index if together else 0
@@ -177,7 +190,7 @@ def _probable_cause(model: PreTrainedModel) -> str:
     return "it keeps state or counts cache rows"
 
 
-def _tree_error(adapter: Adapter, cache: SlotCache, prompt_length: int) -> float:
+def _tree_error(adapter: Adapter, cache: PagedCache, prompt_length: int) -> float:
     generator = torch.Generator().manual_seed(0)
 
     text = _random_tokens(adapter, prompt_length, generator)

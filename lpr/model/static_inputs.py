@@ -53,6 +53,8 @@ class StaticShape:
     parts."""
     tree_bits: bool = False
     """True if attention reads the ancestors as bits, in place of a dense mask."""
+    by_table: bool = False
+    """True if it reads block tables, in place of a block's own rows."""
     is_wide: bool = False
     """True if a vocabulary in parts is gathered for a limit that needs the whole of it."""
     only_logits: bool = False
@@ -96,8 +98,8 @@ class StaticShape:
         keys[: selection.num_keys] = given_keys
         words[-prod(self.sizes["selection"]) :] = np.concatenate([placed.reshape(-1), keys])
 
-    def read(self, words: torch.Tensor) -> tuple[StepInputs, Selection]:
-        """The inputs of a forward as functions of `words` on the device alone; all B * T entries have results."""
+    def read(self, words: torch.Tensor, cache: KVCache) -> tuple[StepInputs, Selection]:
+        """The inputs of a forward as functions of `words` and tables on the device; all B * T entries have results."""
         parts = dict(zip(self.sizes, words[: self.num_words].split([*map(prod, self.sizes.values())]), strict=True))
         parts = {name: part.view(self.sizes[name]) for name, part in parts.items()}
         positions = parts["positions"].long()
@@ -108,6 +110,7 @@ class StaticShape:
             first = torch.arange(self.num_kv, device=words.device) == 0
             visible = torch.where(mask.real()[..., None], mask.visible(self.num_kv), first)
             block = Block(0, self.first_slot, self.num_kv, positions, mask.kv_positions(self.num_kv), visible)
+        cache.place_static(block, self.by_table, mask.num_cached + mask.num_entries)
         inputs = StepInputs(
             tokens=parts["tokens"].long(),
             positions=positions,
@@ -132,6 +135,7 @@ def static_shape(
     tree_bits: bool = False,
     height: int = 1,
     in_parts: bool = False,
+    tables: bool = True,
 ) -> StaticShape | None:
     """The smallest shape that holds `rows`, of a multiple of `height` entries a row and at most `max_entries`.
 
@@ -150,7 +154,7 @@ def static_shape(
     num_keys = num_keys if selection.sampled else 0
     sizes = (first, batch, num_entries, kv_bucket, num_candidates)
     filtered = selection.filtered if in_parts else selection.sampled
-    return _known_shape(*sizes, num_keys, filtered, tree_bits, in_parts and selection.is_wide)
+    return _known_shape(*sizes, num_keys, filtered, tree_bits, tree_bits and tables, in_parts and selection.is_wide)
 
 
 @lru_cache(maxsize=1024)

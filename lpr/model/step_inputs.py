@@ -118,7 +118,13 @@ class Block:
     is_causal: bool = False
     """True for a sequence from its first token on, each of which sees itself and those before it."""
     first_row: int | None = None
-    """Row of its sequence that the first entry is written to; None for several rows, or with padding."""
+    """Cache row that the first entry is written to, if the others follow; None for several rows, or with padding."""
+    run: tuple[int, int] | None = None
+    """Cache row of the first key of the first slot, and from slot to slot, if the keys of a slot lie side by side."""
+    kv_rows: torch.Tensor | None = None
+    """[B * KV] int64: the cache rows of the keys, if they do not and attention reads no table."""
+    table: torch.Tensor | None = None
+    """[B, pages] int32: the slots' block tables, for attention that reads them."""
     paths: Paths | None = None
     """The paths of entries, for exact attention on a GPU; filled in by the first layer."""
 
@@ -168,7 +174,7 @@ class StepInputs:
     made_of_masks: dict[int, tuple[torch.Tensor, Any]] = field(default_factory=dict)
     """By the id of a mask: the mask, so that no other tensor gets its id meanwhile, and what was made of it."""
     cache_storages: set[int] = field(default_factory=set)
-    """Addresses of the K/V that the cache handed out, by which packed attention knows that it got them unchanged."""
+    """Storages of the K/V that the cache handed out, by which attention knows that it got them unchanged."""
 
     def once_per_mask(self, mask: torch.Tensor, make: Callable[[], T]) -> T:
         """The value of `make`, called for the first layer only; all layers of a kind share `mask`."""
@@ -188,6 +194,21 @@ class StepInputs:
             return logits[0, logits.shape[1] - sum(self.num_results) :]
         kept = logits.shape[1]
         return torch.cat([logits[i, kept - count :] for i, count in enumerate(self.num_results)])
+
+
+    def hand_out(self, states: torch.Tensor) -> None:
+        """Note K or V of the cache, before the model gets them."""
+        if not torch.compiler.is_compiling():
+            self.cache_storages.add(storage_of(states))
+
+    def came_from_cache(self, *states: torch.Tensor) -> bool:
+        """True if the model passes K and V on as it got them."""
+        return torch.compiler.is_compiling() or self.cache_storages.issuperset(map(storage_of, states))
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """What views of one tensor have in common."""
+    return tensor.untyped_storage()._cdata
 
 
 @contextmanager

@@ -223,7 +223,7 @@ def footprint(facts: ModelFacts, decode: DecodeConfig, mesh: Mesh, max_length: i
         mesh=mesh,
         problem=None,
         weight_bytes=weight_bytes(facts, mesh.tp, element_size),
-        kv_bytes=batch * kv_rows(decode, mesh.lp, max_length) * row_bytes,
+        kv_bytes=(batch * kv_rows(decode, mesh.lp, max_length) + 1) * row_bytes,  # one is spare, for padding
         activation_bytes=activation_bytes(facts, decode, mesh, max_length, element_size),
         step_bytes=read_bytes(facts, mesh.tp, element_size, tokens) + batch * max_length * row_bytes,
         lp=Traffic(1, payload_bytes(decode, mesh.lp)) if mesh.lp > 1 else Traffic(0, 0),

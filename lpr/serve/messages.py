@@ -20,7 +20,7 @@ import msgspec
 from lpr.fleet.counts import DraftCounts
 from lpr.protocol import Abort, Chunk, ProtocolError, Stop, Submit
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Version of these messages. A driver of another version is refused."""
 MAX_MESSAGE = 1 << 30
 """Longest message in bytes. A greater length is noise."""
@@ -70,6 +70,8 @@ class Facts(Message, frozen=True, kw_only=True):
     vocab_size: int
     max_length: int  # longest prompt plus output, in tokens
     max_batch_size: int  # requests that can run at once on these ranks. It changes with the ranks (`Load.num_slots`).
+    page_size: int  # tokens of a page of the KV cache
+    num_pages: int  # of each rank, or of all together where each serves requests of its own
     lp: int
     tp: int
     device: str
@@ -85,13 +87,13 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     """The state of the engine."""
 
     running: list[int] = []  # ids of the requests in slots
-    kv_usage: float = 0.0  # share of the KV cache's positions in use, from 0 to 1
+    kv_usage: float = 0.0  # share of the KV cache's pages that running requests hold, from 0 to 1
     num_steps: int = 0  # steps since the ranks started
     last_step: float = 0.0  # seconds since the last step ended; meaningful while requests run
     num_ranks: int = 0  # ranks at the last gather; 0 before the first
     epoch: int = 0  # how often the ranks have re-formed since they were started
-    num_cached_prefixes: int = 0  # slots that retain the prefix of a finished request
-    num_cached_tokens: int = 0  # tokens of these prefixes
+    num_cached_pages: int = 0  # pages that only the prefix cache holds
+    num_cached_tokens: int = 0  # tokens in the prefix cache
     drafts: DraftCounts | None = None  # counts of draft sharing with other replicas; None if it is off
     num_slots: int = 0  # requests that can run at once on the present ranks; 0 while unknown
 

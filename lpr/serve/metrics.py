@@ -16,8 +16,6 @@ from lpr.serve.jobs import Job
 from lpr.serve.port import Port
 from lpr.serve.service import Service
 
-BLOCK_TOKENS = 16
-"""Block size for routers that count in blocks. lpr itself reuses K/V to the token."""
 _SHORT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _INTER = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 _LONG = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0)
@@ -203,13 +201,12 @@ class _FleetCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """All metrics, as they are now."""
         load = self._service.mesh.load
-        text = "Slots that retain a finished request's prefix."
-        yield self._gauge("lpr:cached_prefixes", text, {(): load.num_cached_prefixes})
-        yield self._gauge("lpr:cached_prefix_tokens", "Tokens of these prefixes.", {(): load.num_cached_tokens})
+        text = "Pages of the KV cache that no running request holds."
+        yield self._gauge("lpr:cached_pages", text, {(): load.num_cached_pages})
+        yield self._gauge("lpr:cached_prefix_tokens", "Tokens in the prefix cache.", {(): load.num_cached_tokens})
         facts = self._service.mesh.facts
         if facts is not None:
-            blocks = facts.max_length * facts.max_batch_size // BLOCK_TOKENS
-            size = {(str(BLOCK_TOKENS), str(blocks)): 1.0}
+            size = {(str(facts.page_size), str(facts.num_pages)): 1.0}
             text = "Size of the KV cache, in the labels."
             yield self._gauge("vllm:cache_config_info", text, size, "block_size", "num_gpu_blocks")
         if load.drafts is not None:

@@ -54,15 +54,24 @@ def _absorb(
 
 
 @triton.jit
+def _rows_of(table_at, column, held, PAGE: tl.constexpr):
+    """The cache rows of some keys of a sequence; without pages, key j is row j."""
+    if PAGE == 0:
+        return column.to(tl.int64)
+    page = tl.load(table_at + column // PAGE, mask=held, other=0).to(tl.int64)
+    return page * PAGE + column % PAGE
+
+
+@triton.jit
 def attend(
-    query_at, key_at, value_at, bits_at, cached_at, entries_at, positions_at, sinks_at, out_at,
+    query_at, key_at, value_at, table_at, bits_at, cached_at, entries_at, positions_at, sinks_at, out_at,
     part_acc_at, part_top_at, part_total_at,
     scale, softcap, window, chunk, num_tokens, num_words, num_q_blocks,
-    query_b, query_h, query_t, key_b, key_h, key_n, value_b, value_h, value_n,
+    query_b, query_h, query_t, key_b, key_h, key_n, value_b, value_h, value_n, table_b,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     NUM_SPLITS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr,
-    HAS_SINKS: tl.constexpr, UPCAST: tl.constexpr,
+    HAS_SINKS: tl.constexpr, UPCAST: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """The share `split` of the keys for one block of query rows of one K/V head."""
     q_block = tl.program_id(0) % num_q_blocks
@@ -109,17 +118,19 @@ def attend(
     top = tl.full([BLOCK_M], NOTHING, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     lane = tl.arange(0, BLOCK_N)
-    key_at += batch * key_b + head * key_h + (lane * key_n)[:, None] + dims[None, :]
-    value_at += batch * value_b + head * value_h + (lane * value_n)[:, None] + dims_v[None, :]
+    key_at += batch * key_b + head * key_h
+    value_at += batch * value_b + head * value_h
+    table_at += batch * table_b
     for block in range(begin, tl.minimum(end, num_committed)):
         column = block * BLOCK_N
         held = column + lane < num_cached
         visible = real[:, None] & held[None, :]
         if HAS_WINDOW or HAS_CHUNK:
             visible = visible & ((column + lane)[None, :] >= lowest[:, None])
-        offset = column.to(tl.int64)
+        row = _rows_of(table_at, column + lane, held, PAGE)
         acc, top, total = _absorb(
-            query, key_at + offset * key_n, value_at + offset * value_n, held, visible, acc, top, total,
+            query, key_at + (row * key_n)[:, None] + dims[None, :],
+            value_at + (row * value_n)[:, None] + dims_v[None, :], held, visible, acc, top, total,
             scale, softcap, D, DV, BLOCK_D, BLOCK_DV, HAS_SOFTCAP, UPCAST,
         )  # fmt: skip
     bits_at += (batch * num_tokens + token) * num_words
@@ -131,9 +142,10 @@ def attend(
         if HAS_WINDOW or HAS_CHUNK:
             held_position = tl.load(positions_at + start + entry + lane, mask=held, other=0).to(tl.int32)
             visible = visible & (held_position[None, :] >= lowest[:, None])
-        offset = (num_cached + entry).to(tl.int64)
+        row = _rows_of(table_at, num_cached + entry + lane, held, PAGE)
         acc, top, total = _absorb(
-            query, key_at + offset * key_n, value_at + offset * value_n, held, visible, acc, top, total,
+            query, key_at + (row * key_n)[:, None] + dims[None, :],
+            value_at + (row * value_n)[:, None] + dims_v[None, :], held, visible, acc, top, total,
             scale, softcap, D, DV, BLOCK_D, BLOCK_DV, HAS_SOFTCAP, UPCAST,
         )  # fmt: skip
 

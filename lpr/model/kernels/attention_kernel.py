@@ -104,8 +104,35 @@ class Rules(NamedTuple):
         return {f"HAS_{name}": each is not None for name, each in given.items()}
 
 
+class Pages(NamedTuple):
+    """Where the keys of each row of a batch lie, if K and V are all rows of a cache, [1, Hk, rows, D(v)]."""
+
+    table: Tensor
+    """[B, pages] int32."""
+    size: int
+    """Rows of a page; 0: K and V are [B, Hk, KV, D(v)] themselves, and `table` is not read."""
+    num_kv: int
+    """KV."""
+
+    @classmethod
+    def none(cls, key: Tensor, mask: TreeMask) -> Pages:
+        """K and V are [B, Hk, KV, D(v)] themselves."""
+        return cls(mask.num_cached[None], 0, key.shape[2])
+
+    def strides(self, states: Tensor) -> tuple[int, int, int]:
+        """Of K or V: from batch row to batch row, from head to head, from row to row."""
+        return (0 if self.size else states.stride(0)), states.stride(1), states.stride(2)
+
+
 def tree_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, *, tiles: Tiles | None = None, **rules: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: TreeMask,
+    pages: Pages | None = None,
+    *,
+    tiles: Tiles | None = None,
+    **rules: Any,
 ) -> Tensor:
     """Attention of `query` [B, Hq, T, D] over `key`, `value` [B, Hk, KV, D(v)] by Rules; returns [B, Hq, T, Dv].
 
@@ -113,10 +140,11 @@ def tree_attention(
     Padding entries return 0. The result's transposition to [B, T, Hq, Dv] is contiguous. K and V may be strided views
     of a cache. Raises InputError for head dimensions above 256 and other dtypes than float32, bfloat16 and float16.
     """
+    pages = pages or Pages.none(key, mask)
     if tiles is not None:
-        return _launch(query, key, value, mask, Rules(**rules), tiles).transpose(1, 2)
+        return _launch(query, key, value, mask, pages, Rules(**rules), tiles).transpose(1, 2)
     parts = mask.bits, mask.num_cached, mask.num_entries, mask.positions
-    return _operator(query, key, value, *parts, *Rules(**rules)).transpose(1, 2)
+    return _operator(query, key, value, *parts, *pages, *Rules(**rules)).transpose(1, 2)
 
 
 @torch.library.custom_op("lpr::tree_attention", mutates_args=())
@@ -128,6 +156,9 @@ def _operator(
     num_cached: Tensor,
     num_entries: Tensor,
     positions: Tensor,
+    table: Tensor,
+    page_size: int,
+    num_kv: int,
     sinks: Tensor | None,
     window: int | None,
     chunk: int | None,
@@ -136,7 +167,8 @@ def _operator(
 ) -> Tensor:
     """The kernel as an operator of torch, [B, T, Hq, Dv]: a compiled forward goes on where it is called."""
     mask = TreeMask(bits, num_cached, num_entries, positions)
-    return _launch(query, key, value, mask, Rules(sinks, window, chunk, softcap, scale))
+    rules = Rules(sinks, window, chunk, softcap, scale)
+    return _launch(query, key, value, mask, Pages(table, page_size, num_kv), rules)
 
 
 @_operator.register_fake
@@ -145,17 +177,17 @@ def _shape_of(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
 
 
 def _launch(
-    query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, rules: Rules, tiles: Tiles | None = None
+    query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, pages: Pages, rules: Rules, tiles: Tiles | None = None
 ) -> Tensor:
     check(query, key, value)
     query, key, value = (each if each.stride(3) == 1 else each.contiguous() for each in (query, key, value))
     batch, num_heads, num_tokens, dim = query.shape
-    num_kv_heads, num_kv, dim_v = key.shape[1], key.shape[2], value.shape[3]
+    num_kv_heads, dim_v = key.shape[1], value.shape[3]
     group = num_heads // num_kv_heads
     num_rows = group * num_tokens
     if tiles is None:
         processors = _num_processors(query.device)
-        tiles = choose_tiles(num_rows, max(dim, dim_v), query.dtype, batch * num_kv_heads, num_kv, processors)
+        tiles = choose_tiles(num_rows, max(dim, dim_v), query.dtype, batch * num_kv_heads, pages.num_kv, processors)
     splits = tiles.num_splits
     num_q_blocks = -(-num_rows // tiles.block_m)
     block_dv = max(16, triton.next_power_of_2(dim_v))
@@ -167,13 +199,14 @@ def _launch(
         parts = [torch.empty(size, dtype=torch.float32, device=out.device) for size in ((*shape, dim_v), shape, shape)]
     with device_of(query):
         attend[(num_q_blocks * splits, num_kv_heads, batch)](
-            query, key, value, mask.bits.contiguous(), mask.num_cached, mask.num_entries,
+            query, key, value, pages.table, mask.bits.contiguous(), mask.num_cached, mask.num_entries,
             mask.positions.contiguous(), sinks, out, *parts, *rules.numbers(dim),
-            num_tokens, mask.bits.shape[2], num_q_blocks, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+            num_tokens, mask.bits.shape[2], num_q_blocks,
+            *query.stride()[:3], *pages.strides(key), *pages.strides(value), pages.table.stride(0),
             NUM_KV_HEADS=num_kv_heads, GROUP=group, D=dim, DV=dim_v, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
             BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK_DV=block_dv, NUM_SPLITS=splits,
             **rules.flags(), HAS_SINKS=rules.sinks is not None, UPCAST=interpreted() and query.dtype == torch.bfloat16,
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+            PAGE=pages.size, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
         if splits > 1:
             combine[(num_rows, num_kv_heads, batch)](

@@ -9,19 +9,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lpr.model.kernels.attention_code import LOG2E, NOTHING, _absorb
+from lpr.model.kernels.attention_code import LOG2E, NOTHING, _absorb, _rows_of
 
 
 @triton.jit
 def attend_exactly(
-    query_at, key_at, value_at, path_at, shared_at, cached_at, entries_at, positions_at,
+    query_at, key_at, value_at, table_at, path_at, shared_at, cached_at, entries_at, positions_at,
     part_acc_at, part_top_at, part_total_at,
     scale, softcap, window, chunk, num_tokens, num_tiles,
-    query_b, query_h, query_t, key_b, key_h, key_n, value_b, value_h, value_n,
+    query_b, query_h, query_t, key_b, key_h, key_n, value_b, value_h, value_n, table_b,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     SPLIT: tl.constexpr, NUM_SPLITS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, UPCAST: tl.constexpr,
+    PAGE: tl.constexpr,
 ):  # fmt: skip
     """The blocks `split * SPLIT` and following for the heads of one group of TOKENS entries of one sequence."""
     tile = tl.program_id(0) % num_tiles
@@ -66,6 +67,7 @@ def attend_exactly(
     lane = tl.arange(0, BLOCK_N)
     key_at += batch * key_b + head * key_h
     value_at += batch * value_b + head * value_h
+    table_at += batch * table_b
     path_at += batch * num_tokens * num_tokens
     for index in range(0, num_common + (end - apart_from) * TOKENS):
         past = index - num_common  # at least 0: a block of one token, `own`
@@ -77,7 +79,7 @@ def attend_exactly(
         step = column - num_cached  # along the path; below 0: a committed token
         is_gathered = held & (step >= 0) & (past + lane * 0 >= 0)
         entry = tl.load(path_at + own * num_tokens + step, mask=is_gathered, other=0)
-        row = tl.where(is_gathered, num_cached + entry, column).to(tl.int64)
+        row = _rows_of(table_at, tl.where(is_gathered, num_cached + entry, column), held, PAGE)
         visible = mine[:, None] & (column[None, :] <= position[:, None]) & (column[None, :] >= lowest[:, None])
         new_acc, new_top, new_total = _absorb(
             query, key_at + (row * key_n)[:, None] + dims[None, :],

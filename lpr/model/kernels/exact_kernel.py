@@ -15,17 +15,20 @@ from torch import Tensor
 
 from lpr.model.exact import BLOCK
 from lpr.model.kernels import device_of
-from lpr.model.kernels.attention_kernel import Rules, check, interpreted
+from lpr.model.kernels.attention_kernel import Pages, Rules, check, interpreted
 from lpr.model.kernels.exact_code import add_splits, attend_exactly
 from lpr.model.tree_mask import Paths, TreeMask
 
+__all__ = ["Pages", "tree_attention"]
 LEAST_ROWS = 16
 """Query rows of a tile: the least that a tensor core takes, as few of them are real in a plain step."""
 SPLIT = 8
 """Blocks of keys that one program takes."""
 
 
-def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, paths: Paths, **given: Any) -> Tensor:
+def tree_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, paths: Paths, pages: Pages | None = None, **given: Any
+) -> Tensor:
     """As `attention_kernel.tree_attention`, with sums in one order whatever the tree.
 
     A running softmax takes BLOCK positions at a time; after SPLIT blocks a new one begins; these are added in order.
@@ -34,7 +37,8 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, pa
     rules = Rules(**given)
     query, key, value = (each if each.stride(3) == 1 else each.contiguous() for each in (query, key, value))
     batch, num_heads, num_tokens, dim = query.shape
-    num_kv_heads, num_kv, dim_v = key.shape[1], key.shape[2], value.shape[3]
+    pages = pages or Pages.none(key, mask)
+    num_kv_heads, num_kv, dim_v = key.shape[1], pages.num_kv, value.shape[3]
     group = num_heads // num_kv_heads
     tokens = max(1, LEAST_ROWS // group)
     num_tiles, num_splits = -(-num_tokens // tokens), -(-num_kv // (BLOCK * SPLIT))
@@ -44,13 +48,14 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, pa
     out = query.new_empty(batch, num_tokens, num_heads, dim_v)
     with device_of(query):
         attend_exactly[(num_tiles * num_splits, num_kv_heads, batch)](
-            query, key, value, paths.entries, paths.num_shared, mask.num_cached, mask.num_entries,
+            query, key, value, pages.table, paths.entries, paths.num_shared, mask.num_cached, mask.num_entries,
             mask.positions.contiguous(), *parts, *rules.numbers(dim), num_tokens, num_tiles,
-            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+            *query.stride()[:3], *pages.strides(key), *pages.strides(value), pages.table.stride(0),
             NUM_KV_HEADS=num_kv_heads, GROUP=group, D=dim, DV=dim_v, TOKENS=tokens,
             BLOCK_M=max(LEAST_ROWS, triton.next_power_of_2(group)), BLOCK_N=BLOCK,
             BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK_DV=block_dv, SPLIT=SPLIT, NUM_SPLITS=num_splits,
-            **rules.flags(), UPCAST=interpreted() and query.dtype == torch.bfloat16, num_warps=4, num_stages=1,
+            **rules.flags(), UPCAST=interpreted() and query.dtype == torch.bfloat16, PAGE=pages.size,
+            num_warps=4, num_stages=1,
         )  # fmt: skip
         add_splits[(-(-num_tokens * group // LEAST_ROWS), num_kv_heads, batch)](
             *parts, rules.sinks if rules.sinks is not None else out, out, num_tokens, num_splits,

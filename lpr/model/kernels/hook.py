@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, masking_uti
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from lpr.config import InputError
-from lpr.model.attention import Mask, additive, tree_attention, tree_mask, visible_nodes
+from lpr.model.attention import Mask, additive, check_passed_on, tree_attention, tree_mask, visible_nodes
 from lpr.model.step_inputs import current_step
 from lpr.model.tree_mask import find_paths
 
@@ -139,6 +139,9 @@ def kernel_attention(name: str) -> Callable[..., tuple[torch.Tensor, None]]:
             block.paths = find_paths(bits)
         rules = {"window": rule.window, "chunk": rule.chunk, "softcap": softcap, "scale": scaling, "sinks": s_aux}
         parts = query, key, value, bits, *([block.paths] if is_exact else [])
+        if block.table is not None:
+            check_passed_on(step, key, value)
+            rules["pages"] = _versions[name].Pages(block.table, step.cache.page_size, block.num_kv)
         return _versions[name].tree_attention(*parts, **rules).transpose(1, 2).contiguous(), None
 
     return attend

@@ -46,6 +46,8 @@ class SimRequest:
     weight: float = 1.0
     charged: float = 0.0
     slots: list[int] = field(default_factory=list)
+    admission: int = 0
+    num_cached_tokens: int = 0
     arrived_ms: float = 0.0
     """On the scheduler's own clock."""
 
@@ -175,4 +177,5 @@ def _step(scheduler: Scheduler[SimRequest], policy: Policy, now: float) -> float
         request.num_computed_tokens = list(map(add, request.num_computed_tokens, counts))
     for request, count in zip(schedule.decoding, emitted, strict=True):
         request.emit(count, now + seconds)
+    scheduler.end_step()
     return seconds

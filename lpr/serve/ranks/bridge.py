@@ -278,15 +278,14 @@ class EngineBridge(StepHooks):
     def _load(self) -> Load:
         engine = self.engine
         running = engine.scheduler.running
-        held = sum(len(request.tokens) for request in running)
         cached = engine.scheduler.retained
         return Load(
             running=[request.id for request in running if isinstance(request.id, int)],
-            kv_usage=held / (engine.max_length * engine.scheduler.capacity),
+            kv_usage=engine.scheduler.placement.usage,
             num_steps=self._num_steps,
             num_ranks=engine.comm.size * engine.comm.tp_size,
             epoch=epoch_of(engine.comm),
-            num_cached_prefixes=cached[0],
+            num_cached_pages=cached[0],
             num_cached_tokens=cached[1],
             drafts=self._drafts.counts if self._drafts is not None else None,
             num_slots=engine.scheduler.capacity,
@@ -309,11 +308,14 @@ def facts_of(engine: Engine, model: str) -> Facts:
     template = getattr(tokenizer, "chat_template", None)
     templates = template if isinstance(template, dict) else {"default": template} if template else {}
     special = {name: getattr(tokenizer, name, None) for name in _SPECIAL}
+    limits = engine.scheduler.limits
     return Facts(
         model=model,
         vocab_size=engine.model.vocab_size,
         max_length=engine.max_length,
         max_batch_size=engine.scheduler.capacity,
+        page_size=limits.page_size,
+        num_pages=limits.num_pages * (limits.num_ranks if limits.is_elastic else 1),
         lp=engine.comm.size,
         tp=engine.comm.tp_size,
         device=str(engine.model.device),

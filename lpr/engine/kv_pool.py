@@ -1,0 +1,96 @@
+"""The size of the KV cache: how many pages each rank has, and how long a sequence may be in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lpr.config import DecodeConfig, InputError
+from lpr.dist.comm import Comm, agree, is_alone
+
+DEFAULT_LENGTH = 4096
+"""Tokens of each of `max_batch_size` sequences for which there is room where nothing else is said."""
+GPU_SHARE = 0.9
+"""Share of a GPU's free memory that the cache takes where nothing else is said."""
+CPU_SHARE = 0.5
+"""The most of a CPU's free memory that it takes then."""
+ROUNDED = 256
+"""Sizes are rounded up to so many tokens, so that a change of tree sizes seldom makes another cache."""
+RESERVE = 0.05
+"""Part of the free memory that is left to the activations of a step."""
+
+
+@dataclass(frozen=True)
+class PoolSize:
+    """Pages of a rank, and the longest sequence."""
+
+    num_pages: int
+    max_length: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolNeeds:
+    """What decides the size of the pool."""
+
+    decode: DecodeConfig
+    kv_memory: float | None
+    """As EngineOptions.kv_memory."""
+    longest: int | None
+    """Positions that the model has or `decode.max_length` allows; None: no limit is known."""
+    num_ahead: int
+    """Rows of a step's tree, for each decoding sequence."""
+    page_size: int
+    bytes_per_token: int
+    free: int | None
+    """Free bytes of the rank's device, the present cache included; None: unknown."""
+    on_gpu: bool = False
+
+    def num_pages(self) -> int:
+        """Pages that this rank has room for; raises InputError."""
+        usable = None if self.free is None else int(self.free * (1 - RESERVE)) // self.bytes_per_token
+        if self.decode.kv_tokens is not None:
+            tokens = self.decode.kv_tokens
+            if usable is not None and tokens > usable:
+                needs, has = (_size(count * self.bytes_per_token) for count in (tokens, usable))
+                free = f"{has} are free, for {usable} tokens"
+                raise InputError(f"the K/V of kv_tokens={tokens} needs {needs}, and {free}")
+            return -(-tokens // self.page_size)
+        share = self.kv_memory if self.kv_memory is not None else GPU_SHARE if self.on_gpu else None
+        if share is not None and share > 1:
+            tokens = int(share) // self.bytes_per_token
+        elif share is not None and usable is not None:
+            tokens = int(share * usable)
+        else:
+            length = self.decode.max_length or min(self.longest or DEFAULT_LENGTH, DEFAULT_LENGTH)
+            tokens = self.decode.max_batch_size * -(-(length + self.num_ahead) // ROUNDED) * ROUNDED
+            tokens = tokens if usable is None else min(tokens, int(usable * CPU_SHARE))
+        return (tokens if usable is None else min(tokens, usable)) // self.page_size
+
+    def size(self, num_pages: int) -> PoolSize:
+        """The size with that many pages; raises InputError if they hold no sequence."""
+        room = num_pages * self.page_size - self.num_ahead
+        length = self.decode.max_length or 2
+        if room < length:
+            held, needs = room + self.num_ahead, length + self.num_ahead
+            what = f"one sequence of {length} tokens and a tree of {self.num_ahead} nodes need {needs}"
+            size = _size(held * self.bytes_per_token)
+            raise InputError(f"there is K/V for {held} tokens ({size}), and {what}")
+        return PoolSize(num_pages, min(room, self.longest or room))
+
+
+def common_size(needs: PoolNeeds, comm: Comm) -> PoolSize:
+    """The size that all ranks of `comm` have room for; raises the same InputError on all of them."""
+    failure, pages = None, 0
+    try:
+        pages = needs.num_pages()
+    except InputError as error:
+        failure = str(error)
+    agree(comm, failure)
+    if not is_alone(comm):
+        pages = int(comm.gather(torch.tensor([pages], dtype=torch.int32)).min())
+    return needs.size(pages)
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,264 @@
+"""A KV cache in pages: a sequence's rows lie in the pages of its block table (PagedAttention, Kwon et al. 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lpr.config import PAGE_SIZE
+from lpr.model.kv_cache import KVCache
+from lpr.model.step_inputs import Block, Row, StepInputs, current_step
+from lpr.model.transfer import to_device
+from lpr.native import place_rows
+
+Pair = tuple[Tensor, Tensor]
+
+
+class PagedCache(KVCache):
+    """K/V in pages of `page_size` rows: page p has the cache rows from `p * page_size` on; the last row is spare.
+
+    Row j of the sequence in slot s is row `j % page_size` of page `tables[s, j // page_size]`. Layers with equal shapes
+    share one tensor [layers, rows, heads, dim] for their keys and one for their values, so a commit is one gather and
+    one scatter of each for all of them. Sliding layers keep all rows, since a rolling buffer cannot take a rejected
+    branch back; their mask hides what slid out of the window.
+    """
+
+    def __init__(
+        self, num_slots: int, rows_per_slot: int, num_pages: int | None = None, page_size: int = PAGE_SIZE
+    ) -> None:
+        """An empty cache; the first forward shows the layers' shapes and makes the tensors.
+
+        Without `num_pages` each slot has pages of its own for all its rows, and needs no `assign`.
+        """
+        super().__init__()
+        self.num_slots, self.rows_per_slot, self.page_size = num_slots, rows_per_slot, page_size
+        per_slot = -(-rows_per_slot // page_size)
+        self.num_pages = num_slots * per_slot if num_pages is None else num_pages
+        self.tables = np.zeros((num_slots, per_slot), np.int32)
+        """The block table of each slot, on the host."""
+        self.run_rows = np.zeros(num_slots, np.int64)
+        """Per slot, its leading rows that lie side by side."""
+        if num_pages is None:
+            self.tables[:] = np.arange(self.num_pages).reshape(num_slots, per_slot)
+            self.run_rows[:] = per_slot * page_size
+        self.layer_tensors: dict[int, Pair] = {}
+        """Per layer its keys and values, [rows, heads, dim] each."""
+        self._pools: list[Tensor] = []
+        self._flat: dict[int, tuple[tuple[Tensor, int], tuple[Tensor, int]]] = {}
+        """All rows [layers * rows, heads, dim] of what holds a layer's keys and values, and where the layer's begin."""
+        self._device_tables: Tensor | None = None
+        self._changed: list[np.ndarray] = []
+        """Places among all tables that `device_tables` lacks."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all pages, and the spare row behind them, which padding is written to."""
+        return self.num_pages * self.page_size + 1
+
+    def resized(self, num_slots: int, rows_per_slot: int, num_pages: int | None = None) -> PagedCache:
+        """As KVCache.resized."""
+        made = PagedCache(num_slots, rows_per_slot, num_pages, self.page_size)
+        groups: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
+        for layer, pair in self.layer_tensors.items():
+            for side, tensor in enumerate(pair):
+                groups.setdefault((side, tensor.shape[1:], tensor.dtype, tensor.device), []).append((layer, side))
+        places: dict[tuple[int, int], tuple[Tensor, int]] = {}
+        rows = made.num_rows
+        for (_, shape, dtype, device), members in groups.items():
+            flat = torch.zeros((len(members) * rows, *shape), dtype=dtype, device=device)
+            made._pools.append(flat.unflatten(0, (len(members), rows)))
+            places.update({member: (flat, index * rows) for index, member in enumerate(members)})
+        for layer in self.layer_tensors:
+            made._flat[layer] = (places[layer, 0], places[layer, 1])
+            keys, values = (flat[start : start + rows] for flat, start in made._flat[layer])
+            made.layer_tensors[layer] = (keys, values)
+            if keys.device.type != "cpu":
+                made.device_tables(keys.device)  # now, and not while a step is captured
+        return made
+
+    def _add_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        pair = tuple(new.new_zeros(self.num_rows, new.shape[1], new.shape[3]) for new in (keys, values))
+        self.layer_tensors[layer] = (pair[0], pair[1])
+        self._pools.extend(side[None] for side in pair)
+
+    # Block tables.
+
+    def assign(self, slot: int, pages: Sequence[int]) -> None:
+        """Let a slot have these pages; those that it has already in the same places cost nothing."""
+        new = np.asarray(pages, np.int32)
+        table = self.tables[slot]
+        different = np.nonzero(table[: len(new)] != new)[0]
+        if len(different):
+            first, last = int(different[0]), int(different[-1]) + 1
+            table[first:last] = new[first:last]
+            if self._device_tables is not None:
+                self._changed.append(np.arange(first, last) + slot * len(table))
+        breaks = np.nonzero(np.diff(new) != 1)[0]
+        self.run_rows[slot] = (int(breaks[0]) + 1 if len(breaks) else len(new)) * self.page_size
+
+    def send_tables(self) -> None:
+        """As KVCache.send_tables."""
+        if self._device_tables is not None:
+            self.device_tables(self._device_tables.device)
+
+    def device_tables(self, device: torch.device) -> Tensor:
+        """Int32 [slots, pages]: the block tables on a device, with all changes; always the same tensor."""
+        if self._device_tables is None:
+            self._device_tables = to_device(self.tables.copy(), device)
+        elif self._changed:
+            places = np.unique(np.concatenate(self._changed))
+            words = np.stack([places, self.tables.reshape(-1)[places]])
+            target, pages = to_device(words, device)
+            self._device_tables.view(-1).index_copy_(0, target, pages.to(torch.int32))
+            self._changed.clear()
+        return self._device_tables
+
+    def cache_rows(self, slots: np.ndarray | Sequence[int], places: np.ndarray) -> np.ndarray:
+        """The cache rows of rows `places` of the sequences in `slots`, int64, of both shapes broadcast."""
+        pages = self.tables[np.asarray(slots), places // self.page_size].astype(np.int64)
+        return pages * self.page_size + places % self.page_size
+
+    def run(self, first_slot: int, batch: int, num_kv: int) -> tuple[int, int] | None:
+        """Where the first `num_kv` rows of neighbouring slots begin, and how far apart; None if they are not runs."""
+        slots = slice(first_slot, first_slot + batch)
+        if self.run_rows[slots].min() < num_kv:
+            return None
+        starts = self.tables[slots, 0].astype(np.int64) * self.page_size
+        steps = np.diff(starts)
+        if batch > 1 and (steps[0] < 0 or (steps != steps[0]).any()):
+            return None
+        return int(starts[0]), int(steps[0]) if batch > 1 else 0
+
+    # A forward.
+
+    def place_block(self, block: Block, device: torch.device, by_table: bool, num_used: Sequence[int]) -> None:
+        """As KVCache.place_block."""
+        slots = slice(block.first_slot, block.first_slot + len(block.positions))
+        if by_table:
+            block.table = self.device_tables(device)[slots]
+            return
+        block.run = self.run(block.first_slot, len(block.positions), block.num_kv)
+        if block.run is None:
+            last = np.maximum(1, np.asarray(num_used))[:, None] - 1
+            found = self.cache_rows(np.arange(self.num_slots)[slots, None], np.arange(block.num_kv).clip(max=last))
+            block.kv_rows = to_device(found.reshape(-1), device)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Pair:
+        """As KVCache.update; where blocks are read by tables or packed, all rows of the cache, [1, H, rows, D]."""
+        step = current_step()
+        assert step is not None, "a KVCache works only inside step_scope"
+        if layer_idx not in self.layer_tensors:
+            self._add_layer(layer_idx, key_states, value_states)
+        states, block = (key_states, value_states), step.blocks[0]
+        if torch.compiler.is_compiling() and layer_idx in self._flat:
+            return self._update_compiled(step, layer_idx, states)
+        views = []
+        for side, new in zip(self.layer_tensors[layer_idx], states, strict=True):
+            if block.first_row is not None and not step.packed:  # the entries lie side by side
+                side.narrow(0, block.first_row, new.shape[2]).copy_(new[0].transpose(0, 1))
+            else:
+                side.index_copy_(0, step.write_rows, new.transpose(1, 2).flatten(0, 1))
+            step.hand_out(side)
+            whole = side.transpose(0, 1)[None]
+            views.append(whole if step.packed or block.table is not None else self.of_block(whole, block))
+        return views[0], views[1]
+
+    def _update_compiled(self, step: StepInputs, layer: int, states: Pair) -> Pair:
+        """As `update`, of whole tensors, as a compiler would copy all memory that views share around each write."""
+        block, views = step.blocks[0], []
+        for (flat, start), new in zip(self._flat[layer], states, strict=True):
+            flat.index_copy_(0, step.write_rows + start, new.transpose(1, 2).flatten(0, 1))
+            whole = flat.narrow(0, start, self.num_rows).transpose(0, 1)[None]
+            views.append(whole if block.table is not None else self.of_block(whole, block))
+        return views[0], views[1]
+
+    def of_block(self, states: Tensor, block: Block) -> Tensor:
+        """As KVCache.of_block, of all rows [1, H, rows, D]."""
+        batch, rows = len(block.positions), states[0]
+        if block.run is None:
+            if block.kv_rows is None:  # attention by tables does not know the model's mask or bias
+                assert block.tree_mask is not None
+                self.place_static(block, False, block.tree_mask.num_cached + block.tree_mask.num_entries)
+            assert block.kv_rows is not None
+            return rows.index_select(1, block.kv_rows).unflatten(1, (batch, -1)).transpose(0, 1)
+        first, step = block.run
+        if batch == 1:
+            return rows.narrow(1, first, block.num_kv)[None]
+        heads, width, dim = rows.stride()
+        sizes, strides = (batch, len(rows), block.num_kv, rows.shape[2]), (step * width, heads, width, dim)
+        return rows.as_strided(sizes, strides, rows.storage_offset() + first * width)
+
+    def write_rows(self, rows: Sequence[Row], num_entries: int) -> np.ndarray:
+        """As KVCache.write_rows."""
+        found = np.full((len(rows), num_entries), self.num_rows - 1, np.int64)
+        for places, row in zip(found, rows, strict=True):
+            if row.num_entries:
+                wanted = np.arange(row.num_cached, row.num_cached + row.num_entries)
+                places[num_entries - row.num_entries :] = self.cache_rows(row.slot, wanted)
+        return found
+
+    def place(self, words: np.ndarray, rows: Sequence[Row], first_slot: int, batch: int, num_entries: int) -> None:
+        """As KVCache.place."""
+        tables, spare = self.tables[first_slot : first_slot + batch], self.num_rows - 1
+        cached, entries = [row.num_cached for row in rows], [row.entries for row in rows]
+        place_rows(words, batch, num_entries, tables, self.page_size, spare, cached, entries)
+
+    def place_static(self, block: Block, by_table: bool, num_used: Tensor) -> None:
+        """As KVCache.place_static."""
+        size, device = self.page_size, block.positions.device
+        table = self.device_tables(device)[block.first_slot : block.first_slot + len(block.positions)]
+        if by_table:
+            block.table = table
+        else:
+            last = num_used.long().clamp(min=1)[:, None] - 1
+            places = torch.arange(block.num_kv, device=device).clamp(max=last)
+            block.kv_rows = (table.gather(1, places // size).long() * size + places % size).reshape(-1)
+
+    # Between forwards.
+
+    @property
+    def bytes_per_token(self) -> int:
+        """As KVCache.bytes_per_token."""
+        sides = [side for pair in self.layer_tensors.values() for side in pair]
+        return sum(side[0].numel() * side.element_size() for side in sides)
+
+    @property
+    def num_bytes(self) -> int:
+        """As KVCache.num_bytes."""
+        return self.bytes_per_token * self.num_rows
+
+    def commit_moves(self, rows: Sequence[Row], moves: np.ndarray) -> None:
+        """As KVCache.commit_moves."""
+        if not moves.shape[1]:
+            return
+        slots, cached = np.array([(row.slot, row.num_cached) for row in rows], np.int64).T
+        self.move(self.cache_rows(slots[moves[0]], cached[moves[0]] + moves[1:]))
+
+    def move(self, rows: np.ndarray) -> None:
+        """As KVCache.move."""
+        if not rows.shape[1]:
+            return
+        source, target = to_device(rows, self._pools[0].device)
+        for pool in self._pools:
+            pool.index_copy_(1, target, pool.index_select(1, source))
+
+    def clear_entries(self, row: Row) -> None:
+        """As KVCache.clear_entries."""
+        for pool in self._pools:
+            pool[:, to_device(self.write_rows([row], row.num_entries)[0], pool.device)] = 0
+
+    def copy_page(self, source: int, target: int, num_rows: int) -> None:
+        """As KVCache.copy_page."""
+        first, last = source * self.page_size, target * self.page_size
+        for pool in self._pools:
+            pool[:, last : last + num_rows] = pool[:, first : first + num_rows]
+
+    def clear(self, pages: Sequence[int]) -> None:
+        """As KVCache.clear."""
+        for page in pages:
+            for pool in self._pools:
+                pool[:, page * self.page_size : (page + 1) * self.page_size].zero_()

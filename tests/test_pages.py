@@ -1,0 +1,246 @@
+"""The pages of a rank: property tests of tables, shares and counts against a plain dictionary, and mutants."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lpr.engine import pages
+from lpr.engine.pages import Node, PagePool, RankPages
+
+SIZE = 4
+
+
+@dataclass(eq=False)
+class Request:
+    tokens: list[int]
+    tenant: str = ""
+    slots: list[int] = field(default_factory=lambda: [-1])
+    num_computed_tokens: list[int] = field(default_factory=lambda: [0])
+
+
+class Model:
+    """K/V as a dictionary: per page and place, the tokens up to there whose K/V it holds."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.pool = PagePool(num_pages, SIZE)
+        self.pages: RankPages[Any] = RankPages(0, 4, self.pool)
+        self.rows: dict[tuple[int, int], tuple[str, tuple[int, ...]]] = {}
+        self.num_hits = 0
+
+    def enter(self, request: Request) -> bool:
+        if not self.pages.has_room(request, 2):
+            return False
+        held = self.pages.held(request)
+        computed, copies = self.pages.enter(request)
+        assert computed <= held < len(request.tokens)
+        for copy in copies:
+            for place in range(copy.num_rows):
+                self.rows[copy.target, place] = self.rows[copy.source, place]
+        request.num_computed_tokens = [computed]
+        self.num_hits += computed
+        self.check()
+        return True
+
+    def compute(self, request: Request, count: int) -> None:
+        """Compute K/V of the next tokens of a request, and of two nodes behind them that are rejected."""
+        request.num_computed_tokens = [self.pages.follow(request, request.num_computed_tokens[0])]
+        first = request.num_computed_tokens[0]
+        last = min(first + count, len(request.tokens))
+        if not self.pages.reserve(request, last + 2):
+            return
+        table = self.pages.table(request)
+        shared = {node.page for node in table.nodes}
+        for position in range(first, last + 2):
+            page = table.pages[position // SIZE]
+            assert page not in shared, "a shared page is written to"
+            tokens = tuple(request.tokens[: position + 1]) if position < last else (-1,)
+            self.rows[page, position % SIZE] = request.tenant, tokens
+        request.num_computed_tokens = [last]
+        self.pages.register(request)
+        self.check()
+
+    def check(self) -> None:
+        """Every computed token of every running request is where its table says; pages are counted right."""
+        tables = [self.pages.table(request) for request in self.pages.running]
+        for request, table in zip(self.pages.running, tables, strict=True):
+            for position in range(request.num_computed_tokens[0]):
+                found = self.rows[table.pages[position // SIZE], position % SIZE]
+                assert found == (request.tenant, tuple(request.tokens[: position + 1]))
+        users: dict[int, int] = {}
+        for table in tables:
+            assert [node.page for node in table.nodes] == table.pages[: len(table.nodes)]
+            for page in table.pages:
+                users[page] = users.get(page, 0) + 1
+        known = {node.page: node for table in tables for node in table.nodes}
+        for page, count in users.items():
+            assert count == (known[page].num_users if page in known else 1)
+        assert len(users) == self.pool.num_held
+        cached = [node.page for root in self.pool.roots for node in below(root)]
+        assert len(set(cached)) == len(cached)
+        assert len(set(cached) - set(users)) == self.pool.num_cached_pages
+        assert self.pool.num_cached_tokens == sum(len(n.tokens) for root in self.pool.roots for n in below(root))
+
+
+def below(node: Node) -> list[Node]:
+    return [each for child in node.children.values() for each in (child, *below(child))]
+
+
+Steps = st.lists(
+    st.tuples(
+        st.sampled_from(["enter", "compute", "finish", "fail", "grow", "forget"]),
+        st.integers(0, 7),
+        st.lists(st.integers(0, 1), min_size=1, max_size=14),
+        st.sampled_from(["", "other"]),
+    ),
+    max_size=60,
+)
+
+
+def run(steps: list[tuple[str, int, list[int], str]], num_pages: int) -> int:
+    model = Model(num_pages)
+    for what, number, tokens, tenant in steps:
+        running = model.pages.running
+        if what == "enter":
+            model.enter(Request([*tokens[:2] * 3, *tokens], tenant))
+        elif what == "forget":
+            model.pages.forget()
+        elif running:
+            request = running[number % len(running)]
+            if what == "compute":
+                model.compute(request, number + 1)
+            elif what == "grow" and request.num_computed_tokens[0] == len(request.tokens):
+                request.tokens += tokens[:3]
+            elif what in ("finish", "fail"):
+                model.pages.leave(request, keep=what == "finish")
+                assert request.slots == [-1]
+        model.check()
+    for request in list(model.pages.running):
+        model.pages.leave(request)
+    model.check()
+    assert model.pool.num_held == 0
+    model.pages.forget()
+    assert model.pool.num_cached_pages == model.pool.num_cached_tokens == 0
+    return model.num_hits
+
+
+@settings(max_examples=400, deadline=None)
+@given(Steps, st.integers(6, 24))
+def test_tables_against_a_dictionary(steps: list[tuple[str, int, list[int], str]], num_pages: int) -> None:
+    run(steps, num_pages)
+
+
+def random_runs(seed: int = 0, count: int = 300) -> int:
+    dice = Random(seed)
+    hits = 0
+    for _ in range(count):
+        steps = [
+            (
+                dice.choice(["enter", "compute", "compute", "finish", "fail", "grow", "forget", "enter"]),
+                dice.randrange(8),
+                [dice.randrange(2) for _ in range(dice.randrange(1, 15))],
+                dice.choice(["", "", "other"]),
+            )
+            for _ in range(60)
+        ]
+        hits += run(steps, dice.randrange(6, 24))
+    return hits
+
+
+def test_prefixes_are_found() -> None:
+    assert random_runs() > 1000
+
+
+def freed_while_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def release(self: PagePool, nodes: list[Node]) -> None:
+        for node in nodes:
+            self.num_held -= 1
+            node.num_users = 1
+        right(self, nodes)
+        self.num_held += len(nodes)
+
+    right = PagePool.release
+    monkeypatch.setattr(PagePool, "release", release)
+
+
+def a_page_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = PagePool.match
+    monkeypatch.setattr(PagePool, "match", lambda self, root, tokens, most: right(self, root, tokens, most + SIZE))
+
+
+def a_row_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = pages.num_equal
+    monkeypatch.setattr(pages, "num_equal", lambda first, second: min(right(first, second) + 1, len(first)))
+
+
+def another_tenants_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = PagePool.root
+    monkeypatch.setattr(PagePool, "root", lambda self, tenant: right(self, ""))
+
+
+def registers_what_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = RankPages.register
+
+    def register(self: RankPages[Any], request: Request) -> None:
+        count = request.num_computed_tokens[0]
+        request.num_computed_tokens[0] = min(len(self.table(request).pages) * SIZE, len(request.tokens))
+        right(self, request)
+        request.num_computed_tokens[0] = count
+
+    monkeypatch.setattr(RankPages, "register", register)
+
+
+def evicts_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Node, "is_unused", property(lambda self: not self.children and self.parent is not None))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        freed_while_shared,
+        a_page_too_long,
+        a_row_too_long,
+        another_tenants_page,
+        registers_what_is_not_computed,
+        evicts_what_is_held,
+    ],
+)
+def test_mutants(monkeypatch: pytest.MonkeyPatch, fault: Any) -> None:
+    fault(monkeypatch)
+    with pytest.raises((AssertionError, KeyError, IndexError)):
+        random_runs(1)
+
+
+def test_the_least_recently_used_page_goes_first() -> None:
+    model = Model(6)
+    first, second = Request(list(range(9))), Request(list(range(10, 19)))
+    for request in (first, second):
+        model.enter(request)
+        model.compute(request, 9)
+        model.pages.leave(request)
+    again = Request(list(range(9)))
+    model.enter(again)  # the first is used once more
+    assert again.num_computed_tokens == [8]
+    model.pages.leave(again)
+    model.enter(third := Request(list(range(20, 29))))
+    model.compute(third, 9)
+    assert model.pages.held(Request(list(range(9)))) == 8
+    assert model.pages.held(Request(list(range(10, 19)))) < 8
+
+
+def test_neighbouring_pages_are_taken_where_they_are_free() -> None:
+    pool = PagePool(16, SIZE)
+    first, second = pool.take(3), pool.take(4)
+    assert (first, second) == ([0, 1, 2], [3, 4, 5, 6])
+    for page in first:
+        pool.give_back(page)
+    assert pool.take(5) == [7, 8, 9, 10, 11]
+    assert pool.take(2, after=6) == [0, 1]
+    assert pool.take(5) == [12, 13, 14, 15, 2]
+    with pytest.raises(IndexError):
+        pool.take(1)
