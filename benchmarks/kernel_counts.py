@@ -174,7 +174,9 @@ def count(config: Any, num_entries: int, num_kv: int, dtype: torch.dtype = torch
         model = fake_model(config, dtype)
         runner = fake_runner(model, config)
         assert runner.cache is not None
-        shape = StaticShape(0, 1, num_entries, num_kv, 8 if num_entries > 1 else 0, 0, False, tree_bits=True, by_table=True)
+        shape = StaticShape(
+            0, 1, num_entries, num_kv, 8 if num_entries > 1 else 0, 0, False, tree_bits=True, by_table=True
+        )
         words = torch.empty(shape.num_words, dtype=torch.int32, device=GPU)
         splits = _splits(config, num_entries, num_kv, dtype)
         layers = config.num_hidden_layers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -121,12 +121,12 @@ def _kinds_of_mesh(mesh: Mesh, slots: list[int], workload: Workload, model: Mode
 def limits_of(num_ranks: int, num_slots: int, decode: DecodeConfig) -> Limits[SimRequest]:
     """The scheduler's limits, as the engine sets them."""
     num_ahead = decode.max_nodes * num_ranks
-    pages = {"num_ahead": num_ahead, "page_size": PAGE_SIZE}
-    if decode.max_length is not None:
-        pages["num_pages"] = num_slots * -(-(decode.max_length + num_ahead) // PAGE_SIZE)
-    return Limits(
-        num_slots, num_ranks, decode.prefill_chunk, decode.max_nodes, packed=True, most_homes=num_ranks, **pages
+    limits = Limits[SimRequest](
+        num_slots, num_ranks, decode.prefill_chunk, decode.max_nodes, True, most_homes=num_ranks, num_ahead=num_ahead
     )
+    if decode.max_length is None:
+        return limits
+    return replace(limits, num_pages=num_slots * -(-(decode.max_length + num_ahead) // PAGE_SIZE))
 
 
 def plan_service(args: ServiceArgs, workload: Workload, kinds: list[Kind], console: Console) -> list[Answer]:

@@ -123,7 +123,8 @@ class PagePool:
 
         Behind them the node that begins with most of the tokens that follow, and their number; None and 0 if none does.
         """
-        size, found, node = self.page_size, [], root
+        size, node = self.page_size, root
+        found: list[Node] = []
         while (len(found) + 1) * size <= most:
             start = len(found) * size
             child = node.children.get(tuple(tokens[start : start + size]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import msgspec
@@ -264,9 +265,8 @@ class Replica:
         size = common_size(needs, comm) if num_pages is None else needs.size(num_pages)
         self.max_length = size.max_length
         num_slots = min(decode.max_batch_size, size.num_pages)
-        limits = num_slots, self.comm.size, decode.prefill_chunk, sizes.num_nodes
-        pages = {"num_pages": size.num_pages, "page_size": PAGE_SIZE, "num_ahead": num_ahead}
-        self.scheduler = Scheduler(Limits(*limits, *how, **pages))
+        limits = Limits[Request](num_slots, self.comm.size, decode.prefill_chunk, sizes.num_nodes, *how)
+        self.scheduler = Scheduler(replace(limits, num_pages=size.num_pages, num_ahead=num_ahead))
         self.model.allocate(num_slots, self.max_length, num_ahead, self.like, size.num_pages)
         self._fit_mesh(times)
         self.model.prepare(sizes.num_recycled, show=is_driver(self.comm))

@@ -83,8 +83,9 @@ class GraphForward(EagerForward):
     def shape_of(self, rows: Sequence[Row], selection: Selection, num_candidates: int) -> StaticShape | None:
         """The shape whose graph evaluates a step; None if it has none."""
         limits = self.cache.num_slots, self.cache.rows_per_slot, self.max_entries
-        how = self.adapter.reads_bits, self._height, self.sampler.part is not None, self.adapter.reads_tables
-        return static_shape(rows, selection, num_candidates, *limits, *how)
+        bits, tables = self.adapter.reads_bits, self.adapter.reads_tables
+        is_split = self.sampler.part is not None
+        return static_shape(rows, selection, num_candidates, *limits, bits, self._height, is_split, tables)
 
     def evaluate(self, rows: Sequence[Row], selection: Selection, num_candidates: int) -> torch.Tensor:
         """As TreeModel.evaluate."""

@@ -117,9 +117,9 @@ class PagedCache(KVCache):
             self._changed.clear()
         return self._device_tables
 
-    def cache_rows(self, slots: np.ndarray | Sequence[int], places: np.ndarray) -> np.ndarray:
+    def cache_rows(self, slots: np.ndarray | int, places: np.ndarray) -> np.ndarray:
         """The cache rows of rows `places` of the sequences in `slots`, int64, of both shapes broadcast."""
-        pages = self.tables[np.asarray(slots), places // self.page_size].astype(np.int64)
+        pages = self.tables[slots, places // self.page_size].astype(np.int64)
         return pages * self.page_size + places % self.page_size
 
     def run(self, first_slot: int, batch: int, num_kv: int) -> tuple[int, int] | None:

@@ -195,7 +195,6 @@ class StepInputs:
         kept = logits.shape[1]
         return torch.cat([logits[i, kept - count :] for i, count in enumerate(self.num_results)])
 
-
     def hand_out(self, states: torch.Tensor) -> None:
         """Note K or V of the cache, before the model gets them."""
         if not torch.compiler.is_compiling():
