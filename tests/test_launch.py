@@ -614,28 +614,10 @@ def listening_of(processes: list[subprocess.Popen[bytes]]) -> set[str]:
     return found
 
 
-def test_two_machines_meet_by_their_numbers(tmp_path: Path) -> None:
-    """many_machines.sh, on two machines that are both this one; without a number it says what is missing."""
-    script, port = LAUNCH / "many_machines.sh", free_port()
-    env = on_path() | {"HEAD": f"127.0.0.1:{port}", "NNODES": "2", "NPROC": "1"}
-    done = subprocess.run([script], env=env, capture_output=True, text=True, timeout=60)
+def test_a_machine_needs_its_number() -> None:
+    env = on_path() | {"HEAD": "127.0.0.1:1", "NNODES": "2"}
+    done = subprocess.run([LAUNCH / "many_machines.sh"], env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "set NODE_RANK to the number of this machine" in done.stderr
-    processes = []
-    try:
-        for machine in (1, 0):
-            ours = env | {"NODE_RANK": str(machine)}
-            command = [script, *JOB]
-            processes.append(
-                subprocess.Popen(command, cwd=ROOT, env=ours, stdout=subprocess.PIPE, start_new_session=True)
-            )
-        assert ended(processes) == [0, 0]
-        outputs = [each.stdout.read() for each in processes if each.stdout is not None]
-        assert outputs[0] == b"" and len(json.loads(outputs[1])["token_ids"]) == 8
-    finally:
-        end_groups(processes)
-        for each in processes:
-            assert each.stdout is not None
-            each.stdout.close()
 
 
 def test_a_slurm_job_meets_by_its_numbers(slurm: dict[str, str]) -> None:

@@ -80,11 +80,12 @@ def test_two_agents_on_loopback(prompts: Path, alone: dict[str, list[dict[str, o
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    env = {**os.environ, "HEAD": f"localhost:{port}", "NNODES": "2", "NPROC": "1", "JOB": str(port)}
+    env = {**os.environ, "HEAD": f"localhost:{port}", "NNODES": "2", "NPROC": "1"}
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
     target = tmp_path / "out.jsonl"
     command = ["launch/many_machines.sh", "--prompts", str(prompts), "--output", str(target), *JOB]
-    agents = [subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    numbered = [env | {"NODE_RANK": number} for number in ("1", "0")]
+    agents = [subprocess.Popen(command, cwd=ROOT, env=each, stderr=subprocess.PIPE, text=True) for each in numbered]
     try:
         errors = [agent.communicate(timeout=240)[1] for agent in agents]
     finally:
