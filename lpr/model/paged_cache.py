@@ -184,7 +184,8 @@ class PagedCache(KVCache):
                 assert block.tree_mask is not None
                 self.place_static(block, False, block.tree_mask.num_cached + block.tree_mask.num_entries)
             assert block.kv_rows is not None
-            return rows.index_select(1, block.kv_rows).unflatten(1, (batch, -1)).transpose(0, 1)
+            # Row by row, as they lie: the same along dimension 1 would copy the whole cache first.
+            return rows.transpose(0, 1).index_select(0, block.kv_rows).unflatten(0, (batch, -1)).transpose(1, 2)
         first, step = block.run
         if batch == 1:
             return rows.narrow(1, first, block.num_kv)[None]
