@@ -22,6 +22,7 @@ class Request:
     tenant: str = ""
     slots: list[int] = field(default_factory=lambda: [-1])
     num_computed_tokens: list[int] = field(default_factory=lambda: [0])
+    num_left: int = 0
 
 
 class Model:
@@ -107,7 +108,7 @@ def run(steps: list[tuple[str, int, list[int], str]], num_pages: int) -> int:
     for what, number, tokens, tenant in steps:
         running = model.pages.running
         if what == "enter":
-            model.enter(Request([*tokens[:2] * 3, *tokens], tenant))
+            model.enter(Request([*tokens[:2] * 3, *tokens], tenant, num_left=number))
         elif what == "forget":
             model.pages.forget()
         elif running:
@@ -244,3 +245,17 @@ def test_neighbouring_pages_are_taken_where_they_are_free() -> None:
     assert pool.take(5) == [12, 13, 14, 15, 2]
     with pytest.raises(IndexError):
         pool.take(1)
+
+
+def test_room_is_kept_for_requests_to_grow() -> None:
+    model = Model(24)
+    for start in (0, 20, 40):
+        request = Request([start, start + 1, start + 2], num_left=20)
+        model.enter(request)
+        model.compute(request, 3)
+    for _ in range(4):
+        for request in model.pages.running:
+            request.tokens += [90, 91, 92, 93]
+            model.compute(request, 4)
+    tables = [model.pages.table(request).pages for request in model.pages.running]
+    assert all(table == list(range(table[0], table[0] + len(table))) for table in tables), tables

@@ -73,6 +73,8 @@ class Table:
     """The nodes of the leading pages, all full; the pages behind them are this request's alone."""
     is_known: bool = False
     """True if the cache has the pages as they are."""
+    room: range = range(0)
+    """Pages that are kept for it to grow into."""
 
     @property
     def last(self) -> Node:
@@ -91,6 +93,8 @@ class PagePool:
         self._used = bytearray(num_pages)
         """Per page: 0 if it is free. Bytes, as runs of them are found quickly."""
         self._num_free = num_pages
+        self._kept = bytearray(num_pages)
+        """Per page: 1 if it is kept for a table that may grow into it, as long as there are others."""
         self._roots: dict[str, Node] = {}
         self._unused: list[tuple[int, int, Node]] = []
         """A heap of nodes that were unused, by their last use then."""
@@ -140,6 +144,22 @@ class PagePool:
             if length > longest:
                 best, longest = child, length
         return found, best, longest
+
+    def keep_room(self, count: int) -> range:
+        """Keep `count` neighbouring free pages for a table that will grow, if there are so many; see `take`."""
+        both = int.from_bytes(self._used, "big") | int.from_bytes(self._kept, "big")
+        start = both.to_bytes(self.num_pages, "big").find(bytes(count)) if count else -1
+        room = range(start, start + count) if start >= 0 else range(0)
+        self._kept[room.start : room.stop] = b"\1" * len(room)
+        return room
+
+    def is_free(self, page: int) -> bool:
+        """True if there is such a page and it is free."""
+        return page < self.num_pages and not self._used[page]
+
+    def drop_room(self, room: range) -> None:
+        """Keep these pages no longer."""
+        self._kept[room.start : room.stop] = bytes(len(room))
 
     def take(self, count: int, after: int | None = None) -> list[int]:
         """`count` pages for one table, in runs as long as can be, the first one behind page `after` if that is free.
@@ -307,7 +327,7 @@ class RankPages(Generic[R]):
         copies = []
         if partial is not None and self.pool.num_available > (not partial.num_users):
             self.pool.hold(partial)  # so that its page is not taken for the copy
-            self._extend(table, 1)
+            self._extend(table, 1, table.pages[-1] if table.pages else None)
             copies.append(PageCopy(self.rank, partial.page, table.pages[-1], length))
             self.pool.release([partial])
         else:
@@ -320,7 +340,14 @@ class RankPages(Generic[R]):
         missing = self.num_pages(num_tokens) - len(table.pages)
         if missing > self.pool.num_available:
             return False
-        self._extend(table, max(0, missing))
+        if missing <= 0:
+            return True
+        if not table.room and not (table.pages and self.pool.is_free(table.pages[-1] + 1)):
+            longest = num_tokens + request.num_left
+            table.room = self.pool.keep_room(self.num_pages(longest) - len(table.pages))
+            self._extend(table, missing, table.room.start - 1 if table.room else None)
+        else:
+            self._extend(table, missing, table.pages[-1])
         return True
 
     def follow(self, request: R, num_computed: int) -> int:
@@ -371,6 +398,7 @@ class RankPages(Generic[R]):
         for page in own:
             pool.give_back(page)
         pool.release(table.nodes)
+        pool.drop_room(table.room)
         if not keep:
             for node in reversed(table.nodes):
                 if not node.is_unused:
@@ -394,9 +422,9 @@ class RankPages(Generic[R]):
             return [], None, 0
         return self.pool.match(self.pool.root(request.tenant), request.tokens, len(request.tokens) - 1)
 
-    def _extend(self, table: Table, count: int) -> None:
-        table.is_known = table.is_known and not count
-        table.pages += self.pool.take(count, table.pages[-1] if table.pages else None)
+    def _extend(self, table: Table, count: int, after: int | None) -> None:
+        table.is_known = False
+        table.pages += self.pool.take(count, after)
 
     def _share(self, table: Table, node: Node) -> None:
         """Let a table hold a node next, in place of a page of its own if it has one there."""
