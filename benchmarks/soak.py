@@ -43,7 +43,7 @@ from benchmarks.processes.services import Running
 from lpr import bundled_model
 
 LIVEZ_EVERY = 0.05
-SLOTS = 4
+SLOTS = 16
 RANK = "lpr.serve.ranks"
 """In the command line of every rank."""
 

@@ -162,8 +162,9 @@ def test_graphs_with_limits_are_others_where_a_vocabulary_is_in_parts() -> None:
         shape = static_shape([row], selection, 8, 2, 512, 64, tree_bits=True, in_parts=True)
         assert shape is not None and shape == replace(shape)
         words = torch.zeros(shape.num_words, dtype=torch.int32)
-        shape.place(words.numpy(), [row], selection, PagedCache(2, 512))
-        read = shape.read(words)[1]
+        cache = PagedCache(2, 512)
+        shape.place(words.numpy(), [row], selection, cache)
+        read = shape.read(words, cache)[1]
         assert (read.filtered, read.is_wide) == (bool(limits), "top_k" in limits)
         assert parts.may_be_in_parts(read, with_limits=True) == ("top_k" not in limits)
         shapes.append(shape)

@@ -108,8 +108,11 @@ class PagedCache(KVCache):
     def device_tables(self, device: torch.device) -> Tensor:
         """Int32 [slots, pages]: the block tables on a device, with all changes; always the same tensor."""
         if self._device_tables is None:
-            self._device_tables = to_device(self.tables.copy(), device)
-        elif self._changed:
+            made = torch.arange(self.tables.size, dtype=torch.int32, device=device)
+            self._device_tables = made.view(self.tables.shape)
+            if (different := np.nonzero(self.tables.reshape(-1) != np.arange(self.tables.size))[0]).size:
+                self._changed = [different]
+        if self._changed:
             places = np.unique(np.concatenate(self._changed))
             words = np.stack([places, self.tables.reshape(-1)[places]])
             target, pages = to_device(words, device)
