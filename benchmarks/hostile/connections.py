@@ -113,13 +113,13 @@ def endless_chunks(client: Client) -> Answer:
     return client.send([head, *repeat(b"10000\r\n" + b" " * 0x10000 + b"\r\n", FLOOD >> 16)], seconds=30)
 
 
-@probe("low", "200", "400", "closed")
+@probe("low", "200", "400", "408", "closed")
 def small_chunks(client: Client) -> Answer:
     """A body of 300,000 chunks of one byte."""
     head = client.head("POST", "/v1/completions", "Content-Type: application/json", "Transfer-Encoding: chunked")
     chunk = b"1\r\n \r\n"
     body = b"".join(b"1\r\n%c\r\n" % each for each in b'{"prompt":"a","max_tokens":1}')
-    return client.send([head, *repeat(chunk * 10_000, 30), body + b"0\r\n\r\n"], seconds=30)
+    return client.send([head, *repeat(chunk * 10_000, 30), body + b"0\r\n\r\n"])
 
 
 @probe("low", "408", "413", "431", "400", "closed", "open")
@@ -132,7 +132,7 @@ def promised_body(client: Client) -> Answer:
     return Answer("open") if answer.status == "time-out" else answer
 
 
-@probe("low", "200")
+@probe("low", "200", "400")
 def pipelined(client: Client) -> Counter[str]:
     """500 requests in one write."""
     seen: Counter[str] = Counter()
