@@ -63,7 +63,7 @@ class Model:
             tokens = tuple(request.tokens[: position + 1]) if position < last else (-1,)
             self.rows[page, position % SIZE] = request.tenant, tokens
         request.num_computed_tokens = [last]
-        self.pages.register(request)
+        self.pages.register(request, last)
         self.check()
 
     def check(self) -> None:
@@ -187,11 +187,8 @@ def another_tenants_page(monkeypatch: pytest.MonkeyPatch) -> None:
 def registers_what_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = RankPages.register
 
-    def register(self: RankPages[Any], request: Request) -> None:
-        count = request.num_computed_tokens[0]
-        request.num_computed_tokens[0] = min(len(self.table(request).pages) * SIZE, len(request.tokens))
-        right(self, request)
-        request.num_computed_tokens[0] = count
+    def register(self: RankPages[Any], request: Request, num_computed: int) -> None:
+        right(self, request, min(len(self.table(request).pages) * SIZE, len(request.tokens)))
 
     monkeypatch.setattr(RankPages, "register", register)
 

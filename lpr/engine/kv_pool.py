@@ -48,15 +48,15 @@ class PoolNeeds:
 
     def num_pages(self) -> int:
         """Pages that this rank has room for; raises InputError."""
-        usable = None if self.free is None else int(self.free * (1 - RESERVE)) // self.bytes_per_token
+        share = self.kv_memory if self.kv_memory is not None else GPU_SHARE if self.on_gpu else None
+        if share is not None and not 0 < share < float("inf"):
+            raise InputError(f"kv_memory={share} must be above 0: up to 1 a share of the free memory, above it bytes")
+        usable = None if self.free is None else usable_tokens(self.free, self.bytes_per_token)
         if self.decode.kv_tokens is not None:
             tokens = self.decode.kv_tokens
-            if usable is not None and tokens > usable:
-                needs, has = (_size(count * self.bytes_per_token) for count in (tokens, usable))
-                free = f"{has} are free, for {usable} tokens"
-                raise InputError(f"the K/V of kv_tokens={tokens} needs {needs}, and {free}")
+            if lack := lack_of_room(self.free, tokens, self.bytes_per_token):
+                raise InputError(f"kv_tokens={tokens}: {lack}")
             return -(-tokens // self.page_size)
-        share = self.kv_memory if self.kv_memory is not None else GPU_SHARE if self.on_gpu else None
         if share is not None and share > 1:
             tokens = int(share) // self.bytes_per_token
         elif share is not None and usable is not None:
@@ -90,6 +90,26 @@ def common_size(needs: PoolNeeds, comm: Comm) -> PoolSize:
     if not is_alone(comm):
         pages = int(comm.gather(torch.tensor([pages], dtype=torch.int32)).min())
     return needs.size(pages)
+
+
+def given_size(needs: PoolNeeds, num_pages: int) -> PoolSize:
+    """The size of a mesh that runs already; raises InputError if this rank has no room for it."""
+    if lack := lack_of_room(needs.free, num_pages * needs.page_size, needs.bytes_per_token):
+        raise InputError(lack)
+    return needs.size(num_pages)
+
+
+def usable_tokens(free: int, bytes_per_token: int) -> int:
+    """Tokens whose K/V fits into `free` bytes, with a reserve for the activations of a step."""
+    return int(free * (1 - RESERVE)) // bytes_per_token
+
+
+def lack_of_room(free: int | None, tokens: int, bytes_per_token: int) -> str | None:
+    """Why the K/V of `tokens` tokens does not fit into `free` bytes (None: unknown), or None if it does."""
+    if free is None or tokens <= (usable := usable_tokens(free, bytes_per_token)):
+        return None
+    needs, has = _size(tokens * bytes_per_token), _size(usable * bytes_per_token)
+    return f"the K/V of {tokens} tokens needs {needs}, and {has} are free, for {usable} tokens"
 
 
 def _size(count: int) -> str:

@@ -56,6 +56,11 @@ class Node:
     """Running requests that hold it. They hold its ancestors, too."""
     last_used: int = 0
 
+    def knows(self, tokens: tuple[int, ...]) -> bool:
+        """True if a page behind this one begins with `tokens`, as far as the latest ones are looked at."""
+        latest = islice(reversed(self.children.values()), MOST_COMPARED)
+        return tokens in self.children or any(child.tokens[: len(tokens)] == tokens for child in latest)
+
     @property
     def is_unused(self) -> bool:
         """True if its page can be taken: a leaf of the tree that no running request holds."""
@@ -369,10 +374,10 @@ class RankPages(Generic[R]):
             return None
         return table.last, tuple(request.tokens[start : start + size])
 
-    def register(self, request: R) -> None:
-        """Let others share the pages that a request has filled with computed tokens."""
+    def register(self, request: R, num_computed: int) -> None:
+        """Let others share the pages that a request has filled with `num_computed` tokens."""
         table, size = self.table(request), self.pool.page_size
-        while self.retains and (len(table.nodes) + 1) * size <= request.num_computed_tokens[self.rank]:
+        while self.retains and (len(table.nodes) + 1) * size <= num_computed:
             start = len(table.nodes) * size
             tokens = tuple(request.tokens[start : start + size])
             known = table.last.children.get(tokens)
@@ -384,17 +389,17 @@ class RankPages(Generic[R]):
     def leave(self, request: R, keep: bool = True) -> list[PageClear]:
         """Take the slot from a request; the last request gets it. With `keep`, its tokens and K/V stay known.
 
-        Without, returns the clearing of the pages that were its own.
+        Without, returns the clearing of the pages that were its own: its K/V may be NaN.
         """
         slot, table, pool = request.slots[self.rank], self.table(request), self.pool
-        keep = keep and self.retains
-        if keep:
-            self.register(request)
-        start = len(table.nodes) * pool.page_size
-        tail = tuple(request.tokens[start : request.num_computed_tokens[self.rank]])
+        num_computed = request.num_computed_tokens[self.rank]
         own = table.pages[len(table.nodes) :]
-        if keep and tail and not any(child.tokens[: len(tail)] == tail for child in table.last.children.values()):
-            table.nodes.append(pool.insert(table.last, tail, own.pop(0)))
+        if keep and self.retains:
+            self.register(request, num_computed)
+            own = table.pages[len(table.nodes) :]
+            tail = tuple(request.tokens[len(table.nodes) * pool.page_size : num_computed])
+            if tail and not table.last.knows(tail):
+                table.nodes.append(pool.insert(table.last, tail, own.pop(0)))
         for page in own:
             pool.give_back(page)
         pool.release(table.nodes)

@@ -273,9 +273,10 @@ class Placement(Generic[R]):
 
     def register(self) -> None:
         """Let requests share what the last step has computed."""
-        for pages in self._pages:
-            for request in pages.running:
-                pages.register(request)
+        for request in self.running:
+            for pages, slot, num_computed in zip(self._pages, request.slots, request.num_computed_tokens, strict=True):
+                if slot >= 0:
+                    pages.register(request, num_computed)
 
     def _sign(self, *words: int) -> None:
         data = array("q", [*words, len(words)]).tobytes() + self.digest.to_bytes(8, "little")

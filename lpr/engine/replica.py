@@ -23,7 +23,7 @@ from lpr.engine.commands import Command, Configure, Costs, Drain, Learn, TakeIn
 from lpr.engine.drafts import DraftIndexes
 from lpr.engine.exchange import Exchange
 from lpr.engine.hooks import StepHooks
-from lpr.engine.kv_pool import DEFAULT_LENGTH, PoolNeeds, common_size
+from lpr.engine.kv_pool import DEFAULT_LENGTH, PoolNeeds, common_size, given_size
 from lpr.engine.limits import ANY_NUMBER, SHORTEST_FILL, Limits
 from lpr.engine.options import EngineOptions
 from lpr.engine.pages import PageCopy
@@ -262,7 +262,7 @@ class Replica:
             free=self.model.free_bytes(self.comm.num_sharing),
             on_gpu=self.model.device.type == "cuda",
         )
-        size = common_size(needs, comm) if num_pages is None else needs.size(num_pages)
+        size = common_size(needs, comm) if num_pages is None else given_size(needs, num_pages)
         self.max_length = size.max_length
         num_slots = min(decode.max_batch_size, size.num_pages)
         limits = Limits[Request](num_slots, self.comm.size, decode.prefill_chunk, sizes.num_nodes, *how)

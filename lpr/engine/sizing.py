@@ -159,6 +159,12 @@ def _tokens_per_step(request: Request) -> float:
     return (FIRST_TOKENS * FIRST_STEPS + stats.num_tokens) / (FIRST_STEPS + stats.num_steps)
 
 
+def measured_tokens(max_nodes: int, max_length: int, max_batch_size: int) -> int:
+    """Tokens whose K/V `measure_step_times` makes room for."""
+    longest = max([kv for kv in LENGTHS if kv <= max_length], default=max_length)
+    return min(max_batch_size, LARGEST_BATCH) * (longest + max_nodes)
+
+
 def measure_step_times(
     model: TreeModel,
     like: KVCache,

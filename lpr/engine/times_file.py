@@ -19,8 +19,9 @@ import torch
 
 from lpr.config import InputError
 from lpr.core.step_times import StepTimes
-from lpr.dist.comm import Comm, is_driver
-from lpr.engine.sizing import measure_step_times
+from lpr.dist.comm import Comm, agree, is_driver
+from lpr.engine.kv_pool import lack_of_room
+from lpr.engine.sizing import measure_step_times, measured_tokens
 from lpr.files import replace_file
 from lpr.model.kv_cache import KVCache
 from lpr.model.runner import TreeModel
@@ -42,9 +43,11 @@ class StartTimes:
     def find(self, model: TreeModel, like: KVCache, max_nodes: int, max_length: int, max_batch_size: int) -> StepTimes:
         """The step times, the same on all ranks; measured up to these sizes if they are neither known nor on disk.
 
-        Raises InputError if the model's smallest cache does not fit.
+        Raises InputError if the cache for measuring does not fit.
         """
         if self.times is None:
+            tokens = measured_tokens(max_nodes, max_length, max_batch_size)
+            agree(self._comm, lack_of_room(model.free_bytes(self._comm.num_sharing), tokens, like.bytes_per_token))
             limits = max_nodes, max_length, max_batch_size
             self.path = times_path(model, self._comm, *limits)
             self.times = self._read()

@@ -43,7 +43,8 @@ def build_inputs(
     dense `visible`, and of block tables, if `tables`; `heights` for products of as many rows as exact mode needs.
     """
     node_bucket = lcm(node_bucket, heights.multiple) if heights is not None else node_bucket
-    groups = [[row] for row in rows] if packed and not _same_shape(rows, node_bucket, kv_bucket) else [list(rows)]
+    together = _same_shape(rows, node_bucket, kv_bucket) and cache.lie_evenly(rows)
+    groups = [[row] for row in rows] if packed and not together else [list(rows)]
     fewest = 1  # entries of a block: exact products, and with them enough to keep `_num_kept` logits
     if heights is not None:
         fewest = max(heights.fewest, _num_kept(max(row.num_results for row in rows), heights))

@@ -70,6 +70,10 @@ class KVCache(Cache, ABC):
         """Write the int32 words of a captured step on the host (StaticShape.place), all but its selection."""
 
     @abstractmethod
+    def lie_evenly(self, rows: Sequence[Row]) -> bool:
+        """True if one view holds the keys of these rows, whose slots are neighbours."""
+
+    @abstractmethod
     def place_block(self, block: Block, device: torch.device, by_table: bool, num_used: Sequence[int]) -> None:
         """Let a block know where the keys of its slots lie, of which attention sees the first `num_used` of each.
 

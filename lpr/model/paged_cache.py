@@ -138,6 +138,11 @@ class PagedCache(KVCache):
 
     # A forward.
 
+    def lie_evenly(self, rows: Sequence[Row]) -> bool:
+        """As KVCache.lie_evenly."""
+        longest = max(row.num_cached + row.num_entries for row in rows)
+        return len(rows) == 1 or self.run(rows[0].slot, len(rows), longest) is not None
+
     def place_block(self, block: Block, device: torch.device, by_table: bool, num_used: Sequence[int]) -> None:
         """As KVCache.place_block."""
         slots = slice(block.first_slot, block.first_slot + len(block.positions))

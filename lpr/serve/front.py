@@ -158,9 +158,11 @@ class Front:
         self.service.receive(message)
         if self.service.mesh.is_hopeless:
             self._fail(2, self.service.mesh.refused or "")
-        elif self.service.mesh.facts is not None and self.context.served is None:
+        elif (facts := self.service.mesh.facts) is not None and (
+            self.context.served is None or self.context.served.facts.max_length != facts.max_length
+        ):
             try:
-                self.context.load(Served(self.service.mesh.facts, self.args.names, self.args.fim, self._template))
+                self.context.load(Served(facts, self.args.names, self.args.fim, self._template))
             except (InputError, ValueError) as failure:
                 self._fail(2, str(failure))
 

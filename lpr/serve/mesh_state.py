@@ -140,6 +140,7 @@ class MeshState:
 
 def _others(facts: Facts, before: Facts) -> list[str]:
     """Names of the facts that have changed and must not, or outputs could not go on. The width of the mesh may."""
-    may = {"lp", "tp", "device", "max_batch_size", "num_pages"}  # elastic replicas have slots of their own each
+    # Elastic replicas have slots of their own each, and what memory is free decides the pages and the longest sequence.
+    may = {"lp", "tp", "device", "max_batch_size", "num_pages", "max_length"}
     names = [each for each in facts.__struct_fields__ if each not in may]
     return [name.replace("_", " ") for name in names if getattr(facts, name) != getattr(before, name)]
