@@ -67,7 +67,7 @@ class Context:
 
     def start(self) -> None:
         """Start the processes beside this one, or give them what they lack, without waiting for them."""
-        for each in (self.checks, self.grammars.sandbox):
+        for each in (self.checks, self.grammars.sandbox) if self.grammars.is_installed else (self.checks,):
             task = asyncio.create_task(each.start())
             self._starting.add(task)
             task.add_done_callback(self._starting.discard)

@@ -35,12 +35,17 @@ class Grammars:
         self._running: dict[tuple[str, str], asyncio.Task[_Verdict]] = {}
         self._num_waiting: dict[tuple[str, str], int] = {}
 
+    @property
+    def is_installed(self) -> bool:
+        """True if llguidance is, without which every grammar is refused."""
+        return find_spec("llguidance") is not None
+
     async def compiled(self, wanted: ResponseFormat) -> str:
         """The grammar in llguidance's JSON form.
 
         Raises ApiError for one that cannot be used, and if llguidance is not installed.
         """
-        if find_spec("llguidance") is None:
+        if not self.is_installed:
             message = "response_format needs the package llguidance: pip install 'lpr[grammar]'"
             raise bad("response_format", message, ErrorCode.NOT_INSTALLED)
         param = "response_format." + _PARAMS.get(wanted.type, "type")
