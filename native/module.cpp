@@ -16,6 +16,7 @@ NB_MODULE(_native, m) {
   bind_sampling(m);
   bind_attention(m);
   bind_parallel(m);
+  bind_paged(m);
 }
 
 }  // namespace lpr
