@@ -40,8 +40,8 @@ class Adapter:
         """Switch `model` (any transformers causal LM) to tree attention; raises InputError where that cannot work.
 
         `attention` is one of ATTENTION. "auto" is "triton" on a GPU and "native" on a CPU, if `self_check` finds that
-        it works with this model, and "sdpa" elsewhere. `exact` makes logits the same bits for every shape of a step (lpr.model.exact);
-        ranks that share weights agree on the heights of matrix products by `share_heights`.
+        it works with this model, and "sdpa" elsewhere. `exact` makes logits the same bits for every shape of a step
+        (lpr.model.exact); ranks that share weights agree on the heights of matrix products by `share_heights`.
         """
         self.model = model.eval()
         self.device = next(model.parameters()).device

@@ -54,7 +54,9 @@ def self_check(runner: TreeModel) -> KVCache:
             return _check(adapter)
         except Exception as failure:  # whatever a compiler or driver raises; the model is checked again without them
             level = logging.WARNING if adapter.reads_bits else logging.DEBUG  # a CPU loses little by it
-            logger.log(level, "attention=%r does not work here, using 'sdpa': %s", adapter.attention, first_line(failure))
+            logger.log(
+                level, "attention=%r does not work here, using 'sdpa': %s", adapter.attention, first_line(failure)
+            )
             adapter.set_attention("sdpa")
     return _check(adapter)
 

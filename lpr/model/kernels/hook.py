@@ -1,4 +1,4 @@
-"""The GPU version as attention implementations of transformers: a mask function without a mask.
+"""The kernels as attention implementations of transformers: a mask function without a mask.
 
 In a step the mask function returns the rule of a layer kind: a window, a chunk, or neither. It is read off the model's
 own mask function if that consists of known parts; otherwise the dense mask is built, as for "lpr_tree".
@@ -7,7 +7,6 @@ own mask function if that consists of known parts; otherwise the dense mask is b
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -156,8 +155,9 @@ def native_attention(is_exact: bool) -> Callable[..., tuple[torch.Tensor, None]]
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         rule, step = attention_mask, current_step()
-        if step is None or step.pages is None or not isinstance(rule, LayerRule):
+        if not isinstance(rule, LayerRule):  # not in a step that has pages
             return tree_attention(module, query, key, value, rule, scaling, softcap, s_aux, position_bias)
+        assert step is not None and step.pages is not None
         if position_bias is not None:
             raise TypeError("the model adds a bias to scores")
         check_passed_on(step, key, value)
