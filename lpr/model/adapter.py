@@ -19,6 +19,7 @@ from lpr.model.inputs import build_inputs, build_page_inputs
 from lpr.model.kernels.hook import EXACT_KERNELS, KERNELS, load_kernel
 from lpr.model.kernels.native_attention import why_not_native
 from lpr.model.kv_cache import KVCache
+from lpr.model.sparse import SPARSE_ATTENTION, selects
 from lpr.model.step_inputs import Row, StepInputs, step_scope
 
 ATTENTION = ("auto", "sdpa", *KERNELS)
@@ -65,7 +66,7 @@ class Adapter:
         self.set_attention(self._best_attention() if attention == "auto" else attention)
 
     def _best_attention(self) -> str:
-        if not self.model._can_set_attn_implementation():
+        if not self.model._can_set_attn_implementation() or selects(self.config):
             return "sdpa"
         if self.device.type == "cuda":
             return "triton" if find_spec("triton") else "sdpa"
@@ -96,7 +97,10 @@ class Adapter:
             why = why_not_native(self.model.dtype) if self.device.type == "cpu" else "it runs on a CPU"
             if why is not None:
                 raise InputError(f"attention='native' cannot be used: {why}; use attention='auto'")
-        name = (EXACT_KERNELS if self.exact else KERNELS).get(choice, TREE_ATTENTION)
+        if choice in KERNELS and selects(self.config):
+            raise InputError(f"attention={choice!r} knows no sparse attention; use attention='sdpa'")
+        plain = SPARSE_ATTENTION if selects(self.config) else TREE_ATTENTION
+        name = (EXACT_KERNELS if self.exact else KERNELS).get(choice, plain)
         load_kernel(name)
         self.attention = choice
         if self.model._can_set_attn_implementation():
