@@ -127,7 +127,7 @@ def _build_block(
     written = arrays[0][2]
     entries, kv_positions, visible = (to_device(array, device) for array in arrays)
     block = Block(start, first.slot, num_kv, entries[1], kv_positions, None if without_mask else visible)
-    if is_run and written[0, -1] - written[0, 0] == num_entries - 1:
+    if is_run and (np.diff(written[0]) == 1).all():
         block.first_row = int(written[0, 0])
     block.is_causal = is_causal
     cache.place_block(block, device, by_table, [row.num_cached + row.num_entries for row in group])
