@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from lpr.config import InputError, first_line
 from lpr.core.digest import digest_of
 from lpr.model.families import position_limit
 from lpr.model.parallel import TensorParallel, load_sharded, local
+from lpr.model.text_part import check_generate, decoder_class, is_text, text_keys
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
 """Names of the number of positions in configs."""
@@ -86,7 +87,7 @@ def load(
     try:
         config = AutoConfig.from_pretrained(source, revision=revision or "main")
         read: Any = partial(
-            AutoModelForCausalLM.from_pretrained,
+            decoder_class(config).from_pretrained,
             source,
             config=config,
             revision=revision or "main",
@@ -103,8 +104,14 @@ def load(
     if absent:  # transformers would go on with random numbers in their place
         lacking = f"{len(absent)} tensors that the model needs, the first: {absent[0]}"
         raise InputError(f"the weights in {source!r} lack {lacking}")
+    if (unused := text_keys(model, info["unexpected_keys"])):
+        left = f"{len(unused)} tensors of its text part that the model has no place for, the first: {unused[0]}"
+        raise InputError(f"the weights in {source!r} have {left}")
+    model = model.to(where)
+    if not is_text(config):
+        check_generate(model)
     has_tokenizer = not path.is_dir() or any(path.glob("tokenizer*"))
-    return replace(wrap(model.to(where), load_tokenizer(source, revision) if has_tokenizer else None), is_ours=True)
+    return replace(wrap(model, load_tokenizer(source, revision) if has_tokenizer else None), is_ours=True)
 
 
 def _read_to(where: torch.device, read: Any, dtype: str | torch.dtype) -> Any:
