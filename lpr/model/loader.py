@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from lpr.config import InputError, first_line
@@ -86,8 +86,9 @@ def load(
         raise InputError(f"--revision {revision}: {source!r} is a folder; only models of the hub have revisions")
     try:
         config = AutoConfig.from_pretrained(source, revision=revision or "main")
+        decoder = decoder_class(config)
         read: Any = partial(
-            decoder_class(config).from_pretrained,
+            decoder.from_pretrained,
             source,
             config=config,
             revision=revision or "main",
@@ -100,18 +101,23 @@ def load(
         raise
     except Exception as failure:  # transformers raises dozens of types here; all mean that this is no usable model
         raise InputError(f"cannot load a model from {source!r}: {_named(failure)}") from failure
+    _check_weights(source, model, info)
+    model = model.to(where)
+    if decoder is not AutoModelForCausalLM or not is_text(config):
+        check_generate(model)
+    has_tokenizer = not path.is_dir() or any(path.glob("tokenizer*"))
+    return replace(wrap(model, load_tokenizer(source, revision) if has_tokenizer else None), is_ours=True)
+
+
+def _check_weights(source: str, model: PreTrainedModel, info: dict[str, Any]) -> None:
+    """Raise InputError unless the weights of `source` and those of `model` are the same, its towers aside."""
     absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if absent:  # transformers would go on with random numbers in their place
         lacking = f"{len(absent)} tensors that the model needs, the first: {absent[0]}"
         raise InputError(f"the weights in {source!r} lack {lacking}")
-    if (unused := text_keys(model, info["unexpected_keys"])):
+    if unused := text_keys(model, info["unexpected_keys"]):
         left = f"{len(unused)} tensors of its text part that the model has no place for, the first: {unused[0]}"
         raise InputError(f"the weights in {source!r} have {left}")
-    model = model.to(where)
-    if not is_text(config):
-        check_generate(model)
-    has_tokenizer = not path.is_dir() or any(path.glob("tokenizer*"))
-    return replace(wrap(model, load_tokenizer(source, revision) if has_tokenizer else None), is_ours=True)
 
 
 def _read_to(where: torch.device, read: Any, dtype: str | torch.dtype) -> Any:

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 from lpr.config import InputError, first_line
 
@@ -27,16 +28,15 @@ def decoder_class(config: PretrainedConfig) -> Any:
 
     Raises InputError for an encoder-decoder.
     """
-    known = AutoModelForCausalLM._model_mapping
-    causal = known[type(config)] if type(config) in known else None
+    causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if causal is not None and (is_text(config) or causal.config_class is not type(config)):
         return AutoModelForCausalLM
-    wrappers = AutoModelForMultimodalLM._model_mapping
-    if type(config) not in wrappers:
+    wrapper: Any = MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
+    if wrapper is None:
         return AutoModelForCausalLM  # whose error names the types that it knows
     if config.is_encoder_decoder or config.get_text_config(decoder=True).is_encoder_decoder:
         raise InputError(f"model type {config.model_type!r} is an encoder-decoder; lpr runs decoder-only models")
-    return text_part(wrappers[type(config)])
+    return text_part(wrapper)
 
 
 def is_text(config: PretrainedConfig) -> bool:
@@ -44,11 +44,10 @@ def is_text(config: PretrainedConfig) -> bool:
     return config.get_text_config(decoder=True) is config
 
 
-def empty_decoder(config: PretrainedConfig, **kwargs: Any) -> PreTrainedModel:
+def empty_decoder(config: PretrainedConfig) -> PreTrainedModel:
     """The model of `decoder_class`, with its initial weights; on the meta device without."""
     found = decoder_class(config)
-    make = found.from_config if found is AutoModelForCausalLM else found._from_config
-    made: PreTrainedModel = make(config, **kwargs)
+    made: PreTrainedModel = found.from_config(config) if found is AutoModelForCausalLM else found(config)
     return made
 
 
@@ -60,7 +59,8 @@ def text_part(wrapper: type[PreTrainedModel]) -> type[PreTrainedModel]:
         wrapper.__init__(self, *args, **kwargs)
         drop_towers(self)
 
-    return type(wrapper.__name__, (wrapper,), {"__init__": build, "__module__": wrapper.__module__, "is_text_part": True})
+    own = {"__init__": build, "__module__": wrapper.__module__, "is_text_part": True}
+    return type(wrapper.__name__, (wrapper,), own)
 
 
 class Absent(nn.Module):
@@ -114,7 +114,8 @@ def check_generate(model: PreTrainedModel) -> None:
     how: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
     how |= {"max_new_tokens": 2, "min_new_tokens": 2, "output_logits": True, "return_dict_in_generate": True}
     try:
-        done: Any = model.generate(ids, **how)
+        generate: Any = model.generate
+        done = generate(ids, **how)
         expected = model(input_ids=done.sequences[:, :-1], use_cache=False).logits[0, -2:].float()
         found = torch.cat(done.logits).float()
         error = ((found - expected).abs().max() / (expected.max() - expected.min())).item()

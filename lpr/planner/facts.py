@@ -151,7 +151,7 @@ def facts_of(config: PretrainedConfig, name: str) -> ModelFacts:
     text = config.get_text_config(decoder=True)
     try:
         with torch.device("meta"):
-            model = empty_decoder(config, attn_implementation="eager").eval()
+            model = empty_decoder(config).eval()
         reason = refusal(model)
         cache = _filled_cache(model) if reason is None else DynamicCache()
     except Exception as failure:  # model code raises what it likes; all mean that this config makes no usable model
