@@ -136,6 +136,18 @@ class KVCache(Cache, ABC):
     def clear(self, pages: Sequence[int]) -> None:
         """Zero pages."""
 
+    @abstractmethod
+    def swap_out(self, page: int, host_page: int) -> None:
+        """Copy a page to a page of host memory."""
+
+    @abstractmethod
+    def swap_in(self, host_page: int, page: int) -> None:
+        """Copy a page of host memory to a page."""
+
+    @abstractmethod
+    def swap_ms(self) -> float:
+        """Measured milliseconds of both."""
+
 
 def free_bytes(device: torch.device) -> int | None:
     """Free bytes of `device`, or None where they are unknown (a CPU without /proc)."""
