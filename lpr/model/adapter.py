@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from importlib.util import find_spec
@@ -21,6 +20,7 @@ from lpr.model.kernels.native_attention import why_not_native
 from lpr.model.kv_cache import KVCache
 from lpr.model.sparse import SPARSE_ATTENTION, selects
 from lpr.model.step_inputs import Row, StepInputs, step_scope
+from lpr.model.text_part import takes_positions
 
 ATTENTION = ("auto", "sdpa", *KERNELS)
 """Choices of `attention`: lpr's own, PyTorch's attention with a dense mask, a GPU kernel that reads bits, or C++ that
@@ -55,7 +55,7 @@ class Adapter:
         """True if unequal rows are laid out without padding; `self_check` takes it back for a model that cannot."""
         self.reads_tables = True
         """True if attention that reads bits reads block tables, too; `self_check` takes it back like `packed`."""
-        self.accepts_positions = "position_ids" in inspect.signature(type(model).forward).parameters
+        self.accepts_positions = takes_positions(model)
         self.exact = exact
         self.heights: check.Heights | None = None
         """Rows of the products of a step in exact mode; `why_not_exact` finds how many agree."""
