@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -25,6 +26,7 @@ from lpr.model.paged_cache import PagedCache
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.choice import gpu_pick
 from lpr.model.sampling.selection import Selection
+from lpr.model.sparse import few_selected
 from lpr.model.static_inputs import static_shape
 from lpr.model.step_inputs import Row
 
@@ -93,7 +95,9 @@ def _check(adapter: Adapter) -> PagedCache:
     try:
         if adapter.reads_bits:
             adapter.reads_tables = _passes_keys_on(adapter)
-        error = _tree_error(adapter, cache, prompt_length)
+        exact_scores = adapter.model.dtype in _TOLERANCE  # in half precision rounding changes which tokens are selected
+        with few_selected(adapter.model) if exact_scores else nullcontext():
+            error = _tree_error(adapter, cache, prompt_length)
         if error <= tolerance:
             alone = _batch_logits(adapter, together=False)
             adapter.packed = adapter.packed and _packs(adapter, alone, tolerance)
