@@ -17,6 +17,7 @@ NB_MODULE(_native, m) {
   bind_attention(m);
   bind_elementwise(m);
   bind_parallel(m);
+  bind_paged(m);
 }
 
 }  // namespace lpr

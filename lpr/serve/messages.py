@@ -20,7 +20,7 @@ import msgspec
 from lpr.fleet.counts import DraftCounts
 from lpr.protocol import Abort, Chunk, ProtocolError, Stop, Submit
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Version of these messages. A driver of another version is refused."""
 MAX_MESSAGE = 1 << 30
 """Longest message in bytes. A greater length is noise."""
@@ -81,6 +81,8 @@ class Facts(Message, frozen=True, kw_only=True):
     special_tokens: dict[str, str] = {}  # bos_token, eos_token and so on, for chat templates
     chat_templates: dict[str, str] = {}
     """Jinja source by name; "default" is the one without a name."""
+    generation: dict[str, int | float] = {}
+    """Numbers of the model's generation_config.json, such as temperature and top_p."""
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
@@ -96,6 +98,10 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     num_cached_tokens: int = 0  # tokens in the prefix cache
     drafts: DraftCounts | None = None  # counts of draft sharing with other replicas; None if it is off
     num_slots: int = 0  # requests that can run at once on the present ranks; 0 while unknown
+    num_preemptions: int = 0  # times that a request gave its pages to others, since the ranks started
+    num_recomputed: int = 0  # tokens of these requests whose K/V was computed again
+    num_swapped_pages: int = 0  # pages of the KV cache in host memory
+    num_swapped: tuple[int, int] = (0, 0)  # pages that have gone to host memory and come back
 
 
 class Stepped(Message, frozen=True):
