@@ -176,7 +176,7 @@ def test_without_it_bits_differ(half_model: PreTrainedModel) -> None:
 
 
 def half_group(exact: bool = True) -> Group:
-    """Without exact mode attention is SDPA's, whose sums change with a step; those in C++ do not, in so small a model."""
+    """Without exact mode by SDPA, whose sums change with a step; those in C++ do not, in so small a model."""
     params = [replace(each, max_new_tokens=16) for each in PARAMS[2:5]]
     model = tiny_model(spread=0.12).to(torch.bfloat16)
     alone = None if exact else Engine.from_model(model, decode=PLAIN, attention="sdpa")
