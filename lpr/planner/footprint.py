@@ -58,6 +58,8 @@ class Footprint:
     """K/V of the requests that must run at once, each with a full context."""
     kv_row_bytes: int = 0
     """K/V of one token."""
+    state_bytes: int = 0
+    """States of recurrent layers, a part of `kv_bytes`."""
     activation_bytes: int = 0
     step_bytes: int = 0
     """Least bytes that a step reads: the weights it uses and the K/V of a full context."""
@@ -75,8 +77,8 @@ class Footprint:
 
     def pool_tokens(self, memory: int) -> int:
         """Tokens whose K/V lpr makes room for on a GPU with `memory` bytes, as the engine sizes its pool of pages."""
-        free = memory - self.total_bytes + self.kv_bytes
-        if self.problem is not None or free <= 0:
+        free = memory - self.total_bytes + self.kv_bytes - self.state_bytes
+        if self.problem is not None or free <= 0 or not self.kv_row_bytes:
             return 0
         return int(GPU_SHARE * usable_tokens(free, self.kv_row_bytes)) // PAGE_SIZE * PAGE_SIZE
 
@@ -196,8 +198,10 @@ def forward_flops(facts: ModelFacts, tp: int, num_tokens: int, num_kv: int) -> f
         share = facts.experts_per_token / facts.num_experts if weights.is_expert and facts.num_experts else 1.0
         used += share * _shard_numel(weights, facts, tp)
     heads = facts.num_heads / tp if facts.splits_queries else facts.num_heads
-    attention = sum(rows.count * (rows.key_dim + rows.value_dim) for rows in facts.kept) * heads * num_kv
-    return 2.0 * num_tokens * (used + attention)
+    attention = 0.0
+    for rows in facts.kept:
+        attention += rows.count * (rows.key_dim + rows.value_dim) * (heads if rows.value_dim else facts.indexer_heads)
+    return 2.0 * num_tokens * (used + attention * num_kv)
 
 
 def activation_bytes(facts: ModelFacts, decode: DecodeConfig, mesh: Mesh, max_length: int, element_size: int) -> int:
@@ -244,15 +248,17 @@ def footprint(
         return Footprint(mesh, problem)
     batch = decode.max_batch_size
     tokens = batch * decode.resolved().num_nodes
-    row_bytes = kv_row_bytes(facts, mesh.tp, element_size)
+    row_bytes, states = kv_row_bytes(facts, mesh.tp, element_size), batch * facts.state_bytes
     return Footprint(
         mesh=mesh,
         problem=None,
         weight_bytes=weight_bytes(facts, mesh.tp, element_size),
-        kv_bytes=((num_full or batch) * kv_rows(decode, mesh.lp, max_length) + 1) * row_bytes,  # one is for padding
+        # One row is spare, for padding.
+        kv_bytes=((num_full or batch) * kv_rows(decode, mesh.lp, max_length) + 1) * row_bytes + states,
         kv_row_bytes=row_bytes,
+        state_bytes=states,
         activation_bytes=activation_bytes(facts, decode, mesh, max_length, element_size),
-        step_bytes=read_bytes(facts, mesh.tp, element_size, tokens) + batch * max_length * row_bytes,
+        step_bytes=read_bytes(facts, mesh.tp, element_size, tokens) + batch * max_length * row_bytes + states,
         lp=Traffic(1, payload_bytes(decode, mesh.lp)) if mesh.lp > 1 else Traffic(0, 0),
         tp=tp_traffic(facts, tokens, tokens, element_size) if mesh.tp > 1 else Traffic(0, 0),
     )
