@@ -15,7 +15,7 @@ from typing import cast
 import msgspec
 import torch
 
-from lpr.config import PAGE_SIZE, DecodeConfig, TreeSizes
+from lpr.config import PAGE_SIZE, DecodeConfig, InputError, TreeSizes
 from lpr.core.step_times import StepTimes
 from lpr.dist.comm import Comm, agree, is_alone, is_driver
 from lpr.dist.errors import MeshChangedError
