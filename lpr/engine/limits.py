@@ -34,6 +34,7 @@ class Schedulable(Protocol):
 
     tokens: list[int]
     """Prompt and output so far."""
+    num_prompt: int
     tenant: str
     """K/V is shared among requests of one tenant only."""
     share: str
@@ -153,6 +154,8 @@ class Limits(Generic[R]):
     """Pages of each rank's KV cache."""
     page_size: int = PAGE_SIZE
     """Tokens of a page."""
+    num_snapshots: int | None = None
+    """Snapshots of recurrent states on each rank (lpr.engine.state_snapshots); None: the model has no such states."""
     num_ahead: int = 0
     """Rows behind its tokens that a decoding request needs for a step's tree."""
 

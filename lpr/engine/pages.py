@@ -18,6 +18,7 @@ from itertools import islice
 from typing import Generic
 
 from lpr.engine.limits import R
+from lpr.engine.state_snapshots import Snapshots, StateCopy, border
 
 MOST_COMPARED = 64
 """Pages behind a common prefix, the latest ones, that are compared token by token with a new prompt."""
@@ -41,7 +42,7 @@ class PageClear:
     page: int
 
 
-PageMove = PageCopy | PageClear
+PageMove = PageCopy | PageClear | StateCopy
 
 
 @dataclass(eq=False)
@@ -90,8 +91,9 @@ class Table:
 class PagePool:
     """Free pages, and a tree of pages with known tokens per tenant. A page is free, in the tree, or in one table."""
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        """All of `num_pages` pages are free."""
+    def __init__(self, num_pages: int, page_size: int, snapshots: Snapshots | None = None) -> None:
+        """All of `num_pages` pages are free. With `snapshots`, nodes are of use only as far as there is one."""
+        self.snapshots = snapshots
         self.num_pages, self.page_size = num_pages, page_size
         self.num_held = 0
         """Pages that running requests hold."""
@@ -226,6 +228,8 @@ class PagePool:
         """Free the page of an unused node."""
         parent = node.parent
         assert node.is_unused and parent is not None
+        if self.snapshots is not None:
+            self.snapshots.drop(node)
         del parent.children[node.tokens]
         node.parent = None
         self.num_cached_tokens -= len(node.tokens)
@@ -261,16 +265,28 @@ class PagePool:
 class RankPages(Generic[R]):
     """The block tables of the requests that one rank serves."""
 
-    def __init__(self, rank: int, num_slots: int, pool: PagePool, retains: bool = True) -> None:
-        """For up to `num_slots` running requests. With `retains`, requests share pages."""
+    def __init__(
+        self, rank: int, num_slots: int, pool: PagePool, retains: bool = True, num_snapshots: int | None = None
+    ) -> None:
+        """For up to `num_slots` running requests. With `retains`, requests share pages.
+
+        `num_snapshots` is of a model with recurrent states (lpr.engine.state_snapshots), None for one without.
+        """
         self.rank, self.num_slots, self.pool, self.retains = rank, num_slots, pool, retains
         self.running: list[R] = []
         """By slot, which is a request's place in the batch."""
         self._tables: list[Table] = []
+        self._num_snapshots = num_snapshots
+        self._begin_snapshots()
+
+    def _begin_snapshots(self) -> None:
+        if self._num_snapshots is not None:
+            self.pool.snapshots = Snapshots(self.num_slots, self._num_snapshots)
 
     def resume(self, requests: Sequence[R], tables: Sequence[Sequence[int]]) -> None:
         """Begin again with these requests, by slot, and their pages; nothing else is known, until `register`."""
         pool = self.pool = PagePool(self.pool.num_pages, self.pool.page_size)
+        self._begin_snapshots()
         self.running, self._tables = list(requests), []
         for pages in tables:
             pool.claim(pages)
@@ -317,19 +333,27 @@ class RankPages(Generic[R]):
         wanted = [self.num_pages(len(request.tokens) + num_ahead) for request in self.running]
         return sum(max(0, count - len(table.pages)) for count, table in zip(wanted, self._tables, strict=True))
 
-    def enter(self, request: R) -> tuple[int, list[PageCopy]]:
+    def enter(self, request: R) -> tuple[int, list[PageMove]]:
         """Give a request the next slot, and the pages that begin as it does.
 
-        Returns the tokens whose K/V they hold, and the copy of what it shares with part of one more page.
+        Returns the tokens whose K/V they hold, and the copy of what it shares with part of one more page. Before it
+        that of the states behind them.
         """
         nodes, partial, length = self._match(request)
+        copies: list[PageMove] = []
+        if self.pool.snapshots is not None and (nodes or partial is not None):
+            unheld = [node for node in nodes if not node.num_users]
+            if partial is not None and self.pool.num_available - len(unheld) <= (not partial.num_users):
+                nodes, partial, length = [], None, 0  # its snapshot is of no use without the page
+            else:
+                place = self.pool.snapshots.place(partial or nodes[-1])
+                copies.append(StateCopy(self.rank, place, len(self.running)))
         table = Table(self.pool.root(request.tenant))
         request.slots[self.rank] = len(self.running)
         self.running.append(request)
         self._tables.append(table)
         for node in nodes:
             self._share(table, node)
-        copies = []
         if partial is not None and self.pool.num_available > (not partial.num_users):
             self.pool.hold(partial)  # so that its page is not taken for the copy
             self._extend(table, 1, table.pages[-1] if table.pages else None)
@@ -358,7 +382,8 @@ class RankPages(Generic[R]):
     def follow(self, request: R, num_computed: int) -> int:
         """Share pages that others have computed meanwhile; the leading tokens whose K/V a request has then."""
         size, table, tokens = self.pool.page_size, self.table(request), request.tokens
-        while self.retains and num_computed == len(table.nodes) * size and num_computed + size < len(tokens):
+        retains = self.retains and self.pool.snapshots is None
+        while retains and num_computed == len(table.nodes) * size and num_computed + size < len(tokens):
             child = table.last.children.get(tuple(tokens[num_computed : num_computed + size]))
             if child is None:
                 break
@@ -370,12 +395,15 @@ class RankPages(Generic[R]):
         """The node before the page that a request fills next, and that page's tokens; None within a page."""
         table, size = self.table(request), self.pool.page_size
         start = len(table.nodes) * size
-        if not self.retains or request.num_computed_tokens[self.rank] != start:
+        if not self.retains or self.pool.snapshots is not None or request.num_computed_tokens[self.rank] != start:
             return None
         return table.last, tuple(request.tokens[start : start + size])
 
-    def register(self, request: R, num_computed: int) -> None:
-        """Let others share the pages that a request has filled with `num_computed` tokens."""
+    def register(self, request: R, num_computed: int) -> list[StateCopy]:
+        """Let others share the pages that a request has filled with `num_computed` tokens.
+
+        Returns the snapshot of its states where its prompt is to have one.
+        """
         table, size = self.table(request), self.pool.page_size
         while self.retains and (len(table.nodes) + 1) * size <= num_computed:
             start = len(table.nodes) * size
@@ -385,12 +413,22 @@ class RankPages(Generic[R]):
                 self._share(table, known)  # computed by two at once
             else:
                 table.nodes.append(self.pool.insert(table.last, tokens, table.pages[len(table.nodes)]))
+        if self.pool.snapshots is None or num_computed != border(request.num_prompt, size):
+            return []
+        return self._snapshot(request, table.last) if 0 < num_computed == len(table.nodes) * size else []
 
-    def leave(self, request: R, keep: bool = True) -> list[PageClear]:
+    def _snapshot(self, request: R, node: Node) -> list[StateCopy]:
+        """The copy of a request's states to a snapshot of a node, if the node is to get one."""
+        place = self.pool.snapshots.take(node) if self.pool.snapshots is not None else None
+        return [StateCopy(self.rank, request.slots[self.rank], place)] if place is not None else []
+
+    def leave(self, request: R, keep: bool = True) -> list[PageMove]:
         """Take the slot from a request; the last request gets it. With `keep`, its tokens and K/V stay known.
 
-        Without, returns the clearing of the pages that were its own: its K/V may be NaN.
+        Returns snapshots and moves of states. Without `keep` also the clearing of the pages that were its own: its K/V
+        may be NaN.
         """
+        moves: list[PageMove] = []
         slot, table, pool = request.slots[self.rank], self.table(request), self.pool
         num_computed = request.num_computed_tokens[self.rank]
         own = table.pages[len(table.nodes) :]
@@ -398,8 +436,12 @@ class RankPages(Generic[R]):
             self.register(request, num_computed)
             own = table.pages[len(table.nodes) :]
             tail = tuple(request.tokens[len(table.nodes) * pool.page_size : num_computed])
-            if tail and not table.last.knows(tail):
+            children = table.last.children
+            if tail and (tail not in children if pool.snapshots is not None else not table.last.knows(tail)):
                 table.nodes.append(pool.insert(table.last, tail, own.pop(0)))
+            known = sum(len(node.tokens) for node in table.nodes)
+            if table.nodes and known == num_computed:
+                moves += self._snapshot(request, table.last)
         for page in own:
             pool.give_back(page)
         pool.release(table.nodes)
@@ -413,9 +455,11 @@ class RankPages(Generic[R]):
         last, last_table = self.running.pop(), self._tables.pop()
         last_table.is_known = last_table.is_known and last is request
         if last is not request:
+            if pool.snapshots is not None:
+                moves.append(StateCopy(self.rank, last.slots[self.rank], slot))
             last.slots[self.rank], self.running[slot], self._tables[slot] = slot, last, last_table
         request.slots[self.rank] = -1
-        return [] if keep else [PageClear(self.rank, page) for page in own]
+        return moves if keep else [*moves, *(PageClear(self.rank, page) for page in own)]
 
     def forget(self) -> None:
         """Keep no page that no running request holds."""
@@ -425,7 +469,11 @@ class RankPages(Generic[R]):
         """As PagePool.match; the root of the request's tree is evaluated in any case."""
         if not self.retains:
             return [], None, 0
-        return self.pool.match(self.pool.root(request.tenant), request.tokens, len(request.tokens) - 1)
+        root, tokens, most = self.pool.root(request.tenant), request.tokens, len(request.tokens) - 1
+        found = self.pool.match(root, tokens, most)
+        if self.pool.snapshots is None:
+            return found
+        return self.pool.snapshots.longest(root, found[0], tokens, most, self.pool.page_size)
 
     def _extend(self, table: Table, count: int, after: int | None) -> None:
         table.is_known = False

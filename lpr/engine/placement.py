@@ -44,7 +44,13 @@ class Placement(Generic[R]):
     def _empty(self) -> list[RankPages[R]]:
         limits = self.limits
         return [
-            RankPages(rank, limits.num_slots, PagePool(limits.num_pages, limits.page_size), limits.retains)
+            RankPages(
+                rank,
+                limits.num_slots,
+                PagePool(limits.num_pages, limits.page_size),
+                limits.retains,
+                limits.num_snapshots,
+            )
             for rank in range(limits.num_ranks)
         ]
 
@@ -276,7 +282,7 @@ class Placement(Generic[R]):
         for request in self.running:
             for pages, slot, num_computed in zip(self._pages, request.slots, request.num_computed_tokens, strict=True):
                 if slot >= 0:
-                    pages.register(request, num_computed)
+                    self._moves += pages.register(request, num_computed)
 
     def _sign(self, *words: int) -> None:
         data = array("q", [*words, len(words)]).tobytes() + self.digest.to_bytes(8, "little")

@@ -52,7 +52,9 @@ class Adapter:
         """True if unequal rows are laid out without padding; `self_check` takes it back for a model that cannot."""
         self.reads_tables = True
         """True if attention that reads bits reads block tables, too; `self_check` takes it back like `packed`."""
-        self.accepts_positions = "position_ids" in inspect.signature(type(model).forward).parameters
+        parameters = inspect.signature(type(model).forward).parameters
+        self.accepts_positions = "position_ids" in parameters
+        self._cache_name = "past_key_values" if "past_key_values" in parameters else "cache_params"
         self.exact = exact
         self.heights: check.Heights | None = None
         """Rows of the products of a step in exact mode; `why_not_exact` finds how many agree."""
@@ -134,13 +136,13 @@ class Adapter:
         `compiled` calls the model as torch.compile made it; otherwise it is called directly in any case.
         """
         inputs.layer_rules, inputs.heights, inputs.cache = self._layer_rules, self.heights, cache
-        extra = {"position_ids": inputs.positions} if self.accepts_positions else {}
+        extra: dict[str, Any] = {"position_ids": inputs.positions} if self.accepts_positions else {}
+        extra[self._cache_name] = cache
         is_compiled = getattr(self.model, "_compiled_call_impl", None) is not None
         direct = torch.compiler.set_stance("force_eager") if is_compiled and not compiled else nullcontext()
         with direct, step_scope(inputs):
             output = self.model(
                 input_ids=inputs.tokens,
-                past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=inputs.logits_to_keep,
                 **extra,

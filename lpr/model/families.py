@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from lpr.model.recurrent.plug import install, is_pluggable
 from lpr.model.step_inputs import StepInputs, current_step
 
 _RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
@@ -31,14 +32,12 @@ def refusal(model: PreTrainedModel) -> str | None:
     """The reason in its config why this model cannot evaluate a tree; None if it has none."""
     config: Any = model.config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None)
-    if kinds:
-        if recurrent := sorted(_RECURRENT_LAYERS.intersection(kinds)):
-            return _RECURRENT.format(f"its {recurrent[0]} layers fold")
-        if selecting := sorted(_SELECTING_LAYERS.intersection(kinds)):
-            return f"sparse attention: its {selecting[0]} layers pick or merge cached tokens by cache row"
-    elif model._is_stateful:
-        return _RECURRENT.format("it folds")
-    if "past_key_values" not in inspect.signature(type(model).forward).parameters:
+    recurrent = sorted(_RECURRENT_LAYERS.intersection(kinds or ()))
+    if (recurrent or model._is_stateful) and not is_pluggable(model):
+        return _RECURRENT.format(f"its {recurrent[0]} layers fold" if recurrent else "it folds")
+    if kinds and (selecting := sorted(_SELECTING_LAYERS.intersection(kinds))):
+        return f"sparse attention: its {selecting[0]} layers pick or merge cached tokens by cache row"
+    if not {"past_key_values", "cache_params"}.intersection(inspect.signature(type(model).forward).parameters):
         return "its forward takes no cache of keys and values (past_key_values)"
     return None
 
@@ -70,6 +69,7 @@ def position_limit(config: Any) -> tuple[int, str] | None:
 
 def adapt(model: PreTrainedModel) -> None:
     """Make the spots of `model` that count cache rows count positions within a step; once per model."""
+    install(model)
     shim = _SHIMS.get(model.config.get_text_config(decoder=True).model_type)
     if shim is not None and not getattr(model, "_lpr_adapted", False):
         shim(model)

@@ -61,7 +61,8 @@ def build_inputs(
     tokens, positions, write_rows = whole
     length, num_results = max(row.num_cached for row in rows), [row.num_results for row in rows]
     kept = _logits_to_keep(rows, blocks, device, heights)
-    return StepInputs(tokens, positions, write_rows.reshape(-1), blocks, length, num_results, kept, heights=heights)
+    sizes = blocks, length, num_results, kept
+    return StepInputs(tokens, positions, write_rows.reshape(-1), *sizes, heights=heights, rows=rows)
 
 
 def _build_block(

@@ -174,7 +174,10 @@ def _batch_logits(adapter: Adapter, together: bool, packed: bool = False) -> tor
     results = []
     for rows in steps:
         batches = [rows] if together else [[row] for row in rows]
-        results += [adapter.logits(batch, cache, packed=packed) for batch, cache in zip(batches, caches, strict=False)]
+        for batch, cache in zip(batches, caches, strict=False):
+            results.append(adapter.logits(batch, cache, packed=packed))
+            for row in batch if rows is steps[0] else ():
+                cache.commit(row, range(row.num_entries))
     return torch.cat(results).float()
 
 
@@ -194,7 +197,9 @@ def _tree_error(adapter: Adapter, cache: PagedCache, prompt_length: int) -> floa
     generator = torch.Generator().manual_seed(0)
 
     text = _random_tokens(adapter, prompt_length, generator)
-    adapter.logits([Row.chain(0, 0, text, 0)], cache)
+    prompt = Row.chain(0, 0, text, 0)
+    adapter.logits([prompt], cache)
+    cache.commit(prompt, range(prompt_length))
     worst = torch.zeros((), device=adapter.device)
     span = torch.full((), 1e-9, device=adapter.device)
     for _ in range(2):

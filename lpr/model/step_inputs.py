@@ -167,6 +167,8 @@ class StepInputs:
     """True if a vocab-parallel head gives this rank's part of the logits alone, not all of them gathered."""
     heights: Heights | None = None
     """Rows of matrix products in exact mode."""
+    rows: Sequence[Row] = ()
+    """The rows, block after block; recurrent layers read them, and captured steps have none."""
     cache: Any = None
     """The KVCache of the forward; set by the adapter, as `layer_rules` are."""
     layer_rules: dict[int | None, Any] = field(default_factory=dict)
