@@ -22,6 +22,7 @@ from lpr.model.exact import BLOCK
 from lpr.model.families import refusal
 from lpr.model.kv_cache import KVCache
 from lpr.model.paged_cache import PagedCache
+from lpr.model.recurrent.gain import scaled
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.choice import gpu_pick
 from lpr.model.sampling.selection import Selection
@@ -36,6 +37,9 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 """Largest difference of a logit over the range of the logits: in fp32 sound models stay below 1e-6 and the silent
 failures known so far begin at 3e-3. Half precision rounds differently at every GEMM height."""
 _HALF_TOLERANCE = 6e-2
+_SHOWS = 1e-2
+"""A difference that recurrent layers make if a tree is taken as a chain, over the range of the logits."""
+_GAINS = (1.0, 16.0, 256.0, 4096.0)
 _FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError, NotImplementedError)
 """Errors of models that do not fit."""
 
@@ -94,6 +98,9 @@ def _check(adapter: Adapter) -> PagedCache:
         if adapter.reads_bits:
             adapter.reads_tables = _passes_keys_on(adapter)
         error = _tree_error(adapter, cache, prompt_length)
+        if error <= tolerance and cache.has_states:
+            with scaled(adapter.model, _gain(adapter, tolerance)):
+                error = _tree_error(adapter, PagedCache(1, prompt_length + 32), prompt_length)
         if error <= tolerance:
             alone = _batch_logits(adapter, together=False)
             adapter.packed = adapter.packed and _packs(adapter, alone, tolerance)
@@ -110,6 +117,28 @@ def _check(adapter: Adapter) -> PagedCache:
             f"of their range (at most {tolerance:.0e}); probably {_probable_cause(adapter.model)}"
         )
     return cache
+
+
+def _gain(adapter: Adapter, tolerance: float) -> float:
+    """The factor for the output of recurrent layers with which logits show whether they follow a tree's paths.
+
+    Raises InputError if none is large enough.
+    """
+    for gain in _GAINS:
+        tokens = _random_tokens(adapter, 24 + len(_PARENTS), torch.Generator().manual_seed(3))
+        cache, prompt = PagedCache(1, 48), Row.chain(0, 0, tokens[:24], 0)
+        with scaled(adapter.model, gain):
+            adapter.logits([prompt], cache)
+            cache.commit(prompt, range(24))
+            row = _tree_row(0, 24, tokens[24:], _PARENTS, len(_PARENTS))
+            right = adapter.logits([row], cache).float()
+            inputs = adapter.inputs([row], cache)
+            inputs.rows = [Row.chain(0, 24, tokens[24:], len(_PARENTS))]  # what recurrent layers read
+            if _difference(adapter.forward(inputs, cache).float(), right) > max(_SHOWS, 2 * tolerance):
+                return gain
+    raise InputError(
+        f"model type {adapter.config.model_type!r} cannot be checked: its logits do not depend on its recurrent layers"
+    )
 
 
 def _passes_keys_on(adapter: Adapter) -> bool:

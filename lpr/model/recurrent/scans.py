@@ -238,6 +238,8 @@ class _Steps:
         """The state [B, C, K] behind a path."""
         if path is None:
             return self.last
+        if not path.entries.shape[1]:
+            return state
         along = [path.of(each, 1) for each in self.inputs]
         along[1] = along[1] * path.real[..., None]
         return self.rule.states(along, state, Tree.chain(*along[0].shape[:2], state.device))[:, -1]
