@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -26,6 +27,7 @@ from lpr.model.recurrent.gain import scaled
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.choice import gpu_pick
 from lpr.model.sampling.selection import Selection
+from lpr.model.sparse import few_selected
 from lpr.model.static_inputs import static_shape
 from lpr.model.step_inputs import Row
 
@@ -97,7 +99,9 @@ def _check(adapter: Adapter) -> PagedCache:
     try:
         if adapter.reads_bits:
             adapter.reads_tables = _passes_keys_on(adapter)
-        error = _tree_error(adapter, cache, prompt_length)
+        exact_scores = adapter.model.dtype in _TOLERANCE  # in half precision rounding changes which tokens are selected
+        with few_selected(adapter.model) if exact_scores else nullcontext():
+            error = _tree_error(adapter, cache, prompt_length)
         if error <= tolerance and cache.has_states:
             with scaled(adapter.model, _gain(adapter, tolerance)):
                 error = _tree_error(adapter, PagedCache(1, prompt_length + 32), prompt_length)

@@ -71,7 +71,7 @@ def run_chain(rule: Rule, inputs: Sequence[Tensor], state: Tensor) -> tuple[Tens
     outputs = []
     for start in range(0, inputs[0].shape[1], PIECE):
         piece = [each[:, start : start + PIECE] for each in inputs]
-        out, written = rule.scan(piece, state, Tree.chain(*piece[0].shape[:2], state.device))
+        out, written = rule.scan(piece, state, Tree.chain(len(state), piece[0].shape[1], state.device))
         state = written.after(state)
         outputs.append(out)
     return torch.cat(outputs, 1), state
@@ -242,4 +242,4 @@ class _Steps:
             return state
         along = [path.of(each, 1) for each in self.inputs]
         along[1] = along[1] * path.real[..., None]
-        return self.rule.states(along, state, Tree.chain(*along[0].shape[:2], state.device))[:, -1]
+        return self.rule.states(along, state, Tree.chain(len(state), along[0].shape[1], state.device))[:, -1]
