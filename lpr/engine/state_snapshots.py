@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lpr.engine.page_pool import Node
 
-SNAPSHOTS_PER_SLOT = 2
+SNAPSHOTS_PER_SLOT = 4
 MOST_COMPARED = 64
 """Leaves behind a page, the latest ones, that are compared with a new prompt."""
 

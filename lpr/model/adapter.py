@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from lpr.config import InputError
 from lpr.model.attention import TREE_ATTENTION, TREE_MASK_ONLY
 from lpr.model.exact import check
-from lpr.model.families import adapt
+from lpr.model.families import adapt, is_recurrent
 from lpr.model.inputs import build_inputs
 from lpr.model.kernels.hook import EXACT_KERNELS, KERNELS, load_kernel
 from lpr.model.kv_cache import KVCache
@@ -102,6 +102,8 @@ class Adapter:
         """Prepare exact mode; why it cannot be, as far as that is known without a forward, or None."""
         if self.device.type != "cpu" and not self.reads_bits:
             return f"on a GPU attention={self.attention!r} adds in the order of cache rows; use 'triton'"
+        if is_recurrent(self.model):
+            return "its recurrent layers add a chain in another order than single tokens"
         reason = check.refusal(self.model, not self.model._can_set_attn_implementation())
         if reason is not None:
             return reason

@@ -22,21 +22,27 @@ from lpr.model.step_inputs import StepInputs, current_step
 
 _RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 """Kinds in `config.layer_types` that fold the past into a state: state-space, convolution and linear attention."""
-_RECURRENT = "recurrent state: {} the past into one state, which cannot branch or take a rejected token back"
+_RECURRENT = "recurrent state: {} the past into one state by code of its own, which cannot follow a tree's branches"
 
 
 def refusal(model: PreTrainedModel) -> str | None:
     """The reason in its config why this model cannot evaluate a tree; None if it has none."""
     config: Any = model.config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None)
-    recurrent = sorted(_RECURRENT_LAYERS.intersection(kinds or ()))
-    if (recurrent or model._is_stateful) and not is_pluggable(model):
+    if is_recurrent(model) and not is_pluggable(model):
+        recurrent = sorted(_RECURRENT_LAYERS.intersection(kinds or ()))
         return _RECURRENT.format(f"its {recurrent[0]} layers fold" if recurrent else "it folds")
     if kinds and (reason := sparse.refusal(config)) is not None:
         return reason
     if not {"past_key_values", "cache_params"}.intersection(inspect.signature(type(model).forward).parameters):
         return "its forward takes no cache of keys and values (past_key_values)"
     return None
+
+
+def is_recurrent(model: PreTrainedModel) -> bool:
+    """True if layers fold the past into a state."""
+    kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
+    return bool(_RECURRENT_LAYERS.intersection(kinds)) if kinds else bool(model._is_stateful)
 
 
 def has_experts(config: Any) -> bool:

@@ -49,6 +49,10 @@ class States:
         made._tensors = {site: each.new_zeros(num_places, *each.shape[1:]) for site, each in self._tensors.items()}
         return made
 
+    def of(self, place: int) -> dict[Site, Tensor]:
+        """One place's states."""
+        return {site: tensor[place] for site, tensor in self._tensors.items()}
+
     def copy(self, source: int, target: int) -> None:
         """Copy one place's states to another."""
         for each in self._tensors.values():
