@@ -168,13 +168,16 @@ class Scheduler(Generic[R]):
         filling: list[Fill[R]] = []
         for request, wanted in zip(self.running, self.placement.wanted, strict=True):
             counts, most = [0] * limits.num_ranks, limits.prefill_chunk
-            stop = border(request.num_prompt, limits.page_size) if limits.num_snapshots is not None else 0
+            stop = border(request.num_prompt, limits.page_size) if limits.num_snapshots else 0
+            # A long prompt stops where its states are kept.
+            stops = limits.longest_chain < stop > min(request.num_computed_tokens[rank] for rank in request.homes)
             pages = self.placement.next_pages(request) if request.num_pending - 1 > limits.longest_chain else []
             if not begun.isdisjoint(pages):
                 continue
             begun.update(pages)
-            if request.num_pending - 1 <= limits.longest_chain or (
+            if (request.num_pending - 1 <= limits.longest_chain and not stops) or (
                 fill(request, request.homes, counts, room, most, stop) == 0
+                and not stops
                 and (limits.packed or self.placement.is_alone(request))  # it ends here, and a tree may follow
             ):
                 decoding.append(request)
