@@ -21,8 +21,9 @@ class EngineOptions:
     """auto: the checkpoint's own on a GPU, float32 on a CPU."""
     device: str | None = None
     """cpu, cuda or cuda:N. Default: a GPU if there is one."""
-    attention: Literal["auto", "sdpa", "triton"] = "auto"
-    """sdpa: PyTorch's, with a dense mask. triton: a GPU kernel that reads the tree as bits. auto: what works best."""
+    attention: Literal["auto", "sdpa", "triton", "native"] = "auto"
+    """sdpa: PyTorch's, with a dense mask. triton: a GPU kernel that reads the tree as bits. native: C++ that
+    reads trees and pages on a CPU. auto: what works best."""
     graphs: bool = True
     """Replay the steps of a GPU as CUDA graphs."""
     compile: Literal["auto", "on", "off"] = "auto"

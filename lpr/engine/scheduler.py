@@ -190,13 +190,20 @@ class Scheduler(Generic[R]):
     def _reserve(self) -> list[R]:
         """Give running requests the pages of the next step, the first admitted first; returns the preempted ones.
 
-        Where pages run out, the last admitted request gives its own back and waits again, before all others.
+        Where a rank's pages run out, the last admitted request there that other ranks serve, too, leaves it. Without
+        such a one, the last admitted gives its pages back on all ranks and waits again, before all others.
         """
         preempted: list[R] = []
         order = sorted(self.running, key=lambda request: request.admission)
         for request in order:
-            while request not in preempted and not self.placement.reserve(request, self._wanted_rows(request)):
-                victim = next(each for each in reversed(order) if each not in preempted)
+            while request not in preempted:
+                rank = self.placement.reserve(request, self._wanted_rows(request))
+                if rank is None:
+                    break
+                there = [each for each in reversed(order) if each not in preempted and each.slots[rank] >= 0]
+                if any(self.placement.withdraw(each, rank) for each in there):
+                    continue
+                victim = there[0]
                 victim.num_preempted_tokens = len(victim.tokens) - victim.num_pending
                 self.placement.remove(victim, keep=True)
                 preempted.append(victim)
