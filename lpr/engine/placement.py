@@ -285,7 +285,9 @@ class Placement(Generic[R]):
         if not self.limits.is_elastic or set(request.homes) <= {rank}:
             return False
         index = self.running.index(request)
-        self.wanted[index] = [each for each in self.wanted[index] if each != rank] or [home for home in request.homes if home != rank]
+        self.wanted[index] = [each for each in self.wanted[index] if each != rank] or [
+            home for home in request.homes if home != rank
+        ]
         self._leave(request, rank)
         return True
 

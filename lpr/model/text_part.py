@@ -81,7 +81,7 @@ class Absent(nn.Module):
 
 
 def drop_towers(model: PreTrainedModel) -> list[str]:
-    """Replace every module of `model` that neither holds nor belongs to the decoder or the head; returns their names."""
+    """Replace every module of `model` that neither holds nor belongs to the decoder or head; returns their names."""
     kept = {id(model.get_decoder()), id(model.get_output_embeddings())}
     dropped: list[str] = []
 
@@ -98,6 +98,15 @@ def drop_towers(model: PreTrainedModel) -> list[str]:
     if id(model) not in kept:
         drop(model, "")
     return dropped
+
+
+def set_attention(model: PreTrainedModel, name: str) -> None:
+    """Switch the attention of `model`, without a warning for the configs of absent towers."""
+    config = model.config
+    text = config.get_text_config(decoder=True)
+    parts = [key for key in config.sub_configs if getattr(config, key, None) is text]
+    chosen = {"": name, **dict.fromkeys(parts, name)}
+    model.set_attn_implementation(chosen if parts and getattr(type(model), "is_text_part", False) else name)
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
