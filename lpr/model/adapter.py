@@ -21,7 +21,7 @@ from lpr.model.kernels.native_attention import why_not_native
 from lpr.model.kv_cache import KVCache
 from lpr.model.sparse import SPARSE_ATTENTION, selects
 from lpr.model.step_inputs import Row, StepInputs, step_scope
-from lpr.model.text_part import takes_positions
+from lpr.model.text_part import set_attention, takes_positions
 
 ATTENTION = ("auto", "sdpa", *KERNELS)
 """Choices of `attention`: lpr's own, PyTorch's attention with a dense mask, a GPU kernel that reads bits, or C++ that
@@ -107,7 +107,7 @@ class Adapter:
         load_kernel(name)
         self.attention = choice
         if self.model._can_set_attn_implementation():
-            self.model.set_attn_implementation(name)
+            set_attention(self.model, name)
         else:
             for module in self.model.modules():
                 config: Any = getattr(module, "config", None)
