@@ -43,10 +43,8 @@ def calls(name):
     return {
         "hermes": f'Ok.\n<tool_call>\n{{"name": "weather", "arguments": {args}}}\n</tool_call>\n'
         '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
-        "qwen3-coder": "Ok.\n<tool_call>\n<function=weather>\n<parameter=city>\n"
-        + ARGUMENTS["city"]
-        + "\n</parameter>\n"
-        '<parameter=days>\n3\n</parameter>\n<parameter=where>\n{"x": 1.5}\n</parameter>\n</function>\n</tool_call>\n'
+        "qwen3-coder": "Ok.\n<tool_call>\n<function=weather>\n<parameter=city>\n" + ARGUMENTS["city"] + "\n</parameter>"
+        '\n<parameter=days>\n3\n</parameter>\n<parameter=where>\n{"x": 1.5}\n</parameter>\n</function>\n</tool_call>\n'
         "<tool_call>\n<function=now>\n</function>\n</tool_call>",
         "glm": "Ok.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>" + ARGUMENTS["city"] + "</arg_value>\n"
         "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n<arg_key>where</arg_key>\n"
@@ -54,9 +52,11 @@ def calls(name):
         "deepseek-v3": f"Ok.{begin}{call}function{sep}weather\n```json\n{args}\n```{stop}\n"
         f"{call}function{sep}now\n```json\n{{}}\n```{stop}{end}",
         "deepseek-v3.1": f"Ok.{begin}{call}weather{sep}{args}{stop}{call}now{sep}{{}}{stop}{end}",
-        "mistral": f'Ok.[TOOL_CALLS] [{{"name": "weather", "arguments": {args}}}, {{"name": "now", "arguments": {{}}}}]',
+        "mistral": f'Ok.[TOOL_CALLS] [{{"name": "weather", "arguments": {args}}}, '
+        '{"name": "now", "arguments": {}}]',
         "mistral-args": f"Ok.[TOOL_CALLS]weather[ARGS]{args}[TOOL_CALLS]now[ARGS]{{}}",
-        "granite": f'Ok.<|tool_call|>[{{"arguments": {args}, "name": "weather"}}, {{"name": "now", "arguments": {{}}}}]',
+        "granite": f'Ok.<|tool_call|>[{{"arguments": {args}, "name": "weather"}}, '
+        '{"name": "now", "arguments": {}}]',
         "llama3": f'{{"name": "weather", "parameters": {args}}}; {{"name": "now", "parameters": {{}}}}',
         "harmony": "<|channel|>commentary<|message|>Ok.<|end|><|start|>assistant<|channel|>commentary "
         f"to=functions.weather <|constrain|>json<|message|>{args}<|call|><|start|>assistant to=functions.now"

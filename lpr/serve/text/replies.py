@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -117,6 +116,5 @@ class Replies:
             reader.say(before)
 
 
-def schemas(tools: Any) -> Mapping[str, Mapping[str, Any]]:
-    """The schema of each function's arguments."""
-    return {tool.function.name: tool.function.parameters or {} for tool in tools}
+PLAIN = Replies(family=Family(None, None))
+"""Texts that are shown as they are."""
