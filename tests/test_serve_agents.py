@@ -10,7 +10,8 @@ from fake_driver import facts, served, tokenizer_json
 TEMPLATE = (
     "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools> <tool_call></tool_call>"
     "{% endif %}{% for message in messages %}<{{ message.role }}>{{ message.content or '' }}"
-    "{% for call in message.tool_calls or [] %}[{{ call.function.name }} {{ call.function.arguments.city }}]{% endfor %}"
+    "{% for call in message.tool_calls or [] %}[{{ call.function.name }} {{ call.function.arguments.city }}]"
+    "{% endfor %}"
     "</{{ message.role }}>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     "{% if enable_thinking %}<think>{% endif %}{# </think> #}"
 )
