@@ -21,8 +21,9 @@ class EngineOptions:
     """auto: the checkpoint's own on a GPU, float32 on a CPU."""
     device: str | None = None
     """cpu, cuda or cuda:N. Default: a GPU if there is one."""
-    attention: Literal["auto", "sdpa", "triton"] = "auto"
-    """sdpa: PyTorch's, with a dense mask. triton: a GPU kernel that reads the tree as bits. auto: what works best."""
+    attention: Literal["auto", "sdpa", "triton", "native"] = "auto"
+    """sdpa: PyTorch's, with a dense mask. triton: a GPU kernel that reads the tree as bits. native: C++ that
+    reads trees and pages on a CPU. auto: what works best."""
     graphs: bool = True
     """Replay the steps of a GPU as CUDA graphs."""
     compile: Literal["auto", "on", "off"] = "auto"
@@ -41,6 +42,9 @@ class EngineOptions:
     kv_memory: float | None = None
     """Memory for K/V on each device: up to 1 a share of what is free there, above it bytes. Default: 0.9 of a GPU, on a
     CPU room for max_batch_size sequences of 4096 tokens."""
+    swap_space: float | None = None
+    """GiB of host memory per rank for K/V that has lost its pages to other requests, where copying it is measured to
+    be faster than computing it again. 0: none. Default: 4, and at most a quarter of what is free."""
 
 
 def load_step_times(path: Path) -> StepTimes:

@@ -16,26 +16,27 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from lpr.model import sparse
 from lpr.model.step_inputs import StepInputs, current_step
 
 _RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 """Kinds in `config.layer_types` that fold the past into a state: state-space, convolution and linear attention."""
 _RECURRENT = "recurrent state: {} the past into one state, which cannot branch or take a rejected token back"
-_SELECTING_LAYERS = {
-    "indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse",
-}  # fmt: skip
-"""Kinds that choose what to attend to by cache row, or attend to a summary of several rows."""
 
 
 def refusal(model: PreTrainedModel) -> str | None:
     """The reason in its config why this model cannot evaluate a tree; None if it has none."""
     config: Any = model.config.get_text_config(decoder=True)
+    if getattr(config, "use_bidirectional_attention", False) in (True, "all"):
+        return "tokens of its prompt attend to later ones"
     kinds = getattr(config, "layer_types", None)
     if kinds:
+        if "reference_sliding_attention" in kinds:
+            return "the window of its reference_sliding_attention layers begins where a prompt ends"
         if recurrent := sorted(_RECURRENT_LAYERS.intersection(kinds)):
             return _RECURRENT.format(f"its {recurrent[0]} layers fold")
-        if selecting := sorted(_SELECTING_LAYERS.intersection(kinds)):
-            return f"sparse attention: its {selecting[0]} layers pick or merge cached tokens by cache row"
+        if (reason := sparse.refusal(config)) is not None:
+            return reason
     elif model._is_stateful:
         return _RECURRENT.format("it folds")
     if "past_key_values" not in inspect.signature(type(model).forward).parameters:
@@ -70,7 +71,8 @@ def position_limit(config: Any) -> tuple[int, str] | None:
 
 def adapt(model: PreTrainedModel) -> None:
     """Make the spots of `model` that count cache rows count positions within a step; once per model."""
-    shim = _SHIMS.get(model.config.get_text_config(decoder=True).model_type)
+    config = model.config.get_text_config(decoder=True)
+    shim = sparse.adapt_indexers if sparse.selects(config) else _SHIMS.get(config.model_type)
     if shim is not None and not getattr(model, "_lpr_adapted", False):
         shim(model)
         model._lpr_adapted = True  # type: ignore[assignment]

@@ -39,6 +39,14 @@ class KVCache(Cache, ABC):
         That is [B, H, KV, D] for a single block, and for packed inputs what `of_block` takes.
         """
 
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """Write the current step's keys [R, N, D] of a sparse layer's indexer; return those that it scores [B, KV, D].
+
+        They lie in the cache like the keys of a layer of their own, number -1 - `layer_idx`, that has no values.
+        """
+        keys = indexer_key_states[:, None]
+        return self.update(keys, keys[..., :0], -1 - layer_idx)[0][:, 0]
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Committed length, for model code that asks; positions are always passed explicitly."""
         step = current_step()
@@ -52,6 +60,11 @@ class KVCache(Cache, ABC):
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
         """Rows of a sequence."""
         return self.rows_per_slot
+
+    @property
+    @abstractmethod
+    def num_rows(self) -> int:
+        """Rows of all pages, and the spare row behind them, which padding is written to."""
 
     @abstractmethod
     def assign(self, slot: int, pages: Sequence[int]) -> None:
@@ -72,6 +85,10 @@ class KVCache(Cache, ABC):
     @abstractmethod
     def lie_evenly(self, rows: Sequence[Row]) -> bool:
         """True if one view holds the keys of these rows, whose slots are neighbours."""
+
+    @abstractmethod
+    def read_pages(self, rows: Sequence[Row], places: Sequence[tuple[int, int]], num_threads: int) -> Any:
+        """A native.PagedAttention of a step's rows, each of whose first entry has a place in the step's [B, T]."""
 
     @abstractmethod
     def place_block(self, block: Block, device: torch.device, by_table: bool, num_used: Sequence[int]) -> None:
@@ -127,6 +144,18 @@ class KVCache(Cache, ABC):
     @abstractmethod
     def clear(self, pages: Sequence[int]) -> None:
         """Zero pages."""
+
+    @abstractmethod
+    def swap_out(self, page: int, host_page: int) -> None:
+        """Copy a page to a page of host memory."""
+
+    @abstractmethod
+    def swap_in(self, host_page: int, page: int) -> None:
+        """Copy a page of host memory to a page."""
+
+    @abstractmethod
+    def swap_ms(self) -> float:
+        """Measured milliseconds of both."""
 
 
 def free_bytes(device: torch.device) -> int | None:

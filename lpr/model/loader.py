@@ -19,6 +19,7 @@ from lpr.config import InputError, first_line
 from lpr.core.digest import digest_of
 from lpr.model.families import position_limit
 from lpr.model.parallel import TensorParallel, load_sharded, local
+from lpr.model.text_part import check_generate, decoder_class, is_text, text_keys
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
 """Names of the number of positions in configs."""
@@ -85,8 +86,9 @@ def load(
         raise InputError(f"--revision {revision}: {source!r} is a folder; only models of the hub have revisions")
     try:
         config = AutoConfig.from_pretrained(source, revision=revision or "main")
+        decoder = decoder_class(config)
         read: Any = partial(
-            AutoModelForCausalLM.from_pretrained,
+            decoder.from_pretrained,
             source,
             config=config,
             revision=revision or "main",
@@ -99,12 +101,23 @@ def load(
         raise
     except Exception as failure:  # transformers raises dozens of types here; all mean that this is no usable model
         raise InputError(f"cannot load a model from {source!r}: {_named(failure)}") from failure
+    _check_weights(source, model, info)
+    model = model.to(where)
+    if decoder is not AutoModelForCausalLM or not is_text(config):
+        check_generate(model)
+    has_tokenizer = not path.is_dir() or any(path.glob("tokenizer*"))
+    return replace(wrap(model, load_tokenizer(source, revision) if has_tokenizer else None), is_ours=True)
+
+
+def _check_weights(source: str, model: PreTrainedModel, info: dict[str, Any]) -> None:
+    """Raise InputError unless the weights of `source` and those of `model` are the same, its towers aside."""
     absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if absent:  # transformers would go on with random numbers in their place
         lacking = f"{len(absent)} tensors that the model needs, the first: {absent[0]}"
         raise InputError(f"the weights in {source!r} lack {lacking}")
-    has_tokenizer = not path.is_dir() or any(path.glob("tokenizer*"))
-    return replace(wrap(model.to(where), load_tokenizer(source, revision) if has_tokenizer else None), is_ours=True)
+    if unused := text_keys(model, info["unexpected_keys"]):
+        left = f"{len(unused)} tensors of its text part that the model has no place for, the first: {unused[0]}"
+        raise InputError(f"the weights in {source!r} have {left}")
 
 
 def _read_to(where: torch.device, read: Any, dtype: str | torch.dtype) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -25,6 +26,7 @@ from lpr.model.paged_cache import PagedCache
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.choice import gpu_pick
 from lpr.model.sampling.selection import Selection
+from lpr.model.sparse import few_selected
 from lpr.model.static_inputs import static_shape
 from lpr.model.step_inputs import Row
 
@@ -43,17 +45,20 @@ _FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, Ke
 def self_check(runner: TreeModel) -> KVCache:
     """Raise InputError if the model is not one that runs a tree; return the check's cache, for its layer shapes.
 
-    Takes `packed` back if the model's packed batches fail or differ. A GPU kernel that lpr chose itself and that
-    fails here is replaced by "sdpa", with a warning in the log.
+    Takes `packed` back if the model's packed batches fail or differ. Attention that lpr chose itself and that
+    fails here is replaced by "sdpa", for a GPU kernel with a warning in the log.
     """
     adapter = runner.adapter
     if adapter.device.type == "cuda":
         gpu_pick(adapter.device)  # now, and not while a step is captured
-    if adapter.may_fall_back and adapter.reads_bits:
+    if adapter.may_fall_back and (adapter.reads_bits or adapter.reads_pages):
         try:
             return _check(adapter)
         except Exception as failure:  # whatever a compiler or driver raises; the model is checked again without them
-            logger.warning("attention=%r does not work here, using 'sdpa': %s", adapter.attention, first_line(failure))
+            level = logging.WARNING if adapter.reads_bits else logging.DEBUG  # a CPU loses little by it
+            logger.log(
+                level, "attention=%r does not work here, using 'sdpa': %s", adapter.attention, first_line(failure)
+            )
             adapter.set_attention("sdpa")
     return _check(adapter)
 
@@ -93,7 +98,9 @@ def _check(adapter: Adapter) -> PagedCache:
     try:
         if adapter.reads_bits:
             adapter.reads_tables = _passes_keys_on(adapter)
-        error = _tree_error(adapter, cache, prompt_length)
+        exact_scores = adapter.model.dtype in _TOLERANCE  # in half precision rounding changes which tokens are selected
+        with few_selected(adapter.model) if exact_scores else nullcontext():
+            error = _tree_error(adapter, cache, prompt_length)
         if error <= tolerance:
             alone = _batch_logits(adapter, together=False)
             adapter.packed = adapter.packed and _packs(adapter, alone, tolerance)

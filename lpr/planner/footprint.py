@@ -175,8 +175,10 @@ def forward_flops(facts: ModelFacts, tp: int, num_tokens: int, num_kv: int) -> f
         share = facts.experts_per_token / facts.num_experts if weights.is_expert and facts.num_experts else 1.0
         used += share * _shard_numel(weights, facts, tp)
     heads = facts.num_heads / tp if facts.splits_queries else facts.num_heads
-    attention = sum(rows.count * (rows.key_dim + rows.value_dim) for rows in facts.kept) * heads * num_kv
-    return 2.0 * num_tokens * (used + attention)
+    attention = 0.0
+    for rows in facts.kept:
+        attention += rows.count * (rows.key_dim + rows.value_dim) * (heads if rows.value_dim else facts.indexer_heads)
+    return 2.0 * num_tokens * (used + attention * num_kv)
 
 
 def activation_bytes(facts: ModelFacts, decode: DecodeConfig, mesh: Mesh, max_length: int, element_size: int) -> int:
@@ -223,9 +225,11 @@ def footprint(facts: ModelFacts, decode: DecodeConfig, mesh: Mesh, max_length: i
         mesh=mesh,
         problem=None,
         weight_bytes=weight_bytes(facts, mesh.tp, element_size),
-        kv_bytes=(batch * kv_rows(decode, mesh.lp, max_length) + 1) * row_bytes,  # one is spare, for padding
+        # One row is spare, for padding.
+        kv_bytes=(batch * kv_rows(decode, mesh.lp, max_length) + 1) * row_bytes + batch * facts.state_bytes,
         activation_bytes=activation_bytes(facts, decode, mesh, max_length, element_size),
-        step_bytes=read_bytes(facts, mesh.tp, element_size, tokens) + batch * max_length * row_bytes,
+        step_bytes=read_bytes(facts, mesh.tp, element_size, tokens)
+        + batch * (max_length * row_bytes + facts.state_bytes),
         lp=Traffic(1, payload_bytes(decode, mesh.lp)) if mesh.lp > 1 else Traffic(0, 0),
         tp=tp_traffic(facts, tokens, tokens, element_size) if mesh.tp > 1 else Traffic(0, 0),
     )
