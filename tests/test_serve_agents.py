@@ -109,6 +109,7 @@ def test_required_calls_have_a_grammar_and_chosen_ones_do_not(service):
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
+        ({"tools": [{**TOOL, "function": {"name": "f", "parameters": {"default": 2**70}}}]}, "tools"),
         ({"tools": [TOOL], "response_format": {"type": "regex", "regex": "a"}}, "response_format"),
         ({"tools": [{**TOOL, "function": {"name": "a b"}}]}, "tools.0.function.name"),
         (

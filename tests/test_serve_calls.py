@@ -242,3 +242,13 @@ def test_a_template_tells_the_family():
     assert Family.of("{% if tools %}<tool_call>{% endif %}</think>").thoughts == ("<think>", "</think>")
     assert Family.of(TEMPLATES["hermes"], "none").format is None
     assert all(each.source for each in FORMATS)
+
+
+@pytest.mark.parametrize("name", ["qwen3-coder", "glm", "hermes"])
+def test_a_schema_that_is_none_ends_no_service(name):
+    tokens, _ = vocabulary()
+    for wrong in ({"properties": 5}, {"required": 5}, {"properties": {"a": 5, "b": {"enum": 5}, "c": {"const": None}}}):
+        for tools in ({"now": wrong}, {"now": {"type": "object", **wrong}}):
+            replies = Replies(family=family(name), tools=tools, choice="required")
+            assert "now" in replies.grammar(tokens)
+            assert [each[0] for each in read(replies, calls(name))[2]] == ["weather", "now"]

@@ -44,9 +44,7 @@ class Placement(Generic[R]):
     def _empty(self) -> list[RankPages[R]]:
         limits = self.limits
         sizes = limits.num_pages, limits.page_size, limits.num_host_pages
-        return [
-            RankPages(rank, limits.num_slots, PagePool(*sizes), limits.retains) for rank in range(limits.num_ranks)
-        ]
+        return [RankPages(rank, limits.num_slots, PagePool(*sizes), limits.retains) for rank in range(limits.num_ranks)]
 
     @property
     def retained(self) -> tuple[int, int]:
@@ -287,7 +285,9 @@ class Placement(Generic[R]):
         if not self.limits.is_elastic or set(request.homes) <= {rank}:
             return False
         index = self.running.index(request)
-        self.wanted[index] = [each for each in self.wanted[index] if each != rank] or [home for home in request.homes if home != rank]
+        self.wanted[index] = [each for each in self.wanted[index] if each != rank] or [
+            home for home in request.homes if home != rank
+        ]
         self._leave(request, rank)
         return True
 

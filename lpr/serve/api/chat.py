@@ -83,9 +83,12 @@ async def chat_text(request: Request, served: Served, body: ChatBody | TokenizeB
     rendering = context_of(request).checks.run("render", messages, variables, served.most_characters)
     try:
         return str(await unless_gone(request.receive, rendering))
-    except ExhaustedError as failure:
+    except (ExhaustedError, OverflowError, RecursionError) as failure:
         name = next((name for name in ("chat_template_kwargs", "tools") if getattr(body, name, None)), "messages")
-        raise bad(name, f"{name}: with these the model's chat template needs {failure}") from failure
+        why = f"with these the model's chat template needs {failure}"
+        if not isinstance(failure, ExhaustedError):
+            why = "a number has too many digits, or values are nested too deeply"
+        raise bad(name, f"{name}: {why}") from failure
 
 
 async def _encoded(request: Request, served: Served, text: str, body: ChatBody | TokenizeBody) -> list[int]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lpr.serve.text.calls import MARK, Format, Thoughts, Tools, is_string
+from lpr.serve.text.calls import MARK, Format, Thoughts, Tools, is_string, properties_of
 
 _ANNOTATIONS = ("title", "description", "examples", "default", "$comment")
 
@@ -64,8 +64,9 @@ class CallGrammar:
     def _pairs(self, format: Format, schema: Mapping[str, Any]) -> Iterator[str]:
         """The arguments in the order of the schema, those that are not required as options."""
         shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-        required = schema.get("required") or ()
-        for key, each in (schema.get("properties") or {}).items():
+        required = schema.get("required")
+        required = required if isinstance(required, list) else ()
+        for key, each in properties_of(schema).items():
             written = self._pair(format, key, each, shared)
             yield written if key in required else f"({written})?"
 
@@ -77,7 +78,7 @@ class CallGrammar:
         choices = schema.get("enum") if isinstance(schema, Mapping) else None
         if not is_string(schema):
             value = f"{self.json({**schema, **shared})} {self._text(after)}"
-        elif choices:
+        elif choices and isinstance(choices, list):
             value = f"({' | '.join(self._text(str(each)) for each in choices)}) {self._text(after)}"
         else:
             value = self._up_to(after)

@@ -186,7 +186,7 @@ class _Pairs:
 
     def __init__(self, reader: Reader, schema: Mapping[str, Any]) -> None:
         self._reader, self._begin = reader, "{"
-        self._properties = schema.get("properties") or {}
+        self._properties = properties_of(schema)
 
     def read(self, key: str, end: str) -> Parsing[None]:
         """An argument up to `end`. It is a string unless the schema has other types, and the value is JSON of one."""
@@ -211,13 +211,20 @@ class _Pairs:
         self._reader.argue("{}" if self._begin == "{" else "}")
 
 
+def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arguments that a schema has, by their names; empty if it is no schema."""
+    properties = schema.get("properties")
+    return properties if isinstance(properties, Mapping) else {}
+
+
 def is_string(schema: Any) -> bool:
     """True if an argument of this schema is written as its text, and not as JSON."""
     if not isinstance(schema, Mapping) or not (schema.keys() & {"type", "anyOf", "oneOf", "enum", "const", "$ref"}):
         return True
     kind = schema.get("type")
-    if kind is None and (values := schema.get("enum") or [schema.get("const")]):
-        return all(isinstance(value, str) for value in values)
+    if kind is None and "anyOf" not in schema and "oneOf" not in schema:
+        values = schema.get("enum") or [schema.get("const")]
+        return isinstance(values, list) and all(isinstance(value, str) for value in values)
     return kind == "string"
 
 
