@@ -75,10 +75,9 @@ class Replies:
         """
         format, thoughts = self.family.format, self.family.thoughts
         is_framed = format is not None and bool(format.text)
-        if answer is None if not self.tools else (self.choice, self.is_strict, answer) == ("auto", False, None):
+        is_free = answer is None and not (self.tools and (self.choice == "required" or self.is_strict))
+        if is_free or not (self.tools or self.begun or is_framed):  # or the answer's own grammar will do
             return ""
-        if not (self.tools or self.begun or is_framed):
-            return ""  # the answer's own grammar will do
         builder = CallGrammar(tokens.added)
         parts: list[str] = []
         if self.tools and format is not None:

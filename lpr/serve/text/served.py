@@ -125,39 +125,41 @@ class Served:
 
     def replies(self, body: ChatBody, prompt: str) -> Replies:
         """How the replies to a conversation are read; raises ApiError for tools that cannot be called."""
-        format, thoughts, choice = body.response_format, self.family.thoughts, body.tool_choice
+        family, thoughts, format = self.family, self.family.thoughts, body.response_format
         is_begun = thoughts is not None and prompt.rstrip().endswith(thoughts[0])
-        family = self.family
         if format is not None and format.type in ("regex", "grammar"):  # which the whole text keeps to
             family, is_begun = Family(family.format, None), False
-        tools: list[Any] = body.tools or [] if choice != "none" else []
-        if not tools:
+        tools = self._callable(body)
+        return Replies(
+            family=family,
+            tools=tools,
+            choice="auto" if not tools or body.tool_choice in (None, "auto") else "required",
+            is_strict=any(tool.function.strict for tool in body.tools or ()),
+            several=body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedChoice),
+            begun=is_begun,
+        )
+
+    def _callable(self, body: ChatBody) -> Mapping[str, Mapping[str, Any]]:
+        """The schemas of the functions that may be called, by their names; raises ApiError."""
+        choice, format = body.tool_choice, body.response_format
+        if not body.tools or choice == "none":
             if choice not in (None, "none", "auto"):
                 raise bad("tool_choice", "tool_choice: there are no tools to choose from")
-            return Replies(family=family, begun=is_begun)
-        if family.format is None:
+            return {}
+        if self.family.format is None:
             message = f"tools: the chat template of {self.names[0]!r} has no calls in a form that is known: "
             raise bad("tools", message + ", ".join(NAMES))
         if format is not None and format.type in ("regex", "grammar"):
             raise bad("response_format", f'response_format of type "{format.type}" does not go with tools')
-        schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
-        if len(schemas) < len(tools):
+        schemas = {tool.function.name: tool.function.parameters or {} for tool in body.tools}
+        if len(schemas) < len(body.tools):
             raise bad("tools", "tools: two have the same name")
-        is_strict = any(tool.function.strict for tool in tools)
-        if isinstance(choice, NamedChoice):
-            name = choice.function.name
-            if name not in schemas:
-                raise bad("tool_choice", f"tool_choice: there is no tool {name!r}")
-            schemas = {name: schemas[name]}
-        is_required = choice not in (None, "auto")
-        return Replies(
-            family=family,
-            tools=schemas,
-            choice="required" if is_required else "auto",
-            is_strict=is_strict,
-            several=body.parallel_tool_calls is not False and not isinstance(choice, NamedChoice),
-            begun=is_begun,
-        )
+        if not isinstance(choice, NamedChoice):
+            return schemas
+        name = choice.function.name
+        if name not in schemas:
+            raise bad("tool_choice", f"tool_choice: there is no tool {name!r}")
+        return {name: schemas[name]}
 
     def chat_ids(self, text: str, body: ChatBody | TokenizeBody) -> list[int]:
         """The prompt of a conversation's text; raises ApiError."""
