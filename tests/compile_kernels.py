@@ -139,18 +139,21 @@ def scans() -> list[dict[str, Any]]:
     compiled = []
     states = {"states_at": "*fp32"}
     for arch, dtype, dim, group, flags in SCAN_VARIANTS:
-        sizes, _ = linear_tiles(32, 32 // group, dim, dim)
-        constants = {**sizes, **{flag: flag in flags for flag in OF_SCANS}}
+        tiles = linear_tiles(32, 32 // group, dim, dim, "PER_CHANNEL" in flags)
         about = {"arch": arch, "dtype": str(dtype), "dim": dim, "flags": sorted(flags)}
-        for kernel in (scan_tree, advance_scan):
-            compiled.append({"kernel": kernel.__name__, **about, **build(kernel, arch, dtype, constants, states, num_warps=4)})
+        for kernel, sizes in zip((scan_tree, advance_scan), tiles, strict=True):
+            constants = {**{flag: flag in flags for flag in OF_SCANS}, **sizes}
+            made = build(kernel, arch, dtype, constants, states, num_warps=4)
+            compiled.append({"kernel": kernel.__name__, **about, **made})
     for dtype in (torch.float32, torch.bfloat16):
         constants = {"C": 8192, "WIDTH": 4, "BLOCK_T": 16, "BLOCK_C": 128, "BLOCK_W": 4, "HAS_BIAS": True, "SILU": True}
         for kernel in (convolve_tree, advance_convolution):
-            compiled.append({"kernel": kernel.__name__, "dtype": str(dtype), **build(kernel, 90, dtype, constants, num_warps=4)})
+            made = build(kernel, 90, dtype, constants, num_warps=4)
+            compiled.append({"kernel": kernel.__name__, "dtype": str(dtype), **made})
         constants = {"C": 8192, "K": 16, "BLOCK_C": 64, "BLOCK_K": 16, **dict.fromkeys(("HAS_GATE", *OF_SCANS), True)}
         for kernel in (select_tree, advance_selective):
-            compiled.append({"kernel": kernel.__name__, "dtype": str(dtype), **build(kernel, 90, dtype, constants, states, num_warps=4)})
+            made = build(kernel, 90, dtype, constants, states, num_warps=4)
+            compiled.append({"kernel": kernel.__name__, "dtype": str(dtype), **made})
     compiled.append({"kernel": "find_parents", **build(find_parents, 90, torch.float32, {"BLOCK": 64}, num_warps=2)})
     return compiled
 

@@ -1,18 +1,16 @@
 """The device code of `scan_kernel`: linear attention with decay over a token tree, and its states' advance.
 
 An entry is counted within its row, without padding; `first` is the first entry behind the trunk, the leading entries
-of a row that are a chain and that all later ones descend from. The trunk takes the state along in registers, BLOCK_M
+of a row that are a chain and that all later ones descend from. The trunk takes a copy of the state along, BLOCK_M
 entries at a time. Behind it the state stays, and an entry adds up what its ancestors have written. Sums of decay are
-those since `first`. Programs of one head write equal keys and sums to the same places.
+those since `first`. Programs of one head write equal keys and sums to the same places. Keys are looked at CHANNELS
+channels at a time: whole ones, and the state, are more than registers hold.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-CHANNELS = tl.constexpr(16)
-"""Channels of a decay per channel that are looked at together: [M, N, CHANNELS] values are in registers."""
 
 
 @triton.jit
@@ -33,14 +31,9 @@ def _rows(at, row, held, stride, dims, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _length(values):
-    """1 / |row|, [M]."""
-    return tl.rsqrt(tl.sum(values * values, 1) + 1e-6)
-
-
-@triton.jit
 def _products(left, right):
-    return tl.dot(left, right, input_precision="ieee")
+    """Matrix products in float32: three of TF32 each, on tensor cores; without them operands spill."""
+    return tl.dot(left, right, input_precision="tf32x3")
 
 
 @triton.jit
@@ -51,33 +44,11 @@ def _visible(bits_at, row, held, entry, num_words):
 
 
 @triton.jit
-def _by_channel(
-    query_at, query_t, key_at, key_t, row, held, others_at, other, other_held, others_t,
-    own_decay_at, own, own_t, other_decay_at, other_t, visible, inside,
-    K: tl.constexpr, M: tl.constexpr, N: tl.constexpr, SUMMED: tl.constexpr,
-):  # fmt: skip
-    """Products [M, N] of queries, and of keys, with the keys of others, each channel with its own decay.
-
-    Decays are sums since `first`, or, not SUMMED, logarithms to be summed over `inside`, the same entries' mask.
-    """
-    shown = tl.zeros([M, N], tl.float32)
-    system = tl.zeros([M, N], tl.float32)
-    for start in range(0, K, CHANNELS):
-        dims = start + tl.arange(0, CHANNELS)
-        query = _rows(query_at, row, held, query_t, dims, K)
-        key = _rows(key_at, row, held, key_t, dims, K)
-        others = _rows(others_at, other, other_held, others_t, dims, K)
-        mine = _rows(own_decay_at, own, held, own_t, dims, K)
-        if SUMMED:
-            theirs = _rows(other_decay_at, other, other_held, other_t, dims, K)
-        else:
-            mine = _products(inside, mine)
-            theirs = mine
-        between = tl.where(visible[:, :, None], mine[:, None, :] - theirs[None, :, :], float("-inf"))
-        reached = others[None, :, :] * tl.exp(between)
-        shown += tl.sum(query[:, None, :] * reached, 2)
-        system += tl.sum(key[:, None, :] * reached, 2)
-    return shown, system
+def _decayed(query, key, others, mine, theirs, visible):
+    """Products [M, N] of queries, and of keys, with the keys of others, each channel with its own decay."""
+    between = tl.exp(tl.where(visible[:, :, None], mine[:, None, :] - theirs[None, :, :], float("-inf")))
+    reached = others[None, :, :] * between
+    return tl.sum(query[:, None, :] * reached, 2), tl.sum(key[:, None, :] * reached, 2)
 
 
 @triton.jit
@@ -88,7 +59,7 @@ def scan_tree(
     query_b, query_t, query_h, key_b, key_t, key_h, value_b, value_t, value_h,
     decay_b, decay_t, decay_h, beta_b, beta_t, beta_h,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, CHANNELS: tl.constexpr,
     SOLVE: tl.constexpr, PER_CHANNEL: tl.constexpr, NORM: tl.constexpr, HAS_RATE: tl.constexpr,
     HAS_BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_SKIP: tl.constexpr,
 ):  # fmt: skip
@@ -100,7 +71,7 @@ def scan_tree(
     trunk = tl.load(trunk_at + batch)
     first = trunk * BLOCK_M
     lane = tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_K)
+    channel = tl.arange(0, CHANNELS)
     dims_v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     value_held = (dims_v < V)[None, :]
     out_at += (batch * num_tokens * NUM_HEADS + head) * V
@@ -109,13 +80,18 @@ def scan_tree(
         out_place = out_at + (padding + lane)[:, None] * (NUM_HEADS * V) + dims_v[None, :]
         tl.store(out_place, tl.zeros([BLOCK_M, BLOCK_V], out_at.dtype.element_ty), mask=held[:, None] & value_held)
 
-    slot = tl.load(slots_at + batch).to(tl.int64)
-    places = dims[:, None] * V + dims_v[None, :]
-    state_held = (dims < K)[:, None] & value_held
-    known = tl.where(tl.load(cached_at + batch) > 0, K, 0)  # a sequence without computed tokens has no state
-    state = tl.load(
-        states_at + (slot * NUM_HEADS + head) * K * V + places, mask=(dims < known)[:, None] & value_held, other=0.0
-    )
+    # Channels of the state that are not 0: a sequence without computed tokens has none. The trunk has a copy.
+    state_at = states_at + (tl.load(slots_at + batch).to(tl.int64) * NUM_HEADS + head) * K * V
+    known = tl.where(tl.load(cached_at + batch) > 0, K, 0)
+    if trunk > 0:
+        copy_at = trunk_state_at + (batch * NUM_HEADS + head) * K * V
+        for begin in range(0, K, CHANNELS):
+            dims = begin + channel
+            state = _rows(state_at, dims, dims < known, V, dims_v, V)
+            tl.store(copy_at + dims[:, None] * V + dims_v[None, :], state, mask=(dims < K)[:, None] & value_held)
+        state_at = copy_at
+        known = tl.where(trunk > 0, K, 0)
+        tl.debug_barrier()  # what a thread has stored is there for the others
 
     query_at += batch * query_b + start * query_t + (head // GROUP) * query_h
     key_at += batch * key_b + start * key_t + (head // GROUP) * key_h
@@ -124,7 +100,6 @@ def scan_tree(
     if HAS_RATE:
         rate = tl.load(decay_at + head).to(tl.float32)
     else:
-        rate = 1.0
         decay_at += batch * decay_b + start * decay_t + head * decay_h
     out_at += start * (NUM_HEADS * V)
     bits_at += (batch * num_tokens + start) * num_words
@@ -139,9 +114,7 @@ def scan_tree(
         row = begin + lane
         held = row < num_entries
         kept = row - first  # the row's place among what is kept
-        is_tree = begin >= first
-        query = _rows(query_at, row, held, query_t, dims, K)
-        key = _rows(key_at, row, held, key_t, dims, K)
+        kept_held = held & (kept >= 0)
         value = _rows(value_at, row, held, value_t, dims_v, V)
         beta = tl.load(beta_at + row * beta_t, mask=held, other=0.0).to(tl.float32)
         if HAS_BIAS:
@@ -153,14 +126,18 @@ def scan_tree(
         query_scale = tl.zeros([BLOCK_M], tl.float32) + scale
         key_scale = tl.zeros([BLOCK_M], tl.float32) + 1.0
         if NORM:
-            query_scale *= _length(query)
-            key_scale = _length(key)
-        query *= query_scale[:, None]
-        key *= key_scale[:, None]
+            query_squares = tl.zeros([BLOCK_M], tl.float32)
+            key_squares = tl.zeros([BLOCK_M], tl.float32)
+            for some in range(0, K, CHANNELS):
+                query = _rows(query_at, row, held, query_t, some + channel, K)
+                key = _rows(key_at, row, held, key_t, some + channel, K)
+                query_squares += tl.sum(query * query, 1)
+                key_squares += tl.sum(key * key, 1)
+            query_scale *= tl.rsqrt(query_squares + 1e-6)
+            key_scale = tl.rsqrt(key_squares + 1e-6)
 
-        # Decays along paths: those within the block, then that of the last ancestor before it.
+        # Decays along paths: those within the block, and that of the last ancestor before it.
         within = _visible(bits_at, row, held, row, num_words)
-        strictly = within & (lane[:, None] > lane[None, :])
         inside = within.to(tl.float32)
         ancestor = tl.full([BLOCK_M], -1, tl.int32)
         for other in range(first // BLOCK_N * BLOCK_N, begin, BLOCK_N):
@@ -169,75 +146,91 @@ def scan_tree(
             ancestor = tl.maximum(ancestor, tl.max(tl.where(earlier, column[None, :], -1), 1))
         above = ancestor - first
         is_below = ancestor >= 0
-        if PER_CHANNEL:
-            own = _products(inside, _rows(decay_at, row, held, decay_t, dims, K))
-            total = own + _rows(kept_decay_at, above, is_below, NUM_HEADS * K, dims, K)
-            reach = tl.exp(total)
-        else:
+        if not PER_CHANNEL:
             if HAS_RATE:
                 logarithm = rate * beta
             else:
                 logarithm = tl.load(decay_at + row * decay_t, mask=held, other=0.0).to(tl.float32)
             own = tl.sum(inside * logarithm[None, :], 1)
             total = own + tl.load(kept_decay_at + above * NUM_HEADS, mask=is_below, other=0.0)
-            reach = tl.exp(total)[:, None]
-        if is_tree:
-            key_place = kept_key_at + kept[:, None] * (NUM_KEYS * K) + dims[None, :]
-            tl.store(key_place, key, mask=held[:, None] & (dims < K)[None, :])
-            if PER_CHANNEL:
-                decay_place = kept_decay_at + kept[:, None] * (NUM_HEADS * K) + dims[None, :]
-                tl.store(decay_place, total, mask=held[:, None] & (dims < K)[None, :])
-            else:
-                tl.store(kept_decay_at + kept * NUM_HEADS, total, mask=held)
-            tl.debug_barrier()  # what a thread has stored is there for the others
+            tl.store(kept_decay_at + kept * NUM_HEADS, total, mask=kept_held)
 
-        # What the state and earlier blocks give.
-        seen = _products(query * reach, state)
-        wanted = value
-        if SOLVE:
-            wanted -= _products(key * reach, state)
+        # What the state gives, and the products within the block.
+        seen = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+        predicted = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+        shown = tl.zeros([BLOCK_M, BLOCK_M], tl.float32)
+        system = tl.zeros([BLOCK_M, BLOCK_M], tl.float32)
+        for some in range(0, K, CHANNELS):
+            dims = some + channel
+            query = _rows(query_at, row, held, query_t, dims, K) * query_scale[:, None]
+            key = _rows(key_at, row, held, key_t, dims, K) * key_scale[:, None]
+            state = _rows(state_at, dims, dims < known, V, dims_v, V)
+            mask = kept_held[:, None] & (dims < K)[None, :]
+            tl.store(kept_key_at + kept[:, None] * (NUM_KEYS * K) + dims[None, :], key, mask=mask)
+            if PER_CHANNEL:
+                mine = _products(inside, _rows(decay_at, row, held, decay_t, dims, K))
+                sums = mine + _rows(kept_decay_at, above, is_below, NUM_HEADS * K, dims, K)
+                tl.store(kept_decay_at + kept[:, None] * (NUM_HEADS * K) + dims[None, :], sums, mask=mask)
+                reach = tl.exp(sums)
+                seen += _products(query * reach, state)
+                predicted += _products(key * reach, state)
+                part, its_system = _decayed(query, key, key, mine, mine, within)
+                shown += part
+                system += its_system
+            else:
+                seen += _products(query, state)
+                shown += _products(query, tl.trans(key))
+                if SOLVE:
+                    predicted += _products(key, state)
+                    system += _products(key, tl.trans(key))
+        if not PER_CHANNEL:
+            between = tl.exp(tl.where(within, own[:, None] - own[None, :], float("-inf")))
+            shown *= between
+            system *= between
+            reach = tl.exp(total)[:, None]
+            seen *= reach
+            predicted *= reach
+        wanted = value - predicted
+        tl.debug_barrier()
+
+        # What earlier blocks give.
         for other in range(first // BLOCK_N * BLOCK_N, begin, BLOCK_N):
             column = other + tl.arange(0, BLOCK_N)
             is_earlier = (column >= first) & (column < begin)
             earlier = _visible(bits_at, row, held, column, num_words) & is_earlier[None, :]
             place = column - first
-            written = _rows(kept_value_at, place, is_earlier, NUM_HEADS * V, dims_v, V)
-            if PER_CHANNEL:
-                shown, system = _by_channel(
-                    query_at, query_t, key_at, key_t, row, held, kept_key_at, place, is_earlier, NUM_KEYS * K,
-                    kept_decay_at, kept, NUM_HEADS * K, kept_decay_at, NUM_HEADS * K, earlier, inside,
-                    K, BLOCK_M, BLOCK_N, True,
-                )  # fmt: skip
-                shown *= query_scale[:, None]
-                system *= key_scale[:, None]
-            else:
-                others = tl.trans(_rows(kept_key_at, place, is_earlier, NUM_KEYS * K, dims, K))
+            scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            predicting = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            for some in range(0, K, CHANNELS):
+                dims = some + channel
+                query = _rows(query_at, row, held, query_t, dims, K) * query_scale[:, None]
+                key = _rows(kept_key_at, kept, held, NUM_KEYS * K, dims, K)
+                others = _rows(kept_key_at, place, is_earlier, NUM_KEYS * K, dims, K)
+                if PER_CHANNEL:
+                    mine = _rows(kept_decay_at, kept, held, NUM_HEADS * K, dims, K)
+                    theirs = _rows(kept_decay_at, place, is_earlier, NUM_HEADS * K, dims, K)
+                    part, its_system = _decayed(query, key, others, mine, theirs, earlier)
+                    scores += part
+                    predicting += its_system
+                else:
+                    scores += _products(query, tl.trans(others))
+                    if SOLVE:
+                        predicting += _products(key, tl.trans(others))
+            if not PER_CHANNEL:
                 there = tl.load(kept_decay_at + place * NUM_HEADS, mask=is_earlier, other=0.0)
-                between = tl.exp(tl.where(earlier, total[:, None] - there[None, :], float("-inf")))
-                shown = _products(query, others) * between
-                if SOLVE:
-                    system = _products(key, others) * between
-            seen += _products(shown, written)
+                decay = tl.exp(tl.where(earlier, total[:, None] - there[None, :], float("-inf")))
+                scores *= decay
+                predicting *= decay
+            written = _rows(kept_value_at, place, is_earlier, NUM_HEADS * V, dims_v, V)
+            seen += _products(scores, written)
             if SOLVE:
-                wanted -= _products(system, written)
+                wanted -= _products(predicting, written)
 
         # Within the block: forward substitution, all entries of a depth at once.
         wanted *= beta[:, None]
-        if PER_CHANNEL:
-            shown, system = _by_channel(
-                query_at, query_t, key_at, key_t, row, held, key_at, row, held, key_t,
-                decay_at, row, decay_t, decay_at, decay_t, within, inside, K, BLOCK_M, BLOCK_M, False,
-            )  # fmt: skip
-            shown *= query_scale[:, None] * key_scale[None, :]
-            system *= key_scale[:, None] * key_scale[None, :]
-        else:
-            between = tl.exp(tl.where(within, own[:, None] - own[None, :], float("-inf")))
-            shown = _products(query, tl.trans(key)) * between
-            if SOLVE:
-                system = _products(key, tl.trans(key)) * between
         written = wanted
         if SOLVE:
-            system = tl.where(strictly, system * beta[:, None], 0.0)
+            system = tl.where(within & (lane[:, None] > lane[None, :]), system * beta[:, None], 0.0)
             for _ in range(0, tl.max(tl.sum(within.to(tl.int32), 1), 0) - 1):
                 written = wanted - _products(system, written)
         seen += _products(shown, written)
@@ -245,22 +238,28 @@ def scan_tree(
             seen += tl.load(skip_at + head).to(tl.float32) * value
         out_place = out_at + row[:, None] * (NUM_HEADS * V) + dims_v[None, :]
         tl.store(out_place, seen.to(out_at.dtype.element_ty), mask=held[:, None] & value_held)
-        if is_tree:
-            value_place = kept_value_at + kept[:, None] * (NUM_HEADS * V) + dims_v[None, :]
-            tl.store(value_place, written, mask=held[:, None] & value_held)
-            tl.debug_barrier()
-        else:  # a block of the trunk: the state follows
+        value_place = kept_value_at + kept[:, None] * (NUM_HEADS * V) + dims_v[None, :]
+        tl.store(value_place, written, mask=kept_held[:, None] & value_held)
+        if begin < first:  # a block of the trunk, whose state follows
             is_last = lane == BLOCK_M - 1
-            if PER_CHANNEL:
-                end = tl.sum(tl.where(is_last[:, None], total, 0.0), 0)
-                left = key * tl.exp(end[None, :] - total)
-                state = state * tl.exp(end)[:, None] + _products(tl.trans(left), written)
-            else:
-                end = tl.sum(tl.where(is_last, total, 0.0), 0)
-                left = key * tl.exp(end - total)[:, None]
-                state = state * tl.exp(end) + _products(tl.trans(left), written)
-    if trunk > 0:
-        tl.store(trunk_state_at + (batch * NUM_HEADS + head) * K * V + places, state, mask=state_held)
+            for some in range(0, K, CHANNELS):
+                dims = some + channel
+                key = _rows(key_at, row, held, key_t, dims, K) * key_scale[:, None]
+                state = _rows(state_at, dims, dims < known, V, dims_v, V)
+                if PER_CHANNEL:
+                    sums = _products(inside, _rows(decay_at, row, held, decay_t, dims, K))
+                    end = tl.sum(tl.where(is_last[:, None], sums, 0.0), 0)
+                    state *= tl.exp(end)[:, None]
+                    key *= tl.exp(tl.minimum(end[None, :] - sums, 0.0))
+                else:
+                    end = tl.sum(tl.where(is_last, own, 0.0), 0)
+                    state *= tl.exp(end)
+                    key *= tl.exp(tl.minimum(end - own, 0.0))[:, None]
+                state += _products(tl.trans(key), written)
+                tl.debug_barrier()  # all threads have read the state
+                place_of_state = state_at + dims[:, None] * V + dims_v[None, :]
+                tl.store(place_of_state, state, mask=(dims < K)[:, None] & value_held)
+        tl.debug_barrier()
 
 
 @triton.jit
@@ -279,8 +278,8 @@ def advance_scan(
     trunk = tl.load(trunk_at + batch)
     first = trunk * BLOCK_M
     slot = tl.load(slots_at + batch).to(tl.int64)
-    dims = tl.arange(0, BLOCK_K)
-    dims_v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    dims = tl.program_id(0) % tl.cdiv(K, BLOCK_K) * BLOCK_K + tl.arange(0, BLOCK_K)
+    dims_v = tl.program_id(0) // tl.cdiv(K, BLOCK_K) * BLOCK_V + tl.arange(0, BLOCK_V)
     places = dims[:, None] * V + dims_v[None, :]
     state_held = (dims < K)[:, None] & (dims_v < V)[None, :]
     states_at += (slot * NUM_HEADS + head) * K * V + places

@@ -43,6 +43,9 @@ Make = Callable[[str, Sequence[int], torch.dtype], Tensor]
 Advance = Callable[[Tensor], None]
 """Lets states follow the path to an entry of each row, int32 [B], -1 for a row that stays."""
 
+Sizes = dict[str, int]
+"""Constants of a launch."""
+
 
 @dataclass(frozen=True)
 class Places:
@@ -144,35 +147,34 @@ def linear_scan(
     nothing = out  # not read without its flag
     bias, skip = (nothing if each is None else each for each in (options.bias, options.skip))
     num_words = places.mask.bits.shape[2]
-    sizes, grid = linear_tiles(num_heads, num_keys, dim, dim_v)
+    sizes, of_advance = linear_tiles(num_heads, num_keys, dim, dim_v, per_channel)
+    num_tiles = -(-dim_v // sizes["BLOCK_V"])
     flags = {"SOLVE": options.solve, "NORM": options.norm, "HAS_RATE": decay is None, "SOFTPLUS": options.softplus}
     flags |= {"HAS_BIAS": options.bias is not None, "HAS_SKIP": options.skip is not None}
     strides = [each.stride()[:3] for each in (query, key, value)]
     strides += [(0, 0, 0) if decay is None else given.stride()[:3], beta.stride()]
     with device_of(value):
-        scan_tree[(*grid, batch)](
+        scan_tree[(num_tiles, num_heads, batch)](
             query, key, value, given, beta, bias, skip, states, places.mask.bits, *places.lengths, places.trunk, out,
             *kept, options.scale, *options.limits, num_tokens, num_words, places.num_kept,
-            *(step for each in strides for step in each), **sizes, PER_CHANNEL=per_channel, **flags, num_warps=4,
+            *(step for each in strides for step in each), **sizes, **flags, num_warps=4,
         )  # fmt: skip
 
     def advance(last: Tensor) -> None:
         with device_of(states):
-            advance_scan[(*grid, batch)](
+            advance_scan[(num_tiles * -(-dim // of_advance["BLOCK_K"]), num_heads, batch)](
                 *kept, states, places.mask.bits, *places.lengths, places.trunk, last, num_tokens, num_words,
-                places.num_kept, **sizes, PER_CHANNEL=per_channel, num_warps=4,
+                places.num_kept, **of_advance, num_warps=4,
             )  # fmt: skip
 
     return out, advance
 
 
-def linear_tiles(num_heads: int, num_keys: int, dim: int, dim_v: int) -> tuple[dict[str, int], tuple[int, int]]:
-    """The constants of a launch and its grid but for rows; a program's part of a state takes 4096 values or less."""
-    block_k = max(16, triton.next_power_of_2(dim))
-    block_v = min(max(16, triton.next_power_of_2(dim_v)), max(16, 4096 // block_k))
-    sizes = {"NUM_HEADS": num_heads, "GROUP": num_heads // num_keys, "K": dim, "V": dim_v}
-    sizes |= {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "BLOCK_K": block_k, "BLOCK_V": block_v}
-    return sizes, (-(-dim_v // block_v), num_heads)
+def linear_tiles(num_heads: int, num_keys: int, dim: int, dim_v: int, per_channel: bool) -> tuple[Sizes, Sizes]:
+    """The constants of `scan_tree` and of `advance_scan`."""
+    sizes = {"NUM_HEADS": num_heads, "GROUP": num_heads // num_keys, "K": dim, "V": dim_v, "PER_CHANNEL": per_channel}
+    sizes |= {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "BLOCK_V": 16 if dim_v <= 16 else 32}
+    return sizes | {"CHANNELS": 16 if per_channel or dim <= 16 else 32}, sizes | {"BLOCK_K": 32 if dim <= 32 else 64}
 
 
 def convolve(
