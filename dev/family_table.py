@@ -83,7 +83,9 @@ _HYBRIDS = (
     "MiniMax 01, Ling, Inkling, ZAYA"
 )
 _QWEN_NEXT = "Qwen3-Next, Qwen 3.5"
-_SPARSE = "DeepSeek V3.2/V4, GLM-5, MiniMax-M3, Hunyuan v4, A.X-K2, dots3"
+_SPARSE = "DeepSeek V3.2, GLM-5, MiniMax-M3, Hunyuan v4, A.X-K2, dots3"
+_INDEXER = {"index_topk": 6, "index_n_heads": 16, "index_head_dim": 16}
+_SHARED = {"indexer_types": ["full", "shared"], **_INDEXER}
 _TEMPERATURE = "temperature by position (shim)"
 _ALIBI = "ALiBi by position (shim)"
 
@@ -157,6 +159,13 @@ FAMILIES: list[Family] = [
            zero_expert_num=2, head_dim=8),
     *works("further ones", "modernbert-decoder", pad_token_id=0, local_attention=8),
     *works("further ones", "mllama", text_config={"cross_attention_layers": []}),
+    # Layers whose indexer selects what a query attends to.
+    *works(_SPARSE, "deepseek_v32", "axk2", **_INDEXER),
+    *works(_SPARSE, "glm_moe_dsa", "hy_v4", **_SHARED),
+    *works(_SPARSE, "dots3_note_text", num_key_value_heads=4, layer_types=["indexed_attention", "sliding_attention"],
+           **_INDEXER),
+    *works(_SPARSE, "minimax_m3_vl_text", layer_types=["full_attention", "minimax_m3_sparse"], index_n_heads=2,
+           index_head_dim=16, index_block_size=4, index_topk_blocks=3, index_local_blocks=1),
     # Older.
     *works("GPT-2, GPT-SW3, GPT-BigCode (StarCoder)", "gpt2", "gpt-sw3", "gpt_bigcode"),
     *works("GPT-NeoX, Pythia", "gpt_neox"),
@@ -200,9 +209,7 @@ FAMILIES: list[Family] = [
              vision_config={**_TINY_VISION, "depth": 1, "num_heads": 2}),
     *refused(_QWEN_NEXT, _RECURRENT, "qwen4_exp_text", layer_types=_HYBRID, **_LINEAR_HEADS, indexer_n_heads=4,
              indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=2),
-    *refused(_SPARSE, "sparse attention", "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "hy_v4", "axk2"),
-    *refused(_SPARSE, "sparse attention", "dots3_note_text", num_key_value_heads=4),
-    *refused(_SPARSE, "sparse attention", "minimax_m3_vl_text", layer_types=["full_attention", "minimax_m3_sparse"]),
+    *refused("DeepSeek V4", "sparse attention", "deepseek_v4"),
     *refused("GPT-1, XLM, XLNet, Reformer", "its forward takes no cache", "openai-gpt"),
     *refused("GPT-1, XLM, XLNet, Reformer", "its forward takes no cache", "xlm", emb_dim=64, n_heads=4, n_layers=2,
              is_decoder=True, causal=True, n_langs=1),

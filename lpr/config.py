@@ -299,6 +299,8 @@ class SamplingParams:
     """Say the log-probability of every emitted token, and of so many of the most likely ones at its place.
 
     They are the model's own, before penalties, temperature and limits. None: say none."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text. The tokens that end the output are never part of it."""
     grammar: str = ""
     """Let the output keep to a grammar in llguidance's JSON form. Empty: any output."""
     forced_ids: tuple[Whole, ...] = ()

@@ -77,6 +77,10 @@ __all__ = [
 choose_rows: Callable[..., None] | None = getattr(_extension, "choose_rows", None)
 """Chooses the tokens of rows of logits (lpr.model.sampling.in_cpp); without the extension torch and numpy do it."""
 
+use_team: Callable[..., None] | None = getattr(_extension, "use_team", None)
+share_of_workers: Callable[..., list[int]] | None = getattr(_extension, "share_of_workers", None)
+"""Loops of the extension in torch's team of threads (lpr.model.threads), and a loop that does nothing else."""
+
 attend_in_order: Callable[..., None] | None = getattr(_extension, "attend_in_order", None)
 """Exact attention (lpr.model.exact.in_order); without the extension torch's matrix products do it, in another order."""
 

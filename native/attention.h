@@ -12,22 +12,17 @@
 #include <limits>
 #include <vector>
 
+#include "lanes.h"
+
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__gnu_linux__)
 #define LPR_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define LPR_CLONES
 #endif
-#define LPR_UNROLL _Pragma("GCC unroll 4")  // so that sums stay in registers
-#define LPR_INLINE __attribute__((always_inline)) inline
 
 namespace lpr {
 
-constexpr int kLanes = 16;
 constexpr int kMostQueries = 4;  // heads of a group that share the rows that are read
-typedef float Lanes __attribute__((vector_size(64)));
-typedef float HalfLanes __attribute__((vector_size(32)));
-typedef float QuarterLanes __attribute__((vector_size(16)));
-typedef int32_t LaneWords __attribute__((vector_size(64)));
 
 // Rows of floats, `stride` apart, in whole blocks of lanes.
 struct States {
@@ -42,46 +37,6 @@ struct Path {
   const int32_t* rows;
   int count;
 };
-
-LPR_INLINE void load(Lanes& to, const float* from) { std::memcpy(&to, from, sizeof(to)); }
-
-// The sum of the lanes, halves upon halves.
-LPR_INLINE float sum_of(const Lanes& lanes) {
-  HalfLanes low, high;
-  std::memcpy(&low, &lanes, sizeof(low));
-  std::memcpy(&high, reinterpret_cast<const char*>(&lanes) + sizeof(low), sizeof(high));
-  low += high;
-  QuarterLanes first, second;
-  std::memcpy(&first, &low, sizeof(first));
-  std::memcpy(&second, reinterpret_cast<const char*>(&low) + sizeof(first), sizeof(second));
-  first += second;
-  return (first[0] + first[2]) + (first[1] + first[3]);
-}
-
-// e^x for x <= 0, within two units of the last place; 0 below -87 (Cephes' polynomial, Moshier).
-LPR_INLINE void exponential(Lanes& x) {
-  const Lanes low = Lanes{} - 87.0f;
-  LaneWords is_small = x < low;
-  Lanes held = is_small ? low : x;
-  Lanes scaled = held * 1.44269504088896341f - 0.5f;
-  LaneWords whole = __builtin_convertvector(scaled, LaneWords);  // towards zero: rounds to the nearest, as held <= 0
-  Lanes n = __builtin_convertvector(whole, Lanes);
-  Lanes r = held - n * 0.693359375f;
-  r = r - n * -2.12194440e-4f;
-  Lanes p = Lanes{} + 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
-  LaneWords power = (whole + 127) << 23;
-  Lanes factor;
-  std::memcpy(&factor, &power, sizeof(factor));
-  p = p * factor;
-  LaneWords is_nan = x != x;
-  x = is_nan ? x : (is_small ? Lanes{} : p);
-}
 
 // Scores of Q queries with the keys along a path; [Q][padded], -inf behind the path.
 template <int Q>

@@ -4,8 +4,10 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include "selection.h"
@@ -40,5 +42,7 @@ void bind_step(nb::module_& m);
 void bind_rows(nb::module_& m);
 void bind_sampling(nb::module_& m);
 void bind_attention(nb::module_& m);
+void bind_parallel(nb::module_& m);
+void bind_paged(nb::module_& m);
 
 }  // namespace lpr

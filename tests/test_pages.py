@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lpr.engine import pages
-from lpr.engine.pages import Node, PagePool, RankPages
+from lpr.engine import page_pool
+from lpr.engine.page_pool import Node, PageClear, PageCopy, PageIn, PageOut, PagePool
+from lpr.engine.pages import RankPages
 
 SIZE = 4
+NOISE = "nobody", (-1,)
 
 
 @dataclass(eq=False)
@@ -28,25 +30,41 @@ class Request:
 class Model:
     """K/V as a dictionary: per page and place, the tokens up to there whose K/V it holds."""
 
-    def __init__(self, num_pages: int) -> None:
-        self.pool = PagePool(num_pages, SIZE)
+    def __init__(self, num_pages: int, num_host_pages: int = 0) -> None:
+        self.pool = PagePool(num_pages, SIZE, num_host_pages)
         self.pages: RankPages[Any] = RankPages(0, 4, self.pool)
         self.rows: dict[tuple[int, int], tuple[str, tuple[int, ...]]] = {}
+        self.host: dict[tuple[int, int], tuple[str, tuple[int, ...]]] = {}
         self.num_hits = 0
 
     def enter(self, request: Request) -> bool:
         if not self.pages.has_room(request, 2):
             return False
         held = self.pages.held(request)
-        computed, copies = self.pages.enter(request)
+        computed = self.pages.enter(request)
         assert computed <= held < len(request.tokens)
-        for copy in copies:
-            for place in range(copy.num_rows):
-                self.rows[copy.target, place] = self.rows[copy.source, place]
+        self.move()
         request.num_computed_tokens = [computed]
         self.num_hits += computed
         self.check()
         return True
+
+    def move(self) -> None:
+        """Carry out what the pool has decided; a page that nobody owns any more holds noise."""
+        for move in self.pool.moves:
+            for place in range(SIZE):
+                match move:
+                    case PageCopy():
+                        if place < move.num_rows:
+                            self.rows[move.target, place] = self.rows[move.source, place]
+                    case PageClear():
+                        self.rows.pop((move.page, place), None)
+                    case PageOut():
+                        self.host[move.host_page, place] = self.rows.get((move.page, place), NOISE)
+                        self.rows[move.page, place] = NOISE
+                    case PageIn():
+                        self.rows[move.page, place] = self.host[move.host_page, place]
+        self.pool.moves = []
 
     def compute(self, request: Request, count: int) -> None:
         """Compute K/V of the next tokens of a request, and of two nodes behind them that are rejected."""
@@ -55,6 +73,7 @@ class Model:
         last = min(first + count, len(request.tokens))
         if not self.pages.reserve(request, last + 2):
             return
+        self.move()
         table = self.pages.table(request)
         shared = {node.page for node in table.nodes}
         for position in range(first, last + 2):
@@ -82,8 +101,11 @@ class Model:
         for page, count in users.items():
             assert count == (known[page].num_users if page in known else 1)
         assert len(users) == self.pool.num_held
-        cached = [node.page for root in self.pool.roots for node in below(root)]
-        assert len(set(cached)) == len(cached)
+        nodes = [node for root in self.pool.roots for node in below(root)]
+        cached, hosted = [n.page for n in nodes if n.is_resident], [n.host_page for n in nodes if not n.is_resident]
+        assert len(set(cached)) == len(cached) and len(set(hosted)) == len(hosted) == self.pool.num_swapped_pages
+        assert all(not (node.is_resident or node.num_users) for each in nodes if not each.is_resident
+                   for node in below(each)), "what is behind a page in host memory is there, too"  # fmt: skip
         assert len(set(cached) - set(users)) == self.pool.num_cached_pages
         assert self.pool.num_cached_tokens == sum(len(n.tokens) for root in self.pool.roots for n in below(root))
 
@@ -103,8 +125,8 @@ Steps = st.lists(
 )
 
 
-def run(steps: list[tuple[str, int, list[int], str]], num_pages: int) -> int:
-    model = Model(num_pages)
+def run(steps: list[tuple[str, int, list[int], str]], num_pages: int, num_host_pages: int = 0) -> int:
+    model = Model(num_pages, num_host_pages)
     for what, number, tokens, tenant in steps:
         running = model.pages.running
         if what == "enter":
@@ -119,6 +141,7 @@ def run(steps: list[tuple[str, int, list[int], str]], num_pages: int) -> int:
                 request.tokens += tokens[:3]
             elif what in ("finish", "fail"):
                 model.pages.leave(request, keep=what == "finish")
+                model.move()
                 assert request.slots == [-1]
         model.check()
     for request in list(model.pages.running):
@@ -126,14 +149,16 @@ def run(steps: list[tuple[str, int, list[int], str]], num_pages: int) -> int:
     model.check()
     assert model.pool.num_held == 0
     model.pages.forget()
-    assert model.pool.num_cached_pages == model.pool.num_cached_tokens == 0
+    assert model.pool.num_cached_pages == model.pool.num_cached_tokens == model.pool.num_swapped_pages == 0
     return model.num_hits
 
 
 @settings(max_examples=400, deadline=None)
-@given(Steps, st.integers(6, 24))
-def test_tables_against_a_dictionary(steps: list[tuple[str, int, list[int], str]], num_pages: int) -> None:
-    run(steps, num_pages)
+@given(Steps, st.integers(6, 24), st.sampled_from([0, 1, 4, 40]))
+def test_tables_against_a_dictionary(
+    steps: list[tuple[str, int, list[int], str]], num_pages: int, num_host_pages: int
+) -> None:
+    run(steps, num_pages, num_host_pages)
 
 
 def random_runs(seed: int = 0, count: int = 300) -> int:
@@ -153,8 +178,29 @@ def random_runs(seed: int = 0, count: int = 300) -> int:
     return hits
 
 
+def crowded_runs(num_host_pages: int) -> int:
+    """Many texts and few pages, which are taken all the time; returns the tokens that were found."""
+    dice = Random(1)
+    texts = [[dice.randrange(9) for _ in range(14)] for _ in range(6)]
+    hits = 0
+    for _ in range(60):
+        steps = [
+            (
+                dice.choice(["enter", "compute", "compute", "finish", "grow"] + ["fail"] * (not number % 20)),
+                dice.randrange(8, 16),
+                dice.choice(texts)[: dice.randrange(8, 15)],
+                dice.choice(["", "", "other"]),
+            )
+            for number in range(120)
+        ]
+        hits += run(steps, dice.randrange(8, 16), num_host_pages)
+    return hits
+
+
 def test_prefixes_are_found() -> None:
     assert random_runs() > 1000
+    without, few, many = (crowded_runs(count) for count in (0, 4, 40))
+    assert without + 100 < few and few + 100 < many
 
 
 def freed_while_shared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,8 +221,8 @@ def a_page_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def a_row_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = pages.num_equal
-    monkeypatch.setattr(pages, "num_equal", lambda first, second: min(right(first, second) + 1, len(first)))
+    right = page_pool.num_equal
+    monkeypatch.setattr(page_pool, "num_equal", lambda first, second: min(right(first, second) + 1, len(first)))
 
 
 def another_tenants_page(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,6 +241,35 @@ def registers_what_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def evicts_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Node, "is_unused", property(lambda self: not self.children and self.parent is not None))
+
+
+def goes_out_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    def take(self: PagePool, count: int, after: int | None = None) -> list[int]:
+        known = len(self.moves)
+        taken = right(self, count, after)
+        late, self.moves = self.moves[known:], self.moves[:known]
+        self.moves = [*self.moves, *late[::-1]] if count < 2 else self.moves
+        return taken
+
+    right = PagePool.take
+    monkeypatch.setattr(PagePool, "take", take)
+
+
+def comes_back_from_a_page_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_pool, "PageIn", lambda host_page, page: PageIn(host_page ^ 1, page))
+
+
+def goes_while_it_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        Node, "is_last_in_host", property(lambda self: not self.is_resident and not self.children and self.parent)
+    )
+
+
+@pytest.mark.parametrize("fault", [goes_out_late, comes_back_from_a_page_too_far, goes_while_it_comes_back])
+def test_mutants_of_host_memory(monkeypatch: pytest.MonkeyPatch, fault: Any) -> None:
+    fault(monkeypatch)
+    with pytest.raises((AssertionError, KeyError, IndexError)):
+        crowded_runs(4)
 
 
 @pytest.mark.parametrize(

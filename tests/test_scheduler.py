@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lpr.engine import pages as module
+from lpr.engine import page_pool as module
 from lpr.engine.limits import Limits
-from lpr.engine.pages import PageCopy, PageMove, RankPages, num_equal
+from lpr.engine.page_pool import PageClear, PageCopy, PageIn, PageMove, PageOut, num_equal
+from lpr.engine.pages import RankPages
 from lpr.engine.placement import Placement
 from lpr.engine.scheduler import Schedule, Scheduler
 from lpr.engine.waiting import SECONDS_PER_PRIORITY
@@ -46,6 +47,7 @@ class Fake:
     num_left: int = 1000
     arrived_ms: float = 0.0
     admission: int = 0
+    num_preempted_tokens: int = 0
     num_cached_tokens: int = 0
 
     @property
@@ -61,22 +63,37 @@ SIZE = 3
 """Tokens of a page."""
 
 
+Rows = dict[tuple[int, int], tuple[int, ...]]
+
+
+def carry_out(move: PageMove, rows: Rows, host: Rows) -> None:
+    match move:
+        case PageCopy():
+            for place in range(move.num_rows):
+                rows[move.target, place] = rows[move.source, place]
+        case PageClear():
+            for place in range(SIZE):
+                rows.pop((move.page, place), None)
+        case PageOut():
+            for place in range(SIZE):
+                host[move.host_page, place] = rows.get((move.page, place), ())
+        case PageIn():
+            for place in range(SIZE):
+                rows[move.page, place] = host[move.host_page, place]
+
+
 class Held:
     """What the pages of each rank hold, as moves and forwards leave them."""
 
     def __init__(self, scheduler: Scheduler[Fake]) -> None:
         self.scheduler = scheduler
-        self.rows: list[dict[tuple[int, int], tuple[int, ...]]] = [{} for _ in range(NUM_RANKS)]
+        self.rows: list[Rows] = [{} for _ in range(NUM_RANKS)]
+        self.host: list[Rows] = [{} for _ in range(NUM_RANKS)]
 
-    def move(self, moves: list[PageMove]) -> None:
-        for move in moves:
-            rows = self.rows[move.rank]
-            if isinstance(move, PageCopy):
-                for place in range(move.num_rows):
-                    rows[move.target, place] = rows[move.source, place]
-            else:
-                for place in range(SIZE):
-                    rows.pop((move.page, place), None)
+    def move(self, moves: list[list[PageMove]]) -> None:
+        for rank, of_rank in enumerate(moves):
+            for move in of_rank:
+                carry_out(move, self.rows[rank], self.host[rank])
 
     def place(self, request: Fake, rank: int, row: int) -> tuple[int, int]:
         return self.scheduler.placement.tables(request)[rank][row // SIZE], row % SIZE
@@ -139,10 +156,12 @@ def run_randomly(
     most_homes: int = ANY,
     join_chunk: int | None = 2,
     num_pages: int = 200,
+    num_host_pages: int = 0,
 ) -> Scheduler[Fake]:
     """Arrivals, steps, ends and aborts at random; every row that counts as computed is looked at after every step."""
     choose = random.Random(seed)
     more = {"retains": retains, "most_homes": most_homes, "join_chunk": join_chunk, "num_pages": num_pages}
+    more["num_host_pages"] = num_host_pages
     scheduler: Scheduler[Fake] = Scheduler(limits(num_slots, 5, packed, **more))
     slots, texts = Held(scheduler), [[choose.randrange(2) for _ in range(24)] for _ in range(3)]
     for _ in range(60):
@@ -166,7 +185,6 @@ def run_randomly(
         for request in schedule.preempted:
             assert request not in scheduler.running
             request.num_computed_tokens = [0] * NUM_RANKS
-            scheduler.num_preempted = getattr(scheduler, "num_preempted", 0) + 1  # type: ignore[attr-defined]
         for request in list(scheduler.running):
             slots.check(request)
             if len(request.tokens) > 40:
@@ -196,19 +214,24 @@ def take_step(schedule: Schedule[Fake], slots: Held, choose: random.Random, chun
 
 @given(
     st.integers(0, 2**32), st.integers(1, 5), st.booleans(), st.booleans(), st.sampled_from([ALL, 1, 2, ANY]),
-    st.integers(18, 60),
+    st.integers(18, 60), st.sampled_from([0, 1, 5, 100]),
 )  # fmt: skip
 @settings(max_examples=100, deadline=None)
 def test_what_counts_as_computed_is_in_the_pages(
-    seed: int, num_slots: int, packed: bool, retains: bool, most_homes: int, num_pages: int
+    seed: int, num_slots: int, packed: bool, retains: bool, most_homes: int, num_pages: int, num_host_pages: int
 ) -> None:
-    scheduler = run_randomly(seed, num_slots, packed, retains, most_homes, num_pages=num_pages)
-    assert retains or scheduler.num_hits == 0
+    sizes = {"num_pages": num_pages, "num_host_pages": num_host_pages}
+    scheduler = run_randomly(seed, num_slots, packed, retains, most_homes, **sizes)
+    assert retains or scheduler.counts.hits == 0
 
 
 def test_requests_are_preempted_where_pages_run_out() -> None:
     runs = [run_randomly(seed, 5, True, True, ALL, num_pages=24) for seed in range(20)]
-    assert sum(getattr(scheduler, "num_preempted", 0) for scheduler in runs) > 20
+    assert sum(scheduler.counts.preemptions for scheduler in runs) > 20
+    again = [run_randomly(seed, 5, True, True, ALL, num_pages=24, num_host_pages=40) for seed in range(20)]
+    assert sum(scheduler.placement.swapped[2] for scheduler in again) > 20, "pages come back from host memory"
+    lost, kept = (sum(scheduler.counts.recomputed for scheduler in each) for each in (runs, again))
+    assert kept < lost / 2
 
 
 def settle(scheduler: Scheduler[Fake], num_steps: int = 40) -> None:
@@ -270,7 +293,7 @@ def test_a_prefix_draws_its_request() -> None:
         scheduler.add(Fake([*text, 7, 7]))
     settle(scheduler, 1)
     assert {request.tokens[0]: request.homes for request in scheduler.running} == before
-    assert scheduler.num_hits >= 120
+    assert scheduler.counts.hits >= 120
 
 
 def test_ranks_that_look_for_work_more_often_choose_alike() -> None:
@@ -323,11 +346,11 @@ def test_ranks_come_and_go(seed: int, num_slots: int, packed: bool) -> None:
 
 
 def test_prefixes_are_found() -> None:
-    assert sum(run_randomly(seed, 3, True, True).num_hits for seed in range(20)) > 300
+    assert sum(run_randomly(seed, 3, True, True).counts.hits for seed in range(20)) > 300
 
 
 def without_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PageCopy", lambda *args: PageCopy(*args[:3], 0))
+    monkeypatch.setattr(module, "PageCopy", lambda *args: PageCopy(*args[:2], 0))
 
 
 def too_long_a_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,8 +371,12 @@ def a_row_too_few_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     enter = RankPages.enter
 
     def short(self, request):  # type: ignore[no-untyped-def]
-        held, moves = enter(self, request)
-        return held, [replace(move, num_rows=max(0, move.num_rows - 1)) for move in moves]
+        held = enter(self, request)
+        self.pool.moves = [
+            replace(move, num_rows=max(0, move.num_rows - 1)) if isinstance(move, PageCopy) else move
+            for move in self.pool.moves
+        ]
+        return held
 
     monkeypatch.setattr(RankPages, "enter", short)
 
@@ -358,8 +385,8 @@ def serves_before_it_has_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     enter = RankPages.enter
 
     def boasts(self, request):  # type: ignore[no-untyped-def]
-        _, moves = enter(self, request)
-        return len(request.tokens) - 1, moves
+        enter(self, request)
+        return len(request.tokens) - 1
 
     monkeypatch.setattr(RankPages, "enter", boasts)
 

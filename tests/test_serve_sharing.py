@@ -43,6 +43,7 @@ class Asked:
     arrived_ms: float = 0.0
     admission: int = 0
     num_cached_tokens: int = 0
+    num_preempted_tokens: int = 0
     begun: float | None = None
     ended: float | None = None
 

@@ -16,7 +16,7 @@ from lpr.config import DecodeConfig, TreeSizes
 from lpr.engine.drafts import DraftIndexes
 from lpr.engine.request import Request
 from lpr.engine.requests import RequestTable
-from lpr.engine.scheduler import Scheduler
+from lpr.engine.scheduler import CacheCounts, Scheduler
 from lpr.engine.stats import DecodeStats
 from lpr.protocol import Submit, TokenLogprobs
 
@@ -38,6 +38,7 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
     homes: list[int]
     arrived_ms: float
     admission: int
+    num_preempted_tokens: int
     pages: list[list[int]]
     """Per rank."""
     charged: float
@@ -58,6 +59,7 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
             homes=request.homes,
             arrived_ms=request.arrived_ms,
             admission=request.admission,
+            num_preempted_tokens=request.num_preempted_tokens,
             pages=pages,
             charged=request.charged,
         )
@@ -71,6 +73,7 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
         request.num_cached_tokens = self.num_cached_tokens
         request.slots, request.homes = self.slots, self.homes
         request.arrived_ms, request.admission, request.charged = self.arrived_ms, self.admission, self.charged
+        request.num_preempted_tokens = self.num_preempted_tokens
         request.resume(stats, self.logprobs)
         requests.open[request.id] = request
         return request
@@ -100,9 +103,9 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     shares: tuple[float, dict[str, tuple[float, float]]]
     """The clocks of the keys (lpr.engine.sharing)."""
     num_arrivals: int
-    num_queries: int
-    num_hits: int
+    counts: CacheCounts
     num_pages: int
+    num_host_pages: int
     now: float = 0.0
     """On the clock of the scheduler's targets, if there are any."""
 
@@ -118,8 +121,7 @@ def state_of(scheduler: Scheduler[Request], drafts: DraftIndexes, **known: Any) 
         waiting=[(place, arrival, RequestState.of(request, [])) for place, arrival, request in scheduler.waiting],
         shares=scheduler.waiting.shares.state,
         num_arrivals=scheduler.waiting.num_arrivals,
-        num_queries=scheduler.num_queries,
-        num_hits=scheduler.num_hits,
+        counts=scheduler.counts,
         now=targets.now if targets is not None else 0.0,
         **known,
     )
@@ -135,7 +137,7 @@ def resume(
     queue = [(place, arrival, each.restore(requests)) for place, arrival, each in state.waiting]
     scheduler.resume(running, [each.pages for each in state.running], queue, state.num_arrivals)
     scheduler.waiting.shares.resume(state.shares)
-    scheduler.num_queries, scheduler.num_hits = state.num_queries, state.num_hits
+    scheduler.counts = state.counts
     if scheduler.limits.targets is not None:
         scheduler.limits.targets.now = state.now
     return [(request, each.num_computed_tokens) for request, each in zip(running, state.running, strict=True)]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 from lpr.config import DecodeConfig, InputError
+from lpr.core.step_times import StepTimes
 from lpr.dist.comm import Comm, agree, is_alone
 
 DEFAULT_LENGTH = 4096
@@ -17,6 +19,9 @@ CPU_SHARE = 0.5
 """The most of a CPU's free memory that it takes then."""
 ROUNDED = 256
 """Sizes are rounded up to so many tokens, so that a change of tree sizes seldom makes another cache."""
+SWAP_GIB, SWAP_SHARE = 4.0, 0.25
+"""Host memory for pages that others need where nothing else is said, vLLM's default of old, and the most of what is
+free that it takes then."""
 RESERVE = 0.05
 """Part of the free memory that is left to the activations of a step."""
 
@@ -27,6 +32,8 @@ class PoolSize:
 
     num_pages: int
     max_length: int
+    num_host_pages: int = 0
+    """Pages in host memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +55,9 @@ class PoolNeeds:
 
     def num_pages(self) -> int:
         """Pages that this rank has room for; raises InputError."""
+        if not self.bytes_per_token:  # without attention: pages cost nothing
+            length = self.decode.max_length or min(self.longest or DEFAULT_LENGTH, DEFAULT_LENGTH)
+            return -(-self.decode.max_batch_size * (length + self.num_ahead) // self.page_size)
         share = self.kv_memory if self.kv_memory is not None else GPU_SHARE if self.on_gpu else None
         if share is not None and not 0 < share < float("inf"):
             raise InputError(f"kv_memory={share} must be above 0: up to 1 a share of the free memory, above it bytes")
@@ -99,8 +109,30 @@ def given_size(needs: PoolNeeds, num_pages: int) -> PoolSize:
     return needs.size(num_pages)
 
 
+def num_host_pages(swap_space: float | None, free: int | None, page_bytes: int) -> int:
+    """Pages in a rank's host memory, of which `free` bytes are free (None: unknown); raises InputError."""
+    wanted = int((SWAP_GIB if swap_space is None else swap_space) * 2**30) if swap_space != math.inf else -1
+    if not wanted >= 0:
+        raise InputError(f"swap_space={swap_space} must be a number of GiB, 0 or more")
+    if swap_space is None and free is not None:
+        wanted = min(wanted, int(free * SWAP_SHARE))
+    elif free is not None and wanted > free:
+        raise InputError(f"swap_space={swap_space:g} GiB: {_size(free)} of host memory are free")
+    return max(0, wanted) // page_bytes
+
+
+def is_swap_faster(swap_ms: float, times: StepTimes | None, page_size: int, prefill_chunk: int) -> bool:
+    """True if a page is copied to host memory and back in less time than a long prompt's step computes it.
+
+    Also True without step times.
+    """
+    return times is None or swap_ms < times.time(prefill_chunk) / prefill_chunk * page_size
+
+
 def usable_tokens(free: int, bytes_per_token: int) -> int:
     """Tokens whose K/V fits into `free` bytes, with a reserve for the activations of a step."""
+    if not bytes_per_token:  # a model without attention
+        return 1 << 40
     return int(free * (1 - RESERVE)) // bytes_per_token
 
 

@@ -54,6 +54,8 @@ class Schedulable(Protocol):
     """Per rank: its place in the batch, -1 where it has none; written by the scheduler."""
     admission: int
     """Number of its admission; the last one admitted is preempted first. Written by the scheduler."""
+    num_preempted_tokens: int
+    """Tokens whose K/V it had when it was preempted, until it runs again; written by the scheduler."""
     num_cached_tokens: int
     """Tokens whose K/V it found computed when it was admitted, or later by others; written by the scheduler."""
     num_computed_tokens: list[int]
@@ -154,6 +156,8 @@ class Limits(Generic[R]):
     """Pages of each rank's KV cache."""
     page_size: int = PAGE_SIZE
     """Tokens of a page."""
+    num_host_pages: int = 0
+    """Pages of each rank in host memory; 0 if what is preempted is computed again."""
     num_snapshots: int | None = None
     """Snapshots of recurrent states on each rank (lpr.engine.state_snapshots); None: the model has no such states."""
     num_ahead: int = 0

@@ -41,6 +41,9 @@ class EngineOptions:
     kv_memory: float | None = None
     """Memory for K/V on each device: up to 1 a share of what is free there, above it bytes. Default: 0.9 of a GPU, on a
     CPU room for max_batch_size sequences of 4096 tokens."""
+    swap_space: float | None = None
+    """GiB of host memory per rank for K/V that has lost its pages to other requests, where copying it is measured to
+    be faster than computing it again. 0: none. Default: 4, and at most a quarter of what is free."""
 
 
 def load_step_times(path: Path) -> StepTimes:

@@ -16,7 +16,8 @@ from typing import Generic
 
 from lpr.engine.homes import Candidate, choose
 from lpr.engine.limits import Limits, R, Schedulable
-from lpr.engine.pages import Node, PageMove, PagePool, RankPages
+from lpr.engine.page_pool import Node, PageMove, PagePool
+from lpr.engine.pages import RankPages
 
 REVIEW_EVERY = 16
 """Steps between two reviews of which ranks wide requests are worth."""
@@ -35,7 +36,6 @@ class Placement(Generic[R]):
         self.digest = 0
         """Of every change of a home, a slot or its content, since the ranks began to work together."""
         self._pages = self._empty()
-        self._moves: list[PageMove] = []
         self._num_admitted = 0
         self._until_review = 0
         self._is_final = True
@@ -43,14 +43,9 @@ class Placement(Generic[R]):
 
     def _empty(self) -> list[RankPages[R]]:
         limits = self.limits
+        sizes = limits.num_pages, limits.page_size, limits.num_host_pages
         return [
-            RankPages(
-                rank,
-                limits.num_slots,
-                PagePool(limits.num_pages, limits.page_size),
-                limits.retains,
-                limits.num_snapshots,
-            )
+            RankPages(rank, limits.num_slots, PagePool(*sizes), limits.retains, limits.num_snapshots)
             for rank in range(limits.num_ranks)
         ]
 
@@ -71,10 +66,20 @@ class Placement(Generic[R]):
         """The ranks whose pages add up; the others hold the same."""
         return self._pages if self.limits.is_elastic else self._pages[:1]
 
-    def take_moves(self) -> list[PageMove]:
-        """What to do to K/V before the next step, in this order, since the last call."""
-        moves, self._moves = self._moves, []
-        return moves
+    @property
+    def swapped(self) -> tuple[int, int, int]:
+        """Pages in host memory now, that have gone there, and that have come back."""
+        pools = [pages.pool for pages in self._counted]
+        counts = [(pool.num_swapped_pages, pool.num_out, pool.num_in) for pool in pools]
+        now, out, back = map(sum, zip(*counts, strict=True))
+        return now, out, back
+
+    def take_moves(self) -> list[list[PageMove]]:
+        """What to do to K/V of each rank before the next step, in this order, since the last call."""
+        taken = [pages.pool.moves for pages in self._pages]
+        for pages in self._pages:
+            pages.pool.moves = []
+        return taken
 
     def take_tables(self, rank: int) -> list[tuple[int, list[int]]]:
         """Slots and pages of a rank's tables that have changed since the last call."""
@@ -222,8 +227,7 @@ class Placement(Generic[R]):
         self._is_final = False
 
     def _enter(self, request: R, rank: int) -> int:
-        held, moves = self._pages[rank].enter(request)
-        self._moves += moves
+        held = self._pages[rank].enter(request)
         self._sign(rank, request.slots[rank], held)
         return held
 
@@ -234,7 +238,7 @@ class Placement(Generic[R]):
             for rank in range(self.limits.num_ranks):
                 if request.slots[rank] < 0 or rank in wanted or (rank in request.homes and not is_served):
                     continue
-                self._moves += self._pages[rank].leave(request)
+                self._pages[rank].leave(request)
                 _count(request, rank, 0)
                 request.homes = [home for home in request.homes if home != rank]
                 self._sign(rank, *request.homes)
@@ -242,7 +246,7 @@ class Placement(Generic[R]):
     def _give_back(self, request: R, keep: bool) -> None:
         for rank, pages in enumerate(self._pages):
             if request.slots[rank] >= 0:
-                self._moves += pages.leave(request, keep)
+                pages.leave(request, keep)
 
     # Pages.
 
@@ -282,7 +286,7 @@ class Placement(Generic[R]):
         for request in self.running:
             for pages, slot, num_computed in zip(self._pages, request.slots, request.num_computed_tokens, strict=True):
                 if slot >= 0:
-                    self._moves += pages.register(request, num_computed)
+                    pages.register(request, num_computed)
 
     def _sign(self, *words: int) -> None:
         data = array("q", [*words, len(words)]).tobytes() + self.digest.to_bytes(8, "little")

@@ -13,20 +13,29 @@ from dataclasses import replace
 from typing import cast
 
 import msgspec
+import torch
 
-from lpr.config import PAGE_SIZE, DecodeConfig, TreeSizes
+from lpr.config import PAGE_SIZE, DecodeConfig, InputError, TreeSizes
 from lpr.core.step_times import StepTimes
-from lpr.dist.comm import Comm, is_driver
+from lpr.dist.comm import Comm, agree, is_alone, is_driver
 from lpr.dist.errors import MeshChangedError
 from lpr.engine import handover
 from lpr.engine.commands import Command, Configure, Costs, Drain, Learn, TakeIn
 from lpr.engine.drafts import DraftIndexes
 from lpr.engine.exchange import Exchange
 from lpr.engine.hooks import StepHooks
-from lpr.engine.kv_pool import DEFAULT_LENGTH, PoolNeeds, common_size, given_size
+from lpr.engine.kv_pool import (
+    DEFAULT_LENGTH,
+    PoolNeeds,
+    PoolSize,
+    common_size,
+    given_size,
+    is_swap_faster,
+    num_host_pages,
+)
 from lpr.engine.limits import ANY_NUMBER, SHORTEST_FILL, Limits
 from lpr.engine.options import EngineOptions
-from lpr.engine.pages import PageCopy
+from lpr.engine.page_pool import PageClear, PageCopy, PageIn, PageOut
 from lpr.engine.prepare import longest_sequence, prepare
 from lpr.engine.request import Outcome, Request
 from lpr.engine.requests import RequestTable
@@ -202,15 +211,18 @@ class Replica:
         """Bring this rank's cache to what the scheduler has decided: page contents, then block tables."""
         cache, rank = self.model.cache, self.comm.rank
         assert cache is not None
-        for move in self.scheduler.take_moves():
-            if move.rank != rank:
-                continue
-            if isinstance(move, PageCopy):
-                cache.copy_page(move.source, move.target, move.num_rows)
-            elif isinstance(move, StateCopy):
-                cache.states.copy(move.source, move.target)
-            else:
-                cache.clear([move.page])
+        for move in self.scheduler.take_moves()[rank]:
+            match move:
+                case PageCopy():
+                    cache.copy_page(move.source, move.target, move.num_rows)
+                case PageClear():
+                    cache.clear([move.page])
+                case PageOut():
+                    cache.swap_out(move.page, move.host_page)
+                case StateCopy():
+                    cache.states.copy(move.source, move.target)
+                case PageIn():
+                    cache.swap_in(move.host_page, move.page)
         for slot, pages in self.scheduler.placement.take_tables(rank):
             cache.assign(slot, pages)
 
@@ -242,11 +254,11 @@ class Replica:
         times: StepTimes | None,
         comm: Comm,
         keep_drafts: bool = False,
-        num_pages: int | None = None,
+        given: PoolSize | None = None,
     ) -> None:
         """Make everything whose size `decode` decides; raises InputError on all ranks of `comm` if one has no room.
 
-        `num_pages` is that of a mesh that runs already.
+        `given` is the pool's size in a mesh that runs already.
         """
         self.decode, self.sizes = decode, sizes
         if not keep_drafts or self.drafts.capacity_tokens != sizes.trie_capacity:
@@ -269,16 +281,33 @@ class Replica:
         if needs.free is not None:
             places = decode.max_batch_size + num_snapshots
             needs = replace(needs, free=max(0, needs.free - places * self.like.states.bytes_per_place))
-        size = common_size(needs, comm) if num_pages is None else given_size(needs, num_pages)
+        size = common_size(needs, comm) if given is None else given_size(needs, given.num_pages)
         self.max_length = size.max_length
         num_slots = min(decode.max_batch_size, size.num_pages)
         limits = Limits[Request](num_slots, self.comm.size, decode.prefill_chunk, sizes.num_nodes, *how)
         limits = replace(limits, num_pages=size.num_pages, num_ahead=num_ahead)
         limits.num_snapshots = num_snapshots if self.like.has_states else None
-        self.scheduler = Scheduler(limits)
         self.model.allocate(num_slots, self.max_length, num_ahead, self.like, size.num_pages, num_snapshots)
+        limits.num_host_pages = given.num_host_pages if given is not None else self._host_pages(needs, times, comm)
+        self.scheduler = Scheduler(limits)
         self._fit_mesh(times)
         self.model.prepare(sizes.num_recycled, show=is_driver(self.comm))
+
+    def _host_pages(self, needs: PoolNeeds, times: StepTimes | None, comm: Comm) -> int:
+        """Pages in host memory that all ranks have room for; 0 if computing K/V again is faster on one of them."""
+        assert self.model.cache is not None
+        failure, count = None, 0
+        try:
+            free = self.model.free_host_bytes(comm.num_sharing)
+            count = num_host_pages(self.options.swap_space, free, needs.page_size * needs.bytes_per_token)
+        except InputError as error:
+            failure = str(error)
+        agree(comm, failure)
+        if not self.options.prefix_reuse or (
+            count and not is_swap_faster(self.model.cache.swap_ms(), times, needs.page_size, self.decode.prefill_chunk)
+        ):
+            count = 0
+        return count if is_alone(comm) else int(comm.gather(torch.tensor([count], dtype=torch.int32)).min())
 
     def _fit_mesh(self, times: StepTimes | None) -> None:
         """Make what depends on the number of ranks; `times` decide, None where sizes are fixed."""
@@ -326,6 +355,7 @@ class Replica:
             is_draining=self.is_draining,
             next_id=self.requests.next_id,
             num_pages=self.scheduler.limits.num_pages,
+            num_host_pages=self.scheduler.limits.num_host_pages,
         )
         membership.meet(msgspec.msgpack.encode(state))
 
@@ -335,7 +365,8 @@ class Replica:
         times = StepTimes.from_json(state.times) if state.times is not None else None
         self.start_times.times, self.start_times.follows = times, state.follows
         self.is_draining, self.requests.next_id = state.is_draining, state.next_id
-        self._set_up(state.decode, state.sizes, times, Comm(), num_pages=state.num_pages)  # the others do not meet here
+        size = PoolSize(state.num_pages, 0, state.num_host_pages)
+        self._set_up(state.decode, state.sizes, times, Comm(), given=size)  # the others do not meet here
         for request, computed in handover.resume(state, self.scheduler, self.drafts, self.requests):
             request.state = self._new_state(request, computed)
         self.scheduler.placement.register()

@@ -96,6 +96,8 @@ class Request:
         """Per rank while it runs: its place in the batch, -1 where it has none."""
         self.admission = 0
         """Number of its admission."""
+        self.num_preempted_tokens = 0
+        """Tokens whose K/V it had when it was preempted, until it runs again."""
         self._homes: list[int] = []
         self.num_cached_tokens = 0
         """Tokens whose K/V others had computed."""
@@ -182,7 +184,7 @@ class Request:
     @property
     def usage(self) -> Usage:
         """The work that decoding it has taken so far."""
-        return self.stats.usage(self.num_cached_tokens)
+        return self.stats.usage(min(self.num_cached_tokens, self.num_prompt))
 
     def resume(self, stats: DecodeStats, logprobs: Sequence[TokenLogprobs]) -> None:
         """Go on from another rank's counts."""
@@ -251,7 +253,7 @@ class Request:
     def _add(self, chunk: Chunk) -> None:
         if self.finish_reason is not None:
             chunk.finish_reason, chunk.stop_reason = self.finish_reason, self.text_stream.stop_reason
-            chunk.usage = self._stats.usage(self.num_cached_tokens)
+            chunk.usage = self._stats.usage(min(self.num_cached_tokens, self.num_prompt))
             chunk.failure = Failure(ErrorCode.GENERATION_FAILED, self.error) if self.error is not None else None
         self._chunks.append(chunk)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Generic
 
 from lpr.engine.limits import Limits, R, Schedulable
-from lpr.engine.pages import Node, PageMove
+from lpr.engine.page_pool import Node, PageMove
 from lpr.engine.placement import Placement
 from lpr.engine.state_snapshots import border
 from lpr.engine.waiting import Entry, Waiting
@@ -43,6 +43,20 @@ class Schedule(Generic[R]):
         return not self.decoding and not self.filling
 
 
+@dataclass
+class CacheCounts:
+    """Counts of tokens and requests since the ranks began."""
+
+    queries: int = 0
+    """Prompt tokens of admitted requests."""
+    hits: int = 0
+    """Those of them whose K/V was reused."""
+    preemptions: int = 0
+    """Times that a request gave its pages to others."""
+    recomputed: int = 0
+    """Tokens of preempted requests whose K/V was computed again."""
+
+
 class Scheduler(Generic[R]):
     """Waiting and running requests, and the pages of all ranks."""
 
@@ -51,10 +65,7 @@ class Scheduler(Generic[R]):
         self.waiting: Waiting[R] = Waiting()
         """Requests without pages."""
         self.placement = Placement(limits)
-        self.num_queries = 0
-        """Prompt tokens of admitted requests."""
-        self.num_hits = 0
-        """Those of them whose K/V was reused."""
+        self.counts = CacheCounts()
         self._filled_last = False
 
     @property
@@ -77,8 +88,8 @@ class Scheduler(Generic[R]):
         """Number of pages that no running request holds, and of the tokens in the prefix cache."""
         return self.placement.retained
 
-    def take_moves(self) -> list[PageMove]:
-        """What to do to K/V before the next step, in this order, since the last call."""
+    def take_moves(self) -> list[list[PageMove]]:
+        """What to do to K/V of each rank before the next step, in this order, since the last call."""
         return self.placement.take_moves()
 
     def resume(
@@ -120,14 +131,19 @@ class Scheduler(Generic[R]):
             batch = 1 + max(sum(rank in ranks for ranks in wanted) for rank in own)
             if not targets.allow([request, *others], batch, len(own)):
                 return None
+        is_new = not request.admission
         computed = self.placement.admit(request, own, wanted)
         if computed is None:
             return None
         self.waiting.remove(request)
         self.waiting.shares.begin(request)
-        request.num_cached_tokens = min(computed[rank] for rank in request.homes)
-        self.num_queries += len(request.tokens)
-        self.num_hits += request.num_cached_tokens
+        found = min(computed[rank] for rank in request.homes)
+        if is_new:
+            request.num_cached_tokens = found
+            self.counts.queries += len(request.tokens)
+            self.counts.hits += found
+        self.counts.recomputed += max(0, request.num_preempted_tokens - found)
+        request.num_preempted_tokens = 0
         return request, computed
 
     def schedule(self) -> Schedule[R]:
@@ -144,7 +160,7 @@ class Scheduler(Generic[R]):
             if request.num_pending - 1 > limits.longest_chain:
                 found = self.placement.follow(request)
                 request.num_cached_tokens += found
-                self.num_hits += found
+                self.counts.hits += found
         preempted = self._reserve()
         room = rooms(self.running, limits)
         begun = set[tuple[int, Node, tuple[int, ...]]]()
@@ -183,8 +199,10 @@ class Scheduler(Generic[R]):
         for request in order:
             while request not in preempted and not self.placement.reserve(request, self._wanted_rows(request)):
                 victim = next(each for each in reversed(order) if each not in preempted)
+                victim.num_preempted_tokens = len(victim.tokens) - victim.num_pending
                 self.placement.remove(victim, keep=True)
                 preempted.append(victim)
+                self.counts.preemptions += 1
         self.waiting.put_back(preempted[::-1])
         return preempted
 

@@ -12,18 +12,17 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lpr.engine.pages import Node
+    from lpr.engine.page_pool import Node
 
-SNAPSHOTS_PER_SLOT = 2
+SNAPSHOTS_PER_SLOT = 4
 MOST_COMPARED = 64
 """Leaves behind a page, the latest ones, that are compared with a new prompt."""
 
 
 @dataclass(frozen=True)
 class StateCopy:
-    """States of one place of a rank to be copied to another. Slots are the first places, snapshots the ones behind."""
+    """States of one place to be copied to another. Slots are the first places, snapshots the ones behind."""
 
-    rank: int
     source: int
     target: int
 
@@ -34,7 +33,7 @@ def border(num_prompt: int, page_size: int) -> int:
 
 
 class Snapshots:
-    """The places for snapshots of one rank, and the nodes that have one."""
+    """The places for snapshots, and the nodes that have one."""
 
     def __init__(self, num_slots: int, count: int) -> None:
         """`count` places behind those of `num_slots` slots."""

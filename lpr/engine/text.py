@@ -34,22 +34,21 @@ MAX_UNFINISHED = 3
 class Vocabulary(dict[int, bytes | None]):
     """The kind of each token, determined at its first use.
 
-    `b""` is a token that `decode(skip_special_tokens=True)` drops, one byte is a byte-fallback token, None is
-    every other token.
+    `b""` is a token that `decode` drops, one byte is a byte-fallback token, None is every other token.
     """
 
-    _known: WeakKeyDictionary[Any, Vocabulary] = WeakKeyDictionary()
+    _known: WeakKeyDictionary[Any, dict[bool, Vocabulary]] = WeakKeyDictionary()
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special: bool = True) -> None:
         """Read from the tokenizer which tokens it drops and how it decodes byte-fallback tokens."""
         super().__init__()
         if isinstance(tokenizer, PreTrainedTokenizerFast):
             added = tokenizer.added_tokens_decoder.items()
-            self.update((token, b"") for token, content in added if content.special)
+            self.update((token, b"") for token, content in added if content.special and skip_special)
             # A padded embedding has rows that are no token. A fast tokenizer's decode drops them too.
             self._name: Callable[[int], str | None] = tokenizer.backend_tokenizer.id_to_token
         else:
-            self.update((token, b"") for token in tokenizer.all_special_ids)
+            self.update((token, b"") for token in tokenizer.all_special_ids if skip_special)
             self._name = lambda token: ""
         self.has_byte_runs = False
         tokens: list[Any] = [tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in range(256)]
@@ -67,15 +66,16 @@ class Vocabulary(dict[int, bytes | None]):
         return self[token]
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
-        """The vocabulary of a tokenizer, read once per tokenizer."""
-        if tokenizer not in cls._known:
-            cls._known[tokenizer] = cls(tokenizer)
-        return cls._known[tokenizer]
+    def of(cls, tokenizer: PreTrainedTokenizerBase, skip_special: bool = True) -> Vocabulary:
+        """The vocabulary of a tokenizer, with or without special tokens, read once per tokenizer."""
+        known = cls._known.setdefault(tokenizer, {})
+        if skip_special not in known:
+            known[skip_special] = cls(tokenizer, skip_special)
+        return known[skip_special]
 
 
-def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
-    """`tokenizer.decode` without special tokens and without clean-up of spaces."""
+def decoder_of(tokenizer: PreTrainedTokenizerBase, skip_special: bool = True) -> Callable[[list[int]], str]:
+    """`tokenizer.decode` with or without special tokens, and without clean-up of spaces."""
     cls = type(tokenizer)
     if (
         isinstance(tokenizer, PreTrainedTokenizerFast)
@@ -83,9 +83,10 @@ def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]
         and cls._decode is PreTrainedTokenizerFast._decode
     ):
         # The same without transformers' conversion of its arguments, which takes longer than the decoding.
-        return tokenizer.backend_tokenizer.decode
+        plain = tokenizer.backend_tokenizer.decode
+        return plain if skip_special else partial(plain, skip_special_tokens=False)
     decode: Callable[..., Any] = tokenizer.decode
-    return partial(decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return partial(decode, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
 
 
 def num_shared(first: str, second: str) -> int:
@@ -106,10 +107,12 @@ class IncrementalDecoder:
     the bytes before it that are not yet a character.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], skip_special: bool = True
+    ) -> None:
         """Read the end of the prompt, from which the output continues."""
-        self._vocabulary = Vocabulary.of(tokenizer)
-        self._decode = decoder_of(tokenizer)
+        self._vocabulary = Vocabulary.of(tokenizer, skip_special)
+        self._decode = decoder_of(tokenizer) if skip_special else decoder_of(tokenizer, False)
         self._max_held = 0 if self._vocabulary.has_byte_runs else MAX_UNFINISHED
         # Consecutive byte-fallback tokens: their bytes, the last token, and whether the decoder strips the first.
         self._run = bytearray()
@@ -208,8 +211,8 @@ def num_possible(stops: Sequence[str], text: str) -> int:
 class TextStream:
     """The output of one request as ids and as text, fed one committed token at a time.
 
-    The text continues the prompt, as in vLLM and TGI: it is what `tokenizer.decode` (special tokens skipped, no
-    clean-up of spaces) shows of prompt and output beyond what it shows of the prompt:
+    The text continues the prompt, as in vLLM and TGI: it is what `tokenizer.decode` (special tokens skipped unless
+    `params.skip_special_tokens` is false, no clean-up of spaces) shows of prompt and output beyond what it shows of the prompt:
 
         whole = decode(prompt_ids + token_ids); text == whole[num_shared(decode(prompt_ids), whole):]
 
@@ -242,7 +245,8 @@ class TextStream:
         """Ids that end the output, with "stop"."""
         self.stop_reason: int | str | None = None
         """The stop string, or the id of `stop_token_ids` that is no end of text, that ended the output."""
-        self._decoder = None if tokenizer is None else IncrementalDecoder(tokenizer, prompt_ids)
+        skip = params.skip_special_tokens
+        self._decoder = None if tokenizer is None else IncrementalDecoder(tokenizer, prompt_ids, skip)
         self._unread: deque[tuple[int, bool, bool]] = deque()
         """Tokens pushed and not decoded: the id, whether it ends the text, and whether it is the last one."""
         # The final text in order: taken chunks, chunks to be taken, and the suffix that may become a stop string.

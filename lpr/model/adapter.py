@@ -14,10 +14,11 @@ from transformers import PreTrainedModel
 from lpr.config import InputError
 from lpr.model.attention import TREE_ATTENTION, TREE_MASK_ONLY
 from lpr.model.exact import check
-from lpr.model.families import adapt
+from lpr.model.families import adapt, is_recurrent
 from lpr.model.inputs import build_inputs
 from lpr.model.kernels.hook import EXACT_KERNELS, KERNELS, load_kernel
 from lpr.model.kv_cache import KVCache
+from lpr.model.sparse import SPARSE_ATTENTION, selects
 from lpr.model.step_inputs import Row, StepInputs, step_scope
 
 ATTENTION = ("auto", "sdpa", *KERNELS)
@@ -62,7 +63,8 @@ class Adapter:
         self._layer_rules: dict[int | None, Any] = {}
         self.may_fall_back = attention == "auto"
         """True if `self_check` may choose "sdpa" instead."""
-        reachable = self.device.type == "cuda" and model._can_set_attn_implementation() and find_spec("triton")
+        may_read_bits = model._can_set_attn_implementation() and not selects(self.config)
+        reachable = self.device.type == "cuda" and may_read_bits and find_spec("triton")
         self.set_attention(("triton" if reachable else "sdpa") if attention == "auto" else attention)
 
     @property
@@ -81,7 +83,10 @@ class Adapter:
             raise InputError(
                 "attention='triton' needs the package triton (pip install triton); or use attention='sdpa'"
             )
-        name = (EXACT_KERNELS if self.exact else KERNELS).get(choice, TREE_ATTENTION)
+        if choice in KERNELS and selects(self.config):
+            raise InputError(f"attention={choice!r} knows no sparse attention; use attention='sdpa'")
+        plain = SPARSE_ATTENTION if selects(self.config) else TREE_ATTENTION
+        name = (EXACT_KERNELS if self.exact else KERNELS).get(choice, plain)
         load_kernel(name)
         self.attention = choice
         if self.model._can_set_attn_implementation():
@@ -97,6 +102,8 @@ class Adapter:
         """Prepare exact mode; why it cannot be, as far as that is known without a forward, or None."""
         if self.device.type != "cpu" and not self.reads_bits:
             return f"on a GPU attention={self.attention!r} adds in the order of cache rows; use 'triton'"
+        if is_recurrent(self.model):
+            return "its recurrent layers add a chain in another order than single tokens"
         reason = check.refusal(self.model, not self.model._can_set_attn_implementation())
         if reason is not None:
             return reason

@@ -16,30 +16,33 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from lpr.model import sparse
 from lpr.model.recurrent.plug import install, is_pluggable
 from lpr.model.step_inputs import StepInputs, current_step
 
 _RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 """Kinds in `config.layer_types` that fold the past into a state: state-space, convolution and linear attention."""
-_RECURRENT = "recurrent state: {} the past into one state, which cannot branch or take a rejected token back"
-_SELECTING_LAYERS = {
-    "indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse",
-}  # fmt: skip
-"""Kinds that choose what to attend to by cache row, or attend to a summary of several rows."""
+_RECURRENT = "recurrent state: {} the past into one state by code of its own, which cannot follow a tree's branches"
 
 
 def refusal(model: PreTrainedModel) -> str | None:
     """The reason in its config why this model cannot evaluate a tree; None if it has none."""
     config: Any = model.config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None)
-    recurrent = sorted(_RECURRENT_LAYERS.intersection(kinds or ()))
-    if (recurrent or model._is_stateful) and not is_pluggable(model):
+    if is_recurrent(model) and not is_pluggable(model):
+        recurrent = sorted(_RECURRENT_LAYERS.intersection(kinds or ()))
         return _RECURRENT.format(f"its {recurrent[0]} layers fold" if recurrent else "it folds")
-    if kinds and (selecting := sorted(_SELECTING_LAYERS.intersection(kinds))):
-        return f"sparse attention: its {selecting[0]} layers pick or merge cached tokens by cache row"
+    if kinds and (reason := sparse.refusal(config)) is not None:
+        return reason
     if not {"past_key_values", "cache_params"}.intersection(inspect.signature(type(model).forward).parameters):
         return "its forward takes no cache of keys and values (past_key_values)"
     return None
+
+
+def is_recurrent(model: PreTrainedModel) -> bool:
+    """True if layers fold the past into a state."""
+    kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
+    return bool(_RECURRENT_LAYERS.intersection(kinds)) if kinds else bool(model._is_stateful)
 
 
 def has_experts(config: Any) -> bool:
@@ -70,7 +73,8 @@ def position_limit(config: Any) -> tuple[int, str] | None:
 def adapt(model: PreTrainedModel) -> None:
     """Make the spots of `model` that count cache rows count positions within a step; once per model."""
     install(model)
-    shim = _SHIMS.get(model.config.get_text_config(decoder=True).model_type)
+    config = model.config.get_text_config(decoder=True)
+    shim = sparse.adapt_indexers if sparse.selects(config) else _SHIMS.get(config.model_type)
     if shim is not None and not getattr(model, "_lpr_adapted", False):
         shim(model)
         model._lpr_adapted = True  # type: ignore[assignment]

@@ -43,6 +43,14 @@ class KVCache(StatesInCache, Cache, ABC):
         That is [B, H, KV, D] for a single block, and for packed inputs what `of_block` takes.
         """
 
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """Write the current step's keys [R, N, D] of a sparse layer's indexer; return those that it scores [B, KV, D].
+
+        They lie in the cache like the keys of a layer of their own, number -1 - `layer_idx`, that has no values.
+        """
+        keys = indexer_key_states[:, None]
+        return self.update(keys, keys[..., :0], -1 - layer_idx)[0][:, 0]
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Committed length, for model code that asks; positions are always passed explicitly."""
         step = current_step()
@@ -142,6 +150,18 @@ class KVCache(StatesInCache, Cache, ABC):
     @abstractmethod
     def clear(self, pages: Sequence[int]) -> None:
         """Zero pages."""
+
+    @abstractmethod
+    def swap_out(self, page: int, host_page: int) -> None:
+        """Copy a page to a page of host memory."""
+
+    @abstractmethod
+    def swap_in(self, host_page: int, page: int) -> None:
+        """Copy a page of host memory to a page."""
+
+    @abstractmethod
+    def swap_ms(self) -> float:
+        """Measured milliseconds of both."""
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lpr.config import PAGE_SIZE
+from lpr.model.host_pages import HostPages, swap_ms
 from lpr.model.kv_cache import KVCache
 from lpr.model.step_inputs import Block, Row, StepInputs, current_step
 from lpr.model.transfer import to_device
@@ -274,3 +276,19 @@ class PagedCache(KVCache):
         for page in pages:
             for pool in self._pools:
                 pool[:, page * self.page_size : (page + 1) * self.page_size].zero_()
+
+    @cached_property
+    def _host_pages(self) -> HostPages:
+        return HostPages(self._pools, self.page_size)
+
+    def swap_out(self, page: int, host_page: int) -> None:
+        """As KVCache.swap_out."""
+        self._host_pages.store(page, host_page)
+
+    def swap_in(self, host_page: int, page: int) -> None:
+        """As KVCache.swap_in."""
+        self._host_pages.load(host_page, page)
+
+    def swap_ms(self) -> float:
+        """As KVCache.swap_ms."""
+        return swap_ms(self._pools, self.page_size)

@@ -108,6 +108,15 @@ class TreeModel:
         # The present cache makes room for the new one.
         return None if free is None else free // num_sharing + (self.cache.num_bytes if self.cache is not None else 0)
 
+    def free_host_bytes(self, num_sharing: int) -> int | None:
+        """Bytes of host memory that each of `num_sharing` ranks of a device may use; None: unknown."""
+        free = free_bytes(torch.device("cpu"))
+        if free is None or self.cache is None:
+            return None
+        if self.device.type == "cuda":
+            return free // (num_sharing * torch.cuda.device_count())
+        return max(0, free // num_sharing - self.cache.num_bytes)  # its memory may not be in use yet
+
     def allocate(
         self,
         num_slots: int,

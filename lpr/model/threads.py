@@ -1,12 +1,44 @@
-"""Work of the extension, which holds no lock, on several threads."""
+"""The extension's work, which holds no interpreter lock, on torch's threads."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from pathlib import Path
 
 import torch
+
+from lpr import native
+
+_RUNTIMES = ("libgomp", "libiomp5", "libomp")
+"""OpenMP runtimes that torch may bring; all export GOMP_parallel on Linux."""
+
+
+def team_size() -> int:
+    """Threads that the extension's loops may use: torch's, if they can be reached, else 1."""
+    return torch.get_num_threads() if _has_team() else 1
+
+
+@lru_cache(maxsize=1)
+def _has_team() -> bool:
+    """Give the extension the entry point of the OpenMP runtime that torch has loaded; False if there is none."""
+    maps = Path("/proc/self/maps")
+    if native.use_team is None or not maps.exists():
+        return False
+    torch_folder = str(Path(torch.__file__).parent)
+    paths = {line.split(maxsplit=5)[5] for line in maps.read_text().splitlines() if line.count("/")}
+    loaded = sorted(
+        (path for path in paths if Path(path).name.startswith(_RUNTIMES)),
+        key=lambda path: not path.startswith(torch_folder),
+    )
+    for path in loaded:
+        run_team = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
+        if run_team is not None:
+            native.use_team(ctypes.cast(run_team, ctypes.c_void_p).value)
+            return True
+    return False
 
 
 def share_out(work: Callable[[slice], None], number: int) -> None:

@@ -178,7 +178,7 @@ class Sampling(Body):
     request_id: Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[\w.:-]+$")] | None = None
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
-    skip_special_tokens: Literal[True] | None = None
+    skip_special_tokens: bool | None = None
     spaces_between_special_tokens: Literal[True] | None = None
     include_stop_str_in_output: Literal[False] | None = None
     use_beam_search: Literal[False] | None = None

@@ -35,6 +35,7 @@ from lpr.serve.metrics import Metrics
 from lpr.serve.options import ServeArgs
 from lpr.serve.port import Port, room
 from lpr.serve.service import Service
+from lpr.serve.text.defaults import read_defaults
 from lpr.serve.text.served import Served
 
 MOST_KEYS = 64
@@ -162,7 +163,9 @@ class Front:
             self.context.served is None or self.context.served.facts.max_length != facts.max_length
         ):
             try:
-                self.context.load(Served(facts, self.args.names, self.args.fim, self._template))
+                args = self.args
+                defaults = read_defaults(args.generation_config, facts.generation, args.override_generation_config)
+                self.context.load(Served(facts, args.names, args.fim, self._template, defaults))
             except (InputError, ValueError) as failure:
                 self._fail(2, str(failure))
 

@@ -20,7 +20,7 @@ import msgspec
 from lpr.fleet.counts import DraftCounts
 from lpr.protocol import Abort, Chunk, ProtocolError, Stop, Submit
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Version of these messages. A driver of another version is refused."""
 MAX_MESSAGE = 1 << 30
 """Longest message in bytes. A greater length is noise."""
@@ -81,6 +81,8 @@ class Facts(Message, frozen=True, kw_only=True):
     special_tokens: dict[str, str] = {}  # bos_token, eos_token and so on, for chat templates
     chat_templates: dict[str, str] = {}
     """Jinja source by name; "default" is the one without a name."""
+    generation: dict[str, int | float] = {}
+    """Numbers of the model's generation_config.json, such as temperature and top_p."""
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):

@@ -16,6 +16,7 @@ from lpr.engine.options import EngineOptions
 from lpr.fleet import options as fleet
 from lpr.fleet.options import FleetOptions
 from lpr.serve import limits
+from lpr.serve.text.defaults import read_defaults, read_override
 
 LONGEST_INTERVAL = 10_000.0
 """Milliseconds between the events of a stream at most."""
@@ -61,6 +62,10 @@ class ServeArgs:
     """Family whose fill-in-the-middle prompts the model wants (see /fim); auto: found by its tokens; none: no."""
     chat_template: Path | None = None
     """Jinja file with a chat template, instead of the model's own."""
+    generation_config: str = "auto"
+    """Sampling defaults of requests: auto: the model's generation_config.json; vllm: none; or a file or folder."""
+    override_generation_config: str | None = None
+    """JSON object with values that replace some of these defaults, such as {"temperature": 0}."""
     max_queue: int = limits.QUEUE.most
     """Requests that may wait for a slot; further ones are answered with 429."""
     max_queued_tokens: int = limits.QUEUED_TOKENS.most
@@ -159,6 +164,9 @@ def check(args: ServeArgs) -> None:
     if args.tls_key is not None and args.tls_cert is None:
         raise InputError("--tls-key needs --tls-cert FILE.pem")
     fleet.check(args.fleet, args.share_drafts)
+    read_override(args.override_generation_config)
+    if args.generation_config not in ("auto", "vllm"):
+        read_defaults(args.generation_config, {})
     if "" in args.served_model_name:
         raise InputError("--served-model-name: a name is empty")
 

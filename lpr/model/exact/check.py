@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from lpr import native
 from lpr.model.families import has_experts
 from lpr.model.parallel import local
+from lpr.model.sparse import selects
 from lpr.model.step_inputs import Heights, current_step
 
 HEIGHT = 64
@@ -44,6 +45,8 @@ def refusal(model: Any, own_attention: bool) -> str | None:
     config = model.config.get_text_config(decoder=True)
     if own_attention:
         return "its attention is its own code, which adds in the order of cache rows"
+    if selects(config):
+        return "its sparse attention selects tokens by scores whose last bits depend on a step's shape"
     if has_experts(config):
         return "its experts' matrix products are as high as a step has tokens for them"
     if getattr(model, "hf_quantizer", None) is not None:

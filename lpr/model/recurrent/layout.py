@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -18,8 +18,8 @@ from lpr.model.transfer import to_device
 SHORT = 32
 """Entries above a tree up to which they are part of it. Longer ones are scanned as a chain first."""
 
-Site = Hashable
-"""A convolution or a scan of a layer."""
+Site = tuple[str, int, int]
+"""A convolution or a scan: its kind, its layer, and its number in the layer."""
 
 
 @dataclass

@@ -8,7 +8,9 @@ one they are transformers' own. No family is named here.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
+from contextvars import ContextVar
 from importlib import import_module
 from typing import Any
 
@@ -22,6 +24,8 @@ from lpr.model.recurrent.scans import Rule, Selective, decayed_attention, delta_
 from lpr.model.recurrent.states import States
 from lpr.model.step_inputs import current_step
 
+key_gain: ContextVar[float] = ContextVar("key_gain", default=1.0)
+"""Factor for what Mamba's entries write to a state, in steps and outside of them (lpr.model.recurrent.gain)."""
 _DELTA = Rule(delta_rule, padding=(3, 4))
 _DECAYED = Rule(decayed_attention, padding=(2, 3))
 
@@ -130,9 +134,17 @@ def install(model: PreTrainedModel) -> None:
 
 
 def _replaced(stock: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
+    names = list(inspect.signature(stock).parameters)
+    place = names.index("B") if "B" in names else None
+
     @functools.wraps(stock)
     def evaluate(*args: Any, **kwargs: Any) -> Any:
-        step = current_step()
+        step, gain = current_step(), key_gain.get()
+        if gain != 1.0 and place is not None:
+            if place < len(args):
+                args = (*args[:place], args[place] * gain, *args[place + 1 :])
+            else:
+                kwargs = {**kwargs, "B": kwargs["B"] * gain}
         return stock(*args, **kwargs) if step is None else call(step.cache.states, *args, **kwargs)
 
     evaluate.stock = stock  # type: ignore[attr-defined]

@@ -71,7 +71,7 @@ def run_chain(rule: Rule, inputs: Sequence[Tensor], state: Tensor) -> tuple[Tens
     outputs = []
     for start in range(0, inputs[0].shape[1], PIECE):
         piece = [each[:, start : start + PIECE] for each in inputs]
-        out, written = rule.scan(piece, state, Tree.chain(*piece[0].shape[:2], state.device))
+        out, written = rule.scan(piece, state, Tree.chain(len(state), piece[0].shape[1], state.device))
         state = written.after(state)
         outputs.append(out)
     return torch.cat(outputs, 1), state
@@ -149,7 +149,7 @@ class Outer:
         return last.exp().transpose(2, 3) * state + weighted.transpose(2, 3) @ values
 
 
-def _decays(log_decay: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
+def decays(log_decay: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
     """Sums along paths [B, H, n, 1 or K] of logarithms of decay, and decays between entries [B, H, n, n, (K)].
 
     Between an entry and what is not its ancestor the decay is 0.
@@ -159,7 +159,7 @@ def _decays(log_decay: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
     return total, between.masked_fill(~tree.mask[..., None], -torch.inf).exp().squeeze(-1)
 
 
-def _scores(queries: Tensor, keys: Tensor, between: Tensor) -> Tensor:
+def scores(queries: Tensor, keys: Tensor, between: Tensor) -> Tensor:
     """[B, H, n, n]: products of queries and earlier keys, decayed."""
     if between.dim() == 4:
         return queries @ keys.transpose(2, 3) * between
@@ -172,8 +172,8 @@ def decayed_attention(inputs: Sequence[Tensor], state: Tensor, tree: Tree) -> tu
     Source: mamba2_chunk_scan and MiniMaxLightningAttention of transformers.
     """
     queries, keys, values, decay = (each.transpose(1, 2) for each in inputs)
-    total, between = _decays(decay[..., None], tree)
-    out = total.exp() * (queries @ state) + _scores(queries, keys, between) @ values
+    total, between = decays(decay[..., None], tree)
+    out = total.exp() * (queries @ state) + scores(queries, keys, between) @ values
     return out.transpose(1, 2), Outer(keys, values, total)
 
 
@@ -185,12 +185,12 @@ def delta_rule(inputs: Sequence[Tensor], state: Tensor, tree: Tree) -> tuple[Ten
     Kimi Delta Attention (arXiv 2510.26692). Source: torch_chunk_gated_delta_rule, chunk_kimi_delta_attention.
     """
     queries, keys, values, decay, beta = (each.transpose(1, 2) for each in inputs)
-    total, between = _decays(decay if decay.dim() == 4 else decay[..., None], tree)
+    total, between = decays(decay if decay.dim() == 4 else decay[..., None], tree)
     beta, read = beta[..., None], total.exp()
-    system = beta * _scores(keys, keys, between)  # its diagonal counts as 1
+    system = beta * scores(keys, keys, between)  # its diagonal counts as 1
     wanted = beta * (values - read * keys @ state)
     written = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-    out = (read * queries) @ state + _scores(queries, keys, between) @ written
+    out = (read * queries) @ state + scores(queries, keys, between) @ written
     return out.transpose(1, 2), Outer(keys, written, total)
 
 
@@ -207,11 +207,11 @@ class Selective:
     rates: Tensor
     """A [C, K], negative."""
 
-    def scan(self, inputs: Sequence[Tensor], state: Tensor, tree: Tree) -> tuple[Tensor, _Steps]:
+    def scan(self, inputs: Sequence[Tensor], state: Tensor, tree: Tree) -> tuple[Tensor, Steps]:
         """x and dt [B, n, C], B and C [B, n, K], state [B, C, K]; returns [B, n, C]. Source: mamba_selective_scan."""
         states = self.states(inputs, state, tree)
         out = (states @ inputs[3][..., None]).squeeze(-1)
-        return out, _Steps(self, list(inputs), states[:, -1].clone())
+        return out, Steps(self, list(inputs), states[:, -1].clone())
 
     def states(self, inputs: Sequence[Tensor], state: Tensor, tree: Tree) -> Tensor:
         """The states [B, n, C, K] behind all entries."""
@@ -226,7 +226,7 @@ class Selective:
 
 
 @dataclass(frozen=True)
-class _Steps:
+class Steps:
     """The inputs of a selective scan; states of all entries would take K times as much."""
 
     rule: Selective
@@ -238,6 +238,8 @@ class _Steps:
         """The state [B, C, K] behind a path."""
         if path is None:
             return self.last
+        if not path.entries.shape[1]:
+            return state
         along = [path.of(each, 1) for each in self.inputs]
         along[1] = along[1] * path.real[..., None]
-        return self.rule.states(along, state, Tree.chain(*along[0].shape[:2], state.device))[:, -1]
+        return self.rule.states(along, state, Tree.chain(len(state), along[0].shape[1], state.device))[:, -1]

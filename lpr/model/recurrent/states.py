@@ -28,7 +28,7 @@ class States:
         self._step: StepInputs | None = None
         self._layouts: list[Layout] = []
         self._layer = 0
-        self._convolution: Site = None
+        self._convolution: Site | None = None
         """The convolution whose inputs the model has shown, until it is computed."""
         self._counts: dict[int, int] = {}
         """Per layer, its scans so far in this step."""
@@ -49,15 +49,25 @@ class States:
         made._tensors = {site: each.new_zeros(num_places, *each.shape[1:]) for site, each in self._tensors.items()}
         return made
 
+    def of(self, place: int) -> dict[Site, Tensor]:
+        """One place's states."""
+        return {site: tensor[place] for site, tensor in self._tensors.items()}
+
     def copy(self, source: int, target: int) -> None:
         """Copy one place's states to another."""
         for each in self._tensors.values():
             each[target] = each[source]
 
-    def clear(self, place: int) -> None:
-        """Zero one place's states."""
-        for each in self._tensors.values():
-            each[place] = 0
+    @property
+    def kinds(self) -> list[str]:
+        """ "convolution" and "scan", as far as the model has them."""
+        return sorted({kind for kind, *_ in self._tensors})
+
+    def clear(self, place: int, kind: str) -> None:
+        """Zero one place's states of one kind."""
+        for site, tensor in self._tensors.items():
+            if site[0] == kind:
+                tensor[place] = 0
 
     # What the model tells the cache.
 

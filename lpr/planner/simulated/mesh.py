@@ -48,6 +48,7 @@ class SimRequest:
     slots: list[int] = field(default_factory=list)
     admission: int = 0
     num_cached_tokens: int = 0
+    num_preempted_tokens: int = 0
     arrived_ms: float = 0.0
     """On the scheduler's own clock."""
 

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import msgspec
@@ -75,7 +76,8 @@ class OpenAIForm(Form):
 
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """See Form."""
-        return {**self.head, "choices": self.choices(choices), "usage": self._usage(choices), **self.extras(choices)}
+        body = {**self.head, "choices": self.choices(choices), "usage": self._usage(choices)}
+        return {**body, **_metrics(choices), **self.extras(choices)}
 
     def step(self, each: Event, choices: Sequence[Choice]) -> dict[str, Any]:
         """See Form."""
@@ -84,7 +86,8 @@ class OpenAIForm(Form):
     def end(self, choices: Sequence[Choice]) -> Iterator[dict[str, Any]]:
         """See Form."""
         if self._options.include_usage:
-            yield {**self.head, "choices": [], "usage": self._usage(choices), **self._decoding(choices)}
+            usage = self._usage(choices)
+            yield {**self.head, "choices": [], "usage": usage, **_metrics(choices), **self._decoding(choices)}
 
     def extras(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Further fields of a whole answer."""
@@ -129,6 +132,30 @@ class OpenAIForm(Form):
                 total["accepted"] += accepted
         per_step = round(tokens / steps, 4) if steps else 0.0
         return {"lpr": {"num_steps": steps, "tokens_per_step": per_step, "sources": sources}}
+
+
+def _metrics(choices: Sequence[Choice]) -> dict[str, Any]:
+    """`metrics.speculative_decoding` of a single text, in vLLM's shape (its pull request 48915); empty without drafts.
+
+    The sums of all answers are the counters of `/metrics`. Entry j of the histogram counts steps that accepted j nodes.
+    """
+    usage = choices[0].usage if len(choices) == 1 else None
+    if usage is None or not usage.drafted or not usage.num_steps:
+        return {}
+    at_least = [usage.num_steps, *usage.accepted_per_depth, 0]
+    return {
+        "metrics": {
+            "speculative_decoding": {
+                "mean_acceptance_length": 1 + usage.accepted / usage.num_steps,
+                "draft_acceptance_rate": usage.accepted / usage.drafted,
+                "acceptance_histogram": [more - fewer for more, fewer in pairwise(at_least)],
+                "num_spec_steps": usage.num_steps,
+                "num_accepted_draft_tokens": usage.accepted,
+                "num_draft_tokens": usage.drafted,
+                "num_spec_tokens": len(usage.accepted_per_depth),
+            }
+        }
+    }
 
 
 async def answer(

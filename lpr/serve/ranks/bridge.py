@@ -324,4 +324,12 @@ def facts_of(engine: Engine, model: str) -> Facts:
         tokenizer=backend.to_str(),
         special_tokens={name: str(value) for name, value in special.items() if value is not None},
         chat_templates=dict(templates),
+        generation=_generation(engine.model.model),
     )
+
+
+def _generation(model: Any) -> dict[str, int | float]:
+    """The numbers of a model's generation config that differ from transformers' defaults."""
+    config = getattr(model, "generation_config", None)
+    given = config.to_diff_dict() if config is not None else {}
+    return {name: value for name, value in given.items() if type(value) in (int, float)}

@@ -18,6 +18,10 @@ from lpr.serve.text.chat_template import MOST_RENDERED, ChatTemplates, TemplateE
 from lpr.serve.text.fim import Filler, filler
 from lpr.serve.text.tokens import Tokens
 
+_SAMPLED = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
+"""Fields of a body that are SamplingParams, where they are given."""
 _DIGITS = 10
 """Digits of a token's id."""
 
@@ -25,9 +29,20 @@ _DIGITS = 10
 class Served:
     """A loaded model, as the front sees it."""
 
-    def __init__(self, facts: Facts, names: Sequence[str], fim: str = "auto", chat_template: str | None = None) -> None:
-        """Read the tokenizer and compile the templates; raises InputError if `fim` or a template cannot work."""
+    def __init__(
+        self,
+        facts: Facts,
+        names: Sequence[str],
+        fim: str = "auto",
+        chat_template: str | None = None,
+        defaults: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Read the tokenizer and compile the templates; raises InputError if `fim` or a template cannot work.
+
+        `defaults` are sampling parameters of requests that leave them out (see lpr.serve.text.defaults).
+        """
         self.facts = facts
+        self._defaults = {"temperature": 1.0, **(defaults or {})}
         self.names = tuple(names)
         self.created = int(time.time())
         self.tokens = Tokens(facts.tokenizer)
@@ -115,9 +130,9 @@ class Served:
         return ids
 
     def room(self, body: Sampling, num_prompt: int, max_tokens: int | None) -> int:
-        """Most output tokens of a request; `max_tokens` None: all that fit. Raises ApiError."""
+        """Most output tokens of a request; `max_tokens` None: the default, or all that fit. Raises ApiError."""
         most = self.most(num_prompt)
-        wanted = most if max_tokens is None else max_tokens
+        wanted = min(most, self._defaults.get("max_new_tokens", most)) if max_tokens is None else max_tokens
         if wanted > most:
             total = num_prompt + wanted
             message = f"the prompt's {num_prompt} tokens and max_tokens {wanted} are {total} tokens; the model's limit"
@@ -129,22 +144,19 @@ class Served:
     def params(self, body: Sampling, room: int, **more: Any) -> SamplingParams:
         """The SamplingParams of a body, for `room` tokens of output. Raises ApiError."""
         values: dict[str, Any] = {
+            **self._defaults,
+            **{name: value for name in _SAMPLED if (value := getattr(body, name)) is not None},
             "max_new_tokens": room,
-            "temperature": 1.0 if body.temperature is None else body.temperature,
-            "top_p": 1.0 if body.top_p is None else body.top_p,
-            "top_k": max(0, body.top_k or 0),
-            "min_p": body.min_p or 0.0,
             "stop": (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
             "stop_token_ids": tuple(dict.fromkeys([*(body.stop_token_ids or ()), *more.pop("stop_token_ids", ())])),
             "ignore_eos": body.ignore_eos,
             "min_new_tokens": body.min_tokens,
             "seed": body.seed if body.seed is not None else fresh_seed(),
-            "repetition_penalty": 1.0 if body.repetition_penalty is None else body.repetition_penalty,
-            "presence_penalty": body.presence_penalty or 0.0,
-            "frequency_penalty": body.frequency_penalty or 0.0,
             "logit_bias": self._bias(body.logit_bias or {}),
+            "skip_special_tokens": body.skip_special_tokens is not False,
             **more,
         }
+        values["top_k"] = max(0, values.get("top_k", 0))
         self.check_ids(values["stop_token_ids"], "stop_token_ids")
         return sampling(values)
 

@@ -1,0 +1,381 @@
+"""The pages of one rank's KV cache, free or with known tokens, and those that have gone to host memory.
+
+A tree per tenant holds the pages whose tokens are known: the prefix cache. Its least recently used page is taken first
+when a request needs one (vLLM's automatic prefix caching; the tree is SGLang's RadixAttention, Zheng et al. 2024,
+section 3, with pages for edges). A page that is taken goes to host memory, if there is any, and comes back when a
+request begins with its tokens: a preempted one, or any other of the tenant. In host memory, too, the least recently
+used page goes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from itertools import islice
+
+from lpr.engine.state_snapshots import Snapshots, StateCopy
+
+MOST_COMPARED = 64
+"""Pages behind a common prefix, the latest ones, that are compared token by token with a new prompt."""
+NOWHERE = -1
+"""The page of a node that is in host memory only."""
+
+
+@dataclass(frozen=True)
+class PageCopy:
+    """The first `num_rows` rows of one page, to be copied to another page before the next step."""
+
+    source: int
+    target: int
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class PageClear:
+    """A page to be zeroed: its K/V may be NaN, which would reach the page's next request."""
+
+    page: int
+
+
+@dataclass(frozen=True)
+class PageOut:
+    """A page to be copied to a page of host memory."""
+
+    page: int
+    host_page: int
+
+
+@dataclass(frozen=True)
+class PageIn:
+    """A page of host memory to be copied to a page."""
+
+    host_page: int
+    page: int
+
+
+PageMove = PageCopy | PageClear | PageOut | PageIn | StateCopy
+"""What is to be done to the pages and states of a rank before the next step, in the order of decision."""
+
+
+@dataclass(eq=False)
+class Node:
+    """A page whose tokens are known, behind the page of its parent. A node with fewer tokens than a page is a leaf.
+
+    Behind a node in host memory all nodes are there, too.
+    """
+
+    page: int
+    """NOWHERE if it is in host memory."""
+    tokens: tuple[int, ...]
+    parent: Node | None
+    children: dict[tuple[int, ...], Node] = field(default_factory=dict)
+    num_users: int = 0
+    """Running requests that hold it. They hold its ancestors, too."""
+    last_used: int = 0
+    host_page: int = NOWHERE
+    num_resident: int = 0
+    """Children that are not in host memory."""
+
+    @property
+    def is_resident(self) -> bool:
+        """True unless it is in host memory."""
+        return self.page != NOWHERE
+
+    def knows(self, tokens: tuple[int, ...]) -> bool:
+        """True if a page behind this one begins with `tokens`, as far as the latest ones are looked at."""
+        latest = islice(reversed(self.children.values()), MOST_COMPARED)
+        return tokens in self.children or any(child.tokens[: len(tokens)] == tokens for child in latest)
+
+    @property
+    def is_unused(self) -> bool:
+        """True if its page can be taken: no running request holds it, and none is behind it but in host memory."""
+        return self.is_resident and not self.num_users and not self.num_resident and self.parent is not None
+
+    @property
+    def is_last_in_host(self) -> bool:
+        """True if its page of host memory can be taken: nothing is behind it, and it is not about to come back."""
+        return not self.is_resident and not self.num_users and not self.children and self.parent is not None
+
+
+class LeastRecent:
+    """A heap of nodes that can be taken, by their last use."""
+
+    def __init__(self, most: int, in_host: bool) -> None:
+        """Of up to `most` nodes, in host memory or not."""
+        self._entries: list[tuple[int, int, Node]] = []
+        self._most, self._in_host, self._num_pushed = most, in_host, 0
+
+    def push(self, node: Node) -> None:
+        """Add a node that can be taken."""
+        self._num_pushed += 1
+        heappush(self._entries, (node.last_used, self._num_pushed, node))
+        if len(self._entries) > 2 * self._most:
+            self._entries = [each for each in self._entries if self._is_valid(each)]
+            heapify(self._entries)
+
+    def pop(self) -> Node | None:
+        """The least recently used node that can be taken, None if there is none."""
+        while self._entries:
+            entry = heappop(self._entries)
+            if self._is_valid(entry):
+                return entry[2]
+        return None
+
+    def _is_valid(self, entry: tuple[int, int, Node]) -> bool:
+        last_used, _, node = entry
+        return (node.is_last_in_host if self._in_host else node.is_unused) and node.last_used == last_used
+
+
+class PagePool:
+    """Free pages, and a tree of pages with known tokens per tenant. A page is free, in the tree, or in one table."""
+
+    def __init__(self, num_pages: int, page_size: int, num_host_pages: int = 0) -> None:
+        """All of `num_pages` pages and of `num_host_pages` in host memory are free."""
+        self.num_pages, self.page_size, self.num_host_pages = num_pages, page_size, num_host_pages
+        self.num_held = 0
+        """Pages that running requests hold."""
+        self._used = bytearray(num_pages)
+        """Per page: 0 if it is free. Bytes, as runs of them are found quickly."""
+        self._num_free = num_pages
+        self._kept = bytearray(num_pages)
+        """Per page: 1 if it is kept for a table that may grow into it, as long as there are others."""
+        self._roots: dict[str, Node] = {}
+        self._unused, self._last_in_host = LeastRecent(num_pages, False), LeastRecent(num_host_pages, True)
+        self._host_free = list(reversed(range(num_host_pages)))
+        self._clock = 0
+        self.num_cached_tokens = 0
+        """Tokens in the tree, those in host memory included."""
+        self.num_out = self.num_in = 0
+        """Pages that have gone to host memory, and that have come back."""
+        self.snapshots: Snapshots | None = None
+        """Of a model with recurrent states, whose pages are of use only as far as there is one."""
+        self.moves: list[PageMove] = []
+        """What is to be done before the next step."""
+
+    @property
+    def num_available(self) -> int:
+        """Pages that `take` can still give."""
+        return self.num_pages - self.num_held
+
+    @property
+    def num_cached_pages(self) -> int:
+        """Pages in the tree that no running request holds."""
+        return self.num_pages - self.num_held - self._num_free
+
+    @property
+    def num_swapped_pages(self) -> int:
+        """Pages in host memory."""
+        return self.num_host_pages - len(self._host_free)
+
+    @property
+    def roots(self) -> list[Node]:
+        """The roots of all tenants' trees."""
+        return list(self._roots.values())
+
+    def root(self, tenant: str) -> Node:
+        """The root of a tenant's tree."""
+        return self._roots.setdefault(tenant, Node(-1, (), None))
+
+    def match(self, root: Node, tokens: Sequence[int], most: int) -> tuple[list[Node], Node | None, int]:
+        """The nodes of the first `most` of `tokens`, as far as they are known; the last of them may be in host memory.
+
+        Behind them the node that begins with most of the tokens that follow, and their number; None and 0 if none does.
+        """
+        size, node = self.page_size, root
+        found: list[Node] = []
+        while (len(found) + 1) * size <= most:
+            start = len(found) * size
+            child = node.children.get(tuple(tokens[start : start + size]))
+            if child is None:
+                break
+            found.append(child)
+            node = child
+        start = len(found) * size
+        rest = tuple(tokens[start : min(most, start + size)])
+        best, longest = None, 0
+        for child in islice(reversed(node.children.values()), MOST_COMPARED) if rest else ():
+            length = num_equal(child.tokens, rest)
+            if length > longest:
+                best, longest = child, length
+        return found, best, longest
+
+    def keep_room(self, count: int) -> range:
+        """Keep `count` neighbouring free pages for a table that will grow, if there are so many; see `take`."""
+        both = int.from_bytes(self._used, "big") | int.from_bytes(self._kept, "big")
+        start = both.to_bytes(self.num_pages, "big").find(bytes(count)) if count else -1
+        room = range(start, start + count) if start >= 0 else range(0)
+        self._kept[room.start : room.stop] = b"\1" * len(room)
+        return room
+
+    def is_free(self, page: int) -> bool:
+        """True if there is such a page and it is free."""
+        return page < self.num_pages and not self._used[page]
+
+    def drop_room(self, room: range) -> None:
+        """Keep these pages no longer."""
+        self._kept[room.start : room.stop] = bytes(len(room))
+
+    def take(self, count: int, after: int | None = None) -> list[int]:
+        """`count` pages for one table, in runs as long as can be, the first one behind page `after` if that is free.
+
+        Neighbouring pages are read without a copy where attention needs its keys side by side. Raises IndexError if
+        `num_available` is less.
+        """
+        while self._num_free < count:
+            self._evict()
+        taken: list[int] = []
+        run = count
+        while len(taken) < count:
+            at = self.num_pages if after is None else after + 1
+            if at >= self.num_pages or self._used[at]:
+                run = min(run, count - len(taken))
+                while (at := self._used.find(bytes(run))) < 0:
+                    run = (run + 1) // 2
+            self._used[at] = 1
+            taken.append(at)
+            after = at
+        self._num_free -= count
+        self.num_held += count
+        return taken
+
+    def claim(self, pages: Sequence[int]) -> None:
+        """Take these pages, if they are free."""
+        for page in pages:
+            if not self._used[page]:
+                self._used[page] = 1
+                self._num_free -= 1
+                self.num_held += 1
+
+    def give_back(self, page: int) -> None:
+        """A page of one table is free."""
+        self._free(page)
+        self.num_held -= 1
+
+    def insert(self, parent: Node, tokens: tuple[int, ...], page: int) -> Node:
+        """Put a page of one table, which goes on to hold it, into the tree."""
+        node = parent.children[tokens] = Node(page, tokens, parent, num_users=1)
+        parent.num_resident += 1
+        self.num_cached_tokens += len(tokens)
+        return node
+
+    def hold(self, node: Node) -> None:
+        """One more running request holds a node, whose ancestors it holds already."""
+        self.num_held += not node.num_users
+        node.num_users += 1
+
+    def release(self, nodes: Sequence[Node]) -> None:
+        """A request no longer holds its nodes, which go from the root downwards."""
+        self._clock += 1
+        for node in reversed(nodes):
+            node.num_users -= 1
+            self.num_held -= not node.num_users
+            node.last_used = self._clock
+            self._note(node)
+
+    def adopt(self, node: Node, page: int) -> None:
+        """Let a node in host memory have a page of one table, which goes on to hold it and has the same K/V."""
+        self._come_back(node, page)
+        node.num_users = 1
+
+    def load(self, nodes: Sequence[Node], after: int | None) -> None:
+        """Bring nodes, from the root downwards, back from host memory, the first behind page `after` if that is free.
+
+        One running request holds them then. Raises IndexError as `take` does.
+        """
+        for node in nodes:
+            node.num_users = 1  # so that none goes while another comes
+        for node, page in zip(nodes, self.take(len(nodes), after), strict=True):
+            self.moves.append(PageIn(node.host_page, page))
+            self._come_back(node, page)
+        self.num_in += len(nodes)
+
+    def copy(self, node: Node, num_rows: int, after: int | None) -> int | None:
+        """A page for one table with the first rows of a node's page; None if no page is left."""
+        if self.num_available <= (node.is_resident and not node.num_users):
+            return None
+        if not node.is_resident:
+            node.num_users = 1
+            [page] = self.take(1, after)
+            node.num_users = 0
+            self.moves.append(PageIn(node.host_page, page))
+            self._note(node)
+            self.num_in += 1
+            return page
+        self.hold(node)  # so that its page is not taken for the copy
+        [page] = self.take(1, after)
+        self.moves.append(PageCopy(node.page, page, num_rows))
+        self.release([node])
+        return page
+
+    def drop(self, node: Node) -> None:
+        """Forget a node that can be taken, and what is behind it in host memory."""
+        parent = node.parent
+        assert parent is not None and (node.is_unused or node.is_last_in_host)
+        del parent.children[node.tokens]
+        parent.num_resident -= node.is_resident
+        dropped = [node]
+        for each in dropped:
+            dropped += each.children.values()
+            each.parent = None
+            if self.snapshots is not None:
+                self.snapshots.drop(each)
+            self.num_cached_tokens -= len(each.tokens)
+            if each.is_resident:
+                self._free(each.page)
+            else:
+                self._host_free.append(each.host_page)
+        self._note(parent)
+
+    def forget(self) -> None:
+        """Forget all tokens of pages that no running request holds."""
+        for known in (self._unused, self._last_in_host):
+            while (node := known.pop()) is not None:
+                self.drop(node)
+
+    def _note(self, node: Node) -> None:
+        if node.is_unused:
+            self._unused.push(node)
+        elif node.is_last_in_host:
+            self._last_in_host.push(node)
+
+    def _free(self, page: int) -> None:
+        self._used[page] = 0
+        self._num_free += 1
+
+    def _come_back(self, node: Node, page: int) -> None:
+        assert node.parent is not None
+        self._host_free.append(node.host_page)
+        node.page, node.host_page = page, NOWHERE
+        node.parent.num_resident += 1
+
+    def _evict(self) -> None:
+        """Free the page of the least recently used node, which goes to host memory if there is any."""
+        node = self._unused.pop()
+        if node is None:
+            raise IndexError("no page is left")
+        parent = node.parent
+        assert parent is not None
+        if self.num_host_pages and not self._host_free and (oldest := self._last_in_host.pop()) is not None:
+            self.drop(oldest)
+        if not self._host_free:
+            self.drop(node)
+            return
+        node.host_page = self._host_free.pop()
+        self.moves.append(PageOut(node.page, node.host_page))
+        self.num_out += 1
+        self._free(node.page)
+        node.page = NOWHERE
+        parent.num_resident -= 1
+        self._note(node)
+        self._note(parent)
+
+
+def num_equal(first: Sequence[int], second: Sequence[int]) -> int:
+    """Length of the longest common prefix of two pages."""
+    count = 0
+    for one, other in zip(first, second, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count

@@ -1,0 +1,71 @@
+"""Pages of a KV cache in host memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+SLAB_BYTES = 64 << 20
+"""Memory is taken in pieces of about so many bytes, when their first page is needed."""
+NUM_TIMED = 8
+"""Pages whose copies are timed."""
+
+
+class HostPages:
+    """K/V of pages that left the cache; on a GPU in pinned memory, so that no copy waits for the host."""
+
+    def __init__(self, pools: Sequence[Tensor], page_size: int) -> None:
+        """Room for pages of `pools`, tensors [layers, rows, heads, dim] of the cache."""
+        self._pools, self._page_size = pools, page_size
+        page_bytes = sum(pool[:, :page_size].numel() * pool.element_size() for pool in pools)
+        self._per_slab = max(1, SLAB_BYTES // page_bytes)
+        self._slabs: dict[int, list[Tensor]] = {}
+        """By number, per pool [pages, layers, rows of a page, heads, dim]."""
+
+    def store(self, page: int, host_page: int) -> None:
+        """Copy a page of the cache to a page here."""
+        for pool, stored in zip(self._pools, self._stored(host_page), strict=True):
+            stored.copy_(self._rows(pool, page), non_blocking=True)
+
+    def load(self, host_page: int, page: int) -> None:
+        """Copy a page from here to a page of the cache. Copies of one page take effect in the order of the calls."""
+        for pool, stored in zip(self._pools, self._stored(host_page), strict=True):
+            self._rows(pool, page).copy_(stored, non_blocking=True)
+
+    def _rows(self, pool: Tensor, page: int) -> Tensor:
+        return pool[:, page * self._page_size : (page + 1) * self._page_size]
+
+    def _stored(self, host_page: int) -> list[Tensor]:
+        number, place = divmod(host_page, self._per_slab)
+        if number not in self._slabs:
+            self._slabs[number] = [self._slab(pool) for pool in self._pools]
+        return [slab[place] for slab in self._slabs[number]]
+
+    def _slab(self, pool: Tensor) -> Tensor:
+        shape = self._per_slab, len(pool), self._page_size, *pool.shape[2:]
+        return torch.empty(shape, dtype=pool.dtype, pin_memory=pool.device.type == "cuda")
+
+
+def swap_ms(pools: Sequence[Tensor], page_size: int) -> float:
+    """Measured milliseconds to copy one of the first pages to host memory and back."""
+    pages, device = HostPages(pools, page_size), pools[0].device
+    count = max(1, min(NUM_TIMED, (pools[0].shape[1] - 1) // page_size))
+    took = []
+    for _ in range(3):  # the first one gets the memory
+        _wait_for(device)
+        began = time.perf_counter()
+        for page in range(count):
+            pages.store(page, page)
+        for page in range(count):
+            pages.load(page, page)
+        _wait_for(device)
+        took.append((time.perf_counter() - began) * 1e3 / count)
+    return min(took)
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

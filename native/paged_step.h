@@ -1,0 +1,89 @@
+// What attention needs of a step, for all layers: per sequence its block table, its committed tokens and its tree.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+namespace lpr {
+
+// Keys that an entry sees besides the tree's rule: of the last `window` positions, or of its own `chunk`; 0: all.
+struct KeyRule {
+  int32_t window = 0, chunk = 0;
+  int32_t lowest(int32_t position) const {
+    int32_t first = 0;
+    if (window) first = std::max(first, position - window + 1);
+    if (chunk) first = std::max(first, position / chunk * chunk);
+    return first;
+  }
+};
+
+struct Sequence {
+  const int32_t* table;      // pages of its cache rows
+  int32_t num_cached;        // committed tokens: token j is row j, entry i is row num_cached + i
+  int32_t count;             // entries
+  int64_t batch, first;      // where the first entry stands among the step's tokens [B, T]
+  std::vector<int32_t> parents, positions;
+  bool is_chain;             // each entry sees those before it
+  int num_words = 0;         // 64-bit words of `seen_by` per entry
+  std::vector<uint64_t> seen_by = {};  // [count][num_words]: bit t of entry j: entry t is j or below it; empty for a chain
+
+  // `entries` is int32 [3, count]: tokens, parents (below -1 or -1: none), positions.
+  Sequence(const int32_t* pages, int32_t cached, const int32_t* entries, int32_t number, int64_t row, int64_t start)
+      : table(pages), num_cached(cached), count(number), batch(row), first(start),
+        parents(entries + number, entries + 2 * number), positions(entries + 2 * number, entries + 3 * number) {
+    is_chain = true;
+    for (int32_t i = 0; i < count; i++) {
+      if (parents[i] >= i) throw std::invalid_argument("a parent stands before its children");
+      is_chain = is_chain && parents[i] == i - 1;
+    }
+    if (is_chain) return;
+    num_words = (count + 63) / 64;
+    seen_by.assign(static_cast<size_t>(count) * num_words, 0);
+    for (int32_t i = count - 1; i >= 0; i--) {
+      uint64_t* mine = &seen_by[static_cast<size_t>(i) * num_words];
+      mine[i / 64] |= uint64_t{1} << i % 64;
+      if (parents[i] < 0) continue;
+      uint64_t* above = &seen_by[static_cast<size_t>(parents[i]) * num_words];
+      for (int word = 0; word < num_words; word++) above[word] |= mine[word];
+    }
+  }
+
+  bool sees(int32_t entry, int32_t other) const {
+    if (is_chain) return other <= entry;
+    return seen_by[static_cast<size_t>(other) * num_words + entry / 64] >> entry % 64 & 1;
+  }
+
+  int32_t lowest(const KeyRule& rule) const {
+    int32_t least = std::numeric_limits<int32_t>::max();
+    for (int32_t position : positions) least = std::min(least, rule.lowest(position));
+    return std::min(least, num_cached);
+  }
+};
+
+struct PagedStep {
+  std::vector<Sequence> sequences;
+  int64_t page_size;
+  int num_threads;
+
+  int64_t row_of(const Sequence& sequence, int64_t key) const {
+    return sequence.table[key / page_size] * page_size + key % page_size;
+  }
+};
+
+// A layer's tensors; strides in elements. The output is [B, T, heads, value_dim], contiguous.
+struct LayerCall {
+  const void *query, *key, *value;
+  void* out;
+  int64_t num_tokens;                              // T
+  int64_t query_batch, query_head, query_token;    // strides of [B, heads, T, dim]
+  int64_t key_head, key_row, value_head, value_row;  // strides of [kv_heads, rows, dim]
+  int kv_heads, group, dim, value_dim;
+  bool is_half;                                    // bfloat16, else float32
+  float scale, softcap;                            // softcap 0: none
+  KeyRule rule;
+  const float* sinks;                              // per head a logit without a value, or null
+};
+
+}  // namespace lpr

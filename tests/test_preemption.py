@@ -1,0 +1,96 @@
+"""A pool that is too small: requests are preempted all the time, and every text is that of plain decoding."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import pytest
+from conftest import tiny_model
+from transformers import PreTrainedModel
+from worlds import ThreadComm, ThreadWorld, run_ranks
+
+from lpr import DecodeConfig, Engine, SamplingParams
+from lpr.engine.request import Request
+
+DECODE = {"window_size": 3, "guess_set_size": 2, "trie_nodes": 16, "prefill_chunk": 48, "max_batch_size": 8}
+POOL = 400
+"""Tokens of the pool; the longest request needs 260."""
+
+
+@cache
+def model() -> PreTrainedModel:
+    return tiny_model(seed=1, spread=0.1)
+
+
+@cache
+def cases() -> list[tuple[list[int], SamplingParams]]:
+    """Requests of many lengths, most of which begin alike."""
+    dice = random.Random(3)
+    beginnings = [[dice.randrange(97) for _ in range(110)] for _ in range(3)]
+    made = []
+    for seed in range(24):
+        prompt = dice.choice(beginnings)[: dice.choice((1, 17, 40, 96, 110))] + [dice.randrange(97) for _ in range(5)]
+        sampled = {"temperature": 0.8, "seed": seed} if seed % 3 == 0 else {}
+        made.append((prompt, SamplingParams(max_new_tokens=dice.choice((3, 20, 60, 120)), **sampled)))
+    return made
+
+
+@cache
+def plain() -> list[list[int]]:
+    """One token after the other, in a pool that holds them all."""
+    engine = Engine.from_model(model(), decode=DecodeConfig.autoregressive())
+    return [done.token_ids for done in engine.generate(*map(list, zip(*cases(), strict=True)))]
+
+
+def soak(engine: Engine, seed: int, num_requests: int) -> Counter[str]:
+    """Submit requests at random, and abort some; each of the others has its plain text."""
+    dice, counts = random.Random(seed), Counter[str]()
+    running: dict[Request, int] = {}
+    while running or counts["asked"] < num_requests:
+        while counts["asked"] < num_requests and len(running) < 12 and dice.random() < 0.6:
+            number = dice.randrange(len(cases()))
+            prompt, params = cases()[number]
+            tenant = dice.choice(("", "", "other"))
+            request = engine.submit(prompt, params, tenant=tenant, share=tenant, priority=dice.choice((0, 0, 3, -3)))
+            running[request] = number
+            counts["asked"] += 1
+        if running and dice.random() < 0.01:
+            engine.abort(dice.choice(list(running)))
+        engine.step()
+        for request in [each for each in running if each.finish_reason is not None]:
+            wanted = plain()[running.pop(request)]
+            counts[request.finish_reason] += 1
+            if request.finish_reason == "abort":
+                assert request.token_ids == wanted[: request.num_output]
+            else:
+                assert request.token_ids == wanted
+    assert engine.is_idle
+    return counts
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_texts_are_those_of_plain_decoding(seed: int) -> None:
+    engine = Engine.from_model(model(), decode=DecodeConfig(**DECODE, kv_tokens=POOL))
+    counts = soak(engine, seed, 60)
+    assert counts["length"] + counts["abort"] == 60
+    assert engine.scheduler.counts.preemptions > 20
+
+
+@pytest.mark.parametrize("home_ranks", [0, "auto"])
+def test_on_several_ranks(home_ranks: Any) -> None:
+    def program(comm: ThreadComm) -> int:
+        engine = Engine.from_model(
+            model(), decode=DecodeConfig(**DECODE, kv_tokens=POOL, home_ranks=home_ranks), comm=comm
+        )
+        if comm.rank:
+            engine.work()
+        else:
+            soak(engine, 5, 40)
+            engine.close()
+        return engine.scheduler.counts.preemptions
+
+    preempted = run_ranks(ThreadWorld(2), program)
+    assert preempted[0] == preempted[1] > 0
