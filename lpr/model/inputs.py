@@ -117,7 +117,7 @@ def _logits_to_keep(
         return _num_kept(max(1, *(row.num_results for row in rows)), heights)
     ends = [block.start + block.positions.shape[1] for block in blocks]
     wanted = [entry for row, end in zip(rows, ends, strict=True) for entry in range(end - row.num_results, end)]
-    return to_device(np.array([0] * (_num_kept(len(wanted), heights) - len(wanted)) + wanted), device)
+    return to_device(np.array([0] * (_num_kept(len(wanted), heights) - len(wanted)) + wanted, np.int64), device)
 
 
 def _same_shape(rows: Sequence[Row], node_bucket: int, kv_bucket: int) -> bool:

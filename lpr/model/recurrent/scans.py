@@ -194,6 +194,10 @@ def delta_rule(inputs: Sequence[Tensor], state: Tensor, tree: Tree) -> tuple[Ten
     return out.transpose(1, 2), Outer(keys, written, total)
 
 
+DECAYED = Rule(decayed_attention, padding=(2, 3))
+DELTA = Rule(delta_rule, padding=(3, 4))
+
+
 # Mamba 1.
 
 
