@@ -100,6 +100,8 @@ def convolve(
 
 def gather_entries(values: Tensor, index: Tensor) -> Tensor:
     """`values` [B, C, n] at `index` [B, m]: [B, C, m]."""
+    if len(values) == 1:
+        return values.index_select(2, index[0])
     return values.gather(2, index[:, None].expand(-1, values.shape[1], -1))
 
 
