@@ -71,7 +71,7 @@ def choose_dtype(dtype: str | torch.dtype, device: torch.device) -> str | torch.
 
 def multiplies_bfloat16() -> bool:
     """True if this processor has instructions for it (AVX-512 BF16, AMX)."""
-    found = getattr(torch.cpu, "get_capabilities", dict)()
+    found: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
 
 
