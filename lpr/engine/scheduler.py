@@ -265,7 +265,9 @@ def rooms(running: Sequence[R], limits: Limits[R]) -> list[int]:
             most = min(most, max(limits.joining, total // limits.num_ranks))
         if targets is not None:  # the step is as long for those that decode on other ranks
             decoding = [request for request, count in zip(running, long, strict=True) if not count]
-            most = targets.chunk(decoding, min(most, limits.joining), most)
+            cached = [min(each.num_computed_tokens[rank] for rank in each.homes)
+                      for each, count in zip(running, long, strict=True) if count]  # fmt: skip
+            most = targets.chunk(decoding, min(most, limits.joining, limits.page_size), most, max(cached))
     return [most] * limits.num_ranks
 
 
