@@ -44,7 +44,10 @@ class Placement(Generic[R]):
     def _empty(self) -> list[RankPages[R]]:
         limits = self.limits
         sizes = limits.num_pages, limits.page_size, limits.num_host_pages
-        return [RankPages(rank, limits.num_slots, PagePool(*sizes), limits.retains) for rank in range(limits.num_ranks)]
+        return [
+            RankPages(rank, limits.num_slots, PagePool(*sizes), limits.retains, limits.num_snapshots)
+            for rank in range(limits.num_ranks)
+        ]
 
     @property
     def retained(self) -> tuple[int, int]:
