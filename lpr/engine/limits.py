@@ -95,9 +95,13 @@ class Targets(Generic[R]):
         """Advance the clock by a step in which ranks evaluated `loads` tokens, of `num_rows` sequences at most."""
         self.now += self.times().time(max(1, *loads), max(1, num_rows), longest)
 
-    def is_lost(self, request: R) -> bool:
-        """True if a waiting request misses its first token's target even if it begins now."""
-        took = self.times().time(len(request.tokens), 1, len(request.tokens))
+    def is_lost(self, request: R, num_lacking: int | None = None) -> bool:
+        """True if a waiting request misses its first token's target even if it begins now.
+
+        It has to compute `num_lacking` tokens; default: all of its own.
+        """
+        length = len(request.tokens)
+        took = self.times().time(length if num_lacking is None else num_lacking, 1, length)
         return self.now + took > request.arrived_ms + self.first_token_ms
 
     def token_ms(self, request: R, batch: int, width: int) -> float:

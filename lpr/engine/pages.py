@@ -93,6 +93,10 @@ class RankPages(Generic[R]):
         """Leading tokens of a request whose K/V is on this rank, in its own pages or in any that it may share."""
         if request.slots[self.rank] >= 0:
             return request.num_computed_tokens[self.rank]
+        return self.known(request)
+
+    def known(self, request: R) -> int:
+        """Leading tokens of a request that does not run whose K/V it would find here."""
         nodes, _, length = self._match(request)
         return len(nodes) * self.pool.page_size + length
 
@@ -205,7 +209,8 @@ class RankPages(Generic[R]):
                 table.nodes.append(known)
             else:
                 table.nodes.append(self.pool.insert(table.last, tokens, table.pages[len(table.nodes)]))
-        if 0 < num_computed == len(table.nodes) * size == border(request.num_prompt, size):
+        keeps_states = self.pool.snapshots is not None
+        if keeps_states and 0 < num_computed == len(table.nodes) * size == border(request.num_prompt, size):
             self._keep_states(request, table.last)
 
     def _keep_states(self, request: R, node: Node) -> None:
@@ -229,7 +234,7 @@ class RankPages(Generic[R]):
             is_new = not table.last.knows(tail) if pool.snapshots is None else tail not in table.last.children
             if tail and is_new:
                 table.nodes.append(pool.insert(table.last, tail, own.pop(0)))
-            if 0 < num_computed <= len(request.tokens):  # else it ended within an accepted path
+            if pool.snapshots is not None and 0 < num_computed <= len(request.tokens):  # else it ended within a path
                 self._keep_states(request, table.last if is_new else table.last.children[tail])
         for page in own:
             pool.give_back(page)
