@@ -118,7 +118,7 @@ def num_host_pages(swap_space: float | None, free: int | None, page_bytes: int) 
         wanted = min(wanted, int(free * SWAP_SHARE))
     elif free is not None and wanted > free:
         raise InputError(f"swap_space={swap_space:g} GiB: {_size(free)} of host memory are free")
-    return wanted // page_bytes
+    return wanted // page_bytes if page_bytes else 0  # no layer has K/V
 
 
 def is_swap_faster(swap_ms: float, times: StepTimes | None, page_size: int, prefill_chunk: int) -> bool:
