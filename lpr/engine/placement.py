@@ -100,6 +100,10 @@ class Placement(Generic[R]):
         *wanted, own = self._choose([*self.running, request])
         return own, wanted
 
+    def num_lacking(self, request: R) -> int:
+        """Tokens that a waiting request would have to compute on the rank that knows most of it."""
+        return len(request.tokens) - max(pages.known(request) for pages in self._pages)
+
     def admit(self, request: R, own: Sequence[int], wanted: Sequence[list[int]]) -> list[int] | None:
         """Let a request run on its planned ranks, once others have left them.
 

@@ -122,7 +122,7 @@ class Scheduler(Generic[R]):
         targets = self.limits.targets
         if len(self.running) >= self.capacity:
             return None
-        request = self.waiting.first(targets.is_lost if targets is not None else None)
+        request = self.waiting.first(self._is_lost if targets is not None else None)
         if request is None:
             return None
         own, wanted = self.placement.plan(request)
@@ -145,6 +145,12 @@ class Scheduler(Generic[R]):
         self.counts.recomputed += max(0, request.num_preempted_tokens - found)
         request.num_preempted_tokens = 0
         return request, computed
+
+    def _is_lost(self, request: R) -> bool:
+        """True if a waiting request misses its target although it finds what the prefix cache has."""
+        targets = self.limits.targets
+        assert targets is not None
+        return targets.is_lost(request) and targets.is_lost(request, self.placement.num_lacking(request))
 
     def schedule(self) -> Schedule[R]:
         """What the running requests do in the next step.
@@ -270,7 +276,9 @@ def rooms(running: Sequence[R], limits: Limits[R]) -> list[int]:
             most = min(most, max(limits.joining, total // limits.num_ranks))
         if targets is not None:  # the step is as long for those that decode on other ranks
             decoding = [request for request, count in zip(running, long, strict=True) if not count]
-            most = targets.chunk(decoding, min(most, limits.joining), most)
+            cached = [min(each.num_computed_tokens[rank] for rank in each.homes)
+                      for each, count in zip(running, long, strict=True) if count]  # fmt: skip
+            most = targets.chunk(decoding, min(most, limits.joining, limits.page_size), most, max(cached))
     return [most] * limits.num_ranks
 
 
