@@ -244,8 +244,7 @@ FAMILIES: list[Family] = [
     # Not run.
     *not_run("multimodal wrappers", "a tiny one takes a vision or audio tower; text parts with a type are run",
              "gemma3n", "gemma4_unified_assistant", "gemma4_assistant", "qwen3_5_moe", "qwen4_exp", "dots3_note",
-             "emu3", "fuyu", "git", "got_ocr2", "moshi", "moss_transcribe_diarize", "musicgen", "musicgen_melody",
-             "phi4_multimodal"),
+             "emu3", "git", "moshi", "musicgen", "musicgen_melody"),
     *not_run("BLT", "bytes in patches: no config of it was found that is tiny", "blt"),
     *not_run("ProphetNet", "transformers' own generate of a tiny one fails (IndexError)", "prophetnet"),
 ]
@@ -273,6 +272,7 @@ WRAPPERS: list[Family] = [
            "deepseek_vl_hybrid", "exaone4_5", "glmasr", "granite_docling", "granite_speech", "granite_speech_plus",
            "hyperclovax_vision_v2", "janus", "lfm2_vl", "lighton_ocr", "muse_glimmer", "ovis2", "pp_chart2table",
            "qianfan_ocr", "qwen2_audio", "video_llama_3", "vibevoice_asr", "voxtral"),
+    *works(_OTHER_WRAPPERS, "fuyu", "got_ocr2", "moss_transcribe_diarize", "phi4_multimodal"),
     *works(_OTHER_WRAPPERS, "paddleocr_vl", text_config=_mrope(4, 2, 2)),
     *works(_OTHER_WRAPPERS, "hunyuan_vl", text_config=_mrope(2, 2, 2, 2)),
     *works(_OTHER_WRAPPERS, "ernie4_5_vl_moe", text_config={"moe_intermediate_size": [32, 32], **_mrope(3, 3, 2)}),
@@ -300,5 +300,5 @@ WRAPPERS: list[Family] = [
              "kyutai_speech_to_text", "molmo2", "muse_spark", "nemo_speechlm", "nemotron_h_omni", "qwen3_asr",
              "t5gemma2"),
 ]
-"""Types that are multimodal LMs and no causal ones: tiny checkpoints, loaded as text models."""
+"""Multimodal types: tiny checkpoints, loaded as text models."""
 # fmt: on
