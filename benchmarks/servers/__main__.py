@@ -21,7 +21,18 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.common import RESULTS, Flag, Options, Whole, attempt, progress, read_json, read_options, run_main
+from benchmarks.common import (
+    RESULTS,
+    Flag,
+    Options,
+    Whole,
+    attempt,
+    progress,
+    read_json,
+    read_options,
+    run_main,
+    write_json,
+)  # fmt: skip
 from benchmarks.data import load_prompts
 from benchmarks.report.parts import renew
 from benchmarks.report.servers import servers as tables_of
@@ -243,9 +254,10 @@ def check(options: ServersOptions) -> None:
 
 
 def measure(options: ServersOptions, console: Console) -> Json:
-    """Every load against every server."""
+    """Every load against every server; the result file is renewed load by load, so that a run cut short has rows."""
     check(options)
     cases = cases_of(options)
+    before = read_json(str(options.output))["runs"] if options.add and Path(str(options.output)).exists() else []
     runs: list[Json] = []
     for dtype in options.dtypes:
         with contextlib.ExitStack() as stack:
@@ -255,13 +267,19 @@ def measure(options: ServersOptions, console: Console) -> Json:
             advance = stack.enter_context(progress(console, len(cases), "asking"))
             for turn, case in enumerate(cases):
                 runs += comparison.put(case, turn)
+                if options.output:
+                    write_json(Path(options.output), {"benchmark": "servers", **result_of(options, before, runs)})
                 advance(1, f"{dtype}, {case.data}")
-    if options.add and Path(str(options.output)).exists():
-        new = {(run["name"], run["case"]) for run in runs}
-        before = read_json(str(options.output))["runs"]
-        runs = [run for run in before if (run["name"], run["case"]) not in new] + runs
+    return result_of(options, before, runs)
+
+
+def result_of(options: ServersOptions, before: Sequence[Json], runs: Sequence[Json]) -> Json:
+    """The result: `runs`, and those rows of an earlier result that they do not replace."""
     assert options.model is not None
-    return {"model": options.model.name, "num_prompts": options.prompts, "max_new_tokens": options.tokens, "runs": runs}
+    new = {(run["name"], run["case"]) for run in runs}
+    kept = [run for run in before if (run["name"], run["case"]) not in new]
+    facts = {"num_prompts": options.prompts, "max_new_tokens": options.tokens}
+    return {"model": options.model.name, **facts, "runs": [*kept, *runs]}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
