@@ -195,6 +195,7 @@ def test_a_grammar_takes_what_the_family_writes_and_nothing_else(name, has_token
         )
     required = Replies(family=family(name), tools=TOOLS, choice="required").grammar(tokens)
     assert accepts(required, tokenizer, text)
+    assert not accepts(required, tokenizer, text.replace("1.5", " " * 20 + "1.5")), "white space without an end"
     for wrong in (
         "", "Ok.", text.replace("weather", "whether"), text.replace("days", "daze"), text.replace("1.5", '"1.5"'),
         text.replace("days", "unit").replace("3", "K"), text.split("where")[0],
