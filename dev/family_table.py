@@ -258,7 +258,8 @@ WRAPPERS: list[Family] = [
     *works("Mistral Small 3, Devstral Small 2, Mistral 4", "mistral3", "mistral4"),
     *works("Mistral Large 4", "mistral_large4", text_config=_INDEXER),
     *works("MiniMax-M3", "minimax_m3_vl", text_config={
-        "index_n_heads": 2, "index_head_dim": 16, "index_block_size": 4, "index_topk_blocks": 3}),
+        "layer_types": ["full_attention", "minimax_m3_sparse"], "index_n_heads": 2, "index_head_dim": 16,
+        "index_block_size": 4, "index_topk_blocks": 3}),
     *works(_QWEN_VL, "qwen2_vl", "qwen2_5_vl", text_config=_mrope(4, 2, 2)),
     *works(_QWEN_VL, "qwen3_vl", "qwen3_vl_moe"),
     *works(_GLM_V, "glm4v", "glm46v", "glmga", "glm_ocr", text_config=_mrope(4, 2, 2)),

@@ -65,9 +65,12 @@ def test_types_that_are_causal_ones_too(name: str, tmp_path: Path) -> None:
     assert [list(each.token_ids) for each in done] == expected
 
 
-def test_towers_take_no_memory(tmp_path: Path) -> None:
+def test_towers_take_no_memory(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     whole = save_wrapper(BY_NAME["mistral3"], str(tmp_path))
+    capfd.readouterr()
     read = load(str(tmp_path)).model
+    Engine.from_model(read)
+    assert not capfd.readouterr().err, "towers that are not read are no news"
     names = {name for name, _ in read.named_parameters()}
     towers = "model.vision_tower", "model.multi_modal_projector"
     assert names == {name for name, _ in whole.named_parameters() if not name.startswith(towers)}

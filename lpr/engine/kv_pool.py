@@ -55,6 +55,9 @@ class PoolNeeds:
 
     def num_pages(self) -> int:
         """Pages that this rank has room for; raises InputError."""
+        if not self.bytes_per_token:  # without attention: pages cost nothing
+            length = self.decode.max_length or min(self.longest or DEFAULT_LENGTH, DEFAULT_LENGTH)
+            return -(-self.decode.max_batch_size * (length + self.num_ahead) // self.page_size)
         share = self.kv_memory if self.kv_memory is not None else GPU_SHARE if self.on_gpu else None
         if share is not None and not 0 < share < float("inf"):
             raise InputError(f"kv_memory={share} must be above 0: up to 1 a share of the free memory, above it bytes")
@@ -128,6 +131,8 @@ def is_swap_faster(swap_ms: float, times: StepTimes | None, page_size: int, pref
 
 def usable_tokens(free: int, bytes_per_token: int) -> int:
     """Tokens whose K/V fits into `free` bytes, with a reserve for the activations of a step."""
+    if not bytes_per_token:  # a model without attention
+        return 1 << 40
     return int(free * (1 - RESERVE)) // bytes_per_token
 
 

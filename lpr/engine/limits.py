@@ -34,6 +34,7 @@ class Schedulable(Protocol):
 
     tokens: list[int]
     """Prompt and output so far."""
+    num_prompt: int
     tenant: str
     """K/V is shared among requests of one tenant only."""
     share: str
@@ -157,6 +158,8 @@ class Limits(Generic[R]):
     """Tokens of a page."""
     num_host_pages: int = 0
     """Pages of each rank in host memory; 0 if what is preempted is computed again."""
+    num_snapshots: int | None = None
+    """Snapshots of recurrent states on each rank (lpr.engine.state_snapshots); None: the model has no such states."""
     num_ahead: int = 0
     """Rows behind its tokens that a decoding request needs for a step's tree."""
 

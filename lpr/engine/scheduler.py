@@ -14,6 +14,7 @@ from typing import Generic
 from lpr.engine.limits import Limits, R, Schedulable
 from lpr.engine.page_pool import Node, PageMove
 from lpr.engine.placement import Placement
+from lpr.engine.state_snapshots import border
 from lpr.engine.waiting import Entry, Waiting
 
 MANY = 8
@@ -167,18 +168,22 @@ class Scheduler(Generic[R]):
         filling: list[Fill[R]] = []
         for request, wanted in zip(self.running, self.placement.wanted, strict=True):
             counts, most = [0] * limits.num_ranks, limits.prefill_chunk
+            stop = border(request.num_prompt, limits.page_size) if limits.num_snapshots else 0
+            # A long prompt stops where its states are kept.
+            stops = limits.longest_chain < stop > min(request.num_computed_tokens[rank] for rank in request.homes)
             pages = self.placement.next_pages(request) if request.num_pending - 1 > limits.longest_chain else []
             if not begun.isdisjoint(pages):
                 continue
             begun.update(pages)
-            if request.num_pending - 1 <= limits.longest_chain or (
-                fill(request, request.homes, counts, room, most) == 0
+            if (request.num_pending - 1 <= limits.longest_chain and not stops) or (
+                fill(request, request.homes, counts, room, most, stop) == 0
+                and not stops
                 and (limits.packed or self.placement.is_alone(request))  # it ends here, and a tree may follow
             ):
                 decoding.append(request)
                 counts, most = [0] * limits.num_ranks, limits.joining
             if len(request.homes) < len(wanted):
-                fill(request, [rank for rank in wanted if rank not in request.homes], counts, room, most)
+                fill(request, [rank for rank in wanted if rank not in request.homes], counts, room, most, stop)
             if any(counts):
                 filling.append((request, counts))
         if filling and not limits.packed:
@@ -269,14 +274,19 @@ def rooms(running: Sequence[R], limits: Limits[R]) -> list[int]:
     return [most] * limits.num_ranks
 
 
-def fill(request: Schedulable, ranks: Sequence[int], counts: list[int], room: list[int], most: int) -> int:
-    """Take room for up to `most` tokens of the pending chain on some ranks; returns what the worst still lacks."""
+def fill(
+    request: Schedulable, ranks: Sequence[int], counts: list[int], room: list[int], most: int, stop: int = 0
+) -> int:
+    """Take room for up to `most` tokens of the pending chain on some ranks; returns what the worst still lacks.
+
+    No piece goes on beyond the first `stop` tokens.
+    """
     computed, above, left = request.num_computed_tokens, len(request.tokens) - 1, 0
     for rank in ranks:
         if request.slots[rank] < 0:
             continue
         lacking = above - computed[rank]
-        counts[rank] = min(lacking, room[rank], most)
+        counts[rank] = min(lacking, room[rank], most, stop - computed[rank] if computed[rank] < stop else lacking)
         room[rank] -= counts[rank]
         left = max(left, lacking - counts[rank])
     return left

@@ -62,7 +62,8 @@ def build_inputs(
     tokens, positions, write_rows = whole
     length, num_results = max(row.num_cached for row in rows), [row.num_results for row in rows]
     kept = _logits_to_keep(rows, blocks, device, heights)
-    return StepInputs(tokens, positions, write_rows.reshape(-1), blocks, length, num_results, kept, heights=heights)
+    sizes = blocks, length, num_results, kept
+    return StepInputs(tokens, positions, write_rows.reshape(-1), *sizes, heights=heights, rows=rows)
 
 
 def build_page_inputs(
@@ -95,7 +96,8 @@ def build_page_inputs(
     written, num_entries = write_rows.reshape(-1), batch * length
     if len(rows) == 1 and counts[0] == length and int(written[-1] - written[0]) == num_entries - 1:
         block.first_row = int(written[0])
-    return StepInputs(tokens, positions, written, [block], cached, num_results, kept, heights=heights, pages=pages)
+    sizes = [block], cached, num_results, kept
+    return StepInputs(tokens, positions, written, *sizes, heights=heights, rows=rows, pages=pages)
 
 
 def _build_block(

@@ -41,8 +41,8 @@ splits them into something that runs and is wrong (Persimmon), which no check at
 Read = Callable[..., tuple[PreTrainedModel, dict[str, Any]]]
 """`from_pretrained` of a checkpoint: takes dtype and further keyword arguments, returns model and loading info."""
 
-# Whole on every rank by design: routers and the low-rank halves of latent attention feed all heads or experts.
-_MAY_BE_WHOLE = re.compile(r"norm|router|\bgate\.|shared_expert_gate|_a_proj|ln_|position|wpe")
+# Whole on every rank by design: routers, indexers, and the low-rank halves of latent attention, which feed all heads.
+_MAY_BE_WHOLE = re.compile(r"norm|indexer|router|\bgate\.|shared_expert_gate|_a_proj|ln_|position|wpe")
 _IN_LAYER = re.compile(r"\.\d+\.")
 _KV_PROJECTION = re.compile(r"\.(k_proj|v_proj)$")
 

@@ -8,6 +8,7 @@ model. What text does not pass through is never built with memory nor read.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
@@ -57,7 +58,8 @@ def text_part(wrapper: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
     def build(self: Any, *args: Any, **kwargs: Any) -> None:
         wrapper.__init__(self, *args, **kwargs)
-        drop_towers(self)
+        known = self._keys_to_ignore_on_load_unexpected or ()
+        self._keys_to_ignore_on_load_unexpected = {*known, *(rf"^{re.escape(name)}\." for name in drop_towers(self))}
 
     own = {"__init__": build, "__module__": wrapper.__module__, "is_text_part": True}
     return type(wrapper.__name__, (wrapper,), own)
@@ -78,21 +80,33 @@ class Absent(nn.Module):
         raise InputError(f"text passes through its {self.name}, which a text model does not have")
 
 
-def drop_towers(model: PreTrainedModel) -> None:
-    """Replace every module of `model` that neither holds nor belongs to the decoder or the head."""
+def drop_towers(model: PreTrainedModel) -> list[str]:
+    """Replace every module of `model` that neither holds nor belongs to the decoder or head; returns their names."""
     kept = {id(model.get_decoder()), id(model.get_output_embeddings())}
+    dropped: list[str] = []
 
-    def drop(module: nn.Module) -> None:
+    def drop(module: nn.Module, path: str) -> None:
         for name, child in list(module.named_children()):
             if id(child) in kept or name.startswith(_PASSED):
                 continue
             if any(id(each) in kept for each in child.modules()):
-                drop(child)
+                drop(child, f"{path}{name}.")
             else:
                 setattr(module, name, Absent(name))
+                dropped.append(path + name)
 
     if id(model) not in kept:
-        drop(model)
+        drop(model, "")
+    return dropped
+
+
+def set_attention(model: PreTrainedModel, name: str) -> None:
+    """Switch the attention of `model`, without a warning for the configs of absent towers."""
+    config = model.config
+    text = config.get_text_config(decoder=True)
+    parts = [key for key in config.sub_configs if getattr(config, key, None) is text]
+    chosen = {"": name, **dict.fromkeys(parts, name)}
+    model.set_attn_implementation(chosen if parts and getattr(type(model), "is_text_part", False) else name)
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
