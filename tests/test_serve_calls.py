@@ -195,6 +195,7 @@ def test_a_grammar_takes_what_the_family_writes_and_nothing_else(name, has_token
         )
     required = Replies(family=family(name), tools=TOOLS, choice="required").grammar(tokens)
     assert accepts(required, tokenizer, text)
+    assert not accepts(required, tokenizer, text.replace("1.5", " " * 20 + "1.5")), "white space without an end"
     for wrong in (
         "", "Ok.", text.replace("weather", "whether"), text.replace("days", "daze"), text.replace("1.5", '"1.5"'),
         text.replace("days", "unit").replace("3", "K"), text.split("where")[0],
@@ -252,3 +253,13 @@ def test_a_schema_that_is_none_ends_no_service(name):
             replies = Replies(family=family(name), tools=tools, choice="required")
             assert "now" in replies.grammar(tokens)
             assert [each[0] for each in read(replies, calls(name))[2]] == ["weather", "now"]
+
+
+def test_special_tokens_are_shown_where_they_mark_calls():
+    plain, tokenizer = vocabulary(*MARKS["mistral-args"])
+    tokenizer = Tokenizer.from_str(tokenizer_json(MARKS["mistral-args"]))
+    special = Tokens(tokenizer.to_str())
+    replies = Replies(family=family("mistral-args"), tools=TOOLS)
+    assert replies.shows_special(special) and not replies.shows_special(plain)
+    assert not Replies(family=family("mistral-args")).shows_special(special), "without tools a text is as ever"
+    assert len(replies.call_id()) == 9 and Replies(family=family("hermes")).call_id().startswith("call_")

@@ -9,6 +9,8 @@ from typing import Any
 
 from lpr.serve.text.calls import MARK, Format, Thoughts, Tools, is_string, properties_of
 
+_SPACE = "\\n? {0,12}"
+"""White space within JSON: compact, as json.dumps writes it, or indented. Without a bound a model can stay in it."""
 _ANNOTATIONS = ("title", "description", "examples", "default", "$comment")
 
 
@@ -35,7 +37,9 @@ class CallGrammar:
 
     def json(self, schema: Any) -> str:
         """An expression for JSON of a schema."""
-        return self._rule("%json " + json.dumps(_bare(schema), ensure_ascii=False))
+        bare = _bare(schema)
+        held = {**bare, "x-guidance": {"whitespace_pattern": _SPACE}} if isinstance(bare, dict) else bare
+        return self._rule("%json " + json.dumps(held, ensure_ascii=False))
 
     def text(self, format: Format, written: str = "") -> str:
         """An expression for a text, such as `written`, behind what the format puts before it."""
