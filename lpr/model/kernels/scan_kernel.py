@@ -134,6 +134,7 @@ def linear_scan(
         raise InputError(f"the scan's kernel takes keys of at most {MAX_KEYS} dimensions, not {dim}")
     given = options.rate if decay is None else decay
     assert given is not None
+    given = given.contiguous() if given.dim() == 1 else given
     per_channel = given.dim() == 4
     if per_channel and given.stride(3) != 1:
         given = given.contiguous()
@@ -145,7 +146,7 @@ def linear_scan(
     ]
     out = torch.empty_like(value, memory_format=torch.contiguous_format)
     nothing = out  # not read without its flag
-    bias, skip = (nothing if each is None else each for each in (options.bias, options.skip))
+    bias, skip = (nothing if each is None else each.contiguous() for each in (options.bias, options.skip))
     num_words = places.mask.bits.shape[2]
     sizes, of_advance = linear_tiles(num_heads, num_keys, dim, dim_v, per_channel)
     num_tiles = -(-dim_v // sizes["BLOCK_V"])
@@ -233,6 +234,7 @@ def selective_scan(
     if dim > MAX_KEYS:
         raise InputError(f"the selective scan's kernel takes states of at most {MAX_KEYS} places, not {dim}")
     rates = rates.contiguous()
+    flags = {"HAS_BIAS": bias is not None, "HAS_SKIP": skip is not None, "HAS_GATE": gate is not None}
     part = batch, places.num_kept
     kept = [
         make("inputs", (*part, channels), torch.float32),
@@ -247,9 +249,9 @@ def selective_scan(
     block_c = min(triton.next_power_of_2(channels), max(1, 1024 // block_k))
     sizes = {"C": channels, "K": dim, "BLOCK_C": block_c, "BLOCK_K": block_k}
     grid = -(-channels // block_c), batch
-    optional = [out if each is None else each for each in (skip, gate, bias)]
+    skip, bias = (out if each is None else each.contiguous() for each in (skip, bias))
+    optional = [skip, out if gate is None else gate, bias]
     strides = [step for each in (x, steps, keys, queries, optional[1], out) for step in each.stride()]
-    flags = {"HAS_BIAS": bias is not None, "HAS_SKIP": skip is not None, "HAS_GATE": gate is not None}
     with device_of(x):
         select_tree[grid](
             x, steps, rates, keys, queries, *optional, states, places.parents, *places.lengths, first, out, scratch,
