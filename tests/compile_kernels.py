@@ -19,7 +19,6 @@ from lpr.model.kernels.attention_code import attend, combine
 from lpr.model.kernels.attention_kernel import choose_tiles
 from lpr.model.kernels.exact_code import add_splits, attend_exactly
 from lpr.model.kernels.parts_code import list_winners, weigh_prefixes
-from lpr.model.kernels.sampling_code import choose_rows
 from lpr.model.kernels.recurrent_code import (
     advance_convolution,
     advance_selective,
@@ -27,6 +26,7 @@ from lpr.model.kernels.recurrent_code import (
     find_parents,
     select_tree,
 )
+from lpr.model.kernels.sampling_code import choose_rows
 from lpr.model.kernels.sampling_kernel import BLOCK, NUM_WARPS
 from lpr.model.kernels.scan_code import advance_scan, scan_tree
 from lpr.model.kernels.scan_kernel import linear_tiles

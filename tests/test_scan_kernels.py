@@ -206,17 +206,67 @@ def test_parents_in_trees_of_several_words() -> None:
 # Seeded faults.
 
 FAULTS: dict[str, tuple[Any, str, str, str]] = {
-    "the tree is taken for a chain": (scan_code, "    return ((word[:, None] >>", "    return 0 == 0 * ((word[:, None] >>", "delta"),
-    "decay not along the path": (scan_code, "inside = within.to(", "inside = (lane[:, None] >= lane[None, :]).to(", "delta"),
-    "decay of another branch": (scan_code, "tl.where(earlier, column[None, :], -1)", "tl.where(column[None, :] < begin, column[None, :], -1)", "ssd"),
-    "one depth too few": (scan_code, "0) - 1):", "0) - 2):", "delta"),
-    "a state without decay": (scan_code, "state *= tl.exp(end)\n", "state *= 1.0\n", "ssd"),
-    "decays of the first channels": (scan_code, "_rows(decay_at, row, held, decay_t, dims, K))\n                sums = mine", "_rows(decay_at, row, held, decay_t, channel, K))\n                sums = mine", "per channel"),
-    "a rejected branch in the state": (scan_code, "held = (((word >> (entry % 64).to(tl.int64)) & 1) != 0) & (entry >= first)", "held = (entry <= last) & (entry >= first)", "delta"),
-    "a window across branches": (recurrent_code, "at = tl.where(is_entry, above, at - 1)\n    if SILU", "at = at - 1\n    if SILU", "convolution"),
-    "inputs of another branch kept": (recurrent_code, "at = tl.where(at >= 0, above, at - 1)", "at = at - 1", "convolution"),
-    "the state of the entry before": (recurrent_code, "is_next = parent == entry - 1", "is_next = parent >= -1", "selective"),
-}  # fmt: skip
+    "the tree is taken for a chain": (
+        scan_code,
+        "    return ((word[:, None] >>",
+        "    return 0 == 0 * ((word[:, None] >>",
+        "delta",
+    ),
+    "decay not along the path": (
+        scan_code,
+        "inside = within.to(",
+        "inside = (lane[:, None] >= lane[None, :]).to(",
+        "delta",
+    ),
+    "decay of another branch": (
+        scan_code,
+        "tl.where(earlier, column[None, :], -1)",
+        "tl.where(column[None, :] < begin, column[None, :], -1)",
+        "ssd",
+    ),
+    "one depth too few": (
+        scan_code,
+        "0) - 1):",
+        "0) - 2):",
+        "delta",
+    ),
+    "a state without decay": (
+        scan_code,
+        "state *= tl.exp(end)\n",
+        "state *= 1.0\n",
+        "ssd",
+    ),
+    "decays of the first channels": (
+        scan_code,
+        "_rows(decay_at, row, held, decay_t, dims, K))\n                sums = mine",
+        "_rows(decay_at, row, held, decay_t, channel, K))\n                sums = mine",
+        "per channel",
+    ),
+    "a rejected branch in the state": (
+        scan_code,
+        "held = (((word >> (entry % 64).to(tl.int64)) & 1) != 0) & (entry >= first)",
+        "held = (entry <= last) & (entry >= first)",
+        "delta",
+    ),
+    "a window across branches": (
+        recurrent_code,
+        "at = tl.where(is_entry, above, at - 1)\n    if SILU",
+        "at = at - 1\n    if SILU",
+        "convolution",
+    ),
+    "inputs of another branch kept": (
+        recurrent_code,
+        "at = tl.where(at >= 0, above, at - 1)",
+        "at = at - 1",
+        "convolution",
+    ),
+    "the state of the entry before": (
+        recurrent_code,
+        "is_next = parent == entry - 1",
+        "is_next = parent >= -1",
+        "selective",
+    ),
+}
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the interpreter reads the changed source")
