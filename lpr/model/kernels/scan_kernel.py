@@ -60,16 +60,8 @@ class Places:
     """[B, T] int32: of real entries, -1 for what follows the state."""
     num_kept: int
     """Most entries behind a trunk."""
-
-    @property
-    def first(self) -> Tensor:
-        """[B] int32: the first entry behind the trunk."""
-        return self.trunk * BLOCK_M
-
-    @property
-    def batch(self) -> int:
-        """B."""
-        return self.mask.bits.shape[0]
+    first: Tensor
+    """[B] int32: the first entry behind the trunk."""
 
     @property
     def lengths(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -87,7 +79,7 @@ def place(mask: TreeMask, slots: Tensor, trunk: Tensor | None = None, num_kept: 
         find_parents[(-(-num_tokens // 64), batch)](
             bits, mask.num_entries, parents, num_tokens, num_words, BLOCK=64, num_warps=2
         )
-    return Places(replace(mask, bits=bits), slots, trunk, parents, num_kept or num_tokens)
+    return Places(replace(mask, bits=bits), slots, trunk, parents, num_kept or num_tokens, trunk * BLOCK_M)
 
 
 class Options(NamedTuple):
@@ -175,7 +167,7 @@ def linear_tiles(num_heads: int, num_keys: int, dim: int, dim_v: int, per_channe
     """The constants of `scan_tree` and of `advance_scan`."""
     sizes = {"NUM_HEADS": num_heads, "GROUP": num_heads // num_keys, "K": dim, "V": dim_v, "PER_CHANNEL": per_channel}
     sizes |= {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "BLOCK_V": 16 if dim_v <= 16 else 32}
-    return sizes | {"CHANNELS": 16 if per_channel or dim <= 16 else 32}, sizes | {"BLOCK_K": 32 if dim <= 32 else 64}
+    return sizes | {"CHANNELS": 16}, sizes | {"BLOCK_K": 32 if dim <= 32 else 64}
 
 
 def convolve(
