@@ -168,13 +168,16 @@ class Scheduler(Generic[R]):
         filling: list[Fill[R]] = []
         for request, wanted in zip(self.running, self.placement.wanted, strict=True):
             counts, most = [0] * limits.num_ranks, limits.prefill_chunk
-            stop = border(request.num_prompt, limits.page_size) if limits.num_snapshots is not None else 0
+            stop = border(request.num_prompt, limits.page_size) if limits.num_snapshots else 0
+            # A long prompt stops where its states are kept.
+            stops = limits.longest_chain < stop > min(request.num_computed_tokens[rank] for rank in request.homes)
             pages = self.placement.next_pages(request) if request.num_pending - 1 > limits.longest_chain else []
             if not begun.isdisjoint(pages):
                 continue
             begun.update(pages)
-            if request.num_pending - 1 <= limits.longest_chain or (
+            if (request.num_pending - 1 <= limits.longest_chain and not stops) or (
                 fill(request, request.homes, counts, room, most, stop) == 0
+                and not stops
                 and (limits.packed or self.placement.is_alone(request))  # it ends here, and a tree may follow
             ):
                 decoding.append(request)
@@ -192,13 +195,20 @@ class Scheduler(Generic[R]):
     def _reserve(self) -> list[R]:
         """Give running requests the pages of the next step, the first admitted first; returns the preempted ones.
 
-        Where pages run out, the last admitted request gives its own back and waits again, before all others.
+        Where a rank's pages run out, the last admitted request there that other ranks serve, too, leaves it. Without
+        such a one, the last admitted gives its pages back on all ranks and waits again, before all others.
         """
         preempted: list[R] = []
         order = sorted(self.running, key=lambda request: request.admission)
         for request in order:
-            while request not in preempted and not self.placement.reserve(request, self._wanted_rows(request)):
-                victim = next(each for each in reversed(order) if each not in preempted)
+            while request not in preempted:
+                rank = self.placement.reserve(request, self._wanted_rows(request))
+                if rank is None:
+                    break
+                there = [each for each in reversed(order) if each not in preempted and each.slots[rank] >= 0]
+                if any(self.placement.withdraw(each, rank) for each in there):
+                    continue
+                victim = there[0]
                 victim.num_preempted_tokens = len(victim.tokens) - victim.num_pending
                 self.placement.remove(victim, keep=True)
                 preempted.append(victim)
