@@ -303,7 +303,8 @@ DECODE = DecodeConfig(window_size=2, ngram_size=3, guess_set_size=2, trie_nodes=
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "granitemoehybrid", "jamba"])
-def test_an_engine_emits_the_same_ids(name: str) -> None:
+def test_an_engine_emits_the_same_ids(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lpr.model.recurrent.states.KERNEL_DEVICES", ("cuda", "cpu"))
     params = SamplingParams(max_new_tokens=6)
     model = hybrid(name).to(DEVICE)
     expected = [each.token_ids for each in Engine.from_model(model, decode=DECODE).generate(PROMPTS, params)]

@@ -205,7 +205,8 @@ class RankPages(Generic[R]):
                 table.nodes.append(known)
             else:
                 table.nodes.append(self.pool.insert(table.last, tokens, table.pages[len(table.nodes)]))
-        if 0 < num_computed == len(table.nodes) * size == border(request.num_prompt, size):
+        is_full = 0 < num_computed == len(table.nodes) * size
+        if self.pool.snapshots is not None and is_full and num_computed == border(request.num_prompt, size):
             self._keep_states(request, table.last)
 
     def _keep_states(self, request: R, node: Node) -> None:

@@ -296,6 +296,8 @@ class Replica:
     def _host_pages(self, needs: PoolNeeds, times: StepTimes | None, comm: Comm) -> int:
         """Pages in host memory that all ranks have room for; 0 if computing K/V again is faster on one of them."""
         assert self.model.cache is not None
+        if not needs.bytes_per_token:
+            return 0
         failure, count = None, 0
         try:
             free = self.model.free_host_bytes(comm.num_sharing)

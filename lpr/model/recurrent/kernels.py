@@ -81,6 +81,12 @@ def _linear(
     return out
 
 
+def decayed(states: States, inputs: Sequence[Tensor]) -> Tensor:
+    """As `scans.decayed_attention` of the current layer."""
+    query, key, value, decay = inputs
+    return _linear(states, query, key, value, decay, torch.ones_like(decay), Options())
+
+
 def _delta(
     states: States,
     query: Tensor,

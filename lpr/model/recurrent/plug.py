@@ -20,14 +20,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from lpr.model.recurrent.scans import Rule, Selective, decayed_attention, delta_rule
+from lpr.model.recurrent import lightning
+from lpr.model.recurrent.scans import DECAYED, DELTA, Rule, Selective
 from lpr.model.recurrent.states import States
 from lpr.model.step_inputs import current_step
 
 key_gain: ContextVar[float] = ContextVar("key_gain", default=1.0)
 """Factor for what Mamba's entries write to a state, in steps and outside of them (lpr.model.recurrent.gain)."""
-_DELTA = Rule(delta_rule, padding=(3, 4))
-_DECAYED = Rule(decayed_attention, padding=(2, 3))
 
 
 def _convolve(
@@ -56,7 +55,7 @@ def _delta(
     if use_qk_l2norm_in_kernel:
         query, key = (each * torch.rsqrt((each * each).sum(-1, keepdim=True) + 1e-6) for each in (query, key))
     inputs = [query * query.shape[-1] ** -0.5, key, value, g, beta]
-    out = states.scan(_DELTA, inputs, (key.shape[2], key.shape[3], value.shape[3]))
+    out = states.scan(DELTA, inputs, (key.shape[2], key.shape[3], value.shape[3]))
     return out.to(dtype), out.new_empty(0)
 
 
@@ -78,7 +77,7 @@ def _ssd(
     x, times = hidden_states.float(), hidden_states.shape[2] // B.shape[2]
     keys, queries = (each.float().repeat_interleave(times, dim=2) for each in (B, C))
     out = states.scan(
-        _DECAYED, [queries, keys, x * dt[..., None], A.float() * dt], (x.shape[2], keys.shape[3], x.shape[3])
+        DECAYED, [queries, keys, x * dt[..., None], A.float() * dt], (x.shape[2], keys.shape[3], x.shape[3])
     )
     return (out if D is None else out + D[..., None] * x).contiguous(), out.new_empty(0)
 
@@ -122,11 +121,12 @@ def _places(model: PreTrainedModel) -> list[tuple[Any, str]]:
 
 def is_pluggable(model: PreTrainedModel) -> bool:
     """True if transformers calls the convolution or the scan of its layers by names that are known here."""
-    return bool(_places(model))
+    return bool(_places(model)) or any(map(lightning.is_lightning, model.modules()))
 
 
 def install(model: PreTrainedModel) -> None:
-    """Let the recurrent layers of `model` evaluate trees within a step; once per modelling file."""
+    """Let the recurrent layers of `model` evaluate trees within a step."""
+    lightning.install(model)
     for file, name in _places(model):
         stock = getattr(file, name)
         if not hasattr(stock, "stock"):

@@ -100,6 +100,8 @@ def convolve(
 
 def gather_entries(values: Tensor, index: Tensor) -> Tensor:
     """`values` [B, C, n] at `index` [B, m]: [B, C, m]."""
+    if len(values) == 1:
+        return values.index_select(2, index[0])
     return values.gather(2, index[:, None].expand(-1, values.shape[1], -1))
 
 
@@ -192,6 +194,10 @@ def delta_rule(inputs: Sequence[Tensor], state: Tensor, tree: Tree) -> tuple[Ten
     written = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
     out = (read * queries) @ state + scores(queries, keys, between) @ written
     return out.transpose(1, 2), Outer(keys, written, total)
+
+
+DECAYED = Rule(decayed_attention, padding=(2, 3))
+DELTA = Rule(delta_rule, padding=(3, 4))
 
 
 # Mamba 1.
