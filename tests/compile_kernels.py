@@ -19,7 +19,6 @@ from lpr.model.kernels.attention_code import attend, combine
 from lpr.model.kernels.attention_kernel import choose_tiles
 from lpr.model.kernels.exact_code import add_splits, attend_exactly
 from lpr.model.kernels.parts_code import list_winners, weigh_prefixes
-from lpr.model.kernels.sampling_code import choose_rows
 from lpr.model.kernels.recurrent_code import (
     advance_convolution,
     advance_selective,
@@ -27,6 +26,7 @@ from lpr.model.kernels.recurrent_code import (
     find_parents,
     select_tree,
 )
+from lpr.model.kernels.sampling_code import choose_rows
 from lpr.model.kernels.sampling_kernel import BLOCK, NUM_WARPS
 from lpr.model.kernels.scan_code import advance_scan, scan_tree
 from lpr.model.kernels.scan_kernel import linear_tiles
@@ -50,9 +50,7 @@ OF_SCANS = ("SOLVE", "PER_CHANNEL", "NORM", "HAS_RATE", "HAS_BIAS", "SOFTPLUS", 
 SCAN_VARIANTS = [
     (90, torch.bfloat16, 128, 2, {"SOLVE", "NORM"}),
     (90, torch.bfloat16, 128, 1, {"SOLVE", "NORM", "PER_CHANNEL"}),
-    (80, torch.float32, 256, 1, {"SOLVE", "NORM"}),
-    (90, torch.bfloat16, 128, 8, {"HAS_RATE", "HAS_BIAS", "SOFTPLUS", "HAS_SKIP"}),
-    (86, torch.bfloat16, 64, 1, set()),
+    (86, torch.float32, 128, 8, {"HAS_RATE", "HAS_BIAS", "SOFTPLUS", "HAS_SKIP"}),
 ]
 """Of linear attention: architecture, inputs, size of keys and values, heads that share a key, flags."""
 
@@ -145,15 +143,13 @@ def scans() -> list[dict[str, Any]]:
             constants = {**{flag: flag in flags for flag in OF_SCANS}, **sizes}
             made = build(kernel, arch, dtype, constants, states, num_warps=4)
             compiled.append({"kernel": kernel.__name__, **about, **made})
-    for dtype in (torch.float32, torch.bfloat16):
-        constants = {"C": 8192, "WIDTH": 4, "BLOCK_T": 16, "BLOCK_C": 128, "BLOCK_W": 4, "HAS_BIAS": True, "SILU": True}
-        for kernel in (convolve_tree, advance_convolution):
-            made = build(kernel, 90, dtype, constants, num_warps=4)
-            compiled.append({"kernel": kernel.__name__, "dtype": str(dtype), **made})
-        constants = {"C": 8192, "K": 16, "BLOCK_C": 64, "BLOCK_K": 16, **dict.fromkeys(("HAS_GATE", *OF_SCANS), True)}
-        for kernel in (select_tree, advance_selective):
-            made = build(kernel, 90, dtype, constants, states, num_warps=4)
-            compiled.append({"kernel": kernel.__name__, "dtype": str(dtype), **made})
+    others = {"C": 8192, "WIDTH": 4, "BLOCK_T": 16, "BLOCK_C": 128, "BLOCK_W": 4, "SILU": True}
+    others |= dict.fromkeys(("HAS_GATE", *OF_SCANS), True)
+    for kernel in (convolve_tree, advance_convolution):
+        compiled.append({"kernel": kernel.__name__, **build(kernel, 90, torch.bfloat16, others, num_warps=4)})
+    others |= {"K": 16, "BLOCK_C": 64, "BLOCK_K": 16}
+    for kernel in (select_tree, advance_selective):
+        compiled.append({"kernel": kernel.__name__, **build(kernel, 90, torch.bfloat16, others, states, num_warps=4)})
     compiled.append({"kernel": "find_parents", **build(find_parents, 90, torch.float32, {"BLOCK": 64}, num_warps=2)})
     return compiled
 

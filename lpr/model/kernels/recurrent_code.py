@@ -231,7 +231,7 @@ def advance_selective(
     bits_at += (batch * num_tokens + num_tokens - tl.load(entries_at + batch) + last) * num_words
     for entry in range(first, last + 1):
         word = tl.load(bits_at + entry // 64)
-        if ((word >> (entry % 64).to(tl.int64)) & 1) != 0:
+        if ((word >> (entry % 64)) & 1) != 0:
             kept = batch * num_kept + entry - first
             x = tl.load(kept_x_at + kept * C + channel, mask=held, other=0.0)
             step = tl.load(kept_dt_at + kept * C + channel, mask=held, other=0.0)

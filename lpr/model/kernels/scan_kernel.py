@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -60,16 +60,8 @@ class Places:
     """[B, T] int32: of real entries, -1 for what follows the state."""
     num_kept: int
     """Most entries behind a trunk."""
-
-    @property
-    def first(self) -> Tensor:
-        """[B] int32: the first entry behind the trunk."""
-        return self.trunk * BLOCK_M
-
-    @property
-    def batch(self) -> int:
-        """B."""
-        return self.mask.bits.shape[0]
+    first: Tensor
+    """[B] int32: the first entry behind the trunk."""
 
     @property
     def lengths(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -87,7 +79,7 @@ def place(mask: TreeMask, slots: Tensor, trunk: Tensor | None = None, num_kept: 
         find_parents[(-(-num_tokens // 64), batch)](
             bits, mask.num_entries, parents, num_tokens, num_words, BLOCK=64, num_warps=2
         )
-    return Places(replace(mask, bits=bits), slots, trunk, parents, num_kept or num_tokens)
+    return Places(replace(mask, bits=bits), slots, trunk, parents, num_kept or num_tokens, trunk * BLOCK_M)
 
 
 class Options(NamedTuple):
@@ -134,6 +126,7 @@ def linear_scan(
         raise InputError(f"the scan's kernel takes keys of at most {MAX_KEYS} dimensions, not {dim}")
     given = options.rate if decay is None else decay
     assert given is not None
+    given = given.contiguous() if given.dim() == 1 else given
     per_channel = given.dim() == 4
     if per_channel and given.stride(3) != 1:
         given = given.contiguous()
@@ -145,7 +138,7 @@ def linear_scan(
     ]
     out = torch.empty_like(value, memory_format=torch.contiguous_format)
     nothing = out  # not read without its flag
-    bias, skip = (nothing if each is None else each for each in (options.bias, options.skip))
+    bias, skip = (nothing if each is None else each.contiguous() for each in (options.bias, options.skip))
     num_words = places.mask.bits.shape[2]
     sizes, of_advance = linear_tiles(num_heads, num_keys, dim, dim_v, per_channel)
     num_tiles = -(-dim_v // sizes["BLOCK_V"])
@@ -174,7 +167,7 @@ def linear_tiles(num_heads: int, num_keys: int, dim: int, dim_v: int, per_channe
     """The constants of `scan_tree` and of `advance_scan`."""
     sizes = {"NUM_HEADS": num_heads, "GROUP": num_heads // num_keys, "K": dim, "V": dim_v, "PER_CHANNEL": per_channel}
     sizes |= {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "BLOCK_V": 16 if dim_v <= 16 else 32}
-    return sizes | {"CHANNELS": 16 if per_channel or dim <= 16 else 32}, sizes | {"BLOCK_K": 32 if dim <= 32 else 64}
+    return sizes | {"CHANNELS": 16}, sizes | {"BLOCK_K": 32 if dim <= 32 else 64}
 
 
 def convolve(
@@ -233,6 +226,7 @@ def selective_scan(
     if dim > MAX_KEYS:
         raise InputError(f"the selective scan's kernel takes states of at most {MAX_KEYS} places, not {dim}")
     rates = rates.contiguous()
+    flags = {"HAS_BIAS": bias is not None, "HAS_SKIP": skip is not None, "HAS_GATE": gate is not None}
     part = batch, places.num_kept
     kept = [
         make("inputs", (*part, channels), torch.float32),
@@ -247,9 +241,9 @@ def selective_scan(
     block_c = min(triton.next_power_of_2(channels), max(1, 1024 // block_k))
     sizes = {"C": channels, "K": dim, "BLOCK_C": block_c, "BLOCK_K": block_k}
     grid = -(-channels // block_c), batch
-    optional = [out if each is None else each for each in (skip, gate, bias)]
+    skip, bias = (out if each is None else each.contiguous() for each in (skip, bias))
+    optional = [skip, out if gate is None else gate, bias]
     strides = [step for each in (x, steps, keys, queries, optional[1], out) for step in each.stride()]
-    flags = {"HAS_BIAS": bias is not None, "HAS_SKIP": skip is not None, "HAS_GATE": gate is not None}
     with device_of(x):
         select_tree[grid](
             x, steps, rates, keys, queries, *optional, states, places.parents, *places.lengths, first, out, scratch,

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers.activations import ACT2FN
 
 from lpr.model.kernels import scan_kernel
 from lpr.model.kernels.scan_kernel import BLOCK_M, Advance, Options
@@ -63,10 +64,10 @@ def _convolve(
 ) -> Tensor:
     step = _step_of(states)
     site, tensor = states.of_convolution(x, weight.shape[1])
-    silu = activation in SILU
-    out, advance = scan_kernel.convolve(x, weight, bias, silu, tensor, step.places, states.memory(site, x.device))
+    memory, is_silu = states.memory(site, x.device), activation in SILU
+    out, advance = scan_kernel.convolve(x, weight, bias, is_silu, tensor, step.places, memory)
     step.advances.append(advance)
-    return out
+    return out if activation is None or is_silu else ACT2FN[activation](out)
 
 
 def _linear(
@@ -78,6 +79,12 @@ def _linear(
     out, advance = scan_kernel.linear_scan(query, key, value, decay, beta, tensor, step.places, memory, options)
     step.advances.append(advance)
     return out
+
+
+def decayed(states: States, inputs: Sequence[Tensor]) -> Tensor:
+    """As `scans.decayed_attention` of the current layer."""
+    query, key, value, decay = inputs
+    return _linear(states, query, key, value, decay, torch.ones_like(decay), Options())
 
 
 def _delta(
@@ -136,15 +143,11 @@ def _selective(
     return out, out.new_empty(0)
 
 
-_CALLS: dict[str, Callable[..., Any]] = {
+CALLS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _convolve,
     "torch_chunk_gated_delta_rule": _delta,
     "chunk_kimi_delta_attention": _delta,
     "mamba2_chunk_scan": _ssd,
     "mamba_selective_scan": _selective,
 }
-
-
-def call_of(name: str, activation: str | None = None) -> Callable[..., Any] | None:
-    """The form of the function `name` of a modelling file; None for a convolution's `activation` that has none."""
-    return _CALLS[name] if activation is None or activation in SILU else None
+"""As those of lpr.model.recurrent.plug."""

@@ -147,10 +147,10 @@ def _replaced(stock: Callable[..., Any], name: str) -> Callable[..., Any]:
                 kwargs = {**kwargs, "B": kwargs["B"] * gain}
         if step is None:
             return stock(*args, **kwargs)
-        states, form = step.cache.states, None
+        states, calls = step.cache.states, CALLS
         if states.runs_kernels():
-            form = import_module("lpr.model.recurrent.kernels").call_of(name, kwargs.get("activation"))
-        return (form or CALLS[name])(states, *args, **kwargs)
+            calls = import_module("lpr.model.recurrent.kernels").CALLS
+        return calls[name](states, *args, **kwargs)
 
     evaluate.stock = stock  # type: ignore[attr-defined]
     return evaluate

@@ -21,6 +21,9 @@ from lpr.model.step_inputs import Row, StepInputs, current_step
 if TYPE_CHECKING:
     from lpr.model.recurrent.kernels import KernelStep
 
+KERNEL_DEVICES = ("cuda",)
+"""Types of devices on which the Triton kernels evaluate steps that have bits; tests interpret them on a CPU."""
+
 
 class States:
     """The states of all convolutions and scans of a model."""
@@ -97,7 +100,8 @@ class States:
             self._step, self._layouts = step, layouts(step, step.tokens.device)
             self._convolution, self._counts = None, {}
             self.kernels = None
-            if len(step.blocks) == 1 and step.blocks[0].tree_mask is not None:
+            mask, device = step.blocks[0].tree_mask, step.tokens.device
+            if mask is not None and mask.positions.shape == step.positions.shape and device.type in KERNEL_DEVICES:
                 self.kernels = import_module("lpr.model.recurrent.kernels").KernelStep(step)
         return self._layouts
 
