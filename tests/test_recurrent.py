@@ -16,6 +16,7 @@ from worlds import ThreadComm, ThreadWorld, generate_on, run_ranks
 
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.engine.request import Request
+from lpr.model.capture import uncapturable
 from lpr.model.paged_cache import PagedCache
 from lpr.model.recurrent import scans
 from lpr.model.recurrent.states import States
@@ -258,6 +259,7 @@ def test_a_wrong_form_is_refused(
 def test_what_is_refused_by_name() -> None:
     with pytest.raises(InputError, match="'qwen3_next' cannot be exact: .* recurrent"):
         Engine.from_model(shared_model("qwen3_next"), exact=True)
+    assert uncapturable(shared_model("qwen3_next"), accepts_positions=True) is not None
 
 
 def test_a_rank_dies_and_others_join() -> None:
