@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import test_survivors as survivors
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -15,6 +16,7 @@ from worlds import ThreadComm, ThreadWorld, generate_on, run_ranks
 
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.engine.request import Request
+from lpr.model.capture import uncapturable
 from lpr.model.paged_cache import PagedCache
 from lpr.model.recurrent import scans
 from lpr.model.recurrent.states import States
@@ -22,6 +24,7 @@ from lpr.model.recurrent.tree import Tree
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
 from lpr.model.step_inputs import Row, current_step
+from tests.elastic_world import ElasticWorld, Fault
 
 KINDS: dict[str, dict[str, Any]] = {
     "qwen3_next": {  # gated delta rule
@@ -149,7 +152,7 @@ def soak(engine: Engine, seed: int, num_requests: int) -> None:
 def test_slots_snapshots_and_preemption_keep_texts(home_ranks: Any) -> None:
     """On one rank, and on two of which each serves requests of its own."""
     extra = {} if home_ranks is None else {"home_ranks": home_ranks}
-    decode = DecodeConfig(**DECODE, **extra, max_batch_size=4, kv_tokens=400)
+    decode = DecodeConfig(**DECODE, **extra, max_batch_size=4, kv_tokens=272)
 
     def program(comm: ThreadComm) -> int:
         engine = Engine.from_model(shared_model("qwen3_next"), decode=decode, comm=comm)
@@ -166,7 +169,7 @@ def test_slots_snapshots_and_preemption_keep_texts(home_ranks: Any) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_states_after_many_rejected_branches_are_those_of_a_fresh_prefill(name: str) -> None:
     """1000 rejected entries, 126 accepted ones."""
-    adapter, dice = TreeModel(shared_model(name), attention="sdpa").adapter, random.Random(2)
+    adapter, dice = TreeModel(shared_model(name)).adapter, random.Random(2)
     cache = PagedCache(1, 256)
     parents = [-1, 0, 0, 1, 1, 2, 3, 3, 6]
     depths = [0, 1, 1, 2, 2, 2, 3, 3, 4]
@@ -256,3 +259,22 @@ def test_a_wrong_form_is_refused(
 def test_what_is_refused_by_name() -> None:
     with pytest.raises(InputError, match="'qwen3_next' cannot be exact: .* recurrent"):
         Engine.from_model(shared_model("qwen3_next"), exact=True)
+    assert uncapturable(shared_model("qwen3_next"), accepts_positions=True) is not None
+
+
+def test_a_rank_dies_and_others_join() -> None:
+    """Survivors keep their states, and what a newcomer lacks is its pending chain."""
+    model = shared_model("qwen3_next")
+    done = Engine.from_model(model, decode=survivors.DECODE).generate(survivors.PROMPTS, survivors.PARAMS)
+    expected = [each.token_ids for each in done]
+    first = survivors.run_start(model)
+    for fault in (Fault(0, first + 4, 1), Fault(0, first + 9, 0, True, frozenset({2}))):
+        job = survivors.Job(model)
+        world = survivors.run(job, fault)
+        assert world.died == {fault.victim} and survivors.texts(job) == expected, fault
+    joined = survivors.JoinedJob(model)
+    joined.world = ElasticWorld(2)
+    for replica in range(2):
+        joined.world.start(replica, joined)
+    joined.world.join()
+    assert max(joined.widths) == 4 and survivors.texts(joined) == expected

@@ -61,7 +61,9 @@ class RankPages(Generic[R]):
 
     def resume(self, requests: Sequence[R], tables: Sequence[Sequence[int]]) -> None:
         """Begin again with these requests, by slot, and their pages; nothing else is known, until `register`."""
+        states = [move for move in self.pool.moves if isinstance(move, StateCopy)]  # of slots, which stay
         pool = self.pool = PagePool(self.pool.num_pages, self.pool.page_size, self.pool.num_host_pages)
+        pool.moves += states
         self._begin_snapshots()
         self.running, self._tables = list(requests), []
         for pages in tables:

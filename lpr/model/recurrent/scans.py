@@ -92,9 +92,8 @@ def convolve(
         out = F.conv1d(whole, weight[:, None], bias, groups=len(weight))
     else:
         index = tree.windows(width)
-        taps = (gather_entries(whole, index[..., back]) * weight[:, back, None] for back in range(width))
-        out = sum(taps, torch.zeros((), dtype=weight.dtype, device=x.device))
-        out = out if bias is None else out + bias[:, None]
+        taps = (gather_entries(whole, index[..., back]).float() * weight[:, back, None] for back in range(width))
+        out = sum(taps, torch.zeros((), device=x.device) if bias is None else bias.float()[:, None]).to(weight.dtype)
     return activation(out).to(x.dtype)
 
 
