@@ -181,8 +181,8 @@ def make_plan(args: Args) -> Plan:
     temperatures = args.temperature, 0.0 if args.temperature > 0 else 0.8
     predictions = {at: [predict(replace(asked, temperature=at), mesh) for mesh in fitting] for at in temperatures}
     choice, reason = recommend(rows, asked, predictions[args.temperature])
-    lengths = args.request_tokens, args.shared_tokens
-    return Plan(planned, facts, decode, dtype, rows, machine, predictions, choice, reason, *lengths)
+    tokens = args.request_tokens, args.shared_tokens
+    return Plan(planned, facts, decode, dtype, rows, machine, predictions, choice, reason, *tokens)
 
 
 def asked_for(args: Args) -> tuple[Planned, ModelFacts, Machine, str, dict[str, int]]:
