@@ -159,7 +159,7 @@ def _wanted(
 ) -> torch.Tensor:
     """Indices of the last `num_results` entries before each end, and before all of them some that are not read."""
     wanted = [entry for count, end in zip(num_results, ends, strict=True) for entry in range(end - count, end)]
-    return to_device(np.array([0] * (_num_kept(len(wanted), heights) - len(wanted)) + wanted), device)
+    return to_device(np.array([0] * (_num_kept(len(wanted), heights) - len(wanted)) + wanted, np.int64), device)
 
 
 def _same_shape(rows: Sequence[Row], node_bucket: int, kv_bucket: int) -> bool:
