@@ -149,7 +149,7 @@ def soak(engine: Engine, seed: int, num_requests: int) -> None:
 def test_slots_snapshots_and_preemption_keep_texts(home_ranks: Any) -> None:
     """On one rank, and on two of which each serves requests of its own."""
     extra = {} if home_ranks is None else {"home_ranks": home_ranks}
-    decode = DecodeConfig(**DECODE, **extra, max_batch_size=4, kv_tokens=320)
+    decode = DecodeConfig(**DECODE, **extra, max_batch_size=8, kv_tokens=256)
 
     def program(comm: ThreadComm) -> int:
         engine = Engine.from_model(shared_model("qwen3_next"), decode=decode, comm=comm)
