@@ -162,8 +162,8 @@ def make_plan(args: Args) -> Plan:
     if args.context < 2:
         raise InputError(f"--context {args.context} leaves no room for a prompt token and an output token")
     if not 0 <= args.shared_tokens <= args.request_tokens or args.request_tokens < 2:
-        lengths = f"--request-tokens {args.request_tokens} and --shared-tokens {args.shared_tokens}"
-        raise InputError(f"{lengths}: a request has 2 tokens or more, of which it shares some")
+        flags = f"--request-tokens {args.request_tokens} and --shared-tokens {args.shared_tokens}"
+        raise InputError(f"{flags}: a request has 2 tokens or more, of which it shares some")
     shapes = meshes(args.gpus)
     SamplingParams(temperature=args.temperature)
     planned, facts, machine, dtype, given = asked_for(args)
