@@ -240,8 +240,9 @@ def quantile(ordered: list[float], share: float) -> float | None:
 
 
 def metrics(text: str) -> dict[str, int]:
-    """Events of the ranks, as the service counts them."""
+    """Events of the ranks, as the service counts them, and preemptions since all ranks began."""
     found = re.findall(r'^lpr:rank_events_total\{.*?event="(\w+)".*?\} ([\d.e+]+)$', text, re.M)
+    found += re.findall(r"^vllm:num_(preemptions)_total\{.*?\} ([\d.e+]+)$", text, re.M)
     return {name: int(float(value)) for name, value in found}
 
 

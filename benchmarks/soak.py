@@ -151,8 +151,9 @@ def measure(options: SoakOptions, console: Console) -> dict[str, Any]:
     cases = make_cases(model, options.seed, crowded)
     tally, stop = Tally(), threading.Event()
     with tempfile.TemporaryDirectory() as name:
-        flags = ["--model", model, "--lp", str(options.lp), "--max-batch-size", str(SLOTS), "--request-timeout", "300",
-                 *(["--kv-tokens", str(options.kv_tokens)] if crowded else []), *shlex.split(options.flags)]  # fmt: skip
+        flags = ["--model", model, "--lp", str(options.lp), "--max-batch-size", str(SLOTS), "--request-timeout", "300"]
+        flags += ["--kv-tokens", str(options.kv_tokens)] if crowded else []
+        flags += shlex.split(options.flags)
         with attacked(Path(name), flags, threads=options.threads, optional=("--protect-metrics",)) as service:
             process = psutil.Process(service.process.pid)
             livez = Livez(service.url, LIVEZ_EVERY)

@@ -84,11 +84,11 @@ _MISTRAL = "Mistral, Ministral, Mixtral"
 _GEMMA = "Gemma 1-3n, VaultGemma"
 _PHI = "Phi 1-4, Phi MoE"
 _GRANITE = "Granite 3, Granite 4 without Mamba layers"
-_STATE_SPACE = "Mamba 1/2, Falcon Mamba, RWKV, xLSTM"
+_STATE_SPACE = "Mamba 1/2, Falcon Mamba"
 _HYBRIDS = (
-    "Jamba, Bamba, Zamba, RecurrentGemma, Falcon H1, Granite 4 hybrid, Nemotron H, LFM 2/3, Kimi Linear, OLMo hybrid, "
-    "MiniMax 01, Ling, Inkling, ZAYA"
+    "Jamba, Bamba, Zamba, Falcon H1, Granite 4 hybrid, Nemotron H, LFM 2/3, Kimi Linear, OLMo hybrid, MiniMax 01, Ling"
 )
+_OTHER_STATES = "RWKV, xLSTM, RecurrentGemma, ZAYA"
 _QWEN_NEXT = "Qwen3-Next, Qwen 3.5"
 _SPARSE = "DeepSeek V3.2, GLM-5, MiniMax-M3, Hunyuan v4, A.X-K2, dots3"
 _INDEXER = {"index_topk": 6, "index_n_heads": 16, "index_head_dim": 16}
@@ -200,26 +200,29 @@ FAMILIES: list[Family] = [
     *works("CTRL", "ctrl", dff=96),
     *works("BERT and kin with is_decoder", "bert", "bert-generation", "big_bird", "electra", "ernie", "megatron-bert",
            "rembert", "roc_bert", is_decoder=True, pad_token_id=0),
-    # Layers that fold or select the past.
-    *refused(_STATE_SPACE, _RECURRENT, "mamba", "falcon_mamba", "rwkv", "xlstm"),
-    *refused(_STATE_SPACE, _RECURRENT, "mamba2", num_heads=8, head_dim=16, expand=2, n_groups=2, state_size=8),
-    *refused(_HYBRIDS, _RECURRENT, "recurrent_gemma", block_types=["recurrent", "attention"], attention_window_size=9),
-    *refused(_HYBRIDS, _RECURRENT, "jamba", attn_layer_period=2, attn_layer_offset=1),
-    *refused(_HYBRIDS, _RECURRENT, "bamba", attn_layer_indices=[1], mamba_n_heads=8, mamba_d_state=8),
-    *refused(_HYBRIDS, _RECURRENT, "zamba", "zamba2", layers_block_type=["mamba", "hybrid"]),
-    *refused(_HYBRIDS, _RECURRENT, "falcon_h1", mamba_n_heads=8, mamba_d_head=16, mamba_d_state=8, mamba_d_ssm=128),
-    *refused(_HYBRIDS, _RECURRENT, "granitemoehybrid", layer_types=["mamba", "attention"], mamba_n_heads=8,
-             mamba_d_state=8),
-    *refused(_HYBRIDS, _RECURRENT, "nemotron_h", "lfm3", "kimi_linear", "olmo_hybrid", "minimax", "bailing_hybrid",
-             "inkling_text", "inkling2_text"),
-    *refused(_HYBRIDS, _RECURRENT, "lfm2", "lfm2_moe", layer_types=["conv", "full_attention"], num_dense_layers=1),
-    *refused(_HYBRIDS, _RECURRENT, "zaya", num_experts_per_tok=1),
-    *refused(_QWEN_NEXT, _RECURRENT, "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", layer_types=_HYBRID,
-             **_LINEAR_HEADS),
-    *refused(_QWEN_NEXT, _RECURRENT, "qwen3_5", text_config={"layer_types": _HYBRID, **_LINEAR_HEADS},
-             vision_config={**_TINY_VISION, "depth": 1, "num_heads": 2}),
-    *refused(_QWEN_NEXT, _RECURRENT, "qwen4_exp_text", layer_types=_HYBRID, **_LINEAR_HEADS, indexer_n_heads=4,
-             indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=2),
+    # Layers that fold the past into a state.
+    *works(_STATE_SPACE, "mamba", "falcon_mamba"),
+    *works(_STATE_SPACE, "mamba2", num_heads=8, head_dim=16, expand=2, n_groups=2, state_size=8),
+    *works(_HYBRIDS, "jamba", attn_layer_period=2, attn_layer_offset=1),
+    *works(_HYBRIDS, "bamba", attn_layer_indices=[1], mamba_n_heads=8, mamba_d_state=8),
+    *works(_HYBRIDS, "zamba", "zamba2", layers_block_type=["mamba", "hybrid"]),
+    *works(_HYBRIDS, "falcon_h1", mamba_n_heads=8, mamba_d_head=16, mamba_d_state=8, mamba_d_ssm=128),
+    *works(_HYBRIDS, "granitemoehybrid", layer_types=["mamba", "attention"], mamba_n_heads=8, mamba_d_state=8),
+    *works(_HYBRIDS, "nemotron_h", "olmo_hybrid"),
+    *works(_HYBRIDS, "kimi_linear", "bailing_hybrid", layer_types=_HYBRID),
+    # With a linear layer first, transformers' generate takes position 0 for each new token.
+    *works(_HYBRIDS, "minimax", layer_types=_HYBRID[::-1]),
+    *works(_HYBRIDS, "lfm2", "lfm2_moe", "lfm3", layer_types=["conv", "full_attention"], num_dense_layers=1),
+    *works(_QWEN_NEXT, "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", layer_types=_HYBRID, **_LINEAR_HEADS),
+    *works(_QWEN_NEXT, "qwen3_5", text_config={"layer_types": _HYBRID, **_LINEAR_HEADS},
+           vision_config={**_TINY_VISION, "depth": 1, "num_heads": 2}),
+    *refused(_OTHER_STATES, _RECURRENT, "rwkv", "xlstm", "zaya", num_experts_per_tok=1),
+    *refused(_OTHER_STATES, _RECURRENT, "recurrent_gemma", block_types=["recurrent", "attention"],
+             attention_window_size=9),
+    *refused("Inkling", "its logits differ", "inkling_text", "inkling2_text"),
+    # Layers that select the past.
+    *refused("Qwen 4 (experimental)", "sparse attention", "qwen4_exp_text", layer_types=_HYBRID, **_LINEAR_HEADS,
+             indexer_n_heads=4, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=2),
     *refused("DeepSeek V4", "sparse attention", "deepseek_v4"),
     *refused("GPT-1, XLM, XLNet, Reformer", "its forward takes no cache", "openai-gpt"),
     *refused("GPT-1, XLM, XLNet, Reformer", "its forward takes no cache", "xlm", emb_dim=64, n_heads=4, n_layers=2,
@@ -278,9 +281,9 @@ WRAPPERS: list[Family] = [
         "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": {kind: _mrope(4, 2, 2)["rope_parameters"]
                             for kind in ("sliding_attention", "full_attention")}}),
-    *refused("MiniCPM-V 4.6, LFM3-VL", _RECURRENT, "minicpm_ocr", "minicpmv4_6", "minicpmv4_7",
-             text_config={"layer_types": _HYBRID, **_LINEAR_HEADS}),
-    *refused("MiniCPM-V 4.6, LFM3-VL", _RECURRENT, "lfm3_vl", text_config={"layer_types": ["conv", "full_attention"]}),
+    *works("MiniCPM-V 4.6, LFM3-VL", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7",
+           text_config={"layer_types": _HYBRID, **_LINEAR_HEADS}),
+    *works("MiniCPM-V 4.6, LFM3-VL", "lfm3_vl", text_config={"layer_types": ["conv", "full_attention"]}),
     *refused("PaliGemma, whose prompts are no causal text", "does not run as a causal text model", "paligemma"),
     *refused("Unlimited OCR, whose window begins at the prompt's end", "reference_sliding_attention", "unlimited_ocr"),
     *refused("captioning models and others that need an image or audio", _NEEDS_IMAGE, "blip", "blip-2", "idefics",

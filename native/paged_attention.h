@@ -148,7 +148,8 @@ LPR_INLINE void hide(Lanes& scores, const Item& item, const KeyBlock& block, int
 template <int N>
 LPR_INLINE void weigh_block(float* scores, const Item& item, const KeyBlock& block, int first, int num_vectors,
                             float softcap, LaneState& lanes) {
-  bool has_rule = lanes.highest_lowest > block.begin;
+  // Committed token j is key j; an entry's position may be less than its key.
+  bool has_rule = lanes.highest_lowest > std::min<int64_t>(block.begin, item.sequence->num_cached);
   bool has_hidden = has_rule || block.begin + block.count > item.sequence->num_cached;
   for (int n = 0; n < N; n++) {
     int lane = (first + n) * kLanes;

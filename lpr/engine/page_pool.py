@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import islice
 
+from lpr.engine.state_snapshots import Snapshots, StateCopy
+
 MOST_COMPARED = 64
 """Pages behind a common prefix, the latest ones, that are compared token by token with a new prompt."""
 NOWHERE = -1
@@ -52,8 +54,8 @@ class PageIn:
     page: int
 
 
-PageMove = PageCopy | PageClear | PageOut | PageIn
-"""What is to be done to the pages of a rank before the next step, in the order of decision."""
+PageMove = PageCopy | PageClear | PageOut | PageIn | StateCopy
+"""What is to be done to the pages and states of a rank before the next step, in the order of decision."""
 
 
 @dataclass(eq=False)
@@ -148,6 +150,8 @@ class PagePool:
         """Tokens in the tree, those in host memory included."""
         self.num_out = self.num_in = 0
         """Pages that have gone to host memory, and that have come back."""
+        self.snapshots: Snapshots | None = None
+        """Of a model with recurrent states, whose pages are of use only as far as there is one."""
         self.moves: list[PageMove] = []
         """What is to be done before the next step."""
 
@@ -316,6 +320,8 @@ class PagePool:
         for each in dropped:
             dropped += each.children.values()
             each.parent = None
+            if self.snapshots is not None:
+                self.snapshots.drop(each)
             self.num_cached_tokens -= len(each.tokens)
             if each.is_resident:
                 self._free(each.page)

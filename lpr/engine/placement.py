@@ -44,7 +44,10 @@ class Placement(Generic[R]):
     def _empty(self) -> list[RankPages[R]]:
         limits = self.limits
         sizes = limits.num_pages, limits.page_size, limits.num_host_pages
-        return [RankPages(rank, limits.num_slots, PagePool(*sizes), limits.retains) for rank in range(limits.num_ranks)]
+        return [
+            RankPages(rank, limits.num_slots, PagePool(*sizes), limits.retains, limits.num_snapshots)
+            for rank in range(limits.num_ranks)
+        ]
 
     @property
     def retained(self) -> tuple[int, int]:
@@ -96,6 +99,10 @@ class Placement(Generic[R]):
         request.slots, request.homes = [-1] * self.limits.num_ranks, []
         *wanted, own = self._choose([*self.running, request])
         return own, wanted
+
+    def num_lacking(self, request: R) -> int:
+        """Tokens that a waiting request would have to compute on the rank that knows most of it."""
+        return len(request.tokens) - max(pages.known(request) for pages in self._pages)
 
     def admit(self, request: R, own: Sequence[int], wanted: Sequence[list[int]]) -> list[int] | None:
         """Let a request run on its planned ranks, once others have left them.
@@ -284,10 +291,8 @@ class Placement(Generic[R]):
         """Take a request from a rank if another one serves it; it does not come back before the next review."""
         if not self.limits.is_elastic or set(request.homes) <= {rank}:
             return False
-        index = self.running.index(request)
-        self.wanted[index] = [each for each in self.wanted[index] if each != rank] or [
-            home for home in request.homes if home != rank
-        ]
+        index, others = self.running.index(request), [home for home in request.homes if home != rank]
+        self.wanted[index] = [each for each in self.wanted[index] if each != rank] or others
         self._leave(request, rank)
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from importlib.util import find_spec
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel
 from lpr.config import InputError
 from lpr.model.attention import TREE_ATTENTION, TREE_MASK_ONLY
 from lpr.model.exact import check
-from lpr.model.families import adapt
+from lpr.model.families import adapt, is_recurrent
 from lpr.model.inputs import build_inputs, build_page_inputs
 from lpr.model.kernels.hook import EXACT_KERNELS, KERNELS, load_kernel
 from lpr.model.kernels.native_attention import why_not_native
@@ -56,6 +57,8 @@ class Adapter:
         self.reads_tables = True
         """True if attention that reads bits reads block tables, too; `self_check` takes it back like `packed`."""
         self.accepts_positions = takes_positions(model)
+        by_name = "past_key_values" in inspect.signature(type(model).forward).parameters
+        self._cache_name = "past_key_values" if by_name else "cache_params"
         self.exact = exact
         self.heights: check.Heights | None = None
         """Rows of the products of a step in exact mode; `why_not_exact` finds how many agree."""
@@ -116,6 +119,8 @@ class Adapter:
         """Prepare exact mode; why it cannot be, as far as that is known without a forward, or None."""
         if self.device.type != "cpu" and not self.reads_bits:
             return f"on a GPU attention={self.attention!r} adds in the order of cache rows; use 'triton'"
+        if is_recurrent(self.model):
+            return "its recurrent layers add a chain in another order than single tokens"
         reason = check.refusal(self.model, not self.model._can_set_attn_implementation())
         if reason is not None:
             return reason
@@ -157,13 +162,13 @@ class Adapter:
         `compiled` calls the model as torch.compile made it; otherwise it is called directly in any case.
         """
         inputs.layer_rules, inputs.heights, inputs.cache = self._layer_rules, self.heights, cache
-        extra = {"position_ids": inputs.positions} if self.accepts_positions else {}
+        extra: dict[str, Any] = {"position_ids": inputs.positions} if self.accepts_positions else {}
+        extra[self._cache_name] = cache
         is_compiled = getattr(self.model, "_compiled_call_impl", None) is not None
         direct = torch.compiler.set_stance("force_eager") if is_compiled and not compiled else nullcontext()
         with direct, step_scope(inputs):
             output = self.model(
                 input_ids=inputs.tokens,
-                past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=inputs.logits_to_keep,
                 **extra,

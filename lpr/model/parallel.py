@@ -29,6 +29,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from lpr.config import InputError
+from lpr.model.families import is_recurrent
 from lpr.model.text_part import empty_decoder
 
 DEEPSPEED_FAMILIES = (
@@ -77,6 +78,8 @@ def load_sharded(
     with torch.device("meta"):
         whole = empty_decoder(config)
     plan: dict[str, str] = dict(whole.tp_plan or {})
+    if tp.size > 1 and is_recurrent(whole):
+        raise InputError(f"the recurrent layers of model type {text.model_type!r} cannot be split; --tp 1 works")
     check_split(text, tp.size, tp.backend, bool(plan))
     if tp.backend == "deepspeed":
         model, info = _load_with_deepspeed(dtype, device, tp, read)
