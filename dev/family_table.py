@@ -281,9 +281,9 @@ WRAPPERS: list[Family] = [
         "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": {kind: _mrope(4, 2, 2)["rope_parameters"]
                             for kind in ("sliding_attention", "full_attention")}}),
-    *refused("MiniCPM-V 4.6, LFM3-VL", _RECURRENT, "minicpm_ocr", "minicpmv4_6", "minicpmv4_7",
-             text_config={"layer_types": _HYBRID, **_LINEAR_HEADS}),
-    *refused("MiniCPM-V 4.6, LFM3-VL", _RECURRENT, "lfm3_vl", text_config={"layer_types": ["conv", "full_attention"]}),
+    *works("MiniCPM-V 4.6, LFM3-VL", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7",
+           text_config={"layer_types": _HYBRID, **_LINEAR_HEADS}),
+    *works("MiniCPM-V 4.6, LFM3-VL", "lfm3_vl", text_config={"layer_types": ["conv", "full_attention"]}),
     *refused("PaliGemma, whose prompts are no causal text", "does not run as a causal text model", "paligemma"),
     *refused("Unlimited OCR, whose window begins at the prompt's end", "reference_sliding_attention", "unlimited_ocr"),
     *refused("captioning models and others that need an image or audio", _NEEDS_IMAGE, "blip", "blip-2", "idefics",

@@ -292,7 +292,7 @@ def test_bad_files_are_one_line(tmp_path: Path) -> None:
         '[config]\nmodel_type = "no_such_type"': "model_type 'no_such_type'",
         "[config]\nhidden_size = 3": "names no model_type",
         '[config]\nmodel_type = "llama"\nhidden_size = 30': "not a multiple of the number of attention heads",
-        '[config]\nmodel_type = "mamba"': "cannot run a token tree: recurrent state",
+        '[config]\nmodel_type = "mamba"': "keeps no K/V",
         '[config]\nmodel_type = "vit"': "the config makes no causal LM",
     }.items():
         path = tmp_path / "bad.toml"

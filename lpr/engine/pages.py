@@ -211,8 +211,8 @@ class RankPages(Generic[R]):
                 table.nodes.append(known)
             else:
                 table.nodes.append(self.pool.insert(table.last, tokens, table.pages[len(table.nodes)]))
-        is_full = 0 < num_computed == len(table.nodes) * size
-        if self.pool.snapshots is not None and is_full and num_computed == border(request.num_prompt, size):
+        keeps_states = self.pool.snapshots is not None
+        if keeps_states and 0 < num_computed == len(table.nodes) * size == border(request.num_prompt, size):
             self._keep_states(request, table.last)
 
     def _keep_states(self, request: R, node: Node) -> None:
@@ -236,7 +236,7 @@ class RankPages(Generic[R]):
             is_new = not table.last.knows(tail) if pool.snapshots is None else tail not in table.last.children
             if tail and is_new:
                 table.nodes.append(pool.insert(table.last, tail, own.pop(0)))
-            if 0 < num_computed <= len(request.tokens):  # else it ended within an accepted path
+            if pool.snapshots is not None and 0 < num_computed <= len(request.tokens):  # else it ended within a path
                 self._keep_states(request, table.last if is_new else table.last.children[tail])
         for page in own:
             pool.give_back(page)
