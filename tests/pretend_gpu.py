@@ -400,7 +400,9 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture
 def gpu(guard: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
     """A machine with one GPU, for one test."""
-    properties = types.SimpleNamespace(multi_processor_count=132, name="pretend", total_memory=80 << 30)
+    properties = types.SimpleNamespace(
+        multi_processor_count=132, name="pretend", total_memory=80 << 30, major=9, minor=0
+    )
     nothing: Callable[..., None] = lambda *_: None  # noqa: E731
     answers: dict[str, Any] = {
         "_lazy_init": nothing, "get_device_properties": lambda *_: properties, "device_count": lambda: 1,
