@@ -1,4 +1,4 @@
-"""Every decoder type that transformers knows as a causal LM: a tiny config, and whether lpr decodes it.
+"""Every type that transformers knows as a causal LM or a multimodal one: a tiny config, and whether lpr decodes it.
 
 `dev/families.py` runs this table and writes it into docs/families.md; `tests/test_families.py` asserts it.
 """
@@ -60,6 +60,13 @@ def not_run(row: str, note: str, *model_types: str) -> list[Family]:
     return [Family(row, model_type, NOT_RUN, note) for model_type in model_types]
 
 
+TOWER: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "depth": 1,
+    "num_heads": 2, "embed_dim": 16, "image_size": 28, "patch_size": 14, "out_hidden_size": 64, "num_layers": 1,
+    "encoder_layers": 1, "d_model": 16, "encoder_attention_heads": 2, "encoder_ffn_dim": 16, "ffn_dim": 16,
+    "num_key_value_heads": 2, "head_dim": 8, "projection_dim": 16,
+}  # fmt: skip
+"""As SIZES, of vision and audio towers."""
 _TINY_VISION = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 14,
@@ -92,6 +99,10 @@ _ALIBI = "ALiBi by position (shim)"
 
 def _rope(kind: str, **parameters: Any) -> dict[str, Any]:
     return {"rope_type": kind, "rope_theta": 10000.0, **parameters}
+
+
+def _mrope(*sections: int, **parameters: Any) -> dict[str, Any]:
+    return {"rope_parameters": _rope("default", mrope_section=list(sections), **parameters)}
 
 
 # fmt: off
@@ -233,9 +244,61 @@ FAMILIES: list[Family] = [
     # Not run.
     *not_run("multimodal wrappers", "a tiny one takes a vision or audio tower; text parts with a type are run",
              "gemma3n", "gemma4_unified_assistant", "gemma4_assistant", "qwen3_5_moe", "qwen4_exp", "dots3_note",
-             "emu3", "fuyu", "git", "got_ocr2", "moshi", "moss_transcribe_diarize", "musicgen", "musicgen_melody",
-             "phi4_multimodal"),
+             "emu3", "git", "moshi", "musicgen", "musicgen_melody"),
     *not_run("BLT", "bytes in patches: no config of it was found that is tiny", "blt"),
     *not_run("ProphetNet", "transformers' own generate of a tiny one fails (IndexError)", "prophetnet"),
 ]
+
+_LLAVA = "LLaVA and kin, InternVL, SmolVLM, Idefics 2/3, Kimi K2.5"
+_QWEN_VL = "Qwen 2/2.5/3 VL"
+_GLM_V = "GLM-4V, GLM-4.6V, GLM-OCR"
+_OTHER_WRAPPERS = "further multimodal ones"
+_NEEDS_IMAGE = "does not run as a text model"
+_LACKS = "transformers needs a package for its tower (timm, scipy)"
+_NOT_TINY = "its tiny config takes parts that fit each other"
+WRAPPERS: list[Family] = [
+    *works("Mistral Small 3, Devstral Small 2, Mistral 4", "mistral3", "mistral4"),
+    *works("Mistral Large 4", "mistral_large4", text_config=_INDEXER),
+    *works("MiniMax-M3", "minimax_m3_vl", text_config={
+        "layer_types": ["full_attention", "minimax_m3_sparse"], "index_n_heads": 2, "index_head_dim": 16,
+        "index_block_size": 4, "index_topk_blocks": 3}),
+    *works(_QWEN_VL, "qwen2_vl", "qwen2_5_vl", text_config=_mrope(4, 2, 2)),
+    *works(_QWEN_VL, "qwen3_vl", "qwen3_vl_moe"),
+    *works(_GLM_V, "glm4v", "glm46v", "glmga", "glm_ocr", text_config=_mrope(4, 2, 2)),
+    *works(_GLM_V, "glm4v_moe", text_config=_mrope(2, 1, 1, partial_rotary_factor=0.5)),
+    *works(_LLAVA, "llava", "llava_next", "llava_next_video", "llava_onevision", "video_llava", "vipllava", "internvl",
+           "smolvlm", "idefics2", "idefics3", "kimi_k25"),
+    *works(_OTHER_WRAPPERS, "aria", "aya_vision", "cohere2_vision", "cosmos3_omni", "deepseek_vl",
+           "deepseek_vl_hybrid", "exaone4_5", "glmasr", "granite_docling", "granite_speech", "granite_speech_plus",
+           "hyperclovax_vision_v2", "janus", "lfm2_vl", "lighton_ocr", "muse_glimmer", "ovis2", "pp_chart2table",
+           "qianfan_ocr", "qwen2_audio", "video_llama_3", "vibevoice_asr", "voxtral"),
+    *works(_OTHER_WRAPPERS, "fuyu", "got_ocr2", "moss_transcribe_diarize", "phi4_multimodal"),
+    *works(_OTHER_WRAPPERS, "paddleocr_vl", text_config=_mrope(4, 2, 2)),
+    *works(_OTHER_WRAPPERS, "hunyuan_vl", text_config=_mrope(2, 2, 2, 2)),
+    *works(_OTHER_WRAPPERS, "ernie4_5_vl_moe", text_config={"moe_intermediate_size": [32, 32], **_mrope(3, 3, 2)}),
+    *works(_OTHER_WRAPPERS, "step3p7", text_config={"pad_token_id": 0}),
+    *works(_OTHER_WRAPPERS, "cohere_compass", text_config={
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {kind: _mrope(4, 2, 2)["rope_parameters"]
+                            for kind in ("sliding_attention", "full_attention")}}),
+    *refused("MiniCPM-V 4.6, LFM3-VL", _RECURRENT, "minicpm_ocr", "minicpmv4_6", "minicpmv4_7",
+             text_config={"layer_types": _HYBRID, **_LINEAR_HEADS}),
+    *refused("MiniCPM-V 4.6, LFM3-VL", _RECURRENT, "lfm3_vl", text_config={"layer_types": ["conv", "full_attention"]}),
+    *refused("PaliGemma, whose prompts are no causal text", "does not run as a causal text model", "paligemma"),
+    *refused("Unlimited OCR, whose window begins at the prompt's end", "reference_sliding_attention", "unlimited_ocr"),
+    *refused("captioning models and others that need an image or audio", _NEEDS_IMAGE, "blip", "blip-2", "idefics",
+             "instructblip", "kosmos-2", "kosmos-2.5", "voxtral_realtime"),
+    *refused("multimodal encoder-decoders", "is an encoder-decoder", "pix2struct", "pp_formulanet", "udop",
+             "vision-encoder-decoder"),
+    *not_run("DiffusionGemma, pi0, Evolla", "no causal language models", "diffusion_gemma", "pi0", "evolla"),
+    *not_run("ShieldGemma 2", "transformers does not read back the checkpoint that it saves", "shieldgemma2"),
+    *not_run("Qwen Omni", "its talker and speakers take a config of their own", "qwen2_5_omni", "qwen2_5_omni_thinker",
+             "qwen3_omni_moe", "qwen3_omni_moe_thinker"),
+    *not_run("Inkling, FastVLM, PerceptionLM", _LACKS, "inkling_mm_model", "fast_vlm", "perception_lm"),
+    *not_run("multimodal ones without a tiny config here", _NOT_TINY, "chameleon", "cosmos3_edge", "deepseek_ocr2",
+             "florence2", "fun_asr_nano", "glm5_next", "granite4_vision", "inkling2", "instructblipvideo",
+             "kyutai_speech_to_text", "molmo2", "muse_spark", "nemo_speechlm", "nemotron_h_omni", "qwen3_asr",
+             "t5gemma2"),
+]
+"""Multimodal types: tiny checkpoints, loaded as text models."""
 # fmt: on

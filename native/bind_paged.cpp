@@ -36,6 +36,8 @@ class PagedAttention {
  public:
   PagedAttention(PagedStep step) : step_(std::move(step)) {}
 
+  const PagedStep& step() const { return step_; }
+
   void attend(const LayerCall& call) {
     if (call.group != group_) lay_out(call.group);
     items_.clear();
@@ -156,6 +158,26 @@ PagedStep make_step(const Entries& tables, int64_t page_size, const std::vector<
   return step;
 }
 
+// Tokens, positions and cache rows of a step's entries, int64 [3, batch, num_tokens]; padding has token 0 and `spare_row`.
+nb::object lay_out(const BoundAttention& self, int64_t batch, int64_t num_tokens, int64_t spare_row) {
+  size_t size = static_cast<size_t>(batch * num_tokens);
+  std::vector<int64_t> words(3 * size, 0);
+  std::fill(words.begin() + 2 * size, words.end(), spare_row);
+  const PagedStep& step = self.attention.step();
+  for (const Sequence& sequence : step.sequences) {
+    if (sequence.batch >= batch || sequence.first + sequence.count > num_tokens)
+      throw std::invalid_argument("a sequence has no place in the step");
+    int64_t* to = words.data() + sequence.batch * num_tokens + sequence.first;
+    for (int32_t i = 0; i < sequence.count; i++) {
+      to[i] = sequence.tokens[i];
+      to[i + size] = sequence.positions[i];
+      to[i + 2 * size] = step.row_of(sequence, sequence.num_cached + i);
+    }
+  }
+  size_t rows = static_cast<size_t>(batch), length = static_cast<size_t>(num_tokens);
+  return owned_array<int64_t, 3>(std::move(words), {3, rows, length});
+}
+
 using Strides = std::tuple<int64_t, int64_t, int64_t>;
 using Pair = std::pair<int64_t, int64_t>;
 
@@ -170,22 +192,23 @@ void bind_paged(nb::module_& m) {
             new (self) BoundAttention{tables, PagedAttention(std::move(step))};
           },
           "tables"_a, "page_size"_a, "slots"_a, "num_cached"_a, "entries"_a, "places"_a, "num_threads"_a)
+      .def("lay_out", &lay_out, "batch"_a, "num_tokens"_a, "spare_row"_a)
       .def(
           "attend",
           [](BoundAttention& self, bool is_half, uintptr_t query, Strides query_strides, uintptr_t key, Pair key_strides,
              uintptr_t value, Pair value_strides, uintptr_t out, int64_t num_tokens, int num_heads, int kv_heads, int dim,
-             int value_dim, float scale, float softcap, int32_t window, int32_t chunk, uintptr_t sinks) {
+             int value_dim, float scale, float softcap, int32_t window, int32_t chunk, uintptr_t sinks, bool exact) {
             LayerCall call{reinterpret_cast<void*>(query), reinterpret_cast<void*>(key), reinterpret_cast<void*>(value),
                            reinterpret_cast<void*>(out), num_tokens,
                            std::get<0>(query_strides), std::get<1>(query_strides), std::get<2>(query_strides),
                            key_strides.first, key_strides.second, value_strides.first, value_strides.second,
                            kv_heads, num_heads / kv_heads, dim, value_dim, is_half, scale, softcap, {window, chunk},
                            reinterpret_cast<const float*>(sinks)};
-            self.attention.attend(call);
+            exact ? attend_exactly(self.attention.step(), call) : self.attention.attend(call);
           },
           "is_half"_a, "query"_a, "query_strides"_a, "key"_a, "key_strides"_a, "value"_a, "value_strides"_a, "out"_a,
           "num_tokens"_a, "num_heads"_a, "kv_heads"_a, "dim"_a, "value_dim"_a, "scale"_a, "softcap"_a, "window"_a,
-          "chunk"_a, "sinks"_a, nb::call_guard<nb::gil_scoped_release>());
+          "chunk"_a, "sinks"_a, "exact"_a, nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace lpr

@@ -39,35 +39,6 @@ struct NarrowTile { static constexpr int kVectors = 1, kFewKeys = 4, kManyKeys =
 
 LPR_INLINE void store(float* to, const Lanes& from) { std::memcpy(to, &from, sizeof(from)); }
 
-LPR_INLINE float widened(uint16_t half) {
-  uint32_t bits = static_cast<uint32_t>(half) << 16;
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
-
-LPR_INLINE uint16_t rounded(float value) {  // to the nearest, ties to even
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  if (value != value) return static_cast<uint16_t>(bits >> 16 | 64);
-  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-// `count` values as floats, with zeros up to `width`.
-LPR_INLINE void unpack(const void* from, bool is_half, int count, int width, float* to) {
-  if (is_half) {
-    const uint16_t* halves = static_cast<const uint16_t*>(from);
-    for (int i = 0; i < count; i++) to[i] = widened(halves[i]);
-  } else {
-    std::memcpy(to, from, count * sizeof(float));
-  }
-  for (int i = count; i < width; i++) to[i] = 0;
-}
-
-LPR_INLINE const void* at(const void* base, bool is_half, int64_t offset) {
-  return static_cast<const char*>(base) + offset * (is_half ? 2 : 4);
-}
-
 // x = softcap * tanh(x / softcap).
 LPR_INLINE void cap(Lanes& x, float softcap) {
   Lanes size = x < 0.0f ? -x : x;
@@ -177,7 +148,8 @@ LPR_INLINE void hide(Lanes& scores, const Item& item, const KeyBlock& block, int
 template <int N>
 LPR_INLINE void weigh_block(float* scores, const Item& item, const KeyBlock& block, int first, int num_vectors,
                             float softcap, LaneState& lanes) {
-  bool has_rule = lanes.highest_lowest > block.begin;
+  // Committed token j is key j; an entry's position may be less than its key.
+  bool has_rule = lanes.highest_lowest > std::min<int64_t>(block.begin, item.sequence->num_cached);
   bool has_hidden = has_rule || block.begin + block.count > item.sequence->num_cached;
   for (int n = 0; n < N; n++) {
     int lane = (first + n) * kLanes;
@@ -252,12 +224,7 @@ LPR_INLINE void finish(const Item& item, const LayerCall& call, const float* top
     }
     float factor = whole > 0 ? shrink / whole : 0;
     const float* from = sums + static_cast<int64_t>(lane) * value_stride;
-    int64_t token = item.sequence->batch * call.num_tokens + item.sequence->first + entry;
-    int64_t to = (token * call.kv_heads * call.group + head) * call.value_dim;
-    if (call.is_half)
-      for (int d = 0; d < call.value_dim; d++) static_cast<uint16_t*>(call.out)[to + d] = rounded(from[d] * factor);
-    else
-      for (int d = 0; d < call.value_dim; d++) static_cast<float*>(call.out)[to + d] = from[d] * factor;
+    put(call, *item.sequence, entry, head, from, factor);
   }
 }
 

@@ -3,8 +3,12 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <limits>
+#include <stdexcept>
 #include <vector>
+
+#include "lanes.h"
 
 namespace lpr {
 
@@ -24,7 +28,7 @@ struct Sequence {
   int32_t num_cached;        // committed tokens: token j is row j, entry i is row num_cached + i
   int32_t count;             // entries
   int64_t batch, first;      // where the first entry stands among the step's tokens [B, T]
-  std::vector<int32_t> parents, positions;
+  std::vector<int32_t> tokens, parents, positions;
   bool is_chain;             // each entry sees those before it
   int num_words = 0;         // 64-bit words of `seen_by` per entry
   std::vector<uint64_t> seen_by = {};  // [count][num_words]: bit t of entry j: entry t is j or below it; empty for a chain
@@ -32,7 +36,8 @@ struct Sequence {
   // `entries` is int32 [3, count]: tokens, parents (below -1 or -1: none), positions.
   Sequence(const int32_t* pages, int32_t cached, const int32_t* entries, int32_t number, int64_t row, int64_t start)
       : table(pages), num_cached(cached), count(number), batch(row), first(start),
-        parents(entries + number, entries + 2 * number), positions(entries + 2 * number, entries + 3 * number) {
+        tokens(entries, entries + number), parents(entries + number, entries + 2 * number),
+        positions(entries + 2 * number, entries + 3 * number) {
     is_chain = true;
     for (int32_t i = 0; i < count; i++) {
       if (parents[i] >= i) throw std::invalid_argument("a parent stands before its children");
@@ -85,5 +90,47 @@ struct LayerCall {
   KeyRule rule;
   const float* sinks;                              // per head a logit without a value, or null
 };
+
+// Exact attention of a step (lpr.model.exact), compiled where no multiplication is fused with an addition.
+void attend_exactly(const PagedStep& step, const LayerCall& call);
+
+LPR_INLINE float widened(uint16_t half) {
+  uint32_t bits = static_cast<uint32_t>(half) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+LPR_INLINE uint16_t rounded(float value) {  // to the nearest, ties to even
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  if (value != value) return static_cast<uint16_t>(bits >> 16 | 64);
+  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// `count` values as floats, with zeros up to `width`.
+LPR_INLINE void unpack(const void* from, bool is_half, int count, int width, float* to) {
+  if (is_half) {
+    const uint16_t* halves = static_cast<const uint16_t*>(from);
+    for (int i = 0; i < count; i++) to[i] = widened(halves[i]);
+  } else {
+    std::memcpy(to, from, count * sizeof(float));
+  }
+  for (int i = count; i < width; i++) to[i] = 0;
+}
+
+LPR_INLINE const void* at(const void* base, bool is_half, int64_t offset) {
+  return static_cast<const char*>(base) + offset * (is_half ? 2 : 4);
+}
+
+// Writes the output of a head of an entry, times `factor`.
+LPR_INLINE void put(const LayerCall& call, const Sequence& sequence, int entry, int head, const float* from, float factor) {
+  int64_t token = sequence.batch * call.num_tokens + sequence.first + entry;
+  int64_t to = (token * call.kv_heads * call.group + head) * call.value_dim;
+  if (call.is_half)
+    for (int d = 0; d < call.value_dim; d++) static_cast<uint16_t*>(call.out)[to + d] = rounded(from[d] * factor);
+  else
+    for (int d = 0; d < call.value_dim; d++) static_cast<float*>(call.out)[to + d] = from[d] * factor;
+}
 
 }  // namespace lpr

@@ -343,6 +343,21 @@ def _launch(
     return out.transpose(1, 2)
 
 
+class Launched:
+    """Stands for a kernel: runs it in the interpreter, with tensors of the device only."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def launch(*args: Any, **constants: Any) -> None:
+            if any(isinstance(each, torch.Tensor) and not isinstance(each, OnGpu) for each in args):
+                raise PretendError("a kernel was given a CPU tensor")
+            current_gpu().launch(lambda: self.kernel[grid](*map(held, args), **constants))
+
+        return launch
+
+
 def sampling_kernel(logits: Any, selection: Selection) -> tuple[torch.Tensor, torch.Tensor]:
     """Stands for the sampling kernel, likewise."""
     for name, each in {"logits": logits, "the selection": selection.keys}.items():

@@ -111,14 +111,14 @@ def given_size(needs: PoolNeeds, num_pages: int) -> PoolSize:
 
 def num_host_pages(swap_space: float | None, free: int | None, page_bytes: int) -> int:
     """Pages in a rank's host memory, of which `free` bytes are free (None: unknown); raises InputError."""
-    wanted = int((SWAP_GIB if swap_space is None else swap_space) * 2**30) if swap_space != math.inf else -1
-    if not wanted >= 0:
+    if swap_space is not None and not 0 <= swap_space < math.inf:
         raise InputError(f"swap_space={swap_space} must be a number of GiB, 0 or more")
+    wanted = int((SWAP_GIB if swap_space is None else swap_space) * 2**30)
     if swap_space is None and free is not None:
         wanted = min(wanted, int(free * SWAP_SHARE))
     elif free is not None and wanted > free:
         raise InputError(f"swap_space={swap_space:g} GiB: {_size(free)} of host memory are free")
-    return max(0, wanted) // page_bytes
+    return wanted // page_bytes if page_bytes else 0  # no layer has K/V
 
 
 def is_swap_faster(swap_ms: float, times: StepTimes | None, page_size: int, prefill_chunk: int) -> bool:

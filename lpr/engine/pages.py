@@ -95,6 +95,10 @@ class RankPages(Generic[R]):
         """Leading tokens of a request whose K/V is on this rank, in its own pages or in any that it may share."""
         if request.slots[self.rank] >= 0:
             return request.num_computed_tokens[self.rank]
+        return self.known(request)
+
+    def known(self, request: R) -> int:
+        """Leading tokens of a request that does not run whose K/V it would find here."""
         nodes, _, length = self._match(request)
         return len(nodes) * self.pool.page_size + length
 

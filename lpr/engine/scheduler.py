@@ -122,7 +122,7 @@ class Scheduler(Generic[R]):
         targets = self.limits.targets
         if len(self.running) >= self.capacity:
             return None
-        request = self.waiting.first(targets.is_lost if targets is not None else None)
+        request = self.waiting.first(self._is_lost if targets is not None else None)
         if request is None:
             return None
         own, wanted = self.placement.plan(request)
@@ -145,6 +145,12 @@ class Scheduler(Generic[R]):
         self.counts.recomputed += max(0, request.num_preempted_tokens - found)
         request.num_preempted_tokens = 0
         return request, computed
+
+    def _is_lost(self, request: R) -> bool:
+        """True if a waiting request misses its target although it finds what the prefix cache has."""
+        targets = self.limits.targets
+        assert targets is not None
+        return targets.is_lost(request) and targets.is_lost(request, self.placement.num_lacking(request))
 
     def schedule(self) -> Schedule[R]:
         """What the running requests do in the next step.
@@ -195,13 +201,20 @@ class Scheduler(Generic[R]):
     def _reserve(self) -> list[R]:
         """Give running requests the pages of the next step, the first admitted first; returns the preempted ones.
 
-        Where pages run out, the last admitted request gives its own back and waits again, before all others.
+        Where a rank's pages run out, the last admitted request there that other ranks serve, too, leaves it. Without
+        such a one, the last admitted gives its pages back on all ranks and waits again, before all others.
         """
         preempted: list[R] = []
         order = sorted(self.running, key=lambda request: request.admission)
         for request in order:
-            while request not in preempted and not self.placement.reserve(request, self._wanted_rows(request)):
-                victim = next(each for each in reversed(order) if each not in preempted)
+            while request not in preempted:
+                rank = self.placement.reserve(request, self._wanted_rows(request))
+                if rank is None:
+                    break
+                there = [each for each in reversed(order) if each not in preempted and each.slots[rank] >= 0]
+                if any(self.placement.withdraw(each, rank) for each in there):
+                    continue
+                victim = there[0]
                 victim.num_preempted_tokens = len(victim.tokens) - victim.num_pending
                 self.placement.remove(victim, keep=True)
                 preempted.append(victim)
@@ -263,7 +276,9 @@ def rooms(running: Sequence[R], limits: Limits[R]) -> list[int]:
             most = min(most, max(limits.joining, total // limits.num_ranks))
         if targets is not None:  # the step is as long for those that decode on other ranks
             decoding = [request for request, count in zip(running, long, strict=True) if not count]
-            most = targets.chunk(decoding, min(most, limits.joining), most)
+            cached = [min(each.num_computed_tokens[rank] for rank in each.homes)
+                      for each, count in zip(running, long, strict=True) if count]  # fmt: skip
+            most = targets.chunk(decoding, min(most, limits.joining, limits.page_size), most, max(cached))
     return [most] * limits.num_ranks
 
 

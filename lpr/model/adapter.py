@@ -15,14 +15,17 @@ from lpr.config import InputError
 from lpr.model.attention import TREE_ATTENTION, TREE_MASK_ONLY
 from lpr.model.exact import check
 from lpr.model.families import adapt, is_recurrent
-from lpr.model.inputs import build_inputs
+from lpr.model.inputs import build_inputs, build_page_inputs
 from lpr.model.kernels.hook import EXACT_KERNELS, KERNELS, load_kernel
+from lpr.model.kernels.native_attention import why_not_native
 from lpr.model.kv_cache import KVCache
 from lpr.model.sparse import SPARSE_ATTENTION, selects
 from lpr.model.step_inputs import Row, StepInputs, step_scope
+from lpr.model.text_part import set_attention, takes_positions
 
 ATTENTION = ("auto", "sdpa", *KERNELS)
-"""Choices of `attention`: lpr's own, PyTorch's attention with a dense mask, or a GPU kernel that reads bits."""
+"""Choices of `attention`: lpr's own, PyTorch's attention with a dense mask, a GPU kernel that reads bits, or C++ that
+reads pages on a CPU."""
 ShareHeights = Callable[[check.Heights | str], check.Heights | str]
 
 
@@ -38,9 +41,9 @@ class Adapter:
     ) -> None:
         """Switch `model` (any transformers causal LM) to tree attention; raises InputError where that cannot work.
 
-        `attention` is one of ATTENTION. "auto" is "triton" on a GPU, if `self_check` finds that it works with this
-        model, and "sdpa" elsewhere. `exact` makes logits the same bits for every shape of a step (lpr.model.exact);
-        ranks that share weights agree on the heights of matrix products by `share_heights`.
+        `attention` is one of ATTENTION. "auto" is "triton" on a GPU and "native" on a CPU, if `self_check` finds that
+        it works with this model, and "sdpa" elsewhere. `exact` makes logits the same bits for every shape of a step
+        (lpr.model.exact); ranks that share weights agree on the heights of matrix products by `share_heights`.
         """
         self.model = model.eval()
         self.device = next(model.parameters()).device
@@ -53,9 +56,9 @@ class Adapter:
         """True if unequal rows are laid out without padding; `self_check` takes it back for a model that cannot."""
         self.reads_tables = True
         """True if attention that reads bits reads block tables, too; `self_check` takes it back like `packed`."""
-        parameters = inspect.signature(type(model).forward).parameters
-        self.accepts_positions = "position_ids" in parameters
-        self._cache_name = "past_key_values" if "past_key_values" in parameters else "cache_params"
+        self.accepts_positions = takes_positions(model)
+        by_name = "past_key_values" in inspect.signature(type(model).forward).parameters
+        self._cache_name = "past_key_values" if by_name else "cache_params"
         self.exact = exact
         self.heights: check.Heights | None = None
         """Rows of the products of a step in exact mode; `why_not_exact` finds how many agree."""
@@ -63,14 +66,24 @@ class Adapter:
         self._layer_rules: dict[int | None, Any] = {}
         self.may_fall_back = attention == "auto"
         """True if `self_check` may choose "sdpa" instead."""
-        may_read_bits = model._can_set_attn_implementation() and not selects(self.config)
-        reachable = self.device.type == "cuda" and may_read_bits and find_spec("triton")
-        self.set_attention(("triton" if reachable else "sdpa") if attention == "auto" else attention)
+        self.set_attention(self._best_attention() if attention == "auto" else attention)
+
+    def _best_attention(self) -> str:
+        if not self.model._can_set_attn_implementation() or selects(self.config):
+            return "sdpa"
+        if self.device.type == "cuda":
+            return "triton" if find_spec("triton") else "sdpa"
+        return "native" if self.device.type == "cpu" and why_not_native(self.model.dtype) is None else "sdpa"
 
     @property
     def reads_bits(self) -> bool:
-        """True if attention reads the tree as bits, in place of a dense mask."""
-        return self.attention in KERNELS
+        """True if attention on a GPU reads the tree as bits, in place of a dense mask."""
+        return self.attention == "triton"
+
+    @property
+    def reads_pages(self) -> bool:
+        """True if attention on a CPU reads trees and block tables as they are."""
+        return self.attention == "native"
 
     def set_attention(self, choice: str) -> None:
         """Switch the model to one of ATTENTION except "auto"; raises InputError where it cannot work."""
@@ -83,6 +96,10 @@ class Adapter:
             raise InputError(
                 "attention='triton' needs the package triton (pip install triton); or use attention='sdpa'"
             )
+        if choice == "native":
+            why = why_not_native(self.model.dtype) if self.device.type == "cpu" else "it runs on a CPU"
+            if why is not None:
+                raise InputError(f"attention='native' cannot be used: {why}; use attention='auto'")
         if choice in KERNELS and selects(self.config):
             raise InputError(f"attention={choice!r} knows no sparse attention; use attention='sdpa'")
         plain = SPARSE_ATTENTION if selects(self.config) else TREE_ATTENTION
@@ -90,7 +107,7 @@ class Adapter:
         load_kernel(name)
         self.attention = choice
         if self.model._can_set_attn_implementation():
-            self.model.set_attn_implementation(name)
+            set_attention(self.model, name)
         else:
             for module in self.model.modules():
                 config: Any = getattr(module, "config", None)
@@ -131,6 +148,8 @@ class Adapter:
                 f"exact mode was checked with {self.heights.num_threads} threads and torch has "
                 f"{torch.get_num_threads()} now: set them before the model is loaded"
             )
+        if self.reads_pages:
+            return build_page_inputs(rows, cache, node_bucket, packed, self.heights)
         bits, tables = self.reads_bits, self.reads_tables
         return build_inputs(
             rows, cache, self.device, node_bucket, kv_bucket, packed and not bits, bits, self.heights, tables

@@ -28,7 +28,11 @@ _RECURRENT = "recurrent state: {} the past into one state by code of its own, wh
 def refusal(model: PreTrainedModel) -> str | None:
     """The reason in its config why this model cannot evaluate a tree; None if it has none."""
     config: Any = model.config.get_text_config(decoder=True)
+    if getattr(config, "use_bidirectional_attention", False) in (True, "all"):
+        return "tokens of its prompt attend to later ones"
     kinds = getattr(config, "layer_types", None)
+    if kinds and "reference_sliding_attention" in kinds:
+        return "the window of its reference_sliding_attention layers begins where a prompt ends"
     if is_recurrent(model) and not is_pluggable(model):
         recurrent = sorted(_RECURRENT_LAYERS.intersection(kinds or ()))
         return _RECURRENT.format(f"its {recurrent[0]} layers fold" if recurrent else "it folds")

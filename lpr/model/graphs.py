@@ -165,7 +165,14 @@ class GraphForward(EagerForward):
                 self.adapter.forward(shape.read(self._words, self.cache)[0], self.cache)
             self._check_length(shape)
         self.num_captures += 1
-        return self.capturer.capture(program)
+        replay, states = self.capturer.capture(program), self.cache.states
+        evaluated = states.evaluated
+
+        def replay_all() -> torch.Tensor:
+            states.evaluated = evaluated  # what recurrent layers keep lies where the captured forward has put it
+            return replay()
+
+        return replay_all
 
     def _check_length(self, shape: StaticShape) -> None:
         """Raise WaitsError if the forward depends on the cached length, a Python number that a graph would freeze."""

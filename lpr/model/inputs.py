@@ -16,6 +16,7 @@ import torch
 from lpr.core.rows import WORD_BITS
 from lpr.model.kv_cache import KVCache
 from lpr.model.step_inputs import Block, Heights, Row, StepInputs
+from lpr.model.threads import team_size
 from lpr.model.transfer import to_device
 from lpr.model.tree_mask import build_mask
 from lpr.native import ancestor_words
@@ -65,6 +66,40 @@ def build_inputs(
     return StepInputs(tokens, positions, write_rows.reshape(-1), *sizes, heights=heights, rows=rows)
 
 
+def build_page_inputs(
+    rows: Sequence[Row], cache: KVCache, node_bucket: int, packed: bool, heights: Heights | None
+) -> StepInputs:
+    """As `build_inputs` on a CPU, for attention that reads pages: no mask and no lists of cache rows.
+
+    Packed inputs are one row with all entries, and whatever padding products need before them.
+    """
+    node_bucket = lcm(node_bucket, heights.multiple) if heights is not None else node_bucket
+    counts, num_results = [row.num_entries for row in rows], [row.num_results for row in rows]
+    packed = packed and len(rows) > 1
+    fewest = 1 if heights is None else max(heights.fewest, _num_kept(sum(num_results), heights))
+    length = round_up(max(fewest, sum(counts) if packed else max(counts)), node_bucket)
+    if packed:
+        ends = length - sum(counts) + np.cumsum(counts)
+        places = [(0, int(end) - count) for end, count in zip(ends, counts, strict=True)]
+    else:
+        places = [(index, length - count) for index, count in enumerate(counts)]
+    batch = 1 if packed else len(rows)
+    pages = cache.read_pages(rows, places, team_size())
+    tokens, positions, write_rows = torch.from_numpy(pages.lay_out(batch, length, cache.num_rows - 1))
+    num_kv = max(row.num_cached + row.num_entries for row in rows)
+    block = Block(0, rows[0].slot, num_kv, positions, None, None)
+    if not packed:
+        kept: int | torch.Tensor = _num_kept(max(1, *num_results), heights)
+    else:
+        kept = _wanted(num_results, ends.tolist(), heights, tokens.device)
+    cached = max(row.num_cached for row in rows)
+    written, num_entries = write_rows.reshape(-1), batch * length
+    if len(rows) == 1 and counts[0] == length and int(written[-1] - written[0]) == num_entries - 1:
+        block.first_row = int(written[0])
+    sizes = [block], cached, num_results, kept
+    return StepInputs(tokens, positions, written, *sizes, heights=heights, rows=rows, pages=pages)
+
+
 def _build_block(
     group: Sequence[Row],
     cache: KVCache,
@@ -94,7 +129,7 @@ def _build_block(
     written = arrays[0][2]
     entries, kv_positions, visible = (to_device(array, device) for array in arrays)
     block = Block(start, first.slot, num_kv, entries[1], kv_positions, None if without_mask else visible)
-    if is_run and written[0, -1] - written[0, 0] == num_entries - 1:
+    if is_run and (np.diff(written[0]) == 1).all():
         block.first_row = int(written[0, 0])
     block.is_causal = is_causal
     cache.place_block(block, device, by_table, [row.num_cached + row.num_entries for row in group])
@@ -116,7 +151,14 @@ def _logits_to_keep(
     if len(blocks) == 1:
         return _num_kept(max(1, *(row.num_results for row in rows)), heights)
     ends = [block.start + block.positions.shape[1] for block in blocks]
-    wanted = [entry for row, end in zip(rows, ends, strict=True) for entry in range(end - row.num_results, end)]
+    return _wanted([row.num_results for row in rows], ends, heights, device)
+
+
+def _wanted(
+    num_results: Sequence[int], ends: Sequence[int], heights: Heights | None, device: torch.device
+) -> torch.Tensor:
+    """Indices of the last `num_results` entries before each end, and before all of them some that are not read."""
+    wanted = [entry for count, end in zip(num_results, ends, strict=True) for entry in range(end - count, end)]
     return to_device(np.array([0] * (_num_kept(len(wanted), heights) - len(wanted)) + wanted, np.int64), device)
 
 

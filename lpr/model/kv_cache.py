@@ -65,6 +65,11 @@ class KVCache(StatesInCache, Cache, ABC):
         """Rows of a sequence."""
         return self.rows_per_slot
 
+    @property
+    @abstractmethod
+    def num_rows(self) -> int:
+        """Rows of all pages, and the spare row behind them, which padding is written to."""
+
     @abstractmethod
     def assign(self, slot: int, pages: Sequence[int]) -> None:
         """Let the sequence in a slot have these pages, in the order of its rows."""
@@ -84,6 +89,10 @@ class KVCache(StatesInCache, Cache, ABC):
     @abstractmethod
     def lie_evenly(self, rows: Sequence[Row]) -> bool:
         """True if one view holds the keys of these rows, whose slots are neighbours."""
+
+    @abstractmethod
+    def read_pages(self, rows: Sequence[Row], places: Sequence[tuple[int, int]], num_threads: int) -> Any:
+        """A native.PagedAttention of a step's rows, each of whose first entry has a place in the step's [B, T]."""
 
     @abstractmethod
     def place_block(self, block: Block, device: torch.device, by_table: bool, num_used: Sequence[int]) -> None:

@@ -15,7 +15,7 @@ from lpr.model.host_pages import HostPages, swap_ms
 from lpr.model.kv_cache import KVCache
 from lpr.model.step_inputs import Block, Row, StepInputs, current_step
 from lpr.model.transfer import to_device
-from lpr.native import place_rows
+from lpr.native import PagedAttention, place_rows
 
 Pair = tuple[Tensor, Tensor]
 
@@ -58,7 +58,7 @@ class PagedCache(KVCache):
 
     @property
     def num_rows(self) -> int:
-        """Rows of all pages, and the spare row behind them, which padding is written to."""
+        """As KVCache.num_rows."""
         return self.num_pages * self.page_size + 1
 
     def resized(
@@ -160,6 +160,13 @@ class PagedCache(KVCache):
             found = self.cache_rows(np.arange(self.num_slots)[slots, None], np.arange(block.num_kv).clip(max=last))
             block.kv_rows = to_device(found.reshape(-1), device)
 
+    def read_pages(self, rows: Sequence[Row], places: Sequence[tuple[int, int]], num_threads: int) -> Any:
+        """As KVCache.read_pages."""
+        assert PagedAttention is not None
+        slots, cached = [row.slot for row in rows], [row.num_cached for row in rows]
+        entries = [row.entries for row in rows]
+        return PagedAttention(self.tables, self.page_size, slots, cached, entries, places, num_threads)
+
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Pair:
         """As KVCache.update; where blocks are read by tables or packed, all rows of the cache, [1, H, rows, D]."""
         step = current_step()
@@ -177,7 +184,8 @@ class PagedCache(KVCache):
                 side.index_copy_(0, step.write_rows, new.transpose(1, 2).flatten(0, 1))
             step.hand_out(side)
             whole = side.transpose(0, 1)[None]
-            views.append(whole if step.packed or block.table is not None else self.of_block(whole, block))
+            by_row = step.packed or block.table is not None or step.pages is not None
+            views.append(whole if by_row else self.of_block(whole, block))
         return views[0], views[1]
 
     def _update_compiled(self, step: StepInputs, layer: int, states: Pair) -> Pair:

@@ -49,17 +49,20 @@ _FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, Ke
 def self_check(runner: TreeModel) -> KVCache:
     """Raise InputError if the model is not one that runs a tree; return the check's cache, for its layer shapes.
 
-    Takes `packed` back if the model's packed batches fail or differ. A GPU kernel that lpr chose itself and that
-    fails here is replaced by "sdpa", with a warning in the log.
+    Takes `packed` back if the model's packed batches fail or differ. Attention that lpr chose itself and that
+    fails here is replaced by "sdpa", for a GPU kernel with a warning in the log.
     """
     adapter = runner.adapter
     if adapter.device.type == "cuda":
         gpu_pick(adapter.device)  # now, and not while a step is captured
-    if adapter.may_fall_back and adapter.reads_bits:
+    if adapter.may_fall_back and (adapter.reads_bits or adapter.reads_pages):
         try:
             return _check(adapter)
         except Exception as failure:  # whatever a compiler or driver raises; the model is checked again without them
-            logger.warning("attention=%r does not work here, using 'sdpa': %s", adapter.attention, first_line(failure))
+            level = logging.WARNING if adapter.reads_bits else logging.DEBUG  # a CPU loses little by it
+            logger.log(
+                level, "attention=%r does not work here, using 'sdpa': %s", adapter.attention, first_line(failure)
+            )
             adapter.set_attention("sdpa")
     return _check(adapter)
 

@@ -132,7 +132,8 @@ class Block:
     def kv_positions(self) -> torch.Tensor:
         """[B, KV] int64: position of what each cache row holds (of no meaning where it is not visible)."""
         if self.given_kv_positions is None:
-            assert self.tree_mask is not None
+            if self.tree_mask is None:
+                raise TypeError("the positions of cache rows are not known here")
             self.given_kv_positions = self.tree_mask.kv_positions(self.num_kv)
         return self.given_kv_positions
 
@@ -167,6 +168,9 @@ class StepInputs:
     """True if a vocab-parallel head gives this rank's part of the logits alone, not all of them gathered."""
     heights: Heights | None = None
     """Rows of matrix products in exact mode."""
+    pages: Any = None
+    """The trees and block tables of all rows, a native.PagedAttention, for attention that reads them on a CPU: then
+    there is one block, which has no mask and does not say where keys lie."""
     rows: Sequence[Row] = ()
     """The rows, block after block; recurrent layers read them, and captured steps have none."""
     cache: Any = None

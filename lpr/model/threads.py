@@ -18,11 +18,11 @@ _RUNTIMES = ("libgomp", "libiomp5", "libomp")
 
 def team_size() -> int:
     """Threads that the extension's loops may use: torch's, if they can be reached, else 1."""
-    return torch.get_num_threads() if _has_team() else 1
+    return torch.get_num_threads() if has_team() else 1
 
 
 @lru_cache(maxsize=1)
-def _has_team() -> bool:
+def has_team() -> bool:
     """Give the extension the entry point of the OpenMP runtime that torch has loaded; False if there is none."""
     maps = Path("/proc/self/maps")
     if native.use_team is None or not maps.exists():

@@ -1,4 +1,4 @@
-"""The GPU version as attention implementations of transformers: a mask function without a mask.
+"""The kernels as attention implementations of transformers: a mask function without a mask.
 
 In a step the mask function returns the rule of a layer kind: a window, a chunk, or neither. It is read off the model's
 own mask function if that consists of known parts; otherwise the dense mask is built, as for "lpr_tree".
@@ -7,7 +7,6 @@ own mask function if that consists of known parts; otherwise the dense mask is b
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -17,27 +16,18 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from lpr.config import InputError
 from lpr.model.attention import Mask, additive, check_passed_on, tree_attention, tree_mask, visible_nodes
+from lpr.model.kernels.native_attention import LayerRule, attend_pages
 from lpr.model.step_inputs import current_step
 from lpr.model.tree_mask import find_paths
 
-KERNELS = {"triton": "lpr_tree_triton"}
+KERNELS = {"triton": "lpr_tree_triton", "native": "lpr_tree_native"}
 """Names of the attention implementations, by the choice that `TreeModel` takes."""
-EXACT_KERNELS = {"triton": "lpr_tree_triton_exact"}
+EXACT_KERNELS = {"triton": "lpr_tree_triton_exact", "native": "lpr_tree_native_exact"}
 """The same in exact mode."""
 _MODULES = {
     "lpr_tree_triton": "lpr.model.kernels.attention_kernel",
     "lpr_tree_triton_exact": "lpr.model.kernels.exact_kernel",
 }
-
-
-@dataclass(frozen=True)
-class LayerRule:
-    """The rule of a layer kind besides the tree: keys of the last `window` positions, or of the same `chunk`."""
-
-    window: int | None = None
-    chunk: int | None = None
-    mask_function: Callable[..., Any] = field(default=causal_mask_function, compare=False)
-    """The model's own function, for a layer that needs a dense mask after all."""
 
 
 # Closures of one factory share their code object, so `is` on it tells which factory made a function.
@@ -88,7 +78,7 @@ def kernel_mask(
     A compiler cannot look into functions: it takes what direct forwards have found for layers of this `local_size`.
     """
     step = current_step()
-    if step is not None and step.blocks[0].tree_mask is not None:
+    if step is not None and (step.pages is not None or step.blocks[0].tree_mask is not None):
         if torch.compiler.is_compiling():
             rule = step.layer_rules.get(local_size)
         else:
@@ -97,6 +87,8 @@ def kernel_mask(
             step.layer_rules[local_size] = rule if known == rule else None
         if rule is not None:
             return rule
+        if step.pages is not None:
+            raise TypeError("the model has a mask of its own")
     return _dense_mask(*sizes, mask_function=mask_function, local_size=local_size, **kwargs)
 
 
@@ -147,6 +139,36 @@ def kernel_attention(name: str) -> Callable[..., tuple[torch.Tensor, None]]:
     return attend
 
 
+def native_attention(is_exact: bool) -> Callable[..., tuple[torch.Tensor, None]]:
+    """For AttentionInterface: attention in C++ in a step that has pages, else by "lpr_tree"."""
+
+    def attend(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: LayerRule | Mask,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+        position_bias: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        rule, step = attention_mask, current_step()
+        if not isinstance(rule, LayerRule):  # not in a step that has pages
+            return tree_attention(module, query, key, value, rule, scaling, softcap, s_aux, position_bias)
+        assert step is not None and step.pages is not None
+        if position_bias is not None:
+            raise TypeError("the model adds a bias to scores")
+        check_passed_on(step, key, value)
+        return attend_pages(step.pages, query, key[0], value[0], rule, scaling, softcap, s_aux, is_exact), None
+
+    return attend
+
+
 for _name in _MODULES:
     AttentionInterface.register(_name, kernel_attention(_name))
+for _names in (KERNELS, EXACT_KERNELS):
+    AttentionInterface.register(_names["native"], native_attention(_names is EXACT_KERNELS))
+for _name in (*KERNELS.values(), *EXACT_KERNELS.values()):
     AttentionMaskInterface.register(_name, kernel_mask)

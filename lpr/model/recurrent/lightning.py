@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -45,7 +46,11 @@ def _attend(
     heads, size = layer.num_attention_heads, layer.head_dim
     joined = layer.act_fn(layer.qkv_proj(hidden_states)).unflatten(2, (heads, 3 * size)).float()
     decay = -layer.slope_rate.float().flatten().expand(joined.shape[:3])
-    step.cache.states.begin_layer(layer.layer_idx)
-    out = step.cache.states.scan(DECAYED, [*joined.split(size, 3), decay], (heads, size, size))
+    states, inputs = step.cache.states, [*joined.split(size, 3), decay]
+    states.begin_layer(layer.layer_idx)
+    if states.runs_kernels():
+        out = import_module("lpr.model.recurrent.kernels").decayed(states, inputs)
+    else:
+        out = states.scan(DECAYED, inputs, (heads, size, size))
     out = torch.sigmoid(layer.output_gate(hidden_states)) * layer.norm(out.flatten(2).to(hidden_states.dtype))
     return layer.out_proj(out), None

@@ -130,10 +130,10 @@ def install(model: PreTrainedModel) -> None:
     for file, name in _places(model):
         stock = getattr(file, name)
         if not hasattr(stock, "stock"):
-            setattr(file, name, _replaced(stock, CALLS[name]))
+            setattr(file, name, _replaced(stock, name))
 
 
-def _replaced(stock: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
+def _replaced(stock: Callable[..., Any], name: str) -> Callable[..., Any]:
     names = list(inspect.signature(stock).parameters)
     place = names.index("B") if "B" in names else None
 
@@ -145,7 +145,12 @@ def _replaced(stock: Callable[..., Any], call: Callable[..., Any]) -> Callable[.
                 args = (*args[:place], args[place] * gain, *args[place + 1 :])
             else:
                 kwargs = {**kwargs, "B": kwargs["B"] * gain}
-        return stock(*args, **kwargs) if step is None else call(step.cache.states, *args, **kwargs)
+        if step is None:
+            return stock(*args, **kwargs)
+        states, calls = step.cache.states, CALLS
+        if states.runs_kernels():
+            calls = import_module("lpr.model.recurrent.kernels").CALLS
+        return calls[name](states, *args, **kwargs)
 
     evaluate.stock = stock  # type: ignore[attr-defined]
     return evaluate

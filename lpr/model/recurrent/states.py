@@ -7,7 +7,9 @@ entries, once they are known. So a rejected branch, a dropped step or a failed f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from importlib import import_module
+from math import prod
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +17,12 @@ from torch import Tensor
 from lpr.model.recurrent.layout import Layout, Site, layouts
 from lpr.model.recurrent.scans import Convolved, Rule, convolve, run_chain
 from lpr.model.step_inputs import Row, StepInputs, current_step
+
+if TYPE_CHECKING:
+    from lpr.model.recurrent.kernels import KernelStep
+
+KERNEL_DEVICES = ("cuda",)
+"""Types of devices on which the Triton kernels evaluate steps that have bits; tests interpret them on a CPU."""
 
 
 class States:
@@ -32,6 +40,9 @@ class States:
         """The convolution whose inputs the model has shown, until it is computed."""
         self._counts: dict[int, int] = {}
         """Per layer, its scans so far in this step."""
+        self.kernels: KernelStep | None = None
+        """The step for the kernels, if they evaluate it."""
+        self._memory: dict[tuple[Site, str], Tensor] = {}
 
     @property
     def is_empty(self) -> bool:
@@ -88,7 +99,50 @@ class States:
         if step is not self._step:
             self._step, self._layouts = step, layouts(step, step.tokens.device)
             self._convolution, self._counts = None, {}
+            self.kernels = None
+            mask, device = step.blocks[0].tree_mask, step.tokens.device
+            if mask is not None and mask.positions.shape == step.positions.shape and device.type in KERNEL_DEVICES:
+                self.kernels = import_module("lpr.model.recurrent.kernels").KernelStep(step)
         return self._layouts
+
+    def runs_kernels(self) -> bool:
+        """True if the Triton kernels evaluate the recurrent layers of the current step."""
+        self._begin_step()
+        return self.kernels is not None
+
+    @property
+    def evaluated(self) -> Any:
+        """What the last forward has kept; a graph's replay sets it to that of its capture."""
+        return self._step, self._layouts, self.kernels
+
+    @evaluated.setter
+    def evaluated(self, evaluated: Any) -> None:
+        self._step, self._layouts, self.kernels = evaluated
+
+    def memory(self, site: Site, device: torch.device) -> Callable[[str, Sequence[int], torch.dtype], Tensor]:
+        """Memory of a site by name, the same in every step: graphs hold its addresses."""
+
+        def make(name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+            held = self._memory.get((site, name))
+            if held is None or held.numel() < prod(shape):
+                held = self._memory[site, name] = torch.empty(prod(shape), dtype=dtype, device=device)
+            return held[: prod(shape)].view(*shape)
+
+        return make
+
+    def of_convolution(self, x: Tensor, width: int) -> tuple[Site, Tensor]:
+        """The convolution of x [R, C, N] whose inputs the model has shown, and its states."""
+        site, self._convolution = self._convolution, None
+        if site is None:
+            raise TypeError("a convolution does not use the cache")
+        return site, self._tensor(site, (x.shape[1], width - 1), x.dtype, x.device)
+
+    def of_scan(self, shape: Sequence[int], device: torch.device) -> tuple[Site, Tensor]:
+        """The next scan of the current layer, and its states of this `shape`."""
+        self._begin_step()
+        count = self._counts[self._layer] = self._counts.get(self._layer, 0) + 1
+        site = "scan", self._layer, count
+        return site, self._tensor(site, shape, torch.float32, device)
 
     # A forward.
 
@@ -96,13 +150,10 @@ class States:
         self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Callable[[Tensor], Tensor]
     ) -> Tensor:
         """The convolution of x [R, C, N] by weight [C, width]: [R, C, N]."""
-        site, self._convolution = self._convolution, None
-        if site is None:
-            raise TypeError("a convolution does not use the cache")
         outputs, width = [], weight.shape[1]
+        site, tensor = self.of_convolution(x, width)
         for layout in self._begin_step():
             part = layout.cut(x, 2)
-            tensor = self._tensor(site, (x.shape[1], width - 1), x.dtype, x.device)
             before, pieces, split = layout.read(tensor), [], layout.split
             if split:
                 pieces.append(convolve(part[..., :split], before, layout.chains, weight, bias, activation))
@@ -116,16 +167,15 @@ class States:
 
     def scan(self, rule: Rule, inputs: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
         """The outputs [R, N, ...] of a scan of `inputs` [R, N, ...] over the current layer's states of this `shape`."""
-        found, layer = self._begin_step(), self._layer
-        self._counts[layer] = self._counts.get(layer, 0) + 1
-        site, outputs = ("scan", layer, self._counts[layer]), []
-        for layout in found:
+        outputs = []
+        site, tensor = self.of_scan(shape, inputs[0].device)
+        for layout in self._begin_step():
             parts = [layout.cut(each, 1) for each in inputs]
             if layout.real is not None:
                 for place in rule.padding:
                     real = layout.real.view(*layout.real.shape, *[1] * (parts[place].dim() - 2))
                     parts[place] = torch.where(real, parts[place], 0)
-            state = layout.read(self._tensor(site, shape, torch.float32, inputs[0].device))
+            state = layout.read(tensor)
             pieces, written = [], None
             if layout.split:
                 out, state = run_chain(rule, [each[:, : layout.split] for each in parts], state)
@@ -147,8 +197,10 @@ class States:
     @torch.no_grad()
     def advance(self, rows: Sequence[Row], kept: Sequence[Sequence[int]]) -> None:
         """Let the states of rows of the last forward follow their accepted entries (indices, in order)."""
+        if self.kernels is not None:
+            self.kernels.advance(rows, kept)
         accepted = {row.slot: entries for row, entries in zip(rows, kept, strict=True) if len(entries)}
-        for layout in self._layouts:
+        for layout in self._layouts if any(each.kept for each in self._layouts) else ():
             entries = [accepted.get(row.slot, ()) if row.num_entries else () for row in layout.rows]
             members = [index for index, each in enumerate(entries) if each]
             if not members:
