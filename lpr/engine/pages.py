@@ -236,7 +236,8 @@ class RankPages(Generic[R]):
             is_new = not table.last.knows(tail) if pool.snapshots is None else tail not in table.last.children
             if tail and is_new:
                 table.nodes.append(pool.insert(table.last, tail, own.pop(0)))
-            if pool.snapshots is not None and 0 < num_computed <= len(request.tokens):  # else it ended within a path
+            # Where a request ended within an accepted path, its states are behind its tokens.
+            if pool.snapshots is not None and 0 < num_computed <= len(request.tokens):
                 self._keep_states(request, table.last if is_new else table.last.children[tail])
         for page in own:
             pool.give_back(page)
