@@ -19,8 +19,12 @@ from torch import Tensor
 
 from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.model.graphs import GraphForward
+from lpr.model.paged_cache import PagedCache
 from lpr.model.recurrent import scans
 from lpr.model.recurrent.tree import Tree
+from lpr.model.runner import TreeModel
+from lpr.model.sampling.choice import gpu_pick
+from lpr.model.step_inputs import Row
 from lpr.model.tree_mask import build_mask
 
 if importlib.util.find_spec("triton") is None:
@@ -309,7 +313,14 @@ def few_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = {"layer_types": ["linear_attention", "full_attention"]}
     monkeypatch.setitem(KINDS, "qwen3_next", {**kinds, **few})
     monkeypatch.setitem(KINDS, "olmo_hybrid", {**kinds, **few, "linear_num_key_heads": 2})
-    monkeypatch.setattr("lpr.engine.prepare.self_check", lambda *_, **__: None)
+
+    def without_a_check(runner: TreeModel) -> PagedCache:
+        cache = PagedCache(1, 16)
+        runner.adapter.logits([Row.chain(0, 0, [1, 2], 1)], cache)
+        gpu_pick(runner.adapter.device)
+        return cache
+
+    monkeypatch.setattr("lpr.engine.prepare.self_check", without_a_check)
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "jamba"])
