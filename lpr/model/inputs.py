@@ -94,7 +94,7 @@ def build_page_inputs(
         kept = _wanted(num_results, ends.tolist(), heights, tokens.device)
     cached = max(row.num_cached for row in rows)
     written, num_entries = write_rows.reshape(-1), batch * length
-    if len(rows) == 1 and counts[0] == length and int(written[-1] - written[0]) == num_entries - 1:
+    if len(rows) == 1 and counts[0] == length and (np.diff(written.numpy()) == 1).all():
         block.first_row = int(written[0])
     sizes = [block], cached, num_results, kept
     return StepInputs(tokens, positions, written, *sizes, heights=heights, rows=rows, pages=pages)
