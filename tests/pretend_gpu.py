@@ -176,7 +176,10 @@ class PretendGpu(TorchDispatchMode):
         there = [each for each in leaves if isinstance(each, OnGpu)]
         device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
         if not there and (device is None or device.type != "cuda"):
-            return func(*args, **kwargs)
+            made = func(*args, **{key: value for key, value in kwargs.items() if key != "pin_memory"})
+            if kwargs.get("pin_memory"):
+                self.pinned[made.data_ptr()] = made
+            return made
         if name == "_to_copy" and device is not None and device.type != args[0].device.type:
             return self._copy_between(func, args[0], device, kwargs)
         if name == "copy_" and args[0].device.type != args[1].device.type:

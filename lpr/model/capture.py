@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from lpr.model.families import has_experts, is_recurrent, rope_parameters
+from lpr.model.families import has_experts, rope_parameters
 
 _WAITING = (
     "_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "unique_consecutive", "masked_select", "is_nonzero",
@@ -89,8 +89,6 @@ def uncapturable(model: PreTrainedModel, accepts_positions: bool) -> str | None:
     is_eager = getattr(config, "_experts_implementation", None) == "eager" and model._can_set_experts_implementation()
     if is_eager and has_experts(config):  # families with experts of their own (Llama 4) do not look at the setting
         return "its experts implementation 'eager' asks the device which experts are hit (use 'grouped_mm')"
-    if is_recurrent(model):
-        return "its recurrent layers follow paths that the host lays out in each step"
     if not accepts_positions:
         return "its forward takes no positions, so that the cached length would be a constant of the graph"
     return None
