@@ -43,8 +43,8 @@ def test_silently_wrong_models_are_refused() -> None:
 
 
 def test_recurrent_models_are_refused() -> None:
-    with pytest.raises(InputError, match="'mamba' cannot run a token tree: recurrent state"):
-        self_check(TreeModel(tiny_model("mamba")))
+    with pytest.raises(InputError, match="'rwkv' cannot run a token tree: recurrent state"):
+        self_check(TreeModel(tiny_model("rwkv")))
 
 
 def sequential(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:

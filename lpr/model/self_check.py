@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 
@@ -42,6 +43,8 @@ _HALF_TOLERANCE = 6e-2
 _SHOWS = 2e-3
 """A difference that lost states make, over the range of the logits, by which an error of theirs is seen."""
 _GAINS = (1.0, 16.0, 256.0, 4096.0, 65536.0)
+_alone = threading.Lock()
+"""Held by a check, which changes the model for a while; ranks that are threads of one process may share it."""
 _FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError, NotImplementedError)
 """Errors of models that do not fit."""
 
@@ -100,19 +103,22 @@ def _check(adapter: Adapter) -> PagedCache:
     if adapter.exact and (differing := _inexact_step(adapter)) is not None:
         raise InputError(f"model type {name!r} cannot be exact: its logits are other bits {differing}")
     try:
-        if adapter.reads_bits:
-            adapter.reads_tables = _passes_keys_on(adapter)
-        exact_scores = adapter.model.dtype in _TOLERANCE  # in half precision rounding changes which tokens are selected
-        with few_selected(adapter.model) if exact_scores else nullcontext():
-            error = _tree_error(adapter, cache, prompt_length)
-        if error <= tolerance and cache.has_states:
-            with scaled(adapter.model, _gain(adapter, tolerance)):
-                error = _tree_error(adapter, PagedCache(1, prompt_length + 32), prompt_length)
-        if error <= tolerance:
-            alone = _batch_logits(adapter, together=False)
-            adapter.packed = adapter.packed and _packs(adapter, alone, tolerance)
-            if not adapter.packed:
-                error = _difference(_batch_logits(adapter, together=True), alone)
+        with _alone:
+            if adapter.reads_bits:
+                adapter.reads_tables = _passes_keys_on(adapter)
+            exact_scores = (
+                adapter.model.dtype in _TOLERANCE
+            )  # in half precision rounding changes which tokens are selected
+            with few_selected(adapter.model) if exact_scores else nullcontext():
+                error = _tree_error(adapter, cache, prompt_length)
+            if error <= tolerance and cache.has_states:
+                with scaled(adapter.model, _gain(adapter, tolerance)):
+                    error = _tree_error(adapter, PagedCache(1, prompt_length + 32), prompt_length)
+            if error <= tolerance:
+                alone = _batch_logits(adapter, together=False)
+                adapter.packed = adapter.packed and _packs(adapter, alone, tolerance)
+                if not adapter.packed:
+                    error = _difference(_batch_logits(adapter, together=True), alone)
     except InputError:
         raise
     except _FAILURES as failure:
