@@ -59,8 +59,9 @@ def seeded_ids() -> list[list[int]]:
     return texts
 
 
-def batch_engine(size: int, packed: bool = True, **overrides: int) -> Engine:
-    engine = Engine.from_model(model(), decode=DecodeConfig(max_batch_size=size, **{**DECODE, **overrides}))
+def batch_engine(size: int, packed: bool = True, attention: str = "auto", **overrides: int) -> Engine:
+    decode = DecodeConfig(max_batch_size=size, **{**DECODE, **overrides})
+    engine = Engine.from_model(model(), decode=decode, attention=attention)
     assert engine.model.packed, "a model that dispatches its attention takes packed rows"
     engine.model.adapter.packed = engine.scheduler.limits.packed = packed
     return engine
@@ -264,13 +265,16 @@ def results_of_the_neighbour(patch: pytest.MonkeyPatch) -> None:
 def test_faults_of_packed_batches_are_noticed(
     fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both by the ids, in an engine that was sound when it was loaded, and at load."""
-    engine = batch_engine(5)
+    """Both by the ids, in an engine that was sound when it was loaded, and at load; with masks, where the faults are.
+
+    Faults of attention over pages are in test_native_attention.py.
+    """
+    engine = batch_engine(5, attention="sdpa")
     assert ids(engine, GREEDY) == greedy_ids()
     engine.configure(engine.decode)
     fault(monkeypatch)
     with pytest.raises(AssertionError):
         assert ids(engine, GREEDY) == greedy_ids()
-    runner = TreeModel(model())
+    runner = TreeModel(model(), attention="sdpa")
     self_check(runner)
     assert not runner.packed

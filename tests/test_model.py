@@ -42,7 +42,7 @@ def test_silently_wrong_models_are_refused() -> None:
         self_check(TreeModel(tiny_model("roberta", is_decoder=True, pad_token_id=0)))
 
 
-def test_recurrent_models_are_refused() -> None:
+def test_recurrent_models_with_code_of_their_own_are_refused() -> None:
     with pytest.raises(InputError, match="'rwkv' cannot run a token tree: recurrent state"):
         self_check(TreeModel(tiny_model("rwkv")))
 
