@@ -66,6 +66,8 @@ class ChaosOptions(Options):
     """Streams at a time."""
     batch: Whole = 4
     """Slots of the service."""
+    kv_tokens: Whole = 0
+    """Tokens of each rank's KV cache, fewer than the streams need for requests to be preempted; 0: room for all."""
     seed: Whole = 0
     """Seed of requests and losses."""
     quick: Flag = False
@@ -238,8 +240,9 @@ def quantile(ordered: list[float], share: float) -> float | None:
 
 
 def metrics(text: str) -> dict[str, int]:
-    """Events of the ranks, as the service counts them."""
+    """Events of the ranks, as the service counts them, and preemptions since all ranks began."""
     found = re.findall(r'^lpr:rank_events_total\{.*?event="(\w+)".*?\} ([\d.e+]+)$', text, re.M)
+    found += re.findall(r"^vllm:num_(preemptions)_total\{.*?\} ([\d.e+]+)$", text, re.M)
     return {name: int(float(value)) for name, value in found}
 
 
@@ -258,6 +261,7 @@ def measure(options: ChaosOptions, console: Console) -> dict[str, Any]:
         flags = ["--no-access-log", "--lp", str(options.ranks), "--dtype", options.dtype]
         flags += ["--max-batch-size", str(options.batch), "--request-timeout", "900", "--shutdown-timeout", "50"]
         flags += ["--exact"] if options.exact else []
+        flags += ["--kv-tokens", str(options.kv_tokens)] if options.kv_tokens else []
         for name in ("model", "device"):
             flags += [f"--{name}", getattr(options, name)] if getattr(options, name) else []
         with running(flags, options.threads, more=environment) as service:

@@ -18,6 +18,7 @@ code is 1 if a limit is not held, a probe has seen what it should not, or a proc
 
 from __future__ import annotations
 
+import re
 import shlex
 import statistics
 import sys
@@ -78,6 +79,9 @@ class SoakOptions(Options):
     """Growth of memory in MB that is not a leak."""
     grow_files: Whole = 8
     """Growth of open files that is not a leak."""
+    kv_tokens: Whole = 0
+    """Tokens of a KV cache that is too small for the requests, which are longer then, have two keys and several
+    priorities, and are abandoned now and then; 0: one that holds them all."""
     flags: str = ""
     """Further flags of lpr.serve, in one word: --flags="--tp 2"."""
 
@@ -119,6 +123,14 @@ def left_open(service: Running, patience: float = 60.0) -> dict[str, float]:
         time.sleep(0.2)
 
 
+def cache_counts(service: Running) -> dict[str, float]:
+    """Hits, preemptions, and pages in host memory, from the metrics."""
+    text = httpx.get(service.url + "/metrics", timeout=30, headers={"Authorization": f"Bearer {KEY}"}).text
+    names = "vllm:prefix_cache_hits_total|vllm:num_preemptions_total|lpr:swaps_total|lpr:recomputed_tokens_total"
+    found = re.findall(rf'^({names})\{{.*?(?:direction="(\w+)".*?)?\}} (\S+)$', text, re.M)
+    return {f"{name} {direction}".strip(): float(value) for name, direction, value in found}
+
+
 def growth(samples: Sequence[Sample], what: str) -> dict[int, float]:
     """Growth of a number per process: median of the last fifth minus that of the second tenth of the samples."""
     tenth = max(1, len(samples) // 10)
@@ -135,17 +147,21 @@ def measure(options: SoakOptions, console: Console) -> dict[str, Any]:
     """Run the soak."""
     probes = [probe.name for probe in chosen(options.probes) if not probe.is_keyless]
     model = options.model or bundled_model()
-    cases = make_cases(model, options.seed)
+    crowded = bool(options.kv_tokens)
+    cases = make_cases(model, options.seed, crowded)
     tally, stop = Tally(), threading.Event()
     with tempfile.TemporaryDirectory() as name:
-        flags = ["--model", model, "--lp", str(options.lp), "--max-batch-size", str(SLOTS), "--request-timeout", "300",
-                 *shlex.split(options.flags)]  # fmt: skip
+        flags = ["--model", model, "--lp", str(options.lp), "--max-batch-size", str(SLOTS), "--request-timeout", "300"]
+        flags += ["--kv-tokens", str(options.kv_tokens)] if crowded else []
+        flags += shlex.split(options.flags)
         with attacked(Path(name), flags, threads=options.threads, optional=("--protect-metrics",)) as service:
             process = psutil.Process(service.process.pid)
             livez = Livez(service.url, LIVEZ_EVERY)
             threads = [
                 threading.Thread(
-                    target=ask, args=(service.url, cases, f"{options.seed} good {number}", options.pause, tally, stop)
+                    target=ask,
+                    args=(service.url, cases, f"{options.seed} good {number}", options.pause, tally, stop),
+                    kwargs={"key": KEYS[number % 2], "abandons": 0.15} if crowded else {},
                 )
                 for number in range(options.clients)
             ]
@@ -165,7 +181,7 @@ def measure(options: SoakOptions, console: Console) -> dict[str, Any]:
             for thread in threads:
                 thread.join(320)
             asked = livez.asked()
-            held = left_open(service)
+            held, cache = left_open(service), cache_counts(service)
             after = sample(process)
             died = service.process.poll() is not None or bool(set(samples[0].files) - set(after.files))
             code = service.stop()
@@ -179,7 +195,8 @@ def measure(options: SoakOptions, console: Console) -> dict[str, Any]:
     problems += ["a process died"] if died else []
     problems += [f"the service ended with code {code}"] if code else []
     problems += [written[written.index("Traceback") :][:2000]] if "Traceback" in written else []
-    return {**verdict(options, tally, seen, samples, after, held, problems, console), **side, "exit_code": code}
+    found = verdict(options, tally, seen, samples, after, held, problems, console)
+    return {**found, "cache": cache, **side, "exit_code": code}
 
 
 def plan(options: SoakOptions, url: str, probes: Sequence[str], number: int) -> Plan:
@@ -240,6 +257,7 @@ def verdict(
         "hostile_clients": options.hostile,
         "requests": tally.counts["answer"],
         "wrong": tally.counts["wrong: answer"],
+        "abandoned": tally.counts["abandoned"],
         "busy": tally.counts["busy 429"] + tally.counts["busy 503"],
         "status_5xx": sum(each.get(status, 0) for each in found.values() for status in bad),
         "leaks": leaks,

@@ -15,14 +15,15 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from dev.family_table import FAMILIES, NOT_RUN, REFUSED, SIZES, TRANSFORMERS, WORKS, Family
+from dev.family_table import FAMILIES, NOT_RUN, REFUSED, SIZES, TOWER, TRANSFORMERS, WORKS, WRAPPERS, Family
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 
 PAGE = Path(__file__).parent.parent / "docs" / "families.md"
@@ -38,23 +39,53 @@ def tiny_config(family: Family) -> PreTrainedConfig:
     return _sized(CONFIG_MAPPING[family.model_type], family.config)
 
 
-def _sized(cls: Any, overrides: dict[str, Any]) -> PreTrainedConfig:
+def _sized(cls: Any, overrides: dict[str, Any], sizes: dict[str, Any] = SIZES) -> PreTrainedConfig:
     known = {field.name for field in dataclasses.fields(cls)} | set(cls.attribute_map)
-    sizes = {name: value for name, value in SIZES.items() if name in known}
-    if "qk_rope_head_dim" in known:
+    sizes = {name: value for name, value in sizes.items() if name in known}
+    if "qk_rope_head_dim" in known and "num_attention_heads" in sizes:
         sizes.pop("head_dim", None)  # latent attention: derived from the others; every head has its own key
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     overrides = dict(overrides)
     for name, sub in getattr(cls, "sub_configs", {}).items():
-        if name == "text_config" and name in overrides:
+        if name == "text_config" and "model_type" not in overrides.get(name, {"model_type": ""}):
             overrides[name] = _sized(sub, overrides[name]).to_dict()
     return cls(**{**sizes, **overrides})
+
+
+def wrapper_config(family: Family) -> PreTrainedConfig:
+    """The config of a multimodal type: SIZES for its text part, TOWER for the others, and the family's values."""
+    cls = CONFIG_MAPPING[family.model_type]
+    parts = {name: _part_class(cls, name) for name in getattr(cls, "sub_configs", {})}
+    values = dict(family.config)
+    for name, part in parts.items():
+        is_text = name in ("text_config", "decoder")
+        values[name] = _sized(part, values.get(name, {}), SIZES if is_text else TOWER).to_dict()
+    return _sized(cls, values)
+
+
+def _part_class(cls: Any, name: str) -> Any:
+    """The config class of a part, which some types leave to its default."""
+    part = cls.sub_configs[name]
+    return part if getattr(part, "model_type", "") else type(getattr(cls(), name))
+
+
+def save_wrapper(family: Family, folder: str) -> PreTrainedModel:
+    """A random fp32 model of a multimodal type, towers included, whose checkpoint is saved in `folder`."""
+    config = wrapper_config(family)
+    torch.manual_seed(0)
+    model: PreTrainedModel = _randomised(AutoModelForMultimodalLM.from_config(config, dtype=torch.float32))
+    model.save_pretrained(folder)
+    return model
 
 
 def tiny_model(family: Family, spread: float = 0.15) -> PreTrainedModel:
     """A random fp32 model of the family, with attention and logits far from uniform."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32).eval()
+    return _randomised(AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32), spread)
+
+
+def _randomised(model: Any, spread: float = 0.15) -> Any:
+    model.eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" not in name and weight.dim() > 1:
@@ -90,12 +121,15 @@ class Observed:
 
 def observe(family: Family) -> Observed:
     """Run one family. Raises any error that is not a refusal, and AssertionError for a wrong token."""
-    model = tiny_model(family)
-    expected = stock_greedy(model) if family.status == WORKS else []  # before the model is switched to trees
-    try:
-        engine = Engine.from_model(model, decode=DECODE)
-    except InputError as refusal:
-        return Observed(REFUSED, str(refusal))
+    with TemporaryDirectory() as folder:
+        is_wrapper = family in WRAPPERS
+        model = save_wrapper(family, folder) if is_wrapper else tiny_model(family)
+        expected = stock_greedy(model) if family.status == WORKS else []  # before the model is switched to trees
+        try:
+            read = Engine.from_pretrained if is_wrapper else Engine.from_model
+            engine = read(folder if is_wrapper else model, decode=DECODE)
+        except InputError as refusal:
+            return Observed(REFUSED, str(refusal))
     expected = expected or stock_greedy(model)
     for text in expected:  # drafts that are right for five tokens and then wrong
         engine.learn([token if i % 6 else (token + 1) % 97 for i, token in enumerate(text)])
@@ -113,12 +147,13 @@ def observe(family: Family) -> Observed:
 def table() -> str:
     """The page's table, from FAMILIES."""
     rows: dict[tuple[str, str], list[Family]] = {}
-    for family in FAMILIES:
+    for family in [*FAMILIES, *WRAPPERS]:
         rows.setdefault((family.status, family.row), []).append(family)
     lines = [
         f"Run by `python -m dev.families` with transformers {TRANSFORMERS}, on tiny random fp32 models: *works* means",
         "that greedy ids equal those of the untouched model's `generate`, in a ragged batch with drafts accepted and",
-        "rejected; *refused* means one clear line when the model is loaded, and never a wrong token.",
+        "rejected; multimodal types are saved with their towers and loaded as text models. *refused* means one clear",
+        "line when the model is loaded, and never a wrong token.",
         "",
         "| models | transformers types | lpr |",
         "|---|---|---|",
@@ -148,14 +183,15 @@ def main(args: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m dev.families", description="Run lpr over the decoder families.")
     parser.add_argument("types", nargs="*", help="model types to run; all, and the page's table, without")
     chosen = parser.parse_args(args).types
-    unknown = set(chosen) - {family.model_type for family in FAMILIES}
+    families = [*FAMILIES, *WRAPPERS]
+    unknown = set(chosen) - {family.model_type for family in families}
     if unknown:
         parser.error(f"no such type in dev/family_table.py: {', '.join(sorted(unknown))}")
     if not chosen and transformers.__version__ != TRANSFORMERS:
         parser.error(f"the table is of transformers {TRANSFORMERS}, this is {transformers.__version__}")
     transformers.utils.logging.set_verbosity_error()
     unexpected = 0
-    for family in FAMILIES:
+    for family in families:
         if family.status == NOT_RUN or (chosen and family.model_type not in chosen):
             continue
         start = time.monotonic()

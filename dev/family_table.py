@@ -1,4 +1,4 @@
-"""Every decoder type that transformers knows as a causal LM: a tiny config, and whether lpr decodes it.
+"""Every type that transformers knows as a causal LM or a multimodal one: a tiny config, and whether lpr decodes it.
 
 `dev/families.py` runs this table and writes it into docs/families.md; `tests/test_families.py` asserts it.
 """
@@ -60,6 +60,13 @@ def not_run(row: str, note: str, *model_types: str) -> list[Family]:
     return [Family(row, model_type, NOT_RUN, note) for model_type in model_types]
 
 
+TOWER: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "depth": 1,
+    "num_heads": 2, "embed_dim": 16, "image_size": 28, "patch_size": 14, "out_hidden_size": 64, "num_layers": 1,
+    "encoder_layers": 1, "d_model": 16, "encoder_attention_heads": 2, "encoder_ffn_dim": 16, "ffn_dim": 16,
+    "num_key_value_heads": 2, "head_dim": 8, "projection_dim": 16,
+}  # fmt: skip
+"""As SIZES, of vision and audio towers."""
 _TINY_VISION = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 14,
@@ -77,11 +84,11 @@ _MISTRAL = "Mistral, Ministral, Mixtral"
 _GEMMA = "Gemma 1-3n, VaultGemma"
 _PHI = "Phi 1-4, Phi MoE"
 _GRANITE = "Granite 3, Granite 4 without Mamba layers"
-_STATE_SPACE = "Mamba 1/2, Falcon Mamba, RWKV, xLSTM"
+_STATE_SPACE = "Mamba 1/2, Falcon Mamba"
 _HYBRIDS = (
-    "Jamba, Bamba, Zamba, RecurrentGemma, Falcon H1, Granite 4 hybrid, Nemotron H, LFM 2/3, Kimi Linear, OLMo hybrid, "
-    "MiniMax 01, Ling, Inkling, ZAYA"
+    "Jamba, Bamba, Zamba, Falcon H1, Granite 4 hybrid, Nemotron H, LFM 2/3, Kimi Linear, OLMo hybrid, MiniMax 01, Ling"
 )
+_OTHER_STATES = "RWKV, xLSTM, RecurrentGemma, ZAYA"
 _QWEN_NEXT = "Qwen3-Next, Qwen 3.5"
 _SPARSE = "DeepSeek V3.2, GLM-5, MiniMax-M3, Hunyuan v4, A.X-K2, dots3"
 _INDEXER = {"index_topk": 6, "index_n_heads": 16, "index_head_dim": 16}
@@ -92,6 +99,10 @@ _ALIBI = "ALiBi by position (shim)"
 
 def _rope(kind: str, **parameters: Any) -> dict[str, Any]:
     return {"rope_type": kind, "rope_theta": 10000.0, **parameters}
+
+
+def _mrope(*sections: int, **parameters: Any) -> dict[str, Any]:
+    return {"rope_parameters": _rope("default", mrope_section=list(sections), **parameters)}
 
 
 # fmt: off
@@ -189,26 +200,29 @@ FAMILIES: list[Family] = [
     *works("CTRL", "ctrl", dff=96),
     *works("BERT and kin with is_decoder", "bert", "bert-generation", "big_bird", "electra", "ernie", "megatron-bert",
            "rembert", "roc_bert", is_decoder=True, pad_token_id=0),
-    # Layers that fold or select the past.
-    *refused(_STATE_SPACE, _RECURRENT, "mamba", "falcon_mamba", "rwkv", "xlstm"),
-    *refused(_STATE_SPACE, _RECURRENT, "mamba2", num_heads=8, head_dim=16, expand=2, n_groups=2, state_size=8),
-    *refused(_HYBRIDS, _RECURRENT, "recurrent_gemma", block_types=["recurrent", "attention"], attention_window_size=9),
-    *refused(_HYBRIDS, _RECURRENT, "jamba", attn_layer_period=2, attn_layer_offset=1),
-    *refused(_HYBRIDS, _RECURRENT, "bamba", attn_layer_indices=[1], mamba_n_heads=8, mamba_d_state=8),
-    *refused(_HYBRIDS, _RECURRENT, "zamba", "zamba2", layers_block_type=["mamba", "hybrid"]),
-    *refused(_HYBRIDS, _RECURRENT, "falcon_h1", mamba_n_heads=8, mamba_d_head=16, mamba_d_state=8, mamba_d_ssm=128),
-    *refused(_HYBRIDS, _RECURRENT, "granitemoehybrid", layer_types=["mamba", "attention"], mamba_n_heads=8,
-             mamba_d_state=8),
-    *refused(_HYBRIDS, _RECURRENT, "nemotron_h", "lfm3", "kimi_linear", "olmo_hybrid", "minimax", "bailing_hybrid",
-             "inkling_text", "inkling2_text"),
-    *refused(_HYBRIDS, _RECURRENT, "lfm2", "lfm2_moe", layer_types=["conv", "full_attention"], num_dense_layers=1),
-    *refused(_HYBRIDS, _RECURRENT, "zaya", num_experts_per_tok=1),
-    *refused(_QWEN_NEXT, _RECURRENT, "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", layer_types=_HYBRID,
-             **_LINEAR_HEADS),
-    *refused(_QWEN_NEXT, _RECURRENT, "qwen3_5", text_config={"layer_types": _HYBRID, **_LINEAR_HEADS},
-             vision_config={**_TINY_VISION, "depth": 1, "num_heads": 2}),
-    *refused(_QWEN_NEXT, _RECURRENT, "qwen4_exp_text", layer_types=_HYBRID, **_LINEAR_HEADS, indexer_n_heads=4,
-             indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=2),
+    # Layers that fold the past into a state.
+    *works(_STATE_SPACE, "mamba", "falcon_mamba"),
+    *works(_STATE_SPACE, "mamba2", num_heads=8, head_dim=16, expand=2, n_groups=2, state_size=8),
+    *works(_HYBRIDS, "jamba", attn_layer_period=2, attn_layer_offset=1),
+    *works(_HYBRIDS, "bamba", attn_layer_indices=[1], mamba_n_heads=8, mamba_d_state=8),
+    *works(_HYBRIDS, "zamba", "zamba2", layers_block_type=["mamba", "hybrid"]),
+    *works(_HYBRIDS, "falcon_h1", mamba_n_heads=8, mamba_d_head=16, mamba_d_state=8, mamba_d_ssm=128),
+    *works(_HYBRIDS, "granitemoehybrid", layer_types=["mamba", "attention"], mamba_n_heads=8, mamba_d_state=8),
+    *works(_HYBRIDS, "nemotron_h", "olmo_hybrid"),
+    *works(_HYBRIDS, "kimi_linear", "bailing_hybrid", layer_types=_HYBRID),
+    # With a linear layer first, transformers' generate takes position 0 for each new token.
+    *works(_HYBRIDS, "minimax", layer_types=_HYBRID[::-1]),
+    *works(_HYBRIDS, "lfm2", "lfm2_moe", "lfm3", layer_types=["conv", "full_attention"], num_dense_layers=1),
+    *works(_QWEN_NEXT, "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", layer_types=_HYBRID, **_LINEAR_HEADS),
+    *works(_QWEN_NEXT, "qwen3_5", text_config={"layer_types": _HYBRID, **_LINEAR_HEADS},
+           vision_config={**_TINY_VISION, "depth": 1, "num_heads": 2}),
+    *refused(_OTHER_STATES, _RECURRENT, "rwkv", "xlstm", "zaya", num_experts_per_tok=1),
+    *refused(_OTHER_STATES, _RECURRENT, "recurrent_gemma", block_types=["recurrent", "attention"],
+             attention_window_size=9),
+    *refused("Inkling", "its logits differ", "inkling_text", "inkling2_text"),
+    # Layers that select the past.
+    *refused("Qwen 4 (experimental)", "sparse attention", "qwen4_exp_text", layer_types=_HYBRID, **_LINEAR_HEADS,
+             indexer_n_heads=4, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=2),
     *refused("DeepSeek V4", "sparse attention", "deepseek_v4"),
     *refused("GPT-1, XLM, XLNet, Reformer", "its forward takes no cache", "openai-gpt"),
     *refused("GPT-1, XLM, XLNet, Reformer", "its forward takes no cache", "xlm", emb_dim=64, n_heads=4, n_layers=2,
@@ -230,9 +244,61 @@ FAMILIES: list[Family] = [
     # Not run.
     *not_run("multimodal wrappers", "a tiny one takes a vision or audio tower; text parts with a type are run",
              "gemma3n", "gemma4_unified_assistant", "gemma4_assistant", "qwen3_5_moe", "qwen4_exp", "dots3_note",
-             "emu3", "fuyu", "git", "got_ocr2", "moshi", "moss_transcribe_diarize", "musicgen", "musicgen_melody",
-             "phi4_multimodal"),
+             "emu3", "git", "moshi", "musicgen", "musicgen_melody"),
     *not_run("BLT", "bytes in patches: no config of it was found that is tiny", "blt"),
     *not_run("ProphetNet", "transformers' own generate of a tiny one fails (IndexError)", "prophetnet"),
 ]
+
+_LLAVA = "LLaVA and kin, InternVL, SmolVLM, Idefics 2/3, Kimi K2.5"
+_QWEN_VL = "Qwen 2/2.5/3 VL"
+_GLM_V = "GLM-4V, GLM-4.6V, GLM-OCR"
+_OTHER_WRAPPERS = "further multimodal ones"
+_NEEDS_IMAGE = "does not run as a text model"
+_LACKS = "transformers needs a package for its tower (timm, scipy)"
+_NOT_TINY = "its tiny config takes parts that fit each other"
+WRAPPERS: list[Family] = [
+    *works("Mistral Small 3, Devstral Small 2, Mistral 4", "mistral3", "mistral4"),
+    *works("Mistral Large 4", "mistral_large4", text_config=_INDEXER),
+    *works("MiniMax-M3", "minimax_m3_vl", text_config={
+        "layer_types": ["full_attention", "minimax_m3_sparse"], "index_n_heads": 2, "index_head_dim": 16,
+        "index_block_size": 4, "index_topk_blocks": 3}),
+    *works(_QWEN_VL, "qwen2_vl", "qwen2_5_vl", text_config=_mrope(4, 2, 2)),
+    *works(_QWEN_VL, "qwen3_vl", "qwen3_vl_moe"),
+    *works(_GLM_V, "glm4v", "glm46v", "glmga", "glm_ocr", text_config=_mrope(4, 2, 2)),
+    *works(_GLM_V, "glm4v_moe", text_config=_mrope(2, 1, 1, partial_rotary_factor=0.5)),
+    *works(_LLAVA, "llava", "llava_next", "llava_next_video", "llava_onevision", "video_llava", "vipllava", "internvl",
+           "smolvlm", "idefics2", "idefics3", "kimi_k25"),
+    *works(_OTHER_WRAPPERS, "aria", "aya_vision", "cohere2_vision", "cosmos3_omni", "deepseek_vl",
+           "deepseek_vl_hybrid", "exaone4_5", "glmasr", "granite_docling", "granite_speech", "granite_speech_plus",
+           "hyperclovax_vision_v2", "janus", "lfm2_vl", "lighton_ocr", "muse_glimmer", "ovis2", "pp_chart2table",
+           "qianfan_ocr", "qwen2_audio", "video_llama_3", "vibevoice_asr", "voxtral"),
+    *works(_OTHER_WRAPPERS, "fuyu", "got_ocr2", "moss_transcribe_diarize", "phi4_multimodal"),
+    *works(_OTHER_WRAPPERS, "paddleocr_vl", text_config=_mrope(4, 2, 2)),
+    *works(_OTHER_WRAPPERS, "hunyuan_vl", text_config=_mrope(2, 2, 2, 2)),
+    *works(_OTHER_WRAPPERS, "ernie4_5_vl_moe", text_config={"moe_intermediate_size": [32, 32], **_mrope(3, 3, 2)}),
+    *works(_OTHER_WRAPPERS, "step3p7", text_config={"pad_token_id": 0}),
+    *works(_OTHER_WRAPPERS, "cohere_compass", text_config={
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {kind: _mrope(4, 2, 2)["rope_parameters"]
+                            for kind in ("sliding_attention", "full_attention")}}),
+    *works("MiniCPM-V 4.6, LFM3-VL", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7",
+           text_config={"layer_types": _HYBRID, **_LINEAR_HEADS}),
+    *works("MiniCPM-V 4.6, LFM3-VL", "lfm3_vl", text_config={"layer_types": ["conv", "full_attention"]}),
+    *refused("PaliGemma, whose prompts are no causal text", "does not run as a causal text model", "paligemma"),
+    *refused("Unlimited OCR, whose window begins at the prompt's end", "reference_sliding_attention", "unlimited_ocr"),
+    *refused("captioning models and others that need an image or audio", _NEEDS_IMAGE, "blip", "blip-2", "idefics",
+             "instructblip", "kosmos-2", "kosmos-2.5", "voxtral_realtime"),
+    *refused("multimodal encoder-decoders", "is an encoder-decoder", "pix2struct", "pp_formulanet", "udop",
+             "vision-encoder-decoder"),
+    *not_run("DiffusionGemma, pi0, Evolla", "no causal language models", "diffusion_gemma", "pi0", "evolla"),
+    *not_run("ShieldGemma 2", "transformers does not read back the checkpoint that it saves", "shieldgemma2"),
+    *not_run("Qwen Omni", "its talker and speakers take a config of their own", "qwen2_5_omni", "qwen2_5_omni_thinker",
+             "qwen3_omni_moe", "qwen3_omni_moe_thinker"),
+    *not_run("Inkling, FastVLM, PerceptionLM", _LACKS, "inkling_mm_model", "fast_vlm", "perception_lm"),
+    *not_run("multimodal ones without a tiny config here", _NOT_TINY, "chameleon", "cosmos3_edge", "deepseek_ocr2",
+             "florence2", "fun_asr_nano", "glm5_next", "granite4_vision", "inkling2", "instructblipvideo",
+             "kyutai_speech_to_text", "molmo2", "muse_spark", "nemo_speechlm", "nemotron_h_omni", "qwen3_asr",
+             "t5gemma2"),
+]
+"""Multimodal types: tiny checkpoints, loaded as text models."""
 # fmt: on

@@ -87,5 +87,10 @@ PagedAttention: Callable[..., Any] | None = getattr(_extension, "PagedAttention"
 attend_in_order: Callable[..., None] | None = getattr(_extension, "attend_in_order", None)
 """Exact attention (lpr.model.exact.in_order); without the extension torch's matrix products do it, in another order."""
 
+rms_norm: Callable[..., None] | None = getattr(_extension, "rms_norm", None)
+rotate: Callable[..., None] | None = getattr(_extension, "rotate", None)
+gate: Callable[..., None] | None = getattr(_extension, "gate", None)
+"""Parts of a decoder layer on a CPU (lpr.model.cpu.elementwise); without the extension the model's modules do them."""
+
 if _extension is not None:
     globals().update({name: getattr(_extension, name) for name in __all__ if name not in ("is_native", "missing")})

@@ -42,6 +42,7 @@ void bind_step(nb::module_& m);
 void bind_rows(nb::module_& m);
 void bind_sampling(nb::module_& m);
 void bind_attention(nb::module_& m);
+void bind_elementwise(nb::module_& m);
 void bind_parallel(nb::module_& m);
 void bind_paged(nb::module_& m);
 

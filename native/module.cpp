@@ -15,6 +15,7 @@ NB_MODULE(_native, m) {
   bind_rows(m);
   bind_sampling(m);
   bind_attention(m);
+  bind_elementwise(m);
   bind_parallel(m);
   bind_paged(m);
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,17 @@ from lpr.model.kernels.attention_code import attend, combine
 from lpr.model.kernels.attention_kernel import choose_tiles
 from lpr.model.kernels.exact_code import add_splits, attend_exactly
 from lpr.model.kernels.parts_code import list_winners, weigh_prefixes
+from lpr.model.kernels.recurrent_code import (
+    advance_convolution,
+    advance_selective,
+    convolve_tree,
+    find_parents,
+    select_tree,
+)
 from lpr.model.kernels.sampling_code import choose_rows
 from lpr.model.kernels.sampling_kernel import BLOCK, NUM_WARPS
+from lpr.model.kernels.scan_code import advance_scan, scan_tree
+from lpr.model.kernels.scan_kernel import linear_tiles
 
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16"}
 EVERYTHING = ("HAS_SOFTCAP", "HAS_WINDOW", "HAS_CHUNK", "HAS_SINKS")
@@ -36,6 +46,14 @@ EXACT_VARIANTS = [
     (86, torch.float32, 128, ()),
 ]
 
+OF_SCANS = ("SOLVE", "PER_CHANNEL", "NORM", "HAS_RATE", "HAS_BIAS", "SOFTPLUS", "HAS_SKIP")
+SCAN_VARIANTS = [
+    (90, torch.bfloat16, 128, 2, {"SOLVE", "NORM"}),
+    (90, torch.bfloat16, 128, 1, {"SOLVE", "NORM", "PER_CHANNEL"}),
+    (86, torch.float32, 128, 8, {"HAS_RATE", "HAS_BIAS", "SOFTPLUS", "HAS_SKIP"}),
+]
+"""Of linear attention: architecture, inputs, size of keys and values, heads that share a key, flags."""
+
 
 def signature(kernel: Any, dtype: torch.dtype, constants: dict[str, Any]) -> tuple[dict[str, str], dict[Any, Any]]:
     """Argument types, and that pointers and strides are multiples of 16."""
@@ -46,6 +64,10 @@ def signature(kernel: Any, dtype: torch.dtype, constants: dict[str, Any]) -> tup
         "part_top_at": "*fp32", "part_total_at": "*fp32", "scale": "fp32", "softcap": "fp32", "scores_at": "*fp32",
         "tokens_at": "*i32", "totals_at": "*fp32", "kept_at": "*fp32", "top_at": "*fp32", "before_at": "*fp64",
         "whole_at": "*fp64",
+        "slots_at": "*i32", "trunk_at": "*i32", "first_at": "*i32", "last_at": "*i32", "parents_at": "*i32",
+        "kept_key_at": "*fp32", "kept_value_at": "*fp32", "kept_decay_at": "*fp32", "trunk_state_at": "*fp32",
+        "kept_x_at": "*fp32", "kept_dt_at": "*fp32", "kept_b_at": "*fp32", "scratch_at": "*fp32", "rates_at": "*fp32",
+        "low": "fp32", "high": "fp32",
     }  # fmt: skip
     signature, aligned = {}, {}
     for index, name in enumerate(kernel.arg_names):
@@ -57,9 +79,18 @@ def signature(kernel: Any, dtype: torch.dtype, constants: dict[str, Any]) -> tup
     return signature, aligned
 
 
-def build(kernel: Any, arch: int, dtype: torch.dtype, constants: dict[str, Any], **options: int) -> dict[str, Any]:
+def build(
+    kernel: Any,
+    arch: int,
+    dtype: torch.dtype,
+    constants: dict[str, Any],
+    given: Mapping[str, str] | None = None,
+    **options: int,
+) -> dict[str, Any]:
+    """Compile a kernel; `given` are types of its arguments that differ from those of other kernels."""
     constants = {name: constants[name] for name in kernel.arg_names if name in constants}
     types, aligned = signature(kernel, dtype, constants)
+    types |= given or {}
     source = ASTSource(kernel, types, constexprs=constants, attrs=aligned)
     made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     return {"shared": made.metadata.shared, "cubin": len(made.asm["cubin"])}
@@ -97,7 +128,30 @@ def main() -> None:
         for kernel in (list_winners, weigh_prefixes):
             made = build(kernel, 90, dtype, {"LENGTH": 64, "BLOCK": BLOCK}, num_warps=NUM_WARPS)
             compiled.append({"kernel": kernel.__name__, "dtype": str(dtype), **made})
+    compiled += scans()
     print(json.dumps(compiled))
+
+
+def scans() -> list[dict[str, Any]]:
+    """Tree forms of recurrent layers, with tiles as the launches choose them."""
+    compiled = []
+    states = {"states_at": "*fp32"}
+    for arch, dtype, dim, group, flags in SCAN_VARIANTS:
+        tiles = linear_tiles(32, 32 // group, dim, dim, "PER_CHANNEL" in flags)
+        about = {"arch": arch, "dtype": str(dtype), "dim": dim, "flags": sorted(flags)}
+        for kernel, sizes in zip((scan_tree, advance_scan), tiles, strict=True):
+            constants = {**{flag: flag in flags for flag in OF_SCANS}, **sizes}
+            made = build(kernel, arch, dtype, constants, states, num_warps=4)
+            compiled.append({"kernel": kernel.__name__, **about, **made})
+    others = {"C": 8192, "WIDTH": 4, "BLOCK_T": 16, "BLOCK_C": 128, "BLOCK_W": 4, "SILU": True}
+    others |= dict.fromkeys(("HAS_GATE", *OF_SCANS), True)
+    for kernel in (convolve_tree, advance_convolution):
+        compiled.append({"kernel": kernel.__name__, **build(kernel, 90, torch.bfloat16, others, num_warps=4)})
+    others |= {"K": 16, "BLOCK_C": 64, "BLOCK_K": 16}
+    for kernel in (select_tree, advance_selective):
+        compiled.append({"kernel": kernel.__name__, **build(kernel, 90, torch.bfloat16, others, states, num_warps=4)})
+    compiled.append({"kernel": "find_parents", **build(find_parents, 90, torch.float32, {"BLOCK": 64}, num_warps=2)})
+    return compiled
 
 
 if __name__ == "__main__":

@@ -23,4 +23,19 @@ for (const wrong of [{ model: "gpt" }, { nonsense: 1 }, { temperature: -1 }]) {
 }
 const left = await client.completions.create({ ...body, prompt: "cancel me", max_tokens: 400, stream: true });
 for await (const _ of left) break; // which drops the connection
+if (process.argv[3]) {
+  const schema = { type: "object", properties: { city: { type: "string" } } };
+  const tools = [{ type: "function", function: { name: "weather", parameters: schema } }];
+  const choice = (await client.chat.completions.stream({ model: "fake", messages, tools }).finalChatCompletion()).choices[0];
+  const result = { role: "tool", tool_call_id: choice.message.tool_calls[0].id, content: "sunny" };
+  await client.chat.completions.create({ model: "fake", messages: [...messages, choice.message, result], tools });
+  const response = await client.responses
+    .stream({ model: "fake", input: "u", store: false, tools: [{ type: "function", name: "weather", parameters: schema, strict: false }] })
+    .finalResponse();
+  found.calls = [
+    choice.finish_reason,
+    choice.message.tool_calls.map((call) => [call.function.name, call.function.arguments]),
+    response.output.filter((item) => item.type === "function_call").map((item) => [item.name, item.arguments]),
+  ];
+}
 console.log(JSON.stringify(found));

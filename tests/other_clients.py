@@ -65,15 +65,15 @@ def vim_plugin() -> Path | None:
     return plugin if shutil.which("vim") and (plugin / "autoload" / "llama.vim").is_file() else None
 
 
-def ask_with_node(url: str) -> dict[str, Any]:
-    """What the official Node client gets."""
+def ask_with_node(url: str, *more: str) -> dict[str, Any]:
+    """What the official Node client gets; with any word `more`, calls of tools too."""
     modules = node_modules()
     assert modules is not None
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "client.mjs"
         shutil.copy(Path(__file__).parent / "node_client.mjs", script)
         (Path(folder) / "node_modules").symlink_to(modules)
-        done = subprocess.run(["node", script, url], capture_output=True, text=True, timeout=120)
+        done = subprocess.run(["node", script, url, *more], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout))
 

@@ -176,7 +176,10 @@ class PretendGpu(TorchDispatchMode):
         there = [each for each in leaves if isinstance(each, OnGpu)]
         device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
         if not there and (device is None or device.type != "cuda"):
-            return func(*args, **kwargs)
+            made = func(*args, **{key: value for key, value in kwargs.items() if key != "pin_memory"})
+            if kwargs.get("pin_memory"):
+                self.pinned[made.data_ptr()] = made
+            return made
         if name == "_to_copy" and device is not None and device.type != args[0].device.type:
             return self._copy_between(func, args[0], device, kwargs)
         if name == "copy_" and args[0].device.type != args[1].device.type:
@@ -343,6 +346,21 @@ def _launch(
     return out.transpose(1, 2)
 
 
+class Launched:
+    """Stands for a kernel: runs it in the interpreter, with tensors of the device only."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def launch(*args: Any, **constants: Any) -> None:
+            if any(isinstance(each, torch.Tensor) and not isinstance(each, OnGpu) for each in args):
+                raise PretendError("a kernel was given a CPU tensor")
+            current_gpu().launch(lambda: self.kernel[grid](*map(held, args), **constants))
+
+        return launch
+
+
 def sampling_kernel(logits: Any, selection: Selection) -> tuple[torch.Tensor, torch.Tensor]:
     """Stands for the sampling kernel, likewise."""
     for name, each in {"logits": logits, "the selection": selection.keys}.items():
@@ -385,7 +403,9 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture
 def gpu(guard: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
     """A machine with one GPU, for one test."""
-    properties = types.SimpleNamespace(multi_processor_count=132, name="pretend", total_memory=80 << 30)
+    properties = types.SimpleNamespace(
+        multi_processor_count=132, name="pretend", total_memory=80 << 30, major=9, minor=0
+    )
     nothing: Callable[..., None] = lambda *_: None  # noqa: E731
     answers: dict[str, Any] = {
         "_lazy_init": nothing, "get_device_properties": lambda *_: properties, "device_count": lambda: 1,

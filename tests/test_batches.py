@@ -175,6 +175,15 @@ def test_rows_of_equal_shape_are_one_block_in_either_form() -> None:
     assert build_inputs(rows[::-1], cache, torch.device("cpu"), packed=True).packed
 
 
+@pytest.mark.parametrize(("pages", "first"), [([2, 3, 4], 10), ([2, 0, 4], None)])
+def test_rows_are_written_as_a_run_only_where_all_are_neighbours(pages: list[int], first: int | None) -> None:
+    """The first and the last of them may lie as far apart as in a run, with another sequence's page in between."""
+    cache = PagedCache(1, 16, 6, 4)
+    cache.assign(0, pages)
+    row = Row(0, 2, list(range(8)), list(range(-1, 7)), list(range(2, 10)), 1)
+    assert build_inputs([row], cache, torch.device("cpu")).blocks[0].first_row == first
+
+
 @pytest.mark.parametrize(
     ("family", "sizes"),
     {

@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import lpr.model.families
 import lpr.model.self_check
 from dev.families import PAGE, PROMPTS, observe, stock_greedy, tiny_model, with_table
-from dev.family_table import FAMILIES, NOT_RUN, REFUSED, TRANSFORMERS, WORKS
+from dev.family_table import FAMILIES, NOT_RUN, REFUSED, TRANSFORMERS, WORKS, WRAPPERS
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.model.runner import TreeModel
 
@@ -36,7 +36,9 @@ def test_the_table_has_every_decoder_of_transformers() -> None:
     assert len(BY_NAME) == len(FAMILIES), "two entries share a name"
     if transformers.__version__ != TRANSFORMERS:
         pytest.skip(f"the table is of transformers {TRANSFORMERS}")
-    assert {family.model_type for family in FAMILIES} == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    types, others = ({family.model_type for family in families} for families in (FAMILIES, WRAPPERS))
+    assert not types & others
+    assert types == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - others
 
 
 def test_the_page_has_the_table() -> None:
@@ -68,7 +70,7 @@ def test_a_shimmed_model_still_generates_by_itself(name: str) -> None:
     assert stock_greedy(model) == before
 
 
-@pytest.mark.parametrize("name", ["recurrent_gemma", "mamba", "qwen3_next", "lfm2", "deepseek_v4", "openai-gpt"])
+@pytest.mark.parametrize("name", ["recurrent_gemma", "rwkv", "zaya", "inkling_text", "deepseek_v4", "openai-gpt"])
 def test_the_self_check_finds_what_no_config_tells(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recurrent and sparse models are refused by their name for it, and would be without that as well."""
     monkeypatch.setattr(lpr.model.self_check, "refusal", lambda model: None)

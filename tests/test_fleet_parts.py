@@ -386,16 +386,19 @@ def test_metrics_carry_what_routers_and_dashboards_need():
         assert "shared_draft" not in text, "nothing is shared"
         assert 'vllm:cache_config_info{block_size="16"' in text and 'num_gpu_blocks="128"' in text
         counts = DraftCounts(sent=3, learnt=4, outside_vocabulary=5, read_errors=6, read_up=True, lag=0.25)
-        load = Load(num_cached_pages=2, num_cached_tokens=99, drafts=counts)
+        load = Load(num_cached_pages=2, num_cached_tokens=99, drafts=counts, num_preemptions=7, num_recomputed=8,
+                    num_swapped_pages=9, num_swapped=(11, 10))  # fmt: skip
         service.driver.pulses = False
         time.sleep(0.3)
         service.call(lambda: service.driver._writer.write(frame(Pulse(load))))
         end = time.monotonic() + 10
         while "lpr:shared_drafts_total" not in (text := service.client.get("/metrics").text):
             assert time.monotonic() < end
-        lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("lpr:"))
+        lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith(("lpr:", "vllm:")))
         for part, value in (
             ("lpr:cached_pages{", 2), ("lpr:cached_prefix_tokens{", 99), ('lpr:shared_drafts_total{.*"sent"', 3),
+            ("vllm:num_preemptions_total{", 7), ("lpr:recomputed_tokens_total{", 8), ("lpr:swapped_pages{", 9),
+            ('lpr:swaps_total{.*"out"', 11), ('lpr:swaps_total{.*"in"', 10),
             ('lpr:shared_drafts_total{.*"learnt"', 4), ('lpr:shared_draft_tokens_total{.*"outside_vocabulary"', 5),
             ('lpr:shared_draft_errors_total{.*"read"', 6), ('lpr:shared_draft_store_up{.*"read"', 1),
             ('lpr:shared_draft_store_up{.*"write"', 0), ("lpr:shared_draft_lag_seconds{", 0.25),

@@ -169,9 +169,9 @@ def test_mutant_a_rank_that_serves_with_stale_keys_and_values(
     """All ranks believe that one which joins holds everything."""
     enter = RankPages.enter
 
-    def boasts(self: RankPages[Request], request: Request) -> object:
-        held, moves = enter(self, request)
-        return (len(request.tokens) - 1 if request.homes else held), moves
+    def boasts(self: RankPages[Request], request: Request) -> int:
+        held = enter(self, request)
+        return len(request.tokens) - 1 if request.homes else held
 
     monkeypatch.setattr(RankPages, "enter", boasts)
     requests, _ = serve(3, model)

@@ -14,7 +14,7 @@ import lpr
 from lpr import DecodeConfig, Engine, SamplingParams
 
 # All of them once; the widest trees, which take longest on a CPU, on fewer prompts.
-NUM_PROMPTS = {"both": 24, "trie": 24, "small": 24}
+NUM_PROMPTS = {"both": 24, "wide": 4}
 CONFIGS = {
     "auto": DecodeConfig(),
     "both": DecodeConfig(window_size=15, trie_nodes=64),

@@ -14,12 +14,13 @@ import pytest
 
 from benchmarks.common import RESULTS, read_json
 from benchmarks.peers import arctic, lade, own, pia, process
-from benchmarks.peers.__main__ import BEGIN, DOCS, END, PEERS, PeersOptions, found_before, keep, main, markdown, renew
+from benchmarks.peers.__main__ import BEGIN, DOCS, END, PEERS, PeersOptions, found_before, keep, main
 from benchmarks.peers.arctic import follow
 from benchmarks.peers.environment import copy, installed, older, weights_for
 from benchmarks.peers.process import PeerError, Process
 from benchmarks.peers.rounds import Outputs, Rounds, Task, row_of, software_of
 from benchmarks.peers.worker import cut
+from benchmarks.report.parts import markdown, renew
 from benchmarks.report.steps import peers_table
 from lpr import InputError
 
@@ -239,10 +240,10 @@ def test_the_page_says_what_was_measured(tmp_path: Path) -> None:
     assert markdown(peers_table(measured)) in DOCS.read_text(encoding="utf-8"), "python -m benchmarks.peers table"
     page = tmp_path / "page.md"
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    renew(page, result())
+    renew(page, (BEGIN, END), [peers_table(result())])
     assert (
         "old" not in page.read_text() and page.read_text().startswith("before") and page.read_text().endswith("after\n")
     )
     page.write_text("no marks")
     with pytest.raises(InputError, match="no place for the table"):
-        renew(page, result())
+        renew(page, (BEGIN, END), [peers_table(result())])

@@ -23,6 +23,7 @@ from worlds import ThreadWorld
 from lpr.cli.plan import Args, main, make_plan, show
 from lpr.config import DecodeConfig, InputError
 from lpr.engine.exchange import Exchange
+from lpr.engine.kv_pool import PoolNeeds
 from lpr.model.paged_cache import PagedCache
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
@@ -36,6 +37,7 @@ from lpr.planner.footprint import (
     meshes,
     payload_bytes,
     read_bytes,
+    requests_at_once,
     shard_shape,
     split_problem,
     tp_traffic,
@@ -303,3 +305,26 @@ def test_sizes_with_units() -> None:
     assert parse_size("80GiB", "--x") == 80 << 30 and parse_size("1.5 gb", "--x") == 1_500_000_000
     assert parse_bandwidth("2039GB/s", "--x") == 2039e9 and parse_bandwidth("3.35TBps", "--x") == 3.35e12
     assert all(gpu.memory > 20 * GIB and 1e11 < gpu.bandwidth < 1e13 for gpu in GPUS.values())
+
+
+def test_the_pool_is_that_of_the_engine() -> None:
+    """Tokens that the K/V cache holds, and requests at once, with and without a shared beginning."""
+    planned = resolve("codellama-34b")
+    facts = facts_of(planned.config, "codellama-34b")
+    decode = DecodeConfig(window_size=3, trie_nodes=8)
+    rows = [footprint(facts, decode, Mesh(1, 4), 4096, 2, num_full) for num_full in (1, 4)]
+    assert rows[1].kv_bytes > 3.9 * rows[0].kv_bytes
+    memory = 80 * GIB
+    free = memory - rows[0].total_bytes + rows[0].kv_bytes
+    known = {"kv_memory": None, "longest": 16384, "num_ahead": 40, "page_size": 16, "on_gpu": True}
+    needs = PoolNeeds(decode=decode, bytes_per_token=rows[0].kv_row_bytes, free=free, **known)
+    assert rows[0].pool_tokens(memory) == rows[1].pool_tokens(memory) == needs.num_pages() * 16
+    assert footprint(facts, decode, Mesh(1, 1), 4096, 2).pool_tokens(60 * GIB) == 0
+    assert requests_at_once(1600, 160, 0, 0) == 10
+    assert requests_at_once(1600, 160, 79, 0) == (100 - 4) // 6, "four full pages exist once"
+    assert requests_at_once(1600, 160, 160, 16) == 90
+    plans = [make_plan(Args(model="codellama-34b", gpus=4, shared_tokens=shared)) for shared in (0, 1000)]
+    [without, shared] = [[plan.pool(row)[1] for row in plan.rows] for plan in plans]
+    assert all(more > 2 * fewer for fewer, more in zip(without, shared, strict=True) if fewer)
+    with pytest.raises(InputError, match="--shared-tokens 2000"):
+        make_plan(Args(model="codellama-34b", shared_tokens=2000))

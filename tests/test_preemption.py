@@ -12,11 +12,13 @@ from conftest import tiny_model
 from transformers import PreTrainedModel
 from worlds import ThreadComm, ThreadWorld, run_ranks
 
-from lpr import DecodeConfig, Engine, SamplingParams
+from lpr import DecodeConfig, Engine, InputError, SamplingParams
+from lpr.core.step_times import StepTimes
+from lpr.engine.kv_pool import is_swap_faster, num_host_pages
 from lpr.engine.request import Request
 
 DECODE = {"window_size": 3, "guess_set_size": 2, "trie_nodes": 16, "prefill_chunk": 48, "max_batch_size": 8}
-POOL = 400
+POOL = 350
 """Tokens of the pool; the longest request needs 260."""
 
 
@@ -71,12 +73,19 @@ def soak(engine: Engine, seed: int, num_requests: int) -> Counter[str]:
     return counts
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_texts_are_those_of_plain_decoding(seed: int) -> None:
-    engine = Engine.from_model(model(), decode=DecodeConfig(**DECODE, kv_tokens=POOL))
-    counts = soak(engine, seed, 60)
+@pytest.mark.parametrize("swap_space", [0, None, 50e3 / 2**30], ids=["computed", "swapped", "few"])
+def test_texts_are_those_of_plain_decoding(swap_space: float | None) -> None:
+    engine = Engine.from_model(model(), decode=DecodeConfig(**DECODE, kv_tokens=POOL), swap_space=swap_space)
+    counts = soak(engine, 0, 60)
     assert counts["length"] + counts["abort"] == 60
-    assert engine.scheduler.counts.preemptions > 20
+    scheduler = engine.scheduler
+    assert scheduler.counts.preemptions > 10
+    now, out, back = scheduler.placement.swapped
+    if swap_space == 0:
+        assert now == out == back == 0 and scheduler.counts.recomputed > 300
+    else:
+        assert back > 30 and 0 < now <= min(out, scheduler.limits.num_host_pages)
+        assert scheduler.counts.recomputed < 300
 
 
 @pytest.mark.parametrize("home_ranks", [0, "auto"])
@@ -88,9 +97,40 @@ def test_on_several_ranks(home_ranks: Any) -> None:
         if comm.rank:
             engine.work()
         else:
-            soak(engine, 5, 40)
+            soak(engine, 5, 24)
             engine.close()
         return engine.scheduler.counts.preemptions
 
     preempted = run_ranks(ThreadWorld(2), program)
     assert preempted[0] == preempted[1] > 0
+
+
+def test_what_can_never_fit_is_refused() -> None:
+    """At the start a pool too small for one step; later a request, with the number of tokens that would fit."""
+    with pytest.raises(InputError, match=r"^there is K/V for 32 tokens .* 2 tokens and a tree of 36 nodes need 38$"):
+        Engine.from_model(model(), decode=DecodeConfig(**DECODE, kv_tokens=32))
+    engine = Engine.from_model(model(), decode=DecodeConfig(**DECODE, kv_tokens=160))
+    assert engine.max_length == 160 - 36
+    with pytest.raises(InputError, match=r"100 tokens and max_new_tokens=25 exceed the context of 124 tokens$"):
+        engine.submit(list(range(90)) + [1] * 10, SamplingParams(max_new_tokens=25))
+    [done] = engine.generate([list(range(90)) + [1] * 10], SamplingParams(max_new_tokens=24))
+    assert len(done.token_ids) == 24 and done.stats.num_steps > 1
+
+
+@pytest.mark.parametrize(
+    ("swap_space", "why"),
+    [(-1.0, "0 or more"), (float("nan"), "0 or more"), (float("inf"), "0 or more"), (1e9, "of host memory are free")],
+)
+def test_swap_space_is_checked(swap_space: float, why: str) -> None:
+    with pytest.raises(InputError, match=rf"swap_space=.*{why}"):
+        Engine.from_model(model(), decode=DecodeConfig(**DECODE), swap_space=swap_space)
+
+
+def test_pages_are_swapped_where_that_is_faster() -> None:
+    times = StepTimes.from_json({"nodes": [1, 512], "rows": [{"batch": 1, "kv": 256, "ms": [1.0, 512.0]}]})
+    assert is_swap_faster(15.0, times, 16, 512) and not is_swap_faster(17.0, times, 16, 512)
+    assert is_swap_faster(1e9, None, 16, 512)
+    gib = 2**30
+    assert num_host_pages(None, 100 * gib, gib) == num_host_pages(None, None, gib) == 4
+    assert num_host_pages(None, 8 * gib, gib) == 2 and num_host_pages(0, gib, 1) == 0
+    assert num_host_pages(6, 8 * gib, gib) == 6

@@ -7,7 +7,7 @@ import time
 
 import other_clients as clients
 import pytest
-from fake_driver import served
+from fake_driver import facts, served
 
 TEXT = "return x + 1\n"
 
@@ -29,6 +29,16 @@ def test_nodes_openai_client():
         assert [each[1:] for each in found["errors"]] == [[404, "model"], [400, "nonsense"], [400, "temperature"]]
         assert [each[0] for each in found["errors"]] == ["NotFoundError", "BadRequestError", "BadRequestError"]
         wait_for(lambda: not service.front.context.open)
+
+
+def test_nodes_openai_client_calls_tools():
+    if clients.node_modules() is None:
+        pytest.skip("needs node, and $LPR_NODE_MODULES with the package openai in it (npm install openai)")
+    with served(facts(chat_templates={"default": "{{ tools }}{{ messages }}<tool_call>"}, max_length=4096)) as service:
+        service.driver.text = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+        found = clients.ask_with_node(service.url, "tools")
+        call = ["weather", '{"city": "Rome"}']
+        assert found["calls"] == ["tool_calls", [call], [call]]
 
 
 def test_litellm():

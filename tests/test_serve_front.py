@@ -277,15 +277,6 @@ def test_the_template_is_told_more(service):
         assert name in error["message"]
 
 
-@pytest.mark.parametrize("name, value", [("tools", [{"type": "function"}]), ("tool_choice", "auto")])
-def test_tools_are_refused_by_name(service, name, value):
-    body = {"messages": [{"role": "user", "content": "u"}], name: value}
-    error = error_of(service.client.post("/v1/chat/completions", json=body), 400, name)
-    assert "not supported" in error["message"]
-    body[name] = [] if name == "tools" else "none"
-    service.client.post("/v1/chat/completions", json=body).raise_for_status()
-
-
 def test_an_answer_dumped_by_openais_client_can_be_sent_back(service):
     openai = pytest.importorskip("openai")
     messages = [{"role": "user", "content": "u"}]
@@ -295,7 +286,7 @@ def test_an_answer_dumped_by_openais_client_can_be_sent_back(service):
         client.chat.completions.create(model="fake", messages=[*messages, said, *messages])
 
 
-@pytest.mark.parametrize("name", ["reasoning_effort", "metadata", "messages.0.tool_calls"])
+@pytest.mark.parametrize("name", ["reasoning_effort", "metadata", "messages.0.annotations"])
 def test_an_unknown_field_is_refused_unless_it_is_null(service, name):
     def ask(value):
         message = {"role": "user", "content": "u"}

@@ -390,7 +390,35 @@ def test_template_values(service):
     path = "/v1/chat/completions"
     post(service, path, {**CHAT, "chat_template_kwargs": {"a": values}}, 200)
     post(service, path, {**CHAT, "chat_template_kwargs": {"a": [*values, 1]}}, 400, "chat_template_kwargs")
-    post(service, path, {**CHAT, "tools": [[]] * 100_000}, 400, "tools")
+    for route, body in (("/v1/messages", {**CHAT, "max_tokens": 3}), ("/v1/responses", {"input": "u"})):
+        name = "context_management" if "messages" in route else "metadata"
+        post(service, route, {**body, name: values}, 200)
+        post(service, route, {**body, name: [*values, 1, 1]}, 400, None if "messages" in route else name)
+
+
+def declared(count, **schema):
+    return [{"name": f"f{at}", "input_schema": {"type": "object", **schema}} for at in range(count)]
+
+
+def test_tools():
+    with served(facts(chat_templates={"default": "{{ tools }}<tool_call>"}, max_length=1 << 20)) as service:
+        for count, status in ((limits.TOOLS.most, 200), (limits.TOOLS.most + 1, 400)):
+            tools = declared(count)
+            flat = [{"type": "function", "name": each["name"], "parameters": each["input_schema"]} for each in tools]
+            nested = [{"type": "function", "function": {"name": each["name"]}} for each in tools]
+            answers = [
+                service.client.post("/v1/messages", json={**CHAT, "max_tokens": 3, "tools": tools}),
+                service.client.post("/v1/responses", json={"input": "u", "tools": flat}),
+                service.client.post("/v1/chat/completions", json={**CHAT, "tools": nested}),
+            ]
+            assert [answer.status_code for answer in answers] == [status] * 3, [a.text[:300] for a in answers]
+
+
+def test_tool_values(service):
+    for route, body in (("/v1/messages", {**CHAT, "max_tokens": 3}), ("/v1/messages/count_tokens", CHAT)):
+        wide = declared(1, enum=list(range(limits.TOOL_VALUES.most)))
+        answer = service.client.post(route, json={**body, "tools": wide})
+        assert answer.status_code == 400 and "more than" in answer.json()["error"]["message"]
 
 
 def test_context(service):

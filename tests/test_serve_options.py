@@ -6,6 +6,7 @@ import pytest
 
 from lpr.config import InputError
 from lpr.serve.options import parse
+from lpr.serve.text.defaults import read_defaults
 
 
 def test_a_config_file_sets_flags_and_flags_win(tmp_path):
@@ -47,11 +48,29 @@ def test_a_bad_config_file_is_one_line(tmp_path, text, message):
         (["--request-timeout", "0"], "--request-timeout 0"),
         (["--tls-key", "k"], "--tls-key needs --tls-cert"),
         (["--served-model-name", ""], "a name is empty"),
+        (["--override-generation-config", "{"], "--override-generation-config is not JSON"),
+        (["--override-generation-config", "[]"], "--override-generation-config is not a JSON object"),
+        (["--override-generation-config", '{"temp": 1}'], "'temp' is none of temperature, top_p"),
+        (["--override-generation-config", '{"top_p": 2}'], "--override-generation-config: top_p=2"),
+        (["--generation-config", "/nowhere"], "cannot read --generation-config /nowhere: No such file"),
     ],
 )
 def test_bad_flags_are_one_line(flags, message):
     with pytest.raises(InputError, match=message):
         parse(flags)
+
+
+def test_sampling_defaults_are_the_models_a_files_or_none(tmp_path):
+    own = {"temperature": 0.7, "top_k": -1, "eos_token_id": 3, "top_p": None}
+    assert read_defaults("auto", own) == {"temperature": 0.7, "top_k": 0}
+    assert read_defaults("auto", own, '{"temperature": 0, "max_new_tokens": 9}')["temperature"] == 0
+    assert read_defaults("vllm", own) == {} and read_defaults("vllm", own, '{"min_p": 0.1}') == {"min_p": 0.1}
+    path = tmp_path / "generation_config.json"
+    path.write_text('{"temperature": 0.3, "do_sample": true}')
+    assert read_defaults(str(path), own) == {"temperature": 0.3} == read_defaults(str(tmp_path), own)
+    path.write_text('{"temperature": "hot"}')
+    with pytest.raises(InputError, match=r"generation_config.json: temperature='hot'"):
+        parse(["--generation-config", str(tmp_path)])
 
 
 def test_a_key_of_the_environment_counts(monkeypatch):

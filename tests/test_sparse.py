@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from worlds import generate_on
 
 import lpr.model.sparse
 from dev.families import DECODE, PROMPTS, tiny_model
@@ -131,6 +133,15 @@ def test_sampled_ids_equal_those_of_plain_decoding(name: str) -> None:
     expected = [texts(plain, [prompt], 0.7)[0] for prompt in prompts]
     for _ in range(2):
         assert texts(drafting, prompts, 0.7) == expected
+
+
+def test_two_ranks_give_the_ids_of_one() -> None:
+    model = tiny_model(BY_NAME["glm_moe_dsa"])
+    params = [SamplingParams(max_new_tokens=20, temperature=0.7 * index, seed=3) for index in range(2)]
+    plain = Engine.from_model(model, decode=DecodeConfig.autoregressive(max_length=120))
+    expected = [list(done.token_ids) for done in plain.generate(PROMPTS, params)]
+    for completions in generate_on(2, model, replace(DECODE, home_ranks=0), PROMPTS, params):
+        assert [list(done.token_ids) for done in completions] == expected
 
 
 @pytest.mark.parametrize("count", [1, 5, 40, 64])

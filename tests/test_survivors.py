@@ -121,12 +121,12 @@ def span(llama: PreTrainedModel) -> tuple[int, int]:
     return first, world.num_collectives["epoch/0"]
 
 
-def run_start(model: PreTrainedModel) -> int:
+def run_start(model: PreTrainedModel, decode: DecodeConfig = DECODE) -> int:
     """Collectives of a start: a loss there ends the job, as nothing is lost."""
     world = ElasticWorld(3)
 
     def only_start(comm: ProcessComm) -> None:
-        Engine.from_model(model, decode=DECODE, comm=comm)
+        Engine.from_model(model, decode=decode, comm=comm)
 
     for replica in range(3):
         world.start(replica, only_start)
@@ -367,3 +367,33 @@ def test_mutant_ranks_take_on_the_mesh_in_the_middle_of_a_step(
     monkeypatch.setattr(ProcessComm, "rank", property(lambda self: self.membership.replicas.index(number_of(self))))
     monkeypatch.setattr(ProcessComm, "size", property(lambda self: len(self.membership.replicas)))
     assert broken(llama, expected, span, monkeypatch)
+
+
+LONG = [replace(params, max_new_tokens=30) for params in PARAMS]
+
+
+class CrowdedJob(Job):
+    """All requests at once, in a pool that holds two of them."""
+
+    num_preemptions = 0
+
+    def drive(self, engine: Engine, comm: ProcessComm) -> None:
+        for number, (prompt, params) in enumerate(zip(PROMPTS, LONG, strict=True)):
+            if number not in self.delivered and number not in engine.requests:
+                engine.submit(prompt, params, id=number)
+        while not engine.is_idle:
+            self.step(engine, comm)
+            self.num_preemptions = max(self.num_preemptions, engine.scheduler.counts.preemptions)
+
+
+def test_a_rank_dies_where_pages_run_out(llama: PreTrainedModel) -> None:
+    """Preempted requests, some of them with pages in host memory, go on with the survivors."""
+    plain = Engine.from_model(llama, decode=DecodeConfig.autoregressive())
+    expected = [done.token_ids for done in plain.generate(PROMPTS, LONG)]
+    decode = replace(DECODE, kv_tokens=112, max_batch_size=4, home_ranks=0)
+    world = run(job := CrowdedJob(llama, decode))
+    assert texts(job) == expected and job.num_preemptions > 0
+    start, last = run_start(llama, decode), world.num_collectives["epoch/0"]
+    for fault in sample(every_fault(start, last), 8):
+        run(job := CrowdedJob(llama, decode), fault)
+        assert texts(job) == expected, fault

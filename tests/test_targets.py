@@ -86,6 +86,45 @@ def test_prompts_are_filled_in_pieces_that_leave_others_their_time_per_token() -
     assert rooms(both[1:], replace(limits, targets=targets(token=10.0))) == [512], "nobody waits for it"
 
 
+def test_a_prompt_in_the_prefix_cache_can_still_be_in_time() -> None:
+    """Of two late requests of equal length, the one whose pages are known goes first."""
+    limits: Limits[SimRequest] = Limits(
+        1, 1, 512, 8, True, targets=targets(first=TIMES.time(400, 1, 400) - 1), num_ahead=8
+    )
+    scheduler: Scheduler[SimRequest] = Scheduler(limits)
+    texts = [[number] * 400 for number in (1, 2)]
+    for text in (texts[1], texts[0], texts[1]):
+        scheduler.add(SimRequest(0, 400, 4, tokens=list(text)))
+    assert limits.targets is not None and limits.targets.is_lost(request(prompt=400))
+    found = []
+    for _ in range(2):
+        admitted = scheduler.admit()
+        assert admitted is not None
+        first, computed = admitted
+        found.append(first.tokens[0])
+        first.num_computed_tokens = [399]
+        scheduler.schedule()
+        scheduler.end_step()
+        scheduler.finish(first)
+    assert found == [2, 2]
+
+
+def test_pieces_are_shorter_far_into_a_long_prompt() -> None:
+    """512 tokens take 10 ms after few tokens and 170 ms after 32k; another request has 30 ms per token."""
+    nodes = {"nodes": [1, 512], "rows": [{"batch": 1, "kv": kv, "ms": [2.0, ms]} for kv, ms in ((256, 10), (1024, 14))]}
+    times = StepTimes.from_json(nodes)
+    found: Targets[SimRequest] = Targets(lambda: times, 1, per_token_ms=30.0)
+    other = request()
+    assert found.chunk([other], 16, 512) == 512
+    assert found.chunk([other], 16, 512, 32_000) == 64 < found.chunk([other], 16, 512, 4096)
+    assert found.chunk([other], 128, 512, 10**6) == 128, "it goes on in any case"
+    limits: Limits[SimRequest] = Limits(4, 1, 512, 8, True, targets=found)
+    assert (
+        rooms([running(100, 99), running(32_768, 31_000)], limits)[0]
+        < rooms([running(100, 99), running(2000, 0)], limits)[0]
+    )
+
+
 def goodput(scheduler: Scheduler[SimRequest], seed: int = 1) -> tuple[float, int]:
     """Requests within both targets, as a part, of those that come in bursts faster than a mesh can serve them."""
     dice = random.Random(seed)

@@ -539,3 +539,21 @@ def test_what_stopped_an_output_is_told(more, tokens, why):
     stream.extend(ids)
     stream.take()
     assert stream.stop_reason == why
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_special_tokens_are_shown_where_they_are_asked_for(name):
+    tokenizer = tokenizer_named(name)
+    dice = random.Random(name)
+    params = SamplingParams(max_new_tokens=30, skip_special_tokens=False)
+    for _ in range(40):
+        ids = [dice.choice((dice.randrange(len(tokenizer)), *tokenizer.all_special_ids)) for _ in range(40)]
+        stream = TextStream(tokenizer, ids[:10], params, frozenset())
+        parts = []
+        for token in ids[10:]:
+            stream.push(token)
+            parts.append(stream.take())
+        whole, shown = (tokenizer.decode(each, clean_up_tokenization_spaces=False) for each in (ids, ids[:10]))
+        while not whole.startswith(shown):
+            shown = shown[:-1]
+        assert "".join(parts) == whole.removeprefix(shown)

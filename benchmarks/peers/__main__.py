@@ -44,7 +44,7 @@ from benchmarks.peers import arctic, lade, own, pia, prompt_lookup
 from benchmarks.peers.environment import install, installed
 from benchmarks.peers.recipe import Peer
 from benchmarks.peers.rounds import FIRST_SEED, Rounds, Task, row_of, time_them
-from benchmarks.report.parts import markdown
+from benchmarks.report.parts import renew
 from benchmarks.report.steps import peers_table
 from lpr.config import InputError
 
@@ -240,22 +240,12 @@ def measure(options: PeersOptions, console: Console) -> dict[str, Any]:
     return run(options, console) if options.what == "run" else time_all(options, console)
 
 
-def renew(page: Path, result: dict[str, Any]) -> None:
-    """Put the result's table between the page's marks; raises InputError."""
-    text = page.read_text(encoding="utf-8")
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise InputError(f"{page} has no place for the table: {BEGIN} and {END}")
-    page.write_text(f"{before}{BEGIN}\n\n{markdown(peers_table(result))}\n\n{END}{after}", encoding="utf-8")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     try:
         options = read_options("peers", PeersOptions, arguments)
         if options.what == "table":
-            renew(DOCS, read_json(str(options.output)))
+            renew(DOCS, (BEGIN, END), [peers_table(read_json(str(options.output)))])
             return 0
     except InputError as error:
         print(f"benchmarks.peers: {error}", file=sys.stderr)

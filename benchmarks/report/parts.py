@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from lpr.config import InputError
 
 Json = dict[str, Any]
 
@@ -61,6 +64,18 @@ def markdown(table: Table) -> str:
     """A table for a page."""
     lines = [table.columns, ["---"] * len(table.columns), *table.rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def renew(page: Path, marks: tuple[str, str], tables: Sequence[Table]) -> None:
+    """Put tables between two marks of a page, each below its title if there are several; raises InputError."""
+    begin, end = marks
+    before, found, rest = page.read_text(encoding="utf-8").partition(begin)
+    _, ended, after = rest.partition(end)
+    if not found or not ended:
+        raise InputError(f"{page} has no place for the table: {begin} and {end}")
+    titles = [f"{table.title}:\n\n" if len(tables) > 1 else "" for table in tables]
+    middle = "\n\n".join(title + markdown(table) for title, table in zip(titles, tables, strict=True))
+    page.write_text(f"{before}{begin}\n\n{middle}\n\n{end}{after}", encoding="utf-8")
 
 
 Column = str | Callable[[Json], str]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from benchmarks.report import services, steps, times
 from benchmarks.report.parts import Json, Part, every_value
+from benchmarks.report.servers import servers
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,11 @@ SECTIONS = {
     ),
     "fleet": Section("Wall clock of real ranks", "Meshes of lp x tp; tokens are compared.", times.fleet, DATA),
     "serve": Section("The service under load", "Waiting times of clients, by load and setting.", services.serve, DATA),
+    "servers": Section(
+        "Servers", "lpr's server beside vLLM's and llama.cpp's: the same prompts, by turns, in one run. Warm: the "
+        "server has answered the same prompts before.",
+        servers, "--model FOLDER --vllm DIR --llama DIR",
+    ),
     "soak": Section("Soak", "Hostile clients next to well-formed requests.", services.soak, "--minutes 60 --lp 2"),
     "hostile": Section(
         "Hostile clients", "Each probe by itself, against one or several versions of the service.", services.hostile,

@@ -16,7 +16,7 @@ from lpr.cli.display import table
 from lpr.cli.plan_service import ServiceArgs
 from lpr.config import DecodeConfig, InputError, SamplingParams
 from lpr.planner.facts import DTYPE_SIZES, ModelFacts, Planned, facts_of, measured_values, preset_names, resolve
-from lpr.planner.footprint import RESERVED, Footprint, Mesh, footprint, meshes
+from lpr.planner.footprint import RESERVED, Footprint, Mesh, footprint, meshes, requests_at_once
 from lpr.planner.hardware import (
     DEFAULT_GPU,
     GIB,
@@ -60,6 +60,10 @@ class Args:
     """Longest prompt plus output, in tokens."""
     batch: int = 1
     """Sequences decoded in one step."""
+    request_tokens: int = 1024
+    """Prompt and output of a typical request, for the number of such requests that the KV cache holds at once."""
+    shared_tokens: int = 0
+    """Tokens that all of them begin with, whose K/V is held once."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto: the checkpoint's own."""
     window_size: int | None = None
@@ -98,6 +102,14 @@ class Plan:
     """By temperature, the requested one first, of the meshes that fit."""
     choice: Footprint | None
     reason: str
+    request_tokens: int
+    shared_tokens: int
+
+    def pool(self, row: Footprint) -> tuple[int, int]:
+        """Tokens of each rank's KV cache, and typical requests at once on all ranks."""
+        tokens, lp = row.pool_tokens(self.machine.gpu.memory), row.mesh.lp
+        ahead = self.decode.resolved(lp).evaluated_capacity(lp)
+        return tokens, lp * requests_at_once(tokens, self.request_tokens, self.shared_tokens, ahead)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -149,6 +161,9 @@ def make_plan(args: Args) -> Plan:
     """The plan that `args` ask for; raises InputError."""
     if args.context < 2:
         raise InputError(f"--context {args.context} leaves no room for a prompt token and an output token")
+    if not 0 <= args.shared_tokens <= args.request_tokens or args.request_tokens < 2:
+        flags = f"--request-tokens {args.request_tokens} and --shared-tokens {args.shared_tokens}"
+        raise InputError(f"{flags}: a request has 2 tokens or more, of which it shares some")
     shapes = meshes(args.gpus)
     SamplingParams(temperature=args.temperature)
     planned, facts, machine, dtype, given = asked_for(args)
@@ -166,7 +181,8 @@ def make_plan(args: Args) -> Plan:
     temperatures = args.temperature, 0.0 if args.temperature > 0 else 0.8
     predictions = {at: [predict(replace(asked, temperature=at), mesh) for mesh in fitting] for at in temperatures}
     choice, reason = recommend(rows, asked, predictions[args.temperature])
-    return Plan(planned, facts, decode, dtype, rows, machine, predictions, choice, reason)
+    tokens = args.request_tokens, args.shared_tokens
+    return Plan(planned, facts, decode, dtype, rows, machine, predictions, choice, reason, *tokens)
 
 
 def asked_for(args: Args) -> tuple[Planned, ModelFacts, Machine, str, dict[str, int]]:
@@ -225,8 +241,13 @@ def show(plan: Plan, console: Console) -> None:
         f"{gpu.bandwidth / 1e9:.0f} GB/s (data sheet), {plan.machine.network.inside.name}; {launch}"
     )
     columns = ["lp x tp", "weights", "K/V", "activ.", "spare", "lp: gathers, KiB", "tp: coll., MiB", "floor ms"]
+    columns += ["pool, tokens", "requests"]
     columns += ["greedy" if temperature == 0 else f"T {temperature:g}" for temperature in plan.predictions]
     console.print(table("per GPU (GiB), per step, and tokens/s", columns, [cells(plan, row) for row in plan.rows]))
+    what = f", the first {plan.shared_tokens} of them shared" if plan.shared_tokens else ""
+    console.print(
+        f"pool: K/V that each rank has room for; requests: how many of {plan.request_tokens} tokens{what} run at once"
+    )
     for row in plan.rows:
         if row.problem is not None:
             console.print(f"{row.mesh} is impossible: {row.problem}")
@@ -256,6 +277,7 @@ def cells(plan: Plan, row: Footprint) -> list[str]:
         f"{row.lp.num_collectives}, {row.lp.payload_bytes / 1024:.1f}",
         f"{row.tp.num_collectives}, {row.tp.payload_bytes / 2**20:.1f}",
         f"{row.step_bytes / plan.machine.gpu.bandwidth * 1e3:.2f}",
+        *(f"{each:,}" for each in plan.pool(row)),
         *(str(each.tokens_per_second) for each in rates(plan, row.mesh).values()),
     ]
 
@@ -268,6 +290,7 @@ def row_json(plan: Plan, row: Footprint) -> dict[str, Any]:
     gpu, sizes = plan.machine.gpu, asdict(row)
     found |= {"fits": row.fits(gpu.memory), "spare_bytes": gpu.memory - row.total_bytes}
     found |= {name: sizes[name] for name in ("weight_bytes", "kv_bytes", "activation_bytes", "step_bytes")}
+    found |= dict(zip(("pool_tokens", "requests_at_once"), plan.pool(row), strict=True))
     predicted = [
         {"temperature": at, **asdict(each.tokens_per_second), "tokens_per_step": each.tokens_per_step}
         for at, each in rates(plan, row.mesh).items()
@@ -291,6 +314,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "reserved_bytes": RESERVED,
         "context": plan.decode.max_length,
         "batch": plan.decode.max_batch_size,
+        "request_tokens": plan.request_tokens,
+        "shared_tokens": plan.shared_tokens,
         "nodes_per_rank": plan.decode.resolved().num_nodes,
         "meshes": [row_json(plan, row) for row in plan.rows],
         "recommended": None if plan.choice is None else asdict(plan.choice.mesh),

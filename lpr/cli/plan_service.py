@@ -107,7 +107,9 @@ def _kinds_of_mesh(mesh: Mesh, slots: list[int], workload: Workload, model: Mode
     typical = round(workload.shared_prefix + workload.prompt.typical + workload.output.typical / 2)
     for count in slots:
         decode = DecodeConfig(**{**model.decode, "max_batch_size": count, "max_length": workload.context})
-        if not footprint(model.facts, decode, mesh, workload.context, size).fits(model.machine.gpu.memory):
+        memory = model.machine.gpu.memory
+        row = footprint(model.facts, decode, mesh, workload.context, size, num_full=1)
+        if not row.fits(memory):
             continue
         setting = Setting(model.facts, model.machine, read_measured(measured_values()), typical, size, None)
         times = predicted_times(setting, mesh, count, workload.context)
@@ -115,18 +117,22 @@ def _kinds_of_mesh(mesh: Mesh, slots: list[int], workload: Workload, model: Mode
             points = measured_points(workload.tokens_per_step, count)
         else:
             points = predicted_points(setting, mesh, times, list(map(float, workload.temperature)), count)
-        yield Kind(mesh, limits_of(mesh.lp, count, decode), times, points)
+        yield Kind(mesh, limits_of(mesh.lp, count, decode, row.pool_tokens(memory)), times, points)
 
 
-def limits_of(num_ranks: int, num_slots: int, decode: DecodeConfig) -> Limits[SimRequest]:
-    """The scheduler's limits, as the engine sets them."""
+def limits_of(
+    num_ranks: int, num_slots: int, decode: DecodeConfig, pool_tokens: int | None = None
+) -> Limits[SimRequest]:
+    """The scheduler's limits, as the engine sets them; without `pool_tokens` every slot has room for a full context."""
     num_ahead = decode.max_nodes * num_ranks
     limits = Limits[SimRequest](
         num_slots, num_ranks, decode.prefill_chunk, decode.max_nodes, True, most_homes=num_ranks, num_ahead=num_ahead
     )
     if decode.max_length is None:
         return limits
-    return replace(limits, num_pages=num_slots * -(-(decode.max_length + num_ahead) // PAGE_SIZE))
+    full = -(-(decode.max_length + num_ahead) // PAGE_SIZE)
+    num_pages = num_slots * full if pool_tokens is None else max(full, pool_tokens // PAGE_SIZE)
+    return replace(limits, num_pages=num_pages)
 
 
 def plan_service(args: ServiceArgs, workload: Workload, kinds: list[Kind], console: Console) -> list[Answer]:

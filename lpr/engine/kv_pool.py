@@ -55,6 +55,9 @@ class PoolNeeds:
 
     def num_pages(self) -> int:
         """Pages that this rank has room for; raises InputError."""
+        if not self.bytes_per_token:  # without attention: pages cost nothing
+            length = self.decode.max_length or min(self.longest or DEFAULT_LENGTH, DEFAULT_LENGTH)
+            return -(-self.decode.max_batch_size * (length + self.num_ahead) // self.page_size)
         share = self.kv_memory if self.kv_memory is not None else GPU_SHARE if self.on_gpu else None
         if share is not None and not 0 < share < float("inf"):
             raise InputError(f"kv_memory={share} must be above 0: up to 1 a share of the free memory, above it bytes")
@@ -108,14 +111,14 @@ def given_size(needs: PoolNeeds, num_pages: int) -> PoolSize:
 
 def num_host_pages(swap_space: float | None, free: int | None, page_bytes: int) -> int:
     """Pages in a rank's host memory, of which `free` bytes are free (None: unknown); raises InputError."""
-    wanted = int((SWAP_GIB if swap_space is None else swap_space) * 2**30) if swap_space != math.inf else -1
-    if not wanted >= 0:
+    if swap_space is not None and not 0 <= swap_space < math.inf:
         raise InputError(f"swap_space={swap_space} must be a number of GiB, 0 or more")
+    wanted = int((SWAP_GIB if swap_space is None else swap_space) * 2**30)
     if swap_space is None and free is not None:
         wanted = min(wanted, int(free * SWAP_SHARE))
     elif free is not None and wanted > free:
         raise InputError(f"swap_space={swap_space:g} GiB: {_size(free)} of host memory are free")
-    return max(0, wanted) // page_bytes
+    return wanted // page_bytes if page_bytes else 0  # no layer has K/V
 
 
 def is_swap_faster(swap_ms: float, times: StepTimes | None, page_size: int, prefill_chunk: int) -> bool:
@@ -128,6 +131,8 @@ def is_swap_faster(swap_ms: float, times: StepTimes | None, page_size: int, pref
 
 def usable_tokens(free: int, bytes_per_token: int) -> int:
     """Tokens whose K/V fits into `free` bytes, with a reserve for the activations of a step."""
+    if not bytes_per_token:  # a model without attention
+        return 1 << 40
     return int(free * (1 - RESERVE)) // bytes_per_token
 
 

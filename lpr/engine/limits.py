@@ -34,6 +34,7 @@ class Schedulable(Protocol):
 
     tokens: list[int]
     """Prompt and output so far."""
+    num_prompt: int
     tenant: str
     """K/V is shared among requests of one tenant only."""
     share: str
@@ -94,9 +95,13 @@ class Targets(Generic[R]):
         """Advance the clock by a step in which ranks evaluated `loads` tokens, of `num_rows` sequences at most."""
         self.now += self.times().time(max(1, *loads), max(1, num_rows), longest)
 
-    def is_lost(self, request: R) -> bool:
-        """True if a waiting request misses its first token's target even if it begins now."""
-        took = self.times().time(len(request.tokens), 1, len(request.tokens))
+    def is_lost(self, request: R, num_lacking: int | None = None) -> bool:
+        """True if a waiting request misses its first token's target even if it begins now.
+
+        It has to compute `num_lacking` tokens; default: all of its own.
+        """
+        length = len(request.tokens)
+        took = self.times().time(length if num_lacking is None else num_lacking, 1, length)
         return self.now + took > request.arrived_ms + self.first_token_ms
 
     def token_ms(self, request: R, batch: int, width: int) -> float:
@@ -115,16 +120,25 @@ class Targets(Generic[R]):
             return True
         return all(self.token_ms(each, batch, width) <= self.per_token_ms for each in requests)
 
-    def chunk(self, decoding: Sequence[R], least: int, most: int) -> int:
-        """Tokens of prompts per step, from `least` to `most`, that leave `decoding` requests their time per token."""
+    def chunk(self, decoding: Sequence[R], least: int, most: int, num_cached: int = 0) -> int:
+        """Tokens of prompts per step, from `least` to `most`, that leave `decoding` requests their time per token.
+
+        `num_cached` tokens are in front of them: far into a long prompt, attention makes each token dearer.
+        """
         if not decoding or self.per_token_ms == math.inf:
             return most
         longest = max(len(each.tokens) for each in decoding)
         stats = [each.stats for each in decoding]
         nodes = sum(each.num_nodes / each.num_steps if each.num_steps else 1.0 for each in stats)
         slowest = min(each.num_tokens / each.num_steps if each.num_steps else 1.0 for each in stats)
-        times = self.times()
-        while most > least and times.time(nodes + most, len(decoding), longest) > self.per_token_ms * slowest:
+        times, limit = self.times(), self.per_token_ms * slowest
+
+        def milliseconds(count: int) -> float:
+            together = times.time(nodes + count, len(decoding), longest)
+            far = times.time(count, 1, num_cached + count) - times.time(count, 1)
+            return together + max(0.0, far)
+
+        while most > least and milliseconds(most) > limit:
             most = max(least, most // 2)
         return most
 
@@ -157,6 +171,8 @@ class Limits(Generic[R]):
     """Tokens of a page."""
     num_host_pages: int = 0
     """Pages of each rank in host memory; 0 if what is preempted is computed again."""
+    num_snapshots: int | None = None
+    """Snapshots of recurrent states on each rank (lpr.engine.state_snapshots); None: the model has no such states."""
     num_ahead: int = 0
     """Rows behind its tokens that a decoding request needs for a step's tree."""
 

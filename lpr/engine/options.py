@@ -18,7 +18,8 @@ class EngineOptions:
     revision: str | None = None
     """Branch, tag or commit of the model on the hub. A commit is always the same files; default: the main branch."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """auto: the checkpoint's own on a GPU, float32 on a CPU."""
+    """auto: the checkpoint's own on a GPU, and on a CPU that multiplies bfloat16 (AVX-512 BF16, AMX), if it is that and
+    the model has 50 million parameters or more; else float32."""
     device: str | None = None
     """cpu, cuda or cuda:N. Default: a GPU if there is one."""
     attention: Literal["auto", "sdpa", "triton", "native"] = "auto"

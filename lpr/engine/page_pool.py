@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import islice
 
+from lpr.engine.state_snapshots import Snapshots, StateCopy
+
 MOST_COMPARED = 64
 """Pages behind a common prefix, the latest ones, that are compared token by token with a new prompt."""
 NOWHERE = -1
@@ -52,8 +54,8 @@ class PageIn:
     page: int
 
 
-PageMove = PageCopy | PageClear | PageOut | PageIn
-"""What is to be done to the pages of a rank before the next step, in the order of decision."""
+PageMove = PageCopy | PageClear | PageOut | PageIn | StateCopy
+"""What is to be done to the pages and states of a rank before the next step, in the order of decision."""
 
 
 @dataclass(eq=False)
@@ -140,12 +142,16 @@ class PagePool:
         """Per page: 1 if it is kept for a table that may grow into it, as long as there are others."""
         self._roots: dict[str, Node] = {}
         self._unused, self._last_in_host = LeastRecent(num_pages, False), LeastRecent(num_host_pages, True)
-        self._host_free = list(reversed(range(num_host_pages)))
+        self._host_free: list[int] = []
+        """Pages of host memory that were given back; beyond `_num_host_begun` none has been used."""
+        self._num_host_begun = 0
         self._clock = 0
         self.num_cached_tokens = 0
         """Tokens in the tree, those in host memory included."""
         self.num_out = self.num_in = 0
         """Pages that have gone to host memory, and that have come back."""
+        self.snapshots: Snapshots | None = None
+        """Of a model with recurrent states, whose pages are of use only as far as there is one."""
         self.moves: list[PageMove] = []
         """What is to be done before the next step."""
 
@@ -162,7 +168,7 @@ class PagePool:
     @property
     def num_swapped_pages(self) -> int:
         """Pages in host memory."""
-        return self.num_host_pages - len(self._host_free)
+        return self._num_host_begun - len(self._host_free)
 
     @property
     def roots(self) -> list[Node]:
@@ -314,6 +320,8 @@ class PagePool:
         for each in dropped:
             dropped += each.children.values()
             each.parent = None
+            if self.snapshots is not None:
+                self.snapshots.drop(each)
             self.num_cached_tokens -= len(each.tokens)
             if each.is_resident:
                 self._free(each.page)
@@ -343,6 +351,15 @@ class PagePool:
         node.page, node.host_page = page, NOWHERE
         node.parent.num_resident += 1
 
+    def _take_in_host(self) -> int | None:
+        """A page of host memory; None if there is none."""
+        if not self._host_free and self._num_host_begun < self.num_host_pages:
+            self._num_host_begun += 1
+            return self._num_host_begun - 1
+        if not self._host_free and (oldest := self._last_in_host.pop()) is not None:
+            self.drop(oldest)
+        return self._host_free.pop() if self._host_free else None
+
     def _evict(self) -> None:
         """Free the page of the least recently used node, which goes to host memory if there is any."""
         node = self._unused.pop()
@@ -350,12 +367,11 @@ class PagePool:
             raise IndexError("no page is left")
         parent = node.parent
         assert parent is not None
-        if self.num_host_pages and not self._host_free and (oldest := self._last_in_host.pop()) is not None:
-            self.drop(oldest)
-        if not self._host_free:
+        host_page = self._take_in_host()
+        if host_page is None:
             self.drop(node)
             return
-        node.host_page = self._host_free.pop()
+        node.host_page = host_page
         self.moves.append(PageOut(node.page, node.host_page))
         self.num_out += 1
         self._free(node.page)

@@ -15,6 +15,7 @@ from typing import Generic
 
 from lpr.engine.limits import R
 from lpr.engine.page_pool import Node, PageClear, PagePool
+from lpr.engine.state_snapshots import Snapshots, StateCopy, border
 
 
 @dataclass(eq=False)
@@ -40,16 +41,30 @@ class Table:
 class RankPages(Generic[R]):
     """The block tables of the requests that one rank serves."""
 
-    def __init__(self, rank: int, num_slots: int, pool: PagePool, retains: bool = True) -> None:
-        """For up to `num_slots` running requests. With `retains`, requests share pages."""
+    def __init__(
+        self, rank: int, num_slots: int, pool: PagePool, retains: bool = True, num_snapshots: int | None = None
+    ) -> None:
+        """For up to `num_slots` running requests. With `retains`, requests share pages.
+
+        `num_snapshots` is of a model with recurrent states (lpr.engine.state_snapshots), None for one without.
+        """
         self.rank, self.num_slots, self.pool, self.retains = rank, num_slots, pool, retains
         self.running: list[R] = []
         """By slot, which is a request's place in the batch."""
         self._tables: list[Table] = []
+        self._num_snapshots = num_snapshots
+        self._begin_snapshots()
+
+    def _begin_snapshots(self) -> None:
+        if self._num_snapshots is not None:
+            self.pool.snapshots = Snapshots(self.num_slots, self._num_snapshots)
 
     def resume(self, requests: Sequence[R], tables: Sequence[Sequence[int]]) -> None:
         """Begin again with these requests, by slot, and their pages; nothing else is known, until `register`."""
+        states = [move for move in self.pool.moves if isinstance(move, StateCopy)]  # of slots, which stay
         pool = self.pool = PagePool(self.pool.num_pages, self.pool.page_size, self.pool.num_host_pages)
+        pool.moves += states
+        self._begin_snapshots()
         self.running, self._tables = list(requests), []
         for pages in tables:
             pool.claim(pages)
@@ -80,6 +95,10 @@ class RankPages(Generic[R]):
         """Leading tokens of a request whose K/V is on this rank, in its own pages or in any that it may share."""
         if request.slots[self.rank] >= 0:
             return request.num_computed_tokens[self.rank]
+        return self.known(request)
+
+    def known(self, request: R) -> int:
+        """Leading tokens of a request that does not run whose K/V it would find here."""
         nodes, _, length = self._match(request)
         return len(nodes) * self.pool.page_size + length
 
@@ -99,6 +118,8 @@ class RankPages(Generic[R]):
     def enter(self, request: R) -> int:
         """Give a request the next slot, and the pages that begin as it does; returns the tokens whose K/V they hold."""
         nodes, partial, length = self._match(request)
+        if self.pool.snapshots is not None:
+            nodes, partial, length = self._begin_states(nodes, partial, length)
         table = Table(self.pool.root(request.tenant))
         request.slots[self.rank] = len(self.running)
         self.running.append(request)
@@ -107,10 +128,16 @@ class RankPages(Generic[R]):
         for node in resident:
             self._share(table, node)
         if swapped := nodes[len(resident) :]:
+            keeps = partial if self.pool.snapshots is not None else None
+            if keeps is not None:
+                keeps.num_users += 1
             self.pool.load(swapped, table.pages[-1] if table.pages else None)
             table.pages += [node.page for node in swapped]
             table.nodes += swapped
-            _, partial, length = self._match(request)  # the page that begins the rest may have been taken for them
+            if keeps is not None:
+                keeps.num_users -= 1
+            else:
+                _, partial, length = self._match(request)  # the page that begins the rest may have been taken for them
         num_held = len(nodes) * self.pool.page_size
         if partial is not None:
             page = self.pool.copy(partial, length, table.pages[-1] if table.pages else None)
@@ -118,6 +145,18 @@ class RankPages(Generic[R]):
                 table.pages.append(page)
                 num_held += length
         return num_held
+
+    def _begin_states(
+        self, nodes: list[Node], partial: Node | None, length: int
+    ) -> tuple[list[Node], Node | None, int]:
+        """Let the next slot have the states behind what `_match` has found; nothing is found without pages for it."""
+        assert self.pool.snapshots is not None
+        last = partial or (nodes[-1] if nodes else None)
+        taken = sum(not node.num_users for node in [*nodes, *([partial] if partial is not None else [])])
+        if last is None or self.pool.num_available < taken + (partial is not None):
+            return [], None, 0
+        self.pool.moves.append(StateCopy(self.pool.snapshots.place(last), len(self.running)))
+        return nodes, partial, length
 
     def reserve(self, request: R, num_tokens: int) -> bool:
         """Give a request pages for its first `num_tokens` tokens; False, and no page, if there are too few."""
@@ -138,7 +177,8 @@ class RankPages(Generic[R]):
     def follow(self, request: R, num_computed: int) -> int:
         """Share pages that others have computed meanwhile; the leading tokens whose K/V a request has then."""
         size, table, tokens = self.pool.page_size, self.table(request), request.tokens
-        while self.retains and num_computed == len(table.nodes) * size and num_computed + size < len(tokens):
+        shares = self.retains and self.pool.snapshots is None
+        while shares and num_computed == len(table.nodes) * size and num_computed + size < len(tokens):
             child = table.last.children.get(tuple(tokens[num_computed : num_computed + size]))
             if child is None or not child.is_resident:
                 break
@@ -150,12 +190,15 @@ class RankPages(Generic[R]):
         """The node before the page that a request fills next, and that page's tokens; None within a page."""
         table, size = self.table(request), self.pool.page_size
         start = len(table.nodes) * size
-        if not self.retains or request.num_computed_tokens[self.rank] != start:
+        if not self.retains or self.pool.snapshots is not None or request.num_computed_tokens[self.rank] != start:
             return None
         return table.last, tuple(request.tokens[start : start + size])
 
     def register(self, request: R, num_computed: int) -> None:
-        """Let others share the pages that a request has filled with `num_computed` tokens."""
+        """Let others share the pages that a request has filled with `num_computed` tokens.
+
+        Its states are kept where its prompt's last full page ends.
+        """
         table, size = self.table(request), self.pool.page_size
         while self.retains and (len(table.nodes) + 1) * size <= num_computed:
             start = len(table.nodes) * size
@@ -168,6 +211,15 @@ class RankPages(Generic[R]):
                 table.nodes.append(known)
             else:
                 table.nodes.append(self.pool.insert(table.last, tokens, table.pages[len(table.nodes)]))
+        keeps_states = self.pool.snapshots is not None
+        if keeps_states and 0 < num_computed == len(table.nodes) * size == border(request.num_prompt, size):
+            self._keep_states(request, table.last)
+
+    def _keep_states(self, request: R, node: Node) -> None:
+        """Make a snapshot of a request's states at a node, behind which they are."""
+        place = self.pool.snapshots.take(node) if self.pool.snapshots is not None else None
+        if place is not None:
+            self.pool.moves.append(StateCopy(request.slots[self.rank], place))
 
     def leave(self, request: R, keep: bool = True) -> None:
         """Take the slot from a request; the last request gets it. With `keep`, its tokens and K/V stay known.
@@ -181,8 +233,12 @@ class RankPages(Generic[R]):
             self.register(request, num_computed)
             own = table.pages[len(table.nodes) :]
             tail = tuple(request.tokens[len(table.nodes) * pool.page_size : num_computed])
-            if tail and not table.last.knows(tail):
+            is_new = not table.last.knows(tail) if pool.snapshots is None else tail not in table.last.children
+            if tail and is_new:
                 table.nodes.append(pool.insert(table.last, tail, own.pop(0)))
+            # Where a request ended within an accepted path, its states are behind its tokens.
+            if pool.snapshots is not None and 0 < num_computed <= len(request.tokens):
+                self._keep_states(request, table.last if is_new else table.last.children[tail])
         for page in own:
             pool.give_back(page)
         pool.release(table.nodes)
@@ -196,6 +252,8 @@ class RankPages(Generic[R]):
         last, last_table = self.running.pop(), self._tables.pop()
         last_table.is_known = last_table.is_known and last is request
         if last is not request:
+            if pool.snapshots is not None:
+                pool.moves.append(StateCopy(last.slots[self.rank], slot))
             last.slots[self.rank], self.running[slot], self._tables[slot] = slot, last, last_table
         request.slots[self.rank] = -1
         if not keep:
@@ -209,7 +267,11 @@ class RankPages(Generic[R]):
         """As PagePool.match; the root of the request's tree is evaluated in any case."""
         if not self.retains:
             return [], None, 0
-        return self.pool.match(self.pool.root(request.tenant), request.tokens, len(request.tokens) - 1)
+        root, tokens, most = self.pool.root(request.tenant), request.tokens, len(request.tokens) - 1
+        found = self.pool.match(root, tokens, most)
+        if self.pool.snapshots is None:
+            return found
+        return self.pool.snapshots.longest(root, found[0], tokens, most, self.pool.page_size)
 
     def _extend(self, table: Table, count: int, after: int | None) -> None:
         table.is_known = False

@@ -45,7 +45,8 @@ class Placement(Generic[R]):
         limits = self.limits
         sizes = limits.num_pages, limits.page_size, limits.num_host_pages
         return [
-            RankPages(rank, limits.num_slots, PagePool(*sizes), limits.retains) for rank in range(limits.num_ranks)
+            RankPages(rank, limits.num_slots, PagePool(*sizes), limits.retains, limits.num_snapshots)
+            for rank in range(limits.num_ranks)
         ]
 
     @property
@@ -98,6 +99,10 @@ class Placement(Generic[R]):
         request.slots, request.homes = [-1] * self.limits.num_ranks, []
         *wanted, own = self._choose([*self.running, request])
         return own, wanted
+
+    def num_lacking(self, request: R) -> int:
+        """Tokens that a waiting request would have to compute on the rank that knows most of it."""
+        return len(request.tokens) - max(pages.known(request) for pages in self._pages)
 
     def admit(self, request: R, own: Sequence[int], wanted: Sequence[list[int]]) -> list[int] | None:
         """Let a request run on its planned ranks, once others have left them.
@@ -237,10 +242,13 @@ class Placement(Generic[R]):
             for rank in range(self.limits.num_ranks):
                 if request.slots[rank] < 0 or rank in wanted or (rank in request.homes and not is_served):
                     continue
-                self._pages[rank].leave(request)
-                _count(request, rank, 0)
-                request.homes = [home for home in request.homes if home != rank]
-                self._sign(rank, *request.homes)
+                self._leave(request, rank)
+
+    def _leave(self, request: R, rank: int) -> None:
+        self._pages[rank].leave(request)
+        _count(request, rank, 0)
+        request.homes = [home for home in request.homes if home != rank]
+        self._sign(rank, *request.homes)
 
     def _give_back(self, request: R, keep: bool) -> None:
         for rank, pages in enumerate(self._pages):
@@ -272,13 +280,21 @@ class Placement(Generic[R]):
                 found.append((rank, *key))
         return found
 
-    def reserve(self, request: R, counts: Sequence[int]) -> bool:
-        """Give a request pages for the first `counts` rows on each rank that has it; False if some rank has too few."""
-        return all(
-            pages.reserve(request, count)
-            for pages, slot, count in zip(self._pages, request.slots, counts, strict=True)
-            if slot >= 0
-        )
+    def reserve(self, request: R, counts: Sequence[int]) -> int | None:
+        """Give a request pages for the first `counts` rows on each rank that has it; a rank with too few, if any."""
+        for rank, (pages, count) in enumerate(zip(self._pages, counts, strict=True)):
+            if request.slots[rank] >= 0 and not pages.reserve(request, count):
+                return rank
+        return None
+
+    def withdraw(self, request: R, rank: int) -> bool:
+        """Take a request from a rank if another one serves it; it does not come back before the next review."""
+        if not self.limits.is_elastic or set(request.homes) <= {rank}:
+            return False
+        index, others = self.running.index(request), [home for home in request.homes if home != rank]
+        self.wanted[index] = [each for each in self.wanted[index] if each != rank] or others
+        self._leave(request, rank)
+        return True
 
     def register(self) -> None:
         """Let requests share what the last step has computed."""

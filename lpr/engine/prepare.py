@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
@@ -14,12 +15,15 @@ from lpr.core.step_times import StepTimes
 from lpr.dist.comm import Comm, agree, is_alone, is_driver
 from lpr.engine.exchange import check_replica, common_heights
 from lpr.engine.options import EngineOptions, load_step_times
+from lpr.model.cpu.accelerate import accelerate
 from lpr.model.kv_cache import KVCache
 from lpr.model.loader import Loaded, model_digest, tokenizer_digest
 from lpr.model.packing import pack_projections
 from lpr.model.parallel import vocabulary_part
 from lpr.model.runner import SharedWeights, TreeModel
 from lpr.model.self_check import check_compiled, self_check
+
+logger = logging.getLogger(__name__)
 
 _KIND = "kind of processor or version of torch (exact mode needs one of all ranks)"
 _THREADS = "number of threads (exact mode needs one of all ranks)"
@@ -42,11 +46,15 @@ def prepare(
         shared = SharedWeights(partial(check_replica, comm), partial(common_heights, comm), part)
     model = TreeModel(loaded.model, options.attention, options.graphs, options.exact, shared)
     failure, costs, like = None, None, None
+    facts, replica_facts = {}, {}
+    is_compared = not is_alone(comm) or comm.membership is not None
+    if is_compared:
+        replica_facts["model"] = model_digest(loaded.model)
     try:
         compiles = _compiles(model, loaded, options, comm)
         if compiles:
             pack_projections(loaded.model)
-        like = self_check(model)
+        like = _accelerated(model) if _is_accelerated(model, loaded, comm) else self_check(model)
         model.sampler.check_part(model.adapter)
         if compiles:  # a failure leaves steps as they were, if `options` do not ask for compiling
             model.compile()
@@ -59,12 +67,10 @@ def prepare(
             costs = load_step_times(options.costs) if isinstance(options.costs, Path) else options.costs
     except InputError as error:
         failure = str(error)
-    facts, replica_facts = {}, {}
-    if not is_alone(comm) or comm.membership is not None:
+    if is_compared:
         facts["configuration"] = digest_of(repr((decode, options.exact)))
         facts["tokenizer"] = tokenizer_digest(loaded.tokenizer)
         facts["form of a batch (packed or padded)"] = int(model.packed)
-        replica_facts["model"] = model_digest(loaded.model)
         for name, value in _machine(model, options).items():
             (replica_facts if name == _KERNELS else facts)[name] = value
     agree(comm, failure, facts, replica_facts)
@@ -81,6 +87,24 @@ def longest_sequence(loaded: Loaded, decode: DecodeConfig) -> int | None:
         why = f" ({reason})" if reason else ""
         raise InputError(f"max_length={decode.max_length} exceeds the model's {most} positions{why}")
     return decode.max_length or most
+
+
+def _is_accelerated(model: TreeModel, loaded: Loaded, comm: Comm) -> bool:
+    """True for a whole model on a CPU that nobody else holds: its weights are laid out anew."""
+    return model.device.type == "cpu" and loaded.is_ours and comm.tp_mesh is None
+
+
+def _accelerated(model: TreeModel) -> KVCache:
+    """Accelerate the model and check it; what the check refuses is evaluated by transformers' own modules."""
+    found = accelerate(model.model)
+    logger.info("on the CPU: %s", found.counts)
+    try:
+        return self_check(model)
+    except InputError as refused:
+        found.undo()
+        like = self_check(model)
+        logger.warning("the faster modules do not fit this model, using transformers' own: %s", refused)
+        return like
 
 
 def _compiles(model: TreeModel, loaded: Loaded, options: EngineOptions, comm: Comm) -> bool:

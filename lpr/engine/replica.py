@@ -15,7 +15,7 @@ from typing import cast
 import msgspec
 import torch
 
-from lpr.config import PAGE_SIZE, DecodeConfig, TreeSizes
+from lpr.config import PAGE_SIZE, DecodeConfig, InputError, TreeSizes
 from lpr.core.step_times import StepTimes
 from lpr.dist.comm import Comm, agree, is_alone, is_driver
 from lpr.dist.errors import MeshChangedError
@@ -41,6 +41,7 @@ from lpr.engine.request import Outcome, Request
 from lpr.engine.requests import RequestTable
 from lpr.engine.scheduler import Schedule, Scheduler
 from lpr.engine.sizing import Sizer, resolve_sizes
+from lpr.engine.state_snapshots import SNAPSHOTS_PER_SLOT, StateCopy
 from lpr.engine.step import StepPlan, StepResult, decode_step
 from lpr.engine.times_file import StartTimes
 from lpr.model.loader import Loaded
@@ -218,6 +219,8 @@ class Replica:
                     cache.clear([move.page])
                 case PageOut():
                     cache.swap_out(move.page, move.host_page)
+                case StateCopy():
+                    cache.states.copy(move.source, move.target)
                 case PageIn():
                     cache.swap_in(move.host_page, move.page)
         for slot, pages in self.scheduler.placement.take_tables(rank):
@@ -274,12 +277,17 @@ class Replica:
             free=self.model.free_bytes(self.comm.num_sharing),
             on_gpu=self.model.device.type == "cuda",
         )
+        num_snapshots = SNAPSHOTS_PER_SLOT * decode.max_batch_size if self.options.prefix_reuse else 0
+        if needs.free is not None:
+            places = decode.max_batch_size + num_snapshots
+            needs = replace(needs, free=max(0, needs.free - places * self.like.states.bytes_per_place))
         size = common_size(needs, comm) if given is None else given_size(needs, given.num_pages)
         self.max_length = size.max_length
         num_slots = min(decode.max_batch_size, size.num_pages)
         limits = Limits[Request](num_slots, self.comm.size, decode.prefill_chunk, sizes.num_nodes, *how)
         limits = replace(limits, num_pages=size.num_pages, num_ahead=num_ahead)
-        self.model.allocate(num_slots, self.max_length, num_ahead, self.like, size.num_pages)
+        limits.num_snapshots = num_snapshots if self.like.has_states else None
+        self.model.allocate(num_slots, self.max_length, num_ahead, self.like, size.num_pages, num_snapshots)
         limits.num_host_pages = given.num_host_pages if given is not None else self._host_pages(needs, times, comm)
         self.scheduler = Scheduler(limits)
         self._fit_mesh(times)
@@ -288,6 +296,8 @@ class Replica:
     def _host_pages(self, needs: PoolNeeds, times: StepTimes | None, comm: Comm) -> int:
         """Pages in host memory that all ranks have room for; 0 if computing K/V again is faster on one of them."""
         assert self.model.cache is not None
+        if not needs.bytes_per_token:
+            return 0
         failure, count = None, 0
         try:
             free = self.model.free_host_bytes(comm.num_sharing)

@@ -14,6 +14,7 @@ from typing import Generic
 from lpr.engine.limits import Limits, R, Schedulable
 from lpr.engine.page_pool import Node, PageMove
 from lpr.engine.placement import Placement
+from lpr.engine.state_snapshots import border
 from lpr.engine.waiting import Entry, Waiting
 
 MANY = 8
@@ -121,7 +122,7 @@ class Scheduler(Generic[R]):
         targets = self.limits.targets
         if len(self.running) >= self.capacity:
             return None
-        request = self.waiting.first(targets.is_lost if targets is not None else None)
+        request = self.waiting.first(self._is_lost if targets is not None else None)
         if request is None:
             return None
         own, wanted = self.placement.plan(request)
@@ -145,6 +146,12 @@ class Scheduler(Generic[R]):
         request.num_preempted_tokens = 0
         return request, computed
 
+    def _is_lost(self, request: R) -> bool:
+        """True if a waiting request misses its target although it finds what the prefix cache has."""
+        targets = self.limits.targets
+        assert targets is not None
+        return targets.is_lost(request) and targets.is_lost(request, self.placement.num_lacking(request))
+
     def schedule(self) -> Schedule[R]:
         """What the running requests do in the next step.
 
@@ -167,18 +174,22 @@ class Scheduler(Generic[R]):
         filling: list[Fill[R]] = []
         for request, wanted in zip(self.running, self.placement.wanted, strict=True):
             counts, most = [0] * limits.num_ranks, limits.prefill_chunk
+            stop = border(request.num_prompt, limits.page_size) if limits.num_snapshots else 0
+            # A long prompt stops where its states are kept.
+            stops = limits.longest_chain < stop > min(request.num_computed_tokens[rank] for rank in request.homes)
             pages = self.placement.next_pages(request) if request.num_pending - 1 > limits.longest_chain else []
             if not begun.isdisjoint(pages):
                 continue
             begun.update(pages)
-            if request.num_pending - 1 <= limits.longest_chain or (
-                fill(request, request.homes, counts, room, most) == 0
+            if (request.num_pending - 1 <= limits.longest_chain and not stops) or (
+                fill(request, request.homes, counts, room, most, stop) == 0
+                and not stops
                 and (limits.packed or self.placement.is_alone(request))  # it ends here, and a tree may follow
             ):
                 decoding.append(request)
                 counts, most = [0] * limits.num_ranks, limits.joining
             if len(request.homes) < len(wanted):
-                fill(request, [rank for rank in wanted if rank not in request.homes], counts, room, most)
+                fill(request, [rank for rank in wanted if rank not in request.homes], counts, room, most, stop)
             if any(counts):
                 filling.append((request, counts))
         if filling and not limits.packed:
@@ -190,13 +201,20 @@ class Scheduler(Generic[R]):
     def _reserve(self) -> list[R]:
         """Give running requests the pages of the next step, the first admitted first; returns the preempted ones.
 
-        Where pages run out, the last admitted request gives its own back and waits again, before all others.
+        Where a rank's pages run out, the last admitted request there that other ranks serve, too, leaves it. Without
+        such a one, the last admitted gives its pages back on all ranks and waits again, before all others.
         """
         preempted: list[R] = []
         order = sorted(self.running, key=lambda request: request.admission)
         for request in order:
-            while request not in preempted and not self.placement.reserve(request, self._wanted_rows(request)):
-                victim = next(each for each in reversed(order) if each not in preempted)
+            while request not in preempted:
+                rank = self.placement.reserve(request, self._wanted_rows(request))
+                if rank is None:
+                    break
+                there = [each for each in reversed(order) if each not in preempted and each.slots[rank] >= 0]
+                if any(self.placement.withdraw(each, rank) for each in there):
+                    continue
+                victim = there[0]
                 victim.num_preempted_tokens = len(victim.tokens) - victim.num_pending
                 self.placement.remove(victim, keep=True)
                 preempted.append(victim)
@@ -258,18 +276,25 @@ def rooms(running: Sequence[R], limits: Limits[R]) -> list[int]:
             most = min(most, max(limits.joining, total // limits.num_ranks))
         if targets is not None:  # the step is as long for those that decode on other ranks
             decoding = [request for request, count in zip(running, long, strict=True) if not count]
-            most = targets.chunk(decoding, min(most, limits.joining), most)
+            cached = [min(each.num_computed_tokens[rank] for rank in each.homes)
+                      for each, count in zip(running, long, strict=True) if count]  # fmt: skip
+            most = targets.chunk(decoding, min(most, limits.joining, limits.page_size), most, max(cached))
     return [most] * limits.num_ranks
 
 
-def fill(request: Schedulable, ranks: Sequence[int], counts: list[int], room: list[int], most: int) -> int:
-    """Take room for up to `most` tokens of the pending chain on some ranks; returns what the worst still lacks."""
+def fill(
+    request: Schedulable, ranks: Sequence[int], counts: list[int], room: list[int], most: int, stop: int = 0
+) -> int:
+    """Take room for up to `most` tokens of the pending chain on some ranks; returns what the worst still lacks.
+
+    No piece goes on beyond the first `stop` tokens.
+    """
     computed, above, left = request.num_computed_tokens, len(request.tokens) - 1, 0
     for rank in ranks:
         if request.slots[rank] < 0:
             continue
         lacking = above - computed[rank]
-        counts[rank] = min(lacking, room[rank], most)
+        counts[rank] = min(lacking, room[rank], most, stop - computed[rank] if computed[rank] < stop else lacking)
         room[rank] -= counts[rank]
         left = max(left, lacking - counts[rank])
     return left

@@ -39,7 +39,9 @@ FEWEST_NODES = 16
 """Least nodes per rank of automatic sizes: a draft that is sure of itself pays almost anywhere."""
 ROUNDS = 4
 """Times that each number of nodes is timed."""
-LONGEST = 1.0
+ENOUGH = 1.2
+"""Seconds, per batch size, after which no further round begins: steps correct what is measured."""
+LONGEST = 0.5
 """Seconds of the first round, per cached length, after which no larger tree is tried."""
 STEEPEST = 8.0
 """No larger tree is tried after one that takes this many times as long as a single token."""
@@ -208,6 +210,8 @@ def _measure_rows(
     spent = 0.0
     _time_once(model, batch, batch, lengths[0])  # the first forward of all sets libraries up
     for number in range(ROUNDS):
+        if spent > ENOUGH * 1e3:
+            break
         for kv in lengths:
             round_began = spent
             for index, count in enumerate(sizes[kv]):

@@ -8,6 +8,7 @@ tokens whose K/V the rank lacks, and it is longer or shorter.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -60,7 +61,10 @@ def decode_step(plan: StepPlan, model: TreeModel, exchange: Exchange, budgets: B
     draft = draft_trees(plan, exchange, budgets, min(plan.sizes.num_recycled, model.vocab_size))
     rows = shard_rows(plan.decoding, draft)
     hooks.end_phase("draft")
-    results = forward(plan, model, draft, rows)
+    fills = [
+        fill_row(request, counts[draft.rank], draft.rank) for request, counts in plan.filling if counts[draft.rank]
+    ]
+    results = forward(plan, model, draft, rows, fills)
     hooks.while_busy()
     hooks.end_phase("forward")
     gathered = exchange.gather(draft, results, num_logprobs(plan.decoding))
@@ -68,6 +72,7 @@ def decode_step(plan: StepPlan, model: TreeModel, exchange: Exchange, budgets: B
     # A step that has lost a rank is dropped: up to here it has changed nothing.
     concluded, moves = gathered.conclude(budgets)
     commit(model, rows, [concluded[index] for index in draft.mine], moves)
+    advance_states(model, rows, [concluded[index] for index in draft.mine], fills, draft.rank)
     for request, counts in plan.filling:
         count_filled(request, counts)
     logprobs = gathered.logprobs()
@@ -112,10 +117,10 @@ def shard_rows(batch: Sequence[Request], draft: StepDraft) -> list[Row]:
     ]
 
 
-def forward(plan: StepPlan, model: TreeModel, draft: StepDraft, rows: Sequence[Row]) -> torch.Tensor | None:
+def forward(
+    plan: StepPlan, model: TreeModel, draft: StepDraft, rows: Sequence[Row], fills: Sequence[Row]
+) -> torch.Tensor | None:
     """Evaluate this rank's rows and fill its pieces of pending chains; returns the results, None without rows."""
-    rank = draft.rank
-    fills = [fill_row(request, counts[rank], rank) for request, counts in plan.filling if counts[rank]]
     if not rows:
         if fills:
             model.fill(fills)
@@ -188,3 +193,24 @@ def commit(model: TreeModel, rows: Sequence[Row], concluded: Sequence[Conclusion
         if each.has_nan:
             cache.clear_entries(row)
     cache.commit_moves(rows, moves)
+
+
+def advance_states(
+    model: TreeModel, rows: Sequence[Row], concluded: Sequence[Conclusion], fills: Sequence[Row], rank: int
+) -> None:
+    """Let the states of recurrent layers follow the same entries, and all entries of `fills`."""
+    cache = model.cache
+    assert cache is not None
+    if cache.has_states:
+        kept = [accepted_entries(row, each, rank) for row, each in zip(rows, concluded, strict=True)]
+        cache.states.advance([*rows, *fills], [*kept, *(range(row.num_entries) for row in fills)])
+
+
+def accepted_entries(row: Row, concluded: Conclusion, rank: int) -> list[int]:
+    """The entries of a rank's row that stay: its pending chain, and the path as far as the rank evaluated it."""
+    nodes = concluded.shards[rank].nodes
+    if concluded.has_nan or not nodes:
+        return []
+    above = row.num_entries - len(nodes)
+    entry = {node: above + index for index, node in enumerate(nodes)}
+    return [*range(above), *(entry[node] for node in itertools.takewhile(entry.__contains__, concluded.path))]

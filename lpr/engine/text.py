@@ -212,7 +212,8 @@ class TextStream:
     """The output of one request as ids and as text, fed one committed token at a time.
 
     The text continues the prompt, as in vLLM and TGI: it is what `tokenizer.decode` (special tokens skipped unless
-    `params.skip_special_tokens` is false, no clean-up of spaces) shows of prompt and output beyond what it shows of the prompt:
+    `params.skip_special_tokens` is false, no clean-up of spaces) shows of prompt and output beyond what it shows of
+    the prompt:
 
         whole = decode(prompt_ids + token_ids); text == whole[num_shared(decode(prompt_ids), whole):]
 

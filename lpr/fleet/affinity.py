@@ -23,7 +23,8 @@ SESSION_FIELD = "prompt_cache_key"
 def prefix_keys(body: Mapping[str, Any]) -> list[str]:
     """Digests of a prompt's first 256, 512, 1024, ... bytes, up to 64 KiB: 16 hex digits each, the shortest first.
 
-    `body` is the parsed JSON of a completion, a chat or an infill. Two prompts that begin alike share their first keys.
+    `body` is the parsed JSON of a completion, a chat, a response or an infill. Two prompts that begin alike share their
+    first keys.
     """
     text = beginning_of(body)[: FIRST_BYTES << (MOST_KEYS - 1)].encode("utf-8", "replace")
     ends = [FIRST_BYTES << number for number in range(MOST_KEYS)]
@@ -46,8 +47,10 @@ def routing_key(headers: Mapping[str, str], body: Mapping[str, Any]) -> str:
 
 def beginning_of(body: Mapping[str, Any]) -> str:
     """The beginning of a request's prompt as text: token ids as numbers, messages after their roles."""
-    if isinstance(messages := body.get("messages"), Sequence):
-        return "".join(map(_message, messages))
+    messages = body.get("messages", body.get("input"))
+    if isinstance(messages, Sequence):
+        first = _text(body.get("system") or body.get("instructions"))
+        return first + (messages if isinstance(messages, str) else "".join(map(_message, messages)))
     if "input_prefix" in body:
         files = body.get("input_extra") or ()
         extra = "".join(str(each.get("text", "")) for each in files if isinstance(each, Mapping))
@@ -63,7 +66,11 @@ def beginning_of(body: Mapping[str, Any]) -> str:
 def _message(message: Any) -> str:
     if not isinstance(message, Mapping):
         return ""
-    content = message.get("content")
+    return f"{message.get('role', '')}\n{_text(message.get('content'))}\n"
+
+
+def _text(content: Any) -> str:
+    """A text, or the texts of its parts."""
     if isinstance(content, Sequence) and not isinstance(content, str):
-        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
-    return f"{message.get('role', '')}\n{content or ''}\n"
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    return str(content or "")

@@ -14,13 +14,14 @@ from transformers import PreTrainedModel
 from lpr.config import InputError
 from lpr.model.attention import TREE_ATTENTION, TREE_MASK_ONLY
 from lpr.model.exact import check
-from lpr.model.families import adapt
+from lpr.model.families import adapt, is_recurrent
 from lpr.model.inputs import build_inputs, build_page_inputs
 from lpr.model.kernels.hook import EXACT_KERNELS, KERNELS, load_kernel
 from lpr.model.kernels.native_attention import why_not_native
 from lpr.model.kv_cache import KVCache
 from lpr.model.sparse import SPARSE_ATTENTION, selects
 from lpr.model.step_inputs import Row, StepInputs, step_scope
+from lpr.model.text_part import set_attention, takes_positions
 
 ATTENTION = ("auto", "sdpa", *KERNELS)
 """Choices of `attention`: lpr's own, PyTorch's attention with a dense mask, a GPU kernel that reads bits, or C++ that
@@ -55,7 +56,9 @@ class Adapter:
         """True if unequal rows are laid out without padding; `self_check` takes it back for a model that cannot."""
         self.reads_tables = True
         """True if attention that reads bits reads block tables, too; `self_check` takes it back like `packed`."""
-        self.accepts_positions = "position_ids" in inspect.signature(type(model).forward).parameters
+        self.accepts_positions = takes_positions(model)
+        by_name = "past_key_values" in inspect.signature(type(model).forward).parameters
+        self._cache_name = "past_key_values" if by_name else "cache_params"
         self.exact = exact
         self.heights: check.Heights | None = None
         """Rows of the products of a step in exact mode; `why_not_exact` finds how many agree."""
@@ -104,7 +107,7 @@ class Adapter:
         load_kernel(name)
         self.attention = choice
         if self.model._can_set_attn_implementation():
-            self.model.set_attn_implementation(name)
+            set_attention(self.model, name)
         else:
             for module in self.model.modules():
                 config: Any = getattr(module, "config", None)
@@ -116,6 +119,8 @@ class Adapter:
         """Prepare exact mode; why it cannot be, as far as that is known without a forward, or None."""
         if self.device.type != "cpu" and not self.reads_bits:
             return f"on a GPU attention={self.attention!r} adds in the order of cache rows; use 'triton'"
+        if is_recurrent(self.model):
+            return "its recurrent layers add a chain in another order than single tokens"
         reason = check.refusal(self.model, not self.model._can_set_attn_implementation())
         if reason is not None:
             return reason
@@ -157,13 +162,13 @@ class Adapter:
         `compiled` calls the model as torch.compile made it; otherwise it is called directly in any case.
         """
         inputs.layer_rules, inputs.heights, inputs.cache = self._layer_rules, self.heights, cache
-        extra = {"position_ids": inputs.positions} if self.accepts_positions else {}
+        extra: dict[str, Any] = {"position_ids": inputs.positions} if self.accepts_positions else {}
+        extra[self._cache_name] = cache
         is_compiled = getattr(self.model, "_compiled_call_impl", None) is not None
         direct = torch.compiler.set_stance("force_eager") if is_compiled and not compiled else nullcontext()
         with direct, step_scope(inputs):
             output = self.model(
                 input_ids=inputs.tokens,
-                past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=inputs.logits_to_keep,
                 **extra,

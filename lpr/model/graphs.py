@@ -81,7 +81,12 @@ class GraphForward(EagerForward):
         return len(self._graphs)
 
     def shape_of(self, rows: Sequence[Row], selection: Selection, num_candidates: int) -> StaticShape | None:
-        """The shape whose graph evaluates a step; None if it has none."""
+        """The shape whose graph evaluates a step; None if it has none.
+
+        Without bits, recurrent layers follow paths that the host lays out in each step.
+        """
+        if self.cache.has_states and not self.adapter.reads_bits:
+            return None
         limits = self.cache.num_slots, self.cache.rows_per_slot, self.max_entries
         bits, tables = self.adapter.reads_bits, self.adapter.reads_tables
         is_split = self.sampler.part is not None
@@ -165,7 +170,14 @@ class GraphForward(EagerForward):
                 self.adapter.forward(shape.read(self._words, self.cache)[0], self.cache)
             self._check_length(shape)
         self.num_captures += 1
-        return self.capturer.capture(program)
+        replay, states = self.capturer.capture(program), self.cache.states
+        evaluated = states.evaluated
+
+        def replay_all() -> torch.Tensor:
+            states.evaluated = evaluated  # what recurrent layers keep lies where the captured forward has put it
+            return replay()
+
+        return replay_all
 
     def _check_length(self, shape: StaticShape) -> None:
         """Raise WaitsError if the forward depends on the cached length, a Python number that a graph would freeze."""
@@ -197,6 +209,8 @@ class GraphForward(EagerForward):
         """
         self._num_candidates = num_candidates
         rows, num_slots, bits = self.cache.rows_per_slot, self.cache.num_slots, self.adapter.reads_bits
+        if self.cache.has_states and not bits:
+            return []
         tables = bits and self.adapter.reads_tables
         sizes = [size for size in node_buckets(1, self._height) if size <= self.max_entries]
         shapes = []

@@ -62,7 +62,8 @@ def build_inputs(
     tokens, positions, write_rows = whole
     length, num_results = max(row.num_cached for row in rows), [row.num_results for row in rows]
     kept = _logits_to_keep(rows, blocks, device, heights)
-    return StepInputs(tokens, positions, write_rows.reshape(-1), blocks, length, num_results, kept, heights=heights)
+    sizes = blocks, length, num_results, kept
+    return StepInputs(tokens, positions, write_rows.reshape(-1), *sizes, heights=heights, rows=rows)
 
 
 def build_page_inputs(
@@ -93,9 +94,10 @@ def build_page_inputs(
         kept = _wanted(num_results, ends.tolist(), heights, tokens.device)
     cached = max(row.num_cached for row in rows)
     written, num_entries = write_rows.reshape(-1), batch * length
-    if len(rows) == 1 and counts[0] == length and int(written[-1] - written[0]) == num_entries - 1:
+    if len(rows) == 1 and counts[0] == length and (np.diff(written.numpy()) == 1).all():
         block.first_row = int(written[0])
-    return StepInputs(tokens, positions, written, [block], cached, num_results, kept, heights=heights, pages=pages)
+    sizes = [block], cached, num_results, kept
+    return StepInputs(tokens, positions, written, *sizes, heights=heights, rows=rows, pages=pages)
 
 
 def _build_block(
@@ -127,7 +129,7 @@ def _build_block(
     written = arrays[0][2]
     entries, kv_positions, visible = (to_device(array, device) for array in arrays)
     block = Block(start, first.slot, num_kv, entries[1], kv_positions, None if without_mask else visible)
-    if is_run and written[0, -1] - written[0, 0] == num_entries - 1:
+    if is_run and (np.diff(written[0]) == 1).all():
         block.first_row = int(written[0, 0])
     block.is_causal = is_causal
     cache.place_block(block, device, by_table, [row.num_cached + row.num_entries for row in group])
@@ -157,7 +159,7 @@ def _wanted(
 ) -> torch.Tensor:
     """Indices of the last `num_results` entries before each end, and before all of them some that are not read."""
     wanted = [entry for count, end in zip(num_results, ends, strict=True) for entry in range(end - count, end)]
-    return to_device(np.array([0] * (_num_kept(len(wanted), heights) - len(wanted)) + wanted), device)
+    return to_device(np.array([0] * (_num_kept(len(wanted), heights) - len(wanted)) + wanted, np.int64), device)
 
 
 def _same_shape(rows: Sequence[Row], node_bucket: int, kv_bucket: int) -> bool:

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
+from lpr.model.recurrent.states import States, StatesInCache
 from lpr.model.step_inputs import Block, Row, current_step
 
 
-class KVCache(Cache, ABC):
+class KVCache(StatesInCache, Cache, ABC):
     """K/V of up to `num_slots` running sequences, each with up to `rows_per_slot` rows."""
 
     num_slots: int
@@ -26,9 +27,12 @@ class KVCache(Cache, ABC):
     """Most rows of a sequence: its committed tokens and a step's entries."""
     page_size: int
     num_pages: int
+    states: States
+    """The states of recurrent layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_slots: int) -> None:
         super().__init__(layers=[])  # without transformers' objects per layer
+        self.states = States(num_slots)
 
     @abstractmethod
     def update(
@@ -117,8 +121,13 @@ class KVCache(Cache, ABC):
         """Bytes of the whole cache."""
 
     @abstractmethod
-    def resized(self, num_slots: int, rows_per_slot: int, num_pages: int | None = None) -> KVCache:
-        """Another cache for the same layers, its memory allocated; without `num_pages` one with room for all rows."""
+    def resized(
+        self, num_slots: int, rows_per_slot: int, num_pages: int | None = None, num_snapshots: int = 0
+    ) -> KVCache:
+        """Another cache for the same layers, its memory allocated; without `num_pages` one with room for all rows.
+
+        `num_snapshots` are places for recurrent states besides those of slots.
+        """
 
     @abstractmethod
     def move(self, rows: np.ndarray) -> None:
@@ -132,6 +141,12 @@ class KVCache(Cache, ABC):
         """Keep `entries` of a step's row (indices, in order) as the sequence's next committed tokens."""
         moves = [(0, entry, index) for index, entry in enumerate(entries) if entry != index]
         self.commit_moves([row], np.array(moves, np.int64).reshape(-1, 3).T)
+        self.states.advance([row], [entries])
+
+    @property
+    def has_states(self) -> bool:
+        """True for a model with recurrent layers: `states.advance` has to follow each `commit_moves`."""
+        return not self.states.is_empty
 
     @abstractmethod
     def clear_entries(self, row: Row) -> None:

@@ -19,9 +19,12 @@ from lpr.config import InputError, first_line
 from lpr.core.digest import digest_of
 from lpr.model.families import position_limit
 from lpr.model.parallel import TensorParallel, load_sharded, local
+from lpr.model.text_part import check_generate, decoder_class, is_text, text_keys
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
 """Names of the number of positions in configs."""
+FEWEST_HALVED = 50_000_000
+"""Parameters from which on `auto` keeps bfloat16 on a CPU: less fits into its cache, where float32 is as fast."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -56,7 +59,7 @@ def choose_device(device: str | torch.device | None) -> torch.device:
 
 
 def choose_dtype(dtype: str | torch.dtype, device: torch.device) -> str | torch.dtype:
-    """`auto` is the checkpoint's own dtype on an accelerator and float32 on a CPU."""
+    """`auto` is the checkpoint's own dtype on an accelerator; on a CPU float32, if `_halved` finds nothing better."""
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype == "auto":
@@ -64,6 +67,18 @@ def choose_dtype(dtype: str | torch.dtype, device: torch.device) -> str | torch.
     if dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r} is none of auto, {', '.join(DTYPES)}")
     return DTYPES[dtype]
+
+
+def multiplies_bfloat16() -> bool:
+    """True if this processor has instructions for it (AVX-512 BF16, AMX)."""
+    found: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
+
+
+def _halved(config: Any, device: torch.device) -> bool:
+    """True if `auto` on this CPU may be bfloat16: the checkpoint has it, and the processor multiplies it."""
+    is_plain = getattr(config, "quantization_config", None) is None and config.dtype is torch.bfloat16
+    return device.type == "cpu" and is_plain and multiplies_bfloat16()
 
 
 def load(
@@ -85,8 +100,9 @@ def load(
         raise InputError(f"--revision {revision}: {source!r} is a folder; only models of the hub have revisions")
     try:
         config = AutoConfig.from_pretrained(source, revision=revision or "main")
+        decoder = decoder_class(config)
         read: Any = partial(
-            AutoModelForCausalLM.from_pretrained,
+            decoder.from_pretrained,
             source,
             config=config,
             revision=revision or "main",
@@ -94,17 +110,35 @@ def load(
         )
         chosen = choose_dtype(dtype, where)
         model: Any
-        model, info = load_sharded(config, chosen, where, tp, read) if tp is not None else _read_to(where, read, chosen)
+        if tp is not None:
+            model, info = load_sharded(config, chosen, where, tp, read)
+        elif dtype == "auto" and _halved(config, where):
+            model, info = read(dtype=torch.bfloat16)
+            if model.num_parameters() < FEWEST_HALVED:
+                model = model.float()
+        else:
+            model, info = _read_to(where, read, chosen)
     except InputError:
         raise
     except Exception as failure:  # transformers raises dozens of types here; all mean that this is no usable model
         raise InputError(f"cannot load a model from {source!r}: {_named(failure)}") from failure
+    _check_weights(source, model, info)
+    model = model.to(where)
+    if decoder is not AutoModelForCausalLM or not is_text(config):
+        check_generate(model)
+    has_tokenizer = not path.is_dir() or any(path.glob("tokenizer*"))
+    return replace(wrap(model, load_tokenizer(source, revision) if has_tokenizer else None), is_ours=True)
+
+
+def _check_weights(source: str, model: PreTrainedModel, info: dict[str, Any]) -> None:
+    """Raise InputError unless the weights of `source` and those of `model` are the same, its towers aside."""
     absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if absent:  # transformers would go on with random numbers in their place
         lacking = f"{len(absent)} tensors that the model needs, the first: {absent[0]}"
         raise InputError(f"the weights in {source!r} lack {lacking}")
-    has_tokenizer = not path.is_dir() or any(path.glob("tokenizer*"))
-    return replace(wrap(model.to(where), load_tokenizer(source, revision) if has_tokenizer else None), is_ours=True)
+    if unused := text_keys(model, info["unexpected_keys"]):
+        left = f"{len(unused)} tensors of its text part that the model has no place for, the first: {unused[0]}"
+        raise InputError(f"the weights in {source!r} have {left}")
 
 
 def _read_to(where: torch.device, read: Any, dtype: str | torch.dtype) -> Any:

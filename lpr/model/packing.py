@@ -29,7 +29,8 @@ class Pack:
         """Lay out the weights of `members` anew; each member's parameters become views of the whole."""
         self.sizes = [each.out_features for each in members]
         self.weight = torch.cat([each.weight.data for each in members])
-        self.bias = torch.cat([each.bias.data for each in members]) if members[0].bias is not None else None
+        has_bias = members[0].bias is not None
+        self.bias: torch.Tensor | None = torch.cat([each.bias.data for each in members]) if has_bias else None
         self._input: torch.Tensor | None = None
         self._outputs: Sequence[torch.Tensor] = ()
         biases = self.bias.split(self.sizes) if self.bias is not None else [None] * len(members)
@@ -38,11 +39,15 @@ class Pack:
             if bias is not None:
                 each.bias.data = bias
 
+    def multiply(self, given: torch.Tensor) -> torch.Tensor:
+        """The outputs of all members, one after the other, for an input [..., inputs]."""
+        return F.linear(given, self.weight, self.bias)
+
     def part(self, place: int, given: torch.Tensor) -> torch.Tensor:
         """The output of member `place` for an input [..., inputs]: [..., its outputs]."""
         if self._input is not given:
             self._input = given
-            self._outputs = F.linear(given, self.weight, self.bias).split(self.sizes, -1)
+            self._outputs = self.multiply(given).split(self.sizes, -1)
         part = self._outputs[place]
         if place == len(self.sizes) - 1:  # the last call of a forward: nothing outlives the layer
             self._input, self._outputs = None, ()
@@ -66,7 +71,7 @@ def pack_projections(model: nn.Module) -> int:
     for module in model.modules():
         for names in GROUPS:
             members: list[Any] = [getattr(module, name, None) for name in names]
-            if not _fit(members):
+            if not fit(members):
                 continue
             pack = Pack(members)
             for place, member in enumerate(members):
@@ -76,7 +81,8 @@ def pack_projections(model: nn.Module) -> int:
     return count
 
 
-def _fit(members: Sequence[Any]) -> bool:
+def fit(members: Sequence[Any]) -> bool:
+    """True for plain layers, whose weights may be laid out as one."""
     if not all(type(each) is nn.Linear and _is_plain(each) for each in members):
         return False
     kinds = {(each.in_features, each.weight.dtype, each.weight.device, each.bias is None) for each in members}

@@ -36,7 +36,7 @@ class PagedCache(KVCache):
 
         Without `num_pages` each slot has pages of its own for all its rows, and needs no `assign`.
         """
-        super().__init__()
+        super().__init__(num_slots)
         self.num_slots, self.rows_per_slot, self.page_size = num_slots, rows_per_slot, page_size
         per_slot = -(-rows_per_slot // page_size)
         self.num_pages = num_slots * per_slot if num_pages is None else num_pages
@@ -61,9 +61,12 @@ class PagedCache(KVCache):
         """As KVCache.num_rows."""
         return self.num_pages * self.page_size + 1
 
-    def resized(self, num_slots: int, rows_per_slot: int, num_pages: int | None = None) -> PagedCache:
+    def resized(
+        self, num_slots: int, rows_per_slot: int, num_pages: int | None = None, num_snapshots: int = 0
+    ) -> PagedCache:
         """As KVCache.resized."""
         made = PagedCache(num_slots, rows_per_slot, num_pages, self.page_size)
+        made.states = self.states.resized(num_slots + num_snapshots)
         groups: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
         for layer, pair in self.layer_tensors.items():
             for side, tensor in enumerate(pair):
@@ -248,11 +251,11 @@ class PagedCache(KVCache):
     @property
     def num_bytes(self) -> int:
         """As KVCache.num_bytes."""
-        return self.bytes_per_token * self.num_rows
+        return self.bytes_per_token * self.num_rows + self.states.bytes_per_place * self.states.num_places
 
     def commit_moves(self, rows: Sequence[Row], moves: np.ndarray) -> None:
         """As KVCache.commit_moves."""
-        if not moves.shape[1]:
+        if not moves.shape[1] or not self._pools:
             return
         slots, cached = np.array([(row.slot, row.num_cached) for row in rows], np.int64).T
         self.move(self.cache_rows(slots[moves[0]], cached[moves[0]] + moves[1:]))

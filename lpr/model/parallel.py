@@ -25,10 +25,12 @@ import transformers.distributed.mixin as transformers_mixin
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from lpr.config import InputError
+from lpr.model.families import is_recurrent
+from lpr.model.text_part import empty_decoder
 
 DEEPSPEED_FAMILIES = (
     "biogpt", "falcon", "gemma2", "gpt_neo", "gpt_neox", "gptj", "llama", "mistral", "opt", "phi", "qwen2", "qwen3",
@@ -40,8 +42,8 @@ splits them into something that runs and is wrong (Persimmon), which no check at
 Read = Callable[..., tuple[PreTrainedModel, dict[str, Any]]]
 """`from_pretrained` of a checkpoint: takes dtype and further keyword arguments, returns model and loading info."""
 
-# Whole on every rank by design: routers and the low-rank halves of latent attention feed all heads or experts.
-_MAY_BE_WHOLE = re.compile(r"norm|router|\bgate\.|shared_expert_gate|_a_proj|ln_|position|wpe")
+# Whole on every rank by design: routers, indexers, and the low-rank halves of latent attention, which feed all heads.
+_MAY_BE_WHOLE = re.compile(r"norm|indexer|router|\bgate\.|shared_expert_gate|_a_proj|ln_|position|wpe")
 _IN_LAYER = re.compile(r"\.\d+\.")
 _KV_PROJECTION = re.compile(r"\.(k_proj|v_proj)$")
 
@@ -74,8 +76,10 @@ def load_sharded(
     """
     text = config.get_text_config(decoder=True)
     with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(config)
+        whole = empty_decoder(config)
     plan: dict[str, str] = dict(whole.tp_plan or {})
+    if tp.size > 1 and is_recurrent(whole):
+        raise InputError(f"the recurrent layers of model type {text.model_type!r} cannot be split; --tp 1 works")
     check_split(text, tp.size, tp.backend, bool(plan))
     if tp.backend == "deepspeed":
         model, info = _load_with_deepspeed(dtype, device, tp, read)

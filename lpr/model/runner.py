@@ -118,12 +118,18 @@ class TreeModel:
         return max(0, free // num_sharing - self.cache.num_bytes)  # its memory may not be in use yet
 
     def allocate(
-        self, num_slots: int, max_length: int, max_nodes: int, like: KVCache, num_pages: int | None = None
+        self,
+        num_slots: int,
+        max_length: int,
+        max_nodes: int,
+        like: KVCache,
+        num_pages: int | None = None,
+        num_snapshots: int = 0,
     ) -> None:
         """Make the cache, for the layers of `like`: `max_length` committed tokens and a tree of `max_nodes` per slot.
 
-        Without `num_pages` each slot has pages for all of them. A cache of that size is kept, with the graphs that hold
-        its addresses.
+        Without `num_pages` each slot has pages for all of them. Recurrent states have `num_snapshots` places more. A
+        cache of that size is kept, with the graphs that hold its addresses.
         """
         rows = round_up(max_length + max_nodes, self.adapter.kv_bucket)
         size = num_slots, rows, num_pages if num_pages is not None else num_slots * -(-rows // PAGE_SIZE)
@@ -132,9 +138,10 @@ class TreeModel:
             self.cache.rows_per_slot,
             self.cache.num_pages,
         )
+        known = known and self.cache is not None and self.cache.states.num_places == num_slots + num_snapshots
         if self.forward is None or not known or self.forward.capturer is not self.capturer:
             self.forward = self.cache = None  # first, as there may be no room for two
-            self.cache = like.resized(num_slots, rows, num_pages)
+            self.cache = like.resized(num_slots, rows, num_pages, num_snapshots)
             parts = self.adapter, self.sampler, self.cache, self._hear_replica
             if self.capturer is not None:
                 self.forward = GraphForward(*parts, capturer=self.capturer, model=self.compiled or self.adapter)

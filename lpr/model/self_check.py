@@ -23,6 +23,7 @@ from lpr.model.exact import BLOCK
 from lpr.model.families import refusal
 from lpr.model.kv_cache import KVCache
 from lpr.model.paged_cache import PagedCache
+from lpr.model.recurrent.gain import scaled
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.choice import gpu_pick
 from lpr.model.sampling.selection import Selection
@@ -38,6 +39,9 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 """Largest difference of a logit over the range of the logits: in fp32 sound models stay below 1e-6 and the silent
 failures known so far begin at 3e-3. Half precision rounds differently at every GEMM height."""
 _HALF_TOLERANCE = 6e-2
+_SHOWS = 2e-3
+"""A difference that lost states make, over the range of the logits, by which an error of theirs is seen."""
+_GAINS = (1.0, 16.0, 256.0, 4096.0, 65536.0)
 _FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError, NotImplementedError)
 """Errors of models that do not fit."""
 
@@ -101,6 +105,9 @@ def _check(adapter: Adapter) -> PagedCache:
         exact_scores = adapter.model.dtype in _TOLERANCE  # in half precision rounding changes which tokens are selected
         with few_selected(adapter.model) if exact_scores else nullcontext():
             error = _tree_error(adapter, cache, prompt_length)
+        if error <= tolerance and cache.has_states:
+            with scaled(adapter.model, _gain(adapter, tolerance)):
+                error = _tree_error(adapter, PagedCache(1, prompt_length + 32), prompt_length)
         if error <= tolerance:
             alone = _batch_logits(adapter, together=False)
             adapter.packed = adapter.packed and _packs(adapter, alone, tolerance)
@@ -117,6 +124,28 @@ def _check(adapter: Adapter) -> PagedCache:
             f"of their range (at most {tolerance:.0e}); probably {_probable_cause(adapter.model)}"
         )
     return cache
+
+
+def _gain(adapter: Adapter, tolerance: float) -> float:
+    """The factor for the output of recurrent layers with which logits show what their states hold."""
+    tokens = _random_tokens(adapter, 24 + len(_PARENTS), torch.Generator().manual_seed(3))
+    prompt, row = Row.chain(0, 0, tokens[:24], 0), _tree_row(0, 24, tokens[24:], _PARENTS, len(_PARENTS))
+    for gain in _GAINS:
+        differences = []
+        with scaled(adapter.model, gain):
+            cache = PagedCache(2, 48)
+            adapter.logits([prompt], cache)
+            cache.commit(prompt, range(24))
+            cache.states.copy(0, 1)
+            right = adapter.logits([row], cache).float()
+            for kind in cache.states.kinds:
+                cache.states.copy(1, 0)
+                cache.states.clear(0, kind)
+                differences.append(_difference(adapter.logits([row], cache).float(), right))
+        if min(differences) > max(_SHOWS, 2 * tolerance):
+            return gain
+    logger.warning("logits hardly depend on the model's recurrent states, so the check sees little of them")
+    return gain
 
 
 def _passes_keys_on(adapter: Adapter) -> bool:
@@ -181,7 +210,10 @@ def _batch_logits(adapter: Adapter, together: bool, packed: bool = False) -> tor
     results = []
     for rows in steps:
         batches = [rows] if together else [[row] for row in rows]
-        results += [adapter.logits(batch, cache, packed=packed) for batch, cache in zip(batches, caches, strict=False)]
+        for batch, cache in zip(batches, caches, strict=False):
+            results.append(adapter.logits(batch, cache, packed=packed))
+            for row in batch if rows is steps[0] else ():
+                cache.commit(row, range(row.num_entries))
     return torch.cat(results).float()
 
 
@@ -201,7 +233,9 @@ def _tree_error(adapter: Adapter, cache: PagedCache, prompt_length: int) -> floa
     generator = torch.Generator().manual_seed(0)
 
     text = _random_tokens(adapter, prompt_length, generator)
-    adapter.logits([Row.chain(0, 0, text, 0)], cache)
+    prompt = Row.chain(0, 0, text, 0)
+    adapter.logits([prompt], cache)
+    cache.commit(prompt, range(prompt_length))
     worst = torch.zeros((), device=adapter.device)
     span = torch.full((), 1e-9, device=adapter.device)
     for _ in range(2):

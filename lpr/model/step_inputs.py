@@ -171,6 +171,8 @@ class StepInputs:
     pages: Any = None
     """The trees and block tables of all rows, a native.PagedAttention, for attention that reads them on a CPU: then
     there is one block, which has no mask and does not say where keys lie."""
+    rows: Sequence[Row] = ()
+    """The rows, block after block; recurrent layers read them, and captured steps have none."""
     cache: Any = None
     """The KVCache of the forward; set by the adapter, as `layer_rules` are."""
     layer_rules: dict[int | None, Any] = field(default_factory=dict)

@@ -18,11 +18,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.utils import logging as transformers_logging
 
 from lpr.config import DecodeConfig, InputError
+from lpr.model.families import refusal
+from lpr.model.text_part import empty_decoder
 
 DTYPE_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -49,7 +51,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class KeptRows:
-    """The K and V heads that `count` layers keep per token, and their sizes."""
+    """The K and V heads that `count` layers keep per token, and their sizes; without values the keys of an indexer."""
 
     num_heads: int
     key_dim: int
@@ -79,6 +81,10 @@ class ModelFacts:
     """The checkpoint's own, bfloat16 if the config does not say."""
     weights: tuple[Weights, ...]
     kept: tuple[KeptRows, ...]
+    state_bytes: int
+    """Bytes of the convolution and recurrent states of one request, in all layers, in fp32 and on every rank."""
+    indexer_heads: int
+    """Heads of sparse attention's indexers, which score every key."""
     collectives: tuple[Collective, ...]
     """Of one forward along tp; empty without a plan."""
     has_plan: bool
@@ -145,14 +151,16 @@ def facts_of(config: PretrainedConfig, name: str) -> ModelFacts:
     text = config.get_text_config(decoder=True)
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-        kept = _kept_rows(model)
+            model = empty_decoder(config).eval()
+        reason = refusal(model)
+        cache = _filled_cache(model) if reason is None else DynamicCache()
     except Exception as failure:  # model code raises what it likes; all mean that this config makes no usable model
         raise InputError(f"{name}: the config makes no causal LM: {reason_of(failure)}") from failure
-    shared = getattr(text, "num_kv_shared_layers", 0) or 0
-    if not kept or sum(rows.count for rows in kept) < text.num_hidden_layers - shared:
-        what = "keeps no K/V in some layers; lpr evaluates token trees with attention models only"
-        raise InputError(f"{name}: model type {text.model_type!r} {what}")
+    if reason is not None:
+        raise InputError(f"{name}: model type {text.model_type!r} cannot run a token tree: {reason}")
+    kept = tuple(KeptRows(*shape, count) for shape, count in Counter(_row_shapes(cache)).items())
+    if not kept:
+        raise InputError(f"{name}: model type {text.model_type!r} keeps no K/V")
     plan = dict(model.tp_plan or {})
     splits = [key.rpartition(".")[2] for key, style in plan.items() if style == "colwise"]
     dtype = str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
@@ -162,6 +170,8 @@ def facts_of(config: PretrainedConfig, name: str) -> ModelFacts:
         dtype=dtype if dtype in DTYPE_SIZES else "bfloat16",
         weights=_weights(model, plan),
         kept=kept,
+        state_bytes=4 * _state_values(cache),
+        indexer_heads=_first(text, "index_n_heads") or 0,
         collectives=_collectives(model, plan),
         has_plan=bool(plan),
         splits_queries=any(name in ("q_proj", "q_b_proj", *_FUSED) for name in splits),
@@ -214,22 +224,38 @@ def _collectives(model: PreTrainedModel, plan: dict[str, str]) -> tuple[Collecti
     return tuple(Collective(kind, width, count, per_result) for (kind, width, per_result), count in found.items())
 
 
-def _kept_rows(model: PreTrainedModel) -> tuple[KeptRows, ...]:
-    """The K and V of the KV cache, which keeps every token of every layer, also where attention slides."""
+def _filled_cache(model: PreTrainedModel) -> DynamicCache:
+    """The cache of one token. lpr keeps every token of every layer, also where attention slides."""
     for name, module in model.named_modules():
         if name.endswith(".experts"):  # routing depends on values, which meta tensors have not
             module.forward = lambda hidden, *args, **kwargs: hidden
     with torch.no_grad(), torch.device("meta"):
-        shapes = kept_shapes(model, torch.zeros(1, 1, dtype=torch.long))
-    return tuple(KeptRows(*shape, count) for shape, count in Counter(shapes).items())
+        return _cache_of(model, torch.zeros(1, 1, dtype=torch.long))
+
+
+def _cache_of(model: PreTrainedModel, input_ids: torch.Tensor) -> DynamicCache:
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    model(input_ids=input_ids, past_key_values=cache, use_cache=True)
+    return cache
 
 
 def kept_shapes(model: PreTrainedModel, input_ids: torch.Tensor) -> list[tuple[int, int, int]]:
     """Heads, key size and value size of each layer that keeps K/V, as one forward over `input_ids` shows them."""
-    cache = DynamicCache()
-    model(input_ids=input_ids, past_key_values=cache, use_cache=True)
-    kept: list[Any] = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
-    return [(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in kept]
+    return _row_shapes(_cache_of(model, input_ids))
+
+
+def _row_shapes(cache: DynamicCache) -> list[tuple[int, int, int]]:
+    layers: list[Any] = list(cache.layers)
+    kept = [layer for layer in layers if getattr(layer, "keys", None) is not None]
+    indexers = [getattr(layer, name, None) for layer in layers for name in ("indexer_keys", "idx_keys")]
+    shapes = [(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in kept]
+    return shapes + [(1, keys.shape[-1], 0) for keys in indexers if keys is not None]
+
+
+def _state_values(cache: DynamicCache) -> int:
+    """Values of the states that layers keep of a request, however long it is."""
+    states = (getattr(layer, name, {}) for layer in cache.layers for name in ("conv_states", "recurrent_states"))
+    return sum(state.numel() for each in states for state in each.values() if state is not None)
 
 
 @dataclass(frozen=True)

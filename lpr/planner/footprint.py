@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from lpr.config import DecodeConfig, InputError
+from lpr.config import PAGE_SIZE, DecodeConfig, InputError
 from lpr.core.wire import payload_words
+from lpr.engine.kv_pool import GPU_SHARE, usable_tokens
 from lpr.model.inputs import round_up
 from lpr.planner.facts import ModelFacts, Weights
 
@@ -54,6 +55,11 @@ class Footprint:
     """The reason why the model cannot be split so; the other fields are 0 then."""
     weight_bytes: int = 0
     kv_bytes: int = 0
+    """K/V of the requests that must run at once, each with a full context."""
+    kv_row_bytes: int = 0
+    """K/V of one token."""
+    state_bytes: int = 0
+    """States of recurrent layers, a part of `kv_bytes`."""
     activation_bytes: int = 0
     step_bytes: int = 0
     """Least bytes that a step reads: the weights it uses and the K/V of a full context."""
@@ -68,6 +74,13 @@ class Footprint:
     def fits(self, memory: int) -> bool:
         """True if a GPU with `memory` bytes can hold it."""
         return self.problem is None and self.total_bytes <= memory
+
+    def pool_tokens(self, memory: int) -> int:
+        """Tokens whose K/V lpr makes room for on a GPU with `memory` bytes, as the engine sizes its pool of pages."""
+        free = memory - self.total_bytes + self.kv_bytes - self.state_bytes
+        if self.problem is not None or free <= 0 or not self.kv_row_bytes:
+            return 0
+        return int(GPU_SHARE * usable_tokens(free, self.kv_row_bytes)) // PAGE_SIZE * PAGE_SIZE
 
 
 def meshes(num_gpus: int) -> list[Mesh]:
@@ -145,6 +158,16 @@ def kv_rows(decode: DecodeConfig, lp: int, max_length: int) -> int:
     return round_up(max_length + decode.resolved(lp).evaluated_capacity(lp) + 1, KV_BUCKET)
 
 
+def requests_at_once(pool_tokens: int, length: int, num_shared: int, num_ahead: int) -> int:
+    """Requests of `length` tokens that run at once in a pool if all begin with the same `num_shared` tokens.
+
+    Each has pages of its own for the rest and a tree of `num_ahead` nodes; full pages of what they share exist once.
+    """
+    shared = min(num_shared, length) // PAGE_SIZE
+    own = -(-(length + num_ahead) // PAGE_SIZE) - shared
+    return max(0, pool_tokens // PAGE_SIZE - shared) // own
+
+
 def payload_bytes(decode: DecodeConfig, lp: int) -> int:
     """Bytes of each rank's payload in a step's all-gather."""
     return 4 * payload_words(decode.resolved(lp), decode.max_batch_size, lp, decode.carries_trees(lp))
@@ -175,8 +198,10 @@ def forward_flops(facts: ModelFacts, tp: int, num_tokens: int, num_kv: int) -> f
         share = facts.experts_per_token / facts.num_experts if weights.is_expert and facts.num_experts else 1.0
         used += share * _shard_numel(weights, facts, tp)
     heads = facts.num_heads / tp if facts.splits_queries else facts.num_heads
-    attention = sum(rows.count * (rows.key_dim + rows.value_dim) for rows in facts.kept) * heads * num_kv
-    return 2.0 * num_tokens * (used + attention)
+    attention = 0.0
+    for rows in facts.kept:
+        attention += rows.count * (rows.key_dim + rows.value_dim) * (heads if rows.value_dim else facts.indexer_heads)
+    return 2.0 * num_tokens * (used + attention * num_kv)
 
 
 def activation_bytes(facts: ModelFacts, decode: DecodeConfig, mesh: Mesh, max_length: int, element_size: int) -> int:
@@ -211,21 +236,29 @@ def tp_traffic(facts: ModelFacts, num_tokens: int, num_results: int, element_siz
     return Traffic(sum(each.count for each in facts.collectives), element_size * sum(values))
 
 
-def footprint(facts: ModelFacts, decode: DecodeConfig, mesh: Mesh, max_length: int, element_size: int) -> Footprint:
-    """The footprint on `mesh` with `decode` (budgets per rank) and contexts of `max_length` tokens."""
+def footprint(
+    facts: ModelFacts, decode: DecodeConfig, mesh: Mesh, max_length: int, element_size: int, num_full: int | None = None
+) -> Footprint:
+    """The footprint on `mesh` with `decode` (budgets per rank) and contexts of up to `max_length` tokens.
+
+    The KV cache holds `num_full` contexts of that length; default: the whole batch's.
+    """
     problem = split_problem(facts, mesh.tp)
     if problem is not None:
         return Footprint(mesh, problem)
     batch = decode.max_batch_size
     tokens = batch * decode.resolved().num_nodes
-    row_bytes = kv_row_bytes(facts, mesh.tp, element_size)
+    row_bytes, states = kv_row_bytes(facts, mesh.tp, element_size), batch * facts.state_bytes
     return Footprint(
         mesh=mesh,
         problem=None,
         weight_bytes=weight_bytes(facts, mesh.tp, element_size),
-        kv_bytes=(batch * kv_rows(decode, mesh.lp, max_length) + 1) * row_bytes,  # one is spare, for padding
+        # One row is spare, for padding.
+        kv_bytes=((num_full or batch) * kv_rows(decode, mesh.lp, max_length) + 1) * row_bytes + states,
+        kv_row_bytes=row_bytes,
+        state_bytes=states,
         activation_bytes=activation_bytes(facts, decode, mesh, max_length, element_size),
-        step_bytes=read_bytes(facts, mesh.tp, element_size, tokens) + batch * max_length * row_bytes,
+        step_bytes=read_bytes(facts, mesh.tp, element_size, tokens) + batch * max_length * row_bytes + states,
         lp=Traffic(1, payload_bytes(decode, mesh.lp)) if mesh.lp > 1 else Traffic(0, 0),
         tp=tp_traffic(facts, tokens, tokens, element_size) if mesh.tp > 1 else Traffic(0, 0),
     )

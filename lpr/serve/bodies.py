@@ -14,9 +14,10 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     StringConstraints,
-    field_validator,
+    Tag,
     model_validator,
 )
 
@@ -42,10 +43,10 @@ def _num_entries(given: Any) -> int:
     return len(given) if isinstance(given, dict) else 0
 
 
-def _num_values(given: Any) -> int:
-    """Values within JSON, counted until they are too many anyhow."""
+def _num_values(given: Any, most: int = limits.TEMPLATE_VALUES.most) -> int:
+    """Values within JSON, counted until they are more than `most`."""
     level, count = [given], 0
-    while level and count <= limits.TEMPLATE_VALUES.most:
+    while level and count <= most:
         each = level.pop()
         count += 1
         if isinstance(each, (dict, list)):
@@ -63,10 +64,19 @@ def _num_parts(given: Any) -> int:
     """Messages, and the parts of those that have some."""
     if not isinstance(given, list) or len(given) > limits.MESSAGES.most:
         return len(given) if isinstance(given, list) else 0
-    contents = (each.get("content") for each in given if isinstance(each, dict))
-    return len(given) + sum(len(content) for content in contents if isinstance(content, list))
+    parts = (each.get(name) for each in given if isinstance(each, dict) for name in ("content", "tool_calls"))
+    return len(given) + sum(len(part) for part in parts if isinstance(part, list))
 
 
+def _num_tool_values(given: Any) -> int:
+    return _num_values(given, limits.TOOL_VALUES.most)
+
+
+# Either text or T, told apart by what was sent, so that an error is about that.
+TextOr = Annotated[
+    Annotated[str, Tag("str")] | Annotated[T, Tag("list-of-parts")],
+    Discriminator(lambda given: "str" if isinstance(given, str) else "list-of-parts"),
+]
 Few = Annotated[list[T], Field(fail_fast=True)]  # the first wrong element is the error, not each of a million
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=limits.STOP_LENGTH.most)]
@@ -87,7 +97,12 @@ Label = Annotated[str, StringConstraints(max_length=limits.LABEL.most)]
 Names = Annotated[Few[Label], Field(max_length=limits.FIELDS.most)]
 Bias = dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]]
 LogitBias = Annotated[Bias, _at_most(limits.LOGIT_BIAS.most, _num_entries, "tokens")] | None
-_few_values = _at_most(limits.TEMPLATE_VALUES.most, _num_values, "values")
+few_values = _at_most(limits.TEMPLATE_VALUES.most, _num_values, "values")
+few_parts = _at_most(limits.MESSAGES.most, _num_parts, "messages and parts")
+few_tool_values = _at_most(limits.TOOL_VALUES.most, _num_tool_values, "values")
+Ignored = Annotated[Any, few_values]
+"""A field without effect."""
+FunctionName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 Grammar = Annotated[str, StringConstraints(max_length=limits.GRAMMAR.most)]
 
 
@@ -222,6 +237,51 @@ class TextPart(Body):
     text: str
 
 
+class CalledFunction(Body):
+    """The function of a call, and its arguments as JSON."""
+
+    name: FunctionName
+    arguments: str
+
+
+class ToolCall(Body):
+    """A call that a message made."""
+
+    id: Label
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: Natural | None = None  # of a stream's delta, which clients send back
+
+
+class Function(Body):
+    """A function that a model may call."""
+
+    name: FunctionName
+    description: Grammar | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool that a model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionChoice(Body):
+    """The name of a function."""
+
+    name: FunctionName
+
+
+class NamedChoice(Body):
+    """The tool that is to be called."""
+
+    type: Literal["function"]
+    function: FunctionChoice
+
+
 class Message(Body):
     """One message of a conversation."""
 
@@ -229,14 +289,13 @@ class Message(Body):
     content: str | Few[TextPart] | None = None
     name: Label | None = None
     tool_call_id: Label | None = None
+    tool_calls: Few[ToolCall] | None = None
+    reasoning_content: str | None = None
     refusal: None = None
 
 
-Messages = Annotated[
-    Few[Message],
-    Field(min_length=1, max_length=limits.MESSAGES.most),
-    _at_most(limits.MESSAGES.most, _num_parts, "messages and parts"),
-]
+Messages = Annotated[Few[Message], Field(min_length=1, max_length=limits.MESSAGES.most), few_parts]
+Tools = Annotated[Few[Tool], Field(max_length=limits.TOOLS.most), few_tool_values]
 
 
 class ChatBody(Sampling):
@@ -249,10 +308,10 @@ class ChatBody(Sampling):
     top_logprobs: NumTop | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    chat_template_kwargs: Annotated[dict[str, Any], _few_values] | None = None
-    tools: Annotated[list[Any], _few_values] | None = None
-    tool_choice: Annotated[Any, _few_values] = None
-    parallel_tool_calls: bool | None = None  # without effect, as there are no tools
+    chat_template_kwargs: Annotated[dict[str, Any], few_values] | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
     modalities: Annotated[Few[Literal["text"]], Field(max_length=limits.FIELDS.most)] | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -263,15 +322,6 @@ class ChatBody(Sampling):
     id_slot: int | None = None  # without effect: slots are found by their longest common prefix
     samplers: Names | None = None
     response_fields: Names | None = None
-
-    @field_validator("tools", "tool_choice")
-    @classmethod
-    def _no_tools(cls, value: Any) -> Any:
-        # Each family of models writes calls in a form of its own, and a call that is handed out as text is worse than
-        # none.
-        if value not in (None, [], "none"):
-            raise ValueError("calls of tools are not supported; response_format with a JSON schema may do instead")
-        return value
 
     @model_validator(mode="after")
     def _agree(self) -> ChatBody:
@@ -288,7 +338,7 @@ class ExtraFile(Body):
 
     text: str
     filename: Label = ""
-    time: Annotated[Any, _few_values] = None  # without effect: the order of the pieces counts
+    time: Ignored = None  # without effect: the order of the pieces counts
 
 
 class InfillBody(Body):

@@ -41,6 +41,15 @@ KINDS = {
     504: "timeout_error",
 }
 """`type` in the body, by status."""
+ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""The same in Anthropic's API."""
 RETRY_AFTER = 5
 """Seconds after which a client may try a 503 again, where nothing better is known."""
 LONGEST_MESSAGE, LONGEST_NAME = 1000, 200
@@ -66,12 +75,14 @@ class ApiError(Exception):
         """The error as JSON values."""
         return error_body(self.status, self.message, self.param, self.shown_code)
 
-    def response(self) -> JSONResponse:
-        """The error as an answer."""
+    def response(self, path: str = "") -> JSONResponse:
+        """The error as an answer of an endpoint."""
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        return JSONResponse(self.body(), self.status, headers)
+        is_anthropic = path.startswith("/v1/messages")
+        body = anthropic_error(self.status, self.message) if is_anthropic else self.body()
+        return JSONResponse(body, self.status, headers)
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -79,6 +90,12 @@ def error_body(status: int, message: str, param: str | None = None, code: str | 
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     name = None if param is None else _clean(param, LONGEST_NAME)
     return {"error": {"message": _clean(message, LONGEST_MESSAGE), "type": kind, "param": name, "code": code}}
+
+
+def anthropic_error(status: int, message: str) -> dict[str, Any]:
+    """The body of an error as JSON values, in Anthropic's shape."""
+    kind = ANTHROPIC_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": _clean(message, LONGEST_MESSAGE)}}
 
 
 def _clean(text: str, most: int) -> str:

@@ -165,7 +165,7 @@ class Front:
             try:
                 args = self.args
                 defaults = read_defaults(args.generation_config, facts.generation, args.override_generation_config)
-                self.context.load(Served(facts, args.names, args.fim, self._template, defaults))
+                self.context.load(Served(facts, args.names, args.fim, self._template, defaults, args.tool_call_parser))
             except (InputError, ValueError) as failure:
                 self._fail(2, str(failure))
 

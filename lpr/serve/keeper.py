@@ -34,6 +34,9 @@ LAST_WORDS = 0.2
 """Seconds for the driver's last messages to arrive."""
 STOP_SECONDS = 10.0
 """Time for the ranks to end by themselves."""
+THREADS = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""Threads of a rank wait asleep, unless the environment says otherwise: the front and its clients use the same cores,
+and a step of two spinning threads takes ten times as long where one of them has lost its core (dev/LOG.md)."""
 
 
 class Ranks:
@@ -54,7 +57,7 @@ class Ranks:
         kept = {name: value for name, value in os.environ.items() if name not in (*LAUNCHER, "LPR_API_KEY")}
         self._process = await asyncio.create_subprocess_exec(
             *self._command,
-            env={**kept, **self._secrets, SOCKET: str(self._socket), ORIGIN: secrets.token_hex(8)},
+            env={**THREADS, **kept, **self._secrets, SOCKET: str(self._socket), ORIGIN: secrets.token_hex(8)},
             stdin=asyncio.subprocess.DEVNULL,
             stdout=sys.stderr.fileno(),
             start_new_session=True,

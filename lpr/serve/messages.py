@@ -98,6 +98,10 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     num_cached_tokens: int = 0  # tokens in the prefix cache
     drafts: DraftCounts | None = None  # counts of draft sharing with other replicas; None if it is off
     num_slots: int = 0  # requests that can run at once on the present ranks; 0 while unknown
+    num_preemptions: int = 0  # times that a request gave its pages to others, since the ranks started
+    num_recomputed: int = 0  # tokens of these requests whose K/V was computed again
+    num_swapped_pages: int = 0  # pages of the KV cache in host memory
+    num_swapped: tuple[int, int] = (0, 0)  # pages that have gone to host memory and come back
 
 
 class Stepped(Message, frozen=True):

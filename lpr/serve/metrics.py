@@ -204,6 +204,14 @@ class _FleetCollector(Collector):
         text = "Pages of the KV cache that no running request holds."
         yield self._gauge("lpr:cached_pages", text, {(): load.num_cached_pages})
         yield self._gauge("lpr:cached_prefix_tokens", "Tokens in the prefix cache.", {(): load.num_cached_tokens})
+        text = "Pages of the KV cache in host memory."
+        yield self._gauge("lpr:swapped_pages", text, {(): load.num_swapped_pages})
+        moved = dict(zip((("out",), ("in",)), load.num_swapped, strict=True))
+        yield self._counter("lpr:swaps", "Pages that went to host memory, and came back.", moved, "direction")
+        text = "Times that a running request gave its pages to others."
+        yield self._counter("vllm:num_preemptions", text, {(): load.num_preemptions})
+        text = "Tokens of preempted requests that were computed again."
+        yield self._counter("lpr:recomputed_tokens", text, {(): load.num_recomputed})
         facts = self._service.mesh.facts
         if facts is not None:
             size = {(str(facts.page_size), str(facts.num_pages)): 1.0}

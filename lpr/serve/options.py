@@ -16,6 +16,7 @@ from lpr.engine.options import EngineOptions
 from lpr.fleet import options as fleet
 from lpr.fleet.options import FleetOptions
 from lpr.serve import limits
+from lpr.serve.text.calls import NAMES
 from lpr.serve.text.defaults import read_defaults, read_override
 
 LONGEST_INTERVAL = 10_000.0
@@ -66,6 +67,8 @@ class ServeArgs:
     """Sampling defaults of requests: auto: the model's generation_config.json; vllm: none; or a file or folder."""
     override_generation_config: str | None = None
     """JSON object with values that replace some of these defaults, such as {"temperature": 0}."""
+    tool_call_parser: Literal["auto", "none", *NAMES] = "auto"  # type: ignore[valid-type]
+    """How the model writes calls of tools; auto: found by its chat template; none: tools are refused."""
     max_queue: int = limits.QUEUE.most
     """Requests that may wait for a slot; further ones are answered with 429."""
     max_queued_tokens: int = limits.QUEUED_TOKENS.most

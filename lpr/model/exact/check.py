@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from lpr import native
+from lpr.model.cpu.products import Prepacked, PrepackedLinear
 from lpr.model.families import has_experts
 from lpr.model.parallel import local
 from lpr.model.sparse import selects
@@ -137,12 +138,29 @@ def _products(model: nn.Module) -> Iterator[tuple[str, tuple[int, int], Product,
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear | Conv1D):
             continue
-        shape = tuple(local(module.weight.detach()).shape)
-        size = shape if isinstance(module, Conv1D) else shape[::-1]
-        multiply = _conv1d if isinstance(module, Conv1D) else _linear if module.bias is not None else _linear_alone
-        if (multiply, size) not in known:
-            known.add((multiply, size))
-            yield name, (size[0], size[1]), multiply, MOST_LOGITS if module is head else _MOST_ROWS
+        if isinstance(module, PrepackedLinear):
+            kind, size = "packed", [module.in_features, sum(module.pack.sizes)]
+        else:
+            shape = list(local(module.weight.detach()).shape)
+            kind, size = ("conv", shape) if isinstance(module, Conv1D) else ("plain", shape[::-1])
+        has_bias = module.bias is not None
+        if (kind, has_bias, *size) not in known:
+            known.add((kind, has_bias, *size))
+            multiply = _linear if has_bias else _linear_alone
+            product = {"packed": _packed(has_bias), "conv": _conv1d, "plain": multiply}[kind]
+            yield name, (size[0], size[1]), product, MOST_LOGITS if module is head else _MOST_ROWS
+
+
+def _packed(has_bias: bool) -> Product:
+    """A product that lays its weight out at the first call; the later ones have the same."""
+    packs: list[Prepacked] = []
+
+    def multiply(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        if not packs:
+            packs.append(Prepacked.of(weight, bias if has_bias else None))
+        return packs[0].multiply(rows[None])[0]
+
+    return multiply
 
 
 def _conv1d(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -169,9 +187,12 @@ def pin_heights(model: nn.Module) -> None:
     """Make `model` multiply by its weights at the heights of a step in exact mode; otherwise nothing changes."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     for module in model.modules():
-        if isinstance(module, nn.Linear | Conv1D) and not isinstance(module.forward, partial):
-            limit = MOST_LOGITS if module is head else None
-            module.forward = partial(_in_pieces, module.forward, limit=limit)  # type: ignore[method-assign]
+        if not isinstance(module, nn.Linear | Conv1D):
+            continue
+        owner, name = (module.pack, "multiply") if isinstance(module, PrepackedLinear) else (module, "forward")
+        multiply = getattr(owner, name)
+        if not isinstance(multiply, partial):
+            setattr(owner, name, partial(_in_pieces, multiply, limit=MOST_LOGITS if module is head else None))
 
 
 def _in_pieces(multiply: Callable[[Tensor], Tensor], states: Tensor, limit: int | None = None) -> Tensor:

@@ -44,9 +44,21 @@ class Form:
         """The event of one step of one choice."""
         raise NotImplementedError
 
+    def steps(self, each: Event, choices: Sequence[Choice]) -> Iterable[Any]:
+        """The events of one step of one choice, where they may be several or none."""
+        return (self.step(each, choices),)
+
     def end(self, choices: Sequence[Choice]) -> Iterable[Any]:
         """Events after the last step."""
         return ()
+
+    def failed(self, failure: ApiError) -> Iterable[Any]:
+        """Events of a failure, after which nothing comes."""
+        return (failure.body(),)
+
+    def encode(self, data: Any) -> bytes:
+        """An event as it is sent."""
+        return event(data)
 
 
 class OpenAIForm(Form):
@@ -73,6 +85,10 @@ class OpenAIForm(Form):
     def delta(self, each: Event) -> dict[str, Any]:
         """One step of a choice."""
         raise NotImplementedError
+
+    def finish_reason(self, choice: Choice) -> str | None:
+        """Why a choice has ended."""
+        return choice.finish_reason
 
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """See Form."""
@@ -102,7 +118,7 @@ class OpenAIForm(Form):
 
     def shown(self, index: int, content: dict[str, Any], logprobs: Any, choice: Choice, **more: Any) -> dict[str, Any]:
         """A choice, or one step of it: its content, log-probabilities and end, and what else the client asks for."""
-        end = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+        end = {"finish_reason": self.finish_reason(choice), "stop_reason": choice.stop_reason}
         wanted = {"token_ids": self.body.return_token_ids, "prompt_token_ids": self.body.return_token_ids}
         wanted["sources"] = self.body.return_sources
         asked = {name: more[name] for name in wanted if wanted[name] and name in more}
@@ -181,7 +197,7 @@ async def _events(generation: Generation, form: Form, interval: float) -> AsyncG
     try:
         async with generation:
             for data in form.begin(choices):
-                yield event(data)
+                yield form.encode(data)
             steps = _collected(generation, interval) if interval else generation.events(KEEP_ALIVE)
             async for each in steps:
                 if each is None:
@@ -189,11 +205,13 @@ async def _events(generation: Generation, form: Form, interval: float) -> AsyncG
                     continue
                 if each.chunk.failure is not None and each.choice.error is not None:
                     raise each.choice.error
-                yield event(form.step(each, choices))
+                for data in form.steps(each, choices):
+                    yield form.encode(data)
             for data in form.end(choices):
-                yield event(data)
+                yield form.encode(data)
     except ApiError as failure:
-        yield event(failure.body())
+        for data in form.failed(failure):
+            yield form.encode(data)
     except DisconnectedError:
         return
     if form.ends_with_done:
@@ -222,9 +240,10 @@ def padded(data: bytes, block: int) -> bytes:
     return data + b":" + b"." * (missing - 3) + b"\n\n"
 
 
-def event(data: Any) -> bytes:
-    """One event of one line, as this JSON has no line breaks."""
-    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+def event(data: Any, name: str = "") -> bytes:
+    """One event of one line, as this JSON has no line breaks; with a `name`, of two."""
+    head = f"event: {name}\n".encode() if name else b""
+    return head + b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
 class _EventStream(Response):

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 import lpr
 from lpr.protocol import ErrorCode
-from lpr.serve.api import chat, completions, infill, info
+from lpr.serve.api import chat, completions, infill, info, messages, responses
 from lpr.serve.api.context import Context
 from lpr.serve.api.middleware import Guard, Keys
 from lpr.serve.api.parsing import Parser, kinds_of
@@ -41,7 +41,8 @@ class Error(BaseModel):
 
 def build(context: Context, args: ServeArgs, keys: Keys, replica: str) -> ASGIApp:
     """The application of `context`, which needs one of `keys` if there are any."""
-    routers = [completions.router, chat.router, infill.router, info.router, info.health]
+    routers = [completions.router, chat.router, responses.router, messages.router, infill.router]
+    routers += [info.router, info.health]
     if args.metrics_port is None:
         routers.append(info.measuring)
     parser = Parser(context.checks, kinds_of(routers))
@@ -89,4 +90,4 @@ async def _answer_error(request: Request, failure: Exception) -> Response:
         failure = from_validation(failure.errors()[0])
     elif not isinstance(failure, ApiError):
         failure = ApiError(ErrorCode.INTERNAL, f"internal error: {type(failure).__name__}")
-    return failure.response()
+    return failure.response(request.url.path)

@@ -12,11 +12,14 @@ from lpr.protocol import TokenLogprobs
 from lpr.serve.api.answers import OpenAIForm, answer
 from lpr.serve.api.context import STREAM, Context, aside, begin, context_of, unless_gone
 from lpr.serve.api.parsing import JsonRoute
-from lpr.serve.bodies import ChatBody, Sampling, TokenizeBody
+from lpr.serve.api.replying import Reply
+from lpr.serve.bodies import ChatBody, ResponseFormat, Sampling, TokenizeBody
 from lpr.serve.errors import bad
 from lpr.serve.generation import Choice, Event
 from lpr.serve.jobs import Wanted
 from lpr.serve.sandbox import ExhaustedError
+from lpr.serve.text.reader import Piece
+from lpr.serve.text.replies import PLAIN, Replies
 from lpr.serve.text.served import Served, spread
 from lpr.serve.text.tokens import LONG, Tokens
 
@@ -28,47 +31,89 @@ router = APIRouter(route_class=JsonRoute)
 async def chat(body: ChatBody, request: Request) -> Response:
     """Write the next message of a conversation."""
     context, served = await begin(request, body.user)
-    ids = await chat_ids(request, served, body)
+    wanted, replies = await prepare(request, context, served, body)
+    return await answer_as_chat(context, request, served, body, wanted, "chatcmpl", replies)
+
+
+async def prepare(
+    request: Request, context: Context, served: Served, body: ChatBody, ceiling: int | None = None
+) -> tuple[list[Wanted], Replies]:
+    """The texts that a conversation asks for, and how they are read; raises ApiError.
+
+    `ceiling` is a number of tokens of which as many are meant as fit.
+    """
+    text = await chat_text(request, served, body)
+    replies = served.replies(body, text)
+    ids = await _encoded(request, served, text, body)
     most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if body.n_predict is not None and body.n_predict >= 0:
         most = max(1, body.n_predict)
     more: dict[str, Any] = {"logprobs": body.top_logprobs or 0} if body.logprobs else {}
     context.service.check_room(body.n or 1, len(ids) * (body.n or 1))
+    if ceiling is not None:
+        most = min(ceiling, served.most(len(ids)))
     room = served.room(body, len(ids), most)
-    more["grammar"] = await context.grammar(request.receive, body.response_format)
+    held = replies.grammar(served.tokens, _schema(body.response_format))
+    more["grammar"] = await context.grammar(request.receive, body.response_format, held)
+    if replies.shows_special(served.tokens):
+        more["skip_special_tokens"] = False
     params = served.params(body, room, **more)
-    wanted = spread(params, ids, body.n or 1, served.delivered(body, params))
-    return await answer_as_chat(context, request, served, body, wanted, "chatcmpl")
+    return spread(params, ids, body.n or 1, served.delivered(body, params)), replies
+
+
+def _schema(format: ResponseFormat | None) -> Any:
+    """The JSON schema of a text; None if it has none."""
+    if format is None or format.type not in ("json_object", "json_schema"):
+        return None
+    schema = format.json_schema.schema_ if format.json_schema is not None else None
+    return schema if schema is not None else {"type": "object"}
 
 
 async def chat_ids(request: Request, served: Served, body: ChatBody | TokenizeBody) -> list[int]:
     """The prompt of a conversation; raises ApiError."""
+    return await _encoded(request, served, await chat_text(request, served, body), body)
+
+
+async def chat_text(request: Request, served: Served, body: ChatBody | TokenizeBody) -> str:
+    """The prompt of a conversation as text; raises ApiError."""
     messages, variables = served.conversation(body)
-    if set(variables) == {"add_generation_prompt"}:
-        text = await aside(request, served.chat_text, messages, variables)
-    else:  # what a client sets can make a template's work as large as it likes
-        rendering = context_of(request).checks.run("render", messages, variables, served.most_characters)
-        try:
-            text = await unless_gone(request.receive, rendering)
-        except ExhaustedError as failure:
-            name = "chat_template_kwargs"
-            raise bad(name, f"{name}: with these the model's chat template needs {failure}") from failure
+    if set(variables) == {"add_generation_prompt"} and not any("tool_calls" in message for message in messages):
+        return await aside(request, served.chat_text, messages, variables)
+    # What a client sets can make a template's work as large as it likes.
+    rendering = context_of(request).checks.run("render", messages, variables, served.most_characters)
+    try:
+        return str(await unless_gone(request.receive, rendering))
+    except (ExhaustedError, OverflowError, RecursionError) as failure:
+        name = next((name for name in ("chat_template_kwargs", "tools") if getattr(body, name, None)), "messages")
+        why = f"with these the model's chat template needs {failure}"
+        if not isinstance(failure, ExhaustedError):
+            why = "a number has too many digits, or values are nested too deeply"
+        raise bad(name, f"{name}: {why}") from failure
+
+
+async def _encoded(request: Request, served: Served, text: str, body: ChatBody | TokenizeBody) -> list[int]:
     if len(text) <= LONG:
         return served.chat_ids(text, body)
     return await context_of(request).aside(request.receive, partial(served.chat_ids, text, body))
 
 
 async def answer_as_chat(
-    context: Context, request: Request, served: Served, body: Sampling, wanted: list[Wanted], kind: str
+    context: Context,
+    request: Request,
+    served: Served,
+    body: Sampling,
+    wanted: list[Wanted],
+    kind: str,
+    replies: Replies = PLAIN,
 ) -> Response:
     """Generate what is wanted and answer in the shape of a chat."""
     name = context.name(request, kind, body.request_id)
-    form = _ChatForm(served, body, name, len(wanted[0].prompt_ids))
+    form = _ChatForm(served, body, name, len(wanted[0].prompt_ids), replies)
     return await answer(context, request, name, context.generation(request, body, wanted), form, body.stream)
 
 
 class _ChatForm(OpenAIForm):
-    def __init__(self, served: Served, body: Sampling, id: str, num_prompt: int) -> None:
+    def __init__(self, served: Served, body: Sampling, id: str, num_prompt: int, replies: Replies) -> None:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         super().__init__(served, body, id, kind, num_prompt)
         chat = body if isinstance(body, ChatBody) else None
@@ -76,6 +121,8 @@ class _ChatForm(OpenAIForm):
         """Alternatives per token; None without log-probabilities."""
         self._is_silent = chat is not None and chat.n_predict == 0  # the request only fills the cache
         self._fields = chat.response_fields if chat is not None else None
+        self._replies = replies
+        self._read: dict[int, Reply] = {}
 
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
         answer = super().whole(choices)
@@ -89,7 +136,7 @@ class _ChatForm(OpenAIForm):
         return [
             self.shown(
                 choice.index,
-                {"message": {"role": "assistant", "content": self._content(choice.text), "refusal": None}},
+                {"message": self._message(choice)},
                 self._logprobs(choice.token_ids, choice),
                 choice,
                 token_ids=choice.token_ids,
@@ -107,10 +154,44 @@ class _ChatForm(OpenAIForm):
 
     def delta(self, each: Event) -> dict[str, Any]:
         choice, chunk = each.choice, each.chunk
-        content = {"delta": {"content": self._content(each.text)}}
+        content = {"delta": self._delta(each)}
         logprobs = self._logprobs(chunk.token_ids, chunk)
         more = {"token_ids": chunk.token_ids, "sources": chunk.sources or []}
         return self.shown(choice.index, content, logprobs, choice, **more)
+
+    def finish_reason(self, choice: Choice) -> str | None:
+        has_called = choice.index in self._read and self._read[choice.index].has_calls
+        return "tool_calls" if has_called and choice.finish_reason == "stop" else choice.finish_reason
+
+    def _message(self, choice: Choice) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": self._content(choice.text), "refusal": None}
+        if self._replies.is_plain:
+            return message
+        reply = self._reply(choice)
+        delta = self._parts(reply, reply.whole(choice))
+        calls = [{name: call[name] for name in ("id", "type", "function")} for call in delta.pop("tool_calls", ())]
+        if calls:
+            message["tool_calls"] = calls
+        return {**message, "content": None if calls else "", **delta}
+
+    def _delta(self, each: Event) -> dict[str, Any]:
+        if self._replies.is_plain:
+            return {"content": self._content(each.text)}
+        reply = self._reply(each.choice)
+        return self._parts(reply, reply.take(each))
+
+    def _parts(self, reply: Reply, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """What some pieces add to a message."""
+        shown: dict[str, Any] = {}
+        for kind, name in (("thought", "reasoning_content"), ("text", "content")):
+            if text := "".join(piece.text for piece in pieces if piece.kind == kind):
+                shown[name] = self._content(text)
+        if calls := reply.deltas(pieces):
+            shown["tool_calls"] = calls
+        return shown
+
+    def _reply(self, choice: Choice) -> Reply:
+        return self._read.setdefault(choice.index, Reply(self._replies, self.served.tokens))
 
     def _content(self, text: str) -> str:
         return "" if self._is_silent else text

@@ -88,8 +88,13 @@ class Context:
         self.served = served
         self.start()
 
-    async def grammar(self, receive: Receive, wanted: ResponseFormat | None) -> str:
-        """A grammar in llguidance's JSON form, "" for plain text; raises ApiError or DisconnectedError."""
+    async def grammar(self, receive: Receive, wanted: ResponseFormat | None, held: str = "") -> str:
+        """A grammar in llguidance's JSON form, "" for plain text; raises ApiError or DisconnectedError.
+
+        `held` is one that holds calls of tools, and takes the place of the `wanted` one, which is in it.
+        """
+        if held:
+            return await unless_gone(receive, self.grammars.held(held))
         if wanted is None or wanted.type == "text":
             return ""
         return await unless_gone(receive, self.grammars.compiled(wanted))

@@ -63,6 +63,7 @@ def _model(served: Served, name: str) -> dict[str, Any]:
             "device": facts.device,
             "fill_in_the_middle": served.filler.family.name if served.filler is not None else None,
             "chat": bool(served.templates),
+            "tool_calls": served.family.format.name if served.family.format is not None else None,
         },
     }
 

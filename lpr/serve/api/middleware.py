@@ -172,7 +172,7 @@ class Guard:
                 receive = _without_body()
             await self._app(scope, receive, numbered)
         except ApiError as failure:
-            await failure.response()(scope, receive, numbered)
+            await failure.response(scope["path"])(scope, receive, numbered)
         finally:
             route = getattr(scope.get("route"), "path", "other")
             self._metrics.answered(route, status)

@@ -278,7 +278,8 @@ class EngineBridge(StepHooks):
     def _load(self) -> Load:
         engine = self.engine
         running = engine.scheduler.running
-        cached = engine.scheduler.retained
+        cached, counts = engine.scheduler.retained, engine.scheduler.counts
+        swapped, *moved = engine.scheduler.placement.swapped
         return Load(
             running=[request.id for request in running if isinstance(request.id, int)],
             kv_usage=engine.scheduler.placement.usage,
@@ -289,6 +290,10 @@ class EngineBridge(StepHooks):
             num_cached_tokens=cached[1],
             drafts=self._drafts.counts if self._drafts is not None else None,
             num_slots=engine.scheduler.capacity,
+            num_preemptions=counts.preemptions,
+            num_recomputed=counts.recomputed,
+            num_swapped_pages=swapped,
+            num_swapped=(moved[0], moved[1]),
         )
 
 

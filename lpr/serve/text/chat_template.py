@@ -74,12 +74,22 @@ class ChatTemplates:
     def __bool__(self) -> bool:
         return bool(self._templates)
 
+    @property
+    def tool_source(self) -> str:
+        """The template for conversations with tools; "" without templates."""
+        return self.sources[self._name(True)] if self.sources else ""
+
+    def _name(self, has_tools: bool) -> str:
+        """The name of the template to use, by the names that transformers gives a meaning."""
+        names = ("tool_use", "default") if has_tools else ("default",)
+        return next((name for name in names if name in self.sources), next(iter(self.sources)))
+
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **more: Any) -> str:
-        """The prompt of a conversation; `more` are further variables, none of RESERVED. Raises TemplateError."""
-        template = self._templates.get("default") or next(iter(self._templates.values()))
+        """The prompt of a conversation; `more` are `tools` and variables, none of RESERVED. Raises TemplateError."""
+        template = self._templates[self._name(bool(more.get("tools")))]
         variables = {**self._special_tokens, "add_generation_prompt": add_generation_prompt, **more}
         try:
-            return str(template.render(messages=list(messages), tools=None, documents=None, **variables))
+            return str(template.render({"tools": None, "documents": None, **variables}, messages=list(messages)))
         except Exception as failure:  # a template is code, and a client's words may lead it anywhere
             raise TemplateError(first_line(failure)) from failure
 

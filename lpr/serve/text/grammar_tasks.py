@@ -39,7 +39,7 @@ def compile_grammar(kind: str, text: str) -> str:
         elif kind == "regex":
             grammar = read.grammar_from_regex(text)
         else:
-            is_gbnf = "::=" in text  # llama.cpp's
+            is_gbnf = kind == "grammar" and "::=" in text  # llama.cpp's
             lark = str(llguidance.gbnf_to_lark.gbnf_to_lark(text)) if is_gbnf else text
             grammar = json.dumps({"grammars": [{"lark_grammar": lark}]})
     except ValueError as failure:

@@ -41,15 +41,22 @@ class Grammars:
         return find_spec("llguidance") is not None
 
     async def compiled(self, wanted: ResponseFormat) -> str:
-        """The grammar in llguidance's JSON form.
+        """The grammar of a text in llguidance's JSON form.
 
         Raises ApiError for one that cannot be used, and if llguidance is not installed.
         """
+        return await self._checked("response_format." + _PARAMS.get(wanted.type, "type"), *_source(wanted))
+
+    async def held(self, lark: str) -> str:
+        """The same for a grammar of lpr's own, which holds calls of tools; raises ApiError."""
+        return await self._checked("tools", "lark", lark)
+
+    async def _checked(self, param: str, kind: str, text: str) -> str:
         if not self.is_installed:
-            message = "response_format needs the package llguidance: pip install 'lpr[grammar]'"
-            raise bad("response_format", message, ErrorCode.NOT_INSTALLED)
-        param = "response_format." + _PARAMS.get(wanted.type, "type")
-        verdict = await self._verdict(*_source(wanted))
+            name = param.partition(".")[0]
+            message = f"{name} needs the package llguidance: pip install 'lpr[grammar]'"
+            raise bad(name, message, ErrorCode.NOT_INSTALLED)
+        verdict = await self._verdict(kind, text)
         if verdict.problem:
             raise bad(param, f"{param}: {verdict.problem}")
         return verdict.grammar
@@ -104,8 +111,8 @@ def _too_large(kind: str, text: str) -> str:
     """Why a text is not even tried; "" if it is."""
     if kind != "regex" and len(text) > limits.GRAMMAR.most:
         return f"it is longer than {limits.GRAMMAR.most} characters"
-    if kind == "json_schema" and text.count('"$ref"') > limits.REFERENCES.most:
+    if kind in ("json_schema", "lark") and text.count('"$ref"') > limits.REFERENCES.most:
         return f"it has more than {limits.REFERENCES.most} references"
-    if kind == "grammar" and len(_RULE.findall(text)) > limits.RULES.most:
+    if kind in ("grammar", "lark") and len(_RULE.findall(text)) > limits.RULES.most:
         return f"it has more than {limits.RULES.most} rules"
     return ""

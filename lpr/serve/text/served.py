@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -10,12 +11,14 @@ from typing import Any
 from lpr.config import InputError, SamplingParams
 from lpr.protocol import ErrorCode
 from lpr.serve import limits
-from lpr.serve.bodies import ChatBody, Message, Sampling, TokenizeBody
+from lpr.serve.bodies import ChatBody, Message, NamedChoice, Sampling, TokenizeBody
 from lpr.serve.errors import ApiError, bad, too_long
 from lpr.serve.jobs import Wanted
 from lpr.serve.messages import Facts
+from lpr.serve.text.calls import NAMES
 from lpr.serve.text.chat_template import MOST_RENDERED, ChatTemplates, TemplateError, render_prompt
 from lpr.serve.text.fim import Filler, filler
+from lpr.serve.text.replies import Family, Replies
 from lpr.serve.text.tokens import Tokens
 
 _SAMPLED = (
@@ -36,10 +39,12 @@ class Served:
         fim: str = "auto",
         chat_template: str | None = None,
         defaults: Mapping[str, Any] | None = None,
+        call_parser: str = "auto",
     ) -> None:
         """Read the tokenizer and compile the templates; raises InputError if `fim` or a template cannot work.
 
-        `defaults` are sampling parameters of requests that leave them out (see lpr.serve.text.defaults).
+        `defaults` are sampling parameters of requests that leave them out (see lpr.serve.text.defaults). `call_parser`
+        is as --tool-call-parser.
         """
         self.facts = facts
         self._defaults = {"temperature": 1.0, **(defaults or {})}
@@ -54,6 +59,7 @@ class Served:
             self.templates = ChatTemplates(templates, facts.special_tokens)
         except TemplateError as failure:
             raise InputError(str(failure)) from failure
+        self.family = Family.of(self.templates.tool_source, call_parser)
 
     @property
     def fingerprint(self) -> str:
@@ -103,6 +109,8 @@ class Served:
         variables = {"add_generation_prompt": body.add_generation_prompt, **given}
         if body.continue_final_message:
             variables["add_generation_prompt"] = False
+        if isinstance(body, ChatBody) and body.tools and body.tool_choice != "none":
+            variables["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
         return [_plain(message) for message in body.messages or ()], variables
 
     @property
@@ -114,6 +122,44 @@ class Served:
     def chat_text(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         """The text of a conversation; raises ApiError if the model's template refuses it, or if it is too long."""
         return render_prompt(self.templates, messages, variables, self.most_characters)
+
+    def replies(self, body: ChatBody, prompt: str) -> Replies:
+        """How the replies to a conversation are read; raises ApiError for tools that cannot be called."""
+        family, thoughts, format = self.family, self.family.thoughts, body.response_format
+        is_begun = thoughts is not None and prompt.rstrip().endswith(thoughts[0])
+        if format is not None and format.type in ("regex", "grammar"):  # which the whole text keeps to
+            family, is_begun = Family(family.format, None), False
+        tools = self._callable(body)
+        return Replies(
+            family=family,
+            tools=tools,
+            choice="auto" if not tools or body.tool_choice in (None, "auto") else "required",
+            is_strict=any(tool.function.strict for tool in body.tools or ()),
+            several=body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedChoice),
+            begun=is_begun,
+        )
+
+    def _callable(self, body: ChatBody) -> Mapping[str, Mapping[str, Any]]:
+        """The schemas of the functions that may be called, by their names; raises ApiError."""
+        choice, format = body.tool_choice, body.response_format
+        if not body.tools or choice == "none":
+            if choice not in (None, "none", "auto"):
+                raise bad("tool_choice", "tool_choice: there are no tools to choose from")
+            return {}
+        if self.family.format is None:
+            message = f"tools: the chat template of {self.names[0]!r} has no calls in a form that is known: "
+            raise bad("tools", message + ", ".join(NAMES))
+        if format is not None and format.type in ("regex", "grammar"):
+            raise bad("response_format", f'response_format of type "{format.type}" does not go with tools')
+        schemas = {tool.function.name: tool.function.parameters or {} for tool in body.tools}
+        if len(schemas) < len(body.tools):
+            raise bad("tools", "tools: two have the same name")
+        if not isinstance(choice, NamedChoice):
+            return schemas
+        name = choice.function.name
+        if name not in schemas:
+            raise bad("tool_choice", f"tool_choice: there is no tool {name!r}")
+        return {name: schemas[name]}
 
     def chat_ids(self, text: str, body: ChatBody | TokenizeBody) -> list[int]:
         """The prompt of a conversation's text; raises ApiError."""
@@ -222,4 +268,16 @@ def _plain(message: Message) -> dict[str, Any]:
     if isinstance(content, list):
         content = "\n".join(part.text for part in content)
     plain = message.model_dump(exclude_none=True, exclude={"content"})
-    return {**plain, "content": content if content is not None else ""}
+    for call in plain.get("tool_calls", ()):
+        call["function"]["arguments"] = _arguments(call["function"]["arguments"])
+    empty = None if plain.get("tool_calls") else ""
+    return {**plain, "content": content if content is not None else empty}
+
+
+def _arguments(text: str) -> Any:
+    """The arguments of a call as templates take them: an object, if they are one."""
+    try:
+        value = json.loads(text) if text else {}
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text

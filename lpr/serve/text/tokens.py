@@ -103,6 +103,17 @@ class Tokens:
         return name.replace("\u2581", " ").encode()
 
     @cached_property
+    def added(self) -> dict[str, int]:
+        """Ids of the added tokens, special or not, by their text."""
+        return {name: token for token, name in self._added.items()}
+
+    @cached_property
+    def special(self) -> frozenset[str]:
+        """The special tokens, which texts leave out."""
+        added = self._plain.get_added_tokens_decoder().values()
+        return frozenset(str(token.content) for token in added if token.special)
+
+    @cached_property
     def _added(self) -> dict[int, str]:
         return {int(token): str(added.content) for token, added in self._plain.get_added_tokens_decoder().items()}
 

@@ -1,0 +1,47 @@
+"""The comparison of servers: tokens per second and time to the first token, by load and server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from benchmarks.report.parts import Json, Part, Table, distinct, mode, sound
+
+FIGURES: dict[str, Callable[[Json], str]] = {
+    "tokens per second": lambda run: f"{run['tokens_per_second']:.0f}",
+    "milliseconds to the first token, median": lambda run: f"{run['first_token_ms'] or 0:.0f}",
+    "milliseconds per further token, median": lambda run: f"{run['token_ms'] or 0:.1f}",
+    "texts equal to plain decoding's": lambda run: f"{run['equal_texts']}" if "equal_texts" in run else "",
+}
+"""A table each, and how a run becomes its cell."""
+
+
+def servers(facts: Json) -> list[Part]:
+    """A table per figure and type of weights: a row per load, a column per server; a failed load is so called."""
+    loads = [run for run in facts["runs"] if "data" in run]
+    starts = [run for run in facts["runs"] if "ready_seconds" in run]
+    what = f"{facts['model']}, {facts['num_prompts']} prompts x {facts['max_new_tokens']} tokens"
+    made = []
+    for dtype in distinct(loads, "dtype"):
+        mine = [run for run in loads if run["dtype"] == dtype]
+        names = distinct(mine, "name")
+        for figure, cell in FIGURES.items():
+            made.append(Part(Table(f"{what}, {dtype}: {figure}", ["load", *names], _rows(mine, names, cell))))
+    if starts:
+        rows = [[run["name"], run["case"].split(",")[0], f"{run['ready_seconds']:.1f}"] for run in sound(starts)]
+        made.append(Part(Table("Seconds until a server is ready", ["server", "type", "seconds"], rows)))
+    return made
+
+
+def _rows(runs: list[Json], names: list[str], cell: Callable[[Json], str]) -> list[list[str]]:
+    by_load: dict[str, dict[str, Json]] = {}
+    for run in runs:
+        clients = f"{run['clients']} client{'s' if run['clients'] > 1 else ''}"
+        load = f"{run['data']}, {mode(run['temperature'])}, {clients}, {run['pass']}"
+        by_load.setdefault(load, {})[run["name"]] = run
+    return [[load, *(_cell(found.get(name), cell) for name in names)] for load, found in by_load.items()]
+
+
+def _cell(run: Json | None, cell: Callable[[Json], str]) -> str:
+    if run is None:
+        return ""
+    return "failed" if "failed" in run else cell(run)

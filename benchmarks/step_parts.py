@@ -1,0 +1,143 @@
+"""Where the time of a forward goes on a CPU: matrix products, attention, the rest of the layers, layout, sampling.
+
+    python -m benchmarks.step_parts --model FOLDER --dtype float32 --threads 2 --output step_parts.json
+
+Each model is loaded twice: as lpr runs it, and with transformers' own modules. Both are timed by turns at each shape.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from benchmarks.common import ModelOptions, run_main
+from benchmarks.engines import load_model
+from lpr.model.cpu.accelerate import accelerate
+from lpr.model.cpu.products import PrepackedLinear
+from lpr.model.kv_cache import KVCache
+from lpr.model.runner import TreeModel
+from lpr.model.self_check import self_check
+from lpr.model.step_inputs import Row
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartsOptions(ModelOptions):
+    """Parts of a forward's time."""
+
+    rows: tuple[int, ...] = (1, 4, 16, 64)
+    """Tree nodes of a request."""
+    requests: tuple[int, ...] = (1, 8)
+    """Requests in a step."""
+    cached: int = 600
+    """Committed tokens of each request."""
+    repeats: int = 9
+    """Steps of which the median is taken."""
+
+
+def measure(options: PartsOptions, console: Console) -> dict[str, Any]:
+    """Time the parts at each shape, of both forms of the model."""
+    torch.set_grad_enabled(False)
+    forms = {"plain": _runner(options, faster=False), "lpr": _runner(options, faster=True)}
+    console.print(f"ceiling: {forms['plain'][2] / 1e6:.0f} MB of weights once per step")
+    runs = []
+    for count in options.requests:
+        for rows in options.rows:
+            times: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in forms}
+            for _ in range(options.repeats + 1):
+                for name, (runner, cache, _size) in forms.items():
+                    for part, seconds in _step(runner, cache, count, rows, options.cached).items():
+                        times[name][part].append(seconds)
+            found = {
+                name: {part: round(statistics.median(each[1:]) * 1e3, 2) for part, each in parts.items()}
+                for name, parts in times.items()
+            }
+            runs.append({"requests": count, "rows": rows, "ms": found})
+            console.print(runs[-1])
+    return {"weight_bytes": forms["plain"][2], "runs": runs}
+
+
+def _runner(options: PartsOptions, faster: bool) -> tuple[TreeModel, KVCache, int]:
+    """A model with `cached` tokens in each slot of its cache, and the bytes of its weights."""
+    loaded = load_model(options).loaded
+    size = sum(each.numel() * each.element_size() for each in loaded.model.parameters())
+    if faster:
+        accelerate(loaded.model)
+    runner = TreeModel(loaded.model)
+    cache = self_check(runner).resized(max(options.requests), options.cached + max(options.rows) + 32)
+    tokens = torch.arange(options.cached).remainder(runner.vocab_size).tolist()
+    for slot in range(max(options.requests)):
+        runner.adapter.logits([Row.chain(slot, 0, tokens, 1)], cache)
+    return runner, cache, size
+
+
+def _step(runner: TreeModel, cache: KVCache, count: int, rows: int, cached: int) -> dict[str, float]:
+    """Seconds of the parts of one step: a root with leaves, for each of `count` requests."""
+    adapter = runner.adapter
+    batch = [
+        Row(slot, cached, range(rows), [-1] + [0] * (rows - 1), [cached] + [cached + 1] * (rows - 1), rows)
+        for slot in range(count)
+    ]
+    name: str = adapter.model.config.get_text_config(decoder=True)._attn_implementation
+    attend, spent = ALL_ATTENTION_FUNCTIONS[name], [0.0]
+    ALL_ATTENTION_FUNCTIONS[name] = _timed(attend, spent)
+    try:
+        start = time.perf_counter()
+        inputs = adapter.step_inputs(batch, cache)
+        laid_out = time.perf_counter()
+        logits = adapter.forward(inputs, cache)
+        done = time.perf_counter()
+    finally:
+        ALL_ATTENTION_FUNCTIONS[name] = attend
+    logits.argmax(-1)
+    sampled = time.perf_counter()
+    products = _products(adapter.model, count * rows)
+    rest = done - laid_out - spent[0] - products
+    return {
+        "step": sampled - start, "layout": laid_out - start, "products": products, "attention": spent[0],
+        "rest of the forward": rest, "choice": sampled - done,
+    }  # fmt: skip
+
+
+def _timed(attend: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        found = attend(*args, **kwargs)
+        spent[0] += time.perf_counter() - start
+        return found
+
+    return timed
+
+
+def _products(model: nn.Module, height: int) -> float:
+    """Seconds of all matrix products of a forward of `height` rows, by themselves."""
+    layers: dict[int, Any] = {}
+    for module in model.modules():
+        if isinstance(module, PrepackedLinear):
+            layers.setdefault(id(module.pack), (module.in_features, module.pack.multiply))
+        elif isinstance(module, nn.Linear):
+            layers[id(module)] = module.in_features, module
+    dtype = next(model.parameters()).dtype
+    given = {width: torch.randn(1, height, width).to(dtype) for width, _ in layers.values()}
+    start = time.perf_counter()
+    for width, multiply in layers.values():
+        multiply(given[width])
+    return time.perf_counter() - start
+
+
+def main() -> int:
+    """Run the command line; returns the exit code."""
+    return run_main("step_parts", PartsOptions, measure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""A decoder layer of Llama's structure in four matrix products, one call of attention, and C++ between them.
+
+Covers the classes of transformers whose source is one of the forms below, whatever their names: Llama, SmolLM, Mistral,
+Qwen 2 and 3, Granite, Gemma and others, and with their own experts Mixtral and Qwen 3 MoE.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from lpr.model.cpu.elementwise import norm_heads, rotate
+from lpr.model.cpu.modules import Norm, in_step, mlp_of, norm_of, pack_of
+from lpr.model.cpu.products import Prepacked
+from lpr.model.cpu.source import fingerprint
+
+_LAYERS = {"71b701065cc15a6b", "8e2900e6108aca19", "db041ea3d0115ca2", "824e3dff51418bcf"}
+"""Forms of DecoderLayer.forward: of Llama, Mixtral, Granite and its MoE; the last two scale what a layer adds."""
+_ATTENTION = {"df4c95b9eddfe515": False, "f2f6da22a689a298": True}
+"""Forms of Attention.forward: of Llama, and of Qwen 3, which norms the heads of queries and keys."""
+_ROTARY = ("9ce62a38972c64b9", "ecada8fc389a23a7")
+"""apply_rotary_pos_emb of Llama, and the rotate_half that it calls."""
+
+
+@dataclass(frozen=True, eq=False)
+class DecoderLayer:
+    """The forward of a decoder layer inside a step; outside it the layer's own."""
+
+    plain: Callable[..., Tensor]
+    attention: Any
+    mlp: Callable[[Tensor], Tensor]
+    norms: tuple[Norm, Norm]
+    """Before attention and before the MLP."""
+    head_norms: tuple[Norm, Norm] | None
+    """Of each head of the queries and of the keys."""
+    qkv: Prepacked
+    out: Prepacked
+    multiplier: float
+    """Of what attention and MLP add to the residual."""
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = False,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """As the layer's own forward."""
+        if not in_step() or position_embeddings is None or past_key_values is None:
+            kwargs |= {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": use_cache}
+            return self.plain(
+                hidden_states, past_key_values=past_key_values, position_embeddings=position_embeddings, **kwargs
+            )
+        attention = self.attention
+        states = self.qkv.multiply(self.norms[0].of(hidden_states.contiguous()))
+        queries, keys, values = self._heads(states, *position_embeddings)
+        keys, values = past_key_values.update(keys, values, attention.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS[attention.config._attn_implementation]
+        mixed, _ = attend(
+            attention, queries, keys, values, attention_mask, dropout=0.0, scaling=attention.scaling, **kwargs
+        )
+        residual = self._scaled(self.out.multiply(mixed.flatten(2)))
+        normed = self.norms[1].of(residual, added=hidden_states)
+        return residual.add_(self._scaled(self.mlp(normed)))
+
+    def _heads(self, states: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values [R, H, N, D] of their product `states` [R, N, sum of H * D], in place."""
+        dim = self.attention.head_dim
+        counts = [size // dim for size in self.qkv.sizes]
+        if self.head_norms is not None:
+            for norm, first, count in zip(self.head_norms, (0, self.qkv.sizes[0]), counts, strict=False):
+                norm_heads(states, norm.weight, norm.epsilon, norm.weighing, first, count)
+        if len(cosines) != len(states):
+            cosines, sines = (each.expand(len(states), -1, -1) for each in (cosines, sines))
+        rotate(states, cosines.contiguous(), sines.contiguous(), counts[0] + counts[1])
+        return states.unflatten(2, (-1, dim)).transpose(1, 2).split(counts, 1)
+
+    def _scaled(self, states: Tensor) -> Tensor:
+        return states if self.multiplier == 1 else states * self.multiplier
+
+
+def layer_of(module: Any) -> DecoderLayer | None:
+    """What computes the decoder layer `module`; None if it is not of a known form, or a part of it is not."""
+    attention, mlp = getattr(module, "self_attn", None), getattr(module, "mlp", None)
+    if fingerprint(type(module).forward) not in _LAYERS or attention is None or mlp is None:
+        return None
+    has_head_norms = _ATTENTION.get(fingerprint(type(attention).forward))
+    code = sys.modules[type(attention).__module__]
+    rotary = tuple(fingerprint(getattr(code, name, None)) for name in ("apply_rotary_pos_emb", "rotate_half"))
+    if has_head_norms is None or rotary != _ROTARY or _is_changed(module, attention):
+        return None
+    norms = norm_of(module.input_layernorm), norm_of(module.post_attention_layernorm)
+    head_norms = (norm_of(attention.q_norm), norm_of(attention.k_norm)) if has_head_norms else None
+    qkv, out = pack_of(attention.q_proj, attention.k_proj, attention.v_proj), pack_of(attention.o_proj)
+    if qkv is None or out is None or None in norms or (head_norms is not None and None in head_norms):
+        return None
+    found = [norm for norm in (*norms, *(head_norms or ())) if norm is not None]
+    if {norm.weight.dtype for norm in found} != {qkv.dtype}:
+        return None
+    known = mlp_of(mlp)
+    multiplier = float(getattr(module, "residual_multiplier", 1.0))
+    return DecoderLayer(
+        module.forward,
+        attention,
+        known.of if known is not None else mlp,
+        (found[0], found[1]),
+        (found[2], found[3]) if has_head_norms else None,
+        qkv,
+        out,
+        multiplier,
+    )
+
+
+def _is_changed(*modules: nn.Module) -> bool:
+    """True if one of these has a forward of its own, as a wrapper of another library gives it."""
+    return any("forward" in vars(each) for each in modules)

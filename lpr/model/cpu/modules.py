@@ -1,0 +1,106 @@
+"""RMS norms and gated MLPs of transformers in C++, recognised by their source, whatever their class is called.
+
+Each replacement computes inside a step alone; outside it the module's own forward does, which the self-check compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lpr.model.cpu.elementwise import DTYPES, Activation, Weighing, gate, rms_norm
+from lpr.model.cpu.products import Prepacked, PrepackedLinear
+from lpr.model.cpu.source import fingerprint
+from lpr.model.step_inputs import current_step
+
+_NORMS = {
+    "261bf2cef17aaded": Weighing.ROUNDED,
+    "465992225008e2f4": Weighing.ONE_PLUS,
+    "314ed5788d9f1bf8": Weighing.WIDE,
+}
+"""Forms of RMSNorm.forward: Llama's, Gemma's and OLMo 2's."""
+_GEMMA_NORM = "4cce7ef75bf57831"
+"""`_norm` of GemmaRMSNorm, which its forward calls."""
+_GATED_MLP = "f22ff3850ac208d9"
+"""MLP.forward of Llama: down_proj(act_fn(gate_proj(x)) * up_proj(x))."""
+_ACTIVATIONS = {"SiLU": Activation.SILU, "SiLUActivation": Activation.SILU, "GELUTanh": Activation.GELU_TANH}
+"""Classes of torch and of transformers' ACT2FN."""
+
+
+def in_step() -> bool:
+    """True where the replacements compute: in a step, without gradients."""
+    return current_step() is not None and not torch.is_grad_enabled()
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """The forward of an RMS norm."""
+
+    plain: Callable[[Tensor], Tensor]
+    weight: Tensor
+    epsilon: float
+    weighing: int
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """As the module's own forward."""
+        if not in_step() or states.dtype is not self.weight.dtype:
+            return self.plain(states)
+        return self.of(states.contiguous())
+
+    def of(self, states: Tensor, added: Tensor | None = None) -> Tensor:
+        """The norm of `states`, contiguous; with `added`, they become the sum of both first, in place."""
+        return rms_norm(states, self.weight, self.epsilon, self.weighing, added)
+
+
+def norm_of(module: Any) -> Norm | None:
+    """What computes the norm `module`; None if it is not a known one."""
+    weighing = _NORMS.get(fingerprint(type(module).forward)) if isinstance(module, nn.Module) else None
+    weight, dtype = getattr(module, "weight", None), getattr(getattr(module, "weight", None), "dtype", None)
+    if weighing is None or weight is None or dtype not in DTYPES or weight.dim() != 1 or not weight.is_contiguous():
+        return None
+    if weighing is Weighing.ONE_PLUS and fingerprint(type(module)._norm) != _GEMMA_NORM:
+        return None
+    epsilon = module.eps if weighing is Weighing.ONE_PLUS else module.variance_epsilon
+    return Norm(module.forward, weight.data, float(epsilon), int(weighing))
+
+
+@dataclass(frozen=True, eq=False)
+class GatedMlp:
+    """The forward of an MLP: down(activation(gate(x)) * up(x))."""
+
+    plain: Callable[[Tensor], Tensor]
+    gate_up: Prepacked
+    down: Prepacked
+    activation: int
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """As the module's own forward."""
+        return self.of(states) if in_step() else self.plain(states)
+
+    def of(self, states: Tensor) -> Tensor:
+        """The output for `states` [..., D]."""
+        return self.down.multiply(gate(self.gate_up.multiply(states), self.activation))
+
+
+def mlp_of(module: Any) -> GatedMlp | None:
+    """What computes the MLP `module`; None if it is not a known one, or not packed."""
+    activation = _ACTIVATIONS.get(type(getattr(module, "act_fn", None)).__name__)
+    if activation is None or fingerprint(type(module).forward) != _GATED_MLP:
+        return None
+    gate_up, down = pack_of(module.gate_proj, module.up_proj), pack_of(module.down_proj)
+    if gate_up is None or down is None or len(set(gate_up.sizes)) > 1:
+        return None
+    return GatedMlp(module.forward, gate_up, down, int(activation))
+
+
+def pack_of(*members: Any) -> Prepacked | None:
+    """The pack that has these layers and no others, in this order; None if there is none."""
+    if not all(isinstance(each, PrepackedLinear) for each in members):
+        return None
+    pack: Prepacked = members[0].pack
+    is_whole = len(pack.sizes) == len(members) and all(each.pack is pack for each in members)
+    return pack if is_whole and [each.place for each in members] == list(range(len(members))) else None

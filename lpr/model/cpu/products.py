@@ -1,0 +1,97 @@
+"""Matrix products by oneDNN, whose weights are laid out once, when the model is loaded.
+
+MKL, which multiplies in float32 otherwise, lays a weight out at every call, and is slow on processors of AMD.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lpr.model.packing import GROUPS, Pack, fit
+
+_HEIGHT = 16
+"""Rows that the layout is made for. It serves all heights; one made for 1 row is 1.5 times as slow at 2 to 16."""
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """True if oneDNN multiplies in this dtype here with weights that are laid out before."""
+    if platform.machine() not in ("x86_64", "AMD64") or not torch.backends.mkldnn.is_available():
+        return False
+    return dtype is torch.float32 or (dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+class Prepacked(Pack):
+    """The weights of one or more `nn.Linear` of the same input, in oneDNN's layout and nowhere else."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, sizes: Sequence[int]) -> None:
+        """Lay out `weight` [sum of sizes, inputs] with `bias` [sum of sizes]; the members have `sizes` outputs."""
+        self.sizes, self.dtype, self.bias = list(sizes), weight.dtype, bias
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, _HEIGHT)
+        self._input: Tensor | None = None
+        self._outputs: Sequence[Tensor] = ()
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None) -> Prepacked:
+        """The pack of a single weight."""
+        return cls(weight, bias, [len(weight)])
+
+    def multiply(self, given: Tensor) -> Tensor:
+        """As Pack.multiply."""
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(given, self.packed, self.bias, "none", [], "")
+        return product
+
+    def weight_of(self, place: int) -> Tensor:
+        """The weight [outputs, inputs] of a member, unpacked."""
+        whole: Tensor = self.packed.to_dense()
+        return whole.split(self.sizes)[place]
+
+
+class PrepackedLinear(nn.Linear):
+    """An `nn.Linear` whose weight lies in a `Prepacked`."""
+
+    pack: Prepacked
+    place: int
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """A copy of the weight, unpacked at each call."""
+        return self.pack.weight_of(self.place)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As `nn.Linear`."""
+        if torch.is_grad_enabled():
+            return F.linear(input, self.weight, self.bias)
+        return self.pack.part(self.place, input) if len(self.pack.sizes) > 1 else self.pack.multiply(input)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[prefix + "weight"] = self.weight
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+
+def prepack(model: nn.Module) -> int:
+    """Lay the weights of every plain `nn.Linear` out, of projections of one input together; returns how many packs."""
+    count = 0
+    for module in list(model.modules()):
+        groups: list[list[Any]] = [[getattr(module, name, None) for name in names] for names in GROUPS]
+        for members in [*groups, *([each] for each in module.children())]:
+            if fit(members) and can_pack(members[0].weight.dtype):
+                _move(members)
+                count += 1
+    return count
+
+
+def _move(members: Sequence[Any]) -> None:
+    """Lay the weights of `members` out as one pack, and free them."""
+    weight = members[0].weight.data if len(members) == 1 else torch.cat([each.weight.data for each in members])
+    bias = torch.cat([each.bias.data for each in members]) if members[0].bias is not None else None
+    pack = Prepacked(weight, bias, [each.out_features for each in members])
+    for place, member in enumerate(members):
+        del member.weight  # a weight that is tied to an embedding stays there
+        member.__class__ = PrepackedLinear
+        member.pack, member.place = pack, place

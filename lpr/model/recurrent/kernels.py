@@ -1,0 +1,153 @@
+"""Recurrent layers of a step whose tree is given as bits, by the Triton kernels.
+
+A call of the model is one launch, whatever it does besides the scan: norms, step sizes, gates. Advancing the states
+of a layer is one more. Steps without bits (attention other than 'triton') take the torch forms on any device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.activations import ACT2FN
+
+from lpr.model.kernels import scan_kernel
+from lpr.model.kernels.scan_kernel import BLOCK_M, Advance, Options
+from lpr.model.recurrent.layout import certain_entries
+from lpr.model.recurrent.states import States
+from lpr.model.step_inputs import Row, StepInputs
+from lpr.model.transfer import to_device
+
+SILU = ("silu", "swish")
+
+
+class KernelStep:
+    """A step as the kernels see it, and what its forward has kept. A captured graph's replays share one."""
+
+    def __init__(self, step: StepInputs) -> None:
+        """Of a step of one block with bits; a captured one has no rows, and then no trunk."""
+        block, mask = step.blocks[0], step.blocks[0].tree_mask
+        assert mask is not None
+        self.first_slot, self.batch, self.device = block.first_slot, mask.bits.shape[0], mask.bits.device
+        slots = torch.arange(self.first_slot, self.first_slot + self.batch, dtype=torch.int32, device=self.device)
+        trunk, num_kept = None, None
+        if step.rows:
+            trunks = np.array([certain_entries(row) // BLOCK_M for row in step.rows], np.int32)
+            behind = max(row.num_entries - BLOCK_M * each for row, each in zip(step.rows, trunks.tolist(), strict=True))
+            num_kept = -(-max(behind, 1) // BLOCK_M) * BLOCK_M
+            trunk = to_device(trunks, self.device) if trunks.any() else None
+        self.places = scan_kernel.place(mask, slots, trunk, num_kept)
+        self.advances: list[Advance] = []
+
+    def advance(self, rows: Sequence[Row], kept: Sequence[Sequence[int]]) -> None:
+        """As States.advance; one launch for each convolution and scan."""
+        last = np.full(self.batch, -1, np.int32)
+        for row, entries in zip(rows, kept, strict=True):
+            if len(entries) and row.num_entries:
+                last[row.slot - self.first_slot] = entries[-1]
+        if (last >= 0).any():
+            ends = to_device(last, self.device)
+            for advance in self.advances:
+                advance(ends)
+
+
+def _step_of(states: States) -> KernelStep:
+    assert states.kernels is not None
+    return states.kernels
+
+
+def _convolve(
+    states: States, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
+) -> Tensor:
+    step = _step_of(states)
+    site, tensor = states.of_convolution(x, weight.shape[1])
+    memory, is_silu = states.memory(site, x.device), activation in SILU
+    out, advance = scan_kernel.convolve(x, weight, bias, is_silu, tensor, step.places, memory)
+    step.advances.append(advance)
+    return out if activation is None or is_silu else ACT2FN[activation](out)
+
+
+def _linear(
+    states: States, query: Tensor, key: Tensor, value: Tensor, decay: Tensor | None, beta: Tensor, options: Options
+) -> Tensor:
+    step = _step_of(states)
+    site, tensor = states.of_scan((value.shape[2], key.shape[3], value.shape[3]), value.device)
+    memory = states.memory(site, value.device)
+    out, advance = scan_kernel.linear_scan(query, key, value, decay, beta, tensor, step.places, memory, options)
+    step.advances.append(advance)
+    return out
+
+
+def decayed(states: States, inputs: Sequence[Tensor]) -> Tensor:
+    """As `scans.decayed_attention` of the current layer."""
+    query, key, value, decay = inputs
+    return _linear(states, query, key, value, decay, torch.ones_like(decay), Options())
+
+
+def _delta(
+    states: States,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    options = Options(solve=True, norm=use_qk_l2norm_in_kernel, scale=query.shape[-1] ** -0.5)
+    out = _linear(states, query, key, value, g, beta, options)
+    return out, out.new_empty(0)
+
+
+def _ssd(
+    states: States,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    options = Options(rate=A, bias=dt_bias, softplus=dt_softplus, limits=dt_limit, skip=D)
+    out = _linear(states, C, B, hidden_states, None, dt, options)
+    return out, out.new_empty(0)
+
+
+def _selective(
+    states: States,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    step = _step_of(states)
+    site, tensor = states.of_scan(A.shape, A.device)
+    out, advance = scan_kernel.selective_scan(
+        hidden_states, dt, A, B, C, tensor, step.places, states.memory(site, A.device),
+        bias=delta_bias, softplus=delta_softplus, skip=D, gate=z,
+    )  # fmt: skip
+    step.advances.append(advance)
+    return out, out.new_empty(0)
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _convolve,
+    "torch_chunk_gated_delta_rule": _delta,
+    "chunk_kimi_delta_attention": _delta,
+    "mamba2_chunk_scan": _ssd,
+    "mamba_selective_scan": _selective,
+}
+"""As those of lpr.model.recurrent.plug."""

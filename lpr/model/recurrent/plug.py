@@ -1,0 +1,156 @@
+"""Puts tree forms where transformers calls the convolution and the scan of recurrent layers.
+
+A modelling file calls them by a handful of names: the places where it plugs kernels in. `install` replaces these names
+by functions that look for the running step. In a step they evaluate its trees over the states of its cache; outside
+one they are transformers' own. No family is named here.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from contextvars import ContextVar
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+
+from lpr.model.recurrent import lightning
+from lpr.model.recurrent.scans import DECAYED, DELTA, Rule, Selective
+from lpr.model.recurrent.states import States
+from lpr.model.step_inputs import current_step
+
+key_gain: ContextVar[float] = ContextVar("key_gain", default=1.0)
+"""Factor for what Mamba's entries write to a state, in steps and outside of them (lpr.model.recurrent.gain)."""
+
+
+def _convolve(
+    states: States, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
+) -> Tensor:
+    return states.convolve(x, weight, bias, ACT2FN[activation] if activation is not None else _same)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _delta(
+    states: States,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    dtype, times = query.dtype, value.shape[2] // key.shape[2]
+    query, key = (each.repeat_interleave(times, dim=2) for each in (query, key)) if times > 1 else (query, key)
+    query, key, value, g, beta = (each.float() for each in (query, key, value, g, beta))
+    if use_qk_l2norm_in_kernel:
+        query, key = (each * torch.rsqrt((each * each).sum(-1, keepdim=True) + 1e-6) for each in (query, key))
+    inputs = [query * query.shape[-1] ** -0.5, key, value, g, beta]
+    out = states.scan(DELTA, inputs, (key.shape[2], key.shape[3], value.shape[3]))
+    return out.to(dtype), out.new_empty(0)
+
+
+def _ssd(
+    states: States,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    dt = dt + dt_bias.to(dt.dtype) if dt_bias is not None else dt
+    dt = torch.clamp(F.softplus(dt) if dt_softplus else dt, *dt_limit).float()
+    x, times = hidden_states.float(), hidden_states.shape[2] // B.shape[2]
+    keys, queries = (each.float().repeat_interleave(times, dim=2) for each in (B, C))
+    out = states.scan(
+        DECAYED, [queries, keys, x * dt[..., None], A.float() * dt], (x.shape[2], keys.shape[3], x.shape[3])
+    )
+    return (out if D is None else out + D[..., None] * x).contiguous(), out.new_empty(0)
+
+
+def _selective(
+    states: States,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    dt = dt + delta_bias.to(dt.dtype)[..., None] if delta_bias is not None else dt
+    dt = F.softplus(dt) if delta_softplus else dt
+    inputs = [each.float().transpose(1, 2) for each in (hidden_states, dt, B, C)]
+    out = states.scan(Rule(Selective(A.float()).scan, padding=(1,)), inputs, A.shape).transpose(1, 2)
+    out = out if D is None else out + hidden_states * D[:, None]
+    return out if z is None else out * F.silu(z), out.new_empty(0)
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _convolve,
+    "torch_chunk_gated_delta_rule": _delta,
+    "chunk_kimi_delta_attention": _delta,
+    "mamba2_chunk_scan": _ssd,
+    "mamba_selective_scan": _selective,
+}
+"""By the name in a modelling file, what a step does; arguments and results are those of the function replaced."""
+
+
+def _places(model: PreTrainedModel) -> list[tuple[Any, str]]:
+    """The modelling files of a model and the names in them that can be replaced."""
+    files = [import_module(name) for name in sorted({type(module).__module__ for module in model.modules()})]
+    return [(file, name) for file in files for name in CALLS if callable(getattr(file, name, None))]
+
+
+def is_pluggable(model: PreTrainedModel) -> bool:
+    """True if transformers calls the convolution or the scan of its layers by names that are known here."""
+    return bool(_places(model)) or any(map(lightning.is_lightning, model.modules()))
+
+
+def install(model: PreTrainedModel) -> None:
+    """Let the recurrent layers of `model` evaluate trees within a step."""
+    lightning.install(model)
+    for file, name in _places(model):
+        stock = getattr(file, name)
+        if not hasattr(stock, "stock"):
+            setattr(file, name, _replaced(stock, name))
+
+
+def _replaced(stock: Callable[..., Any], name: str) -> Callable[..., Any]:
+    names = list(inspect.signature(stock).parameters)
+    place = names.index("B") if "B" in names else None
+
+    @functools.wraps(stock)
+    def evaluate(*args: Any, **kwargs: Any) -> Any:
+        step, gain = current_step(), key_gain.get()
+        if gain != 1.0 and place is not None:
+            if place < len(args):
+                args = (*args[:place], args[place] * gain, *args[place + 1 :])
+            else:
+                kwargs = {**kwargs, "B": kwargs["B"] * gain}
+        if step is None:
+            return stock(*args, **kwargs)
+        states, calls = step.cache.states, CALLS
+        if states.runs_kernels():
+            calls = import_module("lpr.model.recurrent.kernels").CALLS
+        return calls[name](states, *args, **kwargs)
+
+    evaluate.stock = stock  # type: ignore[attr-defined]
+    return evaluate

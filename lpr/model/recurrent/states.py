@@ -1,0 +1,246 @@
+"""The states of recurrent layers: one per slot, at the sequence's computed tokens.
+
+A forward reads states and never writes them. It keeps what its entries would add, and `advance` adds the accepted
+entries, once they are known. So a rejected branch, a dropped step or a failed forward leaves no trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lpr.model.recurrent.layout import Layout, Site, layouts
+from lpr.model.recurrent.scans import Convolved, Rule, convolve, run_chain
+from lpr.model.step_inputs import Row, StepInputs, current_step
+
+if TYPE_CHECKING:
+    from lpr.model.recurrent.kernels import KernelStep
+
+KERNEL_DEVICES = ("cuda",)
+"""Types of devices on which the Triton kernels evaluate steps that have bits; tests interpret them on a CPU."""
+
+
+class States:
+    """The states of all convolutions and scans of a model."""
+
+    def __init__(self, num_places: int) -> None:
+        """States for `num_places` slots and snapshots; the first forward shows their shapes and makes the tensors."""
+        self.num_places = num_places
+        self._tensors: dict[Site, Tensor] = {}
+        """Per site [places, ...]."""
+        self._step: StepInputs | None = None
+        self._layouts: list[Layout] = []
+        self._layer = 0
+        self._convolution: Site | None = None
+        """The convolution whose inputs the model has shown, until it is computed."""
+        self._counts: dict[int, int] = {}
+        """Per layer, its scans so far in this step."""
+        self.kernels: KernelStep | None = None
+        """The step for the kernels, if they evaluate it."""
+        self._memory: dict[tuple[Site, str], Tensor] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        """True if the model has shown no recurrent layer."""
+        return not self._tensors
+
+    @property
+    def bytes_per_place(self) -> int:
+        """Bytes of one sequence's states."""
+        return sum(each[0].numel() * each.element_size() for each in self._tensors.values())
+
+    def resized(self, num_places: int) -> States:
+        """Other states of the same layers, their memory allocated."""
+        made = States(num_places)
+        made._tensors = {site: each.new_zeros(num_places, *each.shape[1:]) for site, each in self._tensors.items()}
+        return made
+
+    def of(self, place: int) -> dict[Site, Tensor]:
+        """One place's states."""
+        return {site: tensor[place] for site, tensor in self._tensors.items()}
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy one place's states to another."""
+        for each in self._tensors.values():
+            each[target] = each[source]
+
+    @property
+    def kinds(self) -> list[str]:
+        """ "convolution" and "scan", as far as the model has them."""
+        return sorted({kind for kind, *_ in self._tensors})
+
+    def clear(self, place: int, kind: str) -> None:
+        """Zero one place's states of one kind."""
+        for site, tensor in self._tensors.items():
+            if site[0] == kind:
+                tensor[place] = 0
+
+    # What the model tells the cache.
+
+    def begin_layer(self, layer: int) -> None:
+        """The model looks for the states of a layer."""
+        self._layer = layer
+
+    def begin_convolution(self, layer: int, index: int) -> None:
+        """The model shows the inputs of a convolution; raises TypeError if the last one took another way than ours."""
+        if self._convolution is not None and self._step is current_step():
+            raise TypeError("its convolution is code of its own, which does not follow the paths of a tree")
+        self._begin_step()
+        self._layer, self._convolution = layer, ("convolution", layer, index)
+
+    def _begin_step(self) -> list[Layout]:
+        step = current_step()
+        assert step is not None, "states work only inside step_scope"
+        if step is not self._step:
+            self._step, self._layouts = step, layouts(step, step.tokens.device)
+            self._convolution, self._counts = None, {}
+            self.kernels = None
+            mask, device = step.blocks[0].tree_mask, step.tokens.device
+            if mask is not None and mask.positions.shape == step.positions.shape and device.type in KERNEL_DEVICES:
+                self.kernels = import_module("lpr.model.recurrent.kernels").KernelStep(step)
+        return self._layouts
+
+    def runs_kernels(self) -> bool:
+        """True if the Triton kernels evaluate the recurrent layers of the current step."""
+        self._begin_step()
+        return self.kernels is not None
+
+    @property
+    def evaluated(self) -> Any:
+        """What the last forward has kept; a graph's replay sets it to that of its capture."""
+        return self._step, self._layouts, self.kernels
+
+    @evaluated.setter
+    def evaluated(self, evaluated: Any) -> None:
+        self._step, self._layouts, self.kernels = evaluated
+
+    def memory(self, site: Site, device: torch.device) -> Callable[[str, Sequence[int], torch.dtype], Tensor]:
+        """Memory of a site by name, the same in every step: graphs hold its addresses."""
+
+        def make(name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+            held = self._memory.get((site, name))
+            if held is None or held.numel() < prod(shape):
+                held = self._memory[site, name] = torch.empty(prod(shape), dtype=dtype, device=device)
+            return held[: prod(shape)].view(*shape)
+
+        return make
+
+    def of_convolution(self, x: Tensor, width: int) -> tuple[Site, Tensor]:
+        """The convolution of x [R, C, N] whose inputs the model has shown, and its states."""
+        site, self._convolution = self._convolution, None
+        if site is None:
+            raise TypeError("a convolution does not use the cache")
+        return site, self._tensor(site, (x.shape[1], width - 1), x.dtype, x.device)
+
+    def of_scan(self, shape: Sequence[int], device: torch.device) -> tuple[Site, Tensor]:
+        """The next scan of the current layer, and its states of this `shape`."""
+        self._begin_step()
+        count = self._counts[self._layer] = self._counts.get(self._layer, 0) + 1
+        site = "scan", self._layer, count
+        return site, self._tensor(site, shape, torch.float32, device)
+
+    # A forward.
+
+    def convolve(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """The convolution of x [R, C, N] by weight [C, width]: [R, C, N]."""
+        outputs, width = [], weight.shape[1]
+        site, tensor = self.of_convolution(x, width)
+        for layout in self._begin_step():
+            part = layout.cut(x, 2)
+            before, pieces, split = layout.read(tensor), [], layout.split
+            if split:
+                pieces.append(convolve(part[..., :split], before, layout.chains, weight, bias, activation))
+                before = Convolved(part[..., :split], layout.chains).after(before, layout.ends)
+            tail = part[..., split:]
+            if layout.width > split:
+                pieces.append(convolve(tail, before, layout.tree, weight, bias, activation))
+            layout.kept[site] = before, Convolved(tail, layout.tree) if layout.width > split else None
+            outputs.append(torch.cat(pieces, 2))
+        return torch.cat(outputs, 2)
+
+    def scan(self, rule: Rule, inputs: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+        """The outputs [R, N, ...] of a scan of `inputs` [R, N, ...] over the current layer's states of this `shape`."""
+        outputs = []
+        site, tensor = self.of_scan(shape, inputs[0].device)
+        for layout in self._begin_step():
+            parts = [layout.cut(each, 1) for each in inputs]
+            if layout.real is not None:
+                for place in rule.padding:
+                    real = layout.real.view(*layout.real.shape, *[1] * (parts[place].dim() - 2))
+                    parts[place] = torch.where(real, parts[place], 0)
+            state = layout.read(tensor)
+            pieces, written = [], None
+            if layout.split:
+                out, state = run_chain(rule, [each[:, : layout.split] for each in parts], state)
+                pieces.append(out)
+            if layout.width > layout.split:
+                out, written = rule.scan([each[:, layout.split :] for each in parts], state, layout.tree)
+                pieces.append(out)
+            layout.kept[site] = state, written
+            outputs.append(torch.cat(pieces, 1))
+        return torch.cat(outputs, 1)
+
+    def _tensor(self, site: Site, shape: Sequence[int], dtype: torch.dtype, device: Any) -> Tensor:
+        if site not in self._tensors:
+            self._tensors[site] = torch.zeros(self.num_places, *shape, dtype=dtype, device=device)
+        return self._tensors[site]
+
+    # Between forwards.
+
+    @torch.no_grad()
+    def advance(self, rows: Sequence[Row], kept: Sequence[Sequence[int]]) -> None:
+        """Let the states of rows of the last forward follow their accepted entries (indices, in order)."""
+        if self.kernels is not None:
+            self.kernels.advance(rows, kept)
+        accepted = {row.slot: entries for row, entries in zip(rows, kept, strict=True) if len(entries)}
+        for layout in self._layouts if any(each.kept for each in self._layouts) else ():
+            entries = [accepted.get(row.slot, ()) if row.num_entries else () for row in layout.rows]
+            members = [index for index, each in enumerate(entries) if each]
+            if not members:
+                continue
+            path, target = layout.path(entries), layout.slots
+            if len(members) < len(entries):
+                target = torch.tensor([layout.rows[member].slot for member in members], device=layout.device)
+            for site, (state, written) in layout.kept.items():
+                state = state if written is None else written.after(state, path)
+                self._tensors[site][target] = state if len(members) == len(entries) else state[members]
+
+
+class StatesInCache:
+    """The methods by which recurrent layers find their states in a cache of transformers.
+
+    They find none, as if a sequence had just begun: so each takes the form for many tokens, which is replaced here.
+    """
+
+    states: States
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """None: `update_conv_state` shows the inputs."""
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        """Note whose inputs the next convolution gets; returns them as they are."""
+        self.states.begin_convolution(layer_idx, state_idx)
+        return conv_states
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """None: the scan finds its state by the layer."""
+        self.states.begin_layer(layer_idx)
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Tensor:
+        """Nothing: a forward writes no state."""
+        return recurrent_states
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """False."""
+        return False
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """False."""
+        return False

@@ -1,0 +1,152 @@
+"""Multimodal checkpoints as text models: the wrapper's class without its towers.
+
+Checkpoints of `Mistral3ForConditionalGeneration` and its kin keep a decoder beside vision or audio towers. The class
+stays the wrapper's, so transformers maps the checkpoint's keys, quantisation and tensor parallelism as for the whole
+model. What text does not pass through is never built with memory nor read.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
+
+from lpr.config import InputError, first_line
+
+_PASSED = ("embed_",)
+"""Beginnings of names of modules beside the decoder that text passes through (Gemma 3n's embed_vision)."""
+
+
+def decoder_class(config: PretrainedConfig) -> Any:
+    """The class whose `from_pretrained` reads the decoder of `config`: AutoModelForCausalLM, or a wrapper's text part.
+
+    Raises InputError for an encoder-decoder.
+    """
+    causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if causal is not None and (is_text(config) or causal.config_class is not type(config)):
+        return AutoModelForCausalLM
+    wrapper: Any = MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
+    if wrapper is None:
+        return AutoModelForCausalLM  # whose error names the types that it knows
+    if config.is_encoder_decoder or config.get_text_config(decoder=True).is_encoder_decoder:
+        raise InputError(f"model type {config.model_type!r} is an encoder-decoder; lpr runs decoder-only models")
+    return text_part(wrapper)
+
+
+def is_text(config: PretrainedConfig) -> bool:
+    """True for the config of a model without towers."""
+    return config.get_text_config(decoder=True) is config
+
+
+def empty_decoder(config: PretrainedConfig) -> PreTrainedModel:
+    """The model of `decoder_class`, with its initial weights; on the meta device without."""
+    found = decoder_class(config)
+    made: PreTrainedModel = found.from_config(config) if found is AutoModelForCausalLM else found(config)
+    return made
+
+
+@cache
+def text_part(wrapper: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """The class `wrapper` without towers. It keeps its name and module, by which transformers finds key mappings."""
+
+    def build(self: Any, *args: Any, **kwargs: Any) -> None:
+        wrapper.__init__(self, *args, **kwargs)
+        known = self._keys_to_ignore_on_load_unexpected or ()
+        self._keys_to_ignore_on_load_unexpected = {*known, *(rf"^{re.escape(name)}\." for name in drop_towers(self))}
+
+    own = {"__init__": build, "__module__": wrapper.__module__, "is_text_part": True}
+    return type(wrapper.__name__, (wrapper,), own)
+
+
+class Absent(nn.Module):
+    """In the place of a tower."""
+
+    dtype, device = torch.float32, torch.device("cpu")
+
+    def __init__(self, name: str) -> None:
+        """In the place of the module `name`."""
+        super().__init__()
+        self.name = name
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Text does not come here in a model that is fit for it."""
+        raise InputError(f"text passes through its {self.name}, which a text model does not have")
+
+
+def drop_towers(model: PreTrainedModel) -> list[str]:
+    """Replace every module of `model` that neither holds nor belongs to the decoder or head; returns their names."""
+    kept = {id(model.get_decoder()), id(model.get_output_embeddings())}
+    dropped: list[str] = []
+
+    def drop(module: nn.Module, path: str) -> None:
+        for name, child in list(module.named_children()):
+            if id(child) in kept or name.startswith(_PASSED):
+                continue
+            if any(id(each) in kept for each in child.modules()):
+                drop(child, f"{path}{name}.")
+            else:
+                setattr(module, name, Absent(name))
+                dropped.append(path + name)
+
+    if id(model) not in kept:
+        drop(model, "")
+    return dropped
+
+
+def set_attention(model: PreTrainedModel, name: str) -> None:
+    """Switch the attention of `model`, without a warning for the configs of absent towers."""
+    config = model.config
+    text = config.get_text_config(decoder=True)
+    parts = [key for key in config.sub_configs if getattr(config, key, None) is text]
+    chosen = {"": name, **dict.fromkeys(parts, name)}
+    model.set_attn_implementation(chosen if parts and getattr(type(model), "is_text_part", False) else name)
+
+
+def takes_positions(model: PreTrainedModel) -> bool:
+    """True if the forward of `model` takes position_ids, or hands what it does not know to a decoder that does."""
+    given = inspect.signature(type(model).forward).parameters
+    if "position_ids" in given or not getattr(type(model), "is_text_part", False):
+        return "position_ids" in given
+    inner = inspect.signature(type(model.get_decoder()).forward).parameters
+    return "position_ids" in inner and any(each.kind is each.VAR_KEYWORD for each in given.values())
+
+
+@torch.no_grad()
+def check_generate(model: PreTrainedModel) -> None:
+    """Raise InputError unless the logits of `generate` are those of one forward over the text, as in a causal LM."""
+    limit = 1e-4 if model.dtype in (torch.float32, torch.float64) else 6e-2
+    name = model.config.model_type
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    ids = torch.randint(0, vocab_size, (1, 12), generator=torch.Generator().manual_seed(6)).to(model.device)
+    how: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
+    how |= {"max_new_tokens": 2, "min_new_tokens": 2, "output_logits": True, "return_dict_in_generate": True}
+    try:
+        generate: Any = model.generate
+        done = generate(ids, **how)
+        expected = model(input_ids=done.sequences[:, :-1], use_cache=False).logits[0, -2:].float()
+        found = torch.cat(done.logits).float()
+        error = ((found - expected).abs().max() / (expected.max() - expected.min())).item()
+    except Exception as failure:  # whatever a class raises that needs an image
+        reason = f"{type(failure).__name__}: {first_line(failure)}"[:200]
+        raise InputError(f"model type {name!r} does not run as a text model: {reason}") from failure
+    if not error <= limit:
+        raise InputError(
+            f"model type {name!r} does not run as a causal text model: the logits of its generate differ from those "
+            f"of one forward by {error:.1e} of their range (at most {limit:.0e})"
+        )
+
+
+def text_keys(model: PreTrainedModel, keys: Iterable[str]) -> list[str]:
+    """Those of `keys` that name a tensor in the decoder or the head of `model`, if it is a wrapper's text part."""
+    if not getattr(type(model), "is_text_part", False):
+        return []
+    parts = model.get_decoder(), model.get_output_embeddings()
+    prefixes = tuple(f"{name}." for name, module in model.named_modules() if name and any(module is p for p in parts))
+    return sorted(key for key in keys if key.startswith(prefixes))

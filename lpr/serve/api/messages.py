@@ -1,0 +1,108 @@
+"""`POST /v1/messages`, Anthropic's API, and the count of its tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from lpr.serve.api.answers import answer
+from lpr.serve.api.blocks import Block, BlockForm
+from lpr.serve.api.chat import chat_ids, prepare
+from lpr.serve.api.context import STREAM, begin, context_of
+from lpr.serve.api.parsing import JsonRoute
+from lpr.serve.bodies_messages import CountBody, MessagesBody, as_chat
+from lpr.serve.errors import ApiError, anthropic_error
+from lpr.serve.generation import Choice
+from lpr.serve.text.replies import Replies
+from lpr.serve.text.served import Served
+
+router = APIRouter(route_class=JsonRoute)
+
+_DELTAS = {"text": ("text_delta", "text"), "thought": ("thinking_delta", "thinking"),
+           "call": ("input_json_delta", "partial_json")}  # fmt: skip
+
+
+@router.post("/v1/messages", summary="Answer a conversation, as Anthropic's API", responses=STREAM)
+async def messages(body: MessagesBody, request: Request) -> Response:
+    """Write the next message of a conversation."""
+    chat = as_chat(body)
+    context, served = await begin(request, chat.user)
+    wanted, replies = await prepare(request, context, served, chat, body.max_tokens)
+    name = context.name(request, "msg")
+    form = _MessageForm(served, replies, name, served.check_model(body.model), len(wanted[0].prompt_ids))
+    return await answer(context, request, name, context.generation(request, chat, wanted), form, body.stream)
+
+
+@router.post("/v1/messages/count_tokens", summary="Tokens of a conversation, as Anthropic's API")
+async def count_tokens(body: CountBody, request: Request) -> dict[str, int]:
+    """Count the tokens of the prompt that a conversation makes."""
+    served = context_of(request).ready()
+    served.check_model(body.model)
+    chat = as_chat(body)
+    served.replies(chat, "")
+    return {"input_tokens": len(await chat_ids(request, served, chat))}
+
+
+class _MessageForm(BlockForm):
+    def __init__(self, served: Served, replies: Replies, id: str, model: str, num_prompt: int) -> None:
+        super().__init__(served, replies)
+        self._num_prompt = num_prompt
+        self._head = {"id": id, "type": "message", "role": "assistant", "model": model}
+
+    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        self.read(choices[0])
+        content = [self._shown(block) for block in self.blocks]
+        return {**self._head, "content": content, **self._end(choices[0]), "usage": self._usage(choices[0])}
+
+    def begin(self, choices: Sequence[Choice]) -> Iterator[dict[str, Any]]:
+        usage = {"input_tokens": self._num_prompt, "output_tokens": 0}
+        empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        yield {"type": "message_start", "message": {**self._head, **empty}}
+
+    def opened(self, block: Block) -> Iterator[dict[str, Any]]:
+        yield {"type": "content_block_start", "index": block.index, "content_block": self._shown(block)}
+
+    def grown(self, block: Block, text: str) -> Iterator[dict[str, Any]]:
+        kind, name = _DELTAS[block.kind]
+        yield {"type": "content_block_delta", "index": block.index, "delta": {"type": kind, name: text}}
+
+    def closed(self, block: Block) -> Iterator[dict[str, Any]]:
+        yield {"type": "content_block_stop", "index": block.index}
+
+    def finished(self, choice: Choice) -> Iterator[dict[str, Any]]:
+        yield {"type": "message_delta", "delta": self._end(choice), "usage": self._usage(choice)}
+        yield {"type": "message_stop"}
+
+    def failed(self, failure: ApiError) -> Iterator[dict[str, Any]]:
+        yield anthropic_error(failure.status, failure.message)
+
+    def _shown(self, block: Block) -> dict[str, Any]:
+        if block.kind == "text":
+            return {"type": "text", "text": block.text}
+        if block.kind == "thought":
+            return {"type": "thinking", "thinking": block.text, "signature": ""}
+        return {"type": "tool_use", "id": block.id, "name": block.name, "input": _object(block.text)}
+
+    def _end(self, choice: Choice) -> dict[str, Any]:
+        stop = choice.stop_reason if isinstance(choice.stop_reason, str) else None
+        reason = "max_tokens" if choice.finish_reason == "length" else "stop_sequence" if stop else "end_turn"
+        if self.has_calls and reason == "end_turn":
+            reason = "tool_use"
+        return {"stop_reason": reason, "stop_sequence": stop}
+
+    def _usage(self, choice: Choice) -> dict[str, int]:
+        cached = min(choice.usage.num_cached, self._num_prompt) if choice.usage is not None else 0
+        fresh = {"input_tokens": self._num_prompt - cached, "cache_creation_input_tokens": 0}
+        return {**fresh, "cache_read_input_tokens": cached, "output_tokens": len(choice.token_ids)}
+
+
+def _object(text: str) -> Any:
+    """The arguments of a call; those that are cut off, or no object, under a name of their own."""
+    try:
+        value = json.loads(text) if text else {}
+    except (ValueError, RecursionError):
+        value = text
+    return value if isinstance(value, dict) else {"arguments": value}

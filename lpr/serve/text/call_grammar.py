@@ -1,0 +1,129 @@
+"""Grammars, in llguidance's Lark form, of replies that call tools: names and arguments are those that were declared."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lpr.serve.text.calls import MARK, Format, Thoughts, Tools, is_string, properties_of
+
+_SPACE = "\\n? {0,12}"
+"""White space within JSON: compact, as json.dumps writes it, or indented. Without a bound a model can stay in it."""
+_ANNOTATIONS = ("title", "description", "examples", "default", "$comment")
+
+
+class CallGrammar:
+    """Builds the grammar of one request."""
+
+    def __init__(self, added: Mapping[str, int]) -> None:
+        """`added` are the tokenizer's added tokens, which a grammar names by their ids."""
+        self._added = added
+        self._rules: list[str] = []
+
+    def calls(self, format: Format, tools: Tools, several: bool) -> str:
+        """An expression for calls of `tools`, more than one if `several`."""
+        one = " | ".join(self._call(format, name, schema) for name, schema in tools.items())
+        self._rules.append(f"call: {one}")
+        more = f"({self._text(format.between)} call)*" if several and format.between is not None else ""
+        before, after = map(self._text, format.around)
+        return f"{before} call {more} {after}"
+
+    def thought(self, thoughts: Thoughts, begun: bool) -> str:
+        """An expression for a thought, of which the prompt may have `begun` one; otherwise it may be missing."""
+        self._rules.append(f"thought: {self._up_to(thoughts[1])} /\\n{{0,2}}/")
+        return "thought" if begun else f"({self._text(thoughts[0])} thought)?"
+
+    def json(self, schema: Any) -> str:
+        """An expression for JSON of a schema."""
+        bare = _bare(schema)
+        held = {**bare, "x-guidance": {"whitespace_pattern": _SPACE}} if isinstance(bare, dict) else bare
+        return self._rule("%json " + json.dumps(held, ensure_ascii=False))
+
+    def text(self, format: Format, written: str = "") -> str:
+        """An expression for a text, such as `written`, behind what the format puts before it."""
+        return f"{self._text(format.text)} {written}" if format.text else written
+
+    def free(self, format: Format) -> str:
+        """An expression for text in which no call begins."""
+        marks = format.starts
+        if marks and marks[0] == "{":  # only at the beginning
+            return self._rule("/(?s:[^{].*)?/")
+        plain = [mark for mark in marks if mark not in self._added]
+        without = "".join(f" & ~/(?s:.*){re.escape(mark)}(?s:.*)/" for mark in plain)
+        self._rules.append(f"TEXT: /(?s:.*)/{without}")
+        return "TEXT"
+
+    def written(self, start: str) -> str:
+        """The grammar whose whole text is `start`."""
+        return "\n".join([f"start: {start}", *self._rules]) + "\n"
+
+    def _call(self, format: Format, name: str, schema: Mapping[str, Any]) -> str:
+        before, after = (self._text(part.format(name=name)) for part in format.call)
+        if format.arguments == "json":
+            return f"{before} {self.json(schema or {'type': 'object'})} {after}"
+        return f"{before} {' '.join(self._pairs(format, schema))} {after}"
+
+    def _pairs(self, format: Format, schema: Mapping[str, Any]) -> Iterator[str]:
+        """The arguments in the order of the schema, those that are not required as options."""
+        shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+        required = schema.get("required")
+        required = required if isinstance(required, list) else ()
+        for key, each in properties_of(schema).items():
+            written = self._pair(format, key, each, shared)
+            yield written if key in required else f"({written})?"
+
+    def _pair(self, format: Format, key: str, schema: Any, shared: Mapping[str, Any]) -> str:
+        if format.arguments == "parameters":
+            before, after = f"<parameter={key}>\n", "\n</parameter>"
+        else:
+            before, after = f"<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>"
+        choices = schema.get("enum") if isinstance(schema, Mapping) else None
+        if not is_string(schema):
+            value = f"{self.json({**schema, **shared})} {self._text(after)}"
+        elif choices and isinstance(choices, list):
+            value = f"({' | '.join(self._text(str(each)) for each in choices)}) {self._text(after)}"
+        else:
+            value = self._up_to(after)
+        return f"{self._text(before)} {value} {self._text(chr(10))}"
+
+    def _up_to(self, end: str) -> str:
+        """An expression for any text and `end`, which comes nowhere before."""
+        first = MARK.match(end)
+        if first is not None and first[0] in self._added:  # no text holds it
+            return f"{self._rule('/(?s:.*)/')} {self._text(end)}"
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}[suffix={json.dumps(end)}]: /(?s:.*)/")
+        return name
+
+    def _text(self, text: str) -> str:
+        """An expression for exactly this text, with added tokens by their ids."""
+        parts, at = [], 0
+        for found in MARK.finditer(text):
+            if found[0] in self._added:
+                parts += [json.dumps(text[at : found.start()], ensure_ascii=False)] if found.start() > at else []
+                parts.append(f"<[{self._added[found[0]]}]>")
+                at = found.end()
+        parts += [json.dumps(text[at:], ensure_ascii=False)] if at < len(text) else []
+        return " ".join(parts) or '""'
+
+    def _rule(self, expression: str) -> str:
+        """A name for an expression."""
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}: {expression}")
+        return name
+
+
+def _bare(schema: Any, is_names: bool = False) -> Any:
+    """A schema without what only people read; `is_names` where keys are names of properties."""
+    if isinstance(schema, list):
+        return [_bare(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    names = ("properties", "patternProperties", "$defs", "definitions")
+    return {
+        key: value if key in ("enum", "const") else _bare(value, key in names and not is_names)
+        for key, value in schema.items()
+        if is_names or key not in _ANNOTATIONS
+    }

@@ -1,0 +1,218 @@
+// The parts of a decoder layer between its matrix products: RMS norms, rotary embedding, gated activations.
+//
+// Each row is computed by itself with the same operations, so its bits depend neither on the rows beside it nor on the
+// number of threads. Values are float or bfloat16, which is rounded where the modules of transformers round.
+#pragma once
+
+#include "attention.h"
+#include "parallel.h"
+
+namespace lpr {
+
+struct BFloat {
+  uint16_t bits;
+};
+typedef uint16_t LaneHalves __attribute__((vector_size(32)));
+typedef uint32_t LaneBits __attribute__((vector_size(64)));
+
+LPR_INLINE void load(Lanes& to, const BFloat* from) {
+  LaneHalves halves;
+  std::memcpy(&halves, from, sizeof(halves));
+  LaneBits wide = __builtin_convertvector(halves, LaneBits) << 16;
+  std::memcpy(&to, &wide, sizeof(to));
+}
+
+LPR_INLINE void store(float* to, const Lanes& from) { std::memcpy(to, &from, sizeof(from)); }
+
+// The value in the upper half of each word: rounded to the nearest, of two equally near ones to the even one.
+LPR_INLINE LaneBits rounded(const Lanes& value) {
+  LaneBits bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  LaneWords is_nan = value != value;
+  return is_nan ? bits | 0x400000 : bits + 0x7fff + ((bits >> 16) & 1);
+}
+
+LPR_INLINE void store(BFloat* to, const Lanes& from) {
+  LaneHalves halves = __builtin_convertvector(rounded(from) >> 16, LaneHalves);
+  std::memcpy(to, &halves, sizeof(halves));
+}
+
+LPR_INLINE void round_to(const float*, Lanes&) {}
+LPR_INLINE void round_to(const BFloat*, Lanes& value) {
+  LaneBits bits = rounded(value) & 0xffff0000;
+  std::memcpy(&value, &bits, sizeof(value));
+}
+
+// Part of a row at `from`, of which `count` values are left; zeros behind its end.
+template <typename T>
+LPR_INLINE void load_part(Lanes& to, const T* from, int64_t count) {
+  if (count >= kLanes) return load(to, from);
+  T padded[kLanes] = {};
+  std::memcpy(padded, from, count * sizeof(T));
+  load(to, padded);
+}
+
+template <typename T>
+LPR_INLINE void store_part(T* to, const Lanes& from, int64_t count) {
+  if (count >= kLanes) return store(to, from);
+  T padded[kLanes];
+  store(padded, from);
+  std::memcpy(to, padded, count * sizeof(T));
+}
+
+// `rows` x `groups` vectors of `width` values; vectors of a row lie side by side, rows are a stride apart.
+struct Vectors {
+  int64_t rows, groups, width;
+};
+
+// How an RMS norm applies its weight: T(x) * w, x * (1 + w) or x * w, the latter two in float.
+enum class Weighing : int { kRounded, kOnePlus, kWide };
+
+struct Norm {
+  uintptr_t states, added, weight, out;  // with `added` (or 0), `states` is first replaced by its sum with it
+  Vectors size;
+  int64_t stride, out_stride;
+  float epsilon;
+  Weighing weighing;
+};
+
+template <typename T>
+LPR_INLINE void norm_vector(T* states, const T* added, const T* weight, T* out, int64_t width, const Norm& norm) {
+  Lanes value, other, sums[4] = {};
+  for (int64_t i = 0, block = 0; i < width; i += kLanes, block++) {
+    load_part(value, states + i, width - i);
+    if (added) {
+      load_part(other, added + i, width - i);
+      value += other;
+      round_to(states, value);
+      store_part(states + i, value, width - i);
+    }
+    sums[block & 3] += value * value;
+  }
+  float mean = sum_of((sums[0] + sums[1]) + (sums[2] + sums[3])) / static_cast<float>(width);
+  float factor = 1.0f / std::sqrt(mean + norm.epsilon);
+  for (int64_t i = 0; i < width; i += kLanes) {
+    load_part(value, states + i, width - i);
+    load_part(other, weight + i, width - i);
+    value *= factor;
+    if (norm.weighing == Weighing::kRounded) round_to(states, value);
+    if (norm.weighing == Weighing::kOnePlus) other += 1.0f;
+    value *= other;
+    store_part(out + i, value, width - i);
+  }
+}
+
+template <typename T>
+LPR_INLINE void norm_rows(const Norm& norm, int64_t first, int64_t last) {
+  const Vectors& size = norm.size;
+  for (int64_t row = first; row < last; row++)
+    for (int64_t group = 0; group < size.groups; group++) {
+      int64_t from = row * norm.stride + group * size.width, to = row * norm.out_stride + group * size.width;
+      const T* added = norm.added ? reinterpret_cast<const T*>(norm.added) + from : nullptr;
+      norm_vector(reinterpret_cast<T*>(norm.states) + from, added, reinterpret_cast<const T*>(norm.weight),
+                  reinterpret_cast<T*>(norm.out) + to, size.width, norm);
+    }
+}
+
+struct Rotation {
+  uintptr_t states, cosines, sines;  // heads of `width`, in place; [rows, width] each
+  Vectors size;
+  int64_t stride;
+};
+
+// As `x * cos + rotate_half(x) * sin`.
+template <typename T>
+LPR_INLINE void rotate_rows(const Rotation& turn, int64_t first, int64_t last) {
+  int64_t width = turn.size.width, half = width / 2;
+  for (int64_t row = first; row < last; row++) {
+    const T* cosines = reinterpret_cast<const T*>(turn.cosines) + row * width;
+    const T* sines = reinterpret_cast<const T*>(turn.sines) + row * width;
+    for (int64_t head = 0; head < turn.size.groups; head++) {
+      T* low = reinterpret_cast<T*>(turn.states) + row * turn.stride + head * width;
+      T* high = low + half;
+      for (int64_t i = 0; i < half; i += kLanes) {
+        Lanes a, b, cosine, sine, first_half, second_half, part;
+        int64_t left = half - i;
+        load_part(a, low + i, left);
+        load_part(b, high + i, left);
+        load_part(cosine, cosines + i, left);
+        load_part(sine, sines + i, left);
+        first_half = a * cosine;
+        round_to(low, first_half);
+        part = -b * sine;
+        round_to(low, part);
+        first_half += part;
+        load_part(cosine, cosines + half + i, left);
+        load_part(sine, sines + half + i, left);
+        second_half = b * cosine;
+        round_to(low, second_half);
+        part = a * sine;
+        round_to(low, part);
+        second_half += part;
+        store_part(low + i, first_half, left);
+        store_part(high + i, second_half, left);
+      }
+    }
+  }
+}
+
+enum class Activation : int { kSilu, kGeluTanh };
+
+struct Gate {
+  uintptr_t states, out;  // [rows, 2 * width]: gates, then values; [rows, width]
+  Vectors size;
+  Activation activation;
+};
+
+// x * sigmoid(slope(x)): SiLU has x itself, GELU in its tanh form 2 * sqrt(2 / pi) * (x + 0.044715 x^3).
+LPR_INLINE void activate(Lanes& x, Activation activation) {
+  Lanes slope = activation == Activation::kSilu ? x : (x + x * x * x * 0.044715f) * 1.5957691216057308f;
+  Lanes fall = slope < 0.0f ? slope : -slope;
+  exponential(fall);
+  Lanes above = 1.0f / (fall + 1.0f);
+  x *= slope < 0.0f ? fall * above : above;
+}
+
+template <typename T>
+LPR_INLINE void gate_rows(const Gate& gate, int64_t first, int64_t last) {
+  int64_t width = gate.size.width;
+  for (int64_t row = first; row < last; row++) {
+    const T* gates = reinterpret_cast<const T*>(gate.states) + row * 2 * width;
+    T* out = reinterpret_cast<T*>(gate.out) + row * width;
+    for (int64_t i = 0; i < width; i += kLanes) {
+      Lanes value, other;
+      load_part(value, gates + i, width - i);
+      load_part(other, gates + width + i, width - i);
+      activate(value, gate.activation);
+      round_to(out, value);
+      value *= other;
+      store_part(out + i, value, width - i);
+    }
+  }
+}
+
+// One function per part and processor; `is_half` chooses bfloat16.
+LPR_CLONES inline void run_rows(const Norm& part, bool is_half, int64_t first, int64_t last) {
+  is_half ? norm_rows<BFloat>(part, first, last) : norm_rows<float>(part, first, last);
+}
+LPR_CLONES inline void run_rows(const Rotation& part, bool is_half, int64_t first, int64_t last) {
+  is_half ? rotate_rows<BFloat>(part, first, last) : rotate_rows<float>(part, first, last);
+}
+LPR_CLONES inline void run_rows(const Gate& part, bool is_half, int64_t first, int64_t last) {
+  is_half ? gate_rows<BFloat>(part, first, last) : gate_rows<float>(part, first, last);
+}
+
+constexpr int64_t kValuesPerItem = 1 << 15;  // about 10 us of work: a smaller part is not worth a second thread
+
+// Computes a part on up to `num_threads` threads.
+template <typename Part>
+void run_part(const Part& part, bool is_half, int num_threads) {
+  int64_t rows = part.size.rows, width = part.size.groups * part.size.width;
+  int64_t rows_per_item = std::max<int64_t>(1, kValuesPerItem / std::max<int64_t>(1, width));
+  int64_t items = (rows + rows_per_item - 1) / rows_per_item;
+  parallel_for(items, num_threads, [&](int64_t item, int) {
+    run_rows(part, is_half, item * rows_per_item, std::min(rows, (item + 1) * rows_per_item));
+  });
+}
+
+}  // namespace lpr
