@@ -48,6 +48,22 @@ LPR_INLINE void cap(Lanes& x, float softcap) {
   x = x < 0.0f ? -bounded : bounded;
 }
 
+// A block of keys: `count` from `begin` on, and where the next block lies in the cache.
+struct KeyBlock {
+  int64_t begin;
+  int count, next_count;
+  const float* keys[kKeys];
+  const float* values[kKeys];
+  const char* next_keys[kKeys];
+  const char* next_values[kKeys];
+  int key_bytes, value_bytes;
+};
+
+// Processors fetch ahead within a page of memory only, and the rows of a head are short.
+LPR_INLINE void fetch(const char* from, int bytes) {
+  for (int byte = 0; byte < bytes; byte += 64) __builtin_prefetch(from + byte);
+}
+
 // Scores [K keys][N vectors] of lanes `queries` [dim][N vectors].
 template <int N, int K>
 LPR_INLINE void score_keys(const float* queries, const float* const* keys, int dim, float* scores) {
@@ -67,9 +83,16 @@ LPR_INLINE void score_keys(const float* queries, const float* const* keys, int d
 }
 
 template <class Tile, int N>
-LPR_INLINE void score_block(const float* queries, const float* const* keys, int count, int dim, float* scores) {
+LPR_INLINE void score_block(const float* queries, const KeyBlock& block, bool fetches, int dim, float* scores) {
   constexpr int K = N <= 2 ? Tile::kManyKeys : Tile::kFewKeys;
-  for (int k = 0; k < count; k += K) score_keys<N, K>(queries, keys + k, dim, scores + k * N * kLanes);
+  for (int k = 0; k < block.count; k += K) {
+    if (fetches)
+      for (int next = k; next < std::min(k + K, block.next_count); next++) {
+        fetch(block.next_keys[next], block.key_bytes);
+        fetch(block.next_values[next], block.value_bytes);
+      }
+    score_keys<N, K>(queries, block.keys + k, dim, scores + k * N * kLanes);
+  }
 }
 
 // R rows of sums [stride] from `column` on, C vectors: shrunk, and weights [keys][num_lanes] times values added.
@@ -111,14 +134,6 @@ struct LaneState {
   int32_t entry[kMostLanes], lowest[kMostLanes];
   float top[kMostLanes], total[kMostLanes], shrink[kMostLanes];
   int32_t highest_lowest = 0;
-};
-
-// A block of keys: `count` from `begin` on.
-struct KeyBlock {
-  int64_t begin;
-  int count;
-  const float* keys[kKeys];
-  const float* values[kKeys];
 };
 
 // Hides what a vector of lanes does not see of key `k` of a block.
@@ -186,7 +201,7 @@ template <class Tile, int N>
 LPR_INLINE void attend_chunk(const Item& item, const LayerCall& call, const KeyBlock& block, int first, int num_lanes,
                              const float* queries, float* scores, LaneState& lanes, float* sums, int value_stride) {
   int num_vectors = vectors_of(num_lanes), lane = first * kLanes;
-  score_block<Tile, N>(queries + static_cast<int64_t>(lane) * call.dim, block.keys, block.count, call.dim, scores);
+  score_block<Tile, N>(queries + static_cast<int64_t>(lane) * call.dim, block, first == 0, call.dim, scores);
   weigh_block<N>(scores, item, block, first, num_vectors, call.softcap, lanes);
   int rows = std::min(N * kLanes, num_lanes - lane), row = 0;
   auto add = [&](auto size) LPR_LAMBDA_INLINE {
@@ -294,17 +309,30 @@ LPR_INLINE void attend_item(const PagedStep& step, const LayerCall& call, const 
     for (int d = 0; d < call.dim; d++) to[static_cast<int64_t>(d) * width] = line[d] * call.scale;
   }
   KeyBlock block;
-  for (block.begin = item.begin; block.begin < item.end; block.begin += kKeys) {
-    block.count = static_cast<int>(std::min<int64_t>(kKeys, item.end - block.begin));
-    for (int k = 0; k < block.count; k++) {
-      int64_t row = step.row_of(sequence, block.begin + k);
-      const void* key = at(call.key, call.is_half, item.head * call.key_head + row * call.key_row);
-      const void* value = at(call.value, call.is_half, item.head * call.value_head + row * call.value_row);
-      if (copy_keys) unpack(key, call.is_half, call.dim, key_width, own_keys + k * key_width);
-      block.keys[k] = copy_keys ? own_keys + k * key_width : static_cast<const float*>(key);
-      if (copy_values) unpack(value, call.is_half, call.value_dim, value_stride, own_values + k * value_stride);
-      block.values[k] = copy_values ? own_values + k * value_stride : static_cast<const float*>(value);
+  int item_bytes = call.is_half ? 2 : 4;
+  block.key_bytes = call.dim * item_bytes;
+  block.value_bytes = call.value_dim * item_bytes;
+  block.next_count = 0;
+  auto find_next = [&](int64_t begin) LPR_LAMBDA_INLINE {
+    block.next_count = static_cast<int>(std::min<int64_t>(kKeys, std::max<int64_t>(0, item.end - begin)));
+    for (int k = 0; k < block.next_count; k++) {
+      int64_t row = step.row_of(sequence, begin + k);
+      block.next_keys[k] = static_cast<const char*>(call.key) + (item.head * call.key_head + row * call.key_row) * item_bytes;
+      block.next_values[k] =
+          static_cast<const char*>(call.value) + (item.head * call.value_head + row * call.value_row) * item_bytes;
     }
+  };
+  find_next(item.begin);
+  for (block.begin = item.begin; block.begin < item.end; block.begin += kKeys) {
+    block.count = block.next_count;
+    for (int k = 0; k < block.count; k++) {
+      const char *key = block.next_keys[k], *value = block.next_values[k];
+      if (copy_keys) unpack(key, call.is_half, call.dim, key_width, own_keys + k * key_width);
+      block.keys[k] = copy_keys ? own_keys + k * key_width : reinterpret_cast<const float*>(key);
+      if (copy_values) unpack(value, call.is_half, call.value_dim, value_stride, own_values + k * value_stride);
+      block.values[k] = copy_values ? own_values + k * value_stride : reinterpret_cast<const float*>(value);
+    }
+    find_next(block.begin + kKeys);
     for (int k = block.count; k < kKeys && k % 8; k++) block.keys[k] = block.keys[block.count - 1];
     for (int first = 0; first < num_vectors; first += Tile::kVectors) {
       auto attend = [&](auto size) LPR_LAMBDA_INLINE {
