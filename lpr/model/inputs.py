@@ -93,7 +93,7 @@ def build_page_inputs(
     else:
         kept = _wanted(num_results, ends.tolist(), heights, tokens.device)
     cached = max(row.num_cached for row in rows)
-    written, num_entries = write_rows.reshape(-1), batch * length
+    written = write_rows.reshape(-1)
     if len(rows) == 1 and counts[0] == length and (np.diff(written.numpy()) == 1).all():
         block.first_row = int(written[0])
     sizes = [block], cached, num_results, kept
