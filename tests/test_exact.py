@@ -200,7 +200,10 @@ def test_a_rank_that_adds_in_another_order_is_noticed(monkeypatch: pytest.Monkey
     group = Group(Worlds(model, "float32", exact=True), [TEXT], params)
     group.decode_plainly()
     texts = [TEXT + group.outputs[0]]
-    find, step = in_order.find_paths, threading.local()
+    find, attend_pages, step = in_order.find_paths, hook.attend_pages, threading.local()
+
+    def pages_by_rank(*given: Any) -> torch.Tensor:
+        return attend_pages(*given) * (1 + 2**-23 * (getattr(step, "rank", 0) == 1))
 
     def by_rank(mask: torch.Tensor) -> in_order.Paths:
         paths = find(mask)
@@ -215,6 +218,7 @@ def test_a_rank_that_adds_in_another_order_is_noticed(monkeypatch: pytest.Monkey
         return group.watched(engine, SHAPES["window"], texts)
 
     monkeypatch.setattr(in_order, "find_paths", by_rank)
+    monkeypatch.setattr(hook, "attend_pages", pages_by_rank)
     monkeypatch.setattr(lpr.model.self_check, "_inexact_step", lambda adapter: None)
     found = run_ranks(ThreadWorld(2), program)
     known = [digests[key] == group.digests[key] for _, digests, _ in found for key in digests if key in group.digests]

@@ -119,7 +119,8 @@ def expected(
     for index, parents in enumerate(step.parents):
         rows, cached = step.rows(index), step.num_cached[index]
         for entry in range(len(parents)):
-            path, node = [], entry
+            path: list[int] = []
+            node = entry
             while node >= 0:
                 path.insert(0, cached + node)
                 node = parents[node]

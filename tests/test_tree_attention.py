@@ -28,7 +28,7 @@ from transformers import masking_utils
 
 import lpr.model.kernels.hook
 import lpr.model.tree_mask
-from lpr import DecodeConfig, Engine, InputError, SamplingParams
+from lpr import DecodeConfig, Engine, InputError, SamplingParams, native
 from lpr.core.tree import ancestor_bits
 from lpr.model.inputs import Row, build_inputs
 from lpr.model.kernels.hook import LayerRule, layer_rule
@@ -393,8 +393,8 @@ def test_a_kernel_that_lpr_chose_is_replaced_where_it_fails(caplog: pytest.LogCa
 
 @needs_triton
 def test_choices_that_cannot_work_are_refused_in_one_line() -> None:
-    assert TreeModel(tiny_model()).attention == "sdpa"
-    with pytest.raises(InputError, match="attention='fast' is none of auto, sdpa, triton"):
+    assert TreeModel(tiny_model()).attention == ("sdpa" if native.PagedAttention is None else "native")
+    with pytest.raises(InputError, match="attention='fast' is none of auto, sdpa, triton, native"):
         TreeModel(tiny_model(), attention="fast")
     own_code = tiny_model("codegen", n_embd=64, n_layer=2, n_head=4, rotary_dim=8)
     with pytest.raises(InputError, match="'codegen' has its own attention code"):
