@@ -234,7 +234,7 @@ def test_another_engines_compiled_model_is_called_directly() -> None:
         num_compiled += 1
         return graph.forward
 
-    first, second = TreeModel(model, graphs=False), TreeModel(model, graphs=False)
+    first, second = (TreeModel(model, attention="sdpa", graphs=False) for _ in range(2))
     torch._dynamo.reset()
     first.compile(backend)  # type: ignore[arg-type]
     for runner, expected in ((second, 0), (first, 1)):
