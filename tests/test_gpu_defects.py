@@ -239,7 +239,7 @@ def test_rows_are_compared_while_the_step_is_prepared(graphs: bool, monkeypatch:
         return lambda: events.append("answer")
 
     model = tiny_model()
-    runner = TreeModel(model, shared=SharedWeights(check_rows=ask))
+    runner = TreeModel(model, attention="sdpa", shared=SharedWeights(check_rows=ask))
     runner.capturer = FakeCapturer() if graphs else None
     runner.allocate(1, 64, 8, self_check(runner))
     monkeypatch.setattr(StaticShape, "place", noted("inputs", StaticShape.place))

@@ -35,7 +35,8 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def engine(model: PreTrainedModel) -> Engine:
-    return Engine.from_model(model, decode=DECODE)
+    """With masks, where some of the faults are; those of attention over pages are in test_native_attention.py."""
+    return Engine.from_model(model, decode=DECODE, attention="sdpa")
 
 
 @pytest.fixture(scope="module")

@@ -436,9 +436,10 @@ def test_a_failing_processor_ends_its_request_only(
     assert any(re.search(message, done[0].error or "") for done in ranks), [done[0].error for done in ranks]
 
 
-def broken_engine(model: PreTrainedModel, token: int, comm: ThreadComm) -> Engine:
+def broken_engine(model: PreTrainedModel, token: int, comm: ThreadComm, attention: str = "auto") -> Engine:
     """An engine for a copy of `model` that says nothing but NaN after `token`."""
-    engine = Engine.from_model(copy.deepcopy(model), decode=replace(TREES, prefill_chunk=16), comm=comm)
+    decode = replace(TREES, prefill_chunk=16)
+    engine = Engine.from_model(copy.deepcopy(model), decode=decode, comm=comm, attention=attention)
     with torch.no_grad():
         engine.model.model.get_input_embeddings().weight[token] = float("nan")  # type: ignore[index,operator]
     return engine
@@ -465,7 +466,11 @@ def often_drafted(model: PreTrainedModel) -> tuple[int, list[list[int]]]:
 
 
 def check_rejected_nan(
-    model: PreTrainedModel, often_drafted: tuple[int, list[list[int]]], num_ranks: int, packed: bool = True
+    model: PreTrainedModel,
+    often_drafted: tuple[int, list[list[int]]],
+    num_ranks: int,
+    packed: bool = True,
+    attention: str = "auto",
 ) -> None:
     token, expected = often_drafted
     spoilt: list[bool] = []
@@ -476,7 +481,7 @@ def check_rejected_nan(
         commit(model, rows, concluded, moves)
 
     def program(comm: ThreadComm) -> list[Completion]:
-        engine = broken_engine(model, token, comm)
+        engine = broken_engine(model, token, comm, attention)
         engine.model.adapter.packed = engine.scheduler.limits.packed = packed
         return engine.generate(PROMPTS, SamplingParams(max_new_tokens=50))
 
@@ -498,12 +503,12 @@ def test_a_rejected_nodes_nan_does_not_matter(
 def test_a_cache_that_keeps_nan_is_noticed(
     model: PreTrainedModel, often_drafted: tuple[int, list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows side by side in a padded batch read further than their own entries."""
-    check_rejected_nan(model, often_drafted, 1, packed=False)
+    """Masked rows side by side in a padded batch are read further than their own entries."""
+    check_rejected_nan(model, often_drafted, 1, packed=False, attention="sdpa")
     for name in ("clear", "clear_entries"):
         monkeypatch.setattr(PagedCache, name, lambda self, given: None)
     with pytest.raises(AssertionError):
-        check_rejected_nan(model, often_drafted, 1, packed=False)
+        check_rejected_nan(model, often_drafted, 1, packed=False, attention="sdpa")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

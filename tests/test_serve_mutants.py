@@ -16,7 +16,7 @@ from fake_driver import served
 
 import lpr
 import lpr.engine.text as engine_text
-from lpr.engine import pages
+from lpr.engine import page_pool
 from lpr.protocol import Submit
 from lpr.serve import service
 from lpr.serve.api import answers, completions
@@ -161,8 +161,8 @@ def test_without_a_fault(engine, wanted):
 
 
 def cached_prefix_is_one_too_long(patch):
-    equal = pages.num_equal
-    patch.setattr(pages, "num_equal", lambda first, second: min(equal(first, second) + 1, len(second)))
+    equal = page_pool.num_equal
+    patch.setattr(page_pool, "num_equal", lambda first, second: min(equal(first, second) + 1, len(second)))
 
 
 def seed_is_ignored(patch):
