@@ -390,7 +390,7 @@ def test_a_step_waits_for_the_device_once(num_ranks: int, graphs: bool, monkeypa
     comm = BlindComm(num_ranks)
     # Every rank drafts every tree, as results that are made up hold none.
     decode = DecodeConfig(window_size=5, trie_nodes=24, max_batch_size=3, home_ranks=0)
-    engine = Engine.from_model(tiny_model(), decode=decode, comm=comm, attention="sdpa")
+    engine = Engine.from_model(tiny_model(), decode=decode, comm=comm, attention="sdpa", swap_space=0)
     to_meta(engine)
     moved = []
     move = PagedCache.move
