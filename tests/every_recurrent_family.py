@@ -49,7 +49,7 @@ def plain(name: str) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", names())
 def test_every_shape(name: str) -> None:
-    """Greedy ids are transformers', twice, by the prefix cache; sampled ids are plain decoding's; texts outlive a rank."""
+    """Greedy ids are transformers', again by the prefix cache; sampled ids are plain decoding's; a rank dies."""
     greedy = stock_greedy(model(name))
     engine = Engine.from_model(model(name), decode=DECODE)
     for _ in range(2):
