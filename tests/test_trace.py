@@ -156,7 +156,25 @@ def test_one_prompt_shows_the_lookahead_run_alone(tmp_path: Path, capsys: pytest
     (request,) = Page(path.read_text()).data["requests"]
     assert len(request["steps"]) == result["runs"][0]["num_steps"]
     assert [token for token, _ in request["output"]] == result["token_ids"]
-    assert main(["--prompt", "a", "--max-new-tokens", "8", "--trace", str(path), "--trace-steps", "2"]) == 0
+    assert (
+        main(
+            [
+                "--prompt",
+                "a",
+                "--max-new-tokens",
+                "24",
+                "--trie-nodes",
+                "4",
+                "--window-size",
+                "0",
+                "--trace",
+                str(path),
+                "--trace-steps",
+                "2",
+            ]
+        )
+        == 0
+    )
     shown = Page(path.read_text()).data
     assert len(shown["requests"][0]["steps"]) == 2 and shown["num_left_out"] > 0
 
