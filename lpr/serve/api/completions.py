@@ -112,11 +112,12 @@ def _wanted(
     if body.logprobs is not None or best_of > (body.n or 1):
         more["logprobs"] = body.logprobs or 0
     params = served.params(body, rooms[0], grammar=grammar, **more)
+    prediction = served.prediction(body)
     wanted: list[Wanted] = []
     for ids, room in zip(prompts, rooms, strict=True):
         seed = body.seed if body.seed is not None else fresh_seed()
         varied = params.vary(max_new_tokens=room, seed=seed)
-        wanted += spread(varied, ids, best_of, served.delivered(body, varied))
+        wanted += spread(varied, ids, best_of, served.delivered(body, varied), prediction)
     if body.delivered_token_ids and len(wanted) != 1:
         raise bad("delivered_token_ids", "delivered_token_ids goes with one prompt")
     return wanted

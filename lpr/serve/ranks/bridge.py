@@ -245,6 +245,8 @@ class EngineBridge(StepHooks):
                     learns=self._learns,
                     details=message.details,
                     arrived=message.arrived,
+                    prediction=message.prediction,
+                    predicted=message.predicted,
                 )
             else:
                 request.take()  # sent again below
@@ -262,7 +264,7 @@ class EngineBridge(StepHooks):
         request = self._open.pop(message.id, None)
         if request is not None:  # otherwise its last chunk is on its way
             self.engine.abort(request)
-            chunk = Chunk(message.id, [], "", "stop", usage=request.usage)
+            chunk = Chunk(message.id, [], "", "stop", usage=request.usage, predicted=request.predicted)
             self._line.send(Stepped([chunk], self._line.load))
 
     def _resume(self, message: Resume) -> None:

@@ -226,6 +226,13 @@ class Served:
             raise bad(name, f"{name}: {min(ended)} ends the text, and others follow")
         return ids
 
+    def prediction(self, body: Sampling) -> list[int]:
+        """The ids of a body's prediction, as far as an output can reach."""
+        if body.prediction is None:
+            return []
+        longest = self.facts.max_length
+        return self.tokens.encode(self.tokens.head(body.prediction.text, longest), False)[:longest]
+
     def most(self, num_prompt: int) -> int:
         """Most output tokens after a prompt; raises ApiError if there is no room."""
         most = self.facts.max_length - num_prompt
@@ -250,11 +257,18 @@ def sampling(values: dict[str, Any]) -> SamplingParams:
         raise bad(str(failure).split("=")[0], str(failure)) from failure
 
 
-def spread(params: SamplingParams, prompt_ids: list[int], count: int, delivered: Sequence[int] = ()) -> list[Wanted]:
+def spread(
+    params: SamplingParams,
+    prompt_ids: list[int],
+    count: int,
+    delivered: Sequence[int] = (),
+    prediction: Sequence[int] = (),
+) -> list[Wanted]:
     """`count` texts of one prompt, with consecutive seeds, after the `delivered` output ids."""
     seeds = [params.seed, *((params.seed + index) % 2**64 for index in range(1, count))]
     params_of = [params.vary(seed=seed) for seed in seeds]
-    return [Wanted(prompt_ids=prompt_ids, params=each, delivered=delivered) for each in params_of]
+    same = {"prompt_ids": prompt_ids, "delivered": delivered, "prediction": prediction}
+    return [Wanted(params=each, **same) for each in params_of]
 
 
 def fresh_seed() -> int:
