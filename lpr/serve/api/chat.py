@@ -13,7 +13,7 @@ from lpr.serve.api.answers import OpenAIForm, answer
 from lpr.serve.api.context import STREAM, Context, aside, begin, context_of, unless_gone
 from lpr.serve.api.parsing import JsonRoute
 from lpr.serve.api.replying import Reply
-from lpr.serve.bodies import ChatBody, ResponseFormat, Sampling, TokenizeBody
+from lpr.serve.bodies.completions import ChatBody, ResponseFormat, Sampling, TokenizeBody
 from lpr.serve.errors import bad
 from lpr.serve.generation import Choice, Event
 from lpr.serve.jobs import Wanted

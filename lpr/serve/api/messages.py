@@ -13,7 +13,7 @@ from lpr.serve.api.blocks import Block, BlockForm
 from lpr.serve.api.chat import chat_ids, prepare
 from lpr.serve.api.context import STREAM, begin, context_of
 from lpr.serve.api.parsing import JsonRoute
-from lpr.serve.bodies_messages import CountBody, MessagesBody, as_chat
+from lpr.serve.bodies.messages import CountBody, MessagesBody, as_chat
 from lpr.serve.errors import ApiError, anthropic_error
 from lpr.serve.generation import Choice
 from lpr.serve.text.replies import Replies

@@ -13,7 +13,7 @@ from lpr.serve.api.blocks import Block, BlockForm
 from lpr.serve.api.chat import prepare
 from lpr.serve.api.context import STREAM, begin
 from lpr.serve.api.parsing import JsonRoute
-from lpr.serve.bodies_responses import Format, ResponsesBody, TextOptions, as_chat
+from lpr.serve.bodies.responses import Format, ResponsesBody, TextOptions, WebSearch, as_chat
 from lpr.serve.errors import ApiError
 from lpr.serve.generation import Choice
 from lpr.serve.text.replies import Replies
@@ -22,6 +22,8 @@ from lpr.serve.text.served import Served
 router = APIRouter(route_class=JsonRoute)
 
 _ECHOED = ("instructions", "max_output_tokens", "temperature", "top_p", "metadata", "user")
+_OWN_NAMES = {"max_tokens": "max_output_tokens", "messages": "input", "chat_template_kwargs": "reasoning",
+              "response_format.json_schema": "text.format", "response_format": "text.format"}  # fmt: skip
 _PREFIX = {"text": "msg", "thought": "rs", "call": "fc"}
 
 
@@ -31,7 +33,10 @@ async def respond(body: ResponsesBody, request: Request) -> Response:
     """Write the next items of a conversation."""
     context, served = await begin(request, body.user)
     chat = as_chat(body)
-    wanted, replies = await prepare(request, context, served, chat)
+    try:
+        wanted, replies = await prepare(request, context, served, chat)
+    except ApiError as failure:
+        raise failure.renamed(_OWN_NAMES) from failure
     name = context.name(request, "resp")
     form = _ResponseForm(served, replies, body, name, len(wanted[0].prompt_ids))
     return await answer(context, request, name, context.generation(request, chat, wanted), form, body.stream)
@@ -42,13 +47,14 @@ class _ResponseForm(BlockForm):
         super().__init__(served, replies)
         self._num_prompt = num_prompt
         self._number = 0
+        self._names = {shown: (each.name, namespace) for shown, namespace, each in body.functions if namespace}
         self._head = {
             **{"id": id, "object": "response", "created_at": int(time.time())},
             "model": served.check_model(body.model),
             **{name: getattr(body, name) for name in _ECHOED},
             **body.model_dump(include={"reasoning"}, exclude_none=True),
-            "tools": [tool.model_dump() for tool in body.tools or ()],
-            "tool_choice": body.model_dump(include={"tool_choice"})["tool_choice"] or "auto",
+            "tools": [tool.model_dump() for tool in body.tools or () if not isinstance(tool, WebSearch)],
+            "tool_choice": body.model_dump(include={"tool_choice"}, exclude_none=True).get("tool_choice", "auto"),
             "text": (body.text or TextOptions(format=Format())).model_dump(by_alias=True, exclude_none=True),
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "store": False,
@@ -76,7 +82,7 @@ class _ResponseForm(BlockForm):
         yield self._event(f"response.{_NAMES[block.kind]}.delta", **self._place(block), delta=text, **_logprobs(block))
 
     def closed(self, block: Block) -> Iterator[dict[str, Any]]:
-        said = {"arguments": block.text, "name": block.name} if block.kind == "call" else {"text": block.text}
+        said = {"arguments": block.text, **self._name(block)} if block.kind == "call" else {"text": block.text}
         yield self._event(f"response.{_NAMES[block.kind]}.done", **self._place(block), **said, **_logprobs(block))
         if block.kind != "call":
             yield self._event("response.content_part.done", **self._place(block), part=_part(block))
@@ -102,10 +108,16 @@ class _ResponseForm(BlockForm):
     def _item(self, block: Block, status: str) -> dict[str, Any]:
         head = {"id": f"{_PREFIX[block.kind]}_{block.id}", "status": status}
         if block.kind == "call":
-            return {**head, "type": "function_call", "call_id": block.id, "name": block.name, "arguments": block.text}
+            called = {"call_id": block.id, **self._name(block), "arguments": block.text}
+            return {**head, "type": "function_call", **called}
         if block.kind == "thought":
             return {**head, "type": "reasoning", "summary": [], "content": [_part(block)]}
         return {**head, "type": "message", "role": "assistant", "content": [_part(block)]}
+
+    def _name(self, block: Block) -> dict[str, str]:
+        """The name of a call's function, as the client knows it."""
+        name, namespace = self._names.get(block.name, (block.name, None))
+        return {"name": name} if namespace is None else {"name": name, "namespace": namespace}
 
     def _state(self, status: str, **more: Any) -> dict[str, Any]:
         output = [self._item(block, "completed") for block in self.blocks]
