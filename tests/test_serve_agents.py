@@ -7,6 +7,8 @@ import openai
 import pytest
 from fake_driver import facts, served, tokenizer_json
 
+from lpr.fleet.resume import Resumption
+
 TEMPLATE = (
     "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools> <tool_call></tool_call>"
     "{% endif %}{% for message in messages %}<{{ message.role }}>{{ message.content or '' }}"
@@ -373,6 +375,50 @@ def test_errors_of_messages_have_anthropics_shape(service):
     ):
         answer = service.client.post("/v1/messages", json={"max_tokens": 5, **body})
         assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def steps_of(stream, path, service, cut=10**9):
+    """What a router passes on of `cut` bytes of a service's stream; all its bytes without one."""
+    head, got = {"Content-Type": "application/json"}, b""
+    with service.client.stream("POST", path, content=stream.body, headers=head) as answer:
+        for part in answer.iter_raw():
+            got += stream.feed(part[:cut])
+            cut -= len(part)
+            if cut <= 0:
+                break
+    return got
+
+
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("/v1/responses", {"input": "u", "tools": [RESPONSE_TOOL]}),
+        ("/v1/messages", {"messages": USER, "max_tokens": 500, "tools": [ANTHROPIC_TOOL]}),
+    ],
+)
+def test_a_stream_of_blocks_goes_on_at_another_service(service, path, body):
+    """Byte for byte, wherever it breaks off, within texts and calls, but for what any two answers are called."""
+    fields = {**body, "stream": True, "temperature": 0.5, "seed": 3}
+
+    def plain(data):
+        events = [json.loads(line[6:]) for line in data.decode().splitlines() if line.startswith("data: ")]
+        for event in events:
+            for name in ("response", "message"):
+                event[name] = {**event.get(name, {}), "id": "", "created_at": 0, "completed_at": 0}
+        return events
+
+    whole = steps_of(Resumption.of(path, fields), path, service)
+    assert b"lpr.token_ids" not in whole and whole.count(b"event: ") > 20
+    with_ids = steps_of(Resumption.of(path, {**fields, "return_token_ids": True}), path, service)
+    assert b"lpr.token_ids" in with_ids
+    for cut in range(300, len(with_ids), len(with_ids) // 12):
+        stream = Resumption.of(path, fields)
+        got = steps_of(stream, path, service, cut)
+        assert not stream.is_complete and (stream.delivered or not got)
+        assert plain(got + steps_of(stream, path, service)) == plain(whole) and stream.is_complete
+    ids = stream.delivered
+    rest = service.client.post(path, json={**fields, "stream": False, "delivered_token_ids": ids[: len(ids) // 2]})
+    assert rest.json()["usage"]["output_tokens"] == len(ids) and rest.text.count("Rome") == 2
 
 
 @pytest.mark.parametrize(

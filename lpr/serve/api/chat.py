@@ -191,7 +191,10 @@ class _ChatForm(OpenAIForm):
         return shown
 
     def _reply(self, choice: Choice) -> Reply:
-        return self._read.setdefault(choice.index, Reply(self._replies, self.served.tokens))
+        if choice.index not in self._read:
+            reply = Reply(self._replies, self.served.tokens, choice.job.prompt_ids, choice.job.params)
+            self._read[choice.index] = reply
+        return self._read[choice.index]
 
     def _content(self, text: str) -> str:
         return "" if self._is_silent else text

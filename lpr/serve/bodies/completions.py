@@ -26,7 +26,7 @@ from lpr.serve.bodies.fields import (
     Penalty,
     Positive,
     Repetition,
-    Seed,
+    Resumable,
     StopIds,
     Stops,
     Temperature,
@@ -75,7 +75,7 @@ class ResponseFormat(Body):
         return self
 
 
-class Sampling(Body):
+class Sampling(Resumable):
     """Fields that completions and chats share."""
 
     model: Label | None = None
@@ -83,7 +83,6 @@ class Sampling(Body):
     top_p: TopP | None = None
     n: Choices | None = None
     stop: Stops = None
-    seed: Seed = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: LogitBias = None
@@ -104,7 +103,6 @@ class Sampling(Body):
     """Lower is earlier. A request of priority p waits as one that arrived 10 p seconds later; beyond 10 counts as 10,
     so none starves. Requests of other keys are not passed: keys share by weight."""
     request_id: Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[\w.:-]+$")] | None = None
-    return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: Literal[True] | None = None
@@ -113,8 +111,6 @@ class Sampling(Body):
 
     # lpr's.
     return_sources: bool | None = None  # name the draft source of every token
-    delivered_token_ids: Annotated[list[TokenId], Field(max_length=limits.DELIVERED.most)] | None = None
-    """Output ids that came before a stream broke off: the answer goes on after them. Needs `seed` or temperature 0."""
 
     @model_validator(mode="after")
     def _streams(self) -> Sampling:

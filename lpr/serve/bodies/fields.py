@@ -140,3 +140,12 @@ class Body(BaseModel):
         unknown = (name for name, value in given.items() if value is not None and name not in known)
         first = next(unknown, None)  # of a million it is enough to refuse one
         return kept if first is None else {**kept, first: None}
+
+
+class Resumable(Body):
+    """lpr's fields of a stream that can go on at another service."""
+
+    seed: Seed = None
+    return_token_ids: bool | None = None
+    delivered_token_ids: Annotated[list[TokenId], Field(max_length=limits.DELIVERED.most)] | None = None
+    """Output ids that came before a stream broke off: the answer goes on after them. Needs `seed` or temperature 0."""

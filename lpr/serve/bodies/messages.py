@@ -18,6 +18,7 @@ from lpr.serve.bodies.fields import (
     Ignored,
     Label,
     Positive,
+    Resumable,
     Stop,
     Temperature,
     TextOr,
@@ -152,7 +153,7 @@ class CountBody(Body):
     output_config: Ignored = None
 
 
-class MessagesBody(CountBody):
+class MessagesBody(CountBody, Resumable):
     """`POST /v1/messages`."""
 
     max_tokens: Positive
@@ -184,7 +185,8 @@ def as_chat(body: CountBody) -> ChatBody:
     if body.thinking is not None:
         fields["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
     if isinstance(body, MessagesBody):
-        fields |= {name: getattr(body, name) for name in ("stream", "temperature", "top_k", "top_p")}
+        names = ("stream", "temperature", "top_k", "top_p", *Resumable.model_fields)
+        fields |= {name: getattr(body, name) for name in names}
         fields |= {"stop": body.stop_sequences, "user": body.metadata.user_id if body.metadata is not None else None}
     return ChatBody.model_construct(**fields)
 

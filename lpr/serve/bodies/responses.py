@@ -28,6 +28,7 @@ from lpr.serve.bodies.fields import (
     Ignored,
     Label,
     Positive,
+    Resumable,
     Temperature,
     TextOr,
     TopP,
@@ -171,7 +172,7 @@ class StreamChoice(Body):
     include_obfuscation: bool | None = None  # --pad-stream does this
 
 
-class ResponsesBody(Body):
+class ResponsesBody(Resumable):
     """`POST /v1/responses`."""
 
     model: Label | None = None
@@ -229,7 +230,7 @@ def as_chat(body: ResponsesBody) -> ChatBody:
         messages.insert(0, Message.model_construct(role="system", content=body.instructions))
     choice = body.tool_choice
     same = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "user", "prompt_cache_key")
-    fields: dict[str, Any] = {name: getattr(body, name) for name in same}
+    fields: dict[str, Any] = {name: getattr(body, name) for name in (*same, *Resumable.model_fields)}
     fields |= {"messages": messages, "max_tokens": body.max_output_tokens, "response_format": _format(body)}
     if isinstance(choice, ChosenFunction):
         fields["tool_choice"] = NamedChoice.of(qualified(choice.name, choice.namespace))
