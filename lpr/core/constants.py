@@ -123,6 +123,8 @@ LONG_MEMORY = 0.995
 """The same for all sequences together; a new sequence starts from their record."""
 MOST_PROMISED = 2.0
 """Most promised nodes that a step counts for: a long chain that breaks at once is one failure, not sixty."""
+LONGEST_CATCH_UP = 64
+"""A longer chain above a root is a prompt: its time is spent once, whatever is drafted, so it makes no node cheaper."""
 FORGOTTEN_AFTER = 4096
 """Steps after which an unused budget is dropped: sets of home ranks are many, and few are in use (rule R8)."""
 

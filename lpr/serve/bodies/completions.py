@@ -1,130 +1,44 @@
-"""Bodies of requests as pydantic models. Unknown fields are refused by their names, never ignored.
+"""Bodies of completions and chats, and of texts to tokenise.
 
-Names and defaults are those of OpenAI's API, of vLLM's extras to it, of llama.cpp's `/infill`, and of DeepSeek's and
-Mistral's completion endpoints. Fields that some client always sends, and of which only one value can be honoured, are
-literals of that value.
+Names and defaults are those of OpenAI's API and of vLLM's extras to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    StringConstraints,
-    Tag,
-    model_validator,
-)
+from pydantic import Field, StringConstraints, model_validator
 
 from lpr.serve import limits
-
-_INT64 = 2**63
-
-T = TypeVar("T")
-
-
-def _at_most(most: int, size: Callable[[Any], int], what: str) -> BeforeValidator:
-    """A validator that refuses values of a larger size before it looks at their elements."""
-
-    def check(given: Any) -> Any:
-        if size(given) > most:
-            raise ValueError(f"more than {most} {what}")
-        return given
-
-    return BeforeValidator(check)
-
-
-def _num_entries(given: Any) -> int:
-    return len(given) if isinstance(given, dict) else 0
-
-
-def _num_values(given: Any, most: int = limits.TEMPLATE_VALUES.most) -> int:
-    """Values within JSON, counted until they are more than `most`."""
-    level, count = [given], 0
-    while level and count <= most:
-        each = level.pop()
-        count += 1
-        if isinstance(each, (dict, list)):
-            level += each.values() if isinstance(each, dict) else each
-    return count
-
-
-def _num_ids(given: Any) -> int:
-    if not isinstance(given, list) or len(given) > limits.CHOICES.most:
-        return len(given) if isinstance(given, list) else 0
-    return sum(len(each) for each in given if isinstance(each, list))
-
-
-def _num_parts(given: Any) -> int:
-    """Messages, and the parts of those that have some."""
-    if not isinstance(given, list) or len(given) > limits.MESSAGES.most:
-        return len(given) if isinstance(given, list) else 0
-    parts = (each.get(name) for each in given if isinstance(each, dict) for name in ("content", "tool_calls"))
-    return len(given) + sum(len(part) for part in parts if isinstance(part, list))
-
-
-def _num_tool_values(given: Any) -> int:
-    return _num_values(given, limits.TOOL_VALUES.most)
-
-
-# Either text or T, told apart by what was sent, so that an error is about that.
-TextOr = Annotated[
-    Annotated[str, Tag("str")] | Annotated[T, Tag("list-of-parts")],
-    Discriminator(lambda given: "str" if isinstance(given, str) else "list-of-parts"),
-]
-Few = Annotated[list[T], Field(fail_fast=True)]  # the first wrong element is the error, not each of a million
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-Stop = Annotated[str, StringConstraints(min_length=1, max_length=limits.STOP_LENGTH.most)]
-Stops = Stop | Annotated[Few[Stop], Field(max_length=limits.STOPS.most)] | None
-StopIds = Annotated[Few[TokenId], Field(max_length=limits.STOP_IDS.most)] | None
-Seed = Annotated[int, Field(ge=-_INT64, lt=2**64)] | None
-Temperature = Annotated[float, Field(ge=0, le=100)]
-TopK = Annotated[int, Field(ge=-1, lt=2**31)]  # 0 and -1: no limit
-TopP = Annotated[float, Field(gt=0, le=1)]
-MinP = Annotated[float, Field(ge=0, le=1)]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
-Repetition = Annotated[float, Field(gt=0, le=100)]
-Choices = Annotated[int, Field(ge=1, le=limits.CHOICES.most)]
-NumTop = Annotated[int, Field(ge=0, le=20)]
-Natural = Annotated[int, Field(ge=0)]
-Positive = Annotated[int, Field(ge=1)]
-Label = Annotated[str, StringConstraints(max_length=limits.LABEL.most)]
-Names = Annotated[Few[Label], Field(max_length=limits.FIELDS.most)]
-Bias = dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]]
-LogitBias = Annotated[Bias, _at_most(limits.LOGIT_BIAS.most, _num_entries, "tokens")] | None
-few_values = _at_most(limits.TEMPLATE_VALUES.most, _num_values, "values")
-few_parts = _at_most(limits.MESSAGES.most, _num_parts, "messages and parts")
-few_tool_values = _at_most(limits.TOOL_VALUES.most, _num_tool_values, "values")
-Ignored = Annotated[Any, few_values]
-"""A field without effect."""
-FunctionName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
-Grammar = Annotated[str, StringConstraints(max_length=limits.GRAMMAR.most)]
-
-
-class Body(BaseModel):
-    """Base of all bodies."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
-        """Drop unknown fields that are null, as they ask for nothing and clients send what an answer's object held.
-
-        Of the others one is left, to be refused.
-        """
-        if not isinstance(given, dict):
-            return given
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        kept = {name: value for name, value in given.items() if name in known}
-        unknown = (name for name, value in given.items() if value is not None and name not in known)
-        first = next(unknown, None)  # of a million it is enough to refuse one
-        return kept if first is None else {**kept, first: None}
+from lpr.serve.bodies.fields import (
+    INT64,
+    Body,
+    Choices,
+    Few,
+    FunctionName,
+    Grammar,
+    Label,
+    LogitBias,
+    MinP,
+    Names,
+    Natural,
+    NumTop,
+    Penalty,
+    Positive,
+    Repetition,
+    Resumable,
+    StopIds,
+    Stops,
+    Temperature,
+    TextOr,
+    TokenId,
+    TopK,
+    TopP,
+    few_ids,
+    few_parts,
+    few_tool_values,
+    few_values,
+)
 
 
 class StreamOptions(Body):
@@ -181,7 +95,7 @@ class Prediction(Body):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class Sampling(Body):
+class Sampling(Resumable):
     """Fields that completions and chats share."""
 
     model: Label | None = None
@@ -189,7 +103,6 @@ class Sampling(Body):
     top_p: TopP | None = None
     n: Choices | None = None
     stop: Stops = None
-    seed: Seed = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: LogitBias = None
@@ -207,11 +120,10 @@ class Sampling(Body):
     min_tokens: Natural = 0
     ignore_eos: bool = False
     stop_token_ids: StopIds = None
-    priority: Annotated[int, Field(ge=-_INT64, lt=_INT64)] = 0
+    priority: Annotated[int, Field(ge=-INT64, lt=INT64)] = 0
     """Lower is earlier. A request of priority p waits as one that arrived 10 p seconds later; beyond 10 counts as 10,
     so none starves. Requests of other keys are not passed: keys share by weight."""
     request_id: Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[\w.:-]+$")] | None = None
-    return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: Literal[True] | None = None
@@ -220,8 +132,6 @@ class Sampling(Body):
 
     # lpr's.
     return_sources: bool | None = None  # name the draft source of every token
-    delivered_token_ids: Annotated[list[TokenId], Field(max_length=limits.DELIVERED.most)] | None = None
-    """Output ids that came before a stream broke off: the answer goes on after them. Needs `seed` or temperature 0."""
 
     @model_validator(mode="after")
     def _streams(self) -> Sampling:
@@ -242,7 +152,7 @@ Prompt = (
 class CompletionBody(Sampling):
     """`POST /v1/completions`."""
 
-    prompt: Annotated[Prompt, _at_most(limits.IDS.most, _num_ids, "token ids")]
+    prompt: Annotated[Prompt, few_ids]
     suffix: str | None = None
     max_tokens: Natural | None = 16
     best_of: Choices | None = None
@@ -265,6 +175,12 @@ class ToolCall(Body):
     function: CalledFunction
     index: Natural | None = None  # of a stream's delta, which clients send back
 
+    @classmethod
+    def of(cls, id: str, name: str, arguments: str) -> ToolCall:
+        """A call of validated fields."""
+        function = CalledFunction.model_construct(name=name, arguments=arguments)
+        return cls.model_construct(id=id, type="function", function=function)
+
 
 class Function(Body):
     """A function that a model may call."""
@@ -281,6 +197,12 @@ class Tool(Body):
     type: Literal["function"]
     function: Function
 
+    @classmethod
+    def of(cls, name: str, description: str | None, parameters: dict[str, Any] | None, strict: bool | None) -> Tool:
+        """A tool of validated fields."""
+        function = Function.model_construct(name=name, description=description, parameters=parameters, strict=strict)
+        return cls.model_construct(type="function", function=function)
+
 
 class FunctionChoice(Body):
     """The name of a function."""
@@ -293,6 +215,16 @@ class NamedChoice(Body):
 
     type: Literal["function"]
     function: FunctionChoice
+
+    @classmethod
+    def of(cls, name: str) -> NamedChoice:
+        """The choice of a validated name."""
+        return cls.model_construct(type="function", function=FunctionChoice.model_construct(name=name))
+
+
+def joined(content: str | list[Any]) -> str:
+    """The text of a content, whose parts have a `text` each."""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
 class Message(Body):
@@ -344,62 +276,6 @@ class ChatBody(Sampling):
         if self.continue_final_message and self.add_generation_prompt and "add_generation_prompt" in given:
             raise ValueError("continue_final_message and add_generation_prompt exclude each other")
         return self
-
-
-class ExtraFile(Body):
-    """A piece of another file."""
-
-    text: str
-    filename: Label = ""
-    time: Ignored = None  # without effect: the order of the pieces counts
-
-
-class InfillBody(Body):
-    """llama.cpp's `POST /infill`, with the fields that llama.vim and llama.vscode send."""
-
-    input_prefix: str
-    input_suffix: str
-    input_extra: Annotated[Few[ExtraFile], Field(max_length=limits.PIECES.most)] = []
-    prompt: str = ""
-    """The text between prefix and hole: the line up to the cursor."""
-    n_predict: Annotated[int, Field(ge=-1)] = -1  # -1: 512, or a quarter of the model's limit. 0: only fill the cache
-    n_indent: Natural = 0  # end before a line that is indented by less than this many characters
-    n_cmpl: Choices = 1
-    t_max_prompt_ms: float | None = None  # without effect, as in llama.cpp
-    t_max_predict_ms: float = 0
-    """End after this time, once a line is complete; counted from the first token. 0: no limit."""
-    cache_prompt: bool = True
-    id_slot: int = -1
-    samplers: Names | None = None  # of top_k, top_p, min_p, temperature and penalties, those in this list are used
-    response_fields: Names | None = None
-    """Answer with these fields only; "a/b" is field b of a."""
-    temperature: Temperature = 0.0
-    top_k: TopK = 0
-    top_p: TopP = 1.0
-    min_p: MinP = 0.0
-    repeat_penalty: Repetition = 1.0
-    presence_penalty: Penalty = 0.0
-    frequency_penalty: Penalty = 0.0
-    seed: Annotated[int, Field(ge=-1, lt=2**64)] = -1
-    stop: Annotated[Few[Stop], Field(max_length=limits.STOPS.most)] = []
-    stream: bool = False
-    return_tokens: bool = False
-    model: Label | None = None
-
-
-class FimBody(Body):
-    """Mistral's `POST /v1/fim/completions`."""
-
-    model: Label | None = None
-    prompt: str
-    suffix: str | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    max_tokens: Positive | None = None
-    min_tokens: Natural | None = None
-    stream: bool | None = None
-    stop: Stops = None
-    random_seed: Seed = None
 
 
 class TokenizeBody(Body):
