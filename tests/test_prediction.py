@@ -1,4 +1,4 @@
-"""Predictions: drafted from after every kind of edit, counted, paid for where they are wrong, and never a text's cause."""
+"""Predictions: drafted from after every kind of edit, counted, cheap where they are wrong, and no cause of a text."""
 
 from __future__ import annotations
 

@@ -12,6 +12,8 @@ import httpx
 import pytest
 from fake_driver import FakeDriver, served
 
+from lpr.serve.text.windows import window_of
+
 CONTENT = "def f(x):\n    return x + 1\n"
 FORMS: dict[str, Any] = {
     "text": {"type": "content", "content": CONTENT},
@@ -73,6 +75,36 @@ def test_a_bad_form_is_a_400_of_one_line(service: SimpleNamespace, path: str, fo
     error = response.json()["error"]
     assert response.status_code == 400 and error["param"].startswith("prediction") and "\n" not in error["message"]
     assert len(service.driver.submitted) == before
+
+
+CODE = "def f(x):\n    return x + 1\n\n\nprint(f(2))\n"
+AT = CODE.replace("+", "<|user_cursor|>+")
+WINDOWS = {
+    "Zeta 2.0": f"<[fim-suffix]>\nend\n<[fim-prefix]><filename>a.py\nx\n<<<<<<< CURRENT\n{AT}=======\n<[fim-middle]>",
+    "Zeta 2.1": f"<[fim-suffix]>\nend\n<[fim-prefix]><filename>a.py\nx\n<|marker_1|>{AT}<|marker_2|>\n<[fim-middle]>",
+    "Zeta 1": f"### Excerpt:\n```a.py\n<|editable_region_start|>\n{AT}<|editable_region_end|>\n```\n\n### Response:\n",
+    "Sweep": f"<|file_sep|>original/a.py\nold\n<|file_sep|>current/a.py\n{CODE}<|file_sep|>updated/a.py\n",
+    "a block": f"Add a test:\n```python\n1\n```\nto\n```python\n{CODE}```\nand answer with the file.",
+    "an open block": f"```python\n{CODE}```\nwith types:\n```python\n",
+}
+
+
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_the_window_that_a_prompt_has_rewritten_is_its_prediction(service: SimpleNamespace, kind: str) -> None:
+    window = window_of(WINDOWS[kind])
+    assert CODE in window and len(window) < len(CODE) + 60
+    body = {**ROUTES["/v1/completions"], "prompt": WINDOWS[kind]}
+    answer = service.client.post("/v1/completions", json=body).json()
+    text = service.front.context.served.tokens.decode(service.driver.submitted[-1].prediction)
+    assert text == window and "completion_tokens_details" not in answer["usage"]
+    body = {**ROUTES["/v1/chat/completions"], "messages": [{"role": "user", "content": WINDOWS["a block"]}]}
+    service.client.post("/v1/chat/completions", json=body)
+    assert service.front.context.served.tokens.decode(service.driver.submitted[-1].prediction) == CODE
+
+
+@pytest.mark.parametrize("prompt", ["", "```", "``````", "a ``` b ``` c", "```\nshort\n```", "=======\n<[fim-middle]>"])
+def test_prompts_without_a_window(prompt: str) -> None:
+    assert window_of(prompt) == ""
 
 
 def test_a_long_prediction_is_cut_to_what_an_output_can_be(service: SimpleNamespace) -> None:

@@ -58,7 +58,7 @@ async def prepare(
     if replies.shows_special(served.tokens):
         more["skip_special_tokens"] = False
     params = served.params(body, room, **more)
-    prediction = await aside(request, served.prediction, body)
+    prediction = await aside(request, served.prediction, body, text)
     return spread(params, ids, body.n or 1, served.delivered(body, params), prediction), replies
 
 
