@@ -84,8 +84,6 @@ WINDOWS = {
     "Zeta 2.1": f"<[fim-suffix]>\nend\n<[fim-prefix]><filename>a.py\nx\n<|marker_1|>{AT}<|marker_2|>\n<[fim-middle]>",
     "Zeta 1": f"### Excerpt:\n```a.py\n<|editable_region_start|>\n{AT}<|editable_region_end|>\n```\n\n### Response:\n",
     "Sweep": f"<|file_sep|>original/a.py\nold\n<|file_sep|>current/a.py\n{CODE}<|file_sep|>updated/a.py\n",
-    "a block": f"Add a test:\n```python\n1\n```\nto\n```python\n{CODE}```\nand answer with the file.",
-    "an open block": f"```python\n{CODE}```\nwith types:\n```python\n",
 }
 
 
@@ -97,12 +95,11 @@ def test_the_window_that_a_prompt_has_rewritten_is_its_prediction(service: Simpl
     answer = service.client.post("/v1/completions", json=body).json()
     text = service.front.context.served.tokens.decode(service.driver.submitted[-1].prediction)
     assert text == window and "completion_tokens_details" not in answer["usage"]
-    body = {**ROUTES["/v1/chat/completions"], "messages": [{"role": "user", "content": WINDOWS["a block"]}]}
-    service.client.post("/v1/chat/completions", json=body)
-    assert service.front.context.served.tokens.decode(service.driver.submitted[-1].prediction) == CODE
 
 
-@pytest.mark.parametrize("prompt", ["", "```", "``````", "a ``` b ``` c", "```\nshort\n```", "=======\n<[fim-middle]>"])
+@pytest.mark.parametrize(
+    "prompt", ["", "=======\n<[fim-middle]>", "<<<<<<< CURRENT\n", WINDOWS["Zeta 2.0"] + "x", CODE]
+)
 def test_prompts_without_a_window(prompt: str) -> None:
     assert window_of(prompt) == ""
 

@@ -1,17 +1,14 @@
 """The window of a prompt that its output is likely to rewrite, which serves as prediction where the client names none.
 
-Next-edit models repeat a region of their prompt between marks of their own: Zeta 1, 2.0 and 2.1 (Zed), Sweep's. A chat
-about code mostly rewrites its last fenced block: whole files, or parts of it in search-and-replace edits. A window that
-is not rewritten costs next to nothing (dev/LOG.md), and no text depends on it.
+Next-edit models repeat a region of their prompt between marks of their own: Zeta 1, 2.0 and 2.1 (Zed), Sweep's. Agents'
+edits, whole files and search and replace, begin with a line that the prompt has before the code, too, so the suffix
+index finds them: a fenced block as prediction gained nothing (dev/LOG.md).
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-FENCE = "```"
-LEAST = 32
-"""Characters of a window; shorter ones are left to the other draft sources."""
 _CURSORS = ("<|user_cursor|>", "<|user_cursor_is_here|>", "<|cursor|>")
 
 
@@ -37,12 +34,10 @@ _MARKS = (
 
 def window_of(prompt: str) -> str:
     """The window that the output of `prompt` is likely to rewrite; "" if there is none. Takes linear time."""
-    window = next((found for marks in _MARKS if (found := _between(prompt, marks)) is not None), None)
-    if window is None:
-        window = _last_block(prompt)
+    window = next((found for marks in _MARKS if (found := _between(prompt, marks)) is not None), "")
     for cursor in _CURSORS:
         window = window.replace(cursor, "")
-    return window if len(window) >= LEAST else ""
+    return window
 
 
 def _between(prompt: str, marks: _Marks) -> str | None:
@@ -54,12 +49,3 @@ def _between(prompt: str, marks: _Marks) -> str | None:
     if not marks.repeats_begin:
         begin = prompt.find("\n", begin) + 1 if marks.ends_line else begin + len(marks.begin)
     return prompt[begin:end]
-
-
-def _last_block(prompt: str) -> str:
-    """The last fenced block that is closed; "" without one."""
-    if prompt.count(FENCE) % 2:  # the output begins in a block
-        prompt = prompt[: prompt.rfind(FENCE)]
-    end = prompt.rfind(FENCE)
-    begin = prompt.find("\n", max(0, prompt.rfind(FENCE, 0, max(0, end)))) + 1
-    return prompt[begin:end] if end >= 0 and 0 < begin < end else ""
