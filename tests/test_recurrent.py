@@ -7,10 +7,13 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import test_survivors as survivors
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from worlds import ThreadComm, ThreadWorld, generate_on, run_ranks
 
@@ -18,6 +21,7 @@ from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.engine.request import Request
 from lpr.model.paged_cache import PagedCache
 from lpr.model.recurrent import scans
+from lpr.model.recurrent.diagonal import Selective
 from lpr.model.recurrent.states import States
 from lpr.model.recurrent.tree import Tree
 from lpr.model.runner import TreeModel
@@ -232,19 +236,14 @@ def state_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def decay_of_another_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    def decays(log_decay: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
-        total = log_decay.cumsum(2)
-        between = total[:, :, :, None] - total[:, :, None]
-        return total, between.masked_fill(~tree.mask[..., None], -torch.inf).exp().squeeze(-1)
-
-    monkeypatch.setattr(scans, "decays", decays)
+    monkeypatch.setattr(scans, "along_paths", lambda values, tree: values.cumsum(2))
 
 
 MUTANTS = [tree_as_chain, window_across_branches, state_too_early, decay_of_another_path]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-@pytest.mark.parametrize("name, full_size", [("qwen3_next", True), ("granitemoehybrid", False)])
+@pytest.mark.parametrize("name, full_size", [("qwen3_next", True), ("granitemoehybrid", False), ("kimi_linear", True)])
 def test_a_wrong_form_is_refused(
     monkeypatch: pytest.MonkeyPatch, name: str, mutant: Callable[[pytest.MonkeyPatch], None], full_size: bool
 ) -> None:
@@ -252,6 +251,59 @@ def test_a_wrong_form_is_refused(
     mutant(monkeypatch)
     with pytest.raises(InputError, match=f"'{name}' cannot run a token tree: its logits differ"):
         self_check(TreeModel(hybrid(name, full_size)))
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the bytes of the largest tensor that is made."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for each in tree_leaves(found):
+            if isinstance(each, Tensor):
+                self.num_bytes = max(self.num_bytes, each.untyped_storage().nbytes())
+        return found
+
+
+def wide_tree(batch: int, count: int) -> Tree:
+    dice = random.Random(5)
+    parents = [[max(-1, entry - dice.randrange(1, 9)) for entry in range(count)] for _ in range(batch)]
+    return Tree(np.array(parents), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("kind", ["per channel", "selective"])
+def test_memory_of_a_tree_of_512_nodes_is_bounded(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All decays per channel would take 256 MiB, all states of Mamba 1 128 MiB. In parts the results are the same."""
+    dice = torch.Generator().manual_seed(0)
+
+    def random_values(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=dice)
+
+    def run(count: int) -> tuple[list[Tensor], int]:
+        dice.manual_seed(0)
+        if kind == "selective":
+            inputs = [random_values(1, count, 2048), torch.rand(1, count, 2048, generator=dice) * 0.1]
+            rule: Any = Selective(-torch.rand(2048, 32, generator=dice)).scan
+            given = [*inputs, random_values(1, count, 32), random_values(1, count, 32)]
+            state = random_values(1, 2048, 32)
+        else:
+            heads, size = 8, 32
+            rule, state = scans.delta_rule, random_values(1, heads, size, size)
+            given = [random_values(1, count, heads, size) * 0.2 for _ in range(3)]
+            given += [-torch.rand(1, count, heads, size, generator=dice), torch.rand(1, count, heads, generator=dice)]
+        path = scans.Path(torch.tensor([[0, 1]]), torch.ones(1, 2, dtype=torch.bool), torch.tensor([1]))
+        with LargestTensor() as largest:
+            out, written = rule(given, state, wide_tree(1, count))
+            after = written.after(state, path)
+        return [out, after], largest.num_bytes
+
+    assert run(512)[1] <= 4 * scans.MOST_VALUES == 16 << 20
+    in_parts = run(96)[0]
+    monkeypatch.setattr(scans, "MOST_VALUES", 1 << 30)
+    torch.testing.assert_close(in_parts, run(96)[0])
+    monkeypatch.setattr(scans, "MOST_VALUES", 1 << 14)
+    torch.testing.assert_close(in_parts, run(96)[0])
 
 
 def test_what_is_refused_by_name() -> None:
