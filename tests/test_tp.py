@@ -219,12 +219,8 @@ def test_one_replica_of_two_ranks_and_the_command(
     commands = [
         ["--config", str(config), *files, "--json"],
         ["--config", str(config), "--prompt", "import os", "--temperature", "0.8", "--json"],
-        ["--tp", "2", "--model", str(folders["incomplete"])],
-        ["--tp", "2", "--model", str(folders["opt"])],
         ["--tp", "2", "--model", str(folders["llama"]), "--kv-tokens", "2000000000"],
-        ["--tp", "4"],
-        ["--tp", "2", "--lp", "2"],
-    ]
+    ]  # one that fails, as rank 1 waits for 10 s after it
     done = launch(2, {"tp": 2, "cases": cases, "commands": commands}, tmp_path)
     assert done.returncode == 0, done.stderr
     reports = [json.loads((tmp_path / f"out.{rank}").read_text()) for rank in range(2)]
@@ -233,6 +229,7 @@ def test_one_replica_of_two_ranks_and_the_command(
             assert found["own_mib"] < 0.55 * LARGE_MIB
             assert found["peak_mib"] < 0.75 * LARGE_MIB, name
     refused = {name: reports[0].pop(name).get("error", "") for name in list(cases)[4:7]}
+    assert "model-00002-of-" in refused["incomplete/transformers"]
     assert refused["one_kv_head/deepspeed"].endswith("--tp 1 would, or --tp-backend transformers")
     assert refused["opt/transformers"].endswith("plan for model type 'opt'; --tp-backend deepspeed does")
     check_exact(reports[0], models, [1, 2])
@@ -241,25 +238,14 @@ def test_one_replica_of_two_ranks_and_the_command(
     torch.testing.assert_close(*both, atol=1e-4, rtol=0)
     # The command.
     for rank in range(2):
-        assert json.loads((tmp_path / f"out.codes{rank}").read_text()) == [0, 0, 2, 2, 2, 2, 2]
+        assert json.loads((tmp_path / f"out.codes{rank}").read_text()) == [0, 0, 2]
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [len(row["token_ids"]) for row in rows] == [12, 12]
     assert all(row["mesh"] == {"lp": 1, "tp": 2} and row["world_size"] == 2 for row in rows)
     summary, shown = [json.loads(line) for line in done.stdout.splitlines()]
     assert summary["mesh"] == {"lp": 1, "tp": 2} and shown["runs"][0]["equal"] is True
     errors = [line for line in done.stderr.splitlines() if line.startswith("lpr.generate: error: ")]
-    for error, part in zip(
-        errors,
-        [
-            "model-00002-of-",
-            "transformers has no tensor-parallel plan for model type 'opt'; --tp-backend deepspeed does",
-            "kv_tokens=2000000000: the K/V of 2000000000 tokens needs ",
-            "--tp 4 does not divide the 2 ranks of this job; 1, 2 would",
-            "a mesh of lp 2 x tp 2 needs 4 ranks, and this job has 2",
-        ],
-        strict=True,
-    ):
-        assert part in error
+    assert len(errors) == 1 and "kv_tokens=2000000000: the K/V of 2000000000 tokens needs " in errors[0]
     assert "Traceback" not in done.stderr
 
 
@@ -418,6 +404,8 @@ def test_meshes_of_a_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for tp, lp in [(0, None), (3, None), (16, None), (2, 2), (-2, -4), (8, 0)]:
         with pytest.raises(InputError, match="ranks"):
             World(0, 8, 0, 0, True).mesh_shape(tp, lp)
+    with pytest.raises(InputError, match="--tp 4 does not divide the 2 ranks of this job; 1, 2 would"):
+        World(0, 2, 0, 0, True).mesh_shape(4)
 
 
 def test_a_transformers_that_cannot_split_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
