@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import cache
+from operator import eq
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from worlds import ThreadComm, ThreadWorld, generate_on, run_ranks
 
+from dev.families import tiny_model
+from dev.family_table import FAMILIES
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.engine.request import Request
 from lpr.model.paged_cache import PagedCache
@@ -46,6 +49,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3},  # a convolution alone
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 2, "expand": 2},  # without attention
 }  # fmt: skip
+BY_NAME = {family.name: family for family in FAMILIES}
 SIZES = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "num_experts": 4, "num_local_experts": 4,
@@ -309,6 +313,28 @@ def test_memory_of_a_tree_of_512_nodes_is_bounded(kind: str, monkeypatch: pytest
 def test_what_is_refused_by_name() -> None:
     with pytest.raises(InputError, match="'qwen3_next' cannot be exact: .* recurrent"):
         Engine.from_model(shared_model("qwen3_next"), exact=True)
+    with pytest.raises(InputError, match="cannot be compiled: its recurrent layers"):
+        Engine.from_model(shared_model("qwen3_next"), compile="on")
+    model = tiny_model(BY_NAME["recurrent_gemma"])
+    with pytest.raises(InputError, match="no kernel for the recurrent layers of model type 'recurrent_gemma'"):
+        Engine.from_model(model, attention="triton")
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "jamba", "deepseek_v32"])
+def test_half_precision(name: str) -> None:
+    """Scans are fp32. Equal steps give equal ids; others may differ from plain decoding where rounding decides."""
+    model = (hybrid(name) if name in KINDS else tiny_model(BY_NAME[name])).to(torch.bfloat16)
+    params = SamplingParams(max_new_tokens=16)
+    made = [Engine.from_model(model, decode=DecodeConfig(**DECODE, max_batch_size=3)) for _ in range(2)]
+    drafted, again = ([done.token_ids for done in engine.generate(prompts(), params)] for engine in made)
+    assert drafted == again
+    scans = [state for site, state in made[0].replica.like.states.of(0).items() if site[0] == "scan"]
+    assert all(state.dtype == torch.float32 for state in scans)
+    plain = Engine.from_model(model, decode=DecodeConfig.autoregressive()).generate(prompts(), params)
+    pairs = zip(drafted, [done.token_ids for done in plain], strict=True)
+    assert sum(sum(map(eq, *pair)) for pair in pairs) > 0.5 * 16 * len(prompts())
+    with pytest.raises(InputError, match="cannot be exact"):
+        Engine.from_model(model, exact=True)
 
 
 def test_a_rank_dies_and_others_join() -> None:
