@@ -24,8 +24,8 @@ from lpr.model.recurrent.tree import Tree
 
 PIECE = 64
 """Entries of a chain that are evaluated at once."""
-MOST_VALUES = 1 << 22
-"""Values (16 MiB) of the largest temporary that holds decays per channel or states of entries. If one entry's decays to
+MOST_VALUES = 1 << 20
+"""Values (4 MiB) of the largest temporary that holds decays per channel or states of entries. If one entry's decays to
 all others, or one channel's states, are more, these."""
 
 
