@@ -42,7 +42,7 @@ from tests.prompts import PROMPTS
 BUDGETS = {
     "environment": 5, "kernels": 75, "bandwidth": 5, "build": 35, "t(n)": 60, "end_to_end:codellama-7b": 40,
     "profile": 10, "transformers": 20, "correctness": 30, "sampling": 25, "exact": 35, "end_to_end": 25,
-    "host_share": 10, "ranks": 40, "attention": 45, "compiled": 100, "compiled:transformers": 75,
+    "host_share": 10, "ranks": 40, "hybrid": 40, "attention": 45, "compiled": 100, "compiled:transformers": 75,
 }  # fmt: skip
 """Seconds of a section on a GPU, by its name or the part before a colon: estimates for an H100. The sections up to
 `ranks` of two processes fit in 8 minutes; the others take the remaining time."""
@@ -288,6 +288,7 @@ def check(report: Report, sizes: parts.Sizes) -> None:
             report.run(f"ranks:tp {tp}", partial(ranks, tp, sizes, expected, 100.0, tp))
     for name in names[1:][::-1]:  # the largest first
         large_model(report, name, sizes, bytes_per_s)
+    report.run("hybrid", lambda: models.hybrid_step(sizes))
     if on_gpu:
         report.run("attention", lambda: kernels.attention(sizes, bytes_per_s))
         report.run("compiled", lambda: compiled(sizes, models.compiled_step))

@@ -22,7 +22,7 @@ from lpr.core.step_times import StepTimes
 ROOT = Path(__file__).parent.parent
 SECTIONS = [
     "environment", "kernels", "bandwidth", "build:tiny", "t(n):tiny", "end_to_end:tiny", "profile:tiny",
-    "transformers:tiny", "correctness", "sampling", "exact", "end_to_end", "host_share", "ranks:2",
+    "transformers:tiny", "correctness", "sampling", "exact", "end_to_end", "host_share", "ranks:2", "hybrid",
 ]  # fmt: skip
 
 
@@ -52,6 +52,7 @@ def test_every_section_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         found = {name: record["sections"]["exact"][name][kind] for name in ("exact", "usual")}
         assert found["exact"]["logits_that_differ"] == 0  # on this CPU those of the usual mode may agree, too
         assert found["exact"]["logits_compared"] == 2 * 12
+    assert 0 < record["sections"]["hybrid"]["torch"]["tree_ms"] < 1000
     [part] = step_times(record)
     assert [row[0] for row in part.table.rows] == ["tiny: batch 1, 32 cached", "tiny: batch 1, 64 cached"]
 

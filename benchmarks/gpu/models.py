@@ -235,3 +235,45 @@ def compiled_step(model: PreTrainedModel, sizes: Sizes) -> dict[str, Any]:
         fused[f"{shape.num_entries} entries"] = times
     fused["cost"] = plain.compiled.describe() if plain.compiled is not None else None
     return fused
+
+
+HYBRID = dict(
+    model_type="qwen3_5_text", vocab_size=32000, hidden_size=2048, intermediate_size=6144, num_hidden_layers=8,
+    num_attention_heads=16, num_key_value_heads=2, head_dim=256, tie_word_embeddings=False,
+)  # fmt: skip
+"""A fourth of the layers of a model of 3B: three with the gated delta rule to one with attention."""
+TINY_HYBRID = dict(
+    model_type="qwen3_5_text", vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, head_dim=16,
+    num_attention_heads=4, num_key_value_heads=2, linear_num_key_heads=2, linear_num_value_heads=4,
+    linear_key_head_dim=8, linear_value_head_dim=8, layer_types=["linear_attention", "full_attention"],
+)  # fmt: skip
+
+
+def hybrid_step(sizes: Sizes) -> dict[str, Any]:
+    """Milliseconds of a chain and of a tree of 64 nodes: recurrent layers by Triton kernels, and by torch code.
+
+    `difference` is the largest between their logits of the tree, over the range of the logits.
+    """
+    on_gpu, count = sizes.device.type == "cuda", max(sizes.few_nodes[:3])
+    model = random_model(HYBRID if on_gpu else TINY_HYBRID, sizes)
+    result: dict[str, Any] = {"nodes": count}
+    logits = []
+    for name, attention in {"kernels": "triton", "torch": "sdpa"}.items() if on_gpu else {"torch": "sdpa"}.items():
+        runner, cache = TreeModel(model, attention), PagedCache(1, 256)
+        rows, selection = tree_step(100, count, runner.vocab_size)
+        prompt = Row.chain(0, 0, [3, 5, 7, 9] * 25, 0)
+        runner.adapter.logits([prompt], cache)
+        cache.commit(prompt, range(100))
+        logits.append(runner.adapter.logits(rows, cache).float())
+        runner.allocate(1, 512, count, cache)
+        chain = [Row.chain(0, 100, rows[0].tokens.tolist(), count)]
+        steps = {"chain_ms": chain, "tree_ms": rows}
+        result[name] = {
+            key: round(median_ms(partial(runner.evaluate, each, selection, 8), sizes.device), 3)
+            for key, each in steps.items()
+        }
+        result[name]["captured"] = runner.num_captures
+    if on_gpu:
+        first, second = logits
+        result["difference"] = ((first - second).abs().max() / (second.max() - second.min())).item()
+    return result

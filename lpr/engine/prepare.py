@@ -15,6 +15,7 @@ from lpr.core.step_times import StepTimes
 from lpr.dist.comm import Comm, agree, is_alone, is_driver
 from lpr.engine.exchange import check_replica, common_heights, worst_of_replica
 from lpr.engine.options import EngineOptions, load_step_times
+from lpr.model.compiled import refusal
 from lpr.model.cpu.accelerate import accelerate
 from lpr.model.kv_cache import KVCache
 from lpr.model.loader import Loaded, model_digest, tokenizer_digest
@@ -112,12 +113,15 @@ def _accelerated(model: TreeModel) -> KVCache:
 def _compiles(model: TreeModel, loaded: Loaded, options: EngineOptions, comm: Comm) -> bool:
     """True if the model is to be compiled; raises InputError if `options` ask for it and it cannot be."""
     wanted, captures = options.compile, model.capturer is not None
+    why = refusal(loaded.model)
+    if wanted == "on" and why is not None:
+        raise InputError(f"this model cannot be compiled: {why}")
     if wanted == "on" and not captures:
         raise InputError(f"compile works on captured steps: {model.graph_reason or 'it needs a GPU and graphs=True'}")
     if wanted == "on" and options.exact:
         raise InputError("compile adds in an order that the compiler chooses: it cannot be exact")
     # The program may call a model that it has loaded itself, and collectives have not been compiled yet.
-    mine = captures and loaded.is_ours and comm.tp_mesh is None
+    mine = captures and loaded.is_ours and comm.tp_mesh is None and why is None
     return wanted == "on" or (wanted == "auto" and mine and not options.exact)
 
 
