@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import product
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -73,19 +74,22 @@ def self_check(runner: TreeModel) -> KVCache:
     return _check(adapter)
 
 
-def check_compiled(runner: TreeModel, like: KVCache) -> None:
-    """Compile the forms of a step and of a plain one; where their logits differ from direct ones, compile no more."""
+def check_compiled(runner: TreeModel, like: KVCache, max_batch_size: int = 2) -> None:
+    """Compile every form of a step, of one token or more and one sequence or more; compare each with a direct step.
+
+    Where logits differ, no step is compiled any more.
+    """
     assert runner.compiled is not None
-    adapter, cache = runner.adapter, like.resized(1, 256)
+    adapter, most = runner.adapter, min(2, max_batch_size)
+    cache, nothing = like.resized(most, 256), Selection.build([])
     tokens = _random_tokens(adapter, 13, torch.Generator().manual_seed(4))
-    nothing = Selection.build([])
-    for start, count in ((0, 12), (12, 1)):
-        row = Row.chain(0, start, tokens[start : start + count], count)
+    for batch, (start, count) in product(range(most, 0, -1), ((0, 12), (12, 1))):
+        rows = [Row.chain(slot, start, tokens[start : start + count], count) for slot in range(batch)]
         how = adapter.reads_bits, 1, False, adapter.reads_tables
-        shape = static_shape([row], nothing, 0, 1, cache.rows_per_slot, count, *how)
+        shape = static_shape(rows, nothing, 0, most, cache.rows_per_slot, count, *how)
         assert shape is not None
         words = torch.zeros(shape.num_words, dtype=torch.int32)
-        shape.place(words.numpy(), [row], nothing, cache)
+        shape.place(words.numpy(), rows, nothing, cache)
         words = words.to(adapter.device)
         direct, compiled = (
             each.forward(shape.read(words, cache)[0], cache)[-count:].float() for each in (adapter, runner.compiled)
