@@ -476,8 +476,8 @@ def pieces(prompts: list[int], chunk: int, packed: bool = True) -> list[list[tup
 def test_prompts_are_filled_in_order_and_do_not_wait_for_others() -> None:
     assert pieces([31, 31, 41], 20) == [[(0, 20)], [(0, 10)], [(1, 20)], [(1, 10)], [(2, 20)], [(2, 20)]]
     assert pieces([3, 31], 20) == [[(0, 2), (1, 20)], [(1, 10)]], "a chain as short as a tree takes no room"
-    assert pieces([6, 31], 20) == [[(0, 5)], [(1, 20)], [(1, 10)]]
-    assert pieces([5, 6, 31], 24) == [[(0, 4), (1, 2)], [(1, 3), (2, 24)], [(2, 6)]], "a quarter is filled anyway"
+    assert pieces([6, 31], 20) == [[(0, 5), (1, 5)], [(1, 20)], [(1, 5)]]
+    assert pieces([5, 6, 31], 24) == [[(0, 4), (1, 5), (2, 3)], [(2, 27)]], "half is filled anyway"
     assert pieces([23, 9], 20) == [[(0, 22)], [(1, 8)]], "no step for the last few tokens"
 
 
