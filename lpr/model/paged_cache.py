@@ -14,7 +14,7 @@ from lpr.config import PAGE_SIZE
 from lpr.model.host_pages import HostPages, swap_ms
 from lpr.model.kv_cache import KVCache
 from lpr.model.step_inputs import Block, Row, StepInputs, current_step
-from lpr.model.transfer import to_device, zeros
+from lpr.model.transfer import to_device
 from lpr.native import PagedAttention, place_rows
 
 Pair = tuple[Tensor, Tensor]
@@ -74,7 +74,8 @@ class PagedCache(KVCache):
         places: dict[tuple[int, int], tuple[Tensor, int]] = {}
         rows = made.num_rows
         for (_, shape, dtype, device), members in groups.items():
-            flat = zeros((len(members) * rows, *shape), dtype, device)
+            # Written now: memory that a CPU takes when it is first used makes the first fills a third slower.
+            flat = torch.zeros((len(members) * rows, *shape), dtype=dtype, device=device)
             made._pools.append(flat.unflatten(0, (len(members), rows)))
             places.update({member: (flat, index * rows) for index, member in enumerate(members)})
         for layer in self.layer_tensors:

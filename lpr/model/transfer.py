@@ -1,15 +1,9 @@
-"""Memory of a device, and asynchronous copies to it: a step's one synchronisation is reading its gathered results."""
+"""Asynchronous copies from host to device: a step's one synchronisation is reading its gathered results."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
 import numpy as np
 import torch
-
-ALIGNED = 64
-"""Bytes of a line of a processor's cache."""
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -20,16 +14,6 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 def copy_over(target: torch.Tensor, array: np.ndarray) -> None:
     """Write `array` to `target`, a tensor of its shape and type on any device, as `to_device` would."""
     target.copy_(_pinned(array, target.device), non_blocking=True)
-
-
-def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """As torch.zeros; on a CPU memory that is taken when it is first written, as a cache is large and begins empty."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes = math.prod(shape) * dtype.itemsize
-    memory = torch.from_numpy(np.zeros(num_bytes + ALIGNED, np.uint8))
-    start = -memory.data_ptr() % ALIGNED
-    return memory[start : start + num_bytes].view(dtype).view(*shape)
 
 
 def _pinned(array: np.ndarray, device: torch.device) -> torch.Tensor:
