@@ -101,7 +101,8 @@ class PagedAttention {
     int64_t piece = ((end - begin + pieces - 1) / pieces + kKeys - 1) / kKeys * kKeys;
     pieces = static_cast<int>((end - begin + piece - 1) / piece);
     for (int head = 0; head < call.kv_heads; head++)
-      for (int first = 0, tile = 0; first < sequence.count; first += tile_of(), tile++) {
+      for (int tile = (sequence.count - 1) / tile_of(); tile >= 0; tile--) {  // those with most keys first
+        int first = tile * tile_of();
         int count = std::min(tile_of(), sequence.count - first);
         int64_t last = std::min<int64_t>(end, sequence.num_cached + first + count);
         const uint16_t* mask = masks.empty() ? nullptr : masks[tile].data();

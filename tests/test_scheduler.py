@@ -453,6 +453,34 @@ def test_a_long_prompt_takes_turns_where_rows_are_padded() -> None:
     assert kinds == [(0, [4]), (1, []), (0, [4]), (1, []), (0, [4]), (1, [])]
 
 
+def pieces(prompts: list[int], chunk: int, packed: bool = True) -> list[list[tuple[int, int]]]:
+    """Per step, the rows of each prompt by its number: fills as they are, and chains that end with their root."""
+    scheduler: Scheduler[Fake] = Scheduler(limits(len(prompts), chunk, packed, most_homes=ALL))
+    requests = [Fake([number, *range(1000 * number, 1000 * number + size - 1)]) for number, size in enumerate(prompts)]
+    for request in requests:
+        scheduler.add(request)
+        assert scheduler.admit()
+    scheduler.running.reverse()  # slots of requests that have ended are taken again, in any order
+    scheduler.placement.wanted.reverse()
+    steps: list[list[tuple[int, int]]] = []
+    while any(request.num_pending > 1 for request in requests):
+        schedule, step = scheduler.schedule(), []
+        done = [(request, request.num_pending - 1) for request in schedule.decoding]
+        for request, count in [*done, *((request, counts[0]) for request, counts in schedule.filling)]:
+            step += [(requests.index(request), count)] if count else []
+            request.num_computed_tokens = [count + each for each in request.num_computed_tokens]
+        steps.append(sorted(step))
+    return steps
+
+
+def test_prompts_are_filled_in_order_and_do_not_wait_for_others() -> None:
+    assert pieces([31, 31, 41], 20) == [[(0, 20)], [(0, 10)], [(1, 20)], [(1, 10)], [(2, 20)], [(2, 20)]]
+    assert pieces([3, 31], 20) == [[(0, 2), (1, 20)], [(1, 10)]], "a chain as short as a tree takes no room"
+    assert pieces([6, 31], 20) == [[(0, 5), (1, 5)], [(1, 20)], [(1, 5)]]
+    assert pieces([5, 6, 31], 24) == [[(0, 4), (1, 5), (2, 3)], [(2, 27)]], "half is filled anyway"
+    assert pieces([23, 9], 20) == [[(0, 22)], [(1, 8)]], "no step for the last few tokens"
+
+
 def test_withdrawn_requests_are_gone() -> None:
     scheduler: Scheduler[Fake] = Scheduler(limits(1, 8, most_homes=ALL))
     requests = [Fake([1, number]) for number in range(5)]

@@ -156,9 +156,9 @@ class Scheduler(Generic[R]):
         """What the running requests do in the next step.
 
         Chains longer than a tree share `prefill_chunk` tokens of a rank's step, so that the other requests never wait
-        for a whole prompt. Who was admitted first is filled first, and where rows are not padded, a chain that ends
-        does not wait for pieces of others: its last piece is evaluated together with the first tree. A prompt that
-        begins like another waits while that one computes what they share.
+        for a whole prompt. Who was admitted first is filled first, and who misses the target for the first token anyway
+        last. Where rows are not padded, the last piece of a chain is evaluated together with the first tree, and hardly
+        waits for pieces of others. A prompt that begins like another waits while that one computes what they share.
         """
         limits = self.limits
         if limits.num_ranks > 1 and self.running:  # idle ranks look for work more or less often
@@ -169,12 +169,12 @@ class Scheduler(Generic[R]):
                 request.num_cached_tokens += found
                 self.counts.hits += found
         preempted = self._reserve()
-        room = rooms(self.running, limits)
+        room, spent = rooms(self.running, limits), [0] * limits.num_ranks
         begun = set[tuple[int, Node, tuple[int, ...]]]()
         decoding: list[R] = []
         filling: list[Fill[R]] = []
         pairs = zip(self.running, self.placement.wanted, strict=True)
-        for request, wanted in sorted(pairs, key=lambda pair: pair[0].admission):
+        for request, wanted in sorted(pairs, key=lambda pair: self._turn(pair[0])):
             counts, most = [0] * limits.num_ranks, limits.prefill_chunk
             stop = border(request.num_prompt, limits.page_size) if limits.num_snapshots else 0
             # A long prompt stops where its states are kept.
@@ -190,7 +190,9 @@ class Scheduler(Generic[R]):
             ):
                 decoding.append(request)
                 if any(counts) and limits.packed:
-                    room = [kept(each, limits) if count else each for each, count in zip(room, counts, strict=True)]
+                    spent = [before + count for before, count in zip(spent, counts, strict=True)]
+                    least = limits.prefill_chunk // 2  # fewer rows cost more each
+                    room = [min(left, max(0, least - count)) for left, count in zip(room, spent, strict=True)]
                 counts, most = [0] * limits.num_ranks, limits.joining
             if len(request.homes) < len(wanted):
                 fill(request, [rank for rank in wanted if rank not in request.homes], counts, room, most, stop)
@@ -204,6 +206,11 @@ class Scheduler(Generic[R]):
             return Schedule(*schedule, preempted)
         self._filled_last = bool(filling)
         return Schedule(decoding, filling, preempted)
+
+    def _turn(self, request: R) -> tuple[bool, int]:
+        """What requests are filled in the order of."""
+        targets = self.limits.targets
+        return targets is not None and targets.is_lost(request, request.num_pending), request.admission
 
     def _reserve(self) -> list[R]:
         """Give running requests the pages of the next step, the first admitted first; returns the preempted ones.
@@ -310,14 +317,6 @@ def fill(
 def rest(request: Schedulable, counts: Sequence[int], limits: Limits[R]) -> int:
     """Tokens by which the last piece of a chain may be longer than its room: a step for them alone would cost more."""
     return min(counts[rank] for rank in request.homes) // 8 if limits.packed else 0
-
-
-def kept(room: int, limits: Limits[R]) -> int:
-    """What is left of a rank's `room` for others in a step that ends a chain: products are nearly as fast without them.
-
-    A quarter of the largest piece is filled anyway, as fewer rows cost more each.
-    """
-    return max(0, room - (limits.prefill_chunk - limits.prefill_chunk // 4))
 
 
 def in_turn(

@@ -259,12 +259,13 @@ def _tree_error(adapter: Adapter, cache: PagedCache, prompt_length: int) -> floa
         nodes = _random_tokens(adapter, len(_PARENTS), generator)
         row = _tree_row(0, len(text), nodes, _PARENTS, len(nodes))
         logits = adapter.logits([row], cache).float()
-        for node in range(len(nodes)):
-            sequence = torch.tensor([text + [nodes[i] for i in _path(_PARENTS, node)]], device=adapter.device)
+        for leaf in sorted({*range(len(nodes))} - {*_PARENTS}):
+            path = _path(_PARENTS, leaf)
+            sequence = torch.tensor([text + [nodes[i] for i in path]], device=adapter.device)
             with torch.no_grad():
-                expected = adapter.model(input_ids=sequence, use_cache=False).logits[0, -1].float()
-            worst = torch.maximum(worst, (logits[node] - expected).abs().max())
-            span = torch.maximum(span, expected.max() - expected.min())
+                expected = adapter.model(input_ids=sequence, use_cache=False).logits[0, -len(path) :].float()
+            worst = torch.maximum(worst, (logits[path] - expected).abs().max())
+            span = torch.maximum(span, (expected.amax(-1) - expected.amin(-1)).max())
         cache.commit(row, _ACCEPTED)
         text += [nodes[i] for i in _ACCEPTED]
     return (worst / span).item()

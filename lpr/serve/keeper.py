@@ -37,6 +37,9 @@ STOP_SECONDS = 10.0
 THREADS = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Threads of a rank wait asleep, unless the environment says otherwise: the front and its clients use the same cores,
 and a step of two spinning threads takes ten times as long where one of them has lost its core (dev/LOG.md)."""
+BRIEF_SPIN = {"GOMP_SPINCOUNT": "1000"}
+"""A single rank's threads spin for about 10 us first: a step has 150 parallel loops, and to wake up for each of them
+takes 4 to 6 ms of a step of 25 (SmolLM2, two threads)."""
 
 
 class Ranks:
@@ -44,7 +47,8 @@ class Ranks:
 
     def __init__(self, argv: Sequence[str], lp: int, tp: int, socket: Path) -> None:
         """Prepare to start `lp` replicas of `tp` ranks with the flags `argv`."""
-        supervisor = [] if lp * tp == 1 else ["lpr.dist.supervisor", str(lp), str(tp)]
+        self._is_single = lp * tp == 1
+        supervisor = [] if self._is_single else ["lpr.dist.supervisor", str(lp), str(tp)]
         # Ranks neither listen nor ask for keys: without the front's address, they have nothing to check about keys.
         flags, self._secrets = conceal([*split_flags(argv, (*KEYS, "--host"))[0], "--host=127.0.0.1"])
         self._command = [sys.executable, "-m", *supervisor, "lpr.serve.ranks.rank", *flags]
@@ -55,9 +59,10 @@ class Ranks:
         """Start them in their own session: Ctrl-C reaches only the front, which lets them finish."""
         # Without the front's keys and another launcher's variables.
         kept = {name: value for name, value in os.environ.items() if name not in (*LAUNCHER, "LPR_API_KEY")}
+        spin = BRIEF_SPIN if self._is_single and "OMP_WAIT_POLICY" not in kept else {}
         self._process = await asyncio.create_subprocess_exec(
             *self._command,
-            env={**THREADS, **kept, **self._secrets, SOCKET: str(self._socket), ORIGIN: secrets.token_hex(8)},
+            env={**THREADS, **spin, **kept, **self._secrets, SOCKET: str(self._socket), ORIGIN: secrets.token_hex(8)},
             stdin=asyncio.subprocess.DEVNULL,
             stdout=sys.stderr.fileno(),
             start_new_session=True,
