@@ -43,7 +43,7 @@ inline std::vector<uint64_t> ancestor_words(const Tokens& parents, size_t num_wo
 class RowWords {
  public:
   RowWords(int32_t* words, size_t batch, size_t num_entries)
-      : batch_(batch), length_(num_entries), num_words_((num_entries + 63) / 64), words_(words) {
+      : batch_(batch), length_(num_entries), num_words_(std::max<size_t>(2, (num_entries + 63) / 64)), words_(words) {
     bits_ = words;
     tokens_ = bits_ + batch * length_ * 2 * num_words_;
     positions_ = tokens_ + batch * length_;

@@ -13,11 +13,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lpr.model.capture import NoWaiting, Program
+from lpr.model.capture import Capturer, NoWaiting, Program
 
 
 @dataclass
-class FakeCapturer:
+class FakeCapturer(Capturer):
     """Capturer of tests; counts what it captures and replays."""
 
     num_captures: int = 0

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import shutil
 import subprocess
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,13 +105,20 @@ def storages(values: Any) -> set[int]:
     return {each.untyped_storage()._cdata for each in tree_leaves(values) if isinstance(each, torch.Tensor)}
 
 
-@dataclass
+@dataclass(eq=False)
 class Graph:
     """A captured graph: operators with their arguments, and the tensors that they made."""
 
     steps: list[tuple[Callable[..., Any], Any, Any, list[torch.Tensor]]] = field(default_factory=list)
+    is_reset: bool = False
+
+    def reset(self) -> None:
+        self.steps.clear()
+        self.is_reset = True
 
     def replay(self) -> None:
+        if self.is_reset:
+            raise PretendError("a graph is replayed after its reset")
         current_gpu().num_replays += 1
         with torch.no_grad(), _disable_current_modes():
             for func, args, kwargs, made in self.steps:
@@ -135,6 +144,8 @@ class PretendGpu(TorchDispatchMode):
         "unpinned" (read into memory made for it)."""
         self.capturing: Graph | None = None
         self.num_captures = self.num_replays = self.num_kernels = 0
+        self.pools: dict[Any, list[weakref.ref[Graph]]] = {}
+        """By handle of a pool of memory, the graphs that were captured into it."""
         self.pinned: dict[int, torch.Tensor] = {}
         self._coming: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Copies to pinned memory that nobody has waited for: where to, and what."""
@@ -269,8 +280,12 @@ def _cuda_only(func: Any, name: str, args: Any) -> Any:
 class _Capture:
     """torch.cuda.graph; its end fails after a failure inside and leaves the capture's stream current, as there."""
 
-    def __init__(self, graph: Graph, **_: Any) -> None:
+    def __init__(self, graph: Graph, pool: Any = None, **_: Any) -> None:
         self.graph = graph
+        known = current_gpu().pools.setdefault(pool, [])
+        if known and all(each() is None or each().is_reset for each in known):  # type: ignore[union-attr]
+            raise PretendError("the graphs of this pool have gone: a tensor of theirs that lives ends captures for good")
+        known.append(weakref.ref(graph))
 
     def __enter__(self) -> None:
         gpu = current_gpu()
@@ -406,6 +421,7 @@ def gpu(guard: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
     properties = types.SimpleNamespace(
         multi_processor_count=132, name="pretend", total_memory=80 << 30, major=9, minor=0
     )
+    handles = itertools.count()
     nothing: Callable[..., None] = lambda *_: None  # noqa: E731
     answers: dict[str, Any] = {
         "_lazy_init": nothing, "get_device_properties": lambda *_: properties, "device_count": lambda: 1,
@@ -414,7 +430,7 @@ def gpu(guard: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
         "current_stream": lambda *_: _Stream(), "stream": lambda _: contextlib.nullcontext(),
         "set_stream": lambda _: setattr(_local, "stream", "default"),
         "synchronize": lambda *_: current_gpu().note("wait", "synchronize"),
-        "device": lambda _: contextlib.nullcontext(), "graph_pool_handle": lambda: (0, 1), "CUDAGraph": Graph,
+        "device": lambda _: contextlib.nullcontext(), "graph_pool_handle": lambda: next(handles), "CUDAGraph": Graph,
         "graph": _Capture,
         "is_current_stream_capturing": lambda: current_gpu().capturing is not None,
         "Event": lambda *_: types.SimpleNamespace(record=nothing, synchronize=nothing),

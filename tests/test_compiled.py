@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,12 +20,14 @@ from transformers import AutoConfig
 
 from benchmarks.kernel_counts import count
 from lpr import DecodeConfig, Engine, SamplingParams
+from lpr.model.capture import Capturer, Program
 from lpr.model.compiled import CompiledForward
 from lpr.model.inputs import Row
 from lpr.model.kernels import attention_kernel
 from lpr.model.packing import PackedLinear, pack_projections
 from lpr.model.paged_cache import PagedCache
 from lpr.model.runner import TreeModel
+from lpr.model.sampling.selection import Selection
 from lpr.model.self_check import check_compiled
 from lpr.model.tree_mask import TreeMask
 
@@ -137,17 +141,58 @@ def runner_of(family: str = "llama", **sizes: Any) -> tuple[TreeModel, PagedCach
     return runner, cache
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_a_forward_is_one_graph(family: str) -> None:
-    """`fullgraph` raises at a break; one graph holds the kernel as an operator, and the ids' logits are the same."""
-    runner, like = runner_of(family)
+class Direct(Capturer):
+    """Captures nothing, and runs each program where a GPU would capture it."""
+
+    def capture(self, program: Program) -> Program:
+        program()
+        return program
+
+
+def start_compiled(family: str, num_slots: int = 4, max_nodes: int = 40) -> tuple[int, int, int]:
+    """Forms after the check, after a whole start and after steps of later slots; each is compared by the check."""
+    runner, like = runner_of(family, num_hidden_layers=1)
     counters = torch._dynamo.utils.counters
     counters.clear()
     runner.compile(backend="eager")
     check_compiled(runner, like)
-    assert runner.compiled is not None and runner.compiled.reason is None
-    assert not counters["graph_break"] and counters["stats"]["unique_graphs"] == 2
-    assert "2 forms" in str(runner.compiled.describe())
+    found = [counters["stats"]["unique_graphs"]]
+    assert runner.compiled is not None and not counters["graph_break"]
+    runner.capturer = Direct()
+    runner.allocate(num_slots, 1100, max_nodes, like)
+    runner.prepare(8, show=False)
+    assert runner.num_captures > num_slots * max_nodes // 4
+    assert runner.compiled.reason is None and runner.graph_reason is None
+    found.append(counters["stats"]["unique_graphs"])
+    for slot, count in ((1, 1), (2, 70), (3, 16)):
+        rows = [Row.chain(each, 1030, [5] * count, 1) for each in range(min(slot, num_slots - 1), num_slots)]
+        runner.evaluate(rows, Selection.build([]), 8)
+    return found[0], found[1], counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_start_compiles_four_forms_and_compares_each(family: str) -> None:
+    """One sequence or more, one entry or more. A form is one graph: `fullgraph` raises at a break."""
+    assert start_compiled(family) == (4, 4, 4)
+
+
+def equal_sizes_are_one(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("lpr.model.compiled.distinct_sizes", contextlib.nullcontext)
+
+
+def the_number_of_keys_decides(patch: pytest.MonkeyPatch) -> None:
+    attend = attention_kernel.tree_attention
+
+    def mutant(query: Any, key: Any, value: Any, mask: TreeMask, pages: Any = None, **rules: Any) -> Any:
+        return attend(query * 1 if pages.num_kv == 1024 else query, key, value, mask, pages, **rules)
+
+    patch.setattr(attention_kernel, "tree_attention", mutant)
+
+
+@pytest.mark.parametrize("fault", [equal_sizes_are_one, the_number_of_keys_decides])
+def test_more_forms_are_noticed(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
+    assert start_compiled("llama", 1, 1)[1] > 4
 
 
 def test_a_forward_that_breaks_is_called_directly(caplog: pytest.LogCaptureFixture) -> None:

@@ -24,7 +24,7 @@ from lpr.dist.rendezvous import Member, Rendezvous
 from lpr.dist.runtime import World, memory_of, sharing
 from lpr.engine.exchange import Exchange
 from lpr.model import loader
-from lpr.model.capture import uncapturable
+from lpr.model.capture import Capturer, uncapturable
 from lpr.model.inputs import Row, build_inputs
 from lpr.model.kernels import hook
 from lpr.model.paged_cache import PagedCache
@@ -69,7 +69,7 @@ class CompilerError(Exception):
     """As Triton's: no RuntimeError."""
 
 
-class Failing:
+class Failing(Capturer):
     num_captures = 0
 
     def capture(self, program: Any) -> Any:
@@ -101,7 +101,7 @@ def test_release_drops_graphs_that_a_command_has_frozen() -> None:
     class Graphs:
         """In a cycle, as the real ones are."""
 
-        num_captures = 1
+        num_captures, capturer = 1, None
 
     runner = TreeModel(tiny_model())
     graphs: Any = Graphs()

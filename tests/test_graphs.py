@@ -15,7 +15,7 @@ from worlds import generate_on
 import lpr.model.step_inputs
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.dist.comm import Comm
-from lpr.model.capture import NoWaiting, Program, uncapturable
+from lpr.model.capture import Capturer, NoWaiting, Program, uncapturable
 from lpr.model.graphs import GraphForward
 from lpr.model.inputs import Row, build_inputs
 from lpr.model.paged_cache import PagedCache
@@ -226,7 +226,7 @@ def test_captured_steps_may_be_compiled_and_others_are_not(expected: dict[str, l
 # What cannot be captured.
 
 
-class Refusing:
+class Refusing(Capturer):
     """A capturer that fails as CUDA does."""
 
     def capture(self, program: Program) -> Program:

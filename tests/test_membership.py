@@ -158,25 +158,6 @@ def test_a_failed_collective_is_one_line() -> None:
         ranks.gather(torch.zeros(1, dtype=torch.int32))
 
 
-def test_gpus_meet_in_nccl_groups_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each epoch's is a new one, made without a default group, and ends by NCCL's own abort."""
-    made: list[tuple[Any, ...]] = []
-
-    class FakeNccl(FakeGroup):
-        class Options:
-            _timeout: timedelta | None = None
-
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__([None])
-            made.append(arguments)
-
-    monkeypatch.setattr(group.dist, "ProcessGroupNCCL", FakeNccl, raising=False)
-    found = group.make_group("store", 1, 3, torch.device("cuda:1"), 12.0)  # type: ignore[arg-type]
-    assert made[0][:3] == ("store", 1, 3) and made[0][3]._timeout == timedelta(seconds=12)
-    group.abort_group(found)
-    assert found.aborted == 1
-
-
 def test_a_wait_on_a_gpu_gives_nccl_no_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wait that timed out would end the communicator, though the others may just be filling a long prompt."""
     looks = iter([False] * 5 + [True])

@@ -8,6 +8,7 @@ follows only when world rank 0, the *driver*, has announced commands, in a step'
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -87,6 +88,12 @@ class Comm:
     def loaded(self) -> None:
         """End the start: from now on a wait ends after the time-out of a step, not after that of loading."""
 
+    def before_close(self, release: Callable[[], None]) -> None:
+        """Call `release`, a method, before communicators end if its object is alive then.
+
+        NCCL's abort waits until no captured graph holds a collective of its communicator.
+        """
+
 
 class ProcessComm(Comm):
     """The processes of a mesh."""
@@ -104,6 +111,7 @@ class ProcessComm(Comm):
         self.membership = members if members.survives else None
         self._members, self._timeout = members, timeout
         self._tp_group = tp_group if tp_group is not None else Group()
+        self._releases: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     @property
     def rank(self) -> int:
@@ -154,6 +162,10 @@ class ProcessComm(Comm):
         if self.tp_mesh is not None:
             limit_replica(self.tp_mesh, self._timeout)
 
+    def before_close(self, release: Callable[[], None]) -> None:
+        """As Comm.before_close."""
+        self._releases.append(weakref.WeakMethod(release))
+
     def finish(self) -> None:
         """Wait until all ranks have the last command: those that leave earlier would be lost to the others."""
         if not is_alone(self):
@@ -162,7 +174,11 @@ class ProcessComm(Comm):
 
     def close(self, reason: str | None = None) -> None:
         """Leave the mesh; with a `reason` as a lost rank: the others notice at once and do not wait for this one."""
-        self._members.close(reason)
+        self._members.stop(reason)
+        for reference in self._releases:
+            if (release := reference()) is not None:
+                release()
+        self._members.close()
         self._tp_group.close()
         leave_replica(aborts=reason is not None)
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lpr.dist import nccl
 from lpr.dist.errors import CommError, comm_errors
 
 
@@ -208,12 +209,9 @@ def connect(
 
 def make_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout: float) -> Any:
     """A torch process group of its own: NCCL for payloads on a GPU, else gloo."""
-    limit = timedelta(seconds=timeout)
     if device.type == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = limit
-        return dist.ProcessGroupNCCL(store, rank, size, options)  # its sockets check a random number of the store's
-    group = dist.ProcessGroupGloo(store, rank, size, limit)
+        return nccl.make_connected(store, rank, size, device, timeout)
+    group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
     check_peers(store, group, rank, size)
     return group
 

@@ -15,6 +15,8 @@ from lpr.dist.rendezvous import BEAT_EVERY, Member, Rendezvous
 
 DEAD_AFTER = 4.0
 """Seconds without a new heartbeat after which a rank counts as lost."""
+STUCK_AFTER = 30.0
+"""Seconds after which a rank that cannot go on is stuck, in a wait for its device or a communicator."""
 
 
 class Watch:
@@ -45,14 +47,15 @@ class Watch:
 class Heartbeat:
     """The thread."""
 
-    def __init__(self, connect: Callable[[], Rendezvous]) -> None:
+    def __init__(self, connect: Callable[[], Rendezvous], stuck: Callable[[str], None] = lambda failure: None) -> None:
+        """Beat by a connection of `connect`; `stuck` is called with `failure` if nobody acts on it."""
         self.loss: str | None = None
         """Why the group of the watched epoch is broken; None if it is whole."""
         self.failure: str | None = None
         """Why this rank cannot go on."""
         self.newcomers: tuple[int, ...] = ()
         """Replicas that have loaded and wait to join."""
-        self._connect = connect
+        self._connect, self._stuck = connect, stuck
         self._watched: tuple[int, Sequence[int]] = -1, ()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeat")
@@ -91,3 +94,5 @@ class Heartbeat:
         except RuntimeError as failure:
             if not self._closed.is_set():
                 self.failure = first_line(failure)
+                if not self._closed.wait(STUCK_AFTER):
+                    self._stuck(self.failure)

@@ -165,11 +165,15 @@ class Membership:
         self._rendezvous.mark_ready()
         self._heartbeat.start()
 
-    def close(self, reason: str | None = None) -> None:
-        """Leave the mesh; with a `reason` as a lost rank: the others notice at once."""
+    def stop(self, reason: str | None = None) -> None:
+        """Stop the heartbeat; with a `reason` as a lost rank: the others notice at once."""
         if reason is not None:
             with contextlib.suppress(CommError):
                 self._rendezvous.mark_dead(self.replica, reason)
+        self._heartbeat.close()
+
+    def close(self) -> None:
+        """Leave the mesh."""
         self._heartbeat.close()
         self._leave_group()
 

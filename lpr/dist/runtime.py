@@ -8,6 +8,8 @@ import gc
 import os
 import socket
 import sys
+import threading
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,9 +27,13 @@ from lpr.dist.errors import first_line
 from lpr.dist.group import FindLoss, Group, join_replica, leave_replica
 from lpr.dist.heartbeat import Heartbeat
 from lpr.dist.membership import Membership
+from lpr.dist.nccl import prepare_environment
 from lpr.dist.places import DOOR, SUPERVISED, die_with_parent
 from lpr.dist.private_store import PrivateStore, inherited_door
 from lpr.dist.rendezvous import Member, Rendezvous
+
+CLOSE_SECONDS = 20.0
+"""Time for a rank that has failed to end its communicators, after which it ends its process."""
 
 
 @dataclass(frozen=True)
@@ -112,10 +118,25 @@ def join(
     try:
         yield comm
     except BaseException as failure:
-        comm.close(f"rank {world.rank} failed: {type(failure).__name__}")
+        _close_or_leave(comm, f"rank {world.rank} failed: {type(failure).__name__}", failure)
         raise
     comm.finish()
     comm.close()
+
+
+def _close_or_leave(comm: ProcessComm, reason: str, failure: BaseException) -> None:
+    """Leave the mesh as a lost rank; the process ends here if a communicator cannot be aborted in time."""
+    closing = threading.Thread(target=comm.close, args=(reason,), daemon=True, name="close")
+    closing.start()
+    closing.join(CLOSE_SECONDS)
+    if closing.is_alive():
+        traceback.print_exception(failure)
+        _end_process("a communicator does not end")
+
+
+def _end_process(reason: str) -> None:
+    print(f"lpr: this rank ends its process: {reason}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def _meet(world: World, device: str | None, timeout: float, tp: int, load_timeout: float) -> ProcessComm:
@@ -132,6 +153,8 @@ def _meet(world: World, device: str | None, timeout: float, tp: int, load_timeou
         advice = "start fewer ranks, or give --device cpu"
         raise InputError(f"--tp {tp} needs a GPU per rank, and {most_sharing} ranks share one: {advice}")
     nccl = on_gpu and most_sharing == 1 and dist.is_nccl_available()
+    if nccl:
+        prepare_environment(survives=world.supervised)
     where = torch.device(device if nccl and device is not None else "cpu")
 
     def connect(name: str, rank: int, size: int, find_loss: FindLoss, is_start: bool) -> Group:
@@ -149,7 +172,8 @@ def _meet(world: World, device: str | None, timeout: float, tp: int, load_timeou
             lambda: rendezvous.dead_reason(member.replica), patience=load_timeout,
         )  # fmt: skip
     members = Membership(
-        rendezvous, Heartbeat(lambda: Rendezvous(connect_store(world, limit), member, tp)), connect, world.size // tp,
+        rendezvous, Heartbeat(lambda: Rendezvous(connect_store(world, limit), member, tp), _end_process), connect,
+        world.size // tp,
         survives=world.supervised, joins=world.rank >= world.size, timeout=timeout,
     )  # fmt: skip
     return ProcessComm(

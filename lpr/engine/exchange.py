@@ -174,6 +174,11 @@ def common_heights(comm: Comm, heights: Heights | str) -> Heights | str:
     return replace(heights, fewest=fewest, most=-most, multiple=multiple, head_multiple=head_multiple)
 
 
+def worst_of_replica(comm: Comm, outcome: int) -> int:
+    """The largest `outcome` (a small number) of the ranks of this replica, which all call this together."""
+    return int(comm.begin_gather_replica(torch.tensor([outcome], dtype=torch.int32))().max())
+
+
 def check_digests(digests: Sequence[Sequence[int]], ranks: Sequence[int] | None = None) -> None:
     """Raise DesyncError if the rows of `digests` are not all equal; the majority counts as right.
 

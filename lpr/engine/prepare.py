@@ -13,7 +13,7 @@ from lpr.config import DecodeConfig, InputError
 from lpr.core.digest import digest_of
 from lpr.core.step_times import StepTimes
 from lpr.dist.comm import Comm, agree, is_alone, is_driver
-from lpr.engine.exchange import check_replica, common_heights
+from lpr.engine.exchange import check_replica, common_heights, worst_of_replica
 from lpr.engine.options import EngineOptions, load_step_times
 from lpr.model.cpu.accelerate import accelerate
 from lpr.model.kv_cache import KVCache
@@ -43,8 +43,10 @@ def prepare(
     shared = None
     if comm.tp_mesh is not None:
         part = vocabulary_part(loaded.model)
-        shared = SharedWeights(partial(check_replica, comm), partial(common_heights, comm), part)
+        of_replica = (partial(each, comm) for each in (check_replica, common_heights, worst_of_replica))
+        shared = SharedWeights(*of_replica, part)
     model = TreeModel(loaded.model, options.attention, options.graphs, options.exact, shared)
+    comm.before_close(model.release)
     failure, costs, like = None, None, None
     facts, replica_facts = {}, {}
     is_compared = not is_alone(comm) or comm.membership is not None

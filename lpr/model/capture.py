@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,13 +29,25 @@ class Capturer(Protocol):
         """Run `program` once for real, then record it; the replay returns the same tensor each time."""
         ...
 
+    def release(self) -> None:
+        """Drop what was captured, whoever still holds it; it must not be replayed again."""
 
-class CudaCapturer:
+
+class CudaCapturer(Capturer):
     """Captures with torch.cuda.graph, on a stream of its own, into one pool of memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: WeakSet[Any] = WeakSet()
+
+    def release(self) -> None:
+        """As Capturer.release."""
+        for graph in list(self._graphs):
+            graph.reset()
+        self._graphs.clear()
+        # A tensor that outlives the graphs of a pool keeps it from being captured into again.
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, program: Program) -> Program:
@@ -52,6 +65,8 @@ class CudaCapturer:
             except Exception:
                 torch.cuda.set_stream(stream)  # the failed end of a capture leaves its own stream current
                 raise
+
+        self._graphs.add(graph)
 
         def replay() -> torch.Tensor:
             graph.replay()

@@ -1,7 +1,8 @@
 """Captured steps through torch.compile: what lies between the matrix products of a layer becomes a few kernels.
 
-The whole forward is one graph of operators with symbolic sizes: a handful of forms serves all shapes of steps. Each
-takes a minute or two to compile for a model of 32 layers; a later start reads it from disk. Only captured steps are
+The whole forward is one graph of operators with symbolic sizes: four forms serve all shapes of steps, as a size of 1 is
+one of its own for sequences and for entries. Each takes a minute or two to compile for a model of 32 layers; a later
+start reads it from disk. Only captured steps are
 compiled, and where the compiler fails they go on without it.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -50,7 +52,8 @@ class CompiledForward:
     def forward(self, inputs: StepInputs, cache: KVCache) -> torch.Tensor:
         """As Adapter.forward, compiled; where that fails, directly from then on."""
         try:
-            return self._adapter.forward(inputs, cache, compiled=True)
+            with distinct_sizes():
+                return self._adapter.forward(inputs, cache, compiled=True)
         except Exception as failure:  # of the compiler, of Triton, of a driver: of any type
             is_capturing = self._adapter.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
             if is_capturing or not self.give_up(failure):
@@ -71,6 +74,15 @@ class CompiledForward:
         self._adapter.model._compiled_call_impl = None  # what Module.compile has set
         logger.warning("steps are not compiled: %s", self.reason)
         return True
+
+
+def distinct_sizes() -> AbstractContextManager[None]:
+    """Keep the compiler from taking sizes that are equal by chance for one, such as a batch of 2 and 2 heads.
+
+    Steps in which they differ would be forms of their own.
+    """
+    found: AbstractContextManager[None] = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+    return found
 
 
 def _so_far() -> tuple[float, int, int]:

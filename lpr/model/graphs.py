@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -45,6 +45,8 @@ MAX_GRAPHS = 256
 """Graphs kept; the one not used for longest goes first."""
 PENDING = 32
 """Entries beyond the tree's nodes that a graph may hold: committed tokens that another rank has evaluated."""
+CAPTURED, FAILED, WRONG = range(3)
+"""Outcomes of a capture. WRONG: the model's forward cannot be a graph, nor the program that would be one."""
 COMMON_KV = 512
 """Cached lengths up to this are captured when the model is loaded, longer ones when they come."""
 
@@ -54,11 +56,21 @@ class GraphForward(EagerForward):
 
     capturer: Capturer
 
-    def __init__(self, *parts: Any, capturer: Capturer, model: Adapter | CompiledForward) -> None:
-        """With the `parts` of an EagerForward, capture steps by `capturer`, with the forward of `model`."""
+    def __init__(
+        self,
+        *parts: Any,
+        capturer: Capturer,
+        model: Adapter | CompiledForward,
+        worst: Callable[[int], int] = lambda outcome: outcome,
+    ) -> None:
+        """With the `parts` of an EagerForward, capture steps by `capturer`, with the forward of `model`.
+
+        Ranks that share weights hear by `worst` the worst outcome of a capture among them: a rank that captures runs
+        its collectives once more than one that does not.
+        """
         super().__init__(*parts)
         self.capturer = capturer
-        self._model = model
+        self._model, self._worst = model, worst
         self._height = self.adapter.heights.multiple if self.adapter.heights is not None else 1
         self.is_wrong = False
         """True if a program of this model is wrong, captured or not, as it depends on the host."""
@@ -132,21 +144,34 @@ class GraphForward(EagerForward):
             while len(self._graphs) >= MAX_GRAPHS:
                 self._graphs.popitem(last=False)
             program = partial(self._run, shape)
-            try:
-                replay = program if self.reason is not None else self._capture(shape, program)
-            except WaitsError as failure:
-                self._give_up(failure)
-                self.is_wrong = True
+            replay = program if self.reason is not None else self._captured_by_all(shape, program)
+            if self.is_wrong:
                 return None
-            except Exception as failure:  # of CUDA, of Triton's compiler: of any type
-                self._give_up(failure)
-                replay = program
             self._graphs[shape] = replay
         self._graphs.move_to_end(shape)
         return replay
 
+    def _captured_by_all(self, shape: StaticShape, program: Program) -> Program:
+        """The replay of `program`, or `program` itself, on all ranks of a replica, if one could not capture it."""
+        outcome, replay = CAPTURED, program
+        try:
+            replay = self._capture(shape, program)
+        except WaitsError as failure:
+            self._give_up(failure)
+            outcome = WRONG
+        except Exception as failure:  # of CUDA, of Triton's compiler: of any type
+            self._give_up(failure)
+            outcome = FAILED
+        worst = self._worst(outcome)
+        if worst > outcome:
+            self._give_up(RuntimeError("another rank of this replica could not capture a step"))
+        self.is_wrong = worst == WRONG
+        return replay if worst == CAPTURED else program
+
     def _give_up(self, failure: Exception) -> None:
         """Capture no more, say why once, and keep what is captured."""
+        if self.reason is not None:
+            return
         first: BaseException = failure
         while first.__context__ is not None:  # the end of a failed capture fails too, and hides the error that counts
             first = first.__context__

@@ -111,19 +111,23 @@ class PagedCache(KVCache):
             self.device_tables(self._device_tables.device)
 
     def device_tables(self, device: torch.device) -> Tensor:
-        """Int32 [slots, pages]: the block tables on a device, with all changes; always the same tensor."""
+        """Int32 [slots, pages]: the block tables on a device, with all changes; always the same memory.
+
+        A compiler takes equal sizes for one: no dimension is a batch's, and no row as long as its stride.
+        """
+        slots, per_slot = self.tables.shape
         if self._device_tables is None:
-            made = torch.arange(self.tables.size, dtype=torch.int32, device=device)
-            self._device_tables = made.view(self.tables.shape)
+            made = torch.arange(slots * (per_slot + 1), dtype=torch.int32, device=device)
+            self._device_tables = made - made // (per_slot + 1)
             if (different := np.nonzero(self.tables.reshape(-1) != np.arange(self.tables.size))[0]).size:
                 self._changed = [different]
         if self._changed:
             places = np.unique(np.concatenate(self._changed))
             words = np.stack([places, self.tables.reshape(-1)[places]])
             target, pages = to_device(words, device)
-            self._device_tables.view(-1).index_copy_(0, target, pages.to(torch.int32))
+            self._device_tables.index_copy_(0, target + target // per_slot, pages.to(torch.int32))
             self._changed.clear()
-        return self._device_tables
+        return self._device_tables.view(slots, per_slot + 1)[:, :per_slot]
 
     def cache_rows(self, slots: np.ndarray | int, places: np.ndarray) -> np.ndarray:
         """The cache rows of rows `places` of the sequences in `slots`, int64, of both shapes broadcast."""
@@ -152,7 +156,7 @@ class PagedCache(KVCache):
         """As KVCache.place_block."""
         slots = slice(block.first_slot, block.first_slot + len(block.positions))
         if by_table:
-            block.table = self.device_tables(device)[slots]
+            block.table = self.device_tables(device)[slots, : -(-block.num_kv // self.page_size)]
             return
         block.run = self.run(block.first_slot, len(block.positions), block.num_kv)
         if block.run is None:
@@ -234,7 +238,7 @@ class PagedCache(KVCache):
         size, device = self.page_size, block.positions.device
         table = self.device_tables(device)[block.first_slot : block.first_slot + len(block.positions)]
         if by_table:
-            block.table = table
+            block.table = table[:, : -(-block.num_kv // size)]
         else:
             last = num_used.long().clamp(min=1)[:, None] - 1
             places = torch.arange(block.num_kv, device=device).clamp(max=last)

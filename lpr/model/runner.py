@@ -34,6 +34,8 @@ class SharedWeights:
     """Called with the rows of every forward as soon as they are known; what it returns is called before the launch."""
     share_heights: ShareHeights = lambda found: found
     """The heights of exact matrix products that all of them agree on."""
+    worst: Callable[[int], int] = lambda found: found
+    """The largest of the numbers that they call it with."""
     part: VocabularyPart | None = None
     """This rank's part of the output head, among whose logits it chooses wherever that can be."""
 
@@ -140,11 +142,12 @@ class TreeModel:
         )
         known = known and self.cache is not None and self.cache.states.num_places == num_slots + num_snapshots
         if self.forward is None or not known or self.forward.capturer is not self.capturer:
-            self.forward = self.cache = None  # first, as there may be no room for two
+            self.release()  # first, as there may be no room for two
             self.cache = like.resized(num_slots, rows, num_pages, num_snapshots)
             parts = self.adapter, self.sampler, self.cache, self._hear_replica
             if self.capturer is not None:
-                self.forward = GraphForward(*parts, capturer=self.capturer, model=self.compiled or self.adapter)
+                how = {"capturer": self.capturer, "model": self.compiled or self.adapter, "worst": self._shared.worst}
+                self.forward = GraphForward(*parts, **how)
             else:
                 self.forward = EagerForward(*parts)
         if self.graphs is not None:
@@ -158,6 +161,8 @@ class TreeModel:
     def release(self) -> None:
         """Drop captured graphs and the cache: a graph that holds a collective must go before its communicator."""
         has_captures = self.num_captures > 0
+        if self.forward is not None and self.forward.capturer is not None:
+            self.forward.capturer.release()
         self.forward = self.cache = None
         if has_captures:
             gc.unfreeze()  # what a command froze may hold them in a cycle

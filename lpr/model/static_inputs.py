@@ -28,7 +28,7 @@ KV_BUCKETS = tuple(sorted([1 << octave for octave in range(8, 24)] + [3 << octav
 """KV: cache rows that attention reads; two per octave, so that a kernel without lengths reads half too many at most."""
 BATCH_NODE_BUCKETS = (1, 16, 48, 96, 192, 384, 1024)
 """T of a batch: fewer, as there are several batch sizes."""
-WIDE_KV = (1024, 8192)
+WIDE_KV = (1024,)
 """KV where a kernel reads the lengths: there it only decides into how many parts the keys are split."""
 FEW_KEYS = 16
 """Noise keys for each sequence of a shape that samples; trees of more positions have a shape with one for each row."""
@@ -65,7 +65,8 @@ class StaticShape:
         """The shape in int32 words of each part, in the order in which they lie; 64-bit ones first."""
         batch, entries = (self.batch,), (self.batch, self.num_entries)
         return {
-            "bits": (*entries, 2 * -(-self.num_entries // WORD_BITS)),
+            # Two words at least: to a compiler a size of 1 is another form of the forward.
+            "bits": (*entries, 2 * max(2, -(-self.num_entries // WORD_BITS))),
             **dict.fromkeys(("tokens", "positions", "write_rows"), entries),
             **dict.fromkeys(("num_cached", "num_real"), batch),
             "selection": (5 * self._num_sampled + self.num_keys,),

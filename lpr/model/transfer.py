@@ -46,4 +46,4 @@ class Upload:
         if self._host is not self._target:
             self._target[:count].copy_(self._host[:count], non_blocking=True)
         if self._left is not None:
-            self._left.record()
+            self._left.record(torch.cuda.current_stream(self._target.device))

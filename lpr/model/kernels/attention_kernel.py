@@ -23,6 +23,8 @@ from lpr.model.kernels.attention_code import attend, combine
 from lpr.model.tree_mask import TreeMask
 
 MAX_HEAD_DIM = 256
+MOST_SPLITS = 8
+"""Parts of the keys, wherever these give half of the processors a program."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -43,7 +45,8 @@ def choose_tiles(
     """Tiles for `num_rows` query rows for each of `num_groups` (batch x K/V head), from shapes only.
 
     Compiled for sm_80, sm_86 and sm_90 these blocks take at most the 99 KB of shared memory of a consumer GPU. Keys are
-    split, where the programs are fewer than the processors, until there are two a processor, with 256 keys or more.
+    split, with 256 of them or more, until there are two programs a processor, but into more than MOST_SPLITS only while
+    half of the processors have none: each split writes and reads partial sums as large as the output in float32.
     """
     wide = max(16, triton.next_power_of_2(dim))
     if dtype == torch.float32:  # no tensor cores: products live in registers
@@ -54,7 +57,9 @@ def choose_tiles(
     programs = num_groups * -(-num_rows // block_m)
     num_splits = 1
     if programs < num_processors:
-        while programs * num_splits < 2 * num_processors and num_splits < 64 and num_kv > 256 * num_splits:
+        while num_splits < 64 and num_kv > 256 * num_splits:
+            if programs * num_splits >= num_processors * (2 if num_splits < MOST_SPLITS else 0.5):
+                break
             num_splits *= 2
     return Tiles(block_m, block_n, num_splits, 8 if block_m == 128 else num_warps, num_stages)
 
@@ -144,7 +149,7 @@ def tree_attention(
     if tiles is not None:
         return _launch(query, key, value, mask, pages, Rules(**rules), tiles).transpose(1, 2)
     parts = mask.bits, mask.num_cached, mask.num_entries, mask.positions
-    return _operator(query, key, value, *parts, *pages, *Rules(**rules)).transpose(1, 2)
+    return _operator(query, key, value, *parts, pages.table, pages.size, *Rules(**rules)).transpose(1, 2)
 
 
 @torch.library.custom_op("lpr::tree_attention", mutates_args=())
@@ -158,16 +163,20 @@ def _operator(
     positions: Tensor,
     table: Tensor,
     page_size: int,
-    num_kv: int,
     sinks: Tensor | None,
     window: int | None,
     chunk: int | None,
     softcap: float | None,
     scale: float | None,
 ) -> Tensor:
-    """The kernel as an operator of torch, [B, T, Hq, Dv]: a compiled forward goes on where it is called."""
+    """The kernel as an operator of torch, [B, T, Hq, Dv]: a compiled forward goes on where it is called.
+
+    How far the keys reach is in the table's shape: a compiler would make a form of the forward for each value of a
+    number.
+    """
     mask = TreeMask(bits, num_cached, num_entries, positions)
     rules = Rules(sinks, window, chunk, softcap, scale)
+    num_kv = table.shape[1] * page_size if page_size else key.shape[2]
     return _launch(query, key, value, mask, Pages(table, page_size, num_kv), rules)
 
 

@@ -22,7 +22,7 @@ from lpr.engine.hooks import StepHooks
 from lpr.engine.request import Request
 from lpr.engine.trie_file import check_writable, read_trie, trie_path
 from lpr.model.loader import bundled_model
-from lpr.protocol import Abort, Chunk, ErrorCode, Failure, MeshError, Stop, Submit
+from lpr.protocol import Abort, Chunk, ErrorCode, Failure, Stop, Submit
 from lpr.serve.messages import Facts, Finish, Load, Loading, Pulse, Resume, Stepped, ToDriver
 from lpr.serve.options import ServeArgs
 from lpr.serve.ranks import ORIGIN, SOCKET
@@ -63,7 +63,7 @@ def run(args: ServeArgs, line: Line | None) -> None:
 
 
 def _drive(engine: Engine, line: Line, model: str, args: ServeArgs, takes_over: bool) -> None:
-    with _stopped(engine), _kept_trie(args.trie, engine, loads=not takes_over), _shared(args, engine, line) as drafts:
+    with _stopped(engine, line), _kept_trie(args.trie, engine, loads=not takes_over), _shared(args, engine, line) as drafts:
         EngineBridge(engine, line, model, learns=args.share_drafts != "none", drafts=drafts).run()
 
 
@@ -89,14 +89,15 @@ def _shared(args: ServeArgs, engine: Engine, line: Line) -> Iterator[SharedDraft
 
 
 @contextlib.contextmanager
-def _stopped(engine: Engine) -> Iterator[None]:
-    """End the other ranks too, unless one is lost."""
+def _stopped(engine: Engine, line: Line) -> Iterator[None]:
+    """End the other ranks too, unless a rank was lost or failed in a step, which they hear of as a loss."""
     try:
         yield
-    except MeshError:
+    except (FrontGoneError, InputError):
+        engine.close()
         raise
     except BaseException:
-        engine.close()
+        line.close()  # now, as communicators may take long to end
         raise
     engine.close()
 
