@@ -66,11 +66,12 @@ void keep_candidates(Drafter& drafter, const TokenTree& tree, const Tokens& path
 }
 
 void make_drafter(Drafter* self, const nb::object& config, std::shared_ptr<SuffixIndex> shared,
-                  std::shared_ptr<CandidateTable> table, std::optional<uint64_t> seed) {
+                  std::shared_ptr<CandidateTable> table, std::optional<uint64_t> seed, const Tokens& prediction,
+                  int64_t num_prompt) {
   Sizes sizes = sizes_of(config);
   new (self) Drafter(sizes.trie_nodes, sizes.branch_length, sizes.trie_capacity,
                      sizes.window_size ? sizes.guess_set_size : 0, sizes.ngram_size, std::move(shared),
-                     std::move(table), seed);
+                     std::move(table), seed, prediction, num_prompt);
 }
 
 void bind_drafting(nb::module_& m) {
@@ -96,7 +97,7 @@ void bind_drafting(nb::module_& m) {
       .def("update", &update, "tokens"_a, "candidates"_a, "scores"_a);
   nb::class_<Drafter>(m, "Drafter")
       .def("__init__", &make_drafter, "config"_a, "shared"_a.none() = nb::none(), "table"_a.none() = nb::none(),
-           "seed"_a.none() = nb::none())
+           "seed"_a.none() = nb::none(), "prediction"_a = Tokens{}, "num_prompt"_a = 0)
       .def(
           "observe", [](Drafter& drafter, const Tokens& tokens) { drafter.observe(tokens.data(), tokens.size()); },
           "tokens"_a)

@@ -16,11 +16,12 @@ struct BoundState : SequenceState {
 
   BoundState(nb::list tokens, const nb::object& params, const nb::object& config, int64_t num_ranks,
              std::shared_ptr<SuffixIndex> shared, const std::optional<std::vector<int64_t>>& computed,
-             std::optional<int64_t> longest, const nb::object& stop_ids)
+             std::optional<int64_t> longest, const nb::object& stop_ids,
+             Tokens prediction, int64_t num_prompt)
       : SequenceState(nb::cast<Tokens>(tokens), nb::cast<std::string>(nb::repr(params)), sizes_of(config),
                       computed && !computed->empty() ? *computed : std::vector<int64_t>(num_ranks, 0),
                       std::move(shared), longest.value_or(std::numeric_limits<int64_t>::max()), each_of(stop_ids),
-                      seed_of(params)),
+                      seed_of(params), std::move(prediction), num_prompt),
         listed(std::move(tokens)) {}
 
  private:
@@ -112,9 +113,10 @@ void bind_step(nb::module_& m) {
   nb::class_<Shard>(m, "Shard").def_ro("nodes", &Shard::nodes).def_ro("owned", &Shard::owned);
   nb::class_<BoundState>(m, "SequenceState")
       .def(nb::init<nb::list, const nb::object&, const nb::object&, int64_t, std::shared_ptr<SuffixIndex>,
-                    const std::optional<std::vector<int64_t>>&, std::optional<int64_t>, const nb::object&>(),
+                    const std::optional<std::vector<int64_t>>&, std::optional<int64_t>, const nb::object&, Tokens, int64_t>(),
            "tokens"_a, "params"_a, "config"_a, "num_ranks"_a = 1, "shared"_a.none() = nb::none(),
-           "num_computed_tokens"_a.none() = nb::none(), "longest"_a.none() = nb::none(), "stop_ids"_a = nb::tuple())
+           "num_computed_tokens"_a.none() = nb::none(), "longest"_a.none() = nb::none(), "stop_ids"_a = nb::tuple(),
+           "prediction"_a = Tokens{}, "num_prompt"_a = 0)
       .def_ro("tokens", &BoundState::listed)
       .def_rw("num_computed_tokens", &BoundState::num_computed_tokens)
       .def_prop_rw("homes", [](const BoundState& state) { return state.homes(); },

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "alignment.h"
 #include "budget.h"
 #include "calibration.h"
 #include "evaluated.h"
@@ -41,9 +42,12 @@ class Drafter {
   NGramPool pool;
 
   Drafter(int64_t trie_nodes, int64_t branch_length, int64_t trie_capacity, int64_t guess_set_size, int64_t ngram_size,
-          std::shared_ptr<SuffixIndex> shared, std::shared_ptr<CandidateTable> table, std::optional<uint64_t> seed)
+          std::shared_ptr<SuffixIndex> shared, std::shared_ptr<CandidateTable> table, std::optional<uint64_t> seed,
+          const Tokens& prediction = {}, int64_t num_prompt = 0)
       : seed(seed), calibration(seed.has_value()), pool(guess_set_size), own_(trie_capacity), shared_(std::move(shared)),
-        table_(std::move(table)), branch_length_(branch_length), ngram_size_(ngram_size), tries_on_(trie_nodes > 0) {}
+        table_(std::move(table)), branch_length_(branch_length), ngram_size_(ngram_size), tries_on_(trie_nodes > 0) {
+    if (tries_on_ && !prediction.empty()) prediction_ = std::make_unique<Prediction>(prediction, num_prompt);
+  }
 
   Drafter(const Drafter&) = delete;
 
@@ -54,6 +58,7 @@ class Drafter {
     } else if (pool.guess_set_size) {  // a suffix index holds them
       pool.add_text(tail_, tokens, count, ngram_size_);
     }
+    if (prediction_) prediction_->observe(tail_, tokens, count);
     num_observed_ += count;
     tail_.insert(tail_.end(), tokens, tokens + count);
     size_t longest = constants.max_match;
@@ -91,6 +96,7 @@ class Drafter {
   SuffixIndex own_;
   std::shared_ptr<SuffixIndex> shared_;
   std::shared_ptr<CandidateTable> table_;
+  std::unique_ptr<Prediction> prediction_;
   int64_t branch_length_, ngram_size_;
   bool tries_on_;
   int64_t num_observed_ = 0;

@@ -19,6 +19,7 @@ class Search {
     tried_.clear();
     tried_tokens_.clear();
     for (Trials& each : trials_) each.is_begun = false;
+    alignments_.clear();
     noise_.begin(drafter.seed, drafter.num_observed_);
     expand(0, 1.0, {}, 0, 0, kNothing);
     while (!heap_.empty()) {
@@ -278,6 +279,7 @@ class Search {
 
   Span ask(int order, int node) {
     uint32_t begin = static_cast<uint32_t>(places_.size());
+    if (drafter_->prediction_ && order != 1) predicted(node, order == 0);
     set_context(node);
     int depth = tree_->depths[node];
     if (!drafter_->tries_on_) {
@@ -290,6 +292,28 @@ class Search {
       one_replaced();
     }
     return {begin, static_cast<uint32_t>(places_.size()) - begin};
+  }
+
+  // The places of the prediction whose token before is, or is not, that of a node.
+  void predicted(int node, bool agrees) {
+    const Prediction& prediction = *drafter_->prediction_;
+    for (const Alignment::Cursor& each : alignment(node).cursors) {
+      if (prediction.agrees(each.place, tree_->tokens[node]) != agrees) continue;
+      double weight = constants.prediction_trust * constants.weights[each.strength];
+      places_.push_back({weight, &prediction.index, nullptr, each.place, kPrediction});
+    }
+  }
+
+  // The alignment at a node and, where they are not known yet, at its ancestors.
+  const Alignment& alignment(int node) {
+    if (!node) return drafter_->prediction_->alignment;
+    if (static_cast<int>(alignments_.size()) <= node) alignments_.resize(node + 1);
+    if (!alignments_[node]) {
+      const Alignment& above = alignment(tree_->parents[node]);
+      set_context(node);
+      alignments_[node] = above.follow(drafter_->prediction_->index, context_.data(), context_.size());
+    }
+    return *alignments_[node];
   }
 
   void two_tokens(int depth) {
@@ -373,6 +397,7 @@ class Search {
   std::vector<Trials> trials_;  // by depth
   std::vector<int64_t> own_places_;
   std::vector<CandidateTable::Row> candidates_;
+  std::vector<std::optional<Alignment>> alignments_;  // by node
   Noise noise_;
   Tokens tried_tokens_, row_tokens_, row_of_, row_cells_, context_;
 };

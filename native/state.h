@@ -28,9 +28,10 @@ class SequenceState {
 
   SequenceState(Tokens begin, const std::string& params, const Sizes& sizes, std::vector<int64_t> computed,
                 std::shared_ptr<SuffixIndex> shared, int64_t longest, Tokens stop_ids,
-                std::optional<uint64_t> seed)
+                std::optional<uint64_t> seed, Tokens prediction, int64_t num_prompt)
       : tokens(std::move(begin)), num_computed_tokens(std::move(computed)), sizes_(sizes),
-        shared_(std::move(shared)), longest_(longest), stop_ids_(std::move(stop_ids)), seed_(seed) {
+        shared_(std::move(shared)), longest_(longest), stop_ids_(std::move(stop_ids)), seed_(seed),
+        prediction_(std::move(prediction)), num_prompt_(num_prompt) {
     homes_.resize(num_computed_tokens.size());
     std::iota(homes_.begin(), homes_.end(), 0);
     if (tokens.empty()) throw std::invalid_argument("a sequence starts with at least one token");
@@ -38,6 +39,7 @@ class SequenceState {
     committed_.update(tokens);
     for (char each : params) committed_.add(static_cast<unsigned char>(each));
     committed_.update(num_computed_tokens);
+    committed_.update(prediction_);
   }
 
   SequenceState(const SequenceState&) = delete;
@@ -140,7 +142,7 @@ class SequenceState {
   void begin_drafting() {
     int64_t guesses = sizes_.window_size ? sizes_.guess_set_size : 0;
     drafter = std::make_shared<Drafter>(sizes_.trie_nodes, sizes_.branch_length, sizes_.trie_capacity, guesses,
-                                        sizes_.ngram_size, shared_, table, seed_);
+                                        sizes_.ngram_size, shared_, table, seed_, prediction_, num_prompt_);
     drafter->observe(tokens.data(), tokens.size());
     drafted_ = {};
     drafted_.add(digest());
@@ -180,6 +182,8 @@ class SequenceState {
   int64_t longest_;
   Tokens stop_ids_;
   std::optional<uint64_t> seed_;  // of a request that samples
+  Tokens prediction_;
+  int64_t num_prompt_;
   Digest committed_, drafted_;
 };
 

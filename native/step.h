@@ -180,12 +180,16 @@ class StepDraft {
     budget.observe(those, paths, histories);
   }
 
-  // The most tokens that one of `homes` evaluates besides these trees; another tree counts as one token.
+  // The most tokens that one of `homes` evaluates besides these trees; another tree counts as one token, and the rest of a
+  // prompt as nothing.
   int64_t most_pending(const Homes& homes, const std::vector<size_t>& members) const {
     int64_t most = std::numeric_limits<int64_t>::min();
     for (int64_t rank : homes) {
       int64_t total = static_cast<int64_t>(served[rank].size()) - static_cast<int64_t>(members.size());
-      for (size_t i : members) total += states[i]->num_above(rank);
+      for (size_t i : members) {
+        int64_t above = states[i]->num_above(rank);
+        total += above <= constants.longest_catch_up ? above : 0;
+      }
       most = std::max(most, total);
     }
     return most;

@@ -6,7 +6,7 @@
 
 namespace lpr {
 
-enum Source : uint8_t { kRoot, kWindow, kPool, kTrie, kSharedTrie, kRecycled };
+enum Source : uint8_t { kRoot, kWindow, kPool, kTrie, kSharedTrie, kRecycled, kPrediction };
 
 using Tokens = std::vector<int32_t>;
 

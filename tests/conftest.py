@@ -10,6 +10,8 @@ from typing import Any
 
 # Tiny matrices gain nothing from a second thread, and ranks that are threads or processes would fight for the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Threads of the tests that take two spin while they wait, on cores that another test has: 20 times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Step times that an engine measures are kept for its next start; tests start without those of earlier runs.

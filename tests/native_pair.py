@@ -78,7 +78,12 @@ def new_state(core: Any, plan: Plan, random_: random.Random, shared: Any) -> Any
     params = SamplingParams(seed=random_.randrange(-5, 1000), temperature=random_.choice([0.0, 0.8]))
     computed = [random_.randrange(len(tokens)) for _ in range(plan.num_ranks)] if random_.random() < 0.5 else None
     stop_ids = frozenset(random_.randrange(plan.vocabulary) for _ in range(random_.random() < 0.2))
-    return core.SequenceState(tokens, params, plan.sizes, plan.num_ranks, shared, computed, len(tokens) + 150, stop_ids)
+    prediction, num_prompt = list(tokens), random_.randint(1, len(tokens))
+    for _ in range(random_.choice([0, 0, 60])):  # what the model writes, with other tokens in between
+        prediction.append(next_token(prediction, plan) if random_.random() < 0.9 else random_.randrange(plan.vocabulary))
+    prediction = prediction[len(tokens) - random_.choice([0, 3]) :] if len(prediction) > len(tokens) else []
+    known = tokens, params, plan.sizes, plan.num_ranks, shared, computed, len(tokens) + 150, stop_ids
+    return core.SequenceState(*known, prediction, num_prompt)
 
 
 def see_tree(tree_: Any) -> list[Any]:
@@ -273,8 +278,9 @@ def draft_along(core: Any, seed: int, capacity: int, vocabulary: int) -> list[An
     random_ = random.Random(seed)
     shared, table, record = core.SuffixIndex(capacity), core.CandidateTable(), list[Any]()
     sizes = TreeSizes(trie_nodes=40, trie_capacity=capacity)
-    drafter = core.Drafter(sizes, shared, table, seed=random_.choice([None, 7]))
     text = [random_.randrange(vocabulary) for _ in range(30)]
+    prediction = [*text[:20], *range(9), *text[15:]] if random_.random() < 0.5 else []
+    drafter = core.Drafter(sizes, shared, table, random_.choice([None, 7]), prediction, random_.choice([7, 30]))
     drafter.observe(text)
     for _ in range(25):
         again = text[random_.randrange(len(text)) :][: random_.randint(1, 30)]

@@ -8,7 +8,7 @@ import pytest
 
 from lpr.config import DecodeConfig
 from lpr.core.calibration import Calibration, cell_within, first_cell
-from lpr.core.constants import CELL_MEMORY, NUM_STAGES, RECENT_STAGE, SEVERAL
+from lpr.core.constants import CELL_MEMORY, NUM_KINDS, NUM_STAGES, RECENT_STAGE, SEVERAL
 from lpr.core.drafting import Drafter
 from lpr.core.tree import Source, TokenTree
 
@@ -102,7 +102,7 @@ def test_a_cell_is_shared_by_one_stage_depth_and_kind_only():
         for kind in range(2 * SEVERAL + 1)
         for odds in (0.0, 2.0**-30, 0.3, 0.7, 3.0, 2.0**30)
     }
-    assert len(cells) == NUM_STAGES * 5 * 11 * 5  # odds of 0 and of 0.7 share an octave
+    assert len(cells) == NUM_STAGES * 5 * NUM_KINDS * 5  # odds of 0 and of 0.7 share an octave
     assert cells <= set(range(len(Calibration().frequencies)))
 
 

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 import lpr
 from lpr import DecodeConfig, Engine, SamplingParams
 
-# All of them once; the widest trees, which take longest on a CPU, on fewer prompts.
-NUM_PROMPTS = {"both": 24, "wide": 4}
+# Most of them once; the widest trees, which take longest on a CPU, on fewer prompts.
+NUM_PROMPTS = {"both": 12, "wide": 4}
 CONFIGS = {
     "auto": DecodeConfig(),
     "both": DecodeConfig(window_size=15, trie_nodes=64),
@@ -42,15 +42,15 @@ def bundled_engine() -> Engine:
 
 @cache
 def bundled_reference() -> list[list[int]]:
-    """200 tokens after every prompt by an untouched transformers model."""
+    """200 tokens after 12 prompts by an untouched transformers model."""
     model = AutoModelForCausalLM.from_pretrained(lpr.bundled_model(), dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(lpr.bundled_model())
-    return [stock_greedy(model, tokenizer(prompt)["input_ids"], 200) for prompt in PROMPTS]
+    return [stock_greedy(model, tokenizer(prompt)["input_ids"], 200) for prompt in PROMPTS[:12]]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_greedy_equals_transformers(name: str) -> None:
-    """24 prompts x 200 tokens of the bundled model, in batches as the configuration allows."""
+    """Up to 12 prompts x 200 tokens of the bundled model, in batches as the configuration allows."""
     engine = bundled_engine()
     engine.configure(CONFIGS[name])
     done = engine.generate(PROMPTS[: NUM_PROMPTS.get(name, 8)], SamplingParams(max_new_tokens=200))

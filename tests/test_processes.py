@@ -114,13 +114,13 @@ def start(num_ranks: int, restarts: int, prompts: Path, target: Path, more: list
     return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-LONG = ["--max-new-tokens", "120", "--trie-nodes", "8", "--window-size", "3", "--max-batch-size", "1"]
+LONG = ["--max-new-tokens", "80", "--trie-nodes", "8", "--window-size", "3", "--max-batch-size", "1"]
 LONG += ["--home-ranks", "0"]  # one after the other on all ranks, so that outputs come in the same order
 
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_prompts(tmp_path_factory.mktemp("many") / "in.jsonl", PROMPTS[:16])
+    return write_prompts(tmp_path_factory.mktemp("many") / "in.jsonl", PROMPTS[:9])
 
 
 def test_a_killed_rank_ends_the_job(many: Path, tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_a_killed_rank_ends_the_job(many: Path, tmp_path: Path) -> None:
     finally:
         agent.kill()
     assert agent.returncode != 0
-    assert all(len(row["token_ids"]) == 120 or row["finish_reason"] == "stop" for row in rows(target))  # type: ignore[arg-type]
+    assert all(len(row["token_ids"]) == 80 or row["finish_reason"] == "stop" for row in rows(target))  # type: ignore[arg-type]
 
 
 def state(pid: int) -> bytes:
@@ -150,11 +150,11 @@ def state(pid: int) -> bytes:
 def test_a_restarted_job_resumes(many: Path, tmp_path: Path) -> None:
     undisturbed, target = tmp_path / "undisturbed.jsonl", tmp_path / "out.jsonl"
     agent = start(2, 0, many, undisturbed, LONG)
-    assert agent.wait(timeout=240) == 0, agent.communicate()
-    agent.communicate()
+    _, err = agent.communicate(timeout=240)
+    assert agent.returncode == 0, err
     agent = start(2, 2, many, target, [*LONG, "--json"])
     try:
-        wait_for(lambda: target.exists() and target.read_bytes().count(b"\n") >= 5)
+        wait_for(lambda: target.exists() and target.read_bytes().count(b"\n") >= 3)
         first = workers(agent)
         os.kill(first[1], signal.SIGKILL)
         wait_for(lambda: len(workers(agent)) == 2 and not set(workers(agent)) & set(first))
@@ -165,7 +165,7 @@ def test_a_restarted_job_resumes(many: Path, tmp_path: Path) -> None:
     assert agent.returncode == 0, err
     assert target.read_bytes() == undisturbed.read_bytes()
     kept = json.loads(out.splitlines()[-1])["kept_from_earlier_attempt"]
-    assert kept == at_restart.count(b"\n") >= 5, "finished prompts are not repeated"
+    assert kept == at_restart.count(b"\n") >= 3, "finished prompts are not repeated"
 
 
 @pytest.mark.parametrize(

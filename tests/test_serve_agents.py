@@ -7,6 +7,8 @@ import openai
 import pytest
 from fake_driver import facts, served, tokenizer_json
 
+from lpr.fleet.resume import Resumption
+
 TEMPLATE = (
     "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools> <tool_call></tool_call>"
     "{% endif %}{% for message in messages %}<{{ message.role }}>{{ message.content or '' }}"
@@ -222,6 +224,27 @@ def test_a_response_calls_tools_and_goes_on_with_their_results(service):
     )
 
 
+def test_functions_in_namespaces_are_called_by_their_own_names(service):
+    """Codex's form. Web search, which OpenAI hosts, is left out beside other tools, and is no tool alone."""
+    service.driver.text = CALLS.replace("weather", "sky.weather")
+    space = {"type": "namespace", "name": "sky", "description": "d", "tools": [RESPONSE_TOOL]}
+    search = {"type": "web_search", "external_web_access": False}
+    same = {"model": "fake", "store": False, "tools": [space, search]}
+    with service.openai.responses.stream(input="u", **same) as stream:
+        call = stream.get_final_response().output[1]
+    assert (call.namespace, call.name, json.loads(call.arguments)) == ("sky", "weather", {"city": "Rome"})
+    assert '"name": "sky.weather"' in prompt_of(service) and "web_search" not in prompt_of(service)
+    items = [{"role": "user", "content": "u"}, call.model_dump(exclude_none=True)]
+    items += [{"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}]
+    chosen = {"type": "function", "name": "weather", "namespace": "sky"}
+    service.openai.responses.create(input=items, tool_choice=chosen, **same)
+    assert "<assistant>[sky.weather Rome]</assistant>" in prompt_of(service)
+    assert "sky.weather" in service.driver.submitted[-1].params.grammar
+    for tools in ([search], [space, space], [RESPONSE_TOOL, {"type": "file_search", "vector_store_ids": ["x"]}]):
+        answer = service.client.post("/v1/responses", json={"input": "u", "tools": tools})
+        assert answer.status_code == 400 and answer.json()["error"]["param"].startswith("tools")
+
+
 def test_a_stream_of_a_response_adds_up_to_it(service):
     with service.openai.responses.stream(model="fake", input="u", tools=[RESPONSE_TOOL], store=False) as stream:
         events = list(stream)
@@ -258,6 +281,28 @@ def test_a_response_keeps_to_a_schema(service):
 def test_a_response_that_would_need_a_store_is_refused(service, name, value):
     answer = service.client.post("/v1/responses", json={"input": "u", name: value})
     assert answer.status_code == 400 and answer.json()["error"]["param"].startswith(name)
+
+
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        ({"input": [{"type": "image"}]}, "input.0: type 'image' is none of 'message', 'function_call'"),
+        ({"input": [{"type": None}]}, "input.0: this is no object with a type"),
+        ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input.0.output: this field is required"),
+        ({"tools": [{"type": "mcp"}]}, "tools.0: type 'mcp' is none of 'function', 'namespace', 'web_search'"),
+        ({"tools": [{**RESPONSE_TOOL, "parameters": {"x": float("inf")}}]}, "tools: a number is not finite"),
+        ({"metadata": {"x": 10**30}, "stream": True}, "metadata: a number is not finite, or an integer has more"),
+        ({"tools": [{**RESPONSE_TOOL, "parameters": {"$ref": "#"}}], "tool_choice": "required"}, "tools: no text"),
+        ({"max_output_tokens": 10**20}, "the prompt's 12 tokens and max_output_tokens 100000000000000000000 are"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, "text.format.schema: Invalid type"),
+        ({"text": 1}, "text: this should be an object"),
+    ],
+)
+def test_what_is_odd_in_a_response_is_named(service, body, message):
+    answer = service.client.post(
+        "/v1/responses", content=json.dumps({"input": "u", **body}), headers={"Content-Type": "application/json"}
+    )
+    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(message), answer.text
 
 
 # Messages.
@@ -310,6 +355,12 @@ def test_stops_thoughts_and_choices_of_messages(service):
     assert [block.type for block in answer.content] == ["thinking", "text"] and answer.content[0].thinking == "hm"
 
 
+def test_a_message_that_the_client_has_begun_goes_on(service):
+    begun = [*USER, {"role": "assistant", "content": [{"type": "text", "text": "It is"}]}]
+    service.anthropic.messages.create(model="fake", max_tokens=9, messages=begun)
+    assert prompt_of(service).endswith("<user>u</user><assistant>It is")
+
+
 def test_errors_of_messages_have_anthropics_shape(service):
     with pytest.raises(anthropic.NotFoundError):
         service.anthropic.messages.create(model="other model", max_tokens=5, messages=USER)
@@ -324,6 +375,50 @@ def test_errors_of_messages_have_anthropics_shape(service):
     ):
         answer = service.client.post("/v1/messages", json={"max_tokens": 5, **body})
         assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def steps_of(stream, path, service, cut=10**9):
+    """What a router passes on of `cut` bytes of a service's stream; all its bytes without one."""
+    head, got = {"Content-Type": "application/json"}, b""
+    with service.client.stream("POST", path, content=stream.body, headers=head) as answer:
+        for part in answer.iter_raw():
+            got += stream.feed(part[:cut])
+            cut -= len(part)
+            if cut <= 0:
+                break
+    return got
+
+
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("/v1/responses", {"input": "u", "tools": [RESPONSE_TOOL]}),
+        ("/v1/messages", {"messages": USER, "max_tokens": 500, "tools": [ANTHROPIC_TOOL]}),
+    ],
+)
+def test_a_stream_of_blocks_goes_on_at_another_service(service, path, body):
+    """Byte for byte, wherever it breaks off, within texts and calls, but for what any two answers are called."""
+    fields = {**body, "stream": True, "temperature": 0.5, "seed": 3}
+
+    def plain(data):
+        events = [json.loads(line[6:]) for line in data.decode().splitlines() if line.startswith("data: ")]
+        for event in events:
+            for name in ("response", "message"):
+                event[name] = {**event.get(name, {}), "id": "", "created_at": 0, "completed_at": 0}
+        return events
+
+    whole = steps_of(Resumption.of(path, fields), path, service)
+    assert b"lpr.token_ids" not in whole and whole.count(b"event: ") > 20
+    with_ids = steps_of(Resumption.of(path, {**fields, "return_token_ids": True}), path, service)
+    assert b"lpr.token_ids" in with_ids
+    for cut in range(300, len(with_ids), len(with_ids) // 12):
+        stream = Resumption.of(path, fields)
+        got = steps_of(stream, path, service, cut)
+        assert not stream.is_complete and (stream.delivered or not got)
+        assert plain(got + steps_of(stream, path, service)) == plain(whole) and stream.is_complete
+    ids = stream.delivered
+    rest = service.client.post(path, json={**fields, "stream": False, "delivered_token_ids": ids[: len(ids) // 2]})
+    assert rest.json()["usage"]["output_tokens"] == len(ids) and rest.text.count("Rome") == 2
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from serving import serving
 from lpr.engine.waiting import MOST_PRIORITY, Waiting
 from lpr.serve import limits
 from lpr.serve.api import middleware
-from lpr.serve.bodies import ResponseFormat
+from lpr.serve.bodies.completions import ResponseFormat
 from lpr.serve.connections import KINDS, SECONDS, Waits
 from lpr.serve.errors import ApiError
 from lpr.serve.text.grammars import Grammars

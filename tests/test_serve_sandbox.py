@@ -16,7 +16,7 @@ from fake_driver import facts, served
 
 from lpr.serve import limits
 from lpr.serve.api.context import unless_gone
-from lpr.serve.bodies import ResponseFormat
+from lpr.serve.bodies.completions import ResponseFormat
 from lpr.serve.errors import ApiError
 from lpr.serve.generation import DisconnectedError
 from lpr.serve.sandbox import ExhaustedError, Sandbox

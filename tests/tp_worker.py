@@ -122,6 +122,19 @@ def exact_ranks_case(case: dict[str, str], comm: ProcessComm) -> dict[str, objec
     }
 
 
+def drafting_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
+    """Ids of trees of a model with recurrent layers or sparse attention, and the states that a rank holds."""
+    engine = Engine.from_pretrained(case["model"], DECODE, comm=comm)
+    done = engine.generate(PROMPTS * 2, PARAMS)
+    return {
+        "token_ids": [each.token_ids for each in done],
+        "steps": sum(each.stats.num_steps for each in done),
+        "mesh": [comm.size, comm.tp_size],
+        "shapes": local_shapes(engine.model.model),
+        "state_bytes": engine.replica.like.states.bytes_per_place,
+    }
+
+
 def load_only(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
     """Most memory of its own (no mapped files) that this rank took while it loaded, in MiB."""
     assert comm.tp_mesh is not None
@@ -167,7 +180,7 @@ def run_cases(job: dict[str, dict[str, dict[str, str]]], world: World, report: P
         assert isinstance(comm, ProcessComm)
         for name, case in job["cases"].items():
             try:
-                kinds = {"load": load_only, "exact": exact_case, "ranks": exact_ranks_case}
+                kinds = {"load": load_only, "exact": exact_case, "ranks": exact_ranks_case, "trees": drafting_case}
                 results[name] = kinds.get(name.partition("/")[0], run_case)(case, comm)
             except (InputError, DesyncError, CommError) as failure:
                 results[name] = {"error": f"{type(failure).__name__}: {failure}"}

@@ -90,7 +90,7 @@ def start(_: str) -> Complete:
         done, steps = list[int](), 0
         while len(done) < len(text):
             context = np.concatenate([prompt, np.array(done, np.int32)])
-            draft = cache.speculate(name, context, max_spec_tokens=DEPTH, **SETTINGS[variant])
+            draft = cache.speculate(name, context, max_spec_tokens=request.get("nodes", DEPTH), **SETTINGS[variant])
             emitted = follow(draft.token_ids, draft.parents, text[len(done) :])
             emitted = text[len(done) : len(done) + len(emitted) + 1]
             cache.add_active_response(name, np.array(emitted, np.int32))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from benchmarks.peers.environment import installed, python_of
 from benchmarks.peers.process import Process
 from lpr.config import InputError
 
-CountSteps = Callable[[list[int], list[int]], int]
-"""The steps of a text, given its prompt and its output."""
+CountSteps = Callable[..., int]
+"""The steps of a text, given its prompt and its output, and as a further argument the most nodes of a draft."""
 LOOKUP_TOKENS = 10
 
 
@@ -36,15 +37,15 @@ def replayed_peers(work: Path) -> Iterator[dict[str, CountSteps]]:
         python_of(arctic.PEER, work), arctic.PEER.module, work, 1, work / arctic.PEER.name / "log.txt"
     ) as process:
 
-        def replay(variant: str, prompt: list[int], output: list[int]) -> int:
+        def replay(variant: str, prompt: list[int], output: list[int], num_nodes: int = arctic.DEPTH) -> int:
             request = {
                 "variant": variant, "prompt": prompt, "text": output, "fresh": True, "max_new_tokens": len(output),
-                "stop_ids": [],
+                "stop_ids": [], "nodes": num_nodes,
             }  # fmt: skip
             return int(process.complete(request)["steps"])
 
         def arctic_as(variant: str) -> CountSteps:
-            return lambda prompt, output: replay(variant, prompt, output)
+            return partial(replay, variant)
 
         yield {
             "transformers, prompt lookup": lookup_steps,
@@ -52,11 +53,11 @@ def replayed_peers(work: Path) -> Iterator[dict[str, CountSteps]]:
         }
 
 
-def lookup_steps(prompt: Sequence[int], output: Sequence[int]) -> int:
+def lookup_steps(prompt: Sequence[int], output: Sequence[int], num_nodes: int = LOOKUP_TOKENS) -> int:
     """The steps of a text by transformers' prompt lookup."""
     text = torch.tensor([[*prompt, *output]])
-    longest = text.shape[1] + LOOKUP_TOKENS
-    search: Any = PromptLookupCandidateGenerator(num_output_tokens=LOOKUP_TOKENS, max_length=longest)
+    longest = text.shape[1] + num_nodes
+    search: Any = PromptLookupCandidateGenerator(num_output_tokens=num_nodes, max_length=longest)
     at, steps = len(prompt), 0
     while at < text.shape[1]:
         drafted = search.get_candidates(text[:, :at])[0][0, at:].tolist()

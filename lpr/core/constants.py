@@ -51,17 +51,35 @@ NOVELTIES = [NOVELTY / GROWTH**offset for offset in range(MAX_MATCH + 1)]
 CANDIDATE_WEIGHTS = [RECYCLED_WEIGHT * probability_of(score) for score in range(MAX_SCORE + 1)]
 """Weight of a recycled candidate by its score."""
 
+# Alignment with a prediction (lpr.core.alignment); strengths are lengths of matches. Measured on the first 97 tasks of
+# EditEval with their own inputs and with those of other tasks (benchmarks.edits).
+PREDICTION_TRUST = 0.5
+"""Weight of a place in the prediction; one of the request itself has 1."""
+FIRST_STRENGTH = 8
+"""Of the cursor at the beginning of the prediction."""
+REPLACED_COST, INSERTED_COST = 3, 4
+"""What a cursor loses at another token than its own, when it steps on and when it stays."""
+NEAR_BEFORE, NEAR_AFTER, NEAR_PLACES = 8, 32, 4
+"""Tokens before and after the anchor among which a token is looked for, and most places of it."""
+NEAR_BONUS = 3
+"""Strength of a place for being near the anchor, besides its match."""
+SURE_STRENGTH = 6
+"""Least strength of a cursor whose place becomes the anchor."""
+LOST_AFTER, LOST_MATCH = 16, 4
+"""Tokens without a sure place after which only matches of some length count: the prediction may be of another text."""
+MOST_CURSORS = 6
+
 # Calibration (lpr.core.calibration).
 NUM_STAGES = 4
 """Stages of a search: the longest context, one token, one token replaced, none."""
 RECENT_STAGE = 3
 RECENT_KIND = 0
 """Kind of a token that is tried without any context; the other kinds are the `Source` of the best place."""
-SEVERAL = 5
+SEVERAL = 6
 """Added to the `Source` of evidence that is more than one place."""
 LEVELS = [0, 1, *[2] * 4, *[3] * 10]
 """Level by depth of the parent; deeper parents have the last level: text right so often is a copy or a loop."""
-NUM_LEVELS, NUM_KINDS, NUM_BUCKETS = 5, 11, 24
+NUM_LEVELS, NUM_KINDS, NUM_BUCKETS = 5, 13, 24
 MIDDLE_BUCKET = 12
 """Bucket of odds from 1/2 to 1."""
 STRENGTH, WEAK_STRENGTH = 200.0, 20.0
@@ -105,6 +123,8 @@ LONG_MEMORY = 0.995
 """The same for all sequences together; a new sequence starts from their record."""
 MOST_PROMISED = 2.0
 """Most promised nodes that a step counts for: a long chain that breaks at once is one failure, not sixty."""
+LONGEST_CATCH_UP = 64
+"""A longer chain above a root is a prompt: its time is spent once, whatever is drafted, so it makes no node cheaper."""
 FORGOTTEN_AFTER = 4096
 """Steps after which an unused budget is dropped: sets of home ranks are many, and few are in use (rule R8)."""
 
@@ -169,15 +189,24 @@ _SAMPLED = _Fit(
 )
 # Recorded completions hold no guesses of a window: only a start.
 _GUESSED = {Source.WINDOW: -2.0, Source.WINDOW + SEVERAL: 1.0}
+# Levels and slopes of a prediction's children by stage and kind, fitted on the first 97 tasks of EditEval. They are
+# weak, as predictions differ.
+_PREDICTED = {
+    (0, Source.PREDICTION): ((-0.5, 0.3, 0.7, 1.7, 2.3), (1.0, 1.0, 0.9, 0.35, 0.15)),
+    (0, Source.PREDICTION + SEVERAL): ((-0.6, -0.3, 0.0, 1.5, 2.5), (0.55, 0.55, 0.6, 0.25, 0.15)),
+    (2, Source.PREDICTION): ((-2.5,) * 5, (0.5,) * 5),
+    (2, Source.PREDICTION + SEVERAL): ((-1.0,) * 5, (0.6,) * 5),
+}
 
 
 def _shipped(fit: _Fit) -> tuple[array[float], array[float]]:
     """Per cell: the frequency before anything was observed, and the trials that it counts for."""
     frequencies, trials = array("d"), array("d")
-    for levels, slopes in zip(fit.levels, fit.slopes, strict=True):
-        for number, (level, slope) in enumerate(zip(levels, slopes, strict=True)):
+    for stage in range(NUM_STAGES):
+        for number in range(NUM_LEVELS):
             for kind in range(NUM_KINDS):
-                log_odds = level + fit.kinds.get(kind, _GUESSED.get(kind, 0.0))
+                levels, slopes = _PREDICTED.get((stage, kind), (fit.levels[stage], fit.slopes[stage]))
+                log_odds, slope = levels[number] + fit.kinds.get(kind, _GUESSED.get(kind, 0.0)), slopes[number]
                 for bucket in range(NUM_BUCKETS):
                     frequency = 1 / (1 + exp(-log_odds - slope * (bucket - MIDDLE_BUCKET)))
                     # Rounded, so that ranks with different mathematical libraries start alike.

@@ -15,6 +15,9 @@ that probability out. So the budget goes to depth where a long match is sure of 
 source costs nothing until its turn comes. Nodes that the tree held before (the Jacobi window's) are children like
 others and cost no budget.
 
+A request may bring a prediction of its output (lpr.core.alignment). Its cursors behind the node's token are asked with
+the first source, the others with the one that replaces a token.
+
 Recycled candidates count by their context (lpr.core.evaluated): those that followed the last token where the context
 agrees longest, and those of rejected siblings; where there are none, the table's. A request's sampling noise is known
 and changes a child's odds (lpr.core.noise_keys).
@@ -30,6 +33,7 @@ from typing import Any
 
 from lpr.config import TreeSizes
 from lpr.core import constants
+from lpr.core.alignment import Alignment, Prediction
 from lpr.core.budget import Price
 from lpr.core.calibration import Calibration, cell_within, first_cell
 from lpr.core.evaluated import EvaluatedNodes
@@ -49,6 +53,7 @@ _NOTHING: Tried = {}
 _RECYCLED_SOURCE = int(Source.RECYCLED)
 _HELD = int(Source.WINDOW)
 _HELD_TOO = _HELD + constants.SEVERAL
+_PREDICTED_ORDERS = (0, 2)
 _ESCAPE = -1
 _RECENT = -2
 
@@ -62,10 +67,13 @@ class Drafter:
         shared: SuffixIndex | None = None,
         table: CandidateTable | None = None,
         seed: int | None = None,
+        prediction: Sequence[int] = (),
+        num_prompt: int = 0,
     ) -> None:
         """A drafter that only reads the `shared` suffix index and the `table` of recycled candidates.
 
-        `seed` is that of a request that samples, 64 bits.
+        `seed` is that of a request that samples, 64 bits. The output, behind `num_prompt` tokens, is expected to follow
+        `prediction` where it can.
         """
         self.config = config
         self.seed = seed
@@ -81,6 +89,7 @@ class Drafter:
         self._evaluated = EvaluatedNodes()
         self._cells: list[int] = []  # of the last draft's nodes
         self._recent: dict[int, None] = {}  # in the order of last use
+        self._prediction = Prediction(prediction, num_prompt) if len(prediction) and config.trie_nodes else None
         self._sources: list[FindPlaces] = [self._ngrams]
         if config.trie_nodes:
             self._sources = [self._two_tokens, self._one_token, self._one_replaced]
@@ -95,6 +104,8 @@ class Drafter:
                 recent[token] = None
         elif self.pool.guess_set_size:  # a suffix index holds them
             self.pool.add_text(self._tail, tokens, self.config.ngram_size)
+        if self._prediction is not None:
+            self._prediction.observe(self._tail, tokens)
         self._tail = [*self._tail, *tokens[-constants.MAX_MATCH :]][-constants.MAX_MATCH :]
         self._num_observed += len(tokens)
 
@@ -118,6 +129,7 @@ class Drafter:
         limit = len(tree) + max(0, budget)
         noise = KnownNoise(self.seed, self._num_observed)
         search = _Search(tree, self._sources, self._tail, recent, self.calibration.frequencies, limit, price, noise)
+        search.prediction = self._prediction
         search.expand(0, 1.0, [], 0)
         for node, probability, places, offset, cell in search:
             if node == len(probabilities):
@@ -239,6 +251,8 @@ class _Search:
         self._orders: dict[int, list[tuple[float, int, int]]] = {}
         self._heap: list[tuple[float, int, int, int, Any, int]] = []
         self._serial = 0
+        self.prediction: Prediction | None = None
+        self._alignments: dict[int, Alignment] = {}
 
     def expand(
         self, node: int, probability: float, places: list[Place], offset: int, order: int = 0, tried: Tried = _NOTHING
@@ -275,6 +289,8 @@ class _Search:
                 self._try_recent(node, probability, probability, 0, tried)
                 return
             places, offset = self._sources[order](self._context(node), self._tree.depths[node]), 0
+            if self.prediction is not None and order in _PREDICTED_ORDERS:
+                places = [*self._predicted(self.prediction, node, order == 0), *places]
             stage = order
             order += 1
         for token in held:
@@ -361,6 +377,20 @@ class _Search:
                 order.sort()
             self._orders[depth] = order
         return order
+
+    def _predicted(self, prediction: Prediction, node: int, agrees: bool) -> list[Place]:
+        """The places of the prediction behind `node` (Prediction.places)."""
+        alignments = self._alignments
+        alignments.setdefault(0, prediction.alignment)
+        above, below = node, list[int]()
+        while above not in alignments:
+            below.append(above)
+            above = self._tree.parents[above]
+        for each in reversed(below):
+            alignments[each] = alignments[self._tree.parents[each]].follow(prediction.index, self._context(each))
+        tokens = prediction.index.tokens
+        found = prediction.places(alignments[node], self._tree.tokens[node], agrees)
+        return [(weight, tokens, place, int(Source.PREDICTION)) for weight, place in found]
 
     def _context(self, node: int) -> list[int]:
         """The last tokens up to and including `node`; enough of them for the longest match."""

@@ -48,11 +48,14 @@ class SequenceState:
         num_computed_tokens: Sequence[int] | None = None,
         longest: int | None = None,
         stop_ids: Collection[int] = (),
+        prediction: Sequence[int] = (),
+        num_prompt: int = 0,
     ) -> None:
         """A sequence that continues `tokens` (at least one), a list that grows with it.
 
         Rank r holds the K/V of the first `num_computed_tokens[r]` tokens; default: none. The sequence ends with
-        `longest` tokens, or with one of `stop_ids`.
+        `longest` tokens, or with one of `stop_ids`. The tokens behind the first `num_prompt` are expected to follow
+        `prediction` where they can.
         """
         self._longest, self._stop_ids = longest, frozenset(stop_ids)
         self.params = params
@@ -66,6 +69,7 @@ class SequenceState:
         # tokens per step greedily, and 2.48 instead of 2.37 at temperature 0.8.)
         self.table = CandidateTable() if config.num_recycled else None
         self._shared = shared
+        self._prediction, self._num_prompt = prediction, num_prompt
         self.drafter: Drafter | None = None
         """Of a home rank; made when it drafts for the first time."""
         self.window: JacobiWindow | None = None
@@ -76,7 +80,7 @@ class SequenceState:
         """Estimated path probability of each node drafted last; 0 where only the window proposed it."""
         self._drafted, self._committed = Digest(), Digest()
         # With the parameters: all ranks would follow one that samples its nodes by another seed, in step and wrong.
-        for words in (self.tokens, repr(params).encode(), self.num_computed_tokens):
+        for words in (self.tokens, repr(params).encode(), self.num_computed_tokens, prediction):
             self._committed.update(words)
 
     @property
@@ -98,7 +102,9 @@ class SequenceState:
     def _begin_drafting(self) -> Drafter:
         """Make the drafter from the tokens, as all home ranks do before the same step."""
         seed = self.params.seed & MASK64 if self.params.temperature > 0 else None
-        drafter = self.drafter = Drafter(self.config, self._shared, self.table, seed=seed)
+        drafter = self.drafter = Drafter(
+            self.config, self._shared, self.table, seed, self._prediction, self._num_prompt
+        )
         drafter.observe(self.tokens)
         self._drafted = Digest()
         self._drafted.update([self.digest])

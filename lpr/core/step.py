@@ -15,6 +15,7 @@ import numpy as np
 from lpr.core import wire
 from lpr.core.accept import accept
 from lpr.core.budgets import Budgets
+from lpr.core.constants import LONGEST_CATCH_UP
 from lpr.core.digest import Digest
 from lpr.core.partition import Shard, partition
 from lpr.core.rows import row_entries
@@ -195,9 +196,11 @@ def groups(states: Sequence[SequenceState], members: Sequence[int]) -> list[tupl
 def most_pending(states: Sequence[SequenceState], homes: Sequence[int], served: wire.Served) -> int:
     """The most tokens that one of `homes` evaluates besides the trees of `states`.
 
-    A tree of another sequence that the rank serves counts as one token.
+    A tree of another sequence that the rank serves counts as one token, and the rest of a prompt as nothing.
     """
-    return max(sum(state.num_above(rank) for state in states) + len(served[rank]) - len(states) for rank in homes)
+    above = [[state.num_above(rank) for state in states] for rank in homes]
+    chains = [sum(count for count in counts if count <= LONGEST_CATCH_UP) for counts in above]
+    return max(chain + len(served[rank]) - len(states) for chain, rank in zip(chains, homes, strict=True))
 
 
 def split(state: SequenceState, tree: TokenTree, num_ranks: int, max_owned: int) -> list[Shard]:

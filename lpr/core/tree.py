@@ -21,6 +21,7 @@ class Source(IntEnum):
     TRIE = 3
     SHARED_TRIE = 4
     RECYCLED = 5
+    PREDICTION = 6
 
 
 class TokenTree:

@@ -156,8 +156,9 @@ class Scheduler(Generic[R]):
         """What the running requests do in the next step.
 
         Chains longer than a tree share `prefill_chunk` tokens of a rank's step, so that the other requests never wait
-        for a whole prompt. The last piece of a chain is evaluated together with the first tree, where rows are not
-        padded. A prompt that begins like another waits while that one computes what they share.
+        for a whole prompt. Who was admitted first is filled first, and where rows are not padded, a chain that ends
+        does not wait for pieces of others: its last piece is evaluated together with the first tree. A prompt that
+        begins like another waits while that one computes what they share.
         """
         limits = self.limits
         if limits.num_ranks > 1 and self.running:  # idle ranks look for work more or less often
@@ -172,7 +173,8 @@ class Scheduler(Generic[R]):
         begun = set[tuple[int, Node, tuple[int, ...]]]()
         decoding: list[R] = []
         filling: list[Fill[R]] = []
-        for request, wanted in zip(self.running, self.placement.wanted, strict=True):
+        pairs = zip(self.running, self.placement.wanted, strict=True)
+        for request, wanted in sorted(pairs, key=lambda pair: pair[0].admission):
             counts, most = [0] * limits.num_ranks, limits.prefill_chunk
             stop = border(request.num_prompt, limits.page_size) if limits.num_snapshots else 0
             # A long prompt stops where its states are kept.
@@ -182,16 +184,21 @@ class Scheduler(Generic[R]):
                 continue
             begun.update(pages)
             if (request.num_pending - 1 <= limits.longest_chain and not stops) or (
-                fill(request, request.homes, counts, room, most, stop) == 0
+                fill(request, request.homes, counts, room, most, stop) <= rest(request, counts, limits)
                 and not stops
                 and (limits.packed or self.placement.is_alone(request))  # it ends here, and a tree may follow
             ):
                 decoding.append(request)
+                if any(counts) and limits.packed:
+                    room = [kept(each, limits) if count else each for each, count in zip(room, counts, strict=True)]
                 counts, most = [0] * limits.num_ranks, limits.joining
             if len(request.homes) < len(wanted):
                 fill(request, [rank for rank in wanted if rank not in request.homes], counts, room, most, stop)
             if any(counts):
                 filling.append((request, counts))
+        places = {request.admission: place for place, request in enumerate(self.running)}
+        decoding.sort(key=lambda request: places[request.admission])
+        filling.sort(key=lambda each: places[each[0].admission])
         if filling and not limits.packed:
             schedule, self._filled_last = in_turn(decoding, filling, not self._filled_last)
             return Schedule(*schedule, preempted)
@@ -225,7 +232,7 @@ class Scheduler(Generic[R]):
     def _wanted_rows(self, request: R) -> list[int]:
         """Per rank, the rows of a request after the next step: its tokens and a tree, or as far as it is filled."""
         limits = self.limits
-        most = limits.prefill_chunk + limits.longest_chain + limits.num_ahead
+        most = limits.prefill_chunk + max(limits.longest_chain, limits.prefill_chunk // 8) + limits.num_ahead
         length = len(request.tokens) + limits.num_ahead
         return [min(length, computed + most) for computed in request.num_computed_tokens]
 
@@ -298,6 +305,19 @@ def fill(
         room[rank] -= counts[rank]
         left = max(left, lacking - counts[rank])
     return left
+
+
+def rest(request: Schedulable, counts: Sequence[int], limits: Limits[R]) -> int:
+    """Tokens by which the last piece of a chain may be longer than its room: a step for them alone would cost more."""
+    return min(counts[rank] for rank in request.homes) // 8 if limits.packed else 0
+
+
+def kept(room: int, limits: Limits[R]) -> int:
+    """What is left of a rank's `room` for others in a step that ends a chain: products are nearly as fast without them.
+
+    A quarter of the largest piece is filled anyway, as fewer rows cost more each.
+    """
+    return max(0, room - (limits.prefill_chunk - limits.prefill_chunk // 4))
 
 
 def in_turn(

@@ -13,13 +13,20 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-ROUTES = frozenset(
-    ("/v1/completions", "/completions", "/beta/completions", "/v1/chat/completions", "/chat/completions")
-)
+BLOCK_ROUTES = frozenset(("/v1/responses", "/responses", "/v1/messages"))
+"""Those whose events have names, several or none of them a step."""
+ROUTES = BLOCK_ROUTES | {
+    "/v1/completions", "/completions", "/beta/completions", "/v1/chat/completions", "/chat/completions",
+}  # fmt: skip
 """Paths whose streams can be continued."""
 _HIDDEN = ("token_ids", "prompt_token_ids")
 _GIVEN_UP = "unavailable"
 """Code of the error of a service that ends before a stream does (lpr.serve.errors)."""
+_OVERLOADED = "overloaded_error"
+"""Type of the same error in Anthropic's shape, which has no codes."""
+_TOKEN_IDS = "lpr.token_ids"
+"""Type of the event with a step's ids (lpr.serve.api.blocks)."""
+_ENDS = ("message_stop", "error", "response.completed", "response.incomplete", "response.failed")
 
 
 class Resumption:
@@ -31,7 +38,7 @@ class Resumption:
         """True once the stream has ended as the last service wanted it to."""
         self.delivered: list[int] = list(fields.get("delivered_token_ids") or ())
         self._fields = {**fields, "return_token_ids": True}
-        if fields.get("temperature") != 0 and fields.get("seed") is None:
+        if fields.get("seed") is None:  # it decides the ids of calls, too
             self._fields["seed"] = secrets.randbits(32)
         self._hidden = () if fields.get("return_token_ids") else _HIDDEN
         self._rest, self._is_lost, self._has_begun, self._is_finished, self._has_usage = b"", False, False, False, False
@@ -44,7 +51,7 @@ class Resumption:
         is_one = all(fields.get(name) in (None, 1) for name in ("n", "best_of"))
         if path not in ROUTES or fields.get("stream") is not True or fields.get("echo") or is_many or not is_one:
             return None
-        return cls(fields)
+        return _BlockResumption(fields) if path in BLOCK_ROUTES else cls(fields)
 
     @property
     def body(self) -> bytes:
@@ -62,7 +69,7 @@ class Resumption:
                 break
             if event == b"data: [DONE]":
                 self.is_complete = True
-            elif event.startswith(b"data: {"):
+            elif event.startswith((b"data: {", b"event: ")):
                 kept = self._take(event)
                 hidden += len(event) - len(kept) + (0 if kept else 2)
                 event = kept
@@ -92,3 +99,50 @@ class Resumption:
         if not self._hidden:
             return event
         return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+class _BlockResumption(Resumption):
+    """A stream of responses or messages. The events of a step are held back until its token ids have come."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        super().__init__(fields)
+        self._shows_ids = not self._hidden
+        self._held: list[dict[str, Any]] = []
+        self._number = 0
+        self._first: dict[str, Any] = {}
+        """What the response was called at first."""
+
+    @property
+    def body(self) -> bytes:
+        """See Resumption."""
+        self._held.clear()
+        return super().body
+
+    def _take(self, event: bytes) -> bytes:
+        data = json.loads(event.partition(b"\ndata: ")[2])
+        error = data.get("error") or data.get("response", {}).get("error") or {}
+        if error.get("code") == _GIVEN_UP or error.get("type") == _OVERLOADED:
+            self._is_lost = True
+            return b""
+        is_ids = data["type"] == _TOKEN_IDS
+        if not is_ids or self._shows_ids:
+            self._held.append(data)
+        if is_ids:
+            self.delivered += data["token_ids"]
+        self.is_complete = data["type"] in _ENDS
+        return self._shown() if is_ids or self.is_complete else b""
+
+    def _shown(self) -> bytes:
+        """What was held back, numbered and named as one service would have done it."""
+        events = []
+        for data in self._held:
+            if "sequence_number" in data:
+                data["sequence_number"] = self._number
+                self._number += 1
+            if "response" in data:
+                self._first = self._first or {name: data["response"][name] for name in ("id", "created_at")}
+                data["response"].update(self._first)
+            text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+            events.append(f"event: {data['type']}\ndata: {text}".encode())
+        self._held.clear()
+        return b"\n\n".join(events)

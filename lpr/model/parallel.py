@@ -30,6 +30,7 @@ from transformers.distributed import DistributedConfig
 
 from lpr.config import InputError
 from lpr.model.families import is_recurrent
+from lpr.model.sparse import selects
 from lpr.model.text_part import empty_decoder
 
 DEEPSPEED_FAMILIES = (
@@ -45,7 +46,9 @@ Read = Callable[..., tuple[PreTrainedModel, dict[str, Any]]]
 # Whole on every rank by design: routers, indexers, and the low-rank halves of latent attention, which feed all heads.
 _MAY_BE_WHOLE = re.compile(r"norm|indexer|router|\bgate\.|shared_expert_gate|_a_proj|ln_|position|wpe")
 _IN_LAYER = re.compile(r"\.\d+\.")
+_LAYERS = ".*."
 _KV_PROJECTION = re.compile(r"\.(k_proj|v_proj)$")
+_QUERIES = re.compile(r"\.(q_proj|q_b_proj|q_gate_proj|kv_b_proj|qkv_proj|query_key_value)$")
 
 
 @dataclass(frozen=True)
@@ -78,17 +81,34 @@ def load_sharded(
     with torch.device("meta"):
         whole = empty_decoder(config)
     plan: dict[str, str] = dict(whole.tp_plan or {})
-    if tp.size > 1 and is_recurrent(whole):
-        raise InputError(f"the recurrent layers of model type {text.model_type!r} cannot be split; --tp 1 works")
-    check_split(text, tp.size, tp.backend, bool(plan))
+    check_split(text, tp.size, tp.backend, splits_layers(plan), splits_heads(plan))
     if tp.backend == "deepspeed":
         model, info = _load_with_deepspeed(dtype, device, tp, read)
     else:
         model, info = _load_with_transformers(text, plan, device, tp, partial(read, dtype=dtype))
     full = {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
     ends = planned_ends(full, plan) if tp.backend == "transformers" else []
-    check_shards(full, local_shapes(model), tp.size, num_kv_heads(text), ends)
+    parts = num_kv_heads(text) if splits_heads(plan) else tp.size
+    # Plans replicate most recurrent layers and indexers, and in some families split the experts alone.
+    may_be_whole = unplanned(full, plan) if is_recurrent(whole) or selects(text) else []
+    check_shards(full, local_shapes(model), tp.size, parts, ends, may_be_whole)
     return model, info
+
+
+def splits_layers(plan: Mapping[str, str]) -> bool:
+    """True if a plan of transformers splits more than the embedding and the output head."""
+    return any(_LAYERS in name for name in plan)
+
+
+def splits_heads(plan: Mapping[str, str]) -> bool:
+    """True if a plan gives each rank attention heads of its own; some split the experts only."""
+    return any(style == "colwise" and _QUERIES.search(name) for name, style in plan.items())
+
+
+def unplanned(names: Iterable[str], plan: Mapping[str, str]) -> list[str]:
+    """The parameters that a plan leaves whole on every rank: most recurrent layers, and attention in some families."""
+    generic = {name: _IN_LAYER.sub(_LAYERS, name) for name in names}
+    return [name for name, key in generic.items() if not {key, key.rpartition(".")[0]}.intersection(plan)]
 
 
 def num_kv_heads(config: PretrainedConfig) -> int:
@@ -99,9 +119,12 @@ def num_kv_heads(config: PretrainedConfig) -> int:
     return next((found for name in names if (found := getattr(config, name, None))), config.num_attention_heads)
 
 
-def check_split(config: PretrainedConfig, tp: int, backend: str, has_plan: bool) -> None:
-    """Raise InputError, naming what would work, if `backend` cannot split this model over `tp` ranks."""
-    family, heads, kv_heads = config.model_type, config.num_attention_heads, num_kv_heads(config)
+def check_split(config: PretrainedConfig, tp: int, backend: str, has_plan: bool, by_heads: bool = True) -> None:
+    """Raise InputError, naming what would work, if `backend` cannot split this model over `tp` ranks.
+
+    `has_plan`: transformers has a plan for the layers. `by_heads`: it splits attention heads.
+    """
+    family = config.model_type
     if getattr(config, "alibi", False):
         family += " with alibi"  # whose bias per head AutoTP does not split
     deepspeed_knows = family in DEEPSPEED_FAMILIES
@@ -114,6 +137,11 @@ def check_split(config: PretrainedConfig, tp: int, backend: str, has_plan: bool)
             f"--tp-backend deepspeed is not known to split model type {family!r} rightly "
             f"(it is for {', '.join(DEEPSPEED_FAMILIES)}); use {instead}"
         )
+    if backend == "transformers" and not by_heads:
+        return
+    if not hasattr(config, "num_attention_heads"):  # raises an AttributeError where layers differ
+        raise InputError(f"the layers of model type {family!r} differ in their attention heads; --tp 1 works")
+    heads, kv_heads = config.num_attention_heads, num_kv_heads(config)
     sizes = [n for n in _divisors(heads) if kv_heads % n == 0 or (backend == "transformers" and n % kv_heads == 0)]
     would = f"--tp {', '.join(map(str, sizes))} would"
     if tp in sizes:
@@ -157,11 +185,13 @@ def check_shards(
     tp: int,
     num_kv_heads: int,
     ends: Collection[str] = (),
+    may_be_whole: Collection[str] = (),
 ) -> None:
     """Raise InputError, naming the parameter, unless every matrix of a layer is split once and evenly.
 
     `full` and `found` map names to the shapes of the whole model and of this rank's part. With fewer key/value heads
-    than ranks, k_proj and v_proj have one head. Outside the layers only `ends` have to be split.
+    than ranks, k_proj and v_proj have one head. Outside the layers only `ends` have to be split, inside them all but
+    `may_be_whole`.
     """
     for name, shape in full.items():
         part = found.get(name)
@@ -174,7 +204,7 @@ def check_shards(
         share = [-(-shape[axis] // num_parts) for axis in axes]
         if len(axes) > 1 or any(not 0 < part[axis] <= most for axis, most in zip(axes, share, strict=True)):
             raise InputError(f"tensor parallelism over {tp} ranks left {name} with shape {part} of {shape}")
-        inside = _IN_LAYER.search(name) and not _MAY_BE_WHOLE.search(name)
+        inside = _IN_LAYER.search(name) and not _MAY_BE_WHOLE.search(name) and name not in may_be_whole
         if not axes and len(shape) > 1 and num_parts > 1 and (inside or name in ends):
             raise InputError(f"tensor parallelism over {tp} ranks left {name} {shape} whole on every rank")
 
@@ -246,7 +276,7 @@ def _load_with_transformers(
     """By the model's own plan; every rank reads only its part."""
     kv_heads = num_kv_heads(config)
     shared: dict[str, str] = {}
-    if kv_heads < tp.size:
+    if kv_heads < tp.size and splits_heads(plan):
         # The plan would cut a head in two. Each of these ranks needs one head, which others need too.
         shared = {name: "replicate" for name, style in plan.items() if _KV_PROJECTION.search(name)}
         if not shared:

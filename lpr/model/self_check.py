@@ -54,7 +54,7 @@ def self_check(runner: TreeModel) -> KVCache:
     """Raise InputError if the model is not one that runs a tree; return the check's cache, for its layer shapes.
 
     Takes `packed` back if the model's packed batches fail or differ. Attention that lpr chose itself and that
-    fails here is replaced by "sdpa", for a GPU kernel with a warning in the log.
+    fails here is replaced by "sdpa", with a warning in the log unless the model's layers do not fit the C++ form.
     """
     adapter = runner.adapter
     if adapter.device.type == "cuda":
@@ -63,9 +63,12 @@ def self_check(runner: TreeModel) -> KVCache:
         try:
             return _check(adapter)
         except Exception as failure:  # whatever a compiler or driver raises; the model is checked again without them
-            level = logging.WARNING if adapter.reads_bits else logging.DEBUG  # a CPU loses little by it
+            unfit = adapter.reads_pages and isinstance(failure.__cause__, TypeError)  # a layer without keys of its own
             logger.log(
-                level, "attention=%r does not work here, using 'sdpa': %s", adapter.attention, first_line(failure)
+                logging.DEBUG if unfit else logging.WARNING,
+                "attention=%r does not work here, using 'sdpa': %s",
+                adapter.attention,
+                first_line(failure),
             )
             adapter.set_attention("sdpa")
     return _check(adapter)
@@ -108,21 +111,7 @@ def _check(adapter: Adapter) -> PagedCache:
         raise InputError(f"model type {name!r} cannot be exact: its logits are other bits {differing}")
     try:
         with _alone:
-            if adapter.reads_bits:
-                adapter.reads_tables = _passes_keys_on(adapter)
-            exact_scores = (
-                adapter.model.dtype in _TOLERANCE
-            )  # in half precision rounding changes which tokens are selected
-            with few_selected(adapter.model) if exact_scores else nullcontext():
-                error = _tree_error(adapter, cache, prompt_length)
-            if error <= tolerance and cache.has_states:
-                with scaled(adapter.model, _gain(adapter, tolerance)):
-                    error = _tree_error(adapter, PagedCache(1, prompt_length + 32), prompt_length)
-            if error <= tolerance:
-                alone = _batch_logits(adapter, together=False)
-                adapter.packed = adapter.packed and _packs(adapter, alone, tolerance)
-                if not adapter.packed:
-                    error = _difference(_batch_logits(adapter, together=True), alone)
+            error = _error(adapter, cache, prompt_length, tolerance)
     except InputError:
         raise
     except _FAILURES as failure:
@@ -134,6 +123,24 @@ def _check(adapter: Adapter) -> PagedCache:
             f"of their range (at most {tolerance:.0e}); probably {_probable_cause(adapter.model)}"
         )
     return cache
+
+
+def _error(adapter: Adapter, cache: PagedCache, prompt_length: int, tolerance: float) -> float:
+    """The largest difference of a tree's or a batch's logits, over their range; decides `reads_tables` and `packed`."""
+    if adapter.reads_bits:
+        adapter.reads_tables = _passes_keys_on(adapter)
+    half = adapter.model.dtype not in _TOLERANCE  # its rounding changes which tokens a sparse layer selects
+    with nullcontext() if half else few_selected(adapter.model):
+        error = _tree_error(adapter, cache, prompt_length)
+    if error <= tolerance and cache.has_states:
+        with scaled(adapter.model, _gain(adapter, tolerance)):
+            error = _tree_error(adapter, PagedCache(1, prompt_length + 32), prompt_length)
+    if error <= tolerance:
+        alone = _batch_logits(adapter, together=False)
+        adapter.packed = adapter.packed and _packs(adapter, alone, tolerance)
+        if not adapter.packed:
+            error = _difference(_batch_logits(adapter, together=True), alone)
+    return error
 
 
 def _gain(adapter: Adapter, tolerance: float) -> float:

@@ -10,7 +10,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from lpr.protocol import ErrorCode
-from lpr.serve import bodies, bodies_messages, bodies_responses, limits
+from lpr.serve import limits
+from lpr.serve.bodies import completions, infill, messages, responses
 from lpr.serve.errors import ApiError, from_validation, too_long
 from lpr.serve.text.chat_template import ChatTemplates, render_prompt
 
@@ -100,5 +101,5 @@ def _check_ids(prompt: Any, max_length: int) -> None:
 
 @cache
 def _adapter(kind: str) -> TypeAdapter[Any]:
-    modules = (bodies, bodies_messages, bodies_responses)
+    modules = (completions, infill, messages, responses)
     return TypeAdapter(next(found for module in modules if (found := getattr(module, kind, None)) is not None))

@@ -54,6 +54,8 @@ RETRY_AFTER = 5
 """Seconds after which a client may try a 503 again, where nothing better is known."""
 LONGEST_MESSAGE, LONGEST_NAME = 1000, 200
 """Characters of an error's message and of a field's name: a client may have sent megabytes of them."""
+TAG = "one-"
+"""Begins the tags of unions, which have no place in a field's name: a minus is in none."""
 _TYPE_NAMES = ("str", "int", "float", "bool", "none")
 
 
@@ -70,6 +72,14 @@ class ApiError(Exception):
         self.retry_after = RETRY_AFTER if retry_after is None and self.status == 503 else retry_after
         self.shown_code = SHOWN.get(code, code.value)
         """`code` in the body."""
+
+    def renamed(self, names: Mapping[str, str]) -> ApiError:
+        """The same error of a body that has other `names` for some fields."""
+        for name, other in names.items():
+            if self.param is not None and (self.param + ".").startswith(name + "."):
+                message = self.message.replace(name, other, 1)
+                return ApiError(self.code, message, other + self.param[len(name) :], self.retry_after)
+        return self
 
     def body(self) -> dict[str, Any]:
         """The error as JSON values."""
@@ -124,5 +134,19 @@ def from_validation(first: Mapping[str, Any]) -> ApiError:
         return ApiError(ErrorCode.UNSUPPORTED_PARAMETER, f"{name}: this field is not supported", name)
     if first["type"] == "missing":
         return ApiError(ErrorCode.MISSING_PARAMETER, f"{name or 'body'}: this field is required", name)
-    message = first["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    message = _message(first)
     return ApiError(ErrorCode.INVALID_VALUE, f"{name}: {message}" if name else message, name)
+
+
+def _message(first: Mapping[str, Any]) -> str:
+    """What is wrong, in the words of JSON where pydantic has those of Python."""
+    context = first.get("ctx", {})
+    match first["type"]:
+        case "union_tag_invalid":
+            known = context["expected_tags"].replace(TAG, "")
+            return f"type {context['tag'].removeprefix(TAG)!r} is none of {known}"
+        case "union_tag_not_found":
+            return "this is no object with a type"
+        case "model_type" | "model_attributes_type" | "dict_type":
+            return "this should be an object"
+    return str(first["msg"]).removeprefix("Value error, ").removeprefix("Assertion failed, ")

@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from lpr.serve.api.context import Context
-from lpr.serve.bodies import Sampling, StreamOptions
+from lpr.serve.bodies.completions import Sampling, StreamOptions
 from lpr.serve.errors import ApiError
 from lpr.serve.generation import Choice, DisconnectedError, Event, Generation
 from lpr.serve.text.served import Served

@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from lpr.serve.api.answers import Form, event
-from lpr.serve.api.replying import Reply
+from lpr.serve.api.replying import Reply, num_delivered
 from lpr.serve.generation import Choice, Event
+from lpr.serve.jobs import Wanted
 from lpr.serve.text.reader import Piece
 from lpr.serve.text.replies import Replies
 from lpr.serve.text.served import Served
+
+TOKEN_IDS = "lpr.token_ids"
+"""Type of the event with the ids of a step, for clients that continue a stream elsewhere (lpr.fleet.resume)."""
 
 
 @dataclass
@@ -33,16 +37,31 @@ class BlockForm(Form):
 
     ends_with_done: ClassVar[bool] = False
 
-    def __init__(self, served: Served, replies: Replies) -> None:
+    def __init__(self, served: Served, replies: Replies, wanted: Wanted, shows_ids: bool) -> None:
+        """Show the reply that is `wanted`; in a stream, after the events of each step its token ids if `shows_ids`."""
         self.served = served
         self.blocks: list[Block] = []
-        self._reply = Reply(replies, served.tokens)
+        self.num_prompt = len(wanted.prompt_ids)
+        self.params = wanted.params
+        self._is_begun = bool(wanted.delivered)
+        self._shows_ids = shows_ids
+        self._reply = Reply(replies, served.tokens, wanted.prompt_ids, wanted.params)
         self._is_open = False
 
     @property
     def has_calls(self) -> bool:
         """True once a tool is called."""
         return self._reply.has_calls
+
+    @property
+    def num_thought(self) -> int:
+        """Tokens of the thoughts so far."""
+        thoughts = "".join(block.text for block in self.blocks if block.kind == "thought")
+        return len(self.served.tokens.encode(thoughts, False))
+
+    @abstractmethod
+    def started(self) -> Iterable[Any]:
+        """The events before the first block."""
 
     @abstractmethod
     def opened(self, block: Block) -> Iterable[Any]:
@@ -60,10 +79,17 @@ class BlockForm(Form):
     def finished(self, choice: Choice) -> Iterable[Any]:
         """The events after the last block."""
 
+    def begin(self, choices: Sequence[Choice]) -> Iterable[Any]:
+        """See Form."""
+        return () if self._is_begun else self.started()
+
     def steps(self, each: Event, choices: Sequence[Choice]) -> Iterator[Any]:
         """See Form."""
+        self._repeat(self._reply.delivered(each.choice, each.chunk.start_character))
         for piece in self._reply.take(each):
             yield from self._take(piece)
+        if self._shows_ids and each.chunk.token_ids:
+            yield {"type": TOKEN_IDS, "token_ids": each.chunk.token_ids}
 
     def end(self, choices: Sequence[Choice]) -> Iterator[Any]:
         """See Form."""
@@ -75,16 +101,31 @@ class BlockForm(Form):
         return event(data, data["type"])
 
     def read(self, choice: Choice) -> None:
-        """Take the whole reply of a finished choice."""
-        for piece in self._reply.whole(choice):
-            list(self._take(piece))
+        """Take the whole reply of a finished choice, with what another service has delivered of it."""
+        self._repeat(self._reply.delivered(choice, num_delivered(choice)))
+        self._repeat(self._reply.whole(choice))
+
+    @staticmethod
+    def num_output(choice: Choice) -> int:
+        """Tokens of a reply, with those that another service has delivered."""
+        return choice.job.num_delivered + len(choice.token_ids)
+
+    def num_cached(self, choice: Choice) -> int:
+        """Tokens of the prompt that were cached."""
+        return min(choice.usage.num_cached, self.num_prompt) if choice.usage is not None else 0
+
+    def _repeat(self, pieces: Iterable[Piece]) -> None:
+        """Take pieces whose events are not shown."""
+        for piece in pieces:
+            for _ in self._take(piece):
+                pass
 
     def _take(self, piece: Piece) -> Iterator[Any]:
         kind: Any = "call" if piece.kind == "arguments" else piece.kind
         if not self._is_open or piece.kind == "call" or self.blocks[-1].kind != kind:
             yield from self._close()
             name = piece.text if piece.kind == "call" else ""
-            self.blocks.append(Block(len(self.blocks), kind, self._reply.call_id(), name))
+            self.blocks.append(Block(len(self.blocks), kind, self._reply.call_id(len(self.blocks)), name))
             self._is_open = True
             yield from self.opened(self.blocks[-1])
         if piece.kind != "call":

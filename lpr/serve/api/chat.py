@@ -13,7 +13,7 @@ from lpr.serve.api.answers import OpenAIForm, answer
 from lpr.serve.api.context import STREAM, Context, aside, begin, context_of, unless_gone
 from lpr.serve.api.parsing import JsonRoute
 from lpr.serve.api.replying import Reply
-from lpr.serve.bodies import ChatBody, ResponseFormat, Sampling, TokenizeBody
+from lpr.serve.bodies.completions import ChatBody, ResponseFormat, Sampling, TokenizeBody
 from lpr.serve.errors import bad
 from lpr.serve.generation import Choice, Event
 from lpr.serve.jobs import Wanted
@@ -191,7 +191,10 @@ class _ChatForm(OpenAIForm):
         return shown
 
     def _reply(self, choice: Choice) -> Reply:
-        return self._read.setdefault(choice.index, Reply(self._replies, self.served.tokens))
+        if choice.index not in self._read:
+            reply = Reply(self._replies, self.served.tokens, choice.job.prompt_ids, choice.job.params)
+            self._read[choice.index] = reply
+        return self._read[choice.index]
 
     def _content(self, text: str) -> str:
         return "" if self._is_silent else text

@@ -14,7 +14,8 @@ from lpr.serve.api.answers import OpenAIForm, answer
 from lpr.serve.api.chat import answer_as_chat
 from lpr.serve.api.context import STREAM, aside, begin
 from lpr.serve.api.parsing import JsonRoute
-from lpr.serve.bodies import CompletionBody, FimBody
+from lpr.serve.bodies.completions import CompletionBody
+from lpr.serve.bodies.infill import FimBody
 from lpr.serve.errors import bad
 from lpr.serve.generation import Choice, Event
 from lpr.serve.jobs import Wanted

@@ -17,7 +17,7 @@ from starlette.types import Receive
 from lpr.fleet.affinity import prefix_keys
 from lpr.protocol import ErrorCode
 from lpr.serve import limits
-from lpr.serve.bodies import ResponseFormat, Sampling
+from lpr.serve.bodies.completions import ResponseFormat, Sampling
 from lpr.serve.errors import ApiError, bad
 from lpr.serve.generation import DisconnectedError, Generation
 from lpr.serve.jobs import Terms, Wanted

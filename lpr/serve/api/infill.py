@@ -13,7 +13,7 @@ from lpr.config import SamplingParams
 from lpr.serve.api.answers import Form, answer
 from lpr.serve.api.context import STREAM, aside, begin
 from lpr.serve.api.parsing import JsonRoute
-from lpr.serve.bodies import InfillBody
+from lpr.serve.bodies.infill import InfillBody
 from lpr.serve.errors import bad
 from lpr.serve.generation import Choice, Event
 from lpr.serve.text.fim import Extra

@@ -20,7 +20,7 @@ from lpr.serve import limits
 from lpr.serve.api.chat import chat_ids
 from lpr.serve.api.context import aside, context_of
 from lpr.serve.api.parsing import JsonRoute
-from lpr.serve.bodies import DetokenizeBody, TokenizeBody
+from lpr.serve.bodies.completions import DetokenizeBody, TokenizeBody
 from lpr.serve.errors import ApiError, bad
 from lpr.serve.text.fim import FAMILIES
 from lpr.serve.text.served import Served

@@ -13,9 +13,10 @@ from lpr.serve.api.blocks import Block, BlockForm
 from lpr.serve.api.chat import chat_ids, prepare
 from lpr.serve.api.context import STREAM, begin, context_of
 from lpr.serve.api.parsing import JsonRoute
-from lpr.serve.bodies_messages import CountBody, MessagesBody, as_chat
+from lpr.serve.bodies.messages import CountBody, MessagesBody, as_chat
 from lpr.serve.errors import ApiError, anthropic_error
 from lpr.serve.generation import Choice
+from lpr.serve.jobs import Wanted
 from lpr.serve.text.replies import Replies
 from lpr.serve.text.served import Served
 
@@ -32,7 +33,7 @@ async def messages(body: MessagesBody, request: Request) -> Response:
     context, served = await begin(request, chat.user)
     wanted, replies = await prepare(request, context, served, chat, body.max_tokens)
     name = context.name(request, "msg")
-    form = _MessageForm(served, replies, name, served.check_model(body.model), len(wanted[0].prompt_ids))
+    form = _MessageForm(served, replies, wanted[0], body, name)
     return await answer(context, request, name, context.generation(request, chat, wanted), form, body.stream)
 
 
@@ -46,20 +47,32 @@ async def count_tokens(body: CountBody, request: Request) -> dict[str, int]:
     return {"input_tokens": len(await chat_ids(request, served, chat))}
 
 
+_END = {"stop_reason": None, "stop_sequence": None, "stop_details": None}
+_USAGE: dict[str, Any] = {
+    "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
+    "cache_creation_input_tokens": 0,
+    "cache_read_input_tokens": 0,
+    "inference_geo": None,
+    "server_tool_use": None,
+    "service_tier": "standard",
+    "output_tokens_details": None,
+}
+
+
 class _MessageForm(BlockForm):
-    def __init__(self, served: Served, replies: Replies, id: str, model: str, num_prompt: int) -> None:
-        super().__init__(served, replies)
-        self._num_prompt = num_prompt
-        self._head = {"id": id, "type": "message", "role": "assistant", "model": model}
+    def __init__(self, served: Served, replies: Replies, wanted: Wanted, body: MessagesBody, id: str) -> None:
+        super().__init__(served, replies, wanted, bool(body.return_token_ids))
+        head = {"id": id, "type": "message", "role": "assistant", "model": served.check_model(body.model)}
+        self._head = {**head, "container": None}
 
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
         self.read(choices[0])
         content = [self._shown(block) for block in self.blocks]
         return {**self._head, "content": content, **self._end(choices[0]), "usage": self._usage(choices[0])}
 
-    def begin(self, choices: Sequence[Choice]) -> Iterator[dict[str, Any]]:
-        usage = {"input_tokens": self._num_prompt, "output_tokens": 0}
-        empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+    def started(self) -> Iterator[dict[str, Any]]:
+        usage = {**_USAGE, "input_tokens": self.num_prompt, "output_tokens": 0}
+        empty: dict[str, Any] = {"content": [], **_END, "usage": usage}
         yield {"type": "message_start", "message": {**self._head, **empty}}
 
     def opened(self, block: Block) -> Iterator[dict[str, Any]]:
@@ -81,22 +94,24 @@ class _MessageForm(BlockForm):
 
     def _shown(self, block: Block) -> dict[str, Any]:
         if block.kind == "text":
-            return {"type": "text", "text": block.text}
+            return {"type": "text", "text": block.text, "citations": None}
         if block.kind == "thought":
             return {"type": "thinking", "thinking": block.text, "signature": ""}
-        return {"type": "tool_use", "id": block.id, "name": block.name, "input": _object(block.text)}
+        called = {"id": block.id, "name": block.name, "input": _object(block.text)}
+        return {"type": "tool_use", **called, "caller": {"type": "direct"}}
 
     def _end(self, choice: Choice) -> dict[str, Any]:
         stop = choice.stop_reason if isinstance(choice.stop_reason, str) else None
         reason = "max_tokens" if choice.finish_reason == "length" else "stop_sequence" if stop else "end_turn"
         if self.has_calls and reason == "end_turn":
             reason = "tool_use"
-        return {"stop_reason": reason, "stop_sequence": stop}
+        return {**_END, "stop_reason": reason, "stop_sequence": stop}
 
-    def _usage(self, choice: Choice) -> dict[str, int]:
-        cached = min(choice.usage.num_cached, self._num_prompt) if choice.usage is not None else 0
-        fresh = {"input_tokens": self._num_prompt - cached, "cache_creation_input_tokens": 0}
-        return {**fresh, "cache_read_input_tokens": cached, "output_tokens": len(choice.token_ids)}
+    def _usage(self, choice: Choice) -> dict[str, Any]:
+        cached = self.num_cached(choice)
+        usage = {**_USAGE, "input_tokens": self.num_prompt - cached, "cache_read_input_tokens": cached}
+        thought = {"thinking_tokens": self.num_thought}
+        return {**usage, "output_tokens": self.num_output(choice), "output_tokens_details": thought}
 
 
 def _object(text: str) -> Any:

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope
 
 from lpr.protocol import ErrorCode
 from lpr.serve.api.context import unless_gone
-from lpr.serve.bodies import Body
+from lpr.serve.bodies.fields import Body
 from lpr.serve.checks import read_json
 from lpr.serve.errors import ApiError
 from lpr.serve.sandbox import ExhaustedError, Sandbox

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any
 
+from lpr.config import SamplingParams
 from lpr.serve.generation import Choice, Event
 from lpr.serve.text.reader import Piece
 from lpr.serve.text.replies import Replies
@@ -14,8 +17,10 @@ from lpr.serve.text.tokens import Tokens
 class Reply:
     """The reply of one choice."""
 
-    def __init__(self, replies: Replies, tokens: Tokens) -> None:
+    def __init__(self, replies: Replies, tokens: Tokens, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        """Read what follows `prompt_ids`; they and the seed decide the ids of calls, which every service so makes."""
         self._replies, self._tokens = replies, tokens
+        self._salt = blake2b(array("q", prompt_ids).tobytes(), key=(params.seed % 2**64).to_bytes(8, "little"))
         self._reader = replies.reader()
         self._is_begun = False
 
@@ -24,18 +29,29 @@ class Reply:
         """True once it calls a tool."""
         return self._reader.num_calls > 0
 
-    def call_id(self) -> str:
-        """An id for a call."""
-        return self._replies.call_id()
+    def call_id(self, number: int) -> str:
+        """An id for the call, or other block, of this number."""
+        salt = self._salt.copy()
+        salt.update(number.to_bytes(8, "little"))
+        return self._replies.call_id(salt.hexdigest())
+
+    def delivered(self, choice: Choice, num_characters: int) -> list[Piece]:
+        """Before the first step, the pieces that another service has delivered: those of so many characters."""
+        is_first, self._is_begun = not self._is_begun, True
+        if not is_first or not choice.job.num_delivered:
+            return []
+        ids = choice.job.token_ids[: choice.job.num_delivered]
+        skip = choice.job.params.skip_special_tokens
+        return self._reader.feed(self._tokens.decode(ids, skip_special_tokens=skip)[: max(0, num_characters)])
 
     def take(self, each: Event) -> list[Piece]:
         """The pieces that are certain with a step."""
-        self._skip(each.choice, each.chunk.start_character)
+        self.delivered(each.choice, each.chunk.start_character)
         return self._reader.feed(each.text, each.choice.finish_reason is not None)
 
     def whole(self, choice: Choice) -> list[Piece]:
         """All pieces of a finished choice."""
-        self._skip(choice, (choice.job.num_characters or 0) - len(choice.text))
+        self.delivered(choice, num_delivered(choice))
         return self._reader.feed(choice.text, True)
 
     def deltas(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
@@ -46,7 +62,7 @@ class Reply:
                 function = {"name": piece.text, "arguments": ""}
                 calls[piece.call] = {
                     "index": piece.call,
-                    "id": self.call_id(),
+                    "id": self.call_id(piece.call),
                     "type": "function",
                     "function": function,
                 }
@@ -55,10 +71,7 @@ class Reply:
                 call["function"]["arguments"] += piece.text
         return list(calls.values())
 
-    def _skip(self, choice: Choice, num_characters: int) -> None:
-        """Before the first step, read what another service has delivered, and show nothing of it."""
-        if choice.job.num_delivered and not self._is_begun:
-            ids = choice.job.token_ids[: choice.job.num_delivered]
-            skip = choice.job.params.skip_special_tokens
-            self._reader.feed(self._tokens.decode(ids, skip_special_tokens=skip)[: max(0, num_characters)])
-        self._is_begun = True
+
+def num_delivered(choice: Choice) -> int:
+    """Characters of a finished choice that another service has delivered."""
+    return (choice.job.num_characters or 0) - len(choice.text)

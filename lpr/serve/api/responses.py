@@ -13,15 +13,19 @@ from lpr.serve.api.blocks import Block, BlockForm
 from lpr.serve.api.chat import prepare
 from lpr.serve.api.context import STREAM, begin
 from lpr.serve.api.parsing import JsonRoute
-from lpr.serve.bodies_responses import Format, ResponsesBody, TextOptions, as_chat
+from lpr.serve.bodies.responses import Format, Reasoning, ResponsesBody, TextOptions, WebSearch, as_chat
 from lpr.serve.errors import ApiError
 from lpr.serve.generation import Choice
+from lpr.serve.jobs import Wanted
 from lpr.serve.text.replies import Replies
 from lpr.serve.text.served import Served
 
 router = APIRouter(route_class=JsonRoute)
 
-_ECHOED = ("instructions", "max_output_tokens", "temperature", "top_p", "metadata", "user")
+_ECHOED = ("instructions", "max_output_tokens", "metadata", "user", "safety_identifier", "prompt_cache_key")
+_SAMPLED = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+_OWN_NAMES = {"max_tokens": "max_output_tokens", "messages": "input", "chat_template_kwargs": "reasoning",
+              "response_format.json_schema": "text.format", "response_format": "text.format"}  # fmt: skip
 _PREFIX = {"text": "msg", "thought": "rs", "call": "fc"}
 
 
@@ -31,36 +35,45 @@ async def respond(body: ResponsesBody, request: Request) -> Response:
     """Write the next items of a conversation."""
     context, served = await begin(request, body.user)
     chat = as_chat(body)
-    wanted, replies = await prepare(request, context, served, chat)
+    try:
+        wanted, replies = await prepare(request, context, served, chat)
+    except ApiError as failure:
+        raise failure.renamed(_OWN_NAMES) from failure
     name = context.name(request, "resp")
-    form = _ResponseForm(served, replies, body, name, len(wanted[0].prompt_ids))
+    form = _ResponseForm(served, replies, wanted[0], body, name)
     return await answer(context, request, name, context.generation(request, chat, wanted), form, body.stream)
 
 
 class _ResponseForm(BlockForm):
-    def __init__(self, served: Served, replies: Replies, body: ResponsesBody, id: str, num_prompt: int) -> None:
-        super().__init__(served, replies)
-        self._num_prompt = num_prompt
+    def __init__(self, served: Served, replies: Replies, wanted: Wanted, body: ResponsesBody, id: str) -> None:
+        super().__init__(served, replies, wanted, bool(body.return_token_ids))
         self._number = 0
+        self._names = {shown: (each.name, namespace) for shown, namespace, each in body.functions if namespace}
         self._head = {
             **{"id": id, "object": "response", "created_at": int(time.time())},
             "model": served.check_model(body.model),
             **{name: getattr(body, name) for name in _ECHOED},
-            **body.model_dump(include={"reasoning"}, exclude_none=True),
-            "tools": [tool.model_dump() for tool in body.tools or ()],
-            "tool_choice": body.model_dump(include={"tool_choice"})["tool_choice"] or "auto",
+            **{name: getattr(wanted.params, name) for name in _SAMPLED},
+            "reasoning": {
+                "effort": None,
+                "summary": None,
+                **(body.reasoning or Reasoning()).model_dump(exclude_none=True),
+            },
+            "tools": [tool.model_dump() for tool in body.tools or () if not isinstance(tool, WebSearch)],
+            "tool_choice": body.model_dump(include={"tool_choice"}, exclude_none=True).get("tool_choice", "auto"),
             "text": (body.text or TextOptions(format=Format())).model_dump(by_alias=True, exclude_none=True),
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "store": False,
             "truncation": "disabled",
-            "previous_response_id": None,
+            **{"background": False, "service_tier": "default", "top_logprobs": 0},
+            **{"previous_response_id": None, "max_tool_calls": None},
         }
 
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
         self.read(choices[0])
         return self._response(choices[0])
 
-    def begin(self, choices: Sequence[Choice]) -> Iterator[dict[str, Any]]:
+    def started(self) -> Iterator[dict[str, Any]]:
         for kind in ("response.created", "response.in_progress"):
             yield self._event(kind, response=self._state("in_progress"))
 
@@ -76,7 +89,7 @@ class _ResponseForm(BlockForm):
         yield self._event(f"response.{_NAMES[block.kind]}.delta", **self._place(block), delta=text, **_logprobs(block))
 
     def closed(self, block: Block) -> Iterator[dict[str, Any]]:
-        said = {"arguments": block.text, "name": block.name} if block.kind == "call" else {"text": block.text}
+        said = {"arguments": block.text, **self._name(block)} if block.kind == "call" else {"text": block.text}
         yield self._event(f"response.{_NAMES[block.kind]}.done", **self._place(block), **said, **_logprobs(block))
         if block.kind != "call":
             yield self._event("response.content_part.done", **self._place(block), part=_part(block))
@@ -102,29 +115,35 @@ class _ResponseForm(BlockForm):
     def _item(self, block: Block, status: str) -> dict[str, Any]:
         head = {"id": f"{_PREFIX[block.kind]}_{block.id}", "status": status}
         if block.kind == "call":
-            return {**head, "type": "function_call", "call_id": block.id, "name": block.name, "arguments": block.text}
+            called = {"call_id": block.id, **self._name(block), "arguments": block.text}
+            return {**head, "type": "function_call", **called}
         if block.kind == "thought":
             return {**head, "type": "reasoning", "summary": [], "content": [_part(block)]}
         return {**head, "type": "message", "role": "assistant", "content": [_part(block)]}
 
+    def _name(self, block: Block) -> dict[str, str]:
+        """The name of a call's function, as the client knows it."""
+        name, namespace = self._names.get(block.name, (block.name, None))
+        return {"name": name} if namespace is None else {"name": name, "namespace": namespace}
+
     def _state(self, status: str, **more: Any) -> dict[str, Any]:
         output = [self._item(block, "completed") for block in self.blocks]
-        empty = {"error": None, "incomplete_details": None, "usage": None}
+        empty = {"error": None, "incomplete_details": None, "usage": None, "completed_at": None}
         return {**self._head, "status": status, "output": output, **empty, **more}
 
     def _response(self, choice: Choice) -> dict[str, Any]:
         is_whole = choice.finish_reason == "stop"
         why = None if is_whole else {"reason": "max_output_tokens" if choice.finish_reason == "length" else "cancelled"}
-        cached = min(choice.usage.num_cached, self._num_prompt) if choice.usage is not None else 0
-        thoughts = "".join(block.text for block in self.blocks if block.kind == "thought")
         usage = {
-            "input_tokens": self._num_prompt,
-            "input_tokens_details": {"cached_tokens": cached},
-            "output_tokens": len(choice.token_ids),
-            "output_tokens_details": {"reasoning_tokens": len(self.served.tokens.encode(thoughts, False))},
-            "total_tokens": self._num_prompt + len(choice.token_ids),
+            "input_tokens": self.num_prompt,
+            "input_tokens_details": {"cached_tokens": self.num_cached(choice)},
+            "output_tokens": self.num_output(choice),
+            "output_tokens_details": {"reasoning_tokens": self.num_thought},
+            "total_tokens": self.num_prompt + self.num_output(choice),
         }
-        return self._state("completed" if is_whole else "incomplete", incomplete_details=why, usage=usage)
+        done = int(time.time()) if is_whole else None
+        status = "completed" if is_whole else "incomplete"
+        return self._state(status, incomplete_details=why, usage=usage, completed_at=done)
 
 
 _NAMES = {"text": "output_text", "thought": "reasoning_text", "call": "function_call_arguments"}

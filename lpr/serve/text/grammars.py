@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from lpr.protocol import ErrorCode
 from lpr.serve import limits
-from lpr.serve.bodies import ResponseFormat
+from lpr.serve.bodies.completions import ResponseFormat
 from lpr.serve.errors import ApiError, bad
 from lpr.serve.sandbox import ExhaustedError, sandbox
 

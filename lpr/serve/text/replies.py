@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -63,10 +62,10 @@ class Replies:
         """A reader of one reply."""
         return Reader(self._parse, None if self.several else 1)
 
-    def call_id(self) -> str:
-        """An id for a call, in the form that the model's template takes."""
+    def call_id(self, digits: str) -> str:
+        """An id for a call, of at least 24 hexadecimal digits, in the form that the model's template takes."""
         format = self.family.format
-        return secrets.token_hex(5)[:9] if format is not None and format.short_ids else f"call_{secrets.token_hex(12)}"
+        return digits[:9] if format is not None and format.short_ids else f"call_{digits[:24]}"
 
     def grammar(self, tokens: Tokens, answer: Any = None) -> str:
         """A grammar in Lark for replies with calls, or with a thought that was begun; "" if they are free.

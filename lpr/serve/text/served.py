@@ -11,7 +11,7 @@ from typing import Any
 from lpr.config import InputError, SamplingParams
 from lpr.protocol import ErrorCode
 from lpr.serve import limits
-from lpr.serve.bodies import ChatBody, Message, NamedChoice, Sampling, TokenizeBody
+from lpr.serve.bodies.completions import ChatBody, Message, NamedChoice, Sampling, TokenizeBody, joined
 from lpr.serve.errors import ApiError, bad, too_long
 from lpr.serve.jobs import Wanted
 from lpr.serve.messages import Facts
@@ -264,9 +264,7 @@ def fresh_seed() -> int:
 
 def _plain(message: Message) -> dict[str, Any]:
     """A message as chat templates know it."""
-    content = message.content
-    if isinstance(content, list):
-        content = "\n".join(part.text for part in content)
+    content = joined(message.content) if message.content is not None else None
     plain = message.model_dump(exclude_none=True, exclude={"content"})
     for call in plain.get("tool_calls", ()):
         call["function"]["arguments"] = _arguments(call["function"]["arguments"])

@@ -5,32 +5,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import ConfigDict, Field, field_validator
 
 from lpr.serve import limits
-from lpr.serve.bodies import (
-    Body,
-    CalledFunction,
+from lpr.serve.bodies.completions import (
     ChatBody,
-    Few,
     Function,
     FunctionChoice,
+    JsonSchema,
+    Message,
+    NamedChoice,
+    ResponseFormat,
+    Tool,
+    ToolCall,
+    joined,
+)
+from lpr.serve.bodies.fields import (
+    Body,
+    Few,
     FunctionName,
     Grammar,
     Ignored,
-    JsonSchema,
     Label,
-    Message,
-    NamedChoice,
     Positive,
-    ResponseFormat,
+    Resumable,
     Temperature,
     TextOr,
-    Tool,
-    ToolCall,
     TopP,
+    by_type,
     few_parts,
     few_tool_values,
+    tagged,
 )
 
 
@@ -65,6 +70,7 @@ class Called(Body):
     type: Literal["function_call"]
     call_id: Label
     name: FunctionName
+    namespace: FunctionName | None = None
     arguments: str
     id: Label | None = None
     status: Label | None = None
@@ -91,45 +97,57 @@ class Thought(Body):
     status: Label | None = None
 
 
-def _kind(item: Any) -> str:
-    found = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", "message")
-    return found if isinstance(found, str) else ""
-
-
 Item = Annotated[
-    Annotated[Said, Tag("message")]
-    | Annotated[Called, Tag("function_call")]
-    | Annotated[Returned, Tag("function_call_output")]
-    | Annotated[Thought, Tag("reasoning")],
-    Discriminator(_kind),
+    Annotated[Said, tagged("message")]
+    | Annotated[Called, tagged("function_call")]
+    | Annotated[Returned, tagged("function_call_output")]
+    | Annotated[Thought, tagged("reasoning")],
+    by_type("message"),
 ]
 
 
-class FunctionTool(Body):
+class FunctionTool(Function):
     """A function that a model may call."""
 
     type: Literal["function"]
+
+
+class Namespace(Body):
+    """Functions that a client keeps apart. The model knows them as NAMESPACE.FUNCTION."""
+
+    type: Literal["namespace"]
     name: FunctionName
     description: Grammar | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    tools: Annotated[Few[FunctionTool], Field(max_length=limits.TOOLS.most)]
 
 
-class ChosenFunction(Body):
+class WebSearch(Body):
+    """A tool that OpenAI hosts, and that agents always offer. Beside others it is left out."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["web_search"]
+
+
+Offered = Annotated[
+    Annotated[FunctionTool, tagged("function")]
+    | Annotated[Namespace, tagged("namespace")]
+    | Annotated[WebSearch, tagged("web_search")],
+    by_type(),
+]
+
+
+class ChosenFunction(FunctionChoice):
     """The function that is to be called."""
 
     type: Literal["function"]
-    name: FunctionName
+    namespace: FunctionName | None = None
 
 
-class Format(Body):
+class Format(JsonSchema):
     """The form of the text."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
-    name: Label = "schema"
-    description: Grammar | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-    strict: bool | None = None
 
 
 class TextOptions(Body):
@@ -154,7 +172,7 @@ class StreamChoice(Body):
     include_obfuscation: bool | None = None  # --pad-stream does this
 
 
-class ResponsesBody(Body):
+class ResponsesBody(Resumable):
     """`POST /v1/responses`."""
 
     model: Label | None = None
@@ -165,7 +183,7 @@ class ResponsesBody(Body):
     top_p: TopP | None = None
     stream: bool | None = None
     stream_options: StreamChoice | None = None
-    tools: Annotated[Few[FunctionTool], Field(max_length=limits.TOOLS.most), few_tool_values] | None = None
+    tools: Annotated[Few[Offered], Field(max_length=limits.TOOLS.most), few_tool_values] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
@@ -182,6 +200,27 @@ class ResponsesBody(Body):
     prompt_cache_key: Label | None = None
     prompt_cache_retention: Label | None = None  # without effect
 
+    @field_validator("tools")
+    @classmethod
+    def _callable(cls, tools: list[Any] | None) -> list[Any] | None:
+        if tools and all(isinstance(each, WebSearch) for each in tools):
+            raise ValueError("web_search is hosted by OpenAI, and there is no other tool to call")
+        return tools
+
+    @property
+    def functions(self) -> list[tuple[str, str | None, Function]]:
+        """Each function after the name that the model knows and its namespace."""
+        inner = [
+            (each.name, function) for each in self.tools or () if isinstance(each, Namespace) for function in each.tools
+        ]
+        outer = [(None, each) for each in self.tools or () if isinstance(each, FunctionTool)]
+        return [(qualified(each.name, namespace), namespace, each) for namespace, each in [*outer, *inner]]
+
+
+def qualified(name: str, namespace: str | None) -> str:
+    """The name by which the model knows a function."""
+    return name if namespace is None else f"{namespace}.{name}"
+
 
 def as_chat(body: ResponsesBody) -> ChatBody:
     """The chat that a body asks for. Its fields have been validated."""
@@ -190,40 +229,28 @@ def as_chat(body: ResponsesBody) -> ChatBody:
     if body.instructions:
         messages.insert(0, Message.model_construct(role="system", content=body.instructions))
     choice = body.tool_choice
-    if isinstance(choice, ChosenFunction):
-        function = FunctionChoice.model_construct(name=choice.name)
-        chosen: Any = NamedChoice.model_construct(type="function", function=function)
-    else:
-        chosen = choice
     same = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "user", "prompt_cache_key")
-    fields = {name: getattr(body, name) for name in same}
-    fields |= {"max_tokens": body.max_output_tokens, "tool_choice": chosen, "messages": messages}
+    fields: dict[str, Any] = {name: getattr(body, name) for name in (*same, *Resumable.model_fields)}
+    fields |= {"messages": messages, "max_tokens": body.max_output_tokens, "response_format": _format(body)}
+    if isinstance(choice, ChosenFunction):
+        fields["tool_choice"] = NamedChoice.of(qualified(choice.name, choice.namespace))
+    else:
+        fields["tool_choice"] = choice
+    fields["tools"] = [
+        Tool.of(name, each.description, each.parameters, each.strict) for name, _, each in body.functions
+    ] or None
     if body.reasoning is not None and body.reasoning.effort is not None:
         effort = body.reasoning.effort
         fields["chat_template_kwargs"] = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-    return ChatBody.model_construct(**fields, tools=_tools(body), response_format=_format(body))
-
-
-def _tools(body: ResponsesBody) -> list[Tool] | None:
-    return [
-        Tool.model_construct(
-            type="function",
-            function=Function.model_construct(
-                name=each.name, description=each.description, parameters=each.parameters, strict=each.strict
-            ),
-        )
-        for each in body.tools or ()
-    ] or None
+    return ChatBody.model_construct(**fields)
 
 
 def _format(body: ResponsesBody) -> ResponseFormat | None:
     format = body.text.format if body.text is not None else None
     if format is None:
         return None
-    schema = JsonSchema.model_construct(name=format.name, schema_=format.schema_)
-    return ResponseFormat.model_construct(
-        type=format.type, json_schema=schema if format.type == "json_schema" else None
-    )
+    schema = format if format.type == "json_schema" else None
+    return ResponseFormat.model_construct(type=format.type, json_schema=schema)
 
 
 def _messages(items: Sequence[Said | Called | Returned | Thought]) -> list[Message]:
@@ -231,10 +258,10 @@ def _messages(items: Sequence[Said | Called | Returned | Thought]) -> list[Messa
     messages: list[Message] = []
     for item in items:
         if isinstance(item, Returned):
-            content = _text(item.output)
+            content = joined(item.output)
             messages.append(Message.model_construct(role="tool", content=content, tool_call_id=item.call_id))
         elif isinstance(item, Said) and item.role != "assistant":
-            messages.append(Message.model_construct(role=item.role, content=_text(item.content)))
+            messages.append(Message.model_construct(role=item.role, content=joined(item.content)))
         else:
             if not messages or messages[-1].role != "assistant" or (isinstance(item, Said) and messages[-1].content):
                 messages.append(Message.model_construct(role="assistant", content=None))
@@ -245,14 +272,9 @@ def _messages(items: Sequence[Said | Called | Returned | Thought]) -> list[Messa
 def _add(message: Message, item: Said | Called | Thought) -> None:
     """Add what an answer had to its message."""
     if isinstance(item, Said):
-        message.content = _text(item.content)
+        message.content = joined(item.content)
     elif isinstance(item, Thought):
-        message.reasoning_content = _text(item.content or item.summary) or None
+        message.reasoning_content = joined(item.content or item.summary) or None
     else:
-        function = CalledFunction.model_construct(name=item.name, arguments=item.arguments)
-        call = ToolCall.model_construct(id=item.call_id, type="function", function=function)
+        call = ToolCall.of(item.call_id, qualified(item.name, item.namespace), item.arguments)
         message.tool_calls = [*(message.tool_calls or ()), call]
-
-
-def _text(content: str | Sequence[Part]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)

@@ -9,29 +9,25 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from lpr.serve import limits
-from lpr.serve.bodies import (
+from lpr.serve.bodies.completions import ChatBody, Message, NamedChoice, Tool, ToolCall, joined
+from lpr.serve.bodies.fields import (
     Body,
-    CalledFunction,
-    ChatBody,
     Few,
-    Function,
-    FunctionChoice,
     FunctionName,
     Grammar,
     Ignored,
     Label,
-    Message,
-    NamedChoice,
     Positive,
+    Resumable,
     Stop,
     Temperature,
     TextOr,
-    Tool,
-    ToolCall,
     TopK,
     TopP,
+    by_type,
     few_parts,
     few_tool_values,
+    tagged,
 )
 
 
@@ -83,7 +79,14 @@ class RedactedThinking(Body):
     data: str
 
 
-Block = Annotated[Text | ToolUse | ToolResult | Thinking | RedactedThinking, Field(discriminator="type")]
+Block = Annotated[
+    Annotated[Text, tagged("text")]
+    | Annotated[ToolUse, tagged("tool_use")]
+    | Annotated[ToolResult, tagged("tool_result")]
+    | Annotated[Thinking, tagged("thinking")]
+    | Annotated[RedactedThinking, tagged("redacted_thinking")],
+    by_type(),
+]
 
 
 class Turn(Body):
@@ -150,7 +153,7 @@ class CountBody(Body):
     output_config: Ignored = None
 
 
-class MessagesBody(CountBody):
+class MessagesBody(CountBody, Resumable):
     """`POST /v1/messages`."""
 
     max_tokens: Positive
@@ -168,37 +171,24 @@ def as_chat(body: CountBody) -> ChatBody:
     """The chat that a body asks for. Its fields have been validated."""
     messages: list[Message] = []
     if body.system:
-        messages.append(Message.model_construct(role="system", content=_text(body.system)))
+        messages.append(Message.model_construct(role="system", content=joined(body.system)))
     for turn in body.messages:
         messages += _messages(turn)
-    chosen = body.tool_choice
-    fields: dict[str, Any] = {"messages": messages, "model": body.model, "tools": _tools(body)}
-    if chosen is not None:
-        fields["tool_choice"] = {"any": "required", "tool": _named(chosen.name)}.get(chosen.type, chosen.type)
+    tools = [Tool.of(each.name, each.description, each.input_schema, each.strict) for each in body.tools or ()]
+    fields: dict[str, Any] = {"messages": messages, "model": body.model, "tools": tools or None}
+    if (chosen := body.tool_choice) is not None:
+        same = {"any": "required"}.get(chosen.type, chosen.type)
+        fields["tool_choice"] = NamedChoice.of(chosen.name) if chosen.name is not None else same
         fields["parallel_tool_calls"] = not chosen.disable_parallel_tool_use
+    if messages and messages[-1].role == "assistant" and messages[-1].content and not messages[-1].tool_calls:
+        fields |= {"continue_final_message": True, "add_generation_prompt": False}  # the client has begun the answer
     if body.thinking is not None:
         fields["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
     if isinstance(body, MessagesBody):
-        fields |= {name: getattr(body, name) for name in ("stream", "temperature", "top_k", "top_p")}
+        names = ("stream", "temperature", "top_k", "top_p", *Resumable.model_fields)
+        fields |= {name: getattr(body, name) for name in names}
         fields |= {"stop": body.stop_sequences, "user": body.metadata.user_id if body.metadata is not None else None}
     return ChatBody.model_construct(**fields)
-
-
-def _tools(body: CountBody) -> list[Tool] | None:
-    return [
-        Tool.model_construct(
-            type="function",
-            function=Function.model_construct(
-                name=each.name, description=each.description, parameters=each.input_schema, strict=each.strict
-            ),
-        )
-        for each in body.tools or ()
-    ] or None
-
-
-def _named(name: str | None) -> NamedChoice | str:
-    function = FunctionChoice.model_construct(name=name)
-    return NamedChoice.model_construct(type="function", function=function) if name is not None else "required"
 
 
 def _messages(turn: Turn) -> Iterator[Message]:
@@ -206,26 +196,19 @@ def _messages(turn: Turn) -> Iterator[Message]:
     blocks = [Text(type="text", text=turn.content)] if isinstance(turn.content, str) else turn.content
     for block in blocks:
         if isinstance(block, ToolResult):
-            yield Message.model_construct(
-                role="tool", content=_text(block.content or ""), tool_call_id=block.tool_use_id
-            )
+            content = joined(block.content or "")
+            yield Message.model_construct(role="tool", content=content, tool_call_id=block.tool_use_id)
     texts = [block for block in blocks if isinstance(block, Text)]
-    calls = [_call(block) for block in blocks if isinstance(block, ToolUse)]
+    calls = [
+        ToolCall.of(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
+        for block in blocks
+        if isinstance(block, ToolUse)
+    ]
     thoughts = "\n".join(block.thinking for block in blocks if isinstance(block, Thinking))
     if texts or calls or thoughts:
         yield Message.model_construct(
             role=turn.role,
-            content=_text(texts) if texts else None,
+            content=joined(texts) if texts else None,
             tool_calls=calls or None,
             reasoning_content=thoughts or None,
         )
-
-
-def _call(block: ToolUse) -> ToolCall:
-    arguments = json.dumps(block.input, ensure_ascii=False)
-    function = CalledFunction.model_construct(name=block.name, arguments=arguments)
-    return ToolCall.model_construct(id=block.id, type="function", function=function)
-
-
-def _text(content: str | list[Text]) -> str:
-    return content if isinstance(content, str) else "\n".join(block.text for block in content)

@@ -1,0 +1,84 @@
+"""Bodies of what editors ask for: llama.cpp's `/infill`, and Mistral's completions."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from lpr.serve import limits
+from lpr.serve.bodies.fields import (
+    Body,
+    Choices,
+    Few,
+    Ignored,
+    Label,
+    MinP,
+    Names,
+    Natural,
+    Penalty,
+    Positive,
+    Repetition,
+    Seed,
+    Stop,
+    Stops,
+    Temperature,
+    TopK,
+    TopP,
+)
+
+
+class ExtraFile(Body):
+    """A piece of another file."""
+
+    text: str
+    filename: Label = ""
+    time: Ignored = None  # without effect: the order of the pieces counts
+
+
+class InfillBody(Body):
+    """llama.cpp's `POST /infill`, with the fields that llama.vim and llama.vscode send."""
+
+    input_prefix: str
+    input_suffix: str
+    input_extra: Annotated[Few[ExtraFile], Field(max_length=limits.PIECES.most)] = []
+    prompt: str = ""
+    """The text between prefix and hole: the line up to the cursor."""
+    n_predict: Annotated[int, Field(ge=-1)] = -1  # -1: 512, or a quarter of the model's limit. 0: only fill the cache
+    n_indent: Natural = 0  # end before a line that is indented by less than this many characters
+    n_cmpl: Choices = 1
+    t_max_prompt_ms: float | None = None  # without effect, as in llama.cpp
+    t_max_predict_ms: float = 0
+    """End after this time, once a line is complete; counted from the first token. 0: no limit."""
+    cache_prompt: bool = True
+    id_slot: int = -1
+    samplers: Names | None = None  # of top_k, top_p, min_p, temperature and penalties, those in this list are used
+    response_fields: Names | None = None
+    """Answer with these fields only; "a/b" is field b of a."""
+    temperature: Temperature = 0.0
+    top_k: TopK = 0
+    top_p: TopP = 1.0
+    min_p: MinP = 0.0
+    repeat_penalty: Repetition = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    seed: Annotated[int, Field(ge=-1, lt=2**64)] = -1
+    stop: Annotated[Few[Stop], Field(max_length=limits.STOPS.most)] = []
+    stream: bool = False
+    return_tokens: bool = False
+    model: Label | None = None
+
+
+class FimBody(Body):
+    """Mistral's `POST /v1/fim/completions`."""
+
+    model: Label | None = None
+    prompt: str
+    suffix: str | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    max_tokens: Positive | None = None
+    min_tokens: Natural | None = None
+    stream: bool | None = None
+    stop: Stops = None
+    random_seed: Seed = None
