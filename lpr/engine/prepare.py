@@ -44,11 +44,11 @@ def prepare(
     shared = None
     if comm.tp_mesh is not None:
         part = vocabulary_part(loaded.model)
-        of_replica = (partial(each, comm) for each in (check_replica, common_heights, worst_of_replica))
-        shared = SharedWeights(*of_replica, part)
+        heights, worst = partial(common_heights, comm), partial(worst_of_replica, comm)
+        shared = SharedWeights(partial(check_replica, comm), heights, worst, part)
     model = TreeModel(loaded.model, options.attention, options.graphs, options.exact, shared)
     comm.before_close(model.release)
-    failure, costs, like = None, None, None
+    failure, costs, like, compiles = None, None, None, False
     facts, replica_facts = {}, {}
     is_compared = not is_alone(comm) or comm.membership is not None
     if is_compared:
@@ -59,15 +59,18 @@ def prepare(
             pack_projections(loaded.model)
         like = _accelerated(model) if _is_accelerated(model, loaded, comm) else self_check(model)
         model.sampler.check_part(model.adapter)
-        if compiles:  # a failure leaves steps as they were, if `options` do not ask for compiling
-            model.compile()
-            check_compiled(model, like)
-            assert model.compiled is not None
-            if options.compile == "on" and model.compiled.reason is not None:
-                raise InputError(f"this model cannot be compiled: {model.compiled.reason}")
         longest_sequence(loaded, decode)
         if is_driver(comm):
             costs = load_step_times(options.costs) if isinstance(options.costs, Path) else options.costs
+        if compiles and is_driver(comm):
+            _compile(model, like, options, decode)
+    except InputError as error:
+        failure = str(error)
+    agree(comm, failure)
+    try:  # the others read what the driver has written to the disk
+        if compiles and not is_driver(comm):
+            assert like is not None
+            _compile(model, like, options, decode)
     except InputError as error:
         failure = str(error)
     if is_compared:
@@ -123,6 +126,15 @@ def _compiles(model: TreeModel, loaded: Loaded, options: EngineOptions, comm: Co
     # The program may call a model that it has loaded itself, and collectives have not been compiled yet.
     mine = captures and loaded.is_ours and comm.tp_mesh is None and why is None
     return wanted == "on" or (wanted == "auto" and mine and not options.exact)
+
+
+def _compile(model: TreeModel, like: KVCache, options: EngineOptions, decode: DecodeConfig) -> None:
+    """Compile the model and check it; a failure leaves steps as they were, unless `options` ask for compiling."""
+    model.compile()
+    check_compiled(model, like, decode.max_batch_size)
+    assert model.compiled is not None
+    if options.compile == "on" and model.compiled.reason is not None:
+        raise InputError(f"this model cannot be compiled: {model.compiled.reason}")
 
 
 def _machine(model: TreeModel, options: EngineOptions) -> dict[str, int]:

@@ -63,11 +63,8 @@ def run(args: ServeArgs, line: Line | None) -> None:
 
 
 def _drive(engine: Engine, line: Line, model: str, args: ServeArgs, takes_over: bool) -> None:
-    with (
-        _stopped(engine, line),
-        _kept_trie(args.trie, engine, loads=not takes_over),
-        _shared(args, engine, line) as drafts,
-    ):
+    kept = _kept_trie(args.trie, engine, loads=not takes_over)
+    with _stopped(engine, line), kept, _shared(args, engine, line) as drafts:
         EngineBridge(engine, line, model, learns=args.share_drafts != "none", drafts=drafts).run()
 
 
