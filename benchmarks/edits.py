@@ -99,7 +99,7 @@ def with_candidates(model: Any, task: Task) -> Task:
 
 def others(tasks: Sequence[Task]) -> list[Task]:
     """The tasks with the prediction of another one each."""
-    return [replace(task, prediction=tasks[at - 7].prediction) for at, task in enumerate(tasks)]
+    return [replace(task, prediction=tasks[at - min(7, len(tasks) - 1)].prediction) for at, task in enumerate(tasks)]
 
 
 def lpr_steps(task: Task, budget: int) -> int:
