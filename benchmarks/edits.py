@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -98,7 +99,7 @@ def with_candidates(model: Any, task: Task) -> Task:
 
 def others(tasks: Sequence[Task]) -> list[Task]:
     """The tasks with the prediction of another one each."""
-    return [replace(task, prediction=tasks[at - 7].prediction) for at, task in enumerate(tasks)]
+    return [replace(task, prediction=tasks[at - min(7, len(tasks) - 1)].prediction) for at, task in enumerate(tasks)]
 
 
 def lpr_steps(task: Task, budget: int) -> int:
@@ -134,7 +135,9 @@ def measure(options: EditsOptions, console: Console) -> dict[str, Any]:
         replayed_peers(options.peers) if options.peers else nullcontext(none) as peers,
         progress(console, len(known) + len(peers), "replay") as advance,
     ):
-        contestants = [(name, lpr_steps, these) for name, these in known.items()]
+        contestants: list[tuple[str, Callable[[Task, int], int], Sequence[Task]]] = [
+            (name, lpr_steps, these) for name, these in known.items()
+        ]
         contestants += [(name, peer_steps(count), tasks) for name, count in peers.items()]
         for name, steps, these in contestants:
             num_tokens = sum(len(task.completion) for task in these)
@@ -150,13 +153,12 @@ def measure(options: EditsOptions, console: Console) -> dict[str, Any]:
 
 
 def run_model(options: EditsOptions, tasks: Sequence[Task], console: Console) -> list[dict[str, Any]]:
-    """The model's own edits: steps, seconds and counted tokens by prediction; raises InputError if ids differ."""
+    """The model's own edits: steps, milliseconds and counted tokens by prediction; raises InputError if ids differ."""
     nodes = {"window_size": 0, "trie_nodes": options.nodes} if options.nodes else {}
     engine = Engine.from_pretrained(options.model, DecodeConfig(max_batch_size=1, **nodes), dtype="float32")
-    kinds = {"none": [()] * len(tasks), "input": [task.prediction for task in tasks]}
+    kinds: dict[str, list[Sequence[int]]] = {"none": [()] * len(tasks), "input": [task.prediction for task in tasks]}
     kinds["another task's"] = [task.prediction for task in others(tasks)]
-    rows = {name: {"prediction": name, "steps": 0, "tokens": 0, "seconds": 0.0, "drafted": 0, "accepted": 0}
-            for name in kinds}  # fmt: skip
+    rows: dict[str, Counter[str]] = {name: Counter() for name in kinds}
     with progress(console, len(tasks), "editing") as advance:
         for at, task in enumerate(tasks):
             seen = set()
@@ -166,16 +168,17 @@ def run_model(options: EditsOptions, tasks: Sequence[Task], console: Console) ->
                 request = engine.submit(task.prompt, params, prediction=kinds[name][at] or None, learns=False)
                 while request.finish_reason is None:
                     engine.step()
-                row, (drafted, accepted) = rows[name], request.predicted
-                news = request.stats.num_steps, request.num_output, time.perf_counter() - began, drafted, accepted
-                for field, new in zip(list(row)[1:], news, strict=True):
-                    row[field] += new
+                drafted, accepted = request.predicted
+                rows[name].update(steps=request.stats.num_steps, tokens=request.num_output, drafted=drafted)
+                rows[name].update(accepted=accepted, ms=round(1e3 * (time.perf_counter() - began)))
                 seen.add(tuple(request.token_ids))
             if len(seen) > 1:
                 raise InputError(f"task {at}: a prediction has changed the text")
             advance()
-    return [{**row, "tokens_per_step": round(row["tokens"] / row["steps"], 3), "seconds": round(row["seconds"], 2)}
-            for row in rows.values()]  # fmt: skip
+    return [
+        {"prediction": name, **row, "tokens_per_step": round(row["tokens"] / row["steps"], 3)}
+        for name, row in rows.items()
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -11,6 +13,7 @@ from transformers import PreTrainedModel
 from worlds import ThreadComm, ThreadWorld, run_ranks
 
 from lpr import DecodeConfig, Engine, SamplingParams
+from lpr.cli.jsonl import read_prompts
 from lpr.config import InputError
 from lpr.core import constants
 from lpr.core import drafting as pure
@@ -221,3 +224,12 @@ def test_a_bad_prediction_is_one_line(model: PreTrainedModel, prediction: object
     with pytest.raises(InputError) as failure:
         engine.submit(PROMPTS[0], PARAMS[0], prediction=prediction)  # type: ignore[arg-type]
     assert "\n" not in str(failure.value) and engine.is_idle
+
+
+def test_a_line_of_prompts_may_have_a_prediction(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    rows = [{"prompt": "a", "prediction": each} for each in ([1, 2], "b", 5)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    lines = read_prompts(path)
+    assert [line.prediction for line in lines] == [[1, 2], "b", 5]
+    assert [line.extra["prediction"] for line in lines] == [[1, 2], "b", 5]
