@@ -65,8 +65,8 @@ def test_llama_vim_in_a_real_vim():
 def test_schemathesis_finds_no_5xx(tmp_path):
     if not clients.has("schemathesis"):
         pytest.skip("schemathesis is not installed")
-    examples = os.environ.get("LPR_EXAMPLES", "12")
-    with served(max_queue=1000) as service:
+    examples = os.environ.get("LPR_EXAMPLES", "4")
+    with served(facts(chat_templates={"default": "{{ tools }}{{ messages }}<tool_call>"}), max_queue=1000) as service:
         command = [
             sys.executable, "-m", "schemathesis.cli", "run", f"{service.url}/openapi.json", "--max-examples", examples,
             "--checks", "not_a_server_error,content_type_conformance", "--phases", "examples,coverage,fuzzing",
