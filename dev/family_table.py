@@ -207,8 +207,10 @@ FAMILIES: list[Family] = [
     *works(_HYBRIDS, "zamba", "zamba2", layers_block_type=["mamba", "hybrid"]),
     *works(_HYBRIDS, "falcon_h1", mamba_n_heads=8, mamba_d_head=16, mamba_d_state=8, mamba_d_ssm=128),
     *works(_HYBRIDS, "granitemoehybrid", layer_types=["mamba", "attention"], mamba_n_heads=8, mamba_d_state=8),
-    *works(_HYBRIDS, "nemotron_h", "olmo_hybrid"),
-    *works(_HYBRIDS, "kimi_linear", "bailing_hybrid", layer_types=_HYBRID),
+    *works(_HYBRIDS, "nemotron_h", mamba_num_heads=8, mamba_head_dim=16, ssm_state_size=8),
+    *works(_HYBRIDS, "olmo_hybrid"),
+    *works(_HYBRIDS, "kimi_linear", layer_types=_HYBRID, linear_num_heads=4, linear_head_dim=8),
+    *works(_HYBRIDS, "bailing_hybrid", layer_types=_HYBRID),
     # With a linear layer first, transformers' generate takes position 0 for each new token.
     *works(_HYBRIDS, "minimax", layer_types=_HYBRID[::-1]),
     *works(_HYBRIDS, "lfm2", "lfm2_moe", "lfm3", layer_types=["conv", "full_attention"], num_dense_layers=1),
