@@ -4,8 +4,11 @@
 
 Sections are independent: a failure is recorded with its reason and the rest goes on. On a GPU each has a budget of
 seconds (BUDGETS): it begins only if that much is left, and is cut off when the budget is used up; the result names
-skipped and cut sections. Results are written to benchmarks/results/gpu_check.json after every section, which
-`python -m benchmarks.report` reads. Each model's table of step times, as `StepTimes.from_json` reads it, is also in
+skipped and cut sections. Results are written to benchmarks/results/gpu_check.json as they are measured, so that a
+section that is cut keeps what it has; `python -m benchmarks.report` reads them. Only `default`, the path of a program
+that loads a 7B model (packed, compiled), compiles. A bare machine is made ready by benchmarks/gpu/bare.py.
+
+Each model's table of step times, as `StepTimes.from_json` reads it, is also in
 benchmarks/results/tn_<gpu>_<model>.json, for `--costs` and the workloads of `lpr.plan --service`.
 `--device cpu --tiny` runs the same program on any machine, to test it.
 """
@@ -35,17 +38,17 @@ import lpr.native
 from benchmarks.common import RESULTS, Flag, circumstances, read_options, reason, write_json
 from benchmarks.gpu import kernels, models, parts
 from benchmarks.processes.launch import LAUNCHER, execute
-from lpr import DecodeConfig, Engine, InputError, SamplingParams, bundled_model
+from lpr import DecodeConfig, InputError, SamplingParams
 from lpr.dist.runtime import World, join, leave
 from tests.prompts import PROMPTS
 
 BUDGETS = {
-    "environment": 5, "kernels": 75, "bandwidth": 5, "build": 35, "t(n)": 60, "end_to_end:codellama-7b": 40,
-    "profile": 10, "transformers": 20, "correctness": 30, "sampling": 25, "exact": 35, "end_to_end": 25,
-    "host_share": 10, "ranks": 40, "attention": 45, "compiled": 100, "compiled:transformers": 75,
+    "environment": 5, "bandwidth": 5, "build": 35, "t(n)": 75, "default": 150, "end_to_end:codellama-7b": 40,
+    "profile": 10, "transformers": 15, "kernels": 30, "correctness": 30, "exact": 35, "sampling": 20, "end_to_end": 20,
+    "host_share": 10, "ranks": 40, "hybrid": 40, "attention": 45, "compiled:transformers": 75,
 }  # fmt: skip
-"""Seconds of a section on a GPU, by its name or the part before a colon: estimates for an H100. The sections up to
-`ranks` of two processes fit in 8 minutes; the others take the remaining time."""
+"""Seconds of a section on a GPU, by its name or the part before a colon: estimates for an H100. On one GPU the sections
+up to `host_share` fit in 8 minutes; the others take the remaining time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,14 +131,15 @@ class Report:
             record: dict[str, Any] = {"skipped": f"needs {seconds or 0:.0f} s, {left:.0f} s are left"}
         else:
             try:
-                with at_most(seconds):
+                with at_most(seconds), parts.listened(partial(self._note, name)):
                     result = section()
                 record = dict(result)
             except BudgetError as cut:
-                record = {"cut": str(cut)}
+                record = {**self.sections.get(name, {}), "cut": str(cut)}
             except Exception as failure:  # a failed section is a result
                 where = traceback.format_exc().strip().splitlines()[-12:]
-                record = {"failed": reason(failure), "traceback": where}
+                record = {**self.sections.get(name, {}), "failed": reason(failure), "traceback": where}
+            record.pop("unfinished", None)
         record["seconds"] = round(time.perf_counter() - began, 2)
         self.sections[name] = record
         words = ("failed", "skipped", "cut")
@@ -146,6 +150,11 @@ class Report:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return result
+
+    def _note(self, name: str, result: dict[str, Any]) -> None:
+        """Write what the running section `name` has measured so far."""
+        self.sections[name] = {**result, "unfinished": True}
+        self.write()
 
     def write(self) -> dict[str, Any]:
         """Write and return the results so far."""
@@ -205,7 +214,7 @@ def work_as_rank(target: Path, sizes: parts.Sizes, tp: int) -> int:
     device = world.device(sizes.device.type)
     with join(world, device, 120.0, tp) as comm:
         decode = DecodeConfig(window_size=5, trie_nodes=32, max_batch_size=4)
-        engine = Engine.from_pretrained(bundled_model(), decode, comm=comm, dtype="float32", device=device)
+        engine = parts.bundled(decode, torch.device(device or "cpu"), comm=comm, dtype="float32")
         tokens = sizes.max_new_tokens
         sampled = SamplingParams(max_new_tokens=tokens, temperature=0.8, top_p=0.95, seed=7)
         kinds = {"greedy": SamplingParams(max_new_tokens=tokens), "seeded": sampled}
@@ -259,6 +268,8 @@ def large_model(report: Report, name: str, sizes: parts.Sizes, bytes_per_s: floa
         return
     report.run(f"t(n):{name}", times)
     if name == next(iter(sizes.models)):
+        if sizes.device.type == "cuda":
+            report.run(f"default:{name}", lambda: models.compiled_step(held["model"], sizes))
         report.run(f"end_to_end:{name}", lambda: models.large_end_to_end(held["model"], sizes))
         report.run(f"profile:{name}", lambda: models.profile_step(held["model"], sizes))
         report.run(f"transformers:{name}", lambda: models.stock_rates(held["model"], sizes, compiled=False))
@@ -269,28 +280,30 @@ def check(report: Report, sizes: parts.Sizes) -> None:
     prompts = PROMPTS[: sizes.num_prompts]
     on_gpu = sizes.device.type == "cuda"
     report.run("environment", environment)
-    report.run("kernels", lambda: kernels.warm_up(sizes))
     copied = report.run("bandwidth", lambda: parts.bandwidth(sizes))
     bytes_per_s = copied["bytes_per_s"] if copied else None
     names = list(sizes.models)
     large_model(report, names[0], sizes, bytes_per_s)
+    report.run("kernels", lambda: kernels.warm_up(sizes))
     correct = report.run("correctness", lambda: parts.correctness(sizes, prompts))
     expected = correct["ids"] if correct else None
-    report.run("sampling", lambda: kernels.choices(sizes))
     report.run("exact", lambda: parts.exact_mode(sizes, prompts))
+    report.run("sampling", lambda: kernels.choices(sizes))
     report.run("end_to_end", lambda: parts.end_to_end(sizes, prompts))
     report.run("host_share", lambda: parts.host_share(sizes, prompts[-1]))
     num_gpus = torch.cuda.device_count() if on_gpu else 0
-    for count in (2, 4) if on_gpu else (2,):
+    for count in (2, 4, 8):
+        if count > num_gpus and (on_gpu or count > 2):
+            continue
         report.run(f"ranks:{count}", partial(ranks, count, sizes, expected, 100.0))
     for tp in (2, 4, 8):
         if tp <= num_gpus:
             report.run(f"ranks:tp {tp}", partial(ranks, tp, sizes, expected, 100.0, tp))
     for name in names[1:][::-1]:  # the largest first
         large_model(report, name, sizes, bytes_per_s)
+    report.run("hybrid", lambda: models.hybrid_step(sizes))
     if on_gpu:
         report.run("attention", lambda: kernels.attention(sizes, bytes_per_s))
-        report.run("compiled", lambda: compiled(sizes, models.compiled_step))
         report.run("compiled:transformers", lambda: compiled(sizes, partial(models.stock_rates, compiled=True)))
 
 

@@ -86,6 +86,8 @@ class Task:
     completion: list[int]
     recorded: Recorded | None = None
     """The model's candidates after each token."""
+    prediction: Sequence[int] = ()
+    """What the request predicts of its completion."""
 
     @property
     def seed(self) -> int | None:
@@ -250,7 +252,7 @@ class FixedSizes:
 def replay_task(task: Task, sizes: FixedSizes) -> None:
     """Decode one recorded task step by step, adding to `sizes.tally`."""
     table, tally = CandidateTable() if task.recorded is not None else None, sizes.tally
-    drafter = Drafter(sizes.config, sizes.shared, table, seed=task.seed)
+    drafter = Drafter(sizes.config, sizes.shared, table, task.seed, list(task.prediction), len(task.prompt))
     drafter.observe(task.prompt)
     sizes.begin_task()
     sizes.ends.begin(task.prompt)

@@ -26,8 +26,13 @@ from lpr.model.cpu.accelerate import accelerate
 from lpr.model.cpu.products import PrepackedLinear
 from lpr.model.kv_cache import KVCache
 from lpr.model.runner import TreeModel
+from lpr.model.sampling.sampler import Sampler
+from lpr.model.sampling.selection import Selection
 from lpr.model.self_check import self_check
 from lpr.model.step_inputs import Row
+
+NUM_CANDIDATES = 8
+"""Candidates of each node in a step with drafts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +103,7 @@ def _step(runner: TreeModel, cache: KVCache, count: int, rows: int, cached: int)
         done = time.perf_counter()
     finally:
         ALL_ATTENTION_FUNCTIONS[name] = attend
-    logits.argmax(-1)
+    Sampler().results(logits, Selection.build([]), NUM_CANDIDATES if rows > 1 else 0)
     sampled = time.perf_counter()
     products = _products(adapter.model, count * rows)
     rest = done - laid_out - spent[0] - products

@@ -75,7 +75,6 @@ _LINEAR_HEADS = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
 }  # fmt: skip
 _HYBRID = ["linear_attention", "full_attention"]
-_RECURRENT = "recurrent state"
 _FALCON_RW = {
     "alibi": True, "multi_query": False, "new_decoder_architecture": False, "parallel_attn": False, "bias": True,
 }  # fmt: skip
@@ -88,7 +87,7 @@ _STATE_SPACE = "Mamba 1/2, Falcon Mamba"
 _HYBRIDS = (
     "Jamba, Bamba, Zamba, Falcon H1, Granite 4 hybrid, Nemotron H, LFM 2/3, Kimi Linear, OLMo hybrid, MiniMax 01, Ling"
 )
-_OTHER_STATES = "RWKV, xLSTM, RecurrentGemma, ZAYA"
+_OTHER_STATES = "RecurrentGemma, ZAYA, Inkling"
 _QWEN_NEXT = "Qwen3-Next, Qwen 3.5"
 _SPARSE = "DeepSeek V3.2, GLM-5, MiniMax-M3, Hunyuan v4, A.X-K2, dots3"
 _INDEXER = {"index_topk": 6, "index_n_heads": 16, "index_head_dim": 16}
@@ -216,10 +215,12 @@ FAMILIES: list[Family] = [
     *works(_QWEN_NEXT, "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", layer_types=_HYBRID, **_LINEAR_HEADS),
     *works(_QWEN_NEXT, "qwen3_5", text_config={"layer_types": _HYBRID, **_LINEAR_HEADS},
            vision_config={**_TINY_VISION, "depth": 1, "num_heads": 2}),
-    *refused(_OTHER_STATES, _RECURRENT, "rwkv", "xlstm", "zaya", num_experts_per_tok=1),
-    *refused(_OTHER_STATES, _RECURRENT, "recurrent_gemma", block_types=["recurrent", "attention"],
-             attention_window_size=9),
-    *refused("Inkling", "its logits differ", "inkling_text", "inkling2_text"),
+    *works(_OTHER_STATES, "recurrent_gemma", block_types=["recurrent", "attention"], attention_window_size=9),
+    *works(_OTHER_STATES, "zaya", num_experts_per_tok=1),
+    *works(_OTHER_STATES, "inkling_text", note="bias by position (shim)"),
+    *refused("RWKV", "recurrent state in no cache", "rwkv"),
+    *refused("xLSTM", "recurrent state in a cache of its own", "xlstm"),
+    *refused("Inkling 2", "recurrent state behind convolutions", "inkling2_text"),
     # Layers that select the past.
     *refused("Qwen 4 (experimental)", "sparse attention", "qwen4_exp_text", layer_types=_HYBRID, **_LINEAR_HEADS,
              indexer_n_heads=4, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=2),

@@ -75,7 +75,9 @@ __all__ = [
 ]
 
 choose_rows: Callable[..., None] | None = getattr(_extension, "choose_rows", None)
-"""Chooses the tokens of rows of logits (lpr.model.sampling.in_cpp); without the extension torch and numpy do it."""
+best_rows: Callable[..., None] | None = getattr(_extension, "best_rows", None)
+rank_rows: Callable[..., None] | None = getattr(_extension, "rank_rows", None)
+"""Tokens that rows of logits give (lpr.model.sampling.in_cpp); without the extension torch and numpy choose them."""
 
 use_team: Callable[..., None] | None = getattr(_extension, "use_team", None)
 share_of_workers: Callable[..., list[int]] | None = getattr(_extension, "share_of_workers", None)

@@ -82,6 +82,10 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """True if chunks name the draft source of each token."""
     arrived: float = 0.0
     """Arrival in seconds, on the clock of the process that submits; -inf goes first."""
+    prediction: list[int] = []
+    """Tokens that the output is expected to follow where it can: a draft source of this request alone."""
+    predicted: tuple[int, int] = (0, 0)
+    """Tokens drafted from the prediction so far, and those of them in the output."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -146,6 +150,8 @@ class Chunk(msgspec.Struct, array_like=True):
     """Output tokens before these."""
     start_character: int = 0
     """Characters of the output before this text."""
+    predicted: tuple[int, int] = (0, 0)
+    """As in Submit, up to the end of this chunk."""
 
     def after(self, num_tokens: int, num_characters: int) -> Chunk:
         """The part behind `num_tokens` tokens and `num_characters` characters, which were delivered already.

@@ -1,30 +1,56 @@
 // Choosing tokens on a CPU (lpr.model.sampling.in_cpp): rows of logits in, ids out, without the interpreter's lock.
 #include "bindings.h"
+#include "parallel.h"
 #include "sampling.h"
 
 namespace lpr {
 
-using Logits = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
 template <typename T>
 using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Chosen = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <typename T, int N>
+using Found = nb::ndarray<T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
 
-// Writes the token of every row, NONE or DOUBT; `logits` have neighbouring elements in the last axis.
-void choose_rows(const Logits& logits, const Column<float>& temperature, const Column<uint32_t>& keys,
-                 const Column<int64_t>& top_k, const Column<float>& top_p, const Column<float>& min_p,
-                 uint32_t first_token, Chosen chosen) {
-  Scores scores;
-  for (size_t row = 0; row < logits.shape(0); row++) {
+// Writes the token of every row, NONE or DOUBT; a temperature of 0 takes the largest score.
+void choose_rows(uintptr_t address, int64_t size, int64_t stride, bool is_half, const Column<float>& temperature,
+                 const Column<uint32_t>& keys, const Column<int64_t>& top_k, const Column<float>& top_p,
+                 const Column<float>& min_p, uint32_t first_token, int threads,
+                 const Found<int64_t, 1>& chosen) {
+  Logits logits{address, size, stride, is_half};
+  std::vector<Scores> scores(std::max(threads, 1));
+  parallel_for(chosen.shape(0), threads, [&](int64_t row, int worker) {
     Chooser choice{temperature.data()[row], top_p.data()[row], min_p.data()[row],
                    keys.data()[row],        top_k.data()[row], first_token};
-    const float* at = logits.data() + static_cast<int64_t>(row) * logits.stride(0);
-    chosen.data()[row] = choose_row(at, static_cast<int64_t>(logits.shape(1)), choice, scores);
-  }
+    chosen.data()[row] =
+        choice.temperature > 0 ? choose_row(logits, row, choice, scores[worker]) : best_of_row(logits, row);
+  });
+}
+
+// Writes the token with the largest score of every row, the lowest of equal ones, or NONE.
+void best_rows(uintptr_t address, int64_t size, int64_t stride, bool is_half, int threads,
+               const Found<int64_t, 1>& chosen) {
+  Logits logits{address, size, stride, is_half};
+  parallel_for(chosen.shape(0), threads, [&](int64_t row, int) { chosen.data()[row] = best_of_row(logits, row); });
+}
+
+// Writes the most likely tokens of every row, and their scores (lpr.core.recycle).
+void rank_rows(uintptr_t address, int64_t size, int64_t stride, bool is_half, int threads, float steps,
+               int most, const Found<int32_t, 2>& tokens, const Found<uint8_t, 2>& ranks) {
+  Logits logits{address, size, stride, is_half};
+  int64_t k = tokens.shape(1);
+  std::vector<Scores> scores(std::max(threads, 1));
+  parallel_for(tokens.shape(0), threads, [&](int64_t row, int worker) {
+    rank_row(logits, row, k, steps, most, scores[worker], tokens.data() + row * k, ranks.data() + row * k);
+  });
 }
 
 void bind_sampling(nb::module_& m) {
-  m.def("choose_rows", &choose_rows, "logits"_a, "temperature"_a, "keys"_a, "top_k"_a, "top_p"_a, "min_p"_a,
-        "first_token"_a, "chosen"_a, nb::call_guard<nb::gil_scoped_release>());
+  m.def("choose_rows", &choose_rows, "address"_a, "size"_a, "stride"_a, "is_half"_a, "temperature"_a, "keys"_a,
+        "top_k"_a, "top_p"_a, "min_p"_a, "first_token"_a, "threads"_a, "chosen"_a,
+        nb::call_guard<nb::gil_scoped_release>());
+  m.def("best_rows", &best_rows, "address"_a, "size"_a, "stride"_a, "is_half"_a, "threads"_a, "chosen"_a,
+        nb::call_guard<nb::gil_scoped_release>());
+  m.def("rank_rows", &rank_rows, "address"_a, "size"_a, "stride"_a, "is_half"_a, "threads"_a, "steps"_a, "most"_a,
+        "tokens"_a, "ranks"_a, nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace lpr

@@ -58,6 +58,18 @@ struct Scores {
   bool broken = false;
 };
 
+// Rows of logits, float or bfloat16.
+struct Logits {
+  uintptr_t address;
+  int64_t size, stride;  // tokens of a row; values from one row to the next
+  bool is_half;
+
+  const float* floats(int64_t row) const { return reinterpret_cast<const float*>(address) + row * stride; }
+  const uint16_t* halves(int64_t row) const { return reinterpret_cast<const uint16_t*>(address) + row * stride; }
+};
+
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+
 template <typename V>
 LPR_INLINE V mixed(V x) {
   x ^= x >> 17;
@@ -83,6 +95,12 @@ LPR_INLINE To as(From from) {
   return to;
 }
 
+LPR_INLINE Floats load(const uint16_t* at) {
+  Halves found;
+  std::memcpy(&found, at, sizeof found);
+  return as<Floats>(__builtin_convertvector(found, Words32) << 16);
+}
+
 // lpr.model.sampling.specification.gumbel up to a few units in its last place.
 inline double noise_of(uint32_t key, uint32_t token) {
   uint32_t bits = mixed<uint32_t>(mixed<uint32_t>(token ^ key) ^ (key * 0x85EBCA6Bu));
@@ -91,7 +109,11 @@ inline double noise_of(uint32_t key, uint32_t token) {
   return -std::log(-std::log1p(-static_cast<double>(uniform)));
 }
 
-LPR_EACH_CPU inline void scale(const float* logits, int64_t size, float temperature, Scores& to) {
+LPR_INLINE float lowest(const float*) { return -std::numeric_limits<float>::infinity(); }
+LPR_INLINE uint16_t lowest(const uint16_t*) { return 0xff80; }  // the same in bfloat16
+
+template <typename T>
+LPR_INLINE void scale_row(const T* logits, int64_t size, float temperature, Scores& to) {
   const float least = -std::numeric_limits<float>::infinity();
   int64_t blocks = (size + BLOCK - 1) / BLOCK;
   to.size = size;
@@ -100,12 +122,12 @@ LPR_EACH_CPU inline void scale(const float* logits, int64_t size, float temperat
   float* out = to.scaled.data();
   Ints odd = {};
   Floats divisor = temperature - Floats{};
-  float padded[BLOCK];
+  T padded[BLOCK];
   for (int64_t block = 0; block < blocks; block++) {
-    const float* from = logits + block * BLOCK;
+    const T* from = logits + block * BLOCK;
     if ((block + 1) * BLOCK > size) {
-      std::fill(padded, padded + BLOCK, least);
-      std::memcpy(padded, from, (size - block * BLOCK) * sizeof(float));
+      std::fill(padded, padded + BLOCK, lowest(logits));
+      std::memcpy(padded, from, (size - block * BLOCK) * sizeof(T));
       from = padded;
     }
     Floats most = least - Floats{};
@@ -125,6 +147,57 @@ LPR_EACH_CPU inline void scale(const float* logits, int64_t size, float temperat
   to.top = *best;
   const float* begin = out + (best - to.largest.begin()) * BLOCK;
   to.first = std::find(begin, begin + BLOCK, to.top) - out;
+}
+
+LPR_EACH_CPU inline void scale_floats(const float* row, int64_t size, float temperature, Scores& to) {
+  scale_row(row, size, temperature, to);
+}
+
+LPR_EACH_CPU inline void scale_halves(const uint16_t* row, int64_t size, float temperature, Scores& to) {
+  scale_row(row, size, temperature, to);
+}
+
+inline void scale(const Logits& logits, int64_t row, float temperature, Scores& to) {
+  if (logits.is_half)
+    scale_halves(logits.halves(row), logits.size, temperature, to);
+  else
+    scale_floats(logits.floats(row), logits.size, temperature, to);
+}
+
+template <typename T>
+LPR_INLINE int64_t best_of(const T* row, int64_t size) {
+  Floats most = -std::numeric_limits<float>::infinity() - Floats{};
+  Ints odd = {};
+  T padded[LANES];
+  auto part = [&](int64_t from) {
+    if (from + LANES <= size) return load(row + from);
+    std::fill(padded, padded + LANES, lowest(row));
+    std::memcpy(padded, row + from, (size - from) * sizeof(T));
+    return load(padded);
+  };
+  for (int64_t i = 0; i < size; i += LANES) {
+    Floats score = part(i);
+    odd |= score != score;
+    most = score > most ? score : most;
+  }
+  float largest = most[0];
+  for (int lane = 0; lane < LANES; lane++) {
+    if (odd[lane]) return -1;
+    largest = std::max(largest, most[lane]);
+  }
+  for (int64_t i = 0;; i += LANES) {
+    Ints same = part(i) == largest;
+    for (int lane = 0; lane < LANES; lane++)
+      if (same[lane]) return i + lane;
+  }
+}
+
+LPR_EACH_CPU inline int64_t best_of_floats(const float* row, int64_t size) { return best_of(row, size); }
+LPR_EACH_CPU inline int64_t best_of_halves(const uint16_t* row, int64_t size) { return best_of(row, size); }
+
+// The lowest token with the largest score; -1 in a row with a NaN.
+inline int64_t best_of_row(const Logits& logits, int64_t row) {
+  return logits.is_half ? best_of_halves(logits.halves(row), logits.size) : best_of_floats(logits.floats(row), logits.size);
 }
 
 // The best total among tokens of a score of at least `kept` that come before (`end`, `end_token`).
@@ -245,15 +318,58 @@ inline float kth(const Scores& scores, int64_t k) {
   return heap.front();
 }
 
+// The sum of exp(score - top) over all scores.
+LPR_EACH_CPU inline double sum_all(const Scores& scores) {
+  double whole = 0;
+  for (size_t block = 0; block < scores.largest.size(); block++) {
+    if (scores.largest[block] < scores.top - FAR) continue;
+    Floats all = {};
+    for (int64_t i = 0; i < BLOCK; i += LANES)
+      all += exponential(load(scores.scaled.data() + block * BLOCK + i) - scores.top);
+    for (int lane = 0; lane < LANES; lane++) whole += all[lane];
+  }
+  return whole;
+}
+
 constexpr int64_t NONE = -1, DOUBT = -2;
 
+// The `k` most likely tokens, of equal ones the lowest first, and round(-`steps` * log-probability), at most `most`.
+inline void rank_row(const Logits& logits, int64_t row, int64_t k, float steps, int most, Scores& scores, int32_t* tokens,
+                     uint8_t* ranks) {
+  scale(logits, row, 1.0f, scores);
+  std::vector<std::pair<float, int64_t>> heap;  // score and minus the token, the least of the best first
+  auto more = std::greater<std::pair<float, int64_t>>();
+  for (size_t block = 0; block < scores.largest.size(); block++) {
+    if (static_cast<int64_t>(heap.size()) == k && scores.largest[block] <= heap.front().first) continue;
+    int64_t last = std::min<int64_t>(scores.size, (block + 1) * BLOCK);
+    for (int64_t token = block * BLOCK; token < last; token++) {
+      float score = scores.scaled[token];
+      bool is_full = static_cast<int64_t>(heap.size()) == k;
+      if (is_full && !(score > heap.front().first)) continue;
+      if (is_full) {
+        std::pop_heap(heap.begin(), heap.end(), more);
+        heap.pop_back();
+      }
+      heap.emplace_back(score == score ? score : -std::numeric_limits<float>::infinity(), -token);
+      std::push_heap(heap.begin(), heap.end(), more);
+    }
+  }
+  std::sort_heap(heap.begin(), heap.end(), more);
+  double total = scores.broken ? std::numeric_limits<double>::quiet_NaN() : std::log(sum_all(scores));
+  for (int64_t i = 0; i < k; i++) {
+    double step = std::nearbyint(steps * (total - (static_cast<double>(heap[i].first) - scores.top)));
+    tokens[i] = static_cast<int32_t>(-heap[i].second);
+    ranks[i] = static_cast<uint8_t>(step >= 0 && step <= most ? step : step < 0 ? 0 : most);  // NaN: the most
+  }
+}
+
 // The token of a row that is sampled; NONE if it has no choice, DOUBT if rounding decides.
-inline int64_t choose_row(const float* logits, int64_t size, const Chooser& choice, Scores& scores) {
-  scale(logits, size, choice.temperature, scores);
+inline int64_t choose_row(const Logits& logits, int64_t row, const Chooser& choice, Scores& scores) {
+  scale(logits, row, choice.temperature, scores);
   if (scores.broken || !std::isfinite(scores.top)) return NONE;
   float kept = kth(scores, choice.top_k);
   float end = -std::numeric_limits<float>::infinity();
-  int64_t end_token = size;
+  int64_t end_token = scores.size;
   while (true) {
     Winner winner = search(scores, choice, kept, end, end_token);
     if (winner.second >= winner.total - (NEAR + NEAR_PART * std::abs(winner.total))) return DOUBT;

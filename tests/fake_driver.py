@@ -204,7 +204,11 @@ class FakeDriver:
             self.running[id] = (request, done)
         text = self._said(done)[len(before) :]
         named = ["trie"] * (len(taken) - 1) + ["model"] if request.details else None
-        return Chunk(id, taken, text, finish, None, logprobs, named, usage, start=start, start_character=len(before))
+        chunk = Chunk(id, taken, text, finish, None, logprobs, named, usage, start=start, start_character=len(before))
+        if request.prediction:  # of two tokens from it one is right
+            new = done - (len(request.token_ids) - request.num_prompt)
+            chunk.predicted = request.predicted[0] + 2 * new, request.predicted[1] + new
+        return chunk
 
     def _said(self, count: int) -> str:
         """The text of the first `count` ids."""

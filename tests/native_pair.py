@@ -80,7 +80,9 @@ def new_state(core: Any, plan: Plan, random_: random.Random, shared: Any) -> Any
     stop_ids = frozenset(random_.randrange(plan.vocabulary) for _ in range(random_.random() < 0.2))
     prediction, num_prompt = list(tokens), random_.randint(1, len(tokens))
     for _ in range(random_.choice([0, 0, 60])):  # what the model writes, with other tokens in between
-        prediction.append(next_token(prediction, plan) if random_.random() < 0.9 else random_.randrange(plan.vocabulary))
+        prediction.append(
+            next_token(prediction, plan) if random_.random() < 0.9 else random_.randrange(plan.vocabulary)
+        )
     prediction = prediction[len(tokens) - random_.choice([0, 3]) :] if len(prediction) > len(tokens) else []
     known = tokens, params, plan.sizes, plan.num_ranks, shared, computed, len(tokens) + 150, stop_ids
     return core.SequenceState(*known, prediction, num_prompt)

@@ -284,7 +284,7 @@ class _Capture:
         self.graph = graph
         known = current_gpu().pools.setdefault(pool, [])
         if known and all(each() is None or each().is_reset for each in known):  # type: ignore[union-attr]
-            raise PretendError("the graphs of this pool have gone: a tensor of theirs that lives ends captures for good")
+            raise PretendError("all graphs of this pool have gone: if a tensor of theirs lives, captures fail")
         known.append(weakref.ref(graph))
 
     def __enter__(self) -> None:

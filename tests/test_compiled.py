@@ -164,8 +164,8 @@ def start_compiled(family: str, num_slots: int = 4, max_nodes: int = 40) -> tupl
     assert runner.num_captures > num_slots * max_nodes // 4
     assert runner.compiled.reason is None and runner.graph_reason is None
     found.append(counters["stats"]["unique_graphs"])
-    for slot, count in ((1, 1), (2, 70), (3, 16)):
-        rows = [Row.chain(each, 1030, [5] * count, 1) for each in range(min(slot, num_slots - 1), num_slots)]
+    for slot, length in ((1, 1), (2, 70), (3, 16)):
+        rows = [Row.chain(each, 1030, [5] * length, 1) for each in range(min(slot, num_slots - 1), num_slots)]
         runner.evaluate(rows, Selection.build([]), 8)
     return found[0], found[1], counters["stats"]["unique_graphs"]
 

@@ -21,8 +21,8 @@ from lpr.core.step_times import StepTimes
 
 ROOT = Path(__file__).parent.parent
 SECTIONS = [
-    "environment", "kernels", "bandwidth", "build:tiny", "t(n):tiny", "end_to_end:tiny", "profile:tiny",
-    "transformers:tiny", "correctness", "sampling", "exact", "end_to_end", "host_share", "ranks:2",
+    "environment", "bandwidth", "build:tiny", "t(n):tiny", "end_to_end:tiny", "profile:tiny", "transformers:tiny",
+    "kernels", "correctness", "exact", "sampling", "end_to_end", "host_share", "ranks:2", "hybrid",
 ]  # fmt: skip
 
 
@@ -52,6 +52,7 @@ def test_every_section_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         found = {name: record["sections"]["exact"][name][kind] for name in ("exact", "usual")}
         assert found["exact"]["logits_that_differ"] == 0  # on this CPU those of the usual mode may agree, too
         assert found["exact"]["logits_compared"] == 2 * 12
+    assert 0 < record["sections"]["hybrid"]["torch"]["tree_ms"] < 1000
     [part] = step_times(record)
     assert [row[0] for row in part.table.rows] == ["tiny: batch 1, 32 cached", "tiny: batch 1, 64 cached"]
 
@@ -102,15 +103,37 @@ def test_the_plan_fits_eight_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return {"ids": {}, "bytes_per_s": 1.0}
 
     monkeypatch.setattr(Report, "run", run)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    num_gpus = 8
     report = Report(tmp_path / "out.json", 8.0, (), gpu_check.BUDGETS)
     gpu_check.check(report, gpu_parts.Sizes.real(torch.device("cuda")))
-    assert began[:6] == [
-        "environment", "kernels", "bandwidth", "build:codellama-7b", "t(n):codellama-7b", "end_to_end:codellama-7b"
-    ]  # fmt: skip
-    assert {"sampling", "exact", "ranks:tp 2", "ranks:tp 8", "attention", "compiled"} < set(began)
-    first = began[: began.index("ranks:2") + 1]
+    assert began[:5] == ["environment", "bandwidth", "build:codellama-7b", "t(n):codellama-7b", "default:codellama-7b"]
+    assert {"sampling", "exact", "ranks:2", "ranks:8", "ranks:tp 2", "ranks:tp 8", "attention"} < set(began)
+    first = began[: began.index("ranks:2")]
     assert sum(report.budget(name) or 0.0 for name in first) <= 8 * 60
+    num_gpus = 1
+    began.clear()
+    gpu_check.check(report, gpu_parts.Sizes.real(torch.device("cuda")))
+    assert not any(name.startswith("ranks") for name in began), "ranks that share a GPU tell nothing of several"
+
+
+def test_a_section_that_is_cut_off_keeps_what_it_has_measured(tmp_path: Path) -> None:
+    """Each row is in the file as soon as it is measured."""
+    target = tmp_path / "out.json"
+    report = Report(target, 1.0, (), {"slow": 0.3})
+
+    def slow() -> dict[str, Any]:
+        rows: list[int] = []
+        while True:
+            rows.append(len(rows))
+            gpu_parts.measured({"rows": rows})
+            written = json.loads(target.read_text())["sections"]["slow"]
+            assert written == {"rows": rows, "unfinished": True}
+            time.sleep(0.05 if len(rows) < 3 else 5.0)
+
+    assert report.run("slow", slow) is None
+    record = json.loads(target.read_text())["sections"]["slow"]
+    assert record["rows"] == [0, 1, 2] and "unfinished" not in record and record["cut"]
 
 
 def test_no_section_begins_after_the_time_is_up(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from pretend_gpu import PretendGpu, gpu, guard, to_gpu
 from torch.distributed import HashStore  # noqa: TID251 - a store of one process, no group
 
 import lpr.model.adapter
+import lpr.model.graphs
 from lpr import DecodeConfig, native
 from lpr.core.wire import NUM_HEADER
 from lpr.dist import runtime
@@ -24,11 +25,14 @@ from lpr.dist.rendezvous import Member, Rendezvous
 from lpr.dist.runtime import World, memory_of, sharing
 from lpr.engine.exchange import Exchange
 from lpr.model import loader
+from lpr.model.attention import tree_attention
 from lpr.model.capture import Capturer, uncapturable
+from lpr.model.graphs import MAX_GRAPHS, MOST_COMMON, GraphForward
 from lpr.model.inputs import Row, build_inputs
-from lpr.model.kernels import hook
+from lpr.model.kernels import attention_kernel, hook
 from lpr.model.paged_cache import PagedCache
 from lpr.model.runner import SharedWeights, TreeModel
+from lpr.model.sampling.sampler import Sampler
 from lpr.model.sampling.selection import Selection
 from lpr.model.self_check import self_check
 from lpr.model.static_inputs import WIDE_KV, StaticShape, static_shape
@@ -125,6 +129,33 @@ def test_lengths_and_noise_keys_make_few_shapes() -> None:
             assert isinstance(found, StaticShape) and found.num_kv >= cached + 30
             shapes.add(found)
     assert len(shapes) == 2 * len([size for size in (*WIDE_KV, 4096) if size <= 4096])
+
+
+@pytest.mark.parametrize("most, fits", [(MOST_COMMON, True), (10**6, False)])
+def test_a_start_captures_no_more_graphs_than_are_kept(most: int, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that share weights have a shape for limits and one without, and trees may be large: 301 shapes."""
+    monkeypatch.setattr(lpr.model.graphs, "MOST_COMMON", most)
+    runner = TreeModel(tiny_model(max_position_embeddings=1 << 17), attention="triton")
+    runner.capturer = FakeCapturer()
+    runner.adapter.reads_tables = True
+    in_parts: Any = SimpleNamespace(install=lambda wanted: None)
+    parts = runner.adapter, Sampler(in_parts), PagedCache(128, 1 << 17, 64)
+    graphs = GraphForward(*parts, capturer=runner.capturer, model=runner.adapter)
+    graphs.limit(512)
+    shapes = graphs.common_shapes(8)
+    assert (len(set(shapes)) <= MAX_GRAPHS - 64) == fits
+    small = [shape for shape in shapes if shape.batch * shape.num_entries <= 512]
+    assert {shape.batch for shape in small} == {1, 2, 4, 8, 16, 32, 64, 128}, "small steps of all batches are there"
+
+
+@pytest.mark.parametrize("most, is_few", [(8, True), (64, False)])
+def test_attention_makes_few_partial_sums(most: int, is_few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """7B, 64 nodes on 132 processors: 8.4 MB a layer, and twice that with as many splits as fit."""
+    monkeypatch.setattr(attention_kernel, "MOST_SPLITS", most)
+    tiles = attention_kernel.choose_tiles(64, 128, torch.bfloat16, 32, 1 << 17, 132)
+    assert (32 * 64 * tiles.num_splits * 128 * 4 < 9e6) == is_few
+    one_head = attention_kernel.choose_tiles(8, 128, torch.bfloat16, 1, 1 << 15, 132)
+    assert one_head.num_splits == 64, "of one K/V head a GPU would be idle"
 
 
 @pytest.mark.parametrize("uuids, expected", [("ab", [(1, 1), (1, 1)]), ("aa", [(2, 2), (2, 2)])])
@@ -266,3 +297,12 @@ def test_a_compilers_error_is_no_runtime_error_and_sdpa_takes_over(
     assert runner.attention == "triton"
     self_check(runner)
     assert runner.attention == "sdpa" and "using 'sdpa': ptxas is missing" in caplog.text
+
+
+def test_soft_capped_scores_stay_within_float16() -> None:
+    """The product of a query and a key of 256 dimensions exceeds 65504 where the scaled one does not."""
+    query, key = torch.full((1, 1, 1, 256), 20.0).half(), torch.full((1, 1, 2, 256), 20.0).half()
+    value = torch.tensor([1.0, 3.0]).half()[None, None, :, None].expand(1, 1, 2, 256)
+    assert torch.isinf((query @ key.transpose(-1, -2)).max()), "unscaled"
+    found, _ = tree_attention(None, query, key, value, None, scaling=256**-0.5, softcap=50.0)  # type: ignore[arg-type]
+    assert torch.equal(found, torch.full_like(found, 2.0))

@@ -272,6 +272,7 @@ class SometimesFailing(FakeCapturer):
 
 def collectives_of_ranks(agrees: bool) -> list[tuple[int, str | None]]:
     """Per rank of a replica, one of which fails to capture its second shape: its runs of the model, and its reason."""
+
     def rank(comm: ThreadComm) -> tuple[int, str | None]:
         shared = SharedWeights(worst=lambda outcome: worst_of_replica(comm, outcome)) if agrees else None
         runner = TreeModel(tiny_model(), attention="sdpa", shared=shared)

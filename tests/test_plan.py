@@ -17,17 +17,23 @@ import torch
 from conftest import tiny_model
 from rich.console import Console
 from sharded import config_values
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 from worlds import ThreadWorld
 
+import dev.family_table
+from dev.families import tiny_model as tiny_family
+from lpr import Engine
 from lpr.cli.plan import Args, main, make_plan, show
 from lpr.config import DecodeConfig, InputError
 from lpr.engine.exchange import Exchange
 from lpr.engine.kv_pool import PoolNeeds
 from lpr.model.paged_cache import PagedCache
+from lpr.model.recurrent.scans import decayed_attention, delta_rule
+from lpr.model.recurrent.tree import Tree
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
-from lpr.planner.facts import ModelFacts, config_from, facts_of, preset_names, read_preset, resolve
+from lpr.planner.facts import KeptState, ModelFacts, config_from, facts_of, preset_names, read_preset, resolve
 from lpr.planner.footprint import (
     Mesh,
     footprint,
@@ -142,6 +148,41 @@ def test_kv_bytes_are_those_of_the_cache(model_type: str) -> None:
     facts = facts_of(model.config, model_type)
     assert kv_rows(decode, 1, 64) == cache.rows_per_slot
     assert footprint(facts, decode, Mesh(1, 1), 64, 4).kv_bytes == held
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3_next", "granitemoehybrid", "jamba", "mamba2", "lfm2", "recurrent_gemma", "deepseek_v32"],
+)
+def test_bytes_of_recurrent_and_sparse_models_are_those_of_the_engine(name: str) -> None:
+    """States of requests and snapshots, keys of indexers, and weights."""
+    model = tiny_family(next(each for each in dev.family_table.FAMILIES if each.name == name))
+    facts = facts_of(model.config, name)
+    assert weight_bytes(facts, 1, 4) == sum(each.nbytes for each in model.parameters())
+    engine = Engine.from_model(model, decode=DecodeConfig(window_size=3, trie_nodes=8, max_batch_size=2, max_length=64))
+    cache = engine.model.cache
+    assert cache is not None and bool(facts.states) == cache.has_states
+    assert facts.state_bytes(4) == cache.states.bytes_per_place
+    assert kv_row_bytes(facts, 1, 4) == cache.bytes_per_token
+    planned = footprint(facts, engine.decode, Mesh(1, 1), 64, 4)
+    assert planned.state_bytes == cache.num_bytes - cache.bytes_per_token * cache.num_rows
+    assert planned.kv_bytes >= planned.state_bytes and planned.step_bytes > weight_bytes(facts, 1, 4) / 2
+    assert planned.pool_tokens(80 * GIB) > 0
+    assert facts.state_bytes(2) < facts.state_bytes(4) or not facts.states, "windows of convolutions"
+
+
+def test_flops_of_a_scan_are_those_that_are_counted() -> None:
+    """Up to the parts that only some rules have."""
+    heads, size, count = 4, 16, 64
+    shape = (1, count, heads, size)
+    inputs = [torch.zeros(*shape), torch.zeros(*shape), torch.zeros(*shape), torch.zeros(shape[:3])]
+    planned = KeptState((heads, size, size), True, 1).flops(count)
+    tree = Tree.chain(1, count, torch.device("cpu"))
+    for rule, given in ((decayed_attention, inputs), (delta_rule, [*inputs, torch.zeros(shape[:3])])):
+        with FlopCounterMode(display=False) as counted:
+            written = rule(given, torch.zeros(1, heads, size, size), tree)[1]
+            written.after(torch.zeros(1, heads, size, size))
+        assert 0.4 * planned < counted.get_total_flops() <= planned
 
 
 def test_weight_bytes_are_those_of_the_model() -> None:
@@ -292,7 +333,7 @@ def test_bad_files_are_one_line(tmp_path: Path) -> None:
         '[config]\nmodel_type = "no_such_type"': "model_type 'no_such_type'",
         "[config]\nhidden_size = 3": "names no model_type",
         '[config]\nmodel_type = "llama"\nhidden_size = 30': "not a multiple of the number of attention heads",
-        '[config]\nmodel_type = "mamba"': "keeps no K/V",
+        '[config]\nmodel_type = "rwkv"': "recurrent state in no cache",
         '[config]\nmodel_type = "vit"': "the config makes no causal LM",
     }.items():
         path = tmp_path / "bad.toml"

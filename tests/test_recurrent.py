@@ -5,19 +5,26 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import cache
+from operator import eq
 from typing import Any
 
+import numpy as np
 import pytest
 import test_survivors as survivors
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from worlds import ThreadComm, ThreadWorld, generate_on, run_ranks
 
+from dev.families import tiny_model
+from dev.family_table import FAMILIES
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.engine.request import Request
 from lpr.model.paged_cache import PagedCache
 from lpr.model.recurrent import scans
+from lpr.model.recurrent.diagonal import Selective
 from lpr.model.recurrent.states import States
 from lpr.model.recurrent.tree import Tree
 from lpr.model.runner import TreeModel
@@ -42,6 +49,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3},  # a convolution alone
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 2, "expand": 2},  # without attention
 }  # fmt: skip
+BY_NAME = {family.name: family for family in FAMILIES}
 SIZES = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "num_experts": 4, "num_local_experts": 4,
@@ -232,19 +240,14 @@ def state_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def decay_of_another_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    def decays(log_decay: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
-        total = log_decay.cumsum(2)
-        between = total[:, :, :, None] - total[:, :, None]
-        return total, between.masked_fill(~tree.mask[..., None], -torch.inf).exp().squeeze(-1)
-
-    monkeypatch.setattr(scans, "decays", decays)
+    monkeypatch.setattr(scans, "along_paths", lambda values, tree: values.cumsum(2))
 
 
 MUTANTS = [tree_as_chain, window_across_branches, state_too_early, decay_of_another_path]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-@pytest.mark.parametrize("name, full_size", [("qwen3_next", True), ("granitemoehybrid", False)])
+@pytest.mark.parametrize("name, full_size", [("qwen3_next", True), ("granitemoehybrid", False), ("kimi_linear", True)])
 def test_a_wrong_form_is_refused(
     monkeypatch: pytest.MonkeyPatch, name: str, mutant: Callable[[pytest.MonkeyPatch], None], full_size: bool
 ) -> None:
@@ -254,9 +257,95 @@ def test_a_wrong_form_is_refused(
         self_check(TreeModel(hybrid(name, full_size)))
 
 
+@pytest.mark.parametrize("name, mutant", [("recurrent_gemma", tree_as_chain), ("zaya", window_across_branches)])
+def test_a_wrong_form_of_a_replaced_module_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, mutant: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    mutant(monkeypatch)
+    with pytest.raises(InputError, match=f"'{name}' cannot run a token tree: its logits differ"):
+        self_check(TreeModel(tiny_model(BY_NAME[name])))
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the bytes of the largest tensor that is made."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for each in tree_leaves(found):
+            if isinstance(each, Tensor):
+                self.num_bytes = max(self.num_bytes, each.untyped_storage().nbytes())
+        return found
+
+
+def wide_tree(batch: int, count: int) -> Tree:
+    dice = random.Random(5)
+    parents = [[max(-1, entry - dice.randrange(1, 9)) for entry in range(count)] for _ in range(batch)]
+    return Tree(np.array(parents), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("kind", ["per channel", "selective"])
+def test_memory_of_a_tree_of_512_nodes_is_bounded(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All decays per channel would take 256 MiB, all states of Mamba 1 128 MiB. In parts the results are the same."""
+    dice = torch.Generator().manual_seed(0)
+
+    def random_values(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=dice)
+
+    def run(count: int) -> tuple[list[Tensor], int]:
+        dice.manual_seed(0)
+        if kind == "selective":
+            inputs = [random_values(1, count, 2048), torch.rand(1, count, 2048, generator=dice) * 0.1]
+            rule: Any = Selective(-torch.rand(2048, 32, generator=dice)).scan
+            given = [*inputs, random_values(1, count, 32), random_values(1, count, 32)]
+            state = random_values(1, 2048, 32)
+        else:
+            heads, size = 8, 32
+            rule, state = scans.delta_rule, random_values(1, heads, size, size)
+            given = [random_values(1, count, heads, size) * 0.2 for _ in range(3)]
+            given += [-torch.rand(1, count, heads, size, generator=dice), torch.rand(1, count, heads, generator=dice)]
+        path = scans.Path(torch.tensor([[0, 1]]), torch.ones(1, 2, dtype=torch.bool), torch.tensor([1]))
+        with LargestTensor() as largest:
+            out, written = rule(given, state, wide_tree(1, count))
+            after = written.after(state, path)
+        return [out, after], largest.num_bytes
+
+    of_scores = 2 * 8 * 512**2  # of keys and queries, by head
+    most = scans.MOST_VALUES if kind == "selective" else max(scans.MOST_VALUES, of_scores)
+    assert run(512)[1] <= 4 * most <= 16 << 20
+    in_parts = run(96)[0]
+    monkeypatch.setattr(scans, "MOST_VALUES", 1 << 30)
+    torch.testing.assert_close(in_parts, run(96)[0])
+    monkeypatch.setattr(scans, "MOST_VALUES", 1 << 14)
+    torch.testing.assert_close(in_parts, run(96)[0])
+
+
 def test_what_is_refused_by_name() -> None:
     with pytest.raises(InputError, match="'qwen3_next' cannot be exact: .* recurrent"):
         Engine.from_model(shared_model("qwen3_next"), exact=True)
+    with pytest.raises(InputError, match="cannot be compiled: its recurrent layers"):
+        Engine.from_model(shared_model("qwen3_next"), compile="on")
+    model = tiny_model(BY_NAME["recurrent_gemma"])
+    with pytest.raises(InputError, match="no kernel for the recurrent layers of model type 'recurrent_gemma'"):
+        Engine.from_model(model, attention="triton")
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "jamba", "deepseek_v32"])
+def test_half_precision(name: str) -> None:
+    """Scans are fp32. Equal steps give equal ids; others may differ from plain decoding where rounding decides."""
+    model = (hybrid(name) if name in KINDS else tiny_model(BY_NAME[name])).to(torch.bfloat16)
+    params = SamplingParams(max_new_tokens=16)
+    made = [Engine.from_model(model, decode=DecodeConfig(**DECODE, max_batch_size=3)) for _ in range(2)]
+    drafted, again = ([done.token_ids for done in engine.generate(prompts(), params)] for engine in made)
+    assert drafted == again
+    scans = [state for site, state in made[0].replica.like.states.of(0).items() if site[0] == "scan"]
+    assert all(state.dtype == torch.float32 for state in scans)
+    plain = Engine.from_model(model, decode=DecodeConfig.autoregressive()).generate(prompts(), params)
+    pairs = zip(drafted, [done.token_ids for done in plain], strict=True)
+    assert sum(sum(map(eq, *pair)) for pair in pairs) > 0.5 * 16 * len(prompts())
+    with pytest.raises(InputError, match="cannot be exact"):
+        Engine.from_model(model, exact=True)
 
 
 def test_a_rank_dies_and_others_join() -> None:

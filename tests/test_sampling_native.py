@@ -15,7 +15,7 @@ from lpr import native
 from lpr.config import SamplingParams
 from lpr.core.accept import NOT_A_NUMBER
 from lpr.model.sampling import in_cpp, specification
-from lpr.model.sampling.choice import pick
+from lpr.model.sampling.choice import pick, score_steps
 from lpr.model.sampling.selection import Selection
 
 pytestmark = pytest.mark.skipif(native.choose_rows is None, reason="there is no C++ compiler")
@@ -89,7 +89,7 @@ def changed(place: int, change: Callable[[np.ndarray], np.ndarray]) -> Callable[
 
         def mutant(*given: Any) -> None:
             arguments = list(given)
-            arguments[1 + place] = np.ascontiguousarray(change(given[1 + place])).astype(given[1 + place].dtype)
+            arguments[4 + place] = np.ascontiguousarray(change(given[4 + place])).astype(given[4 + place].dtype)
             inner(*arguments)
 
         patch.setattr(native, "choose_rows", mutant)
@@ -144,3 +144,37 @@ def test_a_part_of_the_vocabulary_has_its_own_tokens_noise() -> None:
     for params in PARAMS:
         selection = Selection.build([(params, range(8))]).from_token(1024)
         assert torch.equal(in_cpp.draw(logits, selection), specification.pick(logits, selection))
+
+
+# Candidates.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("vocabulary", [5, 256, 9001])
+def test_candidates_are_the_most_likely_tokens(dtype: torch.dtype, vocabulary: int) -> None:
+    generator = torch.Generator().manual_seed(11)
+    logits = torch.randn(6, vocabulary + 3, generator=generator).mul(4).to(dtype)[:, :vocabulary]
+    logits[1, 2:] = -torch.inf
+    tokens, scores = in_cpp.candidates(logits, 8)
+    top, _ = logits.float().topk(min(8, vocabulary), -1)
+    assert torch.equal(logits.float().gather(1, tokens.long()), top)
+    expected = score_steps(top - logits.float().logsumexp(-1, keepdim=True))
+    assert (scores.int() - expected.int()).abs().max() <= 1  # a logarithm on the border of two steps
+    ties = torch.zeros(1, vocabulary, dtype=dtype)
+    assert in_cpp.candidates(ties, 3)[0].tolist() == [[0, 1, 2]]
+
+
+def test_candidates_of_broken_rows_are_tokens() -> None:
+    logits = torch.zeros(3, 300)
+    logits[0, 7], logits[1], logits[2, 9] = torch.nan, -torch.inf, torch.inf
+    tokens, scores = in_cpp.candidates(logits, 4)
+    assert tokens.min() >= 0 and tokens.max() < 300 and all(len(set(row)) == 4 for row in tokens.tolist())
+    assert scores[:2].eq(255).all()
+
+
+def test_the_likeliest_token_in_half_precision() -> None:
+    logits = torch.randn(40, 5003, generator=torch.Generator().manual_seed(12)).bfloat16()
+    logits[3, 4999], logits[5], logits[6, 2:] = torch.nan, -torch.inf, 9.0
+    expected = specification.pick(logits, Selection.build([]))
+    assert torch.equal(in_cpp.best_tokens(logits), expected)
+    assert torch.equal(in_cpp.best_tokens(logits[:, ::2]), specification.pick(logits[:, ::2], Selection.build([])))

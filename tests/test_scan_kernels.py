@@ -21,6 +21,7 @@ from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.model.graphs import GraphForward
 from lpr.model.paged_cache import PagedCache
 from lpr.model.recurrent import scans
+from lpr.model.recurrent.diagonal import Selective
 from lpr.model.recurrent.tree import Tree
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.choice import gpu_pick
@@ -189,7 +190,7 @@ def selective(world: World) -> tuple[float, float]:
         mine, its_gate = x[row : row + 1, :, real], gate[row : row + 1, :, real]
         dt = F.softplus(steps[row : row + 1, :, real] + bias[:, None])
         inputs = mine.transpose(1, 2), dt.transpose(1, 2), keys[row : row + 1, real], queries[row : row + 1, :, real].mT
-        found, written = scans.Selective(rates).scan(inputs, state, tree)
+        found, written = Selective(rates).scan(inputs, state, tree)
         return (found.mT + mine * skip[:, None]) * F.silu(its_gate), written
 
     return world.differences(out, advance, states, 2, expected)

@@ -12,7 +12,7 @@ import time
 import httpx
 import pytest
 from fake_driver import facts, served
-from serving import serving
+from serving import SMALL, serving
 
 from lpr.engine.waiting import MOST_PRIORITY, Waiting
 from lpr.serve import limits
@@ -56,7 +56,7 @@ def test_connections():
     if hard < wanted + 200:
         pytest.skip(f"this machine allows {hard} open files")
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted + 200), hard))
-    with serving(files=1024) as service, links(httpx.URL(service.url).port, wanted) as idle:
+    with serving(None, *SMALL, files=1024) as service, links(httpx.URL(service.url).port, wanted) as idle:
         assert "--max-connections 2048: only " in service.log()
         took = []
         for _ in range(20):

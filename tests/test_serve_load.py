@@ -81,7 +81,7 @@ def test_a_service_without_keys_answers_under_its_own_names_only():
 def test_an_attacked_service_comes_to_rest(service):
     plan = Plan(url=service.url, key=KEYS[0], other=KEYS[1], probes=["drop", "unread_streams", "fields"], hold=0.2)
     livez, attack = Livez(service.url, 0.02), Attack(plan)
-    time.sleep(3)
+    time.sleep(1.5)
     seen, asked = attack.stop(), livez.asked()
     assert not seen.problems and sum(seen.times.values()) > 2 and set(seen.seen) <= {"drop", "unread_streams", "fields"}
     found = summary(asked)
@@ -135,7 +135,7 @@ def test_a_stall_counts_as_often_as_a_client_would_have_met_it():
 
         threading.Thread(target=answer, daemon=True).start()
         livez = Livez(f"http://127.0.0.1:{server.getsockname()[1]}", 0.05)
-        time.sleep(4)
+        time.sleep(2.5)
         asked = livez.asked()
     late = [ms for _, ms in asked if ms is not None and ms > 100]
     assert 15 < len(late) <= 21 and 900 < max(late) < 1500 and late == sorted(late, reverse=True)

@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -22,14 +23,14 @@ from lpr.fleet.resume import Resumption
 PLAIN = ("--window-size", "0", "--trie-nodes", "0", "--no-access-log")
 """Plain decoding, so that it takes many steps."""
 BODIES = {
-    "greedy": {"prompt": "import os\n", "temperature": 0, "max_tokens": 60, "ignore_eos": True, "logprobs": 1},
+    "greedy": {"prompt": "import os\n", "temperature": 0, "max_tokens": 32, "ignore_eos": True, "logprobs": 1},
     "sampled, with penalties and stop strings": {
-        "prompt": "class A:\n    ", "temperature": 0.8, "seed": 11, "max_tokens": 60, "presence_penalty": 0.5,
-        "frequency_penalty": 0.3, "repetition_penalty": 1.1, "min_tokens": 50, "logprobs": 1,
+        "prompt": "class A:\n    ", "temperature": 0.8, "seed": 11, "max_tokens": 32, "presence_penalty": 0.5,
+        "frequency_penalty": 0.3, "repetition_penalty": 1.1, "min_tokens": 28, "logprobs": 1,
         "stop": ["zq", "\n\n\n\n\n", "self.xyz"],
     },
     "bytes of characters": {
-        "prompt": "# naïve 😀 日本", "temperature": 1.0, "seed": 5, "max_tokens": 60, "ignore_eos": True,
+        "prompt": "# naïve 😀 日本", "temperature": 1.0, "seed": 5, "max_tokens": 32, "ignore_eos": True,
         "logit_bias": dict.fromkeys(map(str, (1531, 248, 224, 164, 247, 100, 129, 104)), 14.0),  # pieces of 😀, 日, é
         "stop": ["\U0001f600\U0001f600"],
     },
@@ -122,29 +123,29 @@ def test_chats_and_whole_answers_go_on(service):
 
 
 def test_a_front_is_killed_and_its_streams_go_on_at_another(service):
-    for body in BODIES.values():
-        body = {**body, "max_tokens": 200, "min_tokens": 150}
-        whole, usage = events_of(service.client, **body)
-        with serving(None, *PLAIN) as lost:
-            ranks = psutil.Process(lost.process.pid).children(recursive=True)
-            assert ranks
-            got = []
-            with (
-                pytest.raises(httpx.HTTPError),
-                lost.client.stream(
-                    "POST", "/v1/completions", json={**body, "stream": True, "return_token_ids": True}
-                ) as response,
-            ):
-                for line in response.iter_lines():
-                    if line.startswith("data: {"):
-                        got += json.loads(line[6:])["choices"]
-                    if len(got) == 20:
-                        os.kill(lost.process.pid, signal.SIGKILL)
-            assert 20 <= len(got) < len(whole)
-            _, alive = psutil.wait_procs(ranks, timeout=30)
-            assert not alive, "ranks outlive their front"
-        assert text_of(got) == text_of(whole[: len(got)])
-        check_resumed(service.client, body, whole, usage, len(got))
+    bodies = [{**body, "max_tokens": 200, "min_tokens": 150} for body in BODIES.values()]
+    wanted = [events_of(service.client, **body) for body in bodies]
+    got = [[] for _ in bodies]
+
+    def take(lost, number):
+        body = {**bodies[number], "stream": True, "return_token_ids": True}
+        with pytest.raises(httpx.HTTPError), lost.client.stream("POST", "/v1/completions", json=body) as response:
+            for line in response.iter_lines():
+                got[number] += json.loads(line[6:])["choices"] if line.startswith("data: {") else []
+                if min(map(len, got)) >= 20:
+                    os.kill(lost.process.pid, signal.SIGKILL)
+
+    with serving(None, *PLAIN) as lost:
+        ranks = psutil.Process(lost.process.pid).children(recursive=True)
+        assert ranks
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            list(pool.map(lambda number: take(lost, number), range(len(bodies))))
+        _, alive = psutil.wait_procs(ranks, timeout=30)
+        assert not alive, "ranks outlive their front"
+    for body, (whole, usage), each in zip(bodies, wanted, got, strict=True):
+        assert 20 <= len(each) < len(whole)
+        assert text_of(each) == text_of(whole[: len(each)])
+        check_resumed(service.client, body, whole, usage, len(each))
 
 
 @pytest.mark.parametrize(

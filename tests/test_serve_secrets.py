@@ -20,7 +20,7 @@ from lpr.serve import link
 from lpr.serve.messages import PROTOCOL, Hello, frame, is_ours
 from lpr.serve.ranks import KEYS, SECRETS, conceal, concealed, split_flags
 from lpr.serve.ranks.line import FrontGoneError, Line
-from tests.serving import serving
+from tests.serving import SMALL, serving
 from tests.stores import HAS_SERVER
 from tests.test_private_store import ANOTHER, LOOPBACK, listeners
 
@@ -50,7 +50,7 @@ def test_a_service_of_two_ranks_shows_and_opens_nothing(tmp_path: Path) -> None:
 
     with redis_server("--requirepass", "sesame") as server:
         url = server.url.replace("//", "//:sesame@")
-        with serving(None, "--api-key", "word-of-key", "--draft-store", url, lp=2) as service:
+        with serving(None, "--api-key", "word-of-key", "--draft-store", url, *SMALL, lp=2) as service:
             front = psutil.Process(service.process.pid)
             others = front.children(recursive=True)
             assert len(others) >= 3, "a supervisor and two ranks"

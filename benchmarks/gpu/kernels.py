@@ -13,8 +13,8 @@ import torch
 
 from benchmarks.common import attempt
 from benchmarks.gpu.models import tree_step
-from benchmarks.gpu.parts import Sizes, median_ms, wait
-from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
+from benchmarks.gpu.parts import Sizes, bundled, measured, median_ms, wait
+from lpr import DecodeConfig, SamplingParams
 from lpr.model.attention import additive
 from lpr.model.capture import CudaCapturer
 from lpr.model.sampling import choice, specification
@@ -36,9 +36,7 @@ def warm_up(sizes: Sizes) -> dict[str, Any]:
     picked = choice.gpu_pick(sizes.device) if sizes.device.type == "cuda" else specification.pick
     sampling_s = time.perf_counter() - began
     began = time.perf_counter()
-    engine = Engine.from_pretrained(
-        bundled_model(), DecodeConfig(window_size=5, trie_nodes=32), dtype=sizes.dtype, device=str(sizes.device)
-    )
+    engine = bundled(DecodeConfig(window_size=5, trie_nodes=32), sizes.device, dtype=sizes.dtype)
     found = {
         "attention": engine.model.attention,
         "sampling": "specification" if picked in (specification.pick, specification.choose) else "kernel",
@@ -71,6 +69,7 @@ def choices(sizes: Sizes) -> dict[str, Any]:
                 run = CudaCapturer(sizes.device).capture(program) if on_gpu else program
                 row[column] = round(1e3 * median_ms(run, sizes.device), 2)
             rows.append(row)
+            measured({"rows": rows})
     wait(sizes.device)
     return {"different": sum(not row["same_ids"] for row in rows), "rows": rows}
 
@@ -92,6 +91,7 @@ def attention(sizes: Sizes, bytes_per_s: float | None) -> dict[str, Any]:
         if bytes_per_s:
             row_bytes = 2 * heads[1] * HEAD_DIM * sizes.dtype.itemsize
             rows[-1]["floor_us"] = round(1e6 * length * row_bytes / bytes_per_s, 2)
+        measured({"rows": rows})
     wins = sum(row["triton"].get("us", math.inf) < row["sdpa"].get("us", math.inf) for row in rows)
     return {"triton_wins": wins, "rows": rows}
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.engines import switch
-from benchmarks.gpu.parts import Sizes, generate, median_ms, rate, wait
+from benchmarks.gpu.parts import Sizes, generate, measured, median_ms, rate, wait
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.model.capture import CudaCapturer
 from lpr.model.inputs import Row
@@ -32,10 +32,11 @@ def random_model(shape: dict[str, Any], sizes: Sizes) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config_from(shape), dtype=sizes.dtype).eval()
 
 
-def tree_step(num_cached: int, count: int, vocab_size: int) -> tuple[list[Row], Selection]:
-    """A greedy step of one random tree of `count` nodes after `num_cached` committed tokens."""
+def tree_step(num_cached: int, count: int, vocab_size: int, is_chain: bool = False) -> tuple[list[Row], Selection]:
+    """A greedy step of one random tree, or chain, of `count` nodes after `num_cached` committed tokens."""
     generator = torch.Generator().manual_seed(count)
     parents = [-1] + [int(torch.randint(node, (), generator=generator)) for node in range(1, count)]
+    parents = list(range(-1, count - 1)) if is_chain else parents
     depths = [0] * count
     for node in range(1, count):
         depths[node] = depths[parents[node]] + 1
@@ -52,35 +53,60 @@ def shapes_like(runner: TreeModel) -> KVCache:
 
 
 def step_times(name: str, model: PreTrainedModel, sizes: Sizes, bytes_per_s: float | None) -> dict[str, Any]:
-    """t(n) of `model` for every cached length, as graphs and eager, and the floor: bytes read over bandwidth."""
+    """t(n) of `model`: as graphs and eager, trees and chains, and the floor, which is bytes read over bandwidth.
+
+    One node and 64 over the shortest length come first, in both forms; then chains; then the rest.
+    """
     embedding: Any = model.get_input_embeddings().weight
     weights = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     if not model.config.tie_word_embeddings:
         weights -= embedding.numel() * embedding.element_size()
-    result: dict[str, Any] = {"weight_bytes": weights, "rows": []}
-    for graphs in (True, False):
-        runner = TreeModel(model, graphs=graphs)
+    result: dict[str, Any] = {"weight_bytes": weights, "rows": [], "chains": []}
+    runners: dict[str, TreeModel] = {}
+    for form in ("graphs", "eager"):
+        runner = TreeModel(model, graphs=form == "graphs")
         runner.allocate(1, max(sizes.lengths), max(sizes.nodes), shapes_like(runner))
-        if graphs and runner.graphs is None:
-            continue
-        assert runner.cache is not None
-        per_token = runner.cache.bytes_per_token
+        if form == "eager" or runner.graphs is not None:
+            runners[form] = runner
+    shortest, first = sizes.lengths[0], (1, sizes.few_nodes[-2])
+    for form, runner in runners.items():
+        _time_row(result, "rows", form, runner, shortest, first, sizes, bytes_per_s)
+    form, runner = next(iter(runners.items()))
+    _time_row(result, "chains", form, runner, shortest, sizes.chains, sizes, bytes_per_s)
+    for form, runner in runners.items():
+        nodes = sizes.nodes if form == "graphs" or sizes.device.type != "cuda" else sizes.few_nodes
         for length in sizes.lengths:
-            nodes = sizes.nodes if graphs or sizes.device.type != "cuda" else sizes.few_nodes
-            times = []
-            for count in nodes:
-                rows, selection = tree_step(length, count, runner.vocab_size)
-                times.append(median_ms(partial(runner.evaluate, rows, selection, 8), sizes.device))
-            row: dict[str, Any] = {"form": "graphs" if graphs else "eager", "kv": length, "nodes": list(nodes)}
-            row["ms"] = [round(each, 4) for each in times]
-            if bytes_per_s:
-                row["floor_ms"] = round((weights + length * per_token) / bytes_per_s * 1e3, 4)
-                row["over_floor"] = [round(each / row["floor_ms"], 3) for each in times]
-            result["rows"].append(row)
-        if graphs:
-            result["graphs"] = {"captured": runner.num_captures, "reason": runner.graph_reason}
-            result["replay_equals_program"] = replay_equals_program(runner, sizes)
+            _time_row(result, "rows", form, runner, length, nodes, sizes, bytes_per_s)
+    if "graphs" in runners:
+        runner = runners["graphs"]
+        result["graphs"] = {"captured": runner.num_captures, "reason": runner.graph_reason}
+        result["replay_equals_program"] = replay_equals_program(runner, sizes)
     return result
+
+
+def _time_row(
+    result: dict[str, Any], kind: str, form: str, runner: TreeModel, length: int, nodes: Sequence[int], sizes: Sizes,
+    bytes_per_s: float | None,
+) -> None:  # fmt: skip
+    """Add the times of steps of `nodes` to the row of a form and a length, one by one, and note each."""
+    assert runner.cache is not None
+    rows = result[kind]
+    row = next((row for row in rows if (row["form"], row["kv"]) == (form, length)), None)
+    if row is None:
+        row = {"form": form, "kv": length, "nodes": [], "ms": []}
+        rows.append(row)
+    for count in nodes:
+        if count in row["nodes"]:
+            continue
+        step = tree_step(length, count, runner.vocab_size, is_chain=kind == "chains")
+        ms = median_ms(partial(runner.evaluate, *step, 8), sizes.device)
+        times = sorted([*zip(row["nodes"], row["ms"], strict=True), (count, round(ms, 4))])
+        row["nodes"], row["ms"] = [each for each, _ in times], [each for _, each in times]
+        if bytes_per_s:
+            read = result["weight_bytes"] + length * runner.cache.bytes_per_token
+            row["floor_ms"] = round(read / bytes_per_s * 1e3, 4)
+            row["over_floor"] = [round(each / row["floor_ms"], 3) for each in row["ms"]]
+        measured(result)
 
 
 def words_of(runner: TreeModel, shape: StaticShape, rows: Sequence[Row], selection: Selection) -> torch.Tensor:
@@ -189,6 +215,7 @@ def large_end_to_end(model: PreTrainedModel, sizes: Sizes) -> dict[str, Any]:
                 "tokens_per_step": round(done.stats.num_tokens / done.stats.num_steps, 3),
                 "ms_per_step": round(1e3 * seconds / done.stats.num_steps, 3),
             }
+            measured(result)
     result["same_text"] = {kind: one == other for kind, (one, other) in texts.items()}
     result["captured"], result["graph_reason"] = engine.model.num_captures, engine.model.graph_reason
     engine.close()
@@ -204,20 +231,23 @@ def run_static(runner: TreeModel, shape: StaticShape, words: torch.Tensor) -> to
 
 
 def compiled_step(model: PreTrainedModel, sizes: Sizes) -> dict[str, Any]:
-    """Steps of one token and of a tree, captured as graphs, with and without torch.compile."""
+    """Steps of a tree and of one token as a program that loads a model has them: packed, captured and compiled.
+
+    Also as they are without; each is noted at once.
+    """
     plain, fused = TreeModel(model, graphs=False), dict[str, Any]()
     on_gpu = sizes.device.type == "cuda"
     plain.allocate(1, max(sizes.lengths), max(sizes.nodes), shapes_like(plain))
     assert plain.cache is not None
     capturer = CudaCapturer(sizes.device) if on_gpu else None
-    for count in (1, max(2, sizes.few_nodes[-2])):
+    for count in (max(2, sizes.few_nodes[-2]), 1):
         step = tree_step(sizes.lengths[0], count, plain.vocab_size)
         shape = static_shape(
             *step, 8, 1, plain.cache.rows_per_slot, NODE_BUCKETS[-1], tree_bits=plain.adapter.reads_bits
         )
         assert shape is not None
         words = words_of(plain, shape, *step).to(sizes.device)
-        times = {}
+        times = fused[f"{shape.num_entries} entries"] = {}
         for compiled in (False, True):
             torch._dynamo.reset()
             model._compiled_call_impl = None
@@ -232,6 +262,48 @@ def compiled_step(model: PreTrainedModel, sizes: Sizes) -> dict[str, Any]:
                 run()
                 times[f"{name}_first_s"] = round(time.perf_counter() - began, 2)
                 times[f"{name}_ms"] = round(median_ms(run, sizes.device), 4)
-        fused[f"{shape.num_entries} entries"] = times
+                measured(fused)
     fused["cost"] = plain.compiled.describe() if plain.compiled is not None else None
     return fused
+
+
+HYBRID = dict(
+    model_type="qwen3_5_text", vocab_size=32000, hidden_size=2048, intermediate_size=6144, num_hidden_layers=8,
+    num_attention_heads=16, num_key_value_heads=2, head_dim=256, tie_word_embeddings=False,
+)  # fmt: skip
+"""A fourth of the layers of a model of 3B: three with the gated delta rule to one with attention."""
+TINY_HYBRID = dict(
+    model_type="qwen3_5_text", vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, head_dim=16,
+    num_attention_heads=4, num_key_value_heads=2, linear_num_key_heads=2, linear_num_value_heads=4,
+    linear_key_head_dim=8, linear_value_head_dim=8, layer_types=["linear_attention", "full_attention"],
+)  # fmt: skip
+
+
+def hybrid_step(sizes: Sizes) -> dict[str, Any]:
+    """Milliseconds of a chain and of a tree of 64 nodes: recurrent layers by Triton kernels, and by torch code.
+
+    `difference` is the largest between their logits of the tree, over the range of the logits.
+    """
+    on_gpu, count = sizes.device.type == "cuda", max(sizes.few_nodes[:3])
+    model = random_model(HYBRID if on_gpu else TINY_HYBRID, sizes)
+    result: dict[str, Any] = {"nodes": count}
+    logits = []
+    for name, attention in {"kernels": "triton", "torch": "sdpa"}.items() if on_gpu else {"torch": "sdpa"}.items():
+        runner, cache = TreeModel(model, attention), PagedCache(1, 256)
+        rows, selection = tree_step(100, count, runner.vocab_size)
+        prompt = Row.chain(0, 0, [3, 5, 7, 9] * 25, 0)
+        runner.adapter.logits([prompt], cache)
+        cache.commit(prompt, range(100))
+        logits.append(runner.adapter.logits(rows, cache).float())
+        runner.allocate(1, 512, count, cache)
+        chain = [Row.chain(0, 100, rows[0].tokens.tolist(), count)]
+        steps = {"chain_ms": chain, "tree_ms": rows}
+        result[name] = {
+            key: round(median_ms(partial(runner.evaluate, each, selection, 8), sizes.device), 3)
+            for key, each in steps.items()
+        }
+        result[name]["captured"] = runner.num_captures
+    if on_gpu:
+        first, second = logits
+        result["difference"] = ((first - second).abs().max() / (second.max() - second.min())).item()
+    return result

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -43,6 +44,8 @@ class Sizes:
     nodes: tuple[int, ...]
     few_nodes: tuple[int, ...]
     """Numbers of nodes that are also timed without graphs."""
+    chains: tuple[int, ...]
+    """Nodes of the chains that trees are compared with."""
     copy_bytes: int
     num_prompts: int
     max_new_tokens: int
@@ -53,12 +56,36 @@ class Sizes:
         """CodeLlama 7B, 13B and 34B in bf16."""
         nodes = tuple(knot for knot in KNOTS if knot <= 512)
         shapes = {name: read_preset(name)["config"] for name in MODELS}
-        return cls(device, shapes, (512, 2048, 8192), nodes, (1, 8, 64, 256), 1 << 31, 8, 128, torch.bfloat16)
+        return cls(device, shapes, (512, 2048, 8192), nodes, (1, 8, 64, 256), (16, 64), 1 << 31, 8, 128, torch.bfloat16)
 
     @classmethod
     def tiny(cls, device: torch.device) -> Sizes:
         """For any machine, in seconds."""
-        return cls(device, {"tiny": TINY}, (32, 64), (1, 2, 8), (1, 8), 1 << 20, 2, 12, torch.float32)
+        return cls(device, {"tiny": TINY}, (32, 64), (1, 2, 8), (1, 8), (2, 8), 1 << 20, 2, 12, torch.float32)
+
+
+_listeners: list[Callable[[dict[str, Any]], None]] = []
+
+
+@contextmanager
+def listened(listener: Callable[[dict[str, Any]], None]) -> Iterator[None]:
+    """Call `listener` with what a section has so far, whenever it has measured something."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.pop()
+
+
+def measured(result: dict[str, Any]) -> None:
+    """Note what a section has so far: a section that is cut off keeps it."""
+    for listener in _listeners:
+        listener(result)
+
+
+def bundled(decode: DecodeConfig, device: torch.device, **options: Any) -> Engine:
+    """An engine with the bundled model; nothing is compiled, which would take most of a section's time."""
+    return Engine.from_pretrained(bundled_model(), decode, device=str(device), compile="off", **options)
 
 
 def wait(device: torch.device) -> None:
@@ -101,26 +128,23 @@ def correctness(sizes: Sizes, prompts: Sequence[str]) -> dict[str, Any]:
     tokens = sizes.max_new_tokens
     sampled = SamplingParams(max_new_tokens=tokens, temperature=0.8, top_p=0.95, seed=7)
     kinds = {"greedy": SamplingParams(max_new_tokens=tokens), "seeded": sampled}
-    plain = Engine.from_pretrained(
-        bundled_model(), DecodeConfig.autoregressive(), dtype="float32", device="cpu", graphs=False
-    )
+    plain = bundled(DecodeConfig.autoregressive(), torch.device("cpu"), dtype="float32", graphs=False)
     expected = {name: _ids(plain, prompts, params) for name, params in kinds.items()}
     decode = DecodeConfig(window_size=5, trie_nodes=32, max_batch_size=4)
-    result: dict[str, Any] = {"prompts": len(prompts), "max_new_tokens": tokens}
+    result: dict[str, Any] = {"prompts": len(prompts), "max_new_tokens": tokens, "ids": expected}
+    all_ids = []
     for graphs in (False, True):
-        engine = Engine.from_pretrained(
-            bundled_model(), decode, dtype="float32", device=str(sizes.device), graphs=graphs
-        )
+        engine = bundled(decode, sizes.device, dtype="float32", graphs=graphs)
         found = {name: _ids(engine, prompts, params) for name, params in kinds.items()}
         result["graphs" if graphs else "eager"] = {
             "equal_to_cpu": {name: _same(found[name], expected[name]) for name in kinds},
             "captured": engine.model.num_captures,
             "graph_reason": engine.model.graph_reason,
         }
-        result.setdefault("_ids", []).append(found)
-    eager, captured = result.pop("_ids")
+        all_ids.append(found)
+        measured(result)
+    eager, captured = all_ids
     result["graphs_equal_to_eager"] = {name: _same(captured[name], eager[name]) for name in kinds}
-    result["ids"] = expected
     return result
 
 
@@ -139,13 +163,13 @@ def end_to_end(sizes: Sizes, prompts: Sequence[str]) -> dict[str, Any]:
     stock: Any = AutoModelForCausalLM.from_pretrained(bundled_model(), dtype="auto")
     stock.to(device)
     result: dict[str, Any] = {}
-    encode = Engine.from_pretrained(bundled_model(), DecodeConfig.autoregressive(), device=str(device), graphs=False)
+    encode = bundled(DecodeConfig.autoregressive(), device, graphs=False)
     ids = [encode.encode(prompt) for prompt in prompts]
     result["transformers eager"] = rate(lambda prompt: generate(stock, prompt, tokens), ids, device)
     for graphs in (False, True) if device.type == "cuda" else (False,):
         settings = {"autoregressive": DecodeConfig.autoregressive(max_batch_size=1)}
         settings["auto"] = DecodeConfig(max_batch_size=1)
-        engine = Engine.from_pretrained(bundled_model(), settings["auto"], device=str(device), graphs=graphs)
+        engine = bundled(settings["auto"], device, graphs=graphs)
         for name, decode in settings.items():
             switch(engine, decode)
             numbers: list[tuple[int, int]] = []
@@ -161,6 +185,7 @@ def end_to_end(sizes: Sizes, prompts: Sequence[str]) -> dict[str, Any]:
             emitted, steps = (sum(column) for column in zip(*numbers, strict=True))
             result[label]["tokens_per_step"] = round(emitted / steps, 3)
             result[label]["sizes"] = {field: getattr(engine.sizes, field) for field in SIZES}
+            measured(result)
     return result
 
 
@@ -185,7 +210,7 @@ def host_share(sizes: Sizes, prompt: str) -> dict[str, Any]:
     result = {}
     for nodes in (1, 32, 64):
         decode = DecodeConfig(window_size=0, trie_nodes=nodes - 1, max_batch_size=1)
-        engine = Engine.from_pretrained(bundled_model(), decode, device=str(sizes.device), graphs=graphs)
+        engine = bundled(decode, sizes.device, graphs=graphs)
         clock = engine.hooks = StepClock(time.perf_counter)
         request = engine.submit(prompt, SamplingParams(max_new_tokens=sizes.max_new_tokens, ignore_eos=True))
         parts: list[dict[str, float]] = []
@@ -199,6 +224,7 @@ def host_share(sizes: Sizes, prompt: str) -> dict[str, Any]:
         result[f"{nodes} nodes"] = {
             name: round(statistics.median(part[name] for part in parts[2:]), 4) for name in parts[0]
         }
+        measured(result)
     return result
 
 
@@ -212,9 +238,7 @@ def exact_mode(sizes: Sizes, prompts: Sequence[str]) -> dict[str, Any]:
     params = SamplingParams(max_new_tokens=sizes.max_new_tokens, ignore_eos=True)
     both = DecodeConfig(window_size=5, trie_nodes=32, max_batch_size=4)
     for exact in (False, True):
-        load = partial(
-            Engine.from_pretrained, bundled_model(), plain(), dtype=half, device=str(sizes.device), exact=exact
-        )
+        load = partial(bundled, plain(), sizes.device, dtype=half, exact=exact)
         try:
             engine = load(graphs=False)
         except InputError as refused:
@@ -231,4 +255,5 @@ def exact_mode(sizes: Sizes, prompts: Sequence[str]) -> dict[str, Any]:
             found.append(_ids(engine, prompts, params))
             engine.close()
         result["equal with exact" if exact else "equal without"] = _same(*found)
+        measured(result)
     return result

@@ -144,7 +144,7 @@ class FileJob:
             if line.error is not None:
                 raise InputError(line.error)
             params = replace(self.sampling, **line.sampling)
-            submitted[engine.submit(line.prompt, params, id=line.number)] = line
+            submitted[engine.submit(line.prompt, params, id=line.number, prediction=line.prediction)] = line
         except InputError as failure:
             message = str(failure) if line.error else f"line {line.number}: {failure}"
             self._complain(message)

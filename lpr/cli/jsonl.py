@@ -29,6 +29,8 @@ class PromptLine:
     """The line's other fields, which its output line keeps."""
     sampling: dict[str, Any] = field(default_factory=dict)
     """Those of them that are fields of SamplingParams; they override the command's for this line."""
+    prediction: str | list[int] | None = None
+    """Text or token ids that the output is likely to repeat in large part."""
     error: str | None = None
 
 
@@ -57,14 +59,14 @@ def _parse(number: int, raw: bytes) -> PromptLine:
         return PromptLine(number, error=f"line {number} is not JSON: {failure}")
     if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
         return PromptLine(number, error=f'line {number} has no string "prompt"')
-    prompt = record.pop("prompt")
+    prompt, prediction = record.pop("prompt"), record.get("prediction")
     sampling = {name: record[name] for name in _SAMPLING_FIELDS if name in record}
     try:
         # A line may contradict a default that the command's flags change; the engine checks both together.
         checked = SamplingParams(**{"max_new_tokens": 2**31 - 1, **sampling})
     except InputError as failure:
         return PromptLine(number, prompt, record, error=f"line {number}: {failure}")
-    return PromptLine(number, prompt, record, {name: getattr(checked, name) for name in sampling})
+    return PromptLine(number, prompt, record, {name: getattr(checked, name) for name in sampling}, prediction)
 
 
 def _encoded(record: str) -> bytes:

@@ -83,7 +83,7 @@ def _offer(found: dict[int, int], place: int, strength: int) -> None:
 
 
 def _near(tokens: Sequence[int], anchor: int, context: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Places behind the first occurrences of the last token of `context` around `anchor`, and the lengths of matches."""
+    """Places behind occurrences of the last token of `context` around `anchor`, and the lengths of their matches."""
     left = constants.NEAR_PLACES
     for place in range(max(0, anchor - constants.NEAR_BEFORE), min(anchor + constants.NEAR_AFTER, len(tokens))):
         if tokens[place] == context[-1] and left:

@@ -42,9 +42,9 @@ def place_rows(
 ) -> None:
     """Write a step's rows into int32 `words`: B rows of T entries each, those of each row at its end.
 
-    In this order: ancestors in bits [B, T, 2 * max(2, ceil(T / 64))], tokens, positions and cache rows [B, T], committed and
-    real entries [B]. `tables` are the rows' pages, int32 [B, pages]. `entries` are int32 [3, n] per row (see
-    `row_entries`); rows beyond them are empty. What is not an entry is written to the spare row of the cache.
+    In this order: ancestors in bits [B, T, 2 * max(2, ceil(T / 64))], tokens, positions and cache rows [B, T],
+    committed and real entries [B]. `tables` are the rows' pages, int32 [B, pages]. `entries` are int32 [3, n] per row
+    (see `row_entries`); rows beyond them are empty. What is not an entry is written to the spare row of the cache.
     """
     num_words = max(2, -(-num_entries // WORD_BITS))
     sizes = [(batch, num_entries, 2 * num_words), *[(batch, num_entries)] * 3, (batch,), (batch,)]

@@ -45,7 +45,7 @@ def make_connected(store: dist.Store, rank: int, size: int, device: torch.device
     """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = _TIMEOUT
-    made = dist.ProcessGroupNCCL(store, rank, size, options)  # its sockets check a random number of the store's
+    made: Any = dist.ProcessGroupNCCL(store, rank, size, options)  # its sockets check a random number of the store's
     with torch.cuda.device(device):  # a new thread begins with the first one
         made.eager_connect_single_device(device)
         found = torch.empty(size, dtype=torch.int32, device=device)

@@ -28,7 +28,7 @@ from lpr.engine.hooks import StepHooks
 from lpr.engine.options import EngineOptions
 from lpr.engine.replica import Replica
 from lpr.engine.request import Completion, Prompt, Request
-from lpr.engine.requests import check_request, encode_prompt
+from lpr.engine.requests import check_request, encode_prediction, encode_prompt
 from lpr.engine.scheduler import Scheduler
 from lpr.engine.trie_file import fingerprint_of, read_history, write_trie
 from lpr.model.loader import Loaded, load, wrap
@@ -181,6 +181,8 @@ class Engine:
         arrived: float | None = None,
         share: str = "",
         weight: float = 1.0,
+        prediction: Prompt | None = None,
+        predicted: tuple[int, int] = (0, 0),
     ) -> Request:
         """Queue a request; `step` advances it. Raises InputError for a prompt that cannot be completed.
 
@@ -191,13 +193,16 @@ class Engine:
         K/V with those of the same `tenant`, and with `learns` False no drafts at all; neither changes their output.
         With `details`, chunks name the draft source of each token. `arrived` is in seconds of time.monotonic; default:
         now. Requests wait in the order of arrival, shifted by `priority` (see lpr.engine.waiting); those of different
-        `share` get slots in proportion to their `weight` (see lpr.engine.sharing).
+        `share` get slots in proportion to their `weight` (see lpr.engine.sharing). `prediction` is a text, or ids, that
+        the output is likely to repeat in large part: it is drafted from, and never changes the output. `predicted` are
+        the counts of an earlier run (see lpr.protocol.Submit).
         """
         params = params if params is not None else SamplingParams()
         if not 0 < weight < math.inf:
             raise InputError(f"weight={weight!r} must be a number above 0")
         fields = {"priority": priority, "tenant": tenant, "learns": learns, "details": details}
-        fields |= {"share": share, "weight": weight}
+        known = encode_prediction(prediction, self.tokenizer, self.model.vocab_size, self.max_length)
+        fields |= {"share": share, "weight": weight, "prediction": known, "predicted": predicted}
         request = self._make(prompt, params, logits_processors, id, delivered, arrived, **fields)
         self.driver.submit(request)
         return request

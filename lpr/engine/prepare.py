@@ -15,6 +15,7 @@ from lpr.core.step_times import StepTimes
 from lpr.dist.comm import Comm, agree, is_alone, is_driver
 from lpr.engine.exchange import check_replica, common_heights, worst_of_replica
 from lpr.engine.options import EngineOptions, load_step_times
+from lpr.model.compiled import refusal
 from lpr.model.cpu.accelerate import accelerate
 from lpr.model.kv_cache import KVCache
 from lpr.model.loader import Loaded, model_digest, tokenizer_digest
@@ -43,11 +44,11 @@ def prepare(
     shared = None
     if comm.tp_mesh is not None:
         part = vocabulary_part(loaded.model)
-        of_replica = (partial(each, comm) for each in (check_replica, common_heights, worst_of_replica))
-        shared = SharedWeights(*of_replica, part)
+        heights, worst = partial(common_heights, comm), partial(worst_of_replica, comm)
+        shared = SharedWeights(partial(check_replica, comm), heights, worst, part)
     model = TreeModel(loaded.model, options.attention, options.graphs, options.exact, shared)
     comm.before_close(model.release)
-    failure, costs, like = None, None, None
+    failure, costs, like, compiles = None, None, None, False
     facts, replica_facts = {}, {}
     is_compared = not is_alone(comm) or comm.membership is not None
     if is_compared:
@@ -58,15 +59,18 @@ def prepare(
             pack_projections(loaded.model)
         like = _accelerated(model) if _is_accelerated(model, loaded, comm) else self_check(model)
         model.sampler.check_part(model.adapter)
-        if compiles:  # a failure leaves steps as they were, if `options` do not ask for compiling
-            model.compile()
-            check_compiled(model, like)
-            assert model.compiled is not None
-            if options.compile == "on" and model.compiled.reason is not None:
-                raise InputError(f"this model cannot be compiled: {model.compiled.reason}")
         longest_sequence(loaded, decode)
         if is_driver(comm):
             costs = load_step_times(options.costs) if isinstance(options.costs, Path) else options.costs
+        if compiles and is_driver(comm):
+            _compile(model, like, options, decode)
+    except InputError as error:
+        failure = str(error)
+    agree(comm, failure)
+    try:  # the others read what the driver has written to the disk
+        if compiles and not is_driver(comm):
+            assert like is not None
+            _compile(model, like, options, decode)
     except InputError as error:
         failure = str(error)
     if is_compared:
@@ -112,13 +116,25 @@ def _accelerated(model: TreeModel) -> KVCache:
 def _compiles(model: TreeModel, loaded: Loaded, options: EngineOptions, comm: Comm) -> bool:
     """True if the model is to be compiled; raises InputError if `options` ask for it and it cannot be."""
     wanted, captures = options.compile, model.capturer is not None
+    why = refusal(loaded.model)
+    if wanted == "on" and why is not None:
+        raise InputError(f"this model cannot be compiled: {why}")
     if wanted == "on" and not captures:
         raise InputError(f"compile works on captured steps: {model.graph_reason or 'it needs a GPU and graphs=True'}")
     if wanted == "on" and options.exact:
         raise InputError("compile adds in an order that the compiler chooses: it cannot be exact")
     # The program may call a model that it has loaded itself, and collectives have not been compiled yet.
-    mine = captures and loaded.is_ours and comm.tp_mesh is None
+    mine = captures and loaded.is_ours and comm.tp_mesh is None and why is None
     return wanted == "on" or (wanted == "auto" and mine and not options.exact)
+
+
+def _compile(model: TreeModel, like: KVCache, options: EngineOptions, decode: DecodeConfig) -> None:
+    """Compile the model and check it; a failure leaves steps as they were, unless `options` ask for compiling."""
+    model.compile()
+    check_compiled(model, like, decode.max_batch_size)
+    assert model.compiled is not None
+    if options.compile == "on" and model.compiled.reason is not None:
+        raise InputError(f"this model cannot be compiled: {model.compiled.reason}")
 
 
 def _machine(model: TreeModel, options: EngineOptions) -> dict[str, int]:

@@ -194,7 +194,7 @@ class Replica:
     def _new_state(self, request: Request, computed: Sequence[int]) -> SequenceState:
         source, stop_ids = self.drafts.source(request, self.scheduler.running), request.text_stream.stop_ids
         known = request.tokens, request.params, self.sizes, self.comm.size, source, computed
-        state = SequenceState(*known, request.longest, stop_ids)
+        state = SequenceState(*known, request.longest, stop_ids, request.prediction, request.num_prompt)
         state.homes = request.homes
         return state
 

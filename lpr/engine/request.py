@@ -87,6 +87,8 @@ class Request:
         """False if it has processors of the caller: they are code, so only a rank that submitted it can go on."""
         self.is_plain = self.params.temperature == 0 and self.processors is None and self.params.logprobs is None
         """True if each next token is the likeliest one, without processors and log-probabilities."""
+        self.predicted = command.predicted
+        """Tokens drafted from the prediction, and those of them in the output, up to the last `collect`."""
         self.finish_reason: str | None = None
         """None while the request goes on, then as in Completion."""
         self.error: str | None = None
@@ -116,7 +118,14 @@ class Request:
     @property
     def submit(self) -> Submit:
         """The command that submits this request as it is now."""
-        return msgspec.structs.replace(self._command, token_ids=list(self.tokens), arrived=self.arrived)
+        self.collect()
+        now = {"token_ids": list(self.tokens), "arrived": self.arrived, "predicted": self.predicted}
+        return msgspec.structs.replace(self._command, **now)
+
+    @property
+    def prediction(self) -> list[int]:
+        """Tokens that the output is expected to follow where it can."""
+        return self._command.prediction
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -209,6 +218,7 @@ class Request:
         known.extend(self.token_ids[:num_tokens])
         at = len(known.take())  # the text that comes with these tokens, wherever steps ended
         chunk = Chunk(self.id, ids, self.text_stream.taken[at:], start=num_tokens, start_character=at)
+        chunk.predicted = self.predicted
         if self.params.logprobs is not None:
             chunk.logprobs = self._logprobs[len(self._logprobs) - len(ids) :]
         if self.details:
@@ -241,6 +251,11 @@ class Request:
             found = [outcome.logprobs[node] for node in path[:taken]]
             chunk.logprobs = [TokenLogprobs(each.logprob, each.top[: self.params.logprobs]) for each in found]
             self._logprobs += chunk.logprobs
+        if self.prediction:
+            sources = outcome.concluded.tree.sources
+            num_accepted = sum(sources[node] == Source.PREDICTION for node in path[1 : 1 + taken])
+            drafted, accepted = self.predicted
+            self.predicted = drafted + sources.count(Source.PREDICTION), accepted + num_accepted
         if self.details:
             sources = outcome.concluded.tree.sources
             named = [Source(sources[node]).name.lower() for node in path[1 : 1 + taken]]
@@ -251,6 +266,7 @@ class Request:
         self._add(chunk)
 
     def _add(self, chunk: Chunk) -> None:
+        chunk.predicted = self.predicted
         if self.finish_reason is not None:
             chunk.finish_reason, chunk.stop_reason = self.finish_reason, self.text_stream.stop_reason
             chunk.usage = self._stats.usage(min(self.num_cached_tokens, self.num_prompt))

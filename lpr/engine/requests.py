@@ -56,7 +56,9 @@ class RequestTable:
             if command.has_processors:
                 raise InputError(f"request {command.id} has logits processors, which are code: submit it on every rank")
             request = self.make(command)
-        elif (request.tokens, request.params) != (command.token_ids, command.params):
+        elif (request.tokens, request.params, request.prediction) != (
+            command.token_ids, command.params, command.prediction
+        ):  # fmt: skip
             raise DesyncError(f"request {command.id} of this rank differs from that of rank 0")
         request.arrived = command.arrived  # rank 0's clock orders the queue
         self.open[command.id] = request
@@ -65,21 +67,34 @@ class RequestTable:
 
 def encode_prompt(prompt: Prompt, tokenizer: Any | None, vocab_size: int) -> list[int]:
     """The token ids of a prompt; raises InputError if it is empty or has an id outside the vocabulary."""
-    if not isinstance(prompt, str):
-        try:
-            ids = [operator.index(token) for token in prompt]
-        except TypeError:
-            raise InputError(f"a prompt is text or a list of token ids, not {reprlib.repr(prompt)}") from None
-    elif tokenizer is None:
-        raise InputError("this model has no tokenizer: give prompts as lists of token ids")
-    else:
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as failure:
-            raise InputError(f"the prompt is no Unicode text: {failure.reason} at {failure.start}") from None
-        ids = list(tokenizer(prompt)["input_ids"])
+    ids = _encode(prompt, tokenizer, vocab_size, "prompt")
     if not ids:
         raise InputError("the prompt is empty: a model needs at least one token to continue")
+    return ids
+
+
+def encode_prediction(prediction: Prompt | None, tokenizer: Any | None, vocab_size: int, longest: int) -> list[int]:
+    """The first `longest` token ids of a prediction, without special tokens; raises InputError as `encode_prompt`."""
+    if prediction is None:
+        return []
+    return _encode(prediction, tokenizer, vocab_size, "prediction", add_special_tokens=False)[:longest]
+
+
+def _encode(text: Prompt, tokenizer: Any | None, vocab_size: int, name: str, **options: bool) -> list[int]:
+    """The token ids of a text, by the tokenizer with these options, or as they are given; raises InputError."""
+    if not isinstance(text, str):
+        try:
+            ids = [operator.index(token) for token in text]
+        except TypeError:
+            raise InputError(f"a {name} is text or a list of token ids, not {reprlib.repr(text)}") from None
+    elif tokenizer is None:
+        raise InputError(f"this model has no tokenizer: give {name}s as lists of token ids")
+    else:
+        try:
+            text.encode()
+        except UnicodeEncodeError as failure:
+            raise InputError(f"the {name} is no Unicode text: {failure.reason} at {failure.start}") from None
+        ids = list(tokenizer(text, **options)["input_ids"])
     if outside := [token for token in ids if not 0 <= token < vocab_size]:
         raise InputError(f"token id {outside[0]} is not in the model's vocabulary of {vocab_size}")
     return ids

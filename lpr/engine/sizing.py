@@ -6,7 +6,7 @@ now and then sends its step times to all ranks, itself included, as a command.
 
 from __future__ import annotations
 
-import statistics
+import math
 import time
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ from lpr.config import DecodeConfig, SamplingParams, TreeSizes
 from lpr.core.budget import total
 from lpr.core.concurrent_load import ConcurrentLoad, Work, times_under_load
 from lpr.core.constants import KNOTS
-from lpr.core.step_times import SHORTEST_KV, Key, StepTimes, StepTimesTracker, at_knots
+from lpr.core.step_times import SHORTEST_KV, Key, StepTimes, StepTimesTracker, at_knots, interpolate
 from lpr.dist.comm import Comm, is_driver
 from lpr.engine.request import Outcome, Request
 from lpr.model.inputs import Row
@@ -37,9 +37,11 @@ LONGEST_STEP = 4.0
 """Automatic sizes end where a step takes this many times as long as one that evaluates one token."""
 FEWEST_NODES = 16
 """Least nodes per rank of automatic sizes: a draft that is sure of itself pays almost anywhere."""
-ROUNDS = 4
+ROUNDS = 6
 """Times that each number of nodes is timed."""
-ENOUGH = 1.2
+CHEAP = 2.0
+"""After the first round, only numbers of nodes that take up to this many times as long as a single token are timed."""
+ENOUGH = 1.5
 """Seconds, per batch size, after which no further round begins: steps correct what is measured."""
 LONGEST = 0.5
 """Seconds of the first round, per cached length, after which no larger tree is tried."""
@@ -184,8 +186,17 @@ def measure_step_times(
     rows: dict[Key, list[float]] = {}
     for batch in sorted({1, min(max_batch_size, LARGEST_BATCH)}):
         for kv, row in _measure_rows(model, like, comm, batch, max_nodes, lengths).items():
-            rows[batch, kv] = row
+            rows[batch, kv] = row if batch == 1 else _below_batch(row, rows[1, kv], batch)
     return StepTimes(rows)
+
+
+def _below_batch(row: list[float], single: list[float], batch: int) -> list[float]:
+    """The `row` of a batch with times below its least number of tokens, which smaller batches interpolate.
+
+    No step of this batch is as small, so they are those of a `single` sequence and the constant difference.
+    """
+    more = max(0.0, interpolate(row, batch) - interpolate(single, batch))
+    return [ms if knot >= batch else alone + more for knot, ms, alone in zip(KNOTS, row, single, strict=True)]
 
 
 def _measure_rows(
@@ -193,9 +204,10 @@ def _measure_rows(
 ) -> dict[int, list[float]]:
     """Milliseconds at KNOTS of a batch, by the number of cached tokens of each sequence.
 
-    Each forward is timed right after one without drafts, and the median of their ratios counts: the speed of a shared
-    machine changes from second to second by more than the difference. Ranks of a tensor-parallel replica compute a
-    forward together, so all ranks run the same ones: rank 0's time of each forward decides whether to go on.
+    The shortest of several times counts, since whatever else runs on the machine makes a forward longer and nothing
+    makes it shorter. The cheap trees are timed most often: decisions between them are about a tenth of their time.
+    Ranks of a tensor-parallel replica compute a forward together, so all ranks run the same ones: rank 0's time of each
+    forward decides whether to go on.
     """
     model.allocate(batch, max(lengths), max_nodes, like)
 
@@ -205,31 +217,27 @@ def _measure_rows(
 
     counts = [batch * knot for knot in KNOTS if knot <= max(2, max_nodes // batch)]
     sizes = {kv: list(counts) for kv in lengths}
-    ratios: dict[tuple[int, int], list[float]] = {}
-    without_drafts: list[float] = []
+    shortest: dict[int, dict[int, float]] = {kv: {} for kv in lengths}
     spent = 0.0
     _time_once(model, batch, batch, lengths[0])  # the first forward of all sets libraries up
     for number in range(ROUNDS):
         if spent > ENOUGH * 1e3:
             break
         for kv in lengths:
-            round_began = spent
+            round_began, times = spent, shortest[kv]
             for index, count in enumerate(sizes[kv]):
                 if not number and (model.graphs is not None or model.device.type == "cuda"):
                     _time_once(model, batch, count, kv)  # captures a graph, compiles kernels
-                before = milliseconds(batch, lengths[0])
                 took = milliseconds(count, kv)
-                without_drafts.append(before)
-                ratios.setdefault((kv, count), []).append(took / before)
-                spent += before + took
-                if not number and index and (spent - round_began > LONGEST * 1e3 or took > STEEPEST * before):
-                    del sizes[kv][index + 1 :]
+                if not number and index and took > STEEPEST * times[batch]:
+                    took = min(took, milliseconds(count, kv))  # another program may have disturbed it
+                times[count] = min(took, times.get(count, math.inf))
+                spent += took
+                is_late = spent - round_began > LONGEST * 1e3 or took > STEEPEST * times[batch]
+                if not number and index and is_late:
                     break
-    level = statistics.median(without_drafts)
-    return {
-        kv: at_knots(counts, [level * statistics.median(ratios[kv, count]) for count in counts])
-        for kv, counts in sizes.items()
-    }
+            sizes[kv] = [count for count in times if times[count] <= CHEAP * times[batch]]
+    return {kv: at_knots(list(times), list(times.values())) for kv, times in shortest.items()}
 
 
 def _time_once(model: TreeModel, batch: int, count: int, kv: int) -> float:
@@ -244,5 +252,6 @@ def _time_once(model: TreeModel, batch: int, count: int, kv: int) -> float:
         rows.append(Row(slot, kv - 2, [0] * size, [-1] + [0] * (size - 1), positions, size))
     selection = Selection.build([(SamplingParams(), row.positions.tolist()) for row in rows])
     began = time.perf_counter()
-    model.evaluate(rows, selection, min(8, model.vocab_size)).cpu()
+    num_candidates = min(8, model.vocab_size) if count > batch else 0  # as steps do
+    model.evaluate(rows, selection, num_candidates).cpu()
     return time.perf_counter() - began

@@ -19,6 +19,7 @@ from lpr.model.inputs import build_inputs, build_page_inputs
 from lpr.model.kernels.hook import EXACT_KERNELS, KERNELS, load_kernel
 from lpr.model.kernels.native_attention import why_not_native
 from lpr.model.kv_cache import KVCache
+from lpr.model.recurrent.plug import has_kernels
 from lpr.model.sparse import SPARSE_ATTENTION, selects
 from lpr.model.step_inputs import Row, StepInputs, step_scope
 from lpr.model.text_part import set_attention, takes_positions
@@ -72,7 +73,7 @@ class Adapter:
         if not self.model._can_set_attn_implementation() or selects(self.config):
             return "sdpa"
         if self.device.type == "cuda":
-            return "triton" if find_spec("triton") else "sdpa"
+            return "triton" if find_spec("triton") and has_kernels(self.model) else "sdpa"
         return "native" if self.device.type == "cpu" and why_not_native(self.model.dtype) is None else "sdpa"
 
     @property
@@ -100,6 +101,9 @@ class Adapter:
             why = why_not_native(self.model.dtype) if self.device.type == "cpu" else "it runs on a CPU"
             if why is not None:
                 raise InputError(f"attention='native' cannot be used: {why}; use attention='auto'")
+        if choice == "triton" and not has_kernels(self.model):
+            owner = f"the recurrent layers of model type {self.config.model_type!r}"
+            raise InputError(f"attention='triton' has no kernel for {owner}; use attention='sdpa'")
         if choice in KERNELS and selects(self.config):
             raise InputError(f"attention={choice!r} knows no sparse attention; use attention='sdpa'")
         plain = SPARSE_ATTENTION if selects(self.config) else TREE_ATTENTION

@@ -206,7 +206,8 @@ def _folded_mask(mask: Tensor, group: int) -> Tensor:
 
 def _attend_with_extras(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
     """Attention with what SDPA lacks: soft-capped scores, sinks [B, Hk, T, 1], a bias on scores."""
-    scores = (query @ key.transpose(-1, -2)).float() * scoring.scale
+    # Scaled before, as a product of half precision may exceed the largest float16.
+    scores = ((query * scoring.scale) @ key.transpose(-1, -2)).float()
     if scoring.softcap is not None:
         scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
     if scoring.bias is not None:

@@ -15,9 +15,11 @@ from pathlib import Path
 
 import torch
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+from transformers import PreTrainedModel
 
 from lpr.config import first_line
 from lpr.model.adapter import Adapter
+from lpr.model.families import is_recurrent
 from lpr.model.kv_cache import KVCache
 from lpr.model.step_inputs import StepInputs
 
@@ -25,6 +27,11 @@ logger = logging.getLogger(__name__)
 
 MOST_FORMS = 64
 """Forms of a step that may be compiled; torch's own limit is 8."""
+
+
+def refusal(model: PreTrainedModel) -> str | None:
+    """The reason why the steps of `model` cannot be compiled, or None."""
+    return "its recurrent layers keep what a step evaluates outside of its graph" if is_recurrent(model) else None
 
 
 def compiled_folder() -> Path:

@@ -25,6 +25,13 @@ _RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 _RECURRENT = "recurrent state: {} the past into one state by code of its own, which cannot follow a tree's branches"
 
 
+_REASONS = {
+    "rwkv": "recurrent state in no cache: its forward returns it in a list",
+    "xlstm": "recurrent state in a cache of its own, scaled by a running maximum",
+    "inkling2_text": "recurrent state behind convolutions whose weights each token chooses, as it does attention sinks",
+}
+
+
 def refusal(model: PreTrainedModel) -> str | None:
     """The reason in its config why this model cannot evaluate a tree; None if it has none."""
     config: Any = model.config.get_text_config(decoder=True)
@@ -33,6 +40,8 @@ def refusal(model: PreTrainedModel) -> str | None:
     kinds = getattr(config, "layer_types", None)
     if kinds and "reference_sliding_attention" in kinds:
         return "the window of its reference_sliding_attention layers begins where a prompt ends"
+    if config.model_type in _REASONS:
+        return _REASONS[config.model_type]
     if is_recurrent(model) and not is_pluggable(model):
         recurrent = sorted(_RECURRENT_LAYERS.intersection(kinds or ()))
         return _RECURRENT.format(f"its {recurrent[0]} layers fold" if recurrent else "it folds")
@@ -66,6 +75,8 @@ def position_limit(config: Any) -> tuple[int, str] | None:
     Longrope (Phi-3 128k) takes other frequencies for *all* rows of a forward, at all positions, as soon as one
     position passes the original context. Drafts and neighbours in the batch would then change a text.
     """
+    if limit := getattr(config, "log_scaling_n_floor", None):  # Inkling
+        return int(limit), "beyond them attention is scaled by the cache row of a token"
     for each in rope_parameters(config):
         if each.get("rope_type") == "longrope":
             name = "original_max_position_embeddings"
@@ -193,6 +204,26 @@ def _gpt_neo(model: Any) -> None:
         attention.bias = _PositionWindow(stock, model.config.window_size if local else stock.shape[3])
 
 
+def _inkling(model: Any) -> None:
+    """Attention adds a bias by distance, counted in cache rows."""
+    for module in model.modules():
+        if hasattr(module, "rel_extent") and hasattr(module, "proj"):
+            module.forward = partial(_relative_logits, module, module.forward)
+
+
+def _relative_logits(
+    module: Any, stock: Callable[..., torch.Tensor], states: torch.Tensor, *rows: torch.Tensor
+) -> torch.Tensor:
+    """As InklingRelativeLogits.forward: [B, H, T, KV] of `states` [B, T, H, D]."""
+    step = current_step()
+    if step is None:
+        return stock(states, *rows)
+    logits = (states @ module.proj).transpose(1, 2)
+    distance = (step.positions[:, :, None] - _cached_positions(step)[:, None])[:, None]
+    index = distance.clamp(0, module.rel_extent - 1).expand(-1, logits.shape[1], -1, -1)
+    return logits.gather(-1, index).masked_fill((distance < 0) | (distance >= module.rel_extent), 0.0)
+
+
 def _gpt_neox_japanese(model: Any) -> None:
     """Attention takes a `view` of the keys, which the cache returns as a strided view of its rows."""
     for layer in model.base_model.layers:
@@ -236,6 +267,7 @@ _SHIMS: dict[str, Callable[[Any], None]] = {
     "falcon": _falcon,
     "gpt_neo": _gpt_neo,
     "gpt_neox_japanese": _gpt_neox_japanese,
+    "inkling_text": _inkling,
     "llama4_text": _llama4,
     "mpt": _mpt,
 }

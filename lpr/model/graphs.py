@@ -29,12 +29,12 @@ from lpr.model.static_inputs import (
     FEW_KEYS,
     KV_BUCKETS,
     NODE_BUCKETS,
-    WIDE_KV,
     StaticShape,
     bucket_of,
     node_buckets,
     power_of_two,
     static_shape,
+    wide_kv,
 )
 from lpr.model.step_inputs import Row
 from lpr.model.transfer import Upload
@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 MAX_GRAPHS = 256
 """Graphs kept; the one not used for longest goes first."""
+MOST_COMMON = 192
+"""Graphs captured at the start."""
 PENDING = 32
 """Entries beyond the tree's nodes that a graph may hold: committed tokens that another rank has evaluated."""
 CAPTURED, FAILED, WRONG = range(3)
@@ -230,7 +232,8 @@ class GraphForward(EagerForward):
         """The shapes captured at the start, the largest first: the smaller ones then find their memory in the pool.
 
         Where attention reads bits these are all steps of up to `max_entries` entries, but for sampled ones of more than
-        FEW_KEYS positions a sequence; else the greedy steps of one sequence over the first lengths.
+        FEW_KEYS positions a sequence; else the greedy steps of one sequence over the first lengths. Of more than
+        MOST_COMMON these are the ones of fewest entries: graphs that push each other out are captured while serving.
         """
         self._num_candidates = num_candidates
         rows, num_slots, bits = self.cache.rows_per_slot, self.cache.num_slots, self.adapter.reads_bits
@@ -240,18 +243,18 @@ class GraphForward(EagerForward):
         sizes = [size for size in node_buckets(1, self._height) if size <= self.max_entries]
         shapes = []
         if bits:
-            lengths = {min(size, rows) for size in (*WIDE_KV, rows)}
             for batch in {min(power_of_two(count), num_slots) for count in range(1, num_slots + 1)}:
                 buckets = node_buckets(batch, self._height)
                 longest = bucket_of(self.max_entries, buckets)
                 mine = sizes if batch == 1 else [size for size in buckets if size <= longest]
-                shapes += [(batch, *each) for each in product(mine, lengths, (0, batch * FEW_KEYS))]
+                shapes += [(batch, *each) for each in product(mine, wide_kv(batch, rows), (0, batch * FEW_KEYS))]
         else:
             sizes = [size for size in sizes if size <= bucket_of(self._max_nodes, NODE_BUCKETS)]
             short = {min(size, rows) for size in KV_BUCKETS if size <= COMMON_KV}
             shapes = [(1, size, length, 0) for size, length in product(sizes, short) if size <= length]
-        return [
+        found = [
             StaticShape(0, batch, size, length, num_candidates if size > 1 else 0, num_keys, filtered, bits, tables)
-            for batch, size, length, num_keys in sorted(shapes, reverse=True)
-            for filtered in ((True, False) if num_keys and self.sampler.part is not None else (num_keys > 0,))
+            for batch, size, length, num_keys in sorted(shapes, key=lambda each: (each[0] * each[1], each))
+            for filtered in ((False, True) if num_keys and self.sampler.part is not None else (num_keys > 0,))
         ]
+        return found[:MOST_COMMON][::-1]

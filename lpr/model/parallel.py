@@ -139,7 +139,7 @@ def check_split(config: PretrainedConfig, tp: int, backend: str, has_plan: bool,
         )
     if backend == "transformers" and not by_heads:
         return
-    if not hasattr(config, "num_attention_heads"):  # raises an AttributeError where layers differ
+    if "num_attention_heads" in (getattr(config, "per_layer_attributes", None) or ()):
         raise InputError(f"the layers of model type {family!r} differ in their attention heads; --tp 1 works")
     heads, kv_heads = config.num_attention_heads, num_kv_heads(config)
     sizes = [n for n in _divisors(heads) if kv_heads % n == 0 or (backend == "transformers" and n % kv_heads == 0)]

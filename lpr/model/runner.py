@@ -146,8 +146,8 @@ class TreeModel:
             self.cache = like.resized(num_slots, rows, num_pages, num_snapshots)
             parts = self.adapter, self.sampler, self.cache, self._hear_replica
             if self.capturer is not None:
-                how = {"capturer": self.capturer, "model": self.compiled or self.adapter, "worst": self._shared.worst}
-                self.forward = GraphForward(*parts, **how)
+                model = self.compiled or self.adapter
+                self.forward = GraphForward(*parts, capturer=self.capturer, model=model, worst=self._shared.worst)
             else:
                 self.forward = EagerForward(*parts)
         if self.graphs is not None:

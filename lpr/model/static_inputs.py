@@ -30,6 +30,8 @@ BATCH_NODE_BUCKETS = (1, 16, 48, 96, 192, 384, 1024)
 """T of a batch: fewer, as there are several batch sizes."""
 WIDE_KV = (1024,)
 """KV where a kernel reads the lengths: there it only decides into how many parts the keys are split."""
+WIDE_BATCH = 8
+"""Sequences from which on they are not split for the length, as they fill a GPU."""
 FEW_KEYS = 16
 """Noise keys for each sequence of a shape that samples; trees of more positions have a shape with one for each row."""
 
@@ -151,9 +153,9 @@ def static_shape(
     batch = min(power_of_two(len(rows)), num_slots - first)
     num_entries = bucket_of(longest, node_buckets(batch, height))
     num_keys = batch * (FEW_KEYS if selection.num_keys <= batch * FEW_KEYS else num_entries)
-    kv_bucket = min(bucket_of(num_kv, (*WIDE_KV, rows_per_slot) if tree_bits else KV_BUCKETS), rows_per_slot)
+    kv_bucket = bucket_of(num_kv, wide_kv(batch, rows_per_slot) if tree_bits else KV_BUCKETS)
     num_keys = num_keys if selection.sampled else 0
-    sizes = (first, batch, num_entries, kv_bucket, num_candidates)
+    sizes = (first, batch, num_entries, min(kv_bucket, rows_per_slot), num_candidates)
     filtered = selection.filtered if in_parts else selection.sampled
     return _known_shape(*sizes, num_keys, filtered, tree_bits, tree_bits and tables, in_parts and selection.is_wide)
 
@@ -169,6 +171,12 @@ def node_buckets(batch: int, height: int) -> Sequence[int]:
     if height == 1:
         return NODE_BUCKETS if batch == 1 else BATCH_NODE_BUCKETS
     return [size for size in NODE_BUCKETS if size % height == 0]
+
+
+def wide_kv(batch: int, rows_per_slot: int) -> Sequence[int]:
+    """The values of KV where a kernel reads the lengths, for a batch of that size."""
+    shorter = [size for size in WIDE_KV if size < rows_per_slot and batch < WIDE_BATCH]
+    return [*shorter, rows_per_slot]
 
 
 def bucket_of(count: int, buckets: Sequence[int]) -> int:

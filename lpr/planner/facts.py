@@ -23,7 +23,11 @@ from transformers.cache_utils import DynamicCache
 from transformers.utils import logging as transformers_logging
 
 from lpr.config import DecodeConfig, InputError
+from lpr.model.adapter import Adapter
 from lpr.model.families import refusal
+from lpr.model.paged_cache import PagedCache
+from lpr.model.parallel import splits_heads, splits_layers
+from lpr.model.step_inputs import Row
 from lpr.model.text_part import empty_decoder
 
 DTYPE_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -60,6 +64,30 @@ class KeptRows:
 
 
 @dataclass(frozen=True)
+class KeptState:
+    """States of one shape that `count` layers keep of a request, however long it is."""
+
+    shape: tuple[int, ...]
+    """Of a convolution [channels, inputs], in the model's dtype; of a scan [heads, K, V] or [channels, K], in fp32."""
+    is_scan: bool
+    count: int
+
+    def num_bytes(self, element_size: int) -> int:
+        """Bytes of all of them."""
+        return self.count * math.prod(self.shape) * (4 if self.is_scan else element_size)
+
+    def flops(self, num_tokens: int) -> float:
+        """Floating point operations of a chunk or tree, at most: the delta rule reads its states twice and writes them.
+
+        Besides, each token has scores of two kinds with the others, and a triangular system to solve.
+        """
+        if not self.is_scan:
+            return 2.0 * self.count * num_tokens * self.shape[0] * (self.shape[1] + 1)
+        pairs = num_tokens * self.shape[0] * (2 * self.shape[1] + 2 * self.shape[2]) if len(self.shape) == 3 else 0
+        return self.count * num_tokens * (6.0 * math.prod(self.shape) + 2.0 * pairs)
+
+
+@dataclass(frozen=True)
 class Collective:
     """A collective that the plan puts after `count` modules, over `width` values of each token."""
 
@@ -81,8 +109,8 @@ class ModelFacts:
     """The checkpoint's own, bfloat16 if the config does not say."""
     weights: tuple[Weights, ...]
     kept: tuple[KeptRows, ...]
-    state_bytes: int
-    """Bytes of the convolution and recurrent states of one request, in all layers, in fp32 and on every rank."""
+    states: tuple[KeptState, ...]
+    """Of recurrent layers, whole on every rank."""
     indexer_heads: int
     """Heads of sparse attention's indexers, which score every key."""
     collectives: tuple[Collective, ...]
@@ -103,6 +131,10 @@ class ModelFacts:
     max_positions: int | None
     num_experts: int
     experts_per_token: int
+
+    def state_bytes(self, element_size: int) -> int:
+        """Bytes of the recurrent states of one request, as lpr keeps them."""
+        return sum(each.num_bytes(element_size) for each in self.states)
 
     @property
     def num_parameters(self) -> int:
@@ -153,14 +185,14 @@ def facts_of(config: PretrainedConfig, name: str) -> ModelFacts:
         with torch.device("meta"):
             model = empty_decoder(config).eval()
         reason = refusal(model)
-        cache = _filled_cache(model) if reason is None else DynamicCache()
+        cache = _filled_cache(model) if reason is None else PagedCache(1, 1)
     except Exception as failure:  # model code raises what it likes; all mean that this config makes no usable model
         raise InputError(f"{name}: the config makes no causal LM: {reason_of(failure)}") from failure
     if reason is not None:
         raise InputError(f"{name}: model type {text.model_type!r} cannot run a token tree: {reason}")
-    kept = tuple(KeptRows(*shape, count) for shape, count in Counter(_row_shapes(cache)).items())
-    if not kept:
-        raise InputError(f"{name}: model type {text.model_type!r} keeps no K/V")
+    pairs = [(keys.shape[1], keys.shape[2], values.shape[2]) for keys, values in cache.layer_tensors.values()]
+    kept = tuple(KeptRows(*shape, count) for shape, count in Counter(pairs).items())
+    found = Counter((tuple(state.shape), site[0] == "scan") for site, state in cache.states.of(0).items())
     plan = dict(model.tp_plan or {})
     splits = [key.rpartition(".")[2] for key, style in plan.items() if style == "colwise"]
     dtype = str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
@@ -170,22 +202,29 @@ def facts_of(config: PretrainedConfig, name: str) -> ModelFacts:
         dtype=dtype if dtype in DTYPE_SIZES else "bfloat16",
         weights=_weights(model, plan),
         kept=kept,
-        state_bytes=4 * _state_values(cache),
+        states=tuple(KeptState(*each, count) for each, count in found.items()),
         indexer_heads=_first(text, "index_n_heads") or 0,
         collectives=_collectives(model, plan),
-        has_plan=bool(plan),
-        splits_queries=any(name in ("q_proj", "q_b_proj", *_FUSED) for name in splits),
+        has_plan=splits_layers(plan),
+        splits_queries=splits_heads(plan),
         splits_kv=any(name in ("k_proj", *_FUSED) for name in splits),
         fused_heads=any(name in _FUSED for name in splits),
         num_layers=text.num_hidden_layers,
-        num_heads=text.num_attention_heads,
-        num_kv_heads=max(rows.num_heads for rows in kept),
+        num_heads=_num_heads(text),
+        num_kv_heads=max((rows.num_heads for rows in kept), default=1),
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
         max_positions=_first(text, "max_position_embeddings", "n_positions", "seq_length", "max_seq_len"),
         num_experts=_first(text, "num_local_experts", "num_experts", "n_routed_experts") or 0,
         experts_per_token=_first(text, "num_experts_per_tok", "moe_topk") or 0,
     )
+
+
+def _num_heads(config: Any) -> int:
+    """Attention heads, of the layer with most of them; 0 without attention."""
+    if "num_attention_heads" in (getattr(config, "per_layer_attributes", None) or ()):
+        return max(layer.num_attention_heads for layer in config.per_layer_config)
+    return getattr(config, "num_attention_heads", 0)
 
 
 def _first(config: PretrainedConfig, *names: str) -> int | None:
@@ -224,38 +263,22 @@ def _collectives(model: PreTrainedModel, plan: dict[str, str]) -> tuple[Collecti
     return tuple(Collective(kind, width, count, per_result) for (kind, width, per_result), count in found.items())
 
 
-def _filled_cache(model: PreTrainedModel) -> DynamicCache:
-    """The cache of one token. lpr keeps every token of every layer, also where attention slides."""
+def _filled_cache(model: PreTrainedModel) -> PagedCache:
+    """lpr's cache of one token. It keeps every token of every layer, also where attention slides."""
     for name, module in model.named_modules():
         if name.endswith(".experts"):  # routing depends on values, which meta tensors have not
             module.forward = lambda hidden, *args, **kwargs: hidden
-    with torch.no_grad(), torch.device("meta"):
-        return _cache_of(model, torch.zeros(1, 1, dtype=torch.long))
-
-
-def _cache_of(model: PreTrainedModel, input_ids: torch.Tensor) -> DynamicCache:
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    model(input_ids=input_ids, past_key_values=cache, use_cache=True)
+    cache = PagedCache(1, 1)
+    Adapter(model, attention="sdpa").logits([Row.chain(0, 0, [0], 1)], cache)
     return cache
 
 
 def kept_shapes(model: PreTrainedModel, input_ids: torch.Tensor) -> list[tuple[int, int, int]]:
     """Heads, key size and value size of each layer that keeps K/V, as one forward over `input_ids` shows them."""
-    return _row_shapes(_cache_of(model, input_ids))
-
-
-def _row_shapes(cache: DynamicCache) -> list[tuple[int, int, int]]:
-    layers: list[Any] = list(cache.layers)
-    kept = [layer for layer in layers if getattr(layer, "keys", None) is not None]
-    indexers = [getattr(layer, name, None) for layer in layers for name in ("indexer_keys", "idx_keys")]
-    shapes = [(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in kept]
-    return shapes + [(1, keys.shape[-1], 0) for keys in indexers if keys is not None]
-
-
-def _state_values(cache: DynamicCache) -> int:
-    """Values of the states that layers keep of a request, however long it is."""
-    states = (getattr(layer, name, {}) for layer in cache.layers for name in ("conv_states", "recurrent_states"))
-    return sum(state.numel() for each in states for state in each.values() if state is not None)
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    model(input_ids=input_ids, past_key_values=cache, use_cache=True)
+    layers: list[Any] = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
+    return [(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in layers]
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from lpr.config import PAGE_SIZE, DecodeConfig, InputError
 from lpr.core.wire import payload_words
 from lpr.engine.kv_pool import GPU_SHARE, usable_tokens
+from lpr.engine.state_snapshots import SNAPSHOTS_PER_SLOT
 from lpr.model.inputs import round_up
 from lpr.planner.facts import ModelFacts, Weights
 
@@ -55,11 +56,11 @@ class Footprint:
     """The reason why the model cannot be split so; the other fields are 0 then."""
     weight_bytes: int = 0
     kv_bytes: int = 0
-    """K/V of the requests that must run at once, each with a full context."""
+    """K/V and states of the requests that must run at once, each with a full context."""
     kv_row_bytes: int = 0
     """K/V of one token."""
     state_bytes: int = 0
-    """States of recurrent layers, a part of `kv_bytes`."""
+    """States of recurrent layers with their snapshots, a part of `kv_bytes`."""
     activation_bytes: int = 0
     step_bytes: int = 0
     """Least bytes that a step reads: the weights it uses and the K/V of a full context."""
@@ -78,7 +79,7 @@ class Footprint:
     def pool_tokens(self, memory: int) -> int:
         """Tokens whose K/V lpr makes room for on a GPU with `memory` bytes, as the engine sizes its pool of pages."""
         free = memory - self.total_bytes + self.kv_bytes - self.state_bytes
-        if self.problem is not None or free <= 0 or not self.kv_row_bytes:
+        if self.problem is not None or free <= 0:
             return 0
         return int(GPU_SHARE * usable_tokens(free, self.kv_row_bytes)) // PAGE_SIZE * PAGE_SIZE
 
@@ -190,7 +191,7 @@ def read_bytes(facts: ModelFacts, tp: int, element_size: int, num_tokens: int) -
 
 
 def forward_flops(facts: ModelFacts, tp: int, num_tokens: int, num_kv: int) -> float:
-    """Floating point operations of a forward's matrix products on one rank: 2 per weight and token, and attention."""
+    """Floating point operations of a forward on one rank: 2 per weight and token, attention, and scans over a tree."""
     used = 0.0
     for weights in facts.weights:
         if weights.is_lookup or len(weights.shape) < 2:
@@ -201,7 +202,7 @@ def forward_flops(facts: ModelFacts, tp: int, num_tokens: int, num_kv: int) -> f
     attention = 0.0
     for rows in facts.kept:
         attention += rows.count * (rows.key_dim + rows.value_dim) * (heads if rows.value_dim else facts.indexer_heads)
-    return 2.0 * num_tokens * (used + attention * num_kv)
+    return 2.0 * num_tokens * (used + attention * num_kv) + sum(each.flops(num_tokens) for each in facts.states)
 
 
 def activation_bytes(facts: ModelFacts, decode: DecodeConfig, mesh: Mesh, max_length: int, element_size: int) -> int:
@@ -248,15 +249,16 @@ def footprint(
         return Footprint(mesh, problem)
     batch = decode.max_batch_size
     tokens = batch * decode.resolved().num_nodes
-    row_bytes, states = kv_row_bytes(facts, mesh.tp, element_size), batch * facts.state_bytes
+    row_bytes, states = kv_row_bytes(facts, mesh.tp, element_size), batch * facts.state_bytes(element_size)
+    places = (1 + SNAPSHOTS_PER_SLOT) * states
     return Footprint(
         mesh=mesh,
         problem=None,
         weight_bytes=weight_bytes(facts, mesh.tp, element_size),
         # One row is spare, for padding.
-        kv_bytes=((num_full or batch) * kv_rows(decode, mesh.lp, max_length) + 1) * row_bytes + states,
+        kv_bytes=((num_full or batch) * kv_rows(decode, mesh.lp, max_length) + 1) * row_bytes + places,
         kv_row_bytes=row_bytes,
-        state_bytes=states,
+        state_bytes=places,
         activation_bytes=activation_bytes(facts, decode, mesh, max_length, element_size),
         step_bytes=read_bytes(facts, mesh.tp, element_size, tokens) + batch * max_length * row_bytes + states,
         lp=Traffic(1, payload_bytes(decode, mesh.lp)) if mesh.lp > 1 else Traffic(0, 0),

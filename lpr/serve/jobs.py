@@ -31,6 +31,8 @@ class Wanted:
     params: SamplingParams
     delivered: Sequence[int] = ()
     """Output ids that another service has delivered: the text goes on after them."""
+    prediction: Sequence[int] = ()
+    """Ids that the output is likely to repeat in large part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +72,9 @@ class Job:
     """Characters of text delivered so far. None until the driver says how many those of another service were."""
     deaths: int = 0
     """How often in a row all ranks died while they worked on this, without a token in between."""
+    prediction: Sequence[int] = ()
+    predicted: tuple[int, int] = (0, 0)
+    """Tokens drafted from the prediction, and those of them in the output (lpr.protocol.Submit)."""
     lone_deaths: int = 0
     """How often in a row they worked on nothing else then."""
     is_complete: bool = False

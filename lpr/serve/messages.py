@@ -20,7 +20,7 @@ import msgspec
 from lpr.fleet.counts import DraftCounts
 from lpr.protocol import Abort, Chunk, ProtocolError, Stop, Submit
 
-PROTOCOL = 8
+PROTOCOL = 9
 """Version of these messages. A driver of another version is refused."""
 MAX_MESSAGE = 1 << 30
 """Longest message in bytes. A greater length is noise."""

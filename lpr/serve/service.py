@@ -121,6 +121,7 @@ class Service:
         Its chunks go to `chunks`. One that is not `ready` takes room in the queue, and begins after `release`.
         """
         job = Job(next(self._ids), wanted.prompt_ids, wanted.params, terms, chunks, token_ids=list(wanted.delivered))
+        job.prediction = wanted.prediction
         if wanted.delivered:
             job.num_delivered, job.num_characters = len(wanted.delivered), None
         self._jobs.add(job, ready)
@@ -280,6 +281,8 @@ class Service:
                     weight=self.weights.get(job.terms.key, 1.0),
                     details=job.terms.details,
                     arrived=job.arrived if job.begun is None else -math.inf,
+                    prediction=list(job.prediction),
+                    predicted=job.predicted,
                 )
             )
 
@@ -291,6 +294,7 @@ class Service:
             job.num_characters = chunk.start_character
         chunk = chunk.after(len(job.token_ids), job.num_characters)
         now = time.monotonic()
+        job.predicted = max(job.predicted, chunk.predicted)
         if chunk.token_ids:
             acquit(job)
             job.token_ids += chunk.token_ids

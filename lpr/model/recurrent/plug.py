@@ -20,8 +20,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from lpr.model.recurrent import lightning
-from lpr.model.recurrent.scans import DECAYED, DELTA, Rule, Selective
+from lpr.model.recurrent import lightning, modules
+from lpr.model.recurrent.diagonal import Selective
+from lpr.model.recurrent.scans import DECAYED, DELTA, Rule
 from lpr.model.recurrent.states import States
 from lpr.model.step_inputs import current_step
 
@@ -98,7 +99,7 @@ def _selective(
     dt = dt + delta_bias.to(dt.dtype)[..., None] if delta_bias is not None else dt
     dt = F.softplus(dt) if delta_softplus else dt
     inputs = [each.float().transpose(1, 2) for each in (hidden_states, dt, B, C)]
-    out = states.scan(Rule(Selective(A.float()).scan, padding=(1,)), inputs, A.shape).transpose(1, 2)
+    out = states.scan(Rule(Selective(A.float()).scan, Selective.padding), inputs, A.shape).transpose(1, 2)
     out = out if D is None else out + hidden_states * D[:, None]
     return out if z is None else out * F.silu(z), out.new_empty(0)
 
@@ -120,13 +121,20 @@ def _places(model: PreTrainedModel) -> list[tuple[Any, str]]:
 
 
 def is_pluggable(model: PreTrainedModel) -> bool:
-    """True if transformers calls the convolution or the scan of its layers by names that are known here."""
-    return bool(_places(model)) or any(map(lightning.is_lightning, model.modules()))
+    """True if its layers call their convolution or scan by names that are known here, or are known themselves."""
+    found = bool(_places(model)) or any(map(lightning.is_lightning, model.modules()))
+    return found or bool(modules.replaced(model))
+
+
+def has_kernels(model: PreTrainedModel) -> bool:
+    """True if the Triton kernels know all of its recurrent layers."""
+    return not modules.replaced(model)
 
 
 def install(model: PreTrainedModel) -> None:
     """Let the recurrent layers of `model` evaluate trees within a step."""
     lightning.install(model)
+    modules.install(model)
     for file, name in _places(model):
         stock = getattr(file, name)
         if not hasattr(stock, "stock"):

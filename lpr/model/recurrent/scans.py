@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Protocol
 
 import torch
@@ -23,6 +24,9 @@ from lpr.model.recurrent.tree import Tree
 
 PIECE = 64
 """Entries of a chain that are evaluated at once."""
+MOST_VALUES = 1 << 20
+"""Values (4 MiB) of the largest temporary that holds decays per channel or states of entries. If one entry's decays to
+all others, or one channel's states, are more, these."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,12 @@ def convolve(
     return activation(out).to(x.dtype)
 
 
+def windows(x: Tensor, before: Tensor, tree: Tree) -> Tensor:
+    """[B, C, n, width]: the last inputs along each entry's path, its own last. x and `before` as `convolve`."""
+    whole, index = torch.cat([before, x], -1), tree.windows(before.shape[2] + 1)
+    return gather_entries(whole, index.flatten(1)).unflatten(2, index.shape[1:])
+
+
 def gather_entries(values: Tensor, index: Tensor) -> Tensor:
     """`values` [B, C, n] at `index` [B, m]: [B, C, m]."""
     if len(values) == 1:
@@ -150,21 +160,32 @@ class Outer:
         return last.exp().transpose(2, 3) * state + weighted.transpose(2, 3) @ values
 
 
-def decays(log_decay: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
-    """Sums along paths [B, H, n, 1 or K] of logarithms of decay, and decays between entries [B, H, n, n, (K)].
+def along_paths(values: Tensor, tree: Tree) -> Tensor:
+    """Sums of `values` [B, H, n, K] over each entry and its ancestors."""
+    return tree.mask.to(values.dtype) @ values
 
-    Between an entry and what is not its ancestor the decay is 0.
+
+def decayed_scores(readers: Sequence[Tensor], keys: Tensor, log_decay: Tensor, tree: Tree) -> list[Tensor]:
+    """Sums of `log_decay` [B, H, n, 1 or K] along paths, and the scores of each of `readers` [B, H, n, K].
+
+    Scores are [B, H, n, n]: products with the `keys` [B, H, n, K] of ancestors, decayed. Decays per channel are made
+    for a few entries at a time (MOST_VALUES).
     """
-    total = tree.mask.to(log_decay.dtype) @ log_decay
-    between = total[:, :, :, None] - total[:, :, None]
-    return total, between.masked_fill(~tree.mask[..., None], -torch.inf).exp().squeeze(-1)
-
-
-def scores(queries: Tensor, keys: Tensor, between: Tensor) -> Tensor:
-    """[B, H, n, n]: products of queries and earlier keys, decayed."""
-    if between.dim() == 4:
-        return queries @ keys.transpose(2, 3) * between
-    return torch.einsum("bhik,bhjk,bhijk->bhij", queries, keys, between)
+    total, hidden = along_paths(log_decay, tree), ~tree.mask
+    if log_decay.shape[3] == 1:
+        between = (total - total.transpose(2, 3)).masked_fill_(hidden, -torch.inf).exp_()
+        return [total, *(each @ keys.transpose(2, 3) * between for each in readers)]
+    batch, heads, count, size = keys.shape
+    found = keys.new_zeros(len(readers), batch, heads, count, count)
+    rows = min(batch, max(1, MOST_VALUES // (heads * count * size)))
+    entries = max(1, MOST_VALUES // (rows * heads * count * size))
+    for row, first in product(range(0, batch, rows), range(0, count, entries)):
+        end, here = min(first + entries, count), slice(row, row + rows)  # ancestors of these lie before `end`
+        between = total[here, :, first:end, None] - total[here, :, None, :end]
+        between.masked_fill_(hidden[here, :, first:end, :end, None], -torch.inf).exp_().mul_(keys[here, :, None, :end])
+        several = torch.stack([each[here, :, first:end] for each in readers], -1)
+        found[:, here, :, first:end, :end] = (between @ several).movedim(-1, 0)
+    return [total, *found]
 
 
 def decayed_attention(inputs: Sequence[Tensor], state: Tensor, tree: Tree) -> tuple[Tensor, Outer]:
@@ -173,8 +194,8 @@ def decayed_attention(inputs: Sequence[Tensor], state: Tensor, tree: Tree) -> tu
     Source: mamba2_chunk_scan and MiniMaxLightningAttention of transformers.
     """
     queries, keys, values, decay = (each.transpose(1, 2) for each in inputs)
-    total, between = decays(decay[..., None], tree)
-    out = total.exp() * (queries @ state) + scores(queries, keys, between) @ values
+    total, scores = decayed_scores([queries], keys, decay[..., None], tree)
+    out = total.exp() * (queries @ state) + scores @ values
     return out.transpose(1, 2), Outer(keys, values, total)
 
 
@@ -186,65 +207,15 @@ def delta_rule(inputs: Sequence[Tensor], state: Tensor, tree: Tree) -> tuple[Ten
     Kimi Delta Attention (arXiv 2510.26692). Source: torch_chunk_gated_delta_rule, chunk_kimi_delta_attention.
     """
     queries, keys, values, decay, beta = (each.transpose(1, 2) for each in inputs)
-    total, between = decays(decay if decay.dim() == 4 else decay[..., None], tree)
+    decay = decay if decay.dim() == 4 else decay[..., None]
+    total, among_keys, scores = decayed_scores([keys, queries], keys, decay, tree)
     beta, read = beta[..., None], total.exp()
-    system = beta * scores(keys, keys, between)  # its diagonal counts as 1
+    system = beta * among_keys  # its diagonal counts as 1
     wanted = beta * (values - read * keys @ state)
     written = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-    out = (read * queries) @ state + scores(queries, keys, between) @ written
+    out = (read * queries) @ state + scores @ written
     return out.transpose(1, 2), Outer(keys, written, total)
 
 
 DECAYED = Rule(decayed_attention, padding=(2, 3))
 DELTA = Rule(delta_rule, padding=(3, 4))
-
-
-# Mamba 1.
-
-
-@dataclass(frozen=True)
-class Selective:
-    """The selective scan of Mamba 1 (arXiv 2312.00752): each channel and place of its state has its own decay.
-
-    That has no chunk form by matrix products. States of all entries are computed, depth by depth.
-    """
-
-    rates: Tensor
-    """A [C, K], negative."""
-
-    def scan(self, inputs: Sequence[Tensor], state: Tensor, tree: Tree) -> tuple[Tensor, Steps]:
-        """x and dt [B, n, C], B and C [B, n, K], state [B, C, K]; returns [B, n, C]. Source: mamba_selective_scan."""
-        states = self.states(inputs, state, tree)
-        out = (states @ inputs[3][..., None]).squeeze(-1)
-        return out, Steps(self, list(inputs), states[:, -1].clone())
-
-    def states(self, inputs: Sequence[Tensor], state: Tensor, tree: Tree) -> Tensor:
-        """The states [B, n, C, K] behind all entries."""
-        x, steps, keys, _ = inputs
-        batch, count = x.shape[:2]
-        found = torch.cat([x.new_empty(batch * count, *state.shape[1:]), state])
-        x, steps, keys = (x * steps).flatten(0, 1), steps.flatten(0, 1), keys.flatten(0, 1)
-        for entries, parents in tree.levels:
-            decay = (steps[entries, :, None] * self.rates).exp()
-            found[entries] = decay * found[parents] + x[entries, :, None] * keys[entries, None]
-        return found[: batch * count].unflatten(0, (batch, count))
-
-
-@dataclass(frozen=True)
-class Steps:
-    """The inputs of a selective scan; states of all entries would take K times as much."""
-
-    rule: Selective
-    inputs: list[Tensor]
-    last: Tensor
-    """The state behind the last entry."""
-
-    def after(self, state: Tensor, path: Path | None = None) -> Tensor:
-        """The state [B, C, K] behind a path."""
-        if path is None:
-            return self.last
-        if not path.entries.shape[1]:
-            return state
-        along = [path.of(each, 1) for each in self.inputs]
-        along[1] = along[1] * path.real[..., None]
-        return self.rule.states(along, state, Tree.chain(len(state), along[0].shape[1], state.device))[:, -1]

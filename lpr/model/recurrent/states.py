@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from lpr.model.recurrent.layout import Layout, Site, layouts
-from lpr.model.recurrent.scans import Convolved, Rule, convolve, run_chain
+from lpr.model.recurrent.scans import Convolved, Rule, convolve, run_chain, windows
+from lpr.model.recurrent.tree import Tree
 from lpr.model.step_inputs import Row, StepInputs, current_step
 
 if TYPE_CHECKING:
@@ -150,17 +151,27 @@ class States:
         self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Callable[[Tensor], Tensor]
     ) -> Tensor:
         """The convolution of x [R, C, N] by weight [C, width]: [R, C, N]."""
-        outputs, width = [], weight.shape[1]
+        return self._along(
+            x, weight.shape[1], lambda part, before, tree: convolve(part, before, tree, weight, bias, activation)
+        )
+
+    def windows(self, x: Tensor, width: int) -> Tensor:
+        """The last `width` of x [R, C, N] along the path of each entry, its own last: [R, C, N, width]."""
+        return self._along(x, width, windows)
+
+    def _along(self, x: Tensor, width: int, evaluate: Callable[[Tensor, Tensor, Tree], Tensor]) -> Tensor:
+        """What `evaluate` makes of entries [B, C, n], the inputs before them, and their tree, for x [R, C, N]."""
+        outputs = []
         site, tensor = self.of_convolution(x, width)
         for layout in self._begin_step():
             part = layout.cut(x, 2)
             before, pieces, split = layout.read(tensor), [], layout.split
             if split:
-                pieces.append(convolve(part[..., :split], before, layout.chains, weight, bias, activation))
+                pieces.append(evaluate(part[..., :split], before, layout.chains))
                 before = Convolved(part[..., :split], layout.chains).after(before, layout.ends)
             tail = part[..., split:]
             if layout.width > split:
-                pieces.append(convolve(tail, before, layout.tree, weight, bias, activation))
+                pieces.append(evaluate(tail, before, layout.tree))
             layout.kept[site] = before, Convolved(tail, layout.tree) if layout.width > split else None
             outputs.append(torch.cat(pieces, 2))
         return torch.cat(outputs, 2)

@@ -40,7 +40,7 @@ def pick(logits: Tensor, selection: Selection, fixed_shapes: bool = False) -> Te
     """The argmax [n] int64 of tempered, limited, noised logits [n, V]; NOT_A_NUMBER where there is no such thing."""
     on_cpu = logits.device.type == "cpu" and not fixed_shapes
     if on_cpu and not selection.sampled:
-        return in_cpp.best_tokens(logits.float())
+        return in_cpp.best_tokens(logits)
     if on_cpu and native.choose_rows is not None:
         return in_cpp.draw(logits, selection)
     return pick_with_totals(logits, selection, fixed_shapes)[0]
@@ -108,7 +108,9 @@ def log_probabilities(logits: Tensor, chosen: Tensor, count: int) -> Tensor:
 
 
 def candidates(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k most likely next tokens [n, k] int64 of every row and their scores [n, k] uint8 (see SCORE_STEPS)."""
+    """The k most likely next tokens [n, k] of every row and their scores [n, k] uint8 (see SCORE_STEPS)."""
+    if logits.device.type == "cpu" and native.rank_rows is not None:
+        return in_cpp.candidates(logits, k)
     scores = logits.float()
     top, tokens = scores.topk(min(k, scores.shape[1]), dim=-1)
     return tokens, score_steps(top - scores.logsumexp(-1, keepdim=True))

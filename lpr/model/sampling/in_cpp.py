@@ -1,4 +1,4 @@
-"""Sampling on a CPU in C++ (native/sampling.h): the tokens that `specification.pick` chooses, id for id.
+"""Choosing tokens on a CPU in C++ (native/sampling.h): what `specification.pick` chooses, id for id, and candidates.
 
 The specification itself decides the rows where rounding would matter, two in a hundred thousand.
 """
@@ -10,9 +10,10 @@ import torch
 
 from lpr import native
 from lpr.core.accept import NOT_A_NUMBER
+from lpr.core.recycle import MAX_SCORE, SCORE_STEPS
 from lpr.model.sampling import specification
 from lpr.model.sampling.selection import Selection
-from lpr.model.threads import share_out
+from lpr.model.threads import team_size
 
 _NONE, _DOUBT = -1, -2
 """The extension's codes of a row without a choice, and of one that is too close to call."""
@@ -20,41 +21,48 @@ _NONE, _DOUBT = -1, -2
 
 def draw(logits: torch.Tensor, selection: Selection) -> torch.Tensor:
     """The next token [n] int64 of every row of `logits` [n, V] on a CPU; NOT_A_NUMBER where there is none."""
-    warm = selection.temperature.numpy() > 0
-    chosen = np.empty(len(logits), np.int64)
-    if not warm.all():
-        chosen[~warm] = best_tokens(logits[torch.from_numpy(~warm)].float()).numpy()
-    rows = np.flatnonzero(warm)
-    found = _choose(logits if len(rows) == len(logits) else logits[torch.from_numpy(rows)], selection, rows)
-    doubtful = rows[found == _DOUBT]
-    if len(doubtful):
-        there = torch.from_numpy(doubtful)
-        found[found == _DOUBT] = specification.pick(logits[there], selection.rows(doubtful)).numpy()
-    chosen[rows] = np.where(found == _NONE, NOT_A_NUMBER, found)
-    return torch.from_numpy(chosen)
-
-
-def best_tokens(scores: torch.Tensor) -> torch.Tensor:
-    """The argmax [n] of scores [n, V] on a CPU, of equal ones the first; NOT_A_NUMBER in rows with a NaN."""
-    values = scores.numpy()  # several times as fast as torch, and like torch takes a NaN for the largest
-    found = values.argmax(1)
-    broken = np.isnan(values[np.arange(len(found)), found])
-    if broken.any():
-        found[broken] = NOT_A_NUMBER
-    return torch.from_numpy(found)
-
-
-def _choose(logits: torch.Tensor, selection: Selection, rows: np.ndarray) -> np.ndarray:
     assert native.choose_rows is not None
-    choose, wide = native.choose_rows, logits.float()
-    scores = (wide if wide.stride(1) == 1 else wide.contiguous()).numpy()
+    logits, found = _readable(logits), np.empty(len(logits), np.int64)
     keys = selection.keys[selection.key_of].numpy().astype(np.uint32)
-    limits = selection.top_k, selection.top_p, selection.min_p
-    columns = [each[rows] for each in (selection.temperature.numpy(), keys, *[each.numpy() for each in limits])]
-    found = np.empty(len(rows), np.int64)
+    limits = [each.numpy() for each in (selection.top_k, selection.top_p, selection.min_p)]
+    columns = selection.temperature.numpy(), keys, *limits
+    native.choose_rows(*_place(logits), *columns, selection.first_token, team_size(), found)
+    doubtful = np.flatnonzero(found == _DOUBT)
+    if len(doubtful):
+        found[doubtful] = specification.pick(logits[torch.from_numpy(doubtful)], selection.rows(doubtful)).numpy()
+    return _chosen(found)
 
-    def work(part: slice) -> None:
-        choose(scores[part], *[each[part] for each in columns], selection.first_token, found[part])
 
-    share_out(work, len(rows))
-    return found
+def best_tokens(logits: torch.Tensor) -> torch.Tensor:
+    """The argmax [n] of `logits` [n, V] on a CPU, of equal ones the first; NOT_A_NUMBER in rows with a NaN."""
+    if native.best_rows is not None:
+        logits, found = _readable(logits), np.empty(len(logits), np.int64)
+        native.best_rows(*_place(logits), team_size(), found)
+        return _chosen(found)
+    values = logits.float().numpy()  # several times as fast as torch, and like torch takes a NaN for the largest
+    found = values.argmax(1)
+    return _chosen(np.where(np.isnan(values[np.arange(len(found)), found]), _NONE, found))
+
+
+def candidates(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `choice.candidates`, on a CPU; of equally likely tokens the first."""
+    assert native.rank_rows is not None
+    logits, k = _readable(logits), min(k, logits.shape[1])
+    tokens, scores = np.empty((len(logits), k), np.int32), np.empty((len(logits), k), np.uint8)
+    native.rank_rows(*_place(logits), team_size(), SCORE_STEPS, MAX_SCORE, tokens, scores)
+    return torch.from_numpy(tokens), torch.from_numpy(scores)
+
+
+def _readable(logits: torch.Tensor) -> torch.Tensor:
+    """Logits in a type that the extension reads, with the values of a row side by side."""
+    logits = logits if logits.dtype in (torch.float32, torch.bfloat16) else logits.float()
+    return logits if logits.stride(1) == 1 else logits.contiguous()
+
+
+def _place(logits: torch.Tensor) -> tuple[int, int, int, bool]:
+    return logits.data_ptr(), logits.shape[1], logits.stride(0), logits.dtype is torch.bfloat16
+
+
+def _chosen(found: np.ndarray) -> torch.Tensor:
+    found[found == _NONE] = NOT_A_NUMBER
+    return torch.from_numpy(found)

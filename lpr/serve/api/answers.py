@@ -127,12 +127,17 @@ class OpenAIForm(Form):
     def _usage(self, choices: Sequence[Choice]) -> dict[str, object]:
         completion = sum(choice.job.num_delivered + len(choice.token_ids) for choice in choices)
         cached = max((choice.usage.num_cached for choice in choices if choice.usage is not None), default=0)
-        return {
+        usage: dict[str, object] = {
             "prompt_tokens": self._num_prompt,
             "completion_tokens": completion,
             "total_tokens": self._num_prompt + completion,
             "prompt_tokens_details": {"cached_tokens": min(cached, self._num_prompt)},
         }
+        if self.body.prediction is not None:
+            drafted, accepted = (sum(choice.job.predicted[at] for choice in choices) for at in (0, 1))
+            counts = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
+            usage["completion_tokens_details"] = counts
+        return usage
 
     def _decoding(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Steps, tokens per step, and drafted and accepted nodes by source of some choices, if they are asked for."""

@@ -58,7 +58,8 @@ async def prepare(
     if replies.shows_special(served.tokens):
         more["skip_special_tokens"] = False
     params = served.params(body, room, **more)
-    return spread(params, ids, body.n or 1, served.delivered(body, params)), replies
+    prediction = await aside(request, served.prediction, body, text)
+    return spread(params, ids, body.n or 1, served.delivered(body, params), prediction), replies
 
 
 def _schema(format: ResponseFormat | None) -> Any:

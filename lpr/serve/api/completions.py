@@ -44,7 +44,7 @@ async def complete(body: CompletionBody, request: Request) -> Response:
     if body.max_tokens != 0:
         rooms = [served.room(body, len(ids), body.max_tokens) for ids in prompts]
         grammar = await context.grammar(request.receive, body.response_format)
-        wanted = await aside(request, _wanted, served, body, prompts, rooms, grammar)
+        wanted = await aside(request, _wanted, served, body, given, prompts, rooms, grammar)
     name = context.name(request, "cmpl", body.request_id)
     form = _CompletionForm(served, body, name, prompts, echoes)
     # Scored first, the prompts' log-probabilities can go before everything else, and their K/V is cached as well.
@@ -105,7 +105,12 @@ def _encoded(
 
 
 def _wanted(
-    served: Served, body: CompletionBody, prompts: Sequence[list[int]], rooms: Sequence[int], grammar: str
+    served: Served,
+    body: CompletionBody,
+    given: Sequence[str | list[int]],
+    prompts: Sequence[list[int]],
+    rooms: Sequence[int],
+    grammar: str,
 ) -> list[Wanted]:
     """The texts to generate; raises ApiError. The parameters are validated once, and differ in few values."""
     more: dict[str, Any] = {"stop_token_ids": served.need_filler("suffix").end_ids} if body.suffix else {}
@@ -114,10 +119,11 @@ def _wanted(
         more["logprobs"] = body.logprobs or 0
     params = served.params(body, rooms[0], grammar=grammar, **more)
     wanted: list[Wanted] = []
-    for ids, room in zip(prompts, rooms, strict=True):
+    for text, ids, room in zip(given, prompts, rooms, strict=True):
+        prediction = served.prediction(body, text if isinstance(text, str) and not body.suffix else "")
         seed = body.seed if body.seed is not None else fresh_seed()
         varied = params.vary(max_new_tokens=room, seed=seed)
-        wanted += spread(varied, ids, best_of, served.delivered(body, varied))
+        wanted += spread(varied, ids, best_of, served.delivered(body, varied), prediction)
     if body.delivered_token_ids and len(wanted) != 1:
         raise bad("delivered_token_ids", "delivered_token_ids goes with one prompt")
     return wanted

@@ -30,6 +30,7 @@ from lpr.serve.bodies.fields import (
     StopIds,
     Stops,
     Temperature,
+    TextOr,
     TokenId,
     TopK,
     TopP,
@@ -75,6 +76,25 @@ class ResponseFormat(Body):
         return self
 
 
+class TextPart(Body):
+    """A part of a content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(Body):
+    """Text that the output is likely to repeat in large part, as when a file is edited (OpenAI's predicted outputs)."""
+
+    type: Literal["content"]
+    content: TextOr[Annotated[Few[TextPart], Field(max_length=limits.FIELDS.most)]]
+
+    @property
+    def text(self) -> str:
+        """The content, whose parts follow each other."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class Sampling(Resumable):
     """Fields that completions and chats share."""
 
@@ -90,6 +110,7 @@ class Sampling(Resumable):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     user: Label | None = None  # only written to the access log
+    prediction: Prediction | None = None
     prompt_cache_key: Label | None = None  # for routers (lpr.fleet.affinity): the same text comes from every replica
 
     # vLLM's.
@@ -137,13 +158,6 @@ class CompletionBody(Sampling):
     best_of: Choices | None = None
     echo: bool | None = None
     logprobs: NumTop | None = None
-
-
-class TextPart(Body):
-    """A part of a message's content."""
-
-    type: Literal["text"]
-    text: str
 
 
 class CalledFunction(Body):

@@ -63,7 +63,8 @@ def run(args: ServeArgs, line: Line | None) -> None:
 
 
 def _drive(engine: Engine, line: Line, model: str, args: ServeArgs, takes_over: bool) -> None:
-    with _stopped(engine, line), _kept_trie(args.trie, engine, loads=not takes_over), _shared(args, engine, line) as drafts:
+    kept = _kept_trie(args.trie, engine, loads=not takes_over)
+    with _stopped(engine, line), kept, _shared(args, engine, line) as drafts:
         EngineBridge(engine, line, model, learns=args.share_drafts != "none", drafts=drafts).run()
 
 
@@ -246,6 +247,8 @@ class EngineBridge(StepHooks):
                     learns=self._learns,
                     details=message.details,
                     arrived=message.arrived,
+                    prediction=message.prediction,
+                    predicted=message.predicted,
                 )
             else:
                 request.take()  # sent again below
@@ -263,7 +266,7 @@ class EngineBridge(StepHooks):
         request = self._open.pop(message.id, None)
         if request is not None:  # otherwise its last chunk is on its way
             self.engine.abort(request)
-            chunk = Chunk(message.id, [], "", "stop", usage=request.usage)
+            chunk = Chunk(message.id, [], "", "stop", usage=request.usage, predicted=request.predicted)
             self._line.send(Stepped([chunk], self._line.load))
 
     def _resume(self, message: Resume) -> None:

@@ -20,6 +20,7 @@ from lpr.serve.text.chat_template import MOST_RENDERED, ChatTemplates, TemplateE
 from lpr.serve.text.fim import Filler, filler
 from lpr.serve.text.replies import Family, Replies
 from lpr.serve.text.tokens import Tokens
+from lpr.serve.text.windows import window_of
 
 _SAMPLED = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -226,6 +227,15 @@ class Served:
             raise bad(name, f"{name}: {min(ended)} ends the text, and others follow")
         return ids
 
+    def prediction(self, body: Sampling, prompt: str) -> list[int]:
+        """The ids that the output of `prompt` is predicted to follow, as far as it can reach.
+
+        Without a prediction in `body`, those of the window that the prompt asks to rewrite.
+        """
+        text = body.prediction.text if body.prediction is not None else window_of(prompt)
+        longest = self.facts.max_length
+        return self.tokens.encode(self.tokens.head(text, longest), False)[:longest] if text else []
+
     def most(self, num_prompt: int) -> int:
         """Most output tokens after a prompt; raises ApiError if there is no room."""
         most = self.facts.max_length - num_prompt
@@ -250,11 +260,19 @@ def sampling(values: dict[str, Any]) -> SamplingParams:
         raise bad(str(failure).split("=")[0], str(failure)) from failure
 
 
-def spread(params: SamplingParams, prompt_ids: list[int], count: int, delivered: Sequence[int] = ()) -> list[Wanted]:
+def spread(
+    params: SamplingParams,
+    prompt_ids: list[int],
+    count: int,
+    delivered: Sequence[int] = (),
+    prediction: Sequence[int] = (),
+) -> list[Wanted]:
     """`count` texts of one prompt, with consecutive seeds, after the `delivered` output ids."""
     seeds = [params.seed, *((params.seed + index) % 2**64 for index in range(1, count))]
     params_of = [params.vary(seed=seed) for seed in seeds]
-    return [Wanted(prompt_ids=prompt_ids, params=each, delivered=delivered) for each in params_of]
+    return [
+        Wanted(prompt_ids=prompt_ids, params=each, delivered=delivered, prediction=prediction) for each in params_of
+    ]
 
 
 def fresh_seed() -> int:
