@@ -82,10 +82,10 @@ def test_texts_are_those_of_plain_decoding(swap_space: float | None) -> None:
     assert scheduler.counts.preemptions > 10
     now, out, back = scheduler.placement.swapped
     if swap_space == 0:
-        assert now == out == back == 0 and scheduler.counts.recomputed > 300
+        assert now == out == back == 0 and scheduler.counts.recomputed > 100
     else:
         assert back > 30 and 0 < now <= min(out, scheduler.limits.num_host_pages)
-        assert scheduler.counts.recomputed < 300
+        assert scheduler.counts.recomputed < 100
 
 
 @pytest.mark.parametrize("home_ranks", [0, "auto"])
