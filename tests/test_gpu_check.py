@@ -167,8 +167,12 @@ def loaded_there(gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch) -> PretendGpu
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 def test_a_dry_run_on_the_pretend_gpu(loaded_there: PretendGpu, tmp_path: Path) -> None:
-    """As on one GPU, but for sizes: within its budgets, and every section with its rows."""
-    report = Report(tmp_path / "out.json", 8.0, (), gpu_check.BUDGETS)
+    """As on one GPU, but for sizes: within its budgets, and each section with its rows.
+
+    Those with whole engines of the bundled model take a minute here; they run on a CPU above.
+    """
+    only = ("environment", "bandwidth", "build", "t(n)", "default", "kernels", "sampling", "attention")
+    report = Report(tmp_path / "out.json", 8.0, only, gpu_check.BUDGETS)
     gpu_check.check(report, gpu_parts.Sizes.tiny(CUDA))
     record = report.write()
     assert not record["failed_sections"] + record["cut_sections"] + record["skipped_sections"], record["sections"]
@@ -180,8 +184,6 @@ def test_a_dry_run_on_the_pretend_gpu(loaded_there: PretendGpu, tmp_path: Path) 
     ]  # fmt: skip
     assert times["chains"][0]["nodes"] == [2, 8] and times["graphs"]["reason"] is None
     assert all(times["replay_equals_program"].values())
-    assert record["sections"]["correctness"]["graphs_equal_to_eager"] == {"greedy": 2, "seeded": 2}
-    assert record["sections"]["exact"].get("refused") is None
     [part] = step_times(record)
     assert part.table.rows
 
