@@ -142,6 +142,8 @@ class PretendGpu(TorchDispatchMode):
         self.events: list[tuple[str, str]] = []
         """What was noted: "wait" (the host waits), "pageable" (a copy that waits), "pinned", "read" (a result), and
         "unpinned" (read into memory made for it)."""
+        self.memory = (2 << 30) + (48 << 20), 4 << 30
+        """Free and whole bytes; what tensors take is not counted."""
         self.capturing: Graph | None = None
         self.num_captures = self.num_replays = self.num_kernels = 0
         self.pools: dict[Any, list[weakref.ref[Graph]]] = {}
@@ -425,7 +427,7 @@ def gpu(guard: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
     nothing: Callable[..., None] = lambda *_: None  # noqa: E731
     answers: dict[str, Any] = {
         "_lazy_init": nothing, "get_device_properties": lambda *_: properties, "device_count": lambda: 1,
-        "current_device": lambda: 0, "mem_get_info": lambda *_: (1 << 24, 80 << 30), "memory_reserved": lambda *_: 0,
+        "current_device": lambda: 0, "mem_get_info": lambda *_: current_gpu().memory, "memory_reserved": lambda *_: 0,
         "memory_allocated": lambda *_: 0, "empty_cache": nothing, "Stream": lambda *_: _Stream(),
         "current_stream": lambda *_: _Stream(), "stream": lambda _: contextlib.nullcontext(),
         "set_stream": lambda _: setattr(_local, "stream", "default"),

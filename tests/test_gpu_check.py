@@ -12,13 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+from pretend_gpu import CUDA, OnGpu, PretendGpu, gpu, guard, to_gpu
 
 from benchmarks import gpu_check
+from benchmarks.gpu import kernels, models
 from benchmarks.gpu import parts as gpu_parts
 from benchmarks.gpu_check import Report
 from benchmarks.report.times import step_times
 from lpr.core.step_times import StepTimes
+from lpr.model import loader
 
+__all__ = ["gpu", "guard"]
 ROOT = Path(__file__).parent.parent
 SECTIONS = [
     "environment", "bandwidth", "build:tiny", "t(n):tiny", "end_to_end:tiny", "profile:tiny", "transformers:tiny",
@@ -134,6 +138,55 @@ def test_a_section_that_is_cut_off_keeps_what_it_has_measured(tmp_path: Path) ->
     assert report.run("slow", slow) is None
     record = json.loads(target.read_text())["sections"]["slow"]
     assert record["rows"] == [0, 1, 2] and "unfinished" not in record and record["cut"]
+
+
+@pytest.fixture
+def loaded_there(gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch) -> PretendGpu:
+    """Models come to the pretend GPU where they would come to a real one."""
+
+    def there(model: Any) -> Any:
+        return model if isinstance(next(model.parameters()).data, OnGpu) else to_gpu(model)
+
+    def read_there(where: torch.device, read: Any, dtype: Any) -> Any:
+        model, info = read(dtype=dtype)
+        return (there(model) if where.type == "cuda" else model), info
+
+    def moved(module: Any, where: Any = "cpu", *_: Any) -> Any:
+        return there(module) if str(where).startswith("cuda") else module
+
+    make = models.random_model
+    on_cpu = gpu_parts.Sizes.tiny(torch.device("cpu"))
+    monkeypatch.setattr(loader, "_read_to", read_there)
+    monkeypatch.setattr(torch.nn.Module, "to", moved)
+    monkeypatch.setattr(models, "random_model", lambda shape, sizes: there(make(shape, on_cpu)))
+    monkeypatch.setattr("lpr.model.graphs.MOST_COMMON", 3)
+    monkeypatch.setattr(kernels, "VOCABULARIES", (500,))
+    monkeypatch.setattr(kernels, "ATTENTION_GRID", ((1, 4), (64,)))
+    monkeypatch.setattr(kernels, "COLD_BYTES", 1)
+    return gpu
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+def test_a_dry_run_on_the_pretend_gpu(loaded_there: PretendGpu, tmp_path: Path) -> None:
+    """As on one GPU, but for sizes: within its budgets, and each section with its rows.
+
+    Those with whole engines of the bundled model take a minute here; they run on a CPU above.
+    """
+    only = ("environment", "bandwidth", "build", "t(n)", "default", "kernels", "sampling", "attention")
+    report = Report(tmp_path / "out.json", 8.0, only, gpu_check.BUDGETS)
+    gpu_check.check(report, gpu_parts.Sizes.tiny(CUDA))
+    record = report.write()
+    assert not record["failed_sections"] + record["cut_sections"] + record["skipped_sections"], record["sections"]
+    assert list(record["sections"])[:5] == ["environment", "bandwidth", "build:tiny", "t(n):tiny", "default:tiny"]
+    assert record["total_seconds"] < 60
+    times = record["sections"]["t(n):tiny"]
+    assert [(row["form"], row["kv"]) for row in times["rows"]] == [
+        ("graphs", 32), ("eager", 32), ("graphs", 64), ("eager", 64)
+    ]  # fmt: skip
+    assert times["chains"][0]["nodes"] == [2, 8] and times["graphs"]["reason"] is None
+    assert all(times["replay_equals_program"].values())
+    [part] = step_times(record)
+    assert part.table.rows
 
 
 def test_no_section_begins_after_the_time_is_up(tmp_path: Path) -> None:

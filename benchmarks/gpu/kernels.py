@@ -78,6 +78,8 @@ def choices(sizes: Sizes) -> dict[str, Any]:
 
 HEADS = {"7B": (32, 32), "34B, 70B": (64, 8), "70B, tp 8": (8, 1)}
 """Query and K/V heads; of 70B also one of eight tensor-parallel shards."""
+ATTENTION_GRID = (1, 64, 512), (512, 2048, 8192, 32768)
+"""Nodes, and cached tokens."""
 HEAD_DIM = 128
 COLD_BYTES = 128 << 20
 """Bytes of K and V that a captured graph reads: several times any L2 cache, like a model's layers."""
@@ -86,7 +88,7 @@ COLD_BYTES = 128 << 20
 def attention(sizes: Sizes, bytes_per_s: float | None) -> dict[str, Any]:
     """Tree attention of one layer by kernel and by SDPA with a dense mask, and the time to read K and V once."""
     rows = []
-    for (name, heads), count, length in product(HEADS.items(), (1, 64, 512), (512, 2048, 8192, 32768)):
+    for (name, heads), count, length in product(HEADS.items(), *ATTENTION_GRID):
         rows.append({"heads": name, "nodes": count, "kv": length, **attention_row(heads, count, length, sizes)})
         if bytes_per_s:
             row_bytes = 2 * heads[1] * HEAD_DIM * sizes.dtype.itemsize
@@ -101,7 +103,9 @@ def attention_row(heads: tuple[int, int], count: int, length: int, sizes: Sizes)
     from lpr.model.kernels import attention_kernel
 
     [row], _ = tree_step(length - count, count, 8)
-    mask = build_mask([row.parents], [row.num_cached], torch.tensor([row.positions], device=sizes.device), sizes.device)
+    mask = build_mask(
+        [row.parents], [row.num_cached], torch.tensor(row.positions[None], device=sizes.device), sizes.device
+    )
     num_heads, num_kv_heads = heads
     copies = max(2, -(-COLD_BYTES // (length * 2 * num_kv_heads * HEAD_DIM * sizes.dtype.itemsize)))
     like: dict[str, Any] = {"device": sizes.device, "dtype": sizes.dtype}

@@ -52,6 +52,8 @@ class PoolNeeds:
     free: int | None
     """Free bytes of the rank's device, the present cache included; None: unknown."""
     on_gpu: bool = False
+    reserve: int = 0
+    """Bytes of `free` that steps need, if that is more than RESERVE of it."""
 
     def num_pages(self) -> int:
         """Pages that this rank has room for; raises InputError."""
@@ -61,10 +63,10 @@ class PoolNeeds:
         share = self.kv_memory if self.kv_memory is not None else GPU_SHARE if self.on_gpu else None
         if share is not None and not 0 < share < float("inf"):
             raise InputError(f"kv_memory={share} must be above 0: up to 1 a share of the free memory, above it bytes")
-        usable = None if self.free is None else usable_tokens(self.free, self.bytes_per_token)
+        usable = None if self.free is None else usable_tokens(self.free, self.bytes_per_token, self.reserve)
         if self.decode.kv_tokens is not None:
             tokens = self.decode.kv_tokens
-            if lack := lack_of_room(self.free, tokens, self.bytes_per_token):
+            if lack := lack_of_room(self.free, tokens, self.bytes_per_token, self.reserve):
                 raise InputError(f"kv_tokens={tokens}: {lack}")
             return -(-tokens // self.page_size)
         if share is not None and share > 1:
@@ -104,7 +106,7 @@ def common_size(needs: PoolNeeds, comm: Comm) -> PoolSize:
 
 def given_size(needs: PoolNeeds, num_pages: int) -> PoolSize:
     """The size of a mesh that runs already; raises InputError if this rank has no room for it."""
-    if lack := lack_of_room(needs.free, num_pages * needs.page_size, needs.bytes_per_token):
+    if lack := lack_of_room(needs.free, num_pages * needs.page_size, needs.bytes_per_token, needs.reserve):
         raise InputError(lack)
     return needs.size(num_pages)
 
@@ -129,16 +131,16 @@ def is_swap_faster(swap_ms: float, times: StepTimes | None, page_size: int, pref
     return times is None or swap_ms < times.time(prefill_chunk) / prefill_chunk * page_size
 
 
-def usable_tokens(free: int, bytes_per_token: int) -> int:
-    """Tokens whose K/V fits into `free` bytes, with a reserve for the activations of a step."""
+def usable_tokens(free: int, bytes_per_token: int, reserve: int = 0) -> int:
+    """Tokens whose K/V fits into `free` bytes, with a reserve for steps: `reserve` bytes, and RESERVE of `free`."""
     if not bytes_per_token:  # a model without attention
         return 1 << 40
-    return int(free * (1 - RESERVE)) // bytes_per_token
+    return max(0, free - max(reserve, int(free * RESERVE))) // bytes_per_token
 
 
-def lack_of_room(free: int | None, tokens: int, bytes_per_token: int) -> str | None:
+def lack_of_room(free: int | None, tokens: int, bytes_per_token: int, reserve: int = 0) -> str | None:
     """Why the K/V of `tokens` tokens does not fit into `free` bytes (None: unknown), or None if it does."""
-    if free is None or tokens <= (usable := usable_tokens(free, bytes_per_token)):
+    if free is None or tokens <= (usable := usable_tokens(free, bytes_per_token, reserve)):
         return None
     needs, has = _size(tokens * bytes_per_token), _size(usable * bytes_per_token)
     return f"the K/V of {tokens} tokens needs {needs}, and {has} are free, for {usable} tokens"

@@ -19,7 +19,7 @@ from lpr.model.compiled import refusal
 from lpr.model.cpu.accelerate import accelerate
 from lpr.model.kv_cache import KVCache
 from lpr.model.loader import Loaded, model_digest, tokenizer_digest
-from lpr.model.packing import pack_projections
+from lpr.model.packing import has_room_to_pack, pack_projections
 from lpr.model.parallel import vocabulary_part
 from lpr.model.runner import SharedWeights, TreeModel
 from lpr.model.self_check import check_compiled, self_check
@@ -56,7 +56,8 @@ def prepare(
     try:
         compiles = _compiles(model, loaded, options, comm)
         if compiles:
-            pack_projections(loaded.model)
+            packed = pack_projections(loaded.model, partial(has_room_to_pack, model.device))
+            logger.info("%d groups of projections are packed", packed)
         like = _accelerated(model) if _is_accelerated(model, loaded, comm) else self_check(model)
         model.sampler.check_part(model.adapter)
         longest_sequence(loaded, decode)

@@ -276,6 +276,7 @@ class Replica:
             bytes_per_token=self.like.bytes_per_token,
             free=self.model.free_bytes(self.comm.num_sharing),
             on_gpu=self.model.device.type == "cuda",
+            reserve=self.model.reserved_bytes(decode.max_batch_size * num_ahead),
         )
         num_snapshots = SNAPSHOTS_PER_SLOT * decode.max_batch_size if self.options.prefix_reuse else 0
         if needs.free is not None:

@@ -84,6 +84,8 @@ class GraphForward(EagerForward):
         # One place for all shapes: graphs never overlap, and a replay reads it in stream order.
         self._words = torch.zeros(largest.num_words, dtype=torch.int32, device=self.adapter.device)
         self._upload = Upload(self._words)
+        self._kept_logits: torch.Tensor | None = None
+        """Where graphs that end at the logits leave them: all would keep their own else."""
 
     def limit(self, max_nodes: int) -> None:
         """Capture steps of up to `max_nodes` nodes a row; longer pending chains, such as prompts, are rare shapes."""
@@ -185,7 +187,11 @@ class GraphForward(EagerForward):
         """The step of `shape` whose words are in place, directly: as high as a replay on another rank of a replica."""
         inputs, selection = shape.read(self._words, self.cache)
         if shape.only_logits:
-            return self.adapter.forward(inputs, self.cache)
+            logits = self.adapter.forward(inputs, self.cache)
+            # Not while a graph is captured: the first run of its program comes before.
+            if self._kept_logits is None or len(logits) > len(self._kept_logits):
+                self._kept_logits = logits.clone()
+            return self._kept_logits[: len(logits)].copy_(logits)
         inputs.in_parts = self.sampler.in_parts(selection)
         logits = self._model.forward(inputs, self.cache)
         return self.sampler.results(logits, selection, shape.num_candidates, fixed_shapes=True)

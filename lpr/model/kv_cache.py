@@ -174,10 +174,14 @@ class KVCache(StatesInCache, Cache, ABC):
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Free bytes of `device`, or None where they are unknown (a CPU without /proc)."""
+    """Free bytes of `device`, or None where they are unknown (a CPU without /proc).
+
+    What torch holds between tensors that live is not among them: no large tensor fits there.
+    """
     if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused
+        torch.cuda.empty_cache()
+        free: int = torch.cuda.mem_get_info(device)[0]
+        return free
     meminfo = Path("/proc/meminfo")
     if device.type != "cpu" or not meminfo.exists():
         return None

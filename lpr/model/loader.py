@@ -120,6 +120,8 @@ def load(
             model, info = _read_to(where, read, chosen)
     except InputError:
         raise
+    except torch.cuda.OutOfMemoryError as failure:
+        raise InputError(lack_of_memory(f"the weights of {source!r}", where)) from failure
     except Exception as failure:  # transformers raises dozens of types here; all mean that this is no usable model
         raise InputError(f"cannot load a model from {source!r}: {_named(failure)}") from failure
     _check_weights(source, model, info)
@@ -174,6 +176,14 @@ def wrap(model: PreTrainedModel, tokenizer: Any | None) -> Loaded:
     known = next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
     exact = position_limit(config)
     return Loaded(model, tokenizer, ids, *(exact if exact and (not known or exact[0] < known) else (known,)))
+
+
+def lack_of_memory(what: str, device: torch.device) -> str:
+    """One line for an OutOfMemoryError, with the numbers of `device`."""
+    free, total = (size / 2**30 for size in torch.cuda.mem_get_info(device))
+    held = torch.cuda.memory_allocated(device) / 2**30
+    sizes = f"{total:.1f} GiB, of which lpr holds {held:.1f} and {free:.1f} are free"
+    return f"{what} do not fit on {device}: it has {sizes}; use more GPUs with --tp, or a smaller dtype"
 
 
 def _named(failure: Exception) -> str:

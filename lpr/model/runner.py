@@ -9,15 +9,17 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from lpr.config import PAGE_SIZE
+from lpr.config import PAGE_SIZE, InputError
 from lpr.model.adapter import Adapter, ShareHeights
 from lpr.model.capture import Capturer, CudaCapturer, uncapturable
 from lpr.model.compiled import CompiledForward
 from lpr.model.forward import EagerForward
-from lpr.model.graphs import GraphForward
+from lpr.model.graphs import MOST_COMMON, GraphForward
 from lpr.model.inputs import round_up
 from lpr.model.kv_cache import KVCache, free_bytes
+from lpr.model.loader import lack_of_memory
 from lpr.model.parallel import VocabularyPart
+from lpr.model.reserve import reserved_bytes
 from lpr.model.sampling.sampler import Sampler
 from lpr.model.sampling.selection import Selection
 from lpr.model.step_inputs import Row
@@ -110,6 +112,13 @@ class TreeModel:
         # The present cache makes room for the new one.
         return None if free is None else free // num_sharing + (self.cache.num_bytes if self.cache is not None else 0)
 
+    def reserved_bytes(self, num_entries: int) -> int:
+        """Bytes of a GPU that steps of up to `num_entries` entries need besides weights and cache; 0 on a CPU."""
+        if self.device.type != "cuda":
+            return 0
+        num_graphs = MOST_COMMON if self.capturer is not None else 0
+        return reserved_bytes(self.model, self.config, num_entries, num_graphs)
+
     def free_host_bytes(self, num_sharing: int) -> int | None:
         """Bytes of host memory that each of `num_sharing` ranks of a device may use; None: unknown."""
         free = free_bytes(torch.device("cpu"))
@@ -143,7 +152,11 @@ class TreeModel:
         known = known and self.cache is not None and self.cache.states.num_places == num_slots + num_snapshots
         if self.forward is None or not known or self.forward.capturer is not self.capturer:
             self.release()  # first, as there may be no room for two
-            self.cache = like.resized(num_slots, rows, num_pages, num_snapshots)
+            try:
+                self.cache = like.resized(num_slots, rows, num_pages, num_snapshots)
+            except torch.cuda.OutOfMemoryError as failure:
+                needs = f"{size[2] * PAGE_SIZE * like.bytes_per_token / 2**30:.1f} GiB of K/V"
+                raise InputError(f"{lack_of_memory(needs, self.device)}, or give it less kv_memory") from failure
             parts = self.adapter, self.sampler, self.cache, self._hear_replica
             if self.capturer is not None:
                 model = self.compiled or self.adapter
