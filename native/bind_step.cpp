@@ -44,8 +44,8 @@ struct BoundDraft : StepDraft {
   nb::object placement, header;
 
   BoundDraft(nb::list those, Budgets& budgets, size_t rank, Served served, int64_t capacity, int32_t num_candidates,
-             int32_t num_command_bytes, const std::optional<std::vector<uint64_t>>& digests, bool plain_too)
-      : StepDraft(states_of(those), budgets, rank, std::move(served), capacity, num_candidates, plain_too),
+             int32_t num_command_bytes, const std::optional<std::vector<uint64_t>>& digests)
+      : StepDraft(states_of(those), budgets, rank, std::move(served), capacity, num_candidates),
         listed(std::move(those)), placement(stacked(StepDraft::placement())) {
     for (int64_t i : own_trees()) {
       Tokens entries = row_entries(*states[i], *trees[i], own(i), rank);
@@ -156,12 +156,12 @@ void bind_step(nb::module_& m) {
   m.def(
       "draft_step",
       [](nb::list states, Budgets& budgets, size_t rank, Served served, int64_t capacity, int32_t num_candidates,
-         int32_t num_command_bytes, const std::optional<std::vector<uint64_t>>& digests, bool plain_too) {
+         int32_t num_command_bytes, const std::optional<std::vector<uint64_t>>& digests) {
         return new BoundDraft(std::move(states), budgets, rank, std::move(served), capacity, num_candidates,
-                              num_command_bytes, digests, plain_too);
+                              num_command_bytes, digests);
       },
       "states"_a, "budgets"_a, "rank"_a, "served"_a, "capacity"_a, "num_candidates"_a = 0, "num_command_bytes"_a = 0,
-      "digests"_a.none() = nb::none(), "plain_too"_a = false);
+      "digests"_a.none() = nb::none());
 }
 
 }  // namespace lpr

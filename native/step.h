@@ -43,7 +43,7 @@ class StepDraft {
 
   // Draft a tree per sequence that this rank serves, cut the trees to what pays, and split them over their home ranks.
   StepDraft(std::vector<SequenceState*> those, Budgets& budgets, size_t mine, Served rows, int64_t max_owned,
-            int32_t num_wanted, bool plain_too)
+            int32_t num_wanted)
       : states(std::move(those)), trees(states.size()), shards(states.size()), rank(mine), served(std::move(rows)),
         capacity(max_owned) {
     for (const auto& [homes, members] : groups()) {
@@ -51,7 +51,7 @@ class StepDraft {
       for (size_t i : members) shards[i] = std::make_shared<std::vector<Shard>>(split(*states[i], *trees[i]));
     }
     for (int64_t i : own_trees())
-      if (plain_too || trees[i]->size() > 1) num_candidates = num_wanted;
+      if (trees[i]->size() > 1) num_candidates = num_wanted;
   }
 
   const std::vector<int64_t>& own_trees() const { return served[rank]; }

@@ -60,7 +60,7 @@ class StepDraft:
     shards: list[list[Shard] | None]
     """Per tree, each rank's part of it; None as for `trees`."""
     num_candidates: int = 0
-    """Candidates wanted per node: 0 where no tree has a draft, unless they are cheap (on a GPU they cost 4 %)."""
+    """Candidates wanted per node: 0 where no tree has a draft, since computing them costs plain decoding 4 %."""
     rows: list[tuple[int, int, np.ndarray]] = field(default_factory=list)
     """Per tree of this rank: tokens computed before, nodes to evaluate, and `row_entries`."""
     placement: np.ndarray = field(default_factory=lambda: np.empty((3, 0), np.int64))
@@ -152,13 +152,11 @@ def draft_step(
     num_candidates: int = 0,
     num_command_bytes: int = 0,
     digests: Sequence[int] | None = None,
-    plain_too: bool = False,
 ) -> StepDraft:
     """Draft a tree for each of `states` that `rank` serves, cut the trees to what pays, and split them.
 
     `served` has per rank the sequences of which it is a home rank, in the order of its rows. Sequences with the same
     home ranks share a budget. `digests` are of what else all ranks hold; None if there is no rank to compare with.
-    A step without drafts gathers candidates if `plain_too`: the next drafts know more.
     """
     num_ranks = len(served)
     draft = StepDraft(states, rank, served, capacity, [None] * len(states), [None] * len(states))
@@ -171,7 +169,7 @@ def draft_step(
         for state, index, each in zip(these, members, drafts, strict=True):
             draft.trees[index], draft.shards[index] = each.tree, split(state, each.tree, num_ranks, capacity)
     own = [draft.own(index) for index in draft.mine]
-    if any(plain_too or len(tree) > 1 for tree, _ in own):
+    if any(len(tree) > 1 for tree, _ in own):
         draft.num_candidates = num_candidates
     for index, (tree, shard) in zip(draft.mine, own, strict=True):
         entries = row_entries(states[index], tree, shard, rank)

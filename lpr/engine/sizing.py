@@ -252,6 +252,6 @@ def _time_once(model: TreeModel, batch: int, count: int, kv: int) -> float:
         rows.append(Row(slot, kv - 2, [0] * size, [-1] + [0] * (size - 1), positions, size))
     selection = Selection.build([(SamplingParams(), row.positions.tolist()) for row in rows])
     began = time.perf_counter()
-    num_candidates = min(8, model.vocab_size) if count > batch else 0  # plain steps of a GPU have none
+    num_candidates = min(8, model.vocab_size) if count > batch else 0  # as steps do
     model.evaluate(rows, selection, num_candidates).cpu()
     return time.perf_counter() - began

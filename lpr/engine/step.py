@@ -58,9 +58,7 @@ class StepResult:
 
 def decode_step(plan: StepPlan, model: TreeModel, exchange: Exchange, budgets: Budgets, hooks: StepHooks) -> StepResult:
     """Take the step of `plan`; a rank without work still takes part in the gather."""
-    num_candidates = min(plan.sizes.num_recycled, model.vocab_size)
-    is_cheap = model.device.type == "cpu" and model.capturer is None  # 0.05 ms a row in C++
-    draft = draft_trees(plan, exchange, budgets, num_candidates, plain_too=is_cheap)
+    draft = draft_trees(plan, exchange, budgets, min(plan.sizes.num_recycled, model.vocab_size))
     rows = shard_rows(plan.decoding, draft)
     hooks.end_phase("draft")
     fills = [
@@ -83,20 +81,15 @@ def decode_step(plan: StepPlan, model: TreeModel, exchange: Exchange, budgets: B
     return StepResult(outcomes, gathered.num_command_bytes)
 
 
-def draft_trees(
-    plan: StepPlan, exchange: Exchange, budgets: Budgets, num_candidates: int, plain_too: bool = False
-) -> StepDraft:
-    """Draft this rank's trees; all ranks draft the trees that they share alike.
-
-    Each node gets `num_candidates`, in steps without drafts only if `plain_too`.
-    """
+def draft_trees(plan: StepPlan, exchange: Exchange, budgets: Budgets, num_candidates: int) -> StepDraft:
+    """Draft this rank's trees; all ranks draft the trees that they share alike."""
     comm, digests = exchange.comm, None
     if comm.size * comm.tp_size > 1:
         digests = [*(request.running.digest for request, _ in plan.filling), plan.digest]
     return draft_step(
         [request.running for request in plan.decoding],
         *(budgets, comm.rank, served_by(plan.decoding, comm.size), exchange.capacity),
-        *(num_candidates, plan.num_command_bytes, digests, plain_too),
+        *(num_candidates, plan.num_command_bytes, digests),
     )
 
 
