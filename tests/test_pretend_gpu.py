@@ -257,6 +257,7 @@ def test_a_checkpoint(
 def test_ranks_with_a_gpu_each(gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]]) -> None:
     def rank(comm: ThreadComm) -> list[list[list[int]]]:
         with PretendGpu() as machine:
+            machine.memory = machine.memory[0] * 2, machine.memory[1] * 2  # which two ranks of one process share
             engine = Engine.from_model(to_gpu(copy.deepcopy(model)), decode=DECODE, comm=comm)
             assert engine.model.graphs is not None
             captured, found = machine.num_captures, []

@@ -170,7 +170,7 @@ def seed_is_ignored(patch):
 
 
 def texts_of_one_prompt_have_one_seed(patch):
-    def same(params, ids, count, delivered=()):
+    def same(params, ids, count, *others):
         return [served_module.Wanted(prompt_ids=ids, params=params)] * count
 
     patch.setattr(completions, "spread", same)
