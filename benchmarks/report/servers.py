@@ -19,7 +19,7 @@ def servers(facts: Json) -> list[Part]:
     """A table per figure and type of weights: a row per load, a column per server; a failed load is so called."""
     loads = [run for run in facts["runs"] if "data" in run]
     starts = [run for run in facts["runs"] if "ready_seconds" in run]
-    what = f"{facts['model']}, {facts['num_prompts']} prompts x {facts['max_new_tokens']} tokens"
+    what = f"{facts['model']}, {facts['max_new_tokens']} tokens each"
     made = []
     for dtype in distinct(loads, "dtype"):
         mine = [run for run in loads if run["dtype"] == dtype]
@@ -36,7 +36,7 @@ def _rows(runs: list[Json], names: list[str], cell: Callable[[Json], str]) -> li
     by_load: dict[str, dict[str, Json]] = {}
     for run in runs:
         clients = f"{run['clients']} client{'s' if run['clients'] > 1 else ''}"
-        load = f"{run['data']}, {mode(run['temperature'])}, {clients}, {run['pass']}"
+        load = f"{run['data']}, {mode(run['temperature'])}, {clients}, {run['prompts']} prompts, {run['pass']}"
         by_load.setdefault(load, {})[run["name"]] = run
     return [[load, *(_cell(found.get(name), cell) for name in names)] for load, found in by_load.items()]
 

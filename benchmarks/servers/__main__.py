@@ -202,7 +202,7 @@ class Comparison:
             for number in PASSES:
                 row: Json = {
                     "name": name, "dtype": self.dtype, "data": case.data, "temperature": case.temperature,
-                    "clients": case.clients, "pass": number,
+                    "clients": case.clients, "prompts": len(case.prompts), "pass": number,
                     "case": f"{self.dtype}, {case.data}, {case.temperature:g}, {case.clients} clients, {number}",
                 }  # fmt: skip
                 rows.append(row | attempt(partial(self._ask, name, case, row["case"])))
@@ -278,8 +278,7 @@ def result_of(options: ServersOptions, before: Sequence[Json], runs: Sequence[Js
     assert options.model is not None
     new = {(run["name"], run["case"]) for run in runs}
     kept = [run for run in before if (run["name"], run["case"]) not in new]
-    facts = {"num_prompts": options.prompts, "max_new_tokens": options.tokens}
-    return {"model": options.model.name, **facts, "runs": [*kept, *runs]}
+    return {"model": options.model.name, "max_new_tokens": options.tokens, "runs": [*kept, *runs]}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
