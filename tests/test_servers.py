@@ -108,7 +108,9 @@ def test_each_load_is_put_to_every_server_in_turn(model: Path, data: Path, tmp_p
     page = tmp_path / "page.md"
     page.write_text(f"before\n{MARKS[0]}\nformer table\n{MARKS[1]}\nafter\n")
     renew(page, MARKS, tables)
-    assert "| set, temperature 0.8, 2 clients, 3 prompts, warm |" in page.read_text() and "former" not in page.read_text()
+    assert (
+        "| set, temperature 0.8, 2 clients, 3 prompts, warm |" in page.read_text() and "former" not in page.read_text()
+    )
 
 
 def test_a_server_that_fails_is_a_row_that_says_so(model: Path, data: Path, tmp_path: Path) -> None:

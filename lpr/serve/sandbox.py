@@ -79,9 +79,7 @@ class Sandbox:
         """End the process."""
         process, self._process = self._process, None
         if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+            await _end(process)
 
     async def _ready(self) -> Process:
         """The process, prepared; raises ApiError if it does not start."""
@@ -102,8 +100,7 @@ class Sandbox:
             async with asyncio.timeout(seconds):
                 result = await self._exchange(process, task)
         except (TimeoutError, OSError, EOFError) as failure:  # the machine is overloaded, or has ended it
-            process.kill()
-            await process.wait()
+            await _end(process)
             raise ApiError(ErrorCode.OVERLOADED, "the request could not be checked now", retry_after=1) from failure
         if result.refused is not None:
             code, message, param = result.refused
@@ -125,3 +122,10 @@ class Sandbox:
             result = self._decoder.decode(body)
             if result.number == task.number:  # others are of tasks whose clients have gone
                 return result
+
+
+async def _end(process: Process) -> None:
+    """Kill a process, which may have ended by itself."""
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    await process.wait()
