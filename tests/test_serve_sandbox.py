@@ -102,6 +102,24 @@ def test_every_process_is_prepared_and_has_no_keys(monkeypatch):
     run(work)
 
 
+def test_a_process_whose_end_is_noticed_first_is_not_killed_again(monkeypatch):
+    """asyncio then raises ProcessLookupError."""
+    kill = asyncio.subprocess.Process.kill
+
+    def late(process):
+        kill(process)
+        raise ProcessLookupError
+
+    async def work(sandbox):
+        known = await sandbox.run("tell")
+        monkeypatch.setattr(asyncio.subprocess.Process, "kill", late)
+        os.kill(known[1], signal.SIGKILL)
+        with pytest.raises(ApiError, match="could not be checked now"):
+            await sandbox.run("tell")
+
+    run(work)
+
+
 def test_only_so_many_tasks_wait():
     async def work(sandbox):
         tasks = [asyncio.create_task(sandbox.run("sleep", 0.01)) for _ in range(limits.ASIDE.most + 5)]
