@@ -16,13 +16,13 @@ using Numbers = std::vector<double>;
   X(Numbers, candidate_weights) X(double, prediction_trust) X(int, first_strength)                                    \
   X(int, replaced_cost) X(int, inserted_cost) X(int, near_before) X(int, near_after) X(int, near_places)              \
   X(int, near_bonus) X(int, sure_strength) X(int, lost_after) X(int, lost_match) X(int, most_cursors)                 \
-  X(int, recent_stage) X(int, recent_kind) X(int, several)                              \
+  X(int, recent_stage) X(int, recent_kind) X(int, several)                                                            \
   X(std::vector<int64_t>, levels) X(int, num_levels) X(int, num_kinds) X(int, num_buckets) X(int, middle_bucket)      \
   X(double, cell_memory) X(double, least_frequency) X(std::vector<int64_t>, knots)                                    \
   X(double, first_window_yield) X(double, pool_yield) X(int, window_segment) X(double, window_memory)                 \
   X(double, window_return) X(int, quiet_steps) X(int, longest_pause) X(int, longest_far_pause) X(double, near_price)  \
   X(double, trusted_nodes) X(double, trust_memory) X(double, plain_memory) X(double, long_memory)                     \
-  X(double, most_promised) X(int, longest_catch_up) X(int, forgotten_after)                                                                   \
+  X(double, most_promised) X(int, longest_catch_up) X(int, forgotten_after)                                           \
   X(std::vector<Numbers>, shipped_frequencies) X(std::vector<Numbers>, shipped_trials)
 
 struct Constants {

@@ -118,9 +118,12 @@ def _wanted(
     if body.logprobs is not None or best_of > (body.n or 1):
         more["logprobs"] = body.logprobs or 0
     params = served.params(body, rooms[0], grammar=grammar, **more)
+    named = served.prediction(body, "")  # once for all prompts, as it may be long
     wanted: list[Wanted] = []
     for text, ids, room in zip(given, prompts, rooms, strict=True):
-        prediction = served.prediction(body, text if isinstance(text, str) and not body.suffix else "")
+        prediction = named
+        if body.prediction is None and isinstance(text, str) and not body.suffix:
+            prediction = served.prediction(body, text)
         seed = body.seed if body.seed is not None else fresh_seed()
         varied = params.vary(max_new_tokens=room, seed=seed)
         wanted += spread(varied, ids, best_of, served.delivered(body, varied), prediction)
