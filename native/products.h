@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "lanes.h"
 #include "parallel.h"
 
 #define LPR_WIDE __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma")))
@@ -23,7 +24,8 @@ namespace lpr {
 
 constexpr int64_t kPanel = 32;
 constexpr int kMostTileRows = 14;  // 28 sums, two registers of weights and one value of a row
-constexpr int64_t kAhead = 64;     // steps of 128 bytes that weights are fetched ahead
+constexpr int64_t kStepBytes = 128;  // of weights
+constexpr int64_t kAhead = 64;     // steps that weights are fetched ahead
 constexpr int64_t kSummed = 512;   // inputs of a sum: in one of many thousands, errors add up
 constexpr int64_t kMostTiles = 9;   // whose rows go past the weights together
 constexpr int64_t kMostPanels = 8;  // of an item of work
@@ -36,8 +38,19 @@ struct Product {
   int64_t rows, outputs, inputs;
 };
 
+// What a tile fetches while it multiplies: two lines of 64 bytes a step, which is what it reads.
+struct Ahead {
+  const char* next;
+  int64_t stride;  // bytes a step
+  LPR_INLINE void fetch() {
+    _mm_prefetch(next, _MM_HINT_T0);
+    _mm_prefetch(next + 64, _MM_HINT_T0);
+    next += stride;
+  }
+};
+
 // Rows from `row` on and the panel of outputs from `first` on.
-using Tile = void (*)(const Product& product, int64_t row, int64_t first);
+using Tile = void (*)(const Product& product, int64_t row, int64_t first, Ahead ahead);
 
 LPR_WIDE inline void masks_of(int64_t width, __mmask16 masks[2]) {
   masks[0] = static_cast<__mmask16>(width >= 16 ? 0xffff : (1u << width) - 1);
@@ -52,7 +65,7 @@ LPR_WIDE inline void add_to(__m512 (&totals)[R][2], const __m512 (&sums)[R][2], 
 }
 
 template <int R>
-LPR_WIDE void tile_of_floats(const Product& product, int64_t row, int64_t first) {
+LPR_WIDE void tile_of_floats(const Product& product, int64_t row, int64_t first, Ahead ahead) {
   int64_t inputs = product.inputs, outputs = product.outputs;
   const float* weights = reinterpret_cast<const float*>(product.packed) + first * inputs;
   const float* given = reinterpret_cast<const float*>(product.given) + row * inputs;
@@ -62,8 +75,7 @@ LPR_WIDE void tile_of_floats(const Product& product, int64_t row, int64_t first)
     for (int r = 0; r < R; r++) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
     for (int64_t k = start; k < std::min(inputs, start + kSummed); k++, weights += kPanel) {
       __m512 low = _mm512_loadu_ps(weights), high = _mm512_loadu_ps(weights + 16);
-      _mm_prefetch(reinterpret_cast<const char*>(weights + kAhead * kPanel), _MM_HINT_T0);
-      _mm_prefetch(reinterpret_cast<const char*>(weights + kAhead * kPanel + 16), _MM_HINT_T0);
+      ahead.fetch();
 #pragma GCC unroll 14
       for (int r = 0; r < R; r++) {
         __m512 value = _mm512_set1_ps(given[r * inputs + k]);
@@ -86,7 +98,7 @@ LPR_WIDE void tile_of_floats(const Product& product, int64_t row, int64_t first)
 }
 
 template <int R>
-LPR_WIDE_HALF void tile_of_halves(const Product& product, int64_t row, int64_t first) {
+LPR_WIDE_HALF void tile_of_halves(const Product& product, int64_t row, int64_t first, Ahead ahead) {
   int64_t inputs = product.inputs, outputs = product.outputs;
   const uint16_t* weights = reinterpret_cast<const uint16_t*>(product.packed) + first * inputs;
   const uint16_t* given = reinterpret_cast<const uint16_t*>(product.given) + row * inputs;
@@ -97,8 +109,7 @@ LPR_WIDE_HALF void tile_of_halves(const Product& product, int64_t row, int64_t f
     for (int64_t k = start; k < std::min(inputs, start + kSummed); k += 2, weights += 2 * kPanel) {
       __m512bh low = reinterpret_cast<__m512bh>(_mm512_loadu_si512(weights));
       __m512bh high = reinterpret_cast<__m512bh>(_mm512_loadu_si512(weights + 32));
-      _mm_prefetch(reinterpret_cast<const char*>(weights + kAhead * 2 * kPanel), _MM_HINT_T0);
-      _mm_prefetch(reinterpret_cast<const char*>(weights + kAhead * 2 * kPanel + 32), _MM_HINT_T0);
+      ahead.fetch();
 #pragma GCC unroll 14
       for (int r = 0; r < R; r++) {
         int32_t pair;
@@ -147,14 +158,20 @@ inline void multiply(const Product& product, bool is_half, int num_threads) {
   int64_t num_tiles = (product.rows + kMostTileRows - 1) / kMostTileRows;
   int64_t num_parts = (num_tiles + kMostTiles - 1) / kMostTiles;
   int64_t size = std::clamp<int64_t>(num_panels / (8 * num_threads), 1, kMostPanels);
+  int64_t panel_bytes = kPanel * product.inputs * (is_half ? 2 : 4);
   int64_t num_items = (num_panels + size - 1) / size;
   parallel_for(num_parts * num_items, num_threads, [&](int64_t item, int) {
     int64_t part = item / num_items, first = item % num_items * size;
-    for (int64_t panel = first; panel < std::min(num_panels, first + size); panel++)
-      for (int64_t tile = edge(num_tiles, part, num_parts); tile < edge(num_tiles, part + 1, num_parts); tile++) {
-        int64_t row = edge(product.rows, tile, num_tiles);
-        tiles[edge(product.rows, tile + 1, num_tiles) - row - 1](product, row, panel * kPanel);
+    int64_t begin = edge(num_tiles, part, num_parts), end = edge(num_tiles, part + 1, num_parts);
+    for (int64_t panel = first; panel < std::min(num_panels, first + size); panel++) {
+      const char* weights = product.packed + panel * panel_bytes;
+      for (int64_t tile = begin; tile < end; tile++) {
+        int64_t row = edge(product.rows, tile, num_tiles), count = end - begin;
+        Ahead ahead{weights + kAhead * kStepBytes, kStepBytes};
+        if (count > 1) ahead = {weights + panel_bytes + (tile - begin) * (panel_bytes / count), kStepBytes / count};
+        tiles[edge(product.rows, tile + 1, num_tiles) - row - 1](product, row, panel * kPanel, ahead);
       }
+    }
   });
 }
 
