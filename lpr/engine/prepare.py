@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from lpr.config import DecodeConfig, InputError
+from lpr.config import DecodeConfig, InputError, first_line
 from lpr.core.digest import digest_of
 from lpr.core.step_times import StepTimes
 from lpr.dist.comm import Comm, agree, is_alone, is_driver
@@ -18,7 +18,8 @@ from lpr.engine.options import EngineOptions, load_step_times
 from lpr.model.compiled import refusal
 from lpr.model.cpu.accelerate import accelerate
 from lpr.model.kv_cache import KVCache
-from lpr.model.loader import Loaded, model_digest, tokenizer_digest
+from lpr.model.heads.head import DraftHead
+from lpr.model.loader import Loaded, head_digest, model_digest, tokenizer_digest
 from lpr.model.packing import has_room_to_pack, pack_projections
 from lpr.model.parallel import vocabulary_part
 from lpr.model.runner import SharedWeights, TreeModel
@@ -53,12 +54,15 @@ def prepare(
     is_compared = not is_alone(comm) or comm.membership is not None
     if is_compared:
         replica_facts["model"] = model_digest(loaded.model)
+        replica_facts["prediction head"] = head_digest(loaded.head)
     try:
         compiles = _compiles(model, loaded, options, comm)
         if compiles:
             packed = pack_projections(loaded.model, partial(has_room_to_pack, model.device))
             logger.info("%d groups of projections are packed", packed)
         like = _accelerated(model) if _is_accelerated(model, loaded, comm) else self_check(model)
+        if loaded.head is not None and decode.draft_heads == "auto":
+            _use_head(model, loaded.head, like)
         model.sampler.check_part(model.adapter)
         longest_sequence(loaded, decode)
         if is_driver(comm):
@@ -112,6 +116,14 @@ def _accelerated(model: TreeModel) -> KVCache:
         like = self_check(model)
         logger.warning("the faster modules do not fit this model, using transformers' own: %s", refused)
         return like
+
+
+def _use_head(model: TreeModel, head: DraftHead, like: KVCache) -> None:
+    """Let a head guess; one that does not work is left out, with a warning."""
+    try:
+        model.use_head(head, like)
+    except Exception as failure:  # of a layer that gets what it does not expect: of any type
+        logger.warning("the prediction head does not work with this model and is not used: %s", first_line(failure))
 
 
 def _compiles(model: TreeModel, loaded: Loaded, options: EngineOptions, comm: Comm) -> bool:

@@ -44,6 +44,7 @@ from lpr.engine.sizing import Sizer, resolve_sizes
 from lpr.engine.state_snapshots import SNAPSHOTS_PER_SLOT, StateCopy
 from lpr.engine.step import StepPlan, StepResult, decode_step
 from lpr.engine.times_file import StartTimes
+from lpr.model.heads.guesses import NUM_ENTRIES, NUM_GUESSES
 from lpr.model.loader import Loaded
 from lpr.native import SequenceState
 from lpr.protocol import Abort, RequestId, Stop, Submit
@@ -242,6 +243,8 @@ class Replica:
                 membership = self.comm.membership
                 num_ranks = membership.num_replicas if membership is not None else self.comm.size
                 sizes = resolve_sizes(decode, times, num_ranks)
+                if self.model.guesser is not None and decode.draft_heads == "auto" and sizes.trie_nodes:
+                    sizes = replace(sizes, num_guesses=NUM_GUESSES)
                 self._set_up(decode, sizes, times, self.comm, keep_drafts)
                 return
             except MeshChangedError:  # on all survivors alike, which begin again
@@ -267,6 +270,7 @@ class Replica:
         how = self.model.packed, self.options.prefix_reuse, most_homes
         # A mesh that can shrink may leave whole trees to one rank, and must not move its K/V then.
         num_ahead = sizes.evaluated_capacity(self.comm.size if self.comm.membership is None else 1)
+        num_ahead += NUM_ENTRIES if sizes.num_guesses else 0
         needs = PoolNeeds(
             decode=decode,
             kv_memory=self.options.kv_memory,

@@ -63,6 +63,8 @@ class Adapter:
         self.exact = exact
         self.heights: check.Heights | None = None
         """Rows of the products of a step in exact mode; `why_not_exact` finds how many agree."""
+        self.hidden: torch.Tensor | None = None
+        """Last hidden states [R, N, H] of the last forward, once `keep_hidden` is called."""
         self._share_heights = share_heights
         self._layer_rules: dict[int | None, Any] = {}
         self.may_fall_back = attention == "auto"
@@ -109,7 +111,7 @@ class Adapter:
         plain = SPARSE_ATTENTION if selects(self.config) else TREE_ATTENTION
         name = (EXACT_KERNELS if self.exact else KERNELS).get(choice, plain)
         load_kernel(name)
-        self.attention = choice
+        self.attention, self.attention_name = choice, name
         if self.model._can_set_attn_implementation():
             set_attention(self.model, name)
         else:
@@ -159,13 +161,25 @@ class Adapter:
             rows, cache, self.device, node_bucket, kv_bucket, packed and not bits, bits, self.heights, tables
         )
 
+    def bind(self, inputs: StepInputs, cache: KVCache) -> None:
+        """Give `inputs` what attention looks up in them, before a forward."""
+        inputs.layer_rules, inputs.heights, inputs.cache = self._layer_rules, self.heights, cache
+
+    def keep_hidden(self) -> None:
+        """From now on keep the hidden states of each forward."""
+
+        def keep(module: torch.nn.Module, args: Any, output: Any) -> None:
+            self.hidden = output.last_hidden_state
+
+        self.model.get_decoder().register_forward_hook(keep)
+
     @torch.no_grad()
     def forward(self, inputs: StepInputs, cache: KVCache, compiled: bool = False) -> torch.Tensor:
         """One forward; the logits [sum of num_results, V] of the rows' last `num_results` entries, row after row.
 
         `compiled` calls the model as torch.compile made it; otherwise it is called directly in any case.
         """
-        inputs.layer_rules, inputs.heights, inputs.cache = self._layer_rules, self.heights, cache
+        self.bind(inputs, cache)
         extra: dict[str, Any] = {"position_ids": inputs.positions} if self.accepts_positions else {}
         extra[self._cache_name] = cache
         is_compiled = getattr(self.model, "_compiled_call_impl", None) is not None

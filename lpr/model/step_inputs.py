@@ -201,6 +201,17 @@ class StepInputs:
         kept = logits.shape[1]
         return torch.cat([logits[i, kept - count :] for i, count in enumerate(self.num_results)])
 
+    def places(self) -> list[tuple[int, int]]:
+        """Per row, the row of [R, N] and the column of its first entry."""
+        length = self.tokens.shape[1]
+        if self.packed:
+            ends = [block.start + block.positions.shape[1] for block in self.blocks]
+            return [(0, end - row.num_entries) for end, row in zip(ends, self.rows, strict=True)]
+        if len(self.rows) > len(self.tokens):  # side by side, at the end of one row
+            counts = [row.num_entries for row in self.rows]
+            return [(0, length - sum(counts[index:])) for index in range(len(counts))]
+        return [(index, length - row.num_entries) for index, row in enumerate(self.rows)]
+
     def hand_out(self, states: torch.Tensor) -> None:
         """Note K or V of the cache, before the model gets them."""
         if not torch.compiler.is_compiling():
