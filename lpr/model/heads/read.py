@@ -65,14 +65,13 @@ def make_head(model: PreTrainedModel, form: Form, tensors: dict[str, torch.Tenso
         raise InputError(f"it lacks {sorted(absent)[0]}")
     state = {f"layers.0.{key.removeprefix(form.layer)}": each for key, each in tensors.items() if key not in own_keys}
     state["norm.weight"] = tensors[f"{form.final_norm}.weight"]
+    state["embed_tokens.weight"] = torch.zeros(1, config.hidden_size)  # the model's own are used
     decoder: Any = model.get_decoder()
     block, info = type(decoder).from_pretrained(
         None, config=config, state_dict=state, dtype=model.dtype, output_loading_info=True
     )
-    missing = [key for key in info["missing_keys"] if not key.startswith("embed_tokens")]
-    if missing or info["mismatched_keys"] or info["unexpected_keys"]:
-        lacking = sorted(map(str, [*missing, *info["mismatched_keys"], *info["unexpected_keys"]]))
-        raise InputError(f"its layer does not fit the model's: {lacking[0]}")
+    if unfit := sorted(str(key) for kind in ("missing_keys", "mismatched_keys", "unexpected_keys") for key in info[kind]):
+        raise InputError(f"its layer does not fit the model's: {unfit[0]}")
     del block.embed_tokens
     norms = [_norm_like(block.norm, tensors[f"{name}.weight"]) for name in (form.embedding_norm, form.hidden_norm)]
     join = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False, dtype=model.dtype)
