@@ -68,7 +68,7 @@ def save(head: DraftHead, path: Path, dtype: torch.dtype) -> None:
 
 
 def losses(model: PreTrainedModel, head: DraftHead, ids: Tensor, mask: Tensor) -> tuple[list[Tensor], list[float]]:
-    """Of texts `ids` [B, T], where `mask` is true, per token ahead the mean divergence, and the share of equal argmax."""
+    """Per token ahead the mean divergence of texts `ids` [B, T] where `mask` is true, and the share of equal argmax."""
     decoder: Any = model.get_decoder()
     lm_head: Any = model.get_output_embeddings()
     with torch.no_grad():
@@ -79,7 +79,12 @@ def losses(model: PreTrainedModel, head: DraftHead, ids: Tensor, mask: Tensor) -
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
     for ahead in range(1, STEPS_AHEAD + 1):
         # Entry i holds token i + 1 and, ahead of the first one, what the head has made of entry i - 1.
-        state = head(embeddings[:, ahead:], state[:, :-1], position_ids=positions[:, ahead - 1 : ids.shape[1] - 1], use_cache=False)
+        state = head(
+            embeddings[:, ahead:],
+            state[:, :-1],
+            position_ids=positions[:, ahead - 1 : ids.shape[1] - 1],
+            use_cache=False,
+        )
         logits, target = lm_head(state).float(), wanted[:, ahead:]
         divergence = F.kl_div(logits.log_softmax(-1), target, reduction="none", log_target=True).sum(-1)
         counted = mask[:, ahead:].float()
@@ -116,7 +121,9 @@ def train(
     head.eval().requires_grad_(False)
 
 
-def batches_of(texts: Sequence[tuple[list[int], int]], batch: int, length: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches_of(
+    texts: Sequence[tuple[list[int], int]], batch: int, length: int, seed: int
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Random pieces of texts, each with its number of prompt tokens: ids and what the model has written [B, length]."""
     generator = torch.Generator().manual_seed(seed)
     known = [(torch.tensor(text), num_prompt) for text, num_prompt in texts if len(text) > STEPS_AHEAD + 2]

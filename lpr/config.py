@@ -8,7 +8,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
 from reprlib import repr as shortened
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -64,6 +64,8 @@ def validate(config: Any) -> None:
         name = place.split("[")[0]
         is_auto = "| str" in reason or "enum" in reason
         wanted = 'a whole number or "auto"' if is_auto else reason.removeprefix("Expected ")
+        if get_origin(choices := get_type_hints(kind).get(name)) is Literal:
+            wanted = " or ".join(get_args(choices))
         raise InputError(f"{name}={shortened(values[name])} must be {wanted}") from None
     vars(config).update(msgspec.structs.asdict(found))
 

@@ -4,8 +4,8 @@ The head of the rank that evaluated the end of the accepted path guesses what fo
 in which its guesses travel. They are a small tree. A guess counts at the node of the draft that is reached by its
 tokens, as evidence beside the text's (lpr.core.drafting).
 
-A block of the payload is int32 words, as many for each tree (rule R2): the node that ends the path, the bonus token, the
-number of guesses, and per guess its token and a word with its parent's number above its probability.
+A block of the payload is int32 words, as many for each tree (rule R2): the node that ends the path, the bonus token,
+the number of guesses, and per guess its token and a word with its parent's number above its probability.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ class HeadDraft:
         words[:NUM_BLOCK_HEADER] = end, bonus, count
         pairs = words[NUM_BLOCK_HEADER : NUM_BLOCK_HEADER + 2 * count].reshape(-1, 2)
         pairs[:, 0] = self.tokens[1 : count + 1]
-        pairs[:, 1] = np.array(self.parents[1 : count + 1], np.int32) << 16 | np.array(self.steps[1 : count + 1])
+        pairs[:, 1] = [self.parents[guess] << 16 | self.steps[guess] for guess in range(1, count + 1)]
         return words
 
 
 def read_block(block: np.ndarray, end: int, bonus: int) -> HeadDraft | None:
-    """The guesses of a block [words] for a path that ended at node `end` with `bonus`; None if it is of another path or empty."""
+    """The guesses of a block [words] for a path that ended at node `end` with `bonus`; None if it has none for it."""
     draft, pairs = HeadDraft(), block[NUM_BLOCK_HEADER:].reshape(-1, 2)
     if block[0] != end or block[1] != bonus or not 0 < block[2] <= len(pairs):
         return None

@@ -93,9 +93,10 @@ class StepDraft:
         """Accept a path of each tree, and advance the states and `budgets`.
 
         `payloads` is int32 [world ranks, words], with tables of `width` words a node and room for `num_guesses` of a
-        head (lpr.core.wire); of the ranks that share a replica the first one counts (rule R6). Also returns the entries whose K/V must move, int64 [3, n]:
-        the number of this rank's row, the entry, and the entry in whose place it belongs. Raises ValueError, before
-        anything has changed, if the ranks' headers differ, and for payloads that are no trees.
+        head (lpr.core.wire); of the ranks that share a replica the first one counts (rule R6). Also returns the entries
+        whose K/V must move, int64 [3, n]: the number of this rank's row, the entry, and the entry in whose place it
+        belongs. Raises ValueError, before anything has changed, if the ranks' headers differ, and for payloads that are
+        no trees.
         """
         if not wire.headers_agree(payloads, self.served):
             raise ValueError("the headers of the ranks differ")

@@ -9,7 +9,7 @@ A payload is int32 words, as many on all ranks (rule R2):
     results   for each of these trees a table of `capacity` nodes with `width` words: of every node that the rank owns
               the next token, k candidates, their scores (four to a word), log-probabilities in steps in which a running
               request asks for them, and, where ranks do not draft each other's trees, the node itself
-    guesses   for each of these trees a block of what a prediction head guesses, where the model has one (lpr.core.heads)
+    guesses   for each of these trees a block of what a prediction head guesses, where there is one (lpr.core.heads)
 
 A rank drafts only the trees of requests that it serves. Of the other trees it needs the accepted path and the
 candidates of the nodes. So a node that travels is two words: its number, its parent's number and its source in one, its

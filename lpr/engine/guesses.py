@@ -1,9 +1,9 @@
 """The prediction head's part of a step: which path a rank takes for the accepted one, and what follows it.
 
-The guesses travel in the step's one gather, so they are made before the rank knows the others' results. It walks its own
-part of each tree by its own results. The rank that evaluated the end of the path sees that no child follows: it guesses
-what comes after the bonus token. Of the others each keeps what its part has of the path. The block names the end and the
-bonus token, so where the owners' results give another path all ranks drop the guesses alike.
+The guesses travel in the step's one gather, so they are made before the rank knows the others' results. It walks its
+own part of each tree by its own results. The rank that evaluated the end of the path sees that no child follows: it
+guesses what comes after the bonus token. Of the others each keeps what its part has of the path. The block names the
+end and the bonus token, so where the owners' results give another path all ranks drop the guesses alike.
 """
 
 from __future__ import annotations
@@ -70,10 +70,12 @@ def guess(
     return blocks
 
 
-def follow(tree: TokenTree, nodes: Sequence[int], next_tokens: Sequence[int]) -> tuple[list[tuple[int, int]], int, bool]:
+def follow(
+    tree: TokenTree, nodes: Sequence[int], next_tokens: Sequence[int]
+) -> tuple[list[tuple[int, int]], int, bool]:
     """The accepted path as far as `nodes`, a rank's part of `tree`, have it, by their `next_tokens`.
 
-    Returns the path as pairs (place among `nodes`, node), the token after its last node, and whether the path ends there.
+    Returns the path as pairs (place among `nodes`, node), the token after its last node, and True if it ends there.
     """
     place = {node: index for index, node in enumerate(nodes)}
     path, token = [(0, 0)], next_tokens[0]

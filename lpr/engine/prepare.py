@@ -17,8 +17,8 @@ from lpr.engine.exchange import check_replica, common_heights, worst_of_replica
 from lpr.engine.options import EngineOptions, load_step_times
 from lpr.model.compiled import refusal
 from lpr.model.cpu.accelerate import accelerate
-from lpr.model.kv_cache import KVCache
 from lpr.model.heads.head import DraftHead
+from lpr.model.kv_cache import KVCache
 from lpr.model.loader import Loaded, head_digest, model_digest, tokenizer_digest
 from lpr.model.packing import has_room_to_pack, pack_projections
 from lpr.model.parallel import vocabulary_part
@@ -56,12 +56,14 @@ def prepare(
         replica_facts["model"] = model_digest(loaded.model)
         replica_facts["prediction head"] = head_digest(loaded.head)
     try:
-        compiles = _compiles(model, loaded, options, comm)
+        compiles = _compiles(model, loaded, decode, options, comm)
         if compiles:
             packed = pack_projections(loaded.model, partial(has_room_to_pack, model.device))
             logger.info("%d groups of projections are packed", packed)
         like = _accelerated(model) if _is_accelerated(model, loaded, comm) else self_check(model)
         if loaded.head is not None and decode.draft_heads == "auto":
+            if compiles:
+                raise InputError("compile='on' does not go with a prediction head: use --draft-heads off")
             _use_head(model, loaded.head, like)
         model.sampler.check_part(model.adapter)
         longest_sequence(loaded, decode)
@@ -126,9 +128,11 @@ def _use_head(model: TreeModel, head: DraftHead, like: KVCache) -> None:
         logger.warning("the prediction head does not work with this model and is not used: %s", first_line(failure))
 
 
-def _compiles(model: TreeModel, loaded: Loaded, options: EngineOptions, comm: Comm) -> bool:
+def _compiles(model: TreeModel, loaded: Loaded, decode: DecodeConfig, options: EngineOptions, comm: Comm) -> bool:
     """True if the model is to be compiled; raises InputError if `options` ask for it and it cannot be."""
     wanted, captures = options.compile, model.capturer is not None
+    if wanted == "auto" and loaded.head is not None and decode.draft_heads == "auto":
+        return False  # compiled steps hand out no hidden states
     why = refusal(loaded.model)
     if wanted == "on" and why is not None:
         raise InputError(f"this model cannot be compiled: {why}")

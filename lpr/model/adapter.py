@@ -21,7 +21,7 @@ from lpr.model.kernels.native_attention import why_not_native
 from lpr.model.kv_cache import KVCache
 from lpr.model.recurrent.plug import has_kernels
 from lpr.model.sparse import SPARSE_ATTENTION, selects
-from lpr.model.step_inputs import Row, StepInputs, step_scope
+from lpr.model.step_inputs import Row, StepInputs, current_step, step_scope
 from lpr.model.text_part import set_attention, takes_positions
 
 ATTENTION = ("auto", "sdpa", *KERNELS)
@@ -63,8 +63,6 @@ class Adapter:
         self.exact = exact
         self.heights: check.Heights | None = None
         """Rows of the products of a step in exact mode; `why_not_exact` finds how many agree."""
-        self.hidden: torch.Tensor | None = None
-        """Last hidden states [R, N, H] of the last forward, once `keep_hidden` is called."""
         self._share_heights = share_heights
         self._layer_rules: dict[int | None, Any] = {}
         self.may_fall_back = attention == "auto"
@@ -166,12 +164,8 @@ class Adapter:
         inputs.layer_rules, inputs.heights, inputs.cache = self._layer_rules, self.heights, cache
 
     def keep_hidden(self) -> None:
-        """From now on keep the hidden states of each forward."""
-
-        def keep(module: torch.nn.Module, args: Any, output: Any) -> None:
-            self.hidden = output.last_hidden_state
-
-        self.model.get_decoder().register_forward_hook(keep)
+        """From now on every step keeps its hidden states (StepInputs.hidden)."""
+        self.model.get_decoder().register_forward_hook(_keep_hidden)
 
     @torch.no_grad()
     def forward(self, inputs: StepInputs, cache: KVCache, compiled: bool = False) -> torch.Tensor:
@@ -198,3 +192,8 @@ class Adapter:
     ) -> torch.Tensor:
         """The logits of `forward` over `rows`, laid out as by `inputs`."""
         return self.forward(self.inputs(rows, cache, node_bucket, kv_bucket, packed), cache)
+
+
+def _keep_hidden(module: torch.nn.Module, args: Any, output: Any) -> None:
+    if (step := current_step()) is not None:  # ranks that are threads share a model
+        step.hidden = output.last_hidden_state

@@ -53,7 +53,7 @@ class EagerForward:
     def _logits(self, inputs: StepInputs) -> torch.Tensor:
         self.before_launch()
         logits = self.adapter.forward(inputs, self.cache)
-        if (states := self.adapter.hidden) is not None:
+        if (states := inputs.hidden) is not None:
             places = zip(inputs.rows, inputs.places(), strict=True)
             self.hidden = {row.slot: states[at, begin : begin + row.num_entries] for row, (at, begin) in places}
         return logits

@@ -135,7 +135,7 @@ class KVCache(StatesInCache, Cache, ABC):
 
     @abstractmethod
     def move(self, rows: np.ndarray) -> None:
-        """Copy the cache rows `rows[0]` to `rows[1]` (int64 [2, n]) in every layer that is not fixed; they may overlap."""
+        """Copy the cache rows `rows[0]` to `rows[1]` (int64 [2, n]) in every layer but fixed ones; they may overlap."""
 
     @abstractmethod
     def commit_moves(self, rows: Sequence[Row], moves: np.ndarray) -> None:

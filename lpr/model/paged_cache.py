@@ -75,7 +75,8 @@ class PagedCache(KVCache):
         groups: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
         for layer, pair in self.layer_tensors.items():
             for side, tensor in enumerate(pair):
-                groups.setdefault((layer in made._fixed, side, tensor.shape[1:], tensor.dtype, tensor.device), []).append((layer, side))
+                kind = (layer in made._fixed, side, tensor.shape[1:], tensor.dtype, tensor.device)
+                groups.setdefault(kind, []).append((layer, side))
         places: dict[tuple[int, int], tuple[Tensor, int]] = {}
         rows = made.num_rows
         for (is_fixed, _, shape, dtype, device), members in groups.items():

@@ -112,7 +112,7 @@ class TreeModel:
         self.compiled = CompiledForward(self.adapter, backend)
 
     def use_head(self, head: DraftHead, like: KVCache) -> None:
-        """Let `head` guess after each step, and `like` have its K/V; raises whatever a head that does not fit raises."""
+        """Let `head` guess after each step, and `like` have its K/V; raises any error of one that does not fit."""
         head.set_attention(self.adapter.attention_name)
         guesser = Guesser(self.adapter, head)
         guesser.check(like)

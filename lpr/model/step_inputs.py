@@ -173,6 +173,8 @@ class StepInputs:
     there is one block, which has no mask and does not say where keys lie."""
     rows: Sequence[Row] = ()
     """The rows, block after block; recurrent layers read them, and captured steps have none."""
+    hidden: torch.Tensor | None = None
+    """Last hidden states [R, N, H], after the final norm; set by the forward, where a head wants them."""
     cache: Any = None
     """The KVCache of the forward; set by the adapter, as `layer_rules` are."""
     layer_rules: dict[int | None, Any] = field(default_factory=dict)

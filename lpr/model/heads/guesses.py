@@ -2,8 +2,8 @@
 
 The head's entry i holds K/V of (h[i], token i+1), in the cache row of token i. So pages, prefixes, hand-over and lost
 ranks are those of the model's own K/V. In a step a rank adds the entries of what it has evaluated and keeps; those of
-guesses lie behind them, and the next step writes over them. A prefix that other requests share keeps one entry of another
-next token, at its end: a guess may suffer, never a result.
+guesses lie behind them, and the next step writes over them. A prefix that other requests share keeps one entry of
+another next token, at its end: a guess may suffer, never a result.
 """
 
 from __future__ import annotations
@@ -139,9 +139,7 @@ class Guesser:
             given[index, begin : begin + len(states)] = states
         self.adapter.bind(inputs, cache)
         found = self.head.step(self.embed(inputs.tokens), given, inputs)
-        return [
-            found[index, begin : begin + row.num_entries] for (index, begin), row in zip(places, rows, strict=True)
-        ]
+        return [found[index, begin : begin + row.num_entries] for (index, begin), row in zip(places, rows, strict=True)]
 
     def _add(self, active: Sequence[_Growing], ends: dict[int, list[int]], logits: Tensor, depth: int) -> None:
         """Add the likeliest tokens after each end; `logits` are [ends of all, V]."""

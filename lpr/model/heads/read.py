@@ -70,13 +70,17 @@ def make_head(model: PreTrainedModel, form: Form, tensors: dict[str, torch.Tenso
     block, info = type(decoder).from_pretrained(
         None, config=config, state_dict=state, dtype=model.dtype, output_loading_info=True
     )
-    if unfit := sorted(str(key) for kind in ("missing_keys", "mismatched_keys", "unexpected_keys") for key in info[kind]):
+    if unfit := sorted(
+        str(key) for kind in ("missing_keys", "mismatched_keys", "unexpected_keys") for key in info[kind]
+    ):
         raise InputError(f"its layer does not fit the model's: {unfit[0]}")
     del block.embed_tokens
     norms = [_norm_like(block.norm, tensors[f"{name}.weight"]) for name in (form.embedding_norm, form.hidden_norm)]
     join = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False, dtype=model.dtype)
     join.weight = nn.Parameter(tensors[f"{form.join}.weight"].to(model.dtype), requires_grad=False)
-    head = DraftHead(block, *norms, join, form.hidden_first, num_layers=model.config.get_text_config().num_hidden_layers)
+    head = DraftHead(
+        block, *norms, join, form.hidden_first, num_layers=model.config.get_text_config().num_hidden_layers
+    )
     return head.to(model.device).eval()
 
 
