@@ -90,19 +90,6 @@ def test_two_ranks(loaded: Loaded, plain: list[list[int]], decode: DecodeConfig)
         assert ids(completions) == plain and accepted(completions) > 20
 
 
-def test_captured_steps_hand_out_their_hidden_states(loaded: Loaded, plain: list[list[int]]) -> None:
-    engine = Engine(
-        loaded, replace(DECODE, prefill_chunk=64), replace(Engine(loaded, DECODE).options, attention="sdpa")
-    )
-    direct = engine.generate(PROMPTS, PARAMS)
-    engine.model.adapter.packed = False
-    engine.model.capturer = capturer = FakeCapturer()
-    engine.configure(engine.decode)
-    captured = engine.generate(PROMPTS, PARAMS)
-    assert ids(captured) == plain and capturer.num_replays > 20
-    assert [each.stats for each in captured] == [each.stats for each in direct]
-
-
 @pytest.fixture
 def guessed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Chain, HeadDraft]]:
     """All chains and what was guessed after them."""
