@@ -44,9 +44,9 @@ def loaded() -> Loaded:
     how = {"do_sample": True, "temperature": 0.9, "pad_token_id": 0}
     torch.manual_seed(0)
     texts = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=28, **how)
-    steps = iter(range(41))
+    steps = iter(range(31))
     batches = batches_of([(text.tolist(), 4) for text in texts], 8, 32, 0)
-    train(model, head, batches, lambda: next(steps) / 40, 3e-3)
+    train(model, head, batches, lambda: next(steps) / 30, 3e-3)
     return replace(wrap(model, None), head=head)
 
 
@@ -105,10 +105,12 @@ def guessed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Chain, HeadDraft]]:
     return found
 
 
-def check_from_scratch(loaded: Loaded, text: list[int], guessed: Sequence[tuple[Chain, HeadDraft]]) -> None:
+def check_from_scratch(
+    loaded: Loaded, text: list[int], guessed: Sequence[tuple[Chain, HeadDraft]], fewest: int = 8
+) -> None:
     """What a greedy request's head guesses follows from its text alone, however steps have cut it."""
     assert loaded.head is not None
-    assert len([chain for chain, _ in guessed if chain.params]) > 8
+    assert len([chain for chain, _ in guessed if chain.params]) >= fewest
     for chain, draft in guessed:
         if chain.params is None:
             continue
@@ -133,7 +135,7 @@ def test_guesses_follow_from_the_text_alone(
     guessed.clear()
     again = engine.generate(PROMPTS[1:2], PARAMS[:1])  # the prompt's pages are found
     assert ids(again) == ids(done)
-    check_from_scratch(loaded, PROMPTS[1] + again[0].token_ids, guessed)
+    check_from_scratch(loaded, PROMPTS[1] + again[0].token_ids, guessed, fewest=2)
 
 
 def test_captured_steps_hand_out_their_hidden_states(

@@ -64,7 +64,7 @@ def prepare(
         if loaded.head is not None and decode.draft_heads == "auto":
             if compiles:
                 raise InputError("compile='on' does not go with a prediction head: use --draft-heads off")
-            _use_head(model, loaded.head, like)
+            _use_head(model, loaded.head, like, _is_accelerated(model, loaded, comm))
         model.sampler.check_part(model.adapter)
         longest_sequence(loaded, decode)
         if is_driver(comm):
@@ -120,9 +120,11 @@ def _accelerated(model: TreeModel) -> KVCache:
         return like
 
 
-def _use_head(model: TreeModel, head: DraftHead, like: KVCache) -> None:
+def _use_head(model: TreeModel, head: DraftHead, like: KVCache, accelerates: bool) -> None:
     """Let a head guess; one that does not work is left out, with a warning."""
     try:
+        if accelerates:
+            accelerate(head)
         model.use_head(head, like)
     except Exception as failure:  # of a layer that gets what it does not expect: of any type
         logger.warning("the prediction head does not work with this model and is not used: %s", first_line(failure))

@@ -35,6 +35,7 @@ from lpr.engine.kv_pool import (
 )
 from lpr.engine.limits import ANY_NUMBER, SHORTEST_FILL, Limits
 from lpr.engine.options import EngineOptions
+from lpr.engine.pace import Pace
 from lpr.engine.page_moves import PageClear, PageCopy, PageIn, PageOut, StateCopy
 from lpr.engine.prepare import longest_sequence, prepare
 from lpr.engine.request import Outcome, Request
@@ -74,6 +75,8 @@ class Replica:
         self.new_times: StepTimes | None = None
         """On the driver, after a step: the step times that all ranks should decide by from now on, if they differ."""
         self.sizer = Sizer(TreeSizes(), None, comm)
+        self.pace: Pace | None = None
+        """Lets a prediction head rest, where sizes are automatic."""
         self._timed: tuple[Sequence[Request], Sequence[Outcome], float] | None = None
         """The last step and its milliseconds, until the sizer has seen it."""
         self.model, self.like, given = prepare(loaded, decode, options, comm)
@@ -167,6 +170,9 @@ class Replica:
     def catch_up(self) -> None:
         """Finish what the last step left, while the device works: nothing that decides what comes next."""
         if self._timed is not None:
+            if self.pace is not None:
+                self.pace.observe(*self._timed[1:], self.model.guess_ms)
+                self.model.rests = self.pace.rests
             self.new_times, self._timed = self.sizer.observe(*self._timed), None
         for request in self.scheduler.running:
             request.write()
@@ -321,6 +327,7 @@ class Replica:
         num_slots, carries_trees = self.scheduler.limits.num_slots, self.decode.carries_trees(self.comm.size)
         self.sizer, self._timed = Sizer(self.sizes, times, self.comm, self.start_times.follows), None
         self.exchange = Exchange(self.sizes, num_slots, self.comm, self.model.device, carries_trees)
+        self.pace, self.model.rests = Pace() if times is not None and self.sizes.num_guesses else None, False
         if times is not None:
             limits, decode = self.scheduler.limits, self.decode
             limits.join_chunk = max(SHORTEST_FILL, times.critical_length())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -71,6 +72,10 @@ class TreeModel:
         """Captured steps through torch.compile, once `compile` is called."""
         self.guesser: Guesser | None = None
         """Runs the model's prediction head, once `use_head` has found that it works."""
+        self.guess_ms = 0.0
+        """Milliseconds of the last guesses."""
+        self.rests = False
+        """True while the head follows the text and guesses nothing."""
         self.cache: KVCache | None = None
         self.forward: EagerForward | None = None
         """The strategy that evaluates steps; chosen by `allocate`."""
@@ -122,7 +127,10 @@ class TreeModel:
     def guess(self, chains: Sequence[Chain]) -> list[HeadDraft]:
         """Let the head follow `chains` of the last step's rows, and guess what comes after them."""
         assert self.guesser is not None and self.forward is not None and self.cache is not None
-        return self.guesser.guess(chains, self.forward.hidden, self.cache)
+        began = time.perf_counter()
+        found = self.guesser.guess(chains, self.forward.hidden, self.cache)
+        self.guess_ms = (time.perf_counter() - began) * 1e3
+        return found
 
     def free_bytes(self, num_sharing: int) -> int | None:
         """Bytes for the cache on this rank's device, which `num_sharing` ranks share; None: unknown."""
