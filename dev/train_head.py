@@ -1,12 +1,13 @@
 r"""Train a multi-token-prediction head for a frozen Llama-type model, by self-distillation.
 
-    python dev/train_head.py --model FOLDER --prompts FILE.jsonl --minutes 150 --out FOLDER/mtp.safetensors [--resume]
+    python -m dev.train_head --model FOLDER --prompts humaneval.jsonl classeval.jsonl:50 --minutes 150 [--resume]
 
-The model writes texts after the prompts (the field "prompt" of each line; some greedily, some sampled), with lpr. The
-head learns the model's own distribution of the token after the next one, by the Kullback-Leibler divergence, and, fed
-with its own output, that of the tokens after it (DeepSeek-V3, section 2.2; training on own outputs as in EAGLE-3, Li et
-al. 2025). It begins as a copy of the model's last layer. The file is written every few minutes, in the form of
-DeepSeek V3's keys: beside a checkpoint's weights lpr finds it there. `--resume` goes on from it.
+The model writes texts after the prompts (`FILE:N` takes the first N lines; questions and turns get the chat template),
+some greedily, some sampled, with lpr; they are kept beside --out. The head learns the model's own distribution of the
+token after the next one, by the Kullback-Leibler divergence, and, fed with its own output, that of the tokens after it
+(DeepSeek-V3, section 2.2; training on own outputs as in EAGLE-3, Li et al. 2025). It begins as a copy of the model's
+last layer. The file is written every few minutes, in the form of DeepSeek V3's keys: beside a checkpoint's weights lpr
+finds it there. `--resume` goes on from it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import json
 import math
 import os
+import random
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -35,6 +37,8 @@ STEPS_AHEAD = 3
 """Tokens beyond the next one that the head is trained for, each fed with the output of the one before."""
 DECAY = 0.7
 """Weight of each further one."""
+MOST_TOKENS = 1024
+"""Of a prompt."""
 
 
 def first_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -138,6 +142,23 @@ def batches_of(
         yield ids, mask
 
 
+def prompts_of(name: str, tokenizer: Any) -> list[str]:
+    """The prompts of a JSONL file, FILE or FILE:N: its skeletons, prompts, questions or first turns."""
+    path, _, count = name.partition(":")
+    found = []
+    for line in Path(path).read_text(encoding="utf-8").splitlines()[: int(count) if count else None]:
+        fields = json.loads(line)
+        asked = fields.get("question") or (fields.get("turns") or [None])[0]
+        if asked and tokenizer.chat_template:
+            chat = [{"role": "user", "content": asked}]
+            prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        else:
+            prompt = fields.get("skeleton") or fields.get("prompt") or asked
+        if len(tokenizer(prompt)["input_ids"]) <= MOST_TOKENS:
+            found.append(prompt)
+    return found
+
+
 def write_texts(folder: str, prompts: Sequence[str], new_tokens: int, minutes: float) -> list[tuple[list[int], int]]:
     """What the model writes after `prompts`, each greedily and at temperatures 0.8 and 1, until `minutes` are over."""
     import lpr
@@ -165,7 +186,7 @@ def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", required=True)
-    parser.add_argument("--prompts", type=Path, nargs="+", required=True, help="JSONL files with a prompt a line")
+    parser.add_argument("--prompts", nargs="+", default=[], help="JSONL files with a prompt a line, FILE or FILE:N")
     parser.add_argument("--texts", type=Path, help="where the written texts are kept and found again")
     parser.add_argument("--out", type=Path, help=f"default: {OWN_FILE} in the model's folder")
     parser.add_argument("--minutes", type=float, default=150, help="of training")
@@ -184,8 +205,8 @@ def main() -> None:
         texts = [(text, count) for text, count in json.loads(kept.read_text())]
     else:
         tokenizer = AutoTokenizer.from_pretrained(given.model)
-        lines = [json.loads(line) for path in given.prompts for line in path.read_text(encoding="utf-8").splitlines()]
-        prompts = [line["prompt"] for line in lines if len(tokenizer(line["prompt"])["input_ids"]) <= 1024]
+        prompts = [prompt for name in given.prompts for prompt in prompts_of(name, tokenizer)]
+        random.Random(0).shuffle(prompts)
         texts = write_texts(given.model, prompts, given.new_tokens, given.writing_minutes)
         kept.write_text(json.dumps(texts))
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).eval()

@@ -14,6 +14,9 @@ from lpr.model.step_inputs import StepInputs, step_scope
 class DraftHead(nn.Module):
     """One MTP layer (lpr.model.heads.forms). Its K/V is layer `layer` of the model's cache, which no model layer is."""
 
+    hidden_first: bool
+    layer: int
+
     def __init__(
         self,
         block: PreTrainedModel,

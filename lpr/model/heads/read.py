@@ -75,12 +75,12 @@ def make_head(model: PreTrainedModel, form: Form, tensors: dict[str, torch.Tenso
     ):
         raise InputError(f"its layer does not fit the model's: {unfit[0]}")
     del block.embed_tokens
-    norms = [_norm_like(block.norm, tensors[f"{name}.weight"]) for name in (form.embedding_norm, form.hidden_norm)]
+    embedding_norm = _norm_like(block.norm, tensors[f"{form.embedding_norm}.weight"])
+    hidden_norm = _norm_like(block.norm, tensors[f"{form.hidden_norm}.weight"])
     join = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False, dtype=model.dtype)
     join.weight = nn.Parameter(tensors[f"{form.join}.weight"].to(model.dtype), requires_grad=False)
-    head = DraftHead(
-        block, *norms, join, form.hidden_first, num_layers=model.config.get_text_config().num_hidden_layers
-    )
+    num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    head = DraftHead(block, embedding_norm, hidden_norm, join, form.hidden_first, num_layers)
     return head.to(model.device).eval()
 
 
