@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from lpr import Completion, DecodeConfig, Engine, SamplingParams
 from lpr.config import InputError
 from lpr.core.heads import HeadDraft, read_block
 from lpr.engine.options import EngineOptions
+from lpr.engine.pace import FIRST_REST, TRIAL, Pace
 from lpr.model.heads.forms import DEEPSEEK, MIMO, QWEN, Form
 from lpr.model.heads.guesses import Chain, Guesser
 from lpr.model.heads.head import DraftHead
@@ -275,3 +277,23 @@ def test_a_head_beside_a_checkpoint(loaded: Loaded, tmp_path: Path, caplog: pyte
 def test_a_wrong_choice_is_named() -> None:
     with pytest.raises(InputError, match="draft_heads='on' must be auto or off"):
         DecodeConfig(draft_heads="on")  # type: ignore[arg-type]
+
+
+def test_a_head_rests_where_it_earns_less_than_it_costs() -> None:
+    def outcome(source: Source) -> Any:
+        tree = SimpleNamespace(sources=[Source.ROOT, source])
+        return SimpleNamespace(concluded=SimpleNamespace(tree=tree, path=[0, 1], emitted=[5, 6]))
+
+    pace = Pace()
+    for _ in range(2 * TRIAL):
+        pace.observe([outcome(Source.HEAD)], 10.0, 4.0)  # half of the tokens for four tenths of the time
+    assert not pace.rests
+    for _ in range(2 * TRIAL):
+        pace.observe([outcome(Source.TRIE)], 10.0, 4.0)
+    assert pace.rests
+    for _ in range(FIRST_REST):
+        pace.observe([outcome(Source.TRIE)], 6.0, 0.1)
+    assert not pace.rests  # a trial
+    for _ in range(TRIAL):
+        pace.observe([outcome(Source.TRIE)], 10.0, 4.0)
+    assert pace.rests

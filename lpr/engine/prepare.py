@@ -50,11 +50,11 @@ def prepare(
     model = TreeModel(loaded.model, options.attention, options.graphs, options.exact, shared)
     comm.before_close(model.release)
     failure, costs, like, compiles = None, None, None, False
-    facts, replica_facts = {}, {}
+    facts, replica_facts, own_head = {}, {}, 0
     is_compared = not is_alone(comm) or comm.membership is not None
     if is_compared:
         replica_facts["model"] = model_digest(loaded.model)
-        replica_facts["prediction head"] = head_digest(loaded.head)
+        own_head = head_digest(loaded.head)
     try:
         compiles = _compiles(model, loaded, decode, options, comm)
         if compiles:
@@ -81,6 +81,7 @@ def prepare(
     except InputError as error:
         failure = str(error)
     if is_compared:
+        replica_facts["prediction head"] = own_head if model.guesser is not None else 0
         facts["configuration"] = digest_of(repr((decode, options.exact)))
         facts["tokenizer"] = tokenizer_digest(loaded.tokenizer)
         facts["form of a batch (packed or padded)"] = int(model.packed)

@@ -30,6 +30,7 @@ class DraftHead(nn.Module):
         super().__init__()
         self.block, self.embedding_norm, self.hidden_norm, self.join = block, embedding_norm, hidden_norm, join
         self.hidden_first, self.layer = hidden_first, num_layers
+        module: Any
         for module in block.modules():
             if hasattr(module, "layer_idx"):
                 module.layer_idx = num_layers
