@@ -19,6 +19,7 @@ import os
 import random
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,19 +40,32 @@ DECAY = 0.7
 """Weight of each further one."""
 MOST_TOKENS = 1024
 """Of a prompt."""
+MOST_COMPARED = 4096
+"""Commonest tokens whose logits are compared, and a quarter as many others at random."""
+Text = tuple[list[int], int]
+"""The ids of a prompt and what the model has written after it, and the number of the prompt's."""
 
 
+@torch.no_grad()
 def first_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """A head to begin with: the model's last layer and norm; `join` takes half of the hidden state and embedding."""
+    """A head to begin with: the model's last layer once more, with a little of the embedding.
+
+    It gets what the final norm has made of its input's successor, so the norm's weight is taken back. All is scaled
+    down, with what the layer adds to it, so that `join` learns fast.
+    """
     decoder: Any = model.get_decoder()
-    size = model.config.hidden_size
-    norm, eye = decoder.norm.weight.detach(), torch.eye(size)
-    made = {name: each.detach().clone() for name, each in decoder.layers[-1].state_dict().items()}
+    size, norm = model.config.hidden_size, decoder.norm.weight.detach().float()
+    ids = torch.randint(0, model.config.vocab_size, (4, 32), generator=torch.Generator().manual_seed(0))
+    states = decoder(input_ids=ids, output_hidden_states=True).hidden_states[-2].float()
+    scale = states.pow(2).mean(-1).sqrt().median()  # some models have a first token of extreme states
+    made = {name: each.detach().float().clone() for name, each in decoder.layers[-1].state_dict().items()}
+    for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+        made[name] /= scale
     made[f"{DEEPSEEK.embedding_norm}.weight"] = torch.ones(size)
-    made[f"{DEEPSEEK.hidden_norm}.weight"] = torch.ones(size)
-    made[f"{DEEPSEEK.join}.weight"] = torch.cat([eye, eye], 1) / 2
+    made[f"{DEEPSEEK.hidden_norm}.weight"] = norm.mean() * norm / (norm**2 + 0.01 * (norm**2).mean())
+    made[f"{DEEPSEEK.join}.weight"] = torch.cat([0.1 * torch.eye(size), torch.eye(size)], 1)
     made[f"{DEEPSEEK.final_norm}.weight"] = norm.clone()
-    return {name: each.float() for name, each in made.items()}
+    return made
 
 
 def tensors_of(head: DraftHead) -> dict[str, Tensor]:
@@ -71,27 +85,35 @@ def save(head: DraftHead, path: Path, dtype: torch.dtype) -> None:
     os.replace(unfinished, path)
 
 
-def losses(model: PreTrainedModel, head: DraftHead, ids: Tensor, mask: Tensor) -> tuple[list[Tensor], list[float]]:
-    """Per token ahead the mean divergence of texts `ids` [B, T] where `mask` is true, and the share of equal argmax."""
-    decoder: Any = model.get_decoder()
-    lm_head: Any = model.get_output_embeddings()
+@dataclass
+class Batch:
+    """Pieces of texts."""
+
+    ids: Tensor
+    """[B, T]."""
+    mask: Tensor
+    """[B, T]: true where the model has written, or chosen the next token."""
+    hidden: Tensor
+    """[B, T, H]: the model's last hidden states."""
+    tokens: Tensor
+    """[V']: those whose logits are compared; all of a large vocabulary would take most of the time."""
+
+
+def losses(model: PreTrainedModel, head: DraftHead, batch: Batch) -> tuple[list[Tensor], list[float]]:
+    """Per token ahead the mean divergence of a batch where its mask is true, and the share of equal argmax."""
+    weight: Tensor = model.get_output_embeddings().weight[batch.tokens]  # type: ignore[index]
     with torch.no_grad():
-        hidden = decoder(input_ids=ids).last_hidden_state
-        wanted = lm_head(hidden).float().log_softmax(-1)
-        embeddings = model.get_input_embeddings()(ids)
-    found, equal, state = [], [], hidden
-    positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        wanted = (batch.hidden @ weight.T).log_softmax(-1)
+        embeddings = model.get_input_embeddings()(batch.ids)
+    found, equal, state, length = [], [], batch.hidden, batch.ids.shape[1]
+    positions = torch.arange(length, device=batch.ids.device)[None]
     for ahead in range(1, STEPS_AHEAD + 1):
         # Entry i holds token i + 1 and, ahead of the first one, what the head has made of entry i - 1.
-        state = head(
-            embeddings[:, ahead:],
-            state[:, :-1],
-            position_ids=positions[:, ahead - 1 : ids.shape[1] - 1],
-            use_cache=False,
-        )
-        logits, target = lm_head(state).float(), wanted[:, ahead:]
+        places = positions[:, ahead - 1 : length - 1]
+        state = head(embeddings[:, ahead:], state[:, :-1], position_ids=places, use_cache=False)
+        logits, target = state @ weight.T, wanted[:, ahead:]
         divergence = F.kl_div(logits.log_softmax(-1), target, reduction="none", log_target=True).sum(-1)
-        counted = mask[:, ahead:].float()
+        counted = batch.mask[:, ahead:].float()
         found.append((divergence * counted).sum() / counted.sum())
         same = (logits.argmax(-1) == target.argmax(-1)).float()
         equal.append(((same * counted).sum() / counted.sum()).item())
@@ -101,7 +123,7 @@ def losses(model: PreTrainedModel, head: DraftHead, ids: Tensor, mask: Tensor) -
 def train(
     model: PreTrainedModel,
     head: DraftHead,
-    batches: Iterator[tuple[Tensor, Tensor]],
+    batches: Iterator[Batch],
     progress: Any,
     learning_rate: float = 1e-3,
     report: Any = lambda step, found, equal: None,
@@ -115,7 +137,7 @@ def train(
         rate = min(1.0, (step + 1) / 50) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done)))
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * rate
-        found, equal = losses(model, head, *next(batches))
+        found, equal = losses(model, head, next(batches))
         optimizer.zero_grad()
         torch.stack([each * weight for each, weight in zip(found, weights, strict=True)]).sum().backward()
         torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
@@ -125,21 +147,33 @@ def train(
     head.eval().requires_grad_(False)
 
 
+@torch.no_grad()
+def states_of(model: PreTrainedModel, texts: Sequence[Text]) -> list[Tensor]:
+    """The model's last hidden states [T, H] of each text, in half precision: they are the same in every epoch."""
+    decoder: Any = model.get_decoder()
+    return [decoder(input_ids=torch.tensor([text])).last_hidden_state[0].half() for text, _ in texts]
+
+
 def batches_of(
-    texts: Sequence[tuple[list[int], int]], batch: int, length: int, seed: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Random pieces of texts, each with its number of prompt tokens: ids and what the model has written [B, length]."""
+    model: PreTrainedModel, texts: Sequence[Text], states: Sequence[Tensor], size: int, length: int, seed: int
+) -> Iterator[Batch]:
+    """Random pieces of texts."""
     generator = torch.Generator().manual_seed(seed)
-    known = [(torch.tensor(text), num_prompt) for text, num_prompt in texts if len(text) > STEPS_AHEAD + 2]
+    known = [(torch.tensor(text), num_prompt, each) for (text, num_prompt), each in zip(texts, states, strict=True)]
+    vocab_size = model.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr,index]
+    counts = torch.bincount(torch.cat([text for text, _, _ in known]), minlength=int(vocab_size))
+    common = counts.topk(min(MOST_COMPARED, int(vocab_size))).indices
     while True:
-        ids, mask = torch.zeros(batch, length, dtype=torch.long), torch.zeros(batch, length, dtype=torch.bool)
-        for row, choice in enumerate(torch.randint(len(known), (batch,), generator=generator).tolist()):
-            text, num_prompt = known[choice]
+        ids, mask = torch.zeros(size, length, dtype=torch.long), torch.zeros(size, length, dtype=torch.bool)
+        hidden = torch.zeros(size, length, states[0].shape[1])
+        for row, choice in enumerate(torch.randint(len(known), (size,), generator=generator).tolist()):
+            text, num_prompt, state = known[choice]
             begin = int(torch.randint(max(1, len(text) - length + 1), (1,), generator=generator))
-            piece = text[begin : begin + length]
-            ids[row, : len(piece)] = piece
-            mask[row, max(0, num_prompt - 1 - begin) : len(piece)] = True
-        yield ids, mask
+            count = len(text[begin : begin + length])
+            ids[row, :count], hidden[row, :count] = text[begin : begin + count], state[begin : begin + count].float()
+            mask[row, max(0, num_prompt - 1 - begin) : count] = True
+        others = torch.randint(int(vocab_size), (MOST_COMPARED // 4,), generator=generator)
+        yield Batch(ids, mask, hidden, torch.cat([common, ids.flatten(), others]).unique())
 
 
 def prompts_of(name: str, tokenizer: Any) -> list[str]:
@@ -159,12 +193,12 @@ def prompts_of(name: str, tokenizer: Any) -> list[str]:
     return found
 
 
-def write_texts(folder: str, prompts: Sequence[str], new_tokens: int, minutes: float) -> list[tuple[list[int], int]]:
+def write_texts(folder: str, prompts: Sequence[str], new_tokens: int, minutes: float) -> list[Text]:
     """What the model writes after `prompts`, each greedily and at temperatures 0.8 and 1, until `minutes` are over."""
     import lpr
 
     engine = lpr.Engine.from_pretrained(folder, decode=lpr.DecodeConfig(draft_heads="off", max_batch_size=4))
-    found: list[tuple[list[int], int]] = []
+    found: list[Text] = []
     end = time.monotonic() + 60 * minutes
     for begin in range(0, 3 * len(prompts), 4):
         if time.monotonic() > end:
@@ -216,7 +250,9 @@ def main() -> None:
     if given.resume:
         tensors = {name.removeprefix(prefix): each.float() for name, each in load_file(out).items()}
     head = make_head(model, DEEPSEEK, tensors)
-    held_out = next(batches_of(texts[-max(1, len(texts) // 20) :], 4 * given.batch, given.length, 1))
+    states, num_held_out = states_of(model, texts), max(1, len(texts) // 20)
+    rest = texts[-num_held_out:], states[-num_held_out:]
+    held_out = next(batches_of(model, *rest, 4 * given.batch, given.length, 1))
     began = saved = shown = time.monotonic()
     print(f"{len(texts)} texts; {sum(each.numel() for each in tensors.values()) / 1e6:.2f} M weights", flush=True)
 
@@ -233,13 +269,14 @@ def main() -> None:
         if now - saved > 60 * given.save_minutes:
             saved = now
             with torch.no_grad():
-                found_there, equal_there = losses(model, head, *held_out)
+                found_there, equal_there = losses(model, head, held_out)
             there = [[round(each, 3) for each in kind] for kind in ([x.item() for x in found_there], equal_there)]
             print(f"held out: divergence {there[0]}, equal {there[1]}", flush=True)
             save(head, out, stored_as)
 
-    known = texts[: -max(1, len(texts) // 20)] or texts
-    train(model, head, batches_of(known, given.batch, given.length, 0), progress, given.learning_rate, report)
+    known = texts[:-num_held_out], states[:-num_held_out]
+    batches = batches_of(model, *known, given.batch, given.length, 0)
+    train(model, head, batches, progress, given.learning_rate, report)
     save(head, out, stored_as)
 
 

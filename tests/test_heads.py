@@ -19,10 +19,11 @@ from worlds import ThreadComm, ThreadWorld, run_ranks
 
 from dev import families
 from dev.family_table import FAMILIES
-from dev.train_head import batches_of, first_tensors, save, train
+from dev.train_head import batches_of, first_tensors, save, states_of, train
 from lpr import Completion, DecodeConfig, Engine, SamplingParams
 from lpr.config import InputError
 from lpr.core.heads import HeadDraft, read_block
+from lpr.core.tree import Source
 from lpr.engine.options import EngineOptions
 from lpr.engine.pace import FIRST_REST, TRIAL, Pace
 from lpr.model.heads.forms import DEEPSEEK, MIMO, QWEN, Form
@@ -45,9 +46,10 @@ def loaded() -> Loaded:
     ids = torch.randint(0, 97, (24, 4), generator=torch.Generator().manual_seed(1))
     how = {"do_sample": True, "temperature": 0.9, "pad_token_id": 0}
     torch.manual_seed(0)
-    texts = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=28, **how)
+    written = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=28, **how)
     steps = iter(range(31))
-    batches = batches_of([(text.tolist(), 4) for text in texts], 8, 32, 0)
+    texts = [(text.tolist(), 4) for text in written]
+    batches = batches_of(model, texts, states_of(model, texts), 8, 32, 0)
     train(model, head, batches, lambda: next(steps) / 30, 3e-3)
     return replace(wrap(model, None), head=head)
 

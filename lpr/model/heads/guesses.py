@@ -96,7 +96,7 @@ class Guesser:
         like.add_fixed(self.head.layer)
         rows = [Row.chain(0, 0, [1, 2, 3, 4], 0)]
         states = torch.randn(4, self.embed.weight.shape[1], generator=torch.Generator().manual_seed(5))
-        found = self._run(rows, [states.to(self.lm_head.weight)], like)[0]
+        found = self._run(rows, [states.to(self.embed.weight)], like)[0]
         if not self.lm_head(found).isfinite().all():
             raise ValueError("its logits are not numbers")
 
