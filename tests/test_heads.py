@@ -286,16 +286,18 @@ def test_a_head_rests_where_it_earns_less_than_it_costs() -> None:
         tree = SimpleNamespace(sources=[Source.ROOT, source])
         return SimpleNamespace(concluded=SimpleNamespace(tree=tree, path=[0, 1], emitted=[5, 6]))
 
+    def steps_until(rests: bool) -> int:
+        for step in range(1, 1000):
+            pace.observe([outcome(Source.TRIE)], 10.0, 4.0)
+            if pace.rests is rests:
+                return step
+        raise AssertionError
+
     pace = Pace()
     for _ in range(2 * TRIAL):
         pace.observe([outcome(Source.HEAD)], 10.0, 4.0)  # half of the tokens for four tenths of the time
     assert not pace.rests
-    for _ in range(2 * TRIAL):
-        pace.observe([outcome(Source.TRIE)], 10.0, 4.0)
-    assert pace.rests
-    for _ in range(FIRST_REST):
-        pace.observe([outcome(Source.TRIE)], 6.0, 0.1)
-    assert not pace.rests  # a trial
-    for _ in range(TRIAL):
-        pace.observe([outcome(Source.TRIE)], 10.0, 4.0)
-    assert pace.rests
+    assert steps_until(True) < TRIAL
+    assert steps_until(False) == FIRST_REST
+    assert steps_until(True) == TRIAL
+    assert steps_until(False) == 2 * FIRST_REST
