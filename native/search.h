@@ -162,12 +162,13 @@ class Search {
     row_tokens_.clear();
     row_of_.clear();
     double total = 0.0;
+    guessed_total_ = 0.0;
     for (uint32_t i = 0; i < evidence.count; i++) {
       const Place& place = places_[evidence.begin + i];
       int32_t token = place.token(offset);
       int row = kNothing;
       if (token >= 0) {
-        total += place.weight;
+        (place.source == kHead ? guessed_total_ : total) += place.weight;
         if (tried == kNothing || !was_tried(tried, token)) {
           row = find_row(token);
           if (row < 0) row = add_row(token);
@@ -221,7 +222,10 @@ class Search {
         kind += constants.several;
       bool is_guess = kind == constants.head_kind || kind == constants.head_kind + constants.several;
       int octaves = is_guess ? 0 : noise_.octaves(depth, row.token);
-      int cell = first + cell_within(kind, row.weight / (total - row.weight), octaves);
+      // Guesses take no part of the weight of what the text alone proposes: a bad head does not dilute it.
+      bool has_guess = row.places.count && places_[row.places.begin].source == kHead;
+      double whole = has_guess ? total + guessed_total_ : total;
+      int cell = first + cell_within(kind, row.weight / (whole - row.weight), octaves);
       row_cells_.push_back(cell);
       known += frequencies_[cell];
     }
@@ -436,6 +440,7 @@ class Search {
   Noise noise_;
   Tokens tried_tokens_, row_tokens_, row_of_, row_cells_, context_;
   Tokens guesses_;  // by node
+  double guessed_total_ = 0.0;  // weight of the guesses among what `gather` has read last
 };
 
 inline std::vector<double> Drafter::draft(TokenTree& tree, int64_t budget, std::optional<int64_t> max_depth,

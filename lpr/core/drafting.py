@@ -275,7 +275,7 @@ class _Search:
         stage = 0
         while True:
             rows: dict[int, list[Any]] = {}  # token -> [weight, places...]
-            total = 0.0
+            total = guessed_total = 0.0
             for place in places:
                 try:
                     token = place[1][place[2] + offset]
@@ -284,7 +284,10 @@ class _Search:
                 if token < 0:
                     continue
                 weight = place[0]
-                total += weight
+                if place[3] == constants.HEAD_KIND:
+                    guessed_total += weight
+                else:
+                    total += weight
                 if token in tried:
                     continue
                 row = rows.get(token)
@@ -323,7 +326,9 @@ class _Search:
             else:
                 kind = row[1][3] if len(row) == 2 else row[1][3] + constants.SEVERAL
             octaves = 0 if kind in _KINDS_OF_HEAD else self._noise.octaves(depth, token)
-            row[0] = cell = first + cell_within(kind, ldexp(row[0] / (total - row[0]), octaves))
+            # Guesses take no part of the weight of what the text alone proposes: a bad head does not dilute it.
+            whole = total + guessed_total if len(row) > 1 and row[1][3] == constants.HEAD_KIND else total
+            row[0] = cell = first + cell_within(kind, ldexp(row[0] / (whole - row[0]), octaves))
             known += frequencies[cell]
         scale = probability if known <= constants.MOST_KNOWN else probability * constants.MOST_KNOWN / known
         for token, row in rows.items():
