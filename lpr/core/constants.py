@@ -201,9 +201,9 @@ _PREDICTED = {
     (2, Source.PREDICTION + SEVERAL): ((-1.0,) * 5, (0.6,) * 5),
 }
 
-# Guesses of a head know the sampling noise and stand first, so their odds need no fit to begin with.
-_HEAD = ((0.0,) * 5, (0.65,) * 5)
-_PREDICTED |= {(0, Source.HEAD): _HEAD, (0, Source.HEAD + SEVERAL): ((0.5,) * 5, (0.65,) * 5)}
+# Guesses know the sampling noise, so their odds need no octaves. How good a head is differs: the start is cautious.
+_HEAD = ((-1.0,) * 5, (0.65,) * 5)
+_PREDICTED |= {(0, Source.HEAD): _HEAD, (0, Source.HEAD + SEVERAL): ((0.3,) * 5, (0.65,) * 5)}
 
 
 def _shipped(fit: _Fit) -> tuple[array[float], array[float]]:
