@@ -14,7 +14,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from lpr.core import constants, wire
+from lpr.core import constants, heads, wire
 
 
 def _load() -> tuple[ModuleType | None, str | None]:
@@ -31,7 +31,7 @@ def _load() -> tuple[ModuleType | None, str | None]:
 
 def numbers() -> dict[str, Any]:
     """The numbers of the specification by lower-case name, which the extension takes over."""
-    named = {**vars(wire), **vars(constants)}
+    named = {**vars(heads), **vars(wire), **vars(constants)}
     return {name.lower(): value for name, value in named.items() if name.isupper() and not name.startswith("_")}
 
 
