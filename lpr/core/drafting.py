@@ -147,9 +147,12 @@ class Drafter:
                     search.ask_later(node, probability, 0, {})
         return probabilities
 
-    def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
-        """Calibrate by the accepted `path` of `tree`, which the last draft made; before `observe`."""
-        self.calibration.observe(tree, path, self._cells)
+    def learn(self, tree: TokenTree, path: Sequence[int], is_open: bool = False) -> None:
+        """Calibrate by the accepted `path` of `tree`, which the last draft made; before `observe`.
+
+        A path that `is_open` ends with the last known token (Calibration.observe).
+        """
+        self.calibration.observe(tree, path, self._cells, is_open)
 
     def keep_candidates(
         self,
