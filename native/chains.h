@@ -7,6 +7,12 @@
 
 namespace lpr {
 
+// What the sequences of a server have shown together: a new one starts from it.
+struct ChainRecord {
+  Calibration calibration;
+  AcceptanceHistory acceptance;
+};
+
 class ChainState {
  public:
   Tokens tokens;
@@ -26,14 +32,15 @@ class ChainState {
     return {tokens.begin() + static_cast<ptrdiff_t>(begin), tokens.end()};
   }
 
-  void read(const int32_t* text, size_t count, AcceptanceHistory& history) {
+  void read(const int32_t* text, size_t count, ChainRecord& record) {
     if (count <= tokens.size()) return;
+    if (tokens.empty()) drafter_.calibration = record.calibration;
     const int32_t* news = text + tokens.size();
     size_t num_news = count - tokens.size();
     tokens.insert(tokens.end(), news, news + num_news);
     is_readable_ = is_readable_ && *std::min_element(news, news + num_news) >= 0;
     if (!is_readable_) return;
-    if (tree_) learn(news, num_news, history);
+    if (tree_) learn(news, num_news, record);
     tree_.reset();
     drafter_.observe(news, num_news);
   }
@@ -71,21 +78,23 @@ class ChainState {
   }
 
  private:
-  void learn(const int32_t* news, size_t num_news, AcceptanceHistory& history) {
+  void learn(const int32_t* news, size_t num_news, ChainRecord& record) {
     Tokens path{0};
     for (size_t i = 0; i < num_news; i++) {
       int node = tree_->find(path.back(), news[i]);
       if (node < 0) break;
       path.push_back(node);
     }
-    drafter_.learn(*tree_, path, path.size() > num_news);
+    bool is_open = path.size() > num_news;
+    drafter_.learn(*tree_, path, is_open);
+    record.calibration.observe(*tree_, path, drafter_.cells(), is_open);
     size_t accepted = 0;
     while (accepted < std::min(chain_.size(), num_news) && chain_[accepted] == news[accepted]) accepted++;
     size_t num_verified = accepted == num_news ? accepted : chain_.size();
     double offered = 0.0;
     for (size_t i = 0; i < num_verified; i++) offered += probabilities_[i];
     acceptance_.record_step(offered, static_cast<int64_t>(accepted), constants.trust_memory);
-    history.record_step(offered, static_cast<int64_t>(accepted), constants.long_memory);
+    record.acceptance.record_step(offered, static_cast<int64_t>(accepted), constants.long_memory);
   }
 
   Drafter drafter_;
@@ -115,10 +124,10 @@ class Chains {
                             const std::vector<int64_t>& depths) {
     if (states.size() != texts.size() || states.size() != depths.size())
       throw std::invalid_argument("states, texts and depths are not as many");
-    for (size_t i = 0; i < states.size(); i++) states[i]->read(texts[i].tokens, texts[i].count, all_);
+    for (size_t i = 0; i < states.size(); i++) states[i]->read(texts[i].tokens, texts[i].count, record_);
     double tokens = static_cast<double>(states.size());
     double time = 1.0 + token_cost * (tokens - 1.0);
-    double floor = token_cost * tokens / time, first_trust = all_.trust();
+    double floor = token_cost * tokens / time, first_trust = record_.acceptance.trust();
     std::vector<std::pair<double, size_t>> ranked;
     for (size_t i = 0; i < states.size(); i++)
       for (double gain : states[i]->draft(depths[i], num_nodes_, floor, first_trust)) ranked.push_back({gain, i});
@@ -137,7 +146,7 @@ class Chains {
 
  private:
   int64_t num_nodes_;
-  AcceptanceHistory all_;
+  ChainRecord record_;
 };
 
 }  // namespace lpr

@@ -72,6 +72,9 @@ class Drafter {
     calibration.observe(tree, path, cells_, is_open);
   }
 
+  // Of the last draft's nodes, -1 where no source of the search proposed one.
+  const Tokens& cells() const { return cells_; }
+
   // Keep the candidates of the tree's nodes, rows of k per node; before `observe`.
   void keep_candidates(const TokenTree& tree, const Tokens& path, const int32_t* candidates, const uint8_t* scores,
                        int k) {

@@ -55,6 +55,12 @@ class Calibration:
         """64-bit digest of every frequency that an observation changed, in order."""
         return self._digest.value
 
+    def copy(self) -> Calibration:
+        """One with the same record, which goes on by itself."""
+        copy = Calibration()
+        copy.frequencies, copy.trials, copy._digest.value = self.frequencies[:], self.trials[:], self.digest
+        return copy
+
     def observe(self, tree: TokenTree, path: Sequence[int], cells: Sequence[int], is_open: bool = False) -> None:
         """Count the accepted `path` of `tree`; `cells` [len(tree)] has each node's cell, -1 for none.
 

@@ -19,6 +19,7 @@ import numpy as np
 from lpr.config import TreeSizes
 from lpr.core import constants
 from lpr.core.budget import AcceptanceHistory, Price
+from lpr.core.calibration import Calibration
 from lpr.core.drafting import Drafter
 from lpr.core.suffix_index import SuffixIndex
 from lpr.core.tree import TokenTree
@@ -33,6 +34,15 @@ class FixedPrice(Price):
 
     def take(self, probability: float) -> None:
         """Ignored."""
+
+
+class ChainRecord:
+    """What the sequences of a server have shown together. A new one starts from its calibration."""
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        self.calibration = Calibration()
+        self.acceptance = AcceptanceHistory()
 
 
 class ChainState:
@@ -64,26 +74,30 @@ class ChainState:
         """The tokens read from number `begin` on; none if the text holds placeholders, which have no meaning."""
         return self.tokens[begin:] if self._is_readable else []
 
-    def read(self, text: np.ndarray, history: AcceptanceHistory) -> None:
-        """Read `text`, which begins with the tokens read; `history` counts for all sequences."""
+    def read(self, text: np.ndarray, record: ChainRecord) -> None:
+        """Read `text`, which begins with the tokens read; `record` is that of all sequences."""
         news = text[len(self.tokens) :].tolist()
+        if not self.tokens and news:
+            self._drafter.calibration = record.calibration.copy()
         self.tokens += news
         self._is_readable = self._is_readable and min(news, default=0) >= 0
         if not self._is_readable or not news:
             return
         if self._tree is not None:
-            self._learn(self._tree, news, history)
+            self._learn(self._tree, news, record)
             self._tree = None
         self._drafter.observe(news)
 
-    def _learn(self, tree: TokenTree, news: list[int], history: AcceptanceHistory) -> None:
+    def _learn(self, tree: TokenTree, news: list[int], record: ChainRecord) -> None:
         path = [0]
         for token in news:
             node = tree.find(path[-1], token)
             if node < 0:
                 break
             path.append(node)
-        self._drafter.learn(tree, path, is_open=len(path) > len(news))
+        is_open = len(path) > len(news)
+        self._drafter.learn(tree, path, is_open)
+        record.calibration.observe(tree, path, self._drafter.cells, is_open)
         accepted = 0
         while accepted < min(len(self._chain), len(news)) and self._chain[accepted] == news[accepted]:
             accepted += 1
@@ -93,7 +107,7 @@ class ChainState:
         for probability in self._probabilities[:num_verified]:
             offered += probability
         self._acceptance.record_step(offered, accepted, constants.TRUST_MEMORY)
-        history.record_step(offered, accepted, constants.LONG_MEMORY)
+        record.acceptance.record_step(offered, accepted, constants.LONG_MEMORY)
 
     def draft(self, depth: int, num_nodes: int, floor: float, first_trust: float) -> list[float]:
         """Draft a chain of at most `depth` tokens; returns what each is expected to gain, falling.
@@ -137,17 +151,17 @@ class Chains:
             raise ValueError(f"num_nodes={num_nodes} must be at least 1, token_cost={token_cost} from 0 to 1")
         self.token_cost = token_cost
         self._num_nodes = num_nodes
-        self._all = AcceptanceHistory()
+        self._record = ChainRecord()
 
     def draft(
         self, states: Sequence[ChainState], texts: Sequence[np.ndarray], depths: Sequence[int]
     ) -> list[list[int]]:
         """Read the sequences' `texts` (int32 [num_tokens] each), and draft at most `depths` tokens for each."""
         for state, text in zip(states, texts, strict=True):
-            state.read(text, self._all)
+            state.read(text, self._record)
         cost, tokens = self.token_cost, float(len(states))
         time = 1.0 + cost * (tokens - 1.0)
-        floor, first_trust = cost * tokens / time, self._all.trust()
+        floor, first_trust = cost * tokens / time, self._record.acceptance.trust()
         ranked: list[tuple[float, int]] = []
         for number, (state, depth) in enumerate(zip(states, depths, strict=True)):
             ranked += [(gain, number) for gain in state.draft(depth, self._num_nodes, floor, first_trust)]

@@ -154,6 +154,11 @@ class Drafter:
         """
         self.calibration.observe(tree, path, self._cells, is_open)
 
+    @property
+    def cells(self) -> list[int]:
+        """Of the last draft's nodes, -1 where no source of the search proposed one (lpr.core.calibration)."""
+        return self._cells
+
     def keep_candidates(
         self,
         tree: TokenTree,

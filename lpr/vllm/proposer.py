@@ -62,7 +62,7 @@ class Proposer:
         texts = [token_ids_cpu[row, : num_tokens_no_spec[row]] for row in rows]
         counts = [len(sampled_token_ids[row]) for row in rows]
         running, gone = self._requests.recognise(rows, texts, counts)
-        self._sources.learn(gone)
+        self._sources.learn(running, gone)
         states = [request.state for request in running]
         depths = [min(self._num_tokens, self._longest - len(text) - 1) for text in texts]
         for row, draft in zip(rows, self._chains.draft(states, texts, depths), strict=True):

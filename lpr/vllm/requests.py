@@ -28,6 +28,11 @@ class Request:
     num_prompt: int
     """Tokens before those that nobody has learnt."""
 
+    @property
+    def num_new(self) -> int:
+        """Tokens that nobody has learnt."""
+        return len(self.state) - self.num_prompt
+
     def take_output(self) -> tuple[list[int], list[int]]:
         """What of the text is to be learnt, and the tokens before it that a match can cover; empty the second time."""
         begin = max(0, self.num_prompt - MAX_MATCH)

@@ -21,6 +21,8 @@ from lpr.native import SuffixIndex
 from lpr.vllm.requests import Request
 from lpr.vllm.settings import Settings
 
+LEARN_EVERY = 32
+"""Tokens of a running request that are learnt together, so that requests which run beside it draft from them."""
 LEARN_AT_ONCE = 4
 """Batches of the fleet's outputs learnt between two steps, each of 0.4 ms at most."""
 
@@ -38,7 +40,7 @@ class Sources:
     def __init__(self, settings: Settings, vllm_config: Any) -> None:
         """Load the trie file and connect the fleet's store where `settings` name them; raises InputError."""
         self.num_learnt = 0
-        """Outputs of this server that were learnt."""
+        """Tokens of this server's outputs that were learnt."""
         self._shares = settings.share != "none"
         self._indexes = DraftIndexes(settings.capacity)
         self._fleet: Any = None
@@ -66,20 +68,27 @@ class Sources:
             self._fleet.follow(tenant)
         return self._indexes.of(tenant, in_use) if tenant else self._indexes.shared
 
-    def learn(self, gone: Sequence[Request]) -> None:
-        """Learn the outputs of requests that have gone, and what other replicas wrote meanwhile."""
-        for request in gone if self._shares else ():
-            context, output = request.take_output()
-            if not output:
-                continue
-            index = self._indexes.of(request.tenant, {request.tenant}) if request.tenant else self._indexes.shared
-            index.extend([*context, *output])
-            index.end_document()
-            self.num_learnt += 1
-            if self._fleet is not None:
-                self._fleet.finished(request.tenant, context, output)
+    def learn(self, running: Sequence[Request], gone: Sequence[Request]) -> None:
+        """Learn what requests that have gone, running ones, and other replicas have written since the last step."""
+        if self._shares:
+            for request in running:
+                if request.num_new >= LEARN_EVERY:
+                    self._learn(request)
+            for request in gone:
+                self._learn(request)
         if self._fleet is not None:
             self._learn_of_others()
+
+    def _learn(self, request: Request) -> None:
+        context, output = request.take_output()
+        if not output:
+            return
+        index = self._indexes.of(request.tenant, {request.tenant}) if request.tenant else self._indexes.shared
+        index.extend([*context, *output])
+        index.end_document()
+        self.num_learnt += len(output)
+        if self._fleet is not None:
+            self._fleet.finished(request.tenant, context, output)
 
     def _learn_of_others(self) -> None:
         for _ in range(LEARN_AT_ONCE):
