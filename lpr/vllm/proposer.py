@@ -70,6 +70,15 @@ class Proposer:
         self._metrics.count(drafts, len(rows), time.perf_counter() - began, self._sources.num_learnt)
         return drafts
 
+    @property
+    def num_learnt_of_others(self) -> int:
+        """Outputs of the fleet's other replicas that were learnt."""
+        return self._sources.num_learnt_of_others
+
+    def close(self) -> None:
+        """Leave the fleet's store, as the end of the process does."""
+        self._sources.close()
+
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """There is no model to load; vLLM calls this on a CPU."""
 

@@ -6,6 +6,7 @@ from the speed of their own, `share` is "none", or the number of tokens at the s
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import secrets
 from collections.abc import Collection, Sequence
@@ -59,6 +60,7 @@ class Sources:
                 origin=secrets.token_bytes(8),
                 positions={},
             )
+            atexit.register(self.close)  # vLLM does not tell a proposer when it ends
 
     def index_of(self, tenant: str, in_use: Collection[str]) -> SuffixIndex | None:
         """What a new request of a tenant drafts from; tenants `in_use` are not forgotten."""
@@ -78,6 +80,18 @@ class Sources:
                 self._learn(request)
         if self._fleet is not None:
             self._learn_of_others()
+
+    @property
+    def num_learnt_of_others(self) -> int:
+        """Outputs of other replicas that were learnt."""
+        return self._fleet.counts.learnt if self._fleet is not None else 0
+
+    def close(self) -> None:
+        """Send what waits for the fleet's store, and leave it."""
+        if self._fleet is not None:
+            atexit.unregister(self.close)
+            self._fleet.close()
+            self._fleet = None
 
     def _learn(self, request: Request) -> None:
         context, output = request.take_output()
