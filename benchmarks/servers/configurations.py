@@ -49,11 +49,11 @@ def _ngram(tokens: int) -> Configuration:
     return _vllm(method="ngram", num_speculative_tokens=tokens, prompt_lookup_max=4, prompt_lookup_min=2)
 
 
-def _lpr_in_vllm(tokens: int) -> Configuration:
-    # This checkout, whose extension must have been built for vLLM's version of Python.
-    return _vllm(
-        {"PYTHONPATH": str(Path(__file__).parents[2])}, model="lpr.vllm.Proposer", num_speculative_tokens=tokens
-    )
+def _lpr_in_vllm(tokens: int, **settings: object) -> Configuration:
+    root = str(Path(__file__).parents[2])  # this checkout, whose extension is built for vLLM's version of Python
+    found = _vllm({"PYTHONPATH": root}, model="lpr.vllm.Proposer", num_speculative_tokens=tokens)
+    more = ["--additional-config", json.dumps({"lpr": settings})] if settings else []
+    return Configuration("vllm", [*found.flags, *more], found.environment)
 
 
 CONFIGURATIONS: Mapping[str, Configuration] = {
@@ -72,6 +72,7 @@ CONFIGURATIONS: Mapping[str, Configuration] = {
     "lpr-in-vllm3": _lpr_in_vllm(3),
     "lpr-in-vllm5": _lpr_in_vllm(5),
     "lpr-in-vllm10": _lpr_in_vllm(10),
+    "lpr-in-vllm10-cpu": _lpr_in_vllm(10, token_cost=0.03),
     "llama-plain": Configuration("llama"),
     "llama-ngram-mod": Configuration("llama", ("--spec-type", "ngram-mod")),
     "llama-ngram-simple": Configuration("llama", ("--spec-type", "ngram-simple")),

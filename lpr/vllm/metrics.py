@@ -23,7 +23,7 @@ class Metrics:
         self._seconds = Histogram(
             "lpr_draft_seconds", "Drafting time of a step over its sequences", registry=self.registry, buckets=BUCKETS
         )
-        self._learnt = Counter("lpr_learnt_outputs", "Outputs learnt", registry=self.registry)
+        self._learnt = Counter("lpr_learnt_tokens", "Tokens of outputs learnt", registry=self.registry)
         self._num_learnt = 0
         if port:
             start_http_server(port, "127.0.0.1", self.registry)
