@@ -420,14 +420,17 @@ def test_vllm_makes_proposers_as_it_does_here() -> None:
     )
 
 
-@pytest.mark.skipif("LPR_VLLM" not in os.environ, reason="LPR_VLLM names no environment with vLLM 0.32")
+@pytest.mark.skipif(
+    not {"LPR_VLLM", "LPR_VLLM_MODEL"} <= os.environ.keys(),
+    reason="LPR_VLLM names no environment with vLLM 0.32, or LPR_VLLM_MODEL no model folder",
+)
 @pytest.mark.timeout(900)
 def test_the_real_server(tmp_path: Path) -> None:
     from benchmarks.servers.acceptance import acceptance, counts_of
     from benchmarks.servers.configurations import Places, command_of
     from benchmarks.servers.process import free_port, started
 
-    folder = Path(os.environ.get("LPR_VLLM_MODEL", bundled_model()))
+    folder = Path(os.environ["LPR_VLLM_MODEL"])
     prompts = [f"def f{n}(a, b):\n    return a + b\n\n\ndef g{n}(a, b):\n    return" for n in range(8)]
     texts: dict[str, list[str]] = {}
     for name in ("vllm-plain", "lpr-in-vllm5"):
