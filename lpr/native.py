@@ -47,6 +47,7 @@ if missing:
 
 if TYPE_CHECKING or _extension is None:
     from lpr.core.budgets import Budgets
+    from lpr.core.chains import Chains, ChainState
     from lpr.core.drafting import Drafter
     from lpr.core.noise_keys import selection_words
     from lpr.core.partition import Shard
@@ -59,6 +60,8 @@ if TYPE_CHECKING or _extension is None:
 __all__ = [
     "Budgets",
     "CandidateTable",
+    "ChainState",
+    "Chains",
     "Conclusion",
     "Drafter",
     "SequenceState",

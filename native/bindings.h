@@ -39,6 +39,7 @@ nb::object owned_array(std::vector<T>&& values, std::initializer_list<size_t> sh
 
 void bind_drafting(nb::module_& m);
 void bind_step(nb::module_& m);
+void bind_chains(nb::module_& m);
 void bind_rows(nb::module_& m);
 void bind_sampling(nb::module_& m);
 void bind_attention(nb::module_& m);

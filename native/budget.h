@@ -84,7 +84,11 @@ class Price {
   Price(std::shared_ptr<ExpectedTokens> expected, double trust)
       : floor(expected->price() / trust), expected_(std::move(expected)), trust_(trust) {}
 
+  // One that does not rise.
+  explicit Price(double floor) : floor(floor), trust_(1.0) {}
+
   void take(double probability) {
+    if (!expected_) return;
     least_ = std::min(least_, probability);
     expected_->add(std::min(1.0, trust_ * least_));
     floor = expected_->price() / trust_;

@@ -39,9 +39,9 @@ class Calibration {
 
   uint64_t digest() const { return digest_.value; }
 
-  void observe(const TokenTree& tree, const Tokens& path, const Tokens& cells) {
+  void observe(const TokenTree& tree, const Tokens& path, const Tokens& cells, bool is_open = false) {
     int all = static_cast<int>(frequencies.size());
-    for (size_t i = 0; i < path.size(); i++) {
+    for (size_t i = 0; i + is_open < path.size(); i++) {
       int right = i + 1 < path.size() ? path[i + 1] : -1;
       // A right child that no source of the search proposed was wrong for all of them.
       int end = right >= 0 && cells[right] >= 0 ? (cells[right] / stage_size() + 1) * stage_size() : all;

@@ -71,7 +71,12 @@ class Drafter {
   // Add up to `budget` nodes to the tree, best first; returns each node's calibrated path probability.
   std::vector<double> draft(TokenTree& tree, int64_t budget, std::optional<int64_t> max_depth, Price* price);
 
-  void learn(const TokenTree& tree, const Tokens& path) { calibration.observe(tree, path, cells_); }
+  void learn(const TokenTree& tree, const Tokens& path, bool is_open = false) {
+    calibration.observe(tree, path, cells_, is_open);
+  }
+
+  // Of the last draft's nodes, -1 where no source of the search proposed one.
+  const Tokens& cells() const { return cells_; }
 
   // Keep the candidates of the tree's nodes, rows of k per node; before `observe`.
   void keep_candidates(const TokenTree& tree, const Tokens& path, const int32_t* candidates, const uint8_t* scores,

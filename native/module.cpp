@@ -12,6 +12,7 @@ NB_MODULE(_native, m) {
   });
   bind_drafting(m);
   bind_step(m);
+  bind_chains(m);
   bind_rows(m);
   bind_sampling(m);
   bind_attention(m);

@@ -69,6 +69,7 @@ MAY_SKIP = (
     "bitsandbytes",
     "litellm",
     "GPU",
+    "vLLM",
     "LPR_LLAMA_VIM",
     "transformers 5",
     "the table is of transformers",

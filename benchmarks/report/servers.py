@@ -10,6 +10,8 @@ FIGURES: dict[str, Callable[[Json], str]] = {
     "tokens per second": lambda run: f"{run['tokens_per_second']:.0f}",
     "milliseconds to the first token, median": lambda run: f"{run['first_token_ms'] or 0:.0f}",
     "milliseconds per further token, median": lambda run: f"{run['token_ms'] or 0:.1f}",
+    "tokens per step of a sequence, by vLLM's counters": lambda run: f"{run.get('tokens_per_step', '')}",
+    "acceptance length of steps with a draft, by vLLM's counters": lambda run: f"{run.get('acceptance_length', '')}",
     "texts equal to plain decoding's": lambda run: f"{run['equal_texts']}" if "equal_texts" in run else "",
 }
 """A table each, and how a run becomes its cell."""
@@ -25,6 +27,8 @@ def servers(facts: Json) -> list[Part]:
         mine = [run for run in loads if run["dtype"] == dtype]
         names = distinct(mine, "name")
         for figure, cell in FIGURES.items():
+            if not any(cell(run) for run in sound(mine)):
+                continue
             made.append(Part(Table(f"{what}, {dtype}: {figure}", ["load", *names], _rows(mine, names, cell))))
     if starts:
         rows = [[run["name"], run["case"].split(",")[0], f"{run['ready_seconds']:.1f}"] for run in sound(starts)]

@@ -42,12 +42,14 @@ class Load:
     """Most tokens of an answer."""
     seconds: float
     """Limit of one request."""
+    seeded: bool = True
+    """Sampled answers have a seed."""
 
 
 async def ask_all(url: str, model: str, prompts: Sequence[Sequence[int]], load: Load) -> tuple[list[Answer], float]:
     """The answers, in the order of the prompts, and the seconds of all.
 
-    Each client asks again as soon as it is answered. The seed of a sampled answer is the number of its prompt.
+    Each client asks again as soon as it is answered. The seed of a `seeded` answer is the number of its prompt.
     """
     answers = [Answer() for _ in prompts]
     waiting = iter(range(len(prompts)))
@@ -57,8 +59,10 @@ async def ask_all(url: str, model: str, prompts: Sequence[Sequence[int]], load: 
         async def person() -> None:
             for number in waiting:
                 body = {"model": model, "prompt": list(prompts[number]), "max_tokens": load.tokens,
-                        "temperature": load.temperature, "seed": number, "stream": True,
+                        "temperature": load.temperature, "stream": True,
                         "stream_options": {"include_usage": True}}  # fmt: skip
+                if load.seeded:
+                    body["seed"] = number
                 await ask(http, body, answers[number], load.seconds)
 
         began = time.monotonic()

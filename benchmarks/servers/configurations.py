@@ -40,13 +40,20 @@ class Configuration:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def _vllm(**speculative: object) -> Configuration:
+def _vllm(environment: Mapping[str, str] | None = None, **speculative: object) -> Configuration:
     flags = ["--speculative-config", json.dumps(speculative)] if speculative else []
-    return Configuration("vllm", flags)
+    return Configuration("vllm", flags, environment or {})
 
 
 def _ngram(tokens: int) -> Configuration:
     return _vllm(method="ngram", num_speculative_tokens=tokens, prompt_lookup_max=4, prompt_lookup_min=2)
+
+
+def _lpr_in_vllm(tokens: int, **settings: object) -> Configuration:
+    root = str(Path(__file__).parents[2])  # this checkout, whose extension is built for vLLM's version of Python
+    found = _vllm({"PYTHONPATH": root}, model="lpr.vllm.Proposer", num_speculative_tokens=tokens)
+    more = ["--additional-config", json.dumps({"lpr": settings})] if settings else []
+    return Configuration("vllm", [*found.flags, *more], found.environment)
 
 
 CONFIGURATIONS: Mapping[str, Configuration] = {
@@ -59,11 +66,19 @@ CONFIGURATIONS: Mapping[str, Configuration] = {
     "vllm-ngram10": _ngram(10),
     "vllm-suffix": _vllm(method="suffix", suffix_decoding_max_cached_requests=0),
     "vllm-suffix-learns": _vllm(method="suffix"),
+    "vllm-suffix3": _vllm(method="suffix", num_speculative_tokens=3),
+    "vllm-suffix5": _vllm(method="suffix", num_speculative_tokens=5),
+    "vllm-suffix10": _vllm(method="suffix", num_speculative_tokens=10),
+    "lpr-in-vllm3": _lpr_in_vllm(3),
+    "lpr-in-vllm5": _lpr_in_vllm(5),
+    "lpr-in-vllm10": _lpr_in_vllm(10),
+    "lpr-in-vllm10-cpu": _lpr_in_vllm(10, token_cost=0.03),
     "llama-plain": Configuration("llama"),
     "llama-ngram-mod": Configuration("llama", ("--spec-type", "ngram-mod")),
     "llama-ngram-simple": Configuration("llama", ("--spec-type", "ngram-simple")),
 }
-"""Those that learn draft for one request from the texts of others; llama.cpp's ngram-mod always does."""
+"""Those that learn draft for one request from the texts of others; llama.cpp's ngram-mod, vllm-suffix3 and its like and
+lpr-in-vllm always do. A number is that of the most tokens of a draft."""
 
 
 @dataclass(frozen=True)

@@ -55,13 +55,20 @@ class Calibration:
         """64-bit digest of every frequency that an observation changed, in order."""
         return self._digest.value
 
-    def observe(self, tree: TokenTree, path: Sequence[int], cells: Sequence[int]) -> None:
+    def copy(self) -> Calibration:
+        """One with the same record, which goes on by itself."""
+        copy = Calibration()
+        copy.frequencies, copy.trials, copy._digest.value = self.frequencies[:], self.trials[:], self.digest
+        return copy
+
+    def observe(self, tree: TokenTree, path: Sequence[int], cells: Sequence[int], is_open: bool = False) -> None:
         """Count the accepted `path` of `tree`; `cells` [len(tree)] has each node's cell, -1 for none.
 
-        None of the children of the last node of `path` may be what the model chose after it.
+        None of the children of the last node of `path` may be what the model chose after it. If the path `is_open`,
+        that choice is not known, and these children do not count.
         """
         changed = array("d")
-        for parent, right in zip(path, (*path[1:], -1), strict=True):
+        for parent, right in zip(path, path[1:] if is_open else (*path[1:], -1), strict=not is_open):
             # A right child that no source of the search proposed was wrong for all of them.
             end = (cells[right] // _STAGE_SIZE + 1) * _STAGE_SIZE if right >= 0 else 0
             end = end or len(self.frequencies)

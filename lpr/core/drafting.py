@@ -154,9 +154,17 @@ class Drafter:
                     search.ask_later(node, probability, 0, {})
         return probabilities
 
-    def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
-        """Calibrate by the accepted `path` of `tree`, which the last draft made; before `observe`."""
-        self.calibration.observe(tree, path, self._cells)
+    def learn(self, tree: TokenTree, path: Sequence[int], is_open: bool = False) -> None:
+        """Calibrate by the accepted `path` of `tree`, which the last draft made; before `observe`.
+
+        A path that `is_open` ends with the last known token (Calibration.observe).
+        """
+        self.calibration.observe(tree, path, self._cells, is_open)
+
+    @property
+    def cells(self) -> list[int]:
+        """Of the last draft's nodes, -1 where no source of the search proposed one (lpr.core.calibration)."""
+        return self._cells
 
     def keep_candidates(
         self,

@@ -1,0 +1,176 @@
+"""Drafts for an engine whose verification takes one chain of tokens per sequence, no tree. Twin: native/chains.h.
+
+Such an engine shows no more than each sequence's text. What a step has accepted is read from it: a drafted tree is
+walked along the new tokens. Below every node on that path it is known which child was right, also of children that the
+engine never verified, so the calibration learns from the whole tree and not from the chain alone.
+
+The chain of a tree is the path of the greatest expected gain. Chains are then cut together. A step of B sequences with
+k drafted tokens takes the time 1 + c * (B - 1 + k), where c is what a further token costs, as a part of the time of a
+step of one token. It emits B + p_1 + ... + p_k tokens. A token pays while its probability is above c times the tokens
+per time so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lpr.config import TreeSizes
+from lpr.core import constants
+from lpr.core.budget import AcceptanceHistory, Price
+from lpr.core.calibration import Calibration
+from lpr.core.drafting import Drafter
+from lpr.core.suffix_index import SuffixIndex
+from lpr.core.tree import TokenTree
+
+
+class FixedPrice(Price):
+    """A price that does not rise."""
+
+    def __init__(self, floor: float) -> None:
+        """Drafts end below `floor`."""
+        self.floor = floor
+
+    def take(self, probability: float) -> None:
+        """Ignored."""
+
+
+class ChainRecord:
+    """What the sequences of a server have shown together. A new one starts from its calibration."""
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        self.calibration = Calibration()
+        self.acceptance = AcceptanceHistory()
+
+
+class ChainState:
+    """One sequence of another engine: its text, and its drafting state."""
+
+    __slots__ = ("_acceptance", "_chain", "_drafter", "_is_readable", "_probabilities", "_tree", "tokens")
+
+    def __init__(self, config: TreeSizes, shared: SuffixIndex | None = None) -> None:
+        """A sequence of which nothing was read; it drafts from its own text and from the `shared` index."""
+        self.tokens: list[int] = []
+        """The text read so far."""
+        self._drafter = Drafter(config, shared)
+        self._acceptance = AcceptanceHistory()
+        self._is_readable = True
+        self._tree: TokenTree | None = None
+        self._chain: list[int] = []
+        self._probabilities: list[float] = []
+
+    def __len__(self) -> int:
+        """Tokens read."""
+        return len(self.tokens)
+
+    def continues_in(self, text: np.ndarray) -> bool:
+        """True if `text` (int32 [num_tokens]) begins with the tokens read."""
+        count = len(self.tokens)
+        return count <= len(text) and text[:count].tolist() == self.tokens
+
+    def text_from(self, begin: int) -> list[int]:
+        """The tokens read from number `begin` on; none if the text holds placeholders, which have no meaning."""
+        return self.tokens[begin:] if self._is_readable else []
+
+    def read(self, text: np.ndarray, record: ChainRecord) -> None:
+        """Read `text`, which begins with the tokens read; `record` is that of all sequences."""
+        news = text[len(self.tokens) :].tolist()
+        if not self.tokens and news:
+            self._drafter.calibration = record.calibration.copy()
+        self.tokens += news
+        self._is_readable = self._is_readable and min(news, default=0) >= 0
+        if not self._is_readable or not news:
+            return
+        if self._tree is not None:
+            self._learn(self._tree, news, record)
+            self._tree = None
+        self._drafter.observe(news)
+
+    def _learn(self, tree: TokenTree, news: list[int], record: ChainRecord) -> None:
+        path = [0]
+        for token in news:
+            node = tree.find(path[-1], token)
+            if node < 0:
+                break
+            path.append(node)
+        is_open = len(path) > len(news)
+        self._drafter.learn(tree, path, is_open)
+        record.calibration.observe(tree, path, self._drafter.cells, is_open)
+        accepted = 0
+        while accepted < min(len(self._chain), len(news)) and self._chain[accepted] == news[accepted]:
+            accepted += 1
+        # A chain that the text follows to its end was cut by the engine; an unverified token is no promise.
+        num_verified = accepted if accepted == len(news) else len(self._chain)
+        offered = 0.0
+        for probability in self._probabilities[:num_verified]:
+            offered += probability
+        self._acceptance.record_step(offered, accepted, constants.TRUST_MEMORY)
+        record.acceptance.record_step(offered, accepted, constants.LONG_MEMORY)
+
+    def draft(self, depth: int, num_nodes: int, floor: float, first_trust: float) -> list[float]:
+        """Draft a chain of at most `depth` tokens; returns what each is expected to gain, falling.
+
+        It is chosen among `num_nodes` nodes. A token that gains less than `floor` does not pay.
+        """
+        self._chain, self._probabilities = [], []
+        if depth < 1 or not self._is_readable or not self.tokens:
+            return []
+        trust = self._acceptance.trust(first_trust)
+        tree = self._tree = TokenTree(self.tokens[-1])
+        probabilities = self._drafter.draft(tree, num_nodes, depth, FixedPrice(floor / trust))
+        best, gains = [-1] * len(tree), [0.0] * len(tree)
+        for node in range(len(tree) - 1, 0, -1):
+            gain = min(1.0, trust * probabilities[node]) - floor
+            if best[node] >= 0:
+                gain += gains[best[node]]
+            gains[node] = gain
+            parent = tree.parents[node]
+            if gain > 0.0 and (best[parent] < 0 or gain >= gains[best[parent]]):
+                best[parent] = node
+        node = best[0]
+        while node >= 0:
+            self._chain.append(tree.tokens[node])
+            self._probabilities.append(probabilities[node])
+            node = best[node]
+        return [min(1.0, trust * each) for each in self._probabilities]
+
+    def keep(self, count: int) -> list[int]:
+        """Cut the drafted chain to `count` tokens; returns them."""
+        del self._chain[count:], self._probabilities[count:]
+        return list(self._chain)
+
+
+class Chains:
+    """Drafts chains for the sequences of a batch."""
+
+    def __init__(self, num_nodes: int, token_cost: float) -> None:
+        """Chains chosen among `num_nodes` nodes per sequence; a token costs `token_cost` of a step of one token."""
+        if num_nodes < 1 or not 0 <= token_cost < 1:
+            raise ValueError(f"num_nodes={num_nodes} must be at least 1, token_cost={token_cost} from 0 to 1")
+        self.token_cost = token_cost
+        self._num_nodes = num_nodes
+        self._record = ChainRecord()
+
+    def draft(
+        self, states: Sequence[ChainState], texts: Sequence[np.ndarray], depths: Sequence[int]
+    ) -> list[list[int]]:
+        """Read the sequences' `texts` (int32 [num_tokens] each), and draft at most `depths` tokens for each."""
+        for state, text in zip(states, texts, strict=True):
+            state.read(text, self._record)
+        cost, tokens = self.token_cost, float(len(states))
+        time = 1.0 + cost * (tokens - 1.0)
+        floor, first_trust = cost * tokens / time, self._record.acceptance.trust()
+        ranked: list[tuple[float, int]] = []
+        for number, (state, depth) in enumerate(zip(states, depths, strict=True)):
+            ranked += [(gain, number) for gain in state.draft(depth, self._num_nodes, floor, first_trust)]
+        ranked.sort(key=lambda each: -each[0])
+        counts = [0] * len(states)
+        for gain, number in ranked:
+            if gain * time <= cost * tokens:
+                break
+            counts[number] += 1
+            tokens += gain
+            time += cost
+        return [state.keep(count) for state, count in zip(states, counts, strict=True)]

@@ -1,0 +1,68 @@
+"""The settings of lpr inside vLLM: the object `lpr` in vLLM's `--additional-config`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from lpr.config import InputError
+from lpr.fleet.options import FleetOptions, check, complete
+
+Whole = Annotated[int, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=1)]
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings with their defaults. `num_speculative_tokens` is vLLM's own."""
+
+    token_cost: Annotated[float, Meta(ge=0, lt=1)] = 0.001
+    """Time of a further token, as a part of the time of a step of one token. A draft ends where its next token is not
+    worth this. It is (t(n) - t(1)) / ((n - 1) * t(1)): little on a GPU that waits for its memory, 0.02 to 0.06 on a
+    CPU."""
+    num_nodes: Annotated[int, Meta(ge=1, le=1024)] = 64
+    """Nodes of the tree from which a draft is chosen."""
+    share: Literal["all", "none"] | Count = "all"
+    """Whose outputs a request drafts from besides its own text: those of all requests, of none, or of requests that
+    begin with the same N tokens."""
+    capacity: Count = 1_000_000
+    """Tokens of others' outputs that are kept; the oldest are forgotten first."""
+    trie: str | None = None
+    """File of lpr's --trie, or its folder, whose outputs are known from the start. It is only read."""
+    draft_store: str | None = None
+    """Redis or Valkey through which replicas share outputs, as lpr.serve's --draft-store; also $LPR_DRAFT_STORE."""
+    draft_store_length: Count = FleetOptions.draft_store_length
+    """As lpr.serve's --draft-store-length."""
+    draft_snapshots: str | None = None
+    """As lpr.serve's --draft-snapshots."""
+    draft_snapshot_every: float = FleetOptions.draft_snapshot_every
+    """As lpr.serve's --draft-snapshot-every."""
+    metrics_port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    """Port of 127.0.0.1 with lpr's own metrics; 0: none. Replicas on one machine need a port each."""
+
+    @property
+    def fleet(self) -> FleetOptions:
+        """The fleet's options, completed from the environment."""
+        return complete(
+            FleetOptions(
+                draft_store=self.draft_store,
+                draft_store_length=self.draft_store_length,
+                draft_snapshots=self.draft_snapshots,
+                draft_snapshot_every=self.draft_snapshot_every,
+            )
+        )
+
+
+def settings_of(additional: Any) -> Settings:
+    """The settings in vLLM's `additional_config`; raises InputError, which names the setting."""
+    values = additional.get("lpr", {}) if isinstance(additional, dict) else {}
+    try:
+        settings = msgspec.convert(values, Settings)
+    except msgspec.ValidationError as failure:
+        raise InputError(f"additional_config, lpr: {failure}") from failure
+    if settings.fleet.draft_store is not None or settings.draft_snapshots is not None:
+        check(settings.fleet, "none" if settings.share == "none" else "")
+    if settings.share == "none" and settings.trie is not None:
+        raise InputError("additional_config, lpr: share is none, so no request would draft from trie")
+    return settings

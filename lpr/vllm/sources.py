@@ -1,0 +1,141 @@
+"""What requests of vLLM draft from besides their own text: outputs learnt, a trie file, and the fleet's store.
+
+vLLM tells a proposer neither a request's key nor its cache_salt. Where users must not learn of each other's outputs
+from the speed of their own, `share` is "none", or the number of tokens at the start of a prompt that only they know.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import secrets
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from lpr.engine.commands import Learn
+from lpr.engine.drafts import DraftIndexes
+from lpr.engine.trie_file import fingerprint_of, read_history
+from lpr.native import SuffixIndex
+from lpr.vllm.requests import Request
+from lpr.vllm.settings import Settings
+
+LEARN_EVERY = 32
+"""Tokens of a running request that are learnt together, so that requests which run beside it draft from them."""
+LEARN_AT_ONCE = 4
+"""Batches of the fleet's outputs learnt between two steps, each of 0.4 ms at most."""
+
+
+def tenant_of(prompt: np.ndarray, share: str | int) -> str:
+    """The tenant of a request by its prompt, int32 [num_prompt]: "" where all requests share."""
+    if not isinstance(share, int):
+        return ""
+    return hashlib.blake2b(prompt[:share].astype("<i4").tobytes(), digest_size=16).hexdigest()
+
+
+class Sources:
+    """The indexes of one rank."""
+
+    def __init__(self, settings: Settings, vllm_config: Any) -> None:
+        """Load the trie file and connect the fleet's store where `settings` name them; raises InputError."""
+        self.num_learnt = 0
+        """Tokens of this server's outputs that were learnt."""
+        self._shares = settings.share != "none"
+        self._indexes = DraftIndexes(settings.capacity)
+        self._fleet: Any = None
+        model, vocab_size = vllm_config.model_config, int(vllm_config.model_config.get_vocab_size())
+        if settings.trie is not None:
+            history = read_history(settings.trie, _fingerprint(model, vocab_size), vocab_size)
+            self._indexes.learn(Learn(history.tobytes()))
+        if settings.fleet.draft_store is not None and self._shares and _is_first(vllm_config.parallel_config):
+            from lpr.fleet.sharing import SharedDrafts  # its client is an optional package
+
+            self._fleet = SharedDrafts(
+                settings.fleet,
+                fingerprint=_fingerprint(model, vocab_size),
+                model=_served_name(model),
+                vocab_size=vocab_size,
+                origin=secrets.token_bytes(8),
+                positions={},
+            )
+            atexit.register(self.close)  # vLLM does not tell a proposer when it ends
+
+    def index_of(self, tenant: str, in_use: Collection[str]) -> SuffixIndex | None:
+        """What a new request of a tenant drafts from; tenants `in_use` are not forgotten."""
+        if not self._shares:
+            return None
+        if self._fleet is not None:
+            self._fleet.follow(tenant)
+        return self._indexes.of(tenant, in_use) if tenant else self._indexes.shared
+
+    def learn(self, running: Sequence[Request], gone: Sequence[Request]) -> None:
+        """Learn what requests that have gone, running ones, and other replicas have written since the last step."""
+        if self._shares:
+            for request in running:
+                if request.num_new >= LEARN_EVERY:
+                    self._learn(request)
+            for request in gone:
+                self._learn(request)
+        if self._fleet is not None:
+            self._learn_of_others()
+
+    @property
+    def num_learnt_of_others(self) -> int:
+        """Outputs of other replicas that were learnt."""
+        return self._fleet.counts.learnt if self._fleet is not None else 0
+
+    def close(self) -> None:
+        """Send what waits for the fleet's store, and leave it."""
+        if self._fleet is not None:
+            atexit.unregister(self.close)
+            self._fleet.close()
+            self._fleet = None
+
+    def _learn(self, request: Request) -> None:
+        context, output = request.take_output()
+        if not output:
+            return
+        index = self._indexes.of(request.tenant, {request.tenant}) if request.tenant else self._indexes.shared
+        index.extend([*context, *output])
+        index.end_document()
+        self.num_learnt += len(output)
+        if self._fleet is not None:
+            self._fleet.finished(request.tenant, context, output)
+
+    def _learn_of_others(self) -> None:
+        for _ in range(LEARN_AT_ONCE):
+            batch = self._fleet.take()
+            if batch is None:
+                break
+            self._indexes.learn(Learn(batch.history.tobytes(), tenant=batch.tenant, read_to=batch.read_to))
+        wanted = self._fleet.wanted
+        if wanted is not None:
+            self._fleet.offer(wanted, self._indexes.history(wanted), self._indexes.read_to.get(wanted, ""))
+
+
+def _fingerprint(model: Any, vocab_size: int) -> str:
+    """Identifies the meaning of token ids, as lpr's own engine does."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(
+        model.tokenizer, revision=model.tokenizer_revision, trust_remote_code=model.trust_remote_code
+    )
+    return fingerprint_of(tokenizer, vocab_size)
+
+
+def _served_name(model: Any) -> str:
+    names = model.served_model_name
+    return str(names if isinstance(names, str) else names[0] if names else model.model)
+
+
+def _is_first(parallel: Any) -> bool:
+    """True for the one tensor-parallel rank whose drafts vLLM takes; with one engine per rank, there is none."""
+    if parallel.distributed_executor_backend == "external_launcher":
+        return False
+    with suppress(ImportError, AssertionError):
+        from vllm.distributed import get_tensor_model_parallel_rank
+
+        return bool(get_tensor_model_parallel_rank() == 0)
+    return True

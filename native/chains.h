@@ -1,0 +1,152 @@
+// Drafts for an engine whose verification takes one chain of tokens per sequence. Specification: lpr/core/chains.py.
+#pragma once
+
+#include "budget.h"
+#include "drafting.h"
+#include "state.h"
+
+namespace lpr {
+
+// What the sequences of a server have shown together: a new one starts from it.
+struct ChainRecord {
+  Calibration calibration;
+  AcceptanceHistory acceptance;
+};
+
+class ChainState {
+ public:
+  Tokens tokens;
+
+  ChainState(const Sizes& sizes, std::shared_ptr<SuffixIndex> shared)
+      : drafter_(sizes.trie_nodes, sizes.branch_length, sizes.trie_capacity, 0, sizes.ngram_size, std::move(shared),
+                 nullptr, std::nullopt) {}
+
+  ChainState(const ChainState&) = delete;
+
+  bool continues_in(const int32_t* text, size_t count) const {
+    return tokens.size() <= count && std::equal(tokens.begin(), tokens.end(), text);
+  }
+
+  Tokens text_from(size_t begin) const {
+    if (!is_readable_ || begin >= tokens.size()) return {};
+    return {tokens.begin() + static_cast<ptrdiff_t>(begin), tokens.end()};
+  }
+
+  void read(const int32_t* text, size_t count, ChainRecord& record) {
+    if (count <= tokens.size()) return;
+    if (tokens.empty()) drafter_.calibration = record.calibration;
+    const int32_t* news = text + tokens.size();
+    size_t num_news = count - tokens.size();
+    tokens.insert(tokens.end(), news, news + num_news);
+    is_readable_ = is_readable_ && *std::min_element(news, news + num_news) >= 0;
+    if (!is_readable_) return;
+    if (tree_) learn(news, num_news, record);
+    tree_.reset();
+    drafter_.observe(news, num_news);
+  }
+
+  std::vector<double> draft(int64_t depth, int64_t num_nodes, double floor, double first_trust) {
+    chain_.clear();
+    probabilities_.clear();
+    if (depth < 1 || !is_readable_ || tokens.empty()) return {};
+    double trust = acceptance_.trust(first_trust);
+    tree_.emplace(tokens.back());
+    Price price(floor / trust);
+    std::vector<double> all = drafter_.draft(*tree_, num_nodes, depth, &price);
+    Tokens best(all.size(), -1);
+    std::vector<double> gains(all.size(), 0.0);
+    for (int node = tree_->size() - 1; node > 0; node--) {
+      double gain = std::min(1.0, trust * all[node]) - floor;
+      if (best[node] >= 0) gain += gains[best[node]];
+      gains[node] = gain;
+      int parent = tree_->parents[node];
+      if (gain > 0.0 && (best[parent] < 0 || gain >= gains[best[parent]])) best[parent] = node;
+    }
+    std::vector<double> found;
+    for (int node = best[0]; node >= 0; node = best[node]) {
+      chain_.push_back(tree_->tokens[node]);
+      probabilities_.push_back(all[node]);
+      found.push_back(std::min(1.0, trust * all[node]));
+    }
+    return found;
+  }
+
+  const Tokens& keep(size_t count) {
+    chain_.resize(std::min(count, chain_.size()));
+    probabilities_.resize(chain_.size());
+    return chain_;
+  }
+
+ private:
+  void learn(const int32_t* news, size_t num_news, ChainRecord& record) {
+    Tokens path{0};
+    for (size_t i = 0; i < num_news; i++) {
+      int node = tree_->find(path.back(), news[i]);
+      if (node < 0) break;
+      path.push_back(node);
+    }
+    bool is_open = path.size() > num_news;
+    drafter_.learn(*tree_, path, is_open);
+    record.calibration.observe(*tree_, path, drafter_.cells(), is_open);
+    size_t accepted = 0;
+    while (accepted < std::min(chain_.size(), num_news) && chain_[accepted] == news[accepted]) accepted++;
+    size_t num_verified = accepted == num_news ? accepted : chain_.size();
+    double offered = 0.0;
+    for (size_t i = 0; i < num_verified; i++) offered += probabilities_[i];
+    acceptance_.record_step(offered, static_cast<int64_t>(accepted), constants.trust_memory);
+    record.acceptance.record_step(offered, static_cast<int64_t>(accepted), constants.long_memory);
+  }
+
+  Drafter drafter_;
+  AcceptanceHistory acceptance_;
+  bool is_readable_ = true;
+  std::optional<TokenTree> tree_;
+  Tokens chain_;
+  std::vector<double> probabilities_;
+};
+
+class Chains {
+ public:
+  struct Text {
+    const int32_t* tokens;
+    size_t count;
+  };
+
+  double token_cost;
+
+  Chains(int64_t num_nodes, double cost) : token_cost(cost), num_nodes_(num_nodes) {
+    if (num_nodes < 1 || !(0 <= cost && cost < 1))
+      throw std::invalid_argument("num_nodes=" + std::to_string(num_nodes) + " must be at least 1, token_cost=" +
+                                  std::to_string(cost) + " from 0 to 1");
+  }
+
+  std::vector<Tokens> draft(const std::vector<ChainState*>& states, const std::vector<Text>& texts,
+                            const std::vector<int64_t>& depths) {
+    if (states.size() != texts.size() || states.size() != depths.size())
+      throw std::invalid_argument("states, texts and depths are not as many");
+    for (size_t i = 0; i < states.size(); i++) states[i]->read(texts[i].tokens, texts[i].count, record_);
+    double tokens = static_cast<double>(states.size());
+    double time = 1.0 + token_cost * (tokens - 1.0);
+    double floor = token_cost * tokens / time, first_trust = record_.acceptance.trust();
+    std::vector<std::pair<double, size_t>> ranked;
+    for (size_t i = 0; i < states.size(); i++)
+      for (double gain : states[i]->draft(depths[i], num_nodes_, floor, first_trust)) ranked.push_back({gain, i});
+    std::stable_sort(ranked.begin(), ranked.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
+    std::vector<size_t> counts(states.size(), 0);
+    for (auto [gain, i] : ranked) {
+      if (gain * time <= token_cost * tokens) break;
+      counts[i]++;
+      tokens += gain;
+      time += token_cost;
+    }
+    std::vector<Tokens> found;
+    for (size_t i = 0; i < states.size(); i++) found.push_back(states[i]->keep(counts[i]));
+    return found;
+  }
+
+ private:
+  int64_t num_nodes_;
+  ChainRecord record_;
+};
+
+}  // namespace lpr
