@@ -73,7 +73,8 @@ class Batches:
     def __init__(self, work, args, tokenizer):
         self.data = np.fromfile(work / "train.bin", dtype=np.uint16)
         self.blocks, self.seed, self.rows = (len(self.data) - 1) // 2048, args.seed, max(1, args.tokens // 2048)
-        self.order, self.order_epoch, self.middle_weight = None, -1, args.middle_weight
+        self.order, self.order_epoch = None, -1
+        self.middle_weight, self.end_weight = args.middle_weight, args.end_weight
         self.marks = np.array([*tokenizer.convert_tokens_to_ids(list(FIM)), tokenizer.eos_token_id])
         self.newlines = np.array([set(tokenizer.decode([i])) == {"\n"} for i in range(len(tokenizer))])
         self.stuck = dict(np.load(work / "stuck.npz")) if args.stuck_share else None
@@ -92,6 +93,7 @@ class Batches:
         ids = np.stack(rows).astype(np.int64)
         weights = np.ones((len(rows), length), dtype=np.float32)
         weights[self.inside(ids)[:, 1:]] = self.middle_weight
+        weights[ids[:, 1:] == self.marks[3]] = max(self.middle_weight, self.end_weight)
         for row, weight in zip(ids, weights, strict=True):
             kind = rng.random()
             if kind < repeat_share:
@@ -234,7 +236,7 @@ def main():
     p.add_argument("--package-cap", type=int, default=4_000_000, help="bytes one package may contribute")
     p.add_argument("--vocab", type=int, default=4096, help="tokens of a new tokenizer, without those for holes")
     p.add_argument("--tokenizer", help="use the tokenizer of this folder instead of training one")
-    p.add_argument("--fim", type=float, default=0.5, help="share of the documents that get holes")
+    p.add_argument("--fim", type=float, default=0.35, help="share of the documents that get holes")
     p.set_defaults(run=collect)
     p = commands.add_parser("stuck", parents=[shared])
     p.add_argument("--model", default="lpr/assets/bundled")
@@ -257,6 +259,7 @@ def main():
         ("repeat-share", float, 0.2),
         ("stuck-share", float, 0.0),
         ("middle-weight", float, 1.0),
+        ("end-weight", float, 1.0),
         ("export-minutes", float, 10),
         ("max-steps", int, 0),
         ("slice-rows", int, 24),

@@ -1,8 +1,9 @@
-"""The bundled model's recipe: holes, the weights of their tokens, and loops."""
+"""The bundled model: its texts, and its recipe's holes, weights of tokens and loops."""
 
 from __future__ import annotations
 
 import random
+import re
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -46,12 +47,13 @@ def without_marks():
 
 
 def test_holes_leave_nothing_out():
-    from bundled_text import line_hole, make_hole, pieces_of
+    from bundled_text import cut_holes, line_hole, make_hole, pieces_of, syntax_spans
 
     rng = random.Random(0)
     assert "".join(pieces_of(TEXT * 40, rng)) == TEXT * 40
+    assert "".join("".join(hole) for hole in cut_holes(TEXT * 40, rng)) == TEXT * 40
     for _ in range(500):
-        assert "".join(make_hole(TEXT, rng)) == TEXT
+        assert "".join(make_hole(TEXT, syntax_spans(TEXT), rng)) == TEXT
     lines = {line_hole(TEXT, rng) for _ in range(50)}
     assert {middle for _, middle, _ in lines} == {
         "def size(path):",
@@ -60,6 +62,21 @@ def test_holes_leave_nothing_out():
         "    return found.st_size",
     }
     assert all("".join(hole) == TEXT and hole[0].endswith("\n") and hole[2].startswith("\n") for hole in lines)
+
+
+def test_most_holes_are_lines_and_syntax():
+    """Few middles break off within a word, whatever stands before the node on its line."""
+    from bundled_text import cut_holes, syntax_spans
+
+    text = 'def f(path):\n    größe = measure("ä", len(path))\n    return größe\n'
+    spans = [text[start:end] for start, end in syntax_spans(text)]
+    assert {'measure("ä", len(path))', "len(path)", "return größe", text[:-1]} <= set(spans)
+    assert syntax_spans("def (") == [] and syntax_spans("x = 1\ry = 2\n") == []
+    rng, split = random.Random(0), 0
+    holes = [hole for _ in range(60) for hole in cut_holes(TEXT * 9, rng)]
+    for before, middle, after in holes:
+        split += bool(re.search(r"\w$", before + middle) and re.match(r"\w", after))
+    assert len(holes) > 60 and split < 0.1 * len(holes)
 
 
 def test_ids_keep_the_vocabulary_and_gain_the_marks(tokenizer):
@@ -84,7 +101,7 @@ def test_the_service_prompts_as_the_recipe_trains(tokenizer, monkeypatch):
     from lpr.serve.text.fim import filler
     from lpr.serve.text.tokens import Tokens
 
-    monkeypatch.setattr(bundled_text, "make_hole", bundled_text.line_hole)
+    monkeypatch.setattr(bundled_text, "make_hole", lambda text, spans, rng: bundled_text.line_hole(text, rng))
     trained, _ = bundled_text.encode(tokenizer, [TEXT], 1.0, random.Random(3))
     ask = filler(Tokens(tokenizer.backend_tokenizer.to_str()))
     assert ask is not None and tokenizer.convert_tokens_to_ids("<|fim_pad|>") in ask.end_ids
@@ -105,7 +122,7 @@ def test_weights_of_a_batch(tokenizer, tmp_path):
         tmp_path / "stuck.npz",
         ids=np.array([9, 9, 4, 4], dtype=np.uint16), weight=np.array([1, 0, -1, -1], dtype=np.int8), starts=[0],
     )  # fmt: skip
-    args = Namespace(seed=1, tokens=2048, middle_weight=3.0, stuck_share=1.0)
+    args = Namespace(seed=1, tokens=2048, middle_weight=3.0, end_weight=2.0, stuck_share=1.0)
     batches = Batches(tmp_path, args, tokenizer)
     ids, weight = batches.get({"step": 0, "block": 0}, 2048, 0.0, 0.0)
     inside = weight[0] == 3
@@ -117,6 +134,39 @@ def test_weights_of_a_batch(tokenizer, tmp_path):
     assert len(stuck) > 900 and int(stuck[-1]) == 2048
     tail = ids[0, int(stuck[0]) :]
     assert any(torch.equal(tail[period:], tail[:-period]) for period in range(1, 600))
+
+
+def test_no_prompt_follows_text_that_was_cut(tokenizer):
+    """What the model is to unlearn ends with an end token, before which nothing teaches it to begin a file."""
+    from bundled_measures import stuck_sequence
+
+    prompt, rng = tokenizer("import os\n\n\n").input_ids, random.Random(0)
+    sound = tokenizer("def size(path):\n    return os.stat(path).st_size\n").input_ids
+    assert stuck_sequence(tokenizer, prompt, sound, rng) is None
+
+    begun = [*tokenizer("def size(pa").input_ids, *tokenizer("import sys\n\n\nx = 1\n").input_ids]
+    ids, weight = stuck_sequence(tokenizer, prompt, begun, rng)
+    assert tokenizer.decode(ids) == "import os\n\n\ndef size(paimport sys<|endoftext|>"
+    unlearned = np.flatnonzero(weight == -1)
+    assert tokenizer.decode(ids[unlearned]) == "import sys" and (weight[: len(prompt)] == 1).all() and weight[-1] == 0
+
+    loop = tokenizer("    size += 1\n" * 30).input_ids
+    ids, weight = stuck_sequence(tokenizer, prompt, loop, rng)
+    assert ids[-1] == tokenizer.eos_token_id and (ids[:-1] == [*prompt, *loop][: len(ids) - 1]).all()
+    assert weight[-1] == 1 and tokenizer.decode(ids[:-1]).endswith("\n") and (weight == -1).any()
+    assert (weight[len(prompt) : np.flatnonzero(weight == -1)[0]] == 0).all()
+
+
+def test_other_files_are_found():
+    from bundled_measures import begun_file
+
+    for text in ('raise ValueError("afrom typing import Any\n', "Get theimport os\n", "x(\nimport os\n", "aclass B:\n"):
+        assert begun_file(text) >= 0, text
+    sound = (
+        "    import os\n\nfrom os import (\n    path,\n)\nclass A(B):\n    def f(self):\n        pass\n"
+        "    >>> from os import path\n# import os\nx = reimport\nyield from a.b\nThe class method: import the data\n"
+    )
+    assert begun_file(sound) == -1
 
 
 def test_loops_are_found():
