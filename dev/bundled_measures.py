@@ -127,25 +127,30 @@ def collect_stuck(args):
 def stuck_sequence(tokenizer, prompt, output, rng):
     """Return (ids, weights) of a prompt, its output and an end token, or None if the output is sound.
 
-    Weights: 1 for the prompt, 0 for the output, -1 for the first two tokens of another file and for the copies in a
-    loop after the first. A loop is left after some copies; if a line ends there, the end token weighs 1, else 0.
+    Weights: 1 for the prompt, 0 for the output, -1 for the first two tokens of another file and for copies in a loop.
+    Half of the loops are cut where the copies begin, half after some of them. Where a line ends there the text ends,
+    as a document does: one newline and the end token, both of weight 2; else the end token weighs 0.
     """
     lengths = [len(tokenizer.decode([token])) for token in output]
     place = begun_file(tokenizer.decode(output))
     at = int(np.searchsorted(np.cumsum(lengths), place, side="right")) if place >= 0 else len(output)
     start, period = find_loop(output, 64, 40)
-    first, end_weight = at, 0
+    first, tail, weights = at, [tokenizer.eos_token_id], [0]
+    stop = at + 2
     if period and start + 2 * period < at:
-        first = start + max(2 * period, 10)
-        at = min(at, first + rng.randint(8, max(period, 48))) - 2
-        newlines = [i for i in range(first, at) if set(tokenizer.decode([output[i]])) == {"\n"}]
-        end_weight, at = (1, newlines[-1] - 1) if newlines else (0, at)
+        first = start + max(period if period > 15 else 2 * period, 10)  # a short line may well stand twice
+        stop = min(at, first + (period if rng.random() < 0.5 else rng.randint(8, max(period, 48))))
+        ends = [i for i in range(first - 1, stop) if set(tokenizer.decode([output[i]])) == {"\n"}]
+        newlines = [i for i in ends if tokenizer.decode([output[i - 1]])[-1:] not in ",([{\\:"]
+        if newlines:
+            blank = [i for i in newlines if len(tokenizer.decode([output[i]])) > 1]  # between methods
+            stop = (blank or newlines)[0 if stop - first == period else -1]
+            tail, weights = [*tokenizer("\n").input_ids, *tail], [2, 2]
     elif place < 0:
         return None
-    output = output[: at + 2]
-    weight = np.ones(len(prompt) + len(output) + 1, dtype=np.int8)
-    weight[len(prompt) :], weight[len(prompt) + first : -1], weight[-1] = 0, -1, end_weight
-    return np.array([*prompt, *output, tokenizer.eos_token_id], dtype=np.uint16), weight
+    weight = np.zeros(len(prompt) + stop, dtype=np.int8)
+    weight[: len(prompt)], weight[len(prompt) + first :] = 1, -1
+    return np.array([*prompt, *output[:stop], *tail], dtype=np.uint16), np.append(weight, weights).astype(np.int8)
 
 
 def complete(model, tokenizer, prompts, batch_size, temperature):

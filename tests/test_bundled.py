@@ -150,11 +150,13 @@ def test_no_prompt_follows_text_that_was_cut(tokenizer):
     unlearned = np.flatnonzero(weight == -1)
     assert tokenizer.decode(ids[unlearned]) == "import sys" and (weight[: len(prompt)] == 1).all() and weight[-1] == 0
 
-    loop = tokenizer("    size += 1\n" * 30).input_ids
-    ids, weight = stuck_sequence(tokenizer, prompt, loop, rng)
-    assert ids[-1] == tokenizer.eos_token_id and (ids[:-1] == [*prompt, *loop][: len(ids) - 1]).all()
-    assert weight[-1] == 1 and tokenizer.decode(ids[:-1]).endswith("\n") and (weight == -1).any()
-    assert (weight[len(prompt) : np.flatnonzero(weight == -1)[0]] == 0).all()
+    method = "    def size(self):\n        return self.size\n\n"
+    for _ in range(20):
+        ids, weight = stuck_sequence(tokenizer, prompt, tokenizer(method * 9).input_ids, rng)
+        text = tokenizer.decode(ids)
+        copies = text.count("def size")
+        assert text == "import os\n\n\n" + (method * copies)[:-1] + "<|endoftext|>"
+        assert copies > 1 and weight[-2:].tolist() == [2, 2] and (weight[len(prompt) : len(prompt) + 10] == 0).all()
 
 
 def test_other_files_are_found():
