@@ -122,11 +122,13 @@ def test_weights_of_a_batch(tokenizer, tmp_path):
         tmp_path / "stuck.npz",
         ids=np.array([9, 9, 4, 4], dtype=np.uint16), weight=np.array([1, 0, -1, -1], dtype=np.int8), starts=[0],
     )  # fmt: skip
-    args = Namespace(seed=1, tokens=2048, middle_weight=3.0, end_weight=2.0, stuck_share=1.0)
+    args = Namespace(seed=1, tokens=2048, middle_weight=3.0, end_weight=2.0, start_weight=8.0, stuck_share=1.0)
     batches = Batches(tmp_path, args, tokenizer)
     ids, weight = batches.get({"step": 0, "block": 0}, 2048, 0.0, 0.0)
     inside = weight[0] == 3
     assert ids[0, 1:][inside].unique().tolist() == [0, 7, 8] and int(inside.sum()) == 3 * 256
+    within = batches.within(np.array([tokenizer("x = y\nimport os, re\n").input_ids]))
+    assert within[0].unique().tolist() == [0.0, 8.0]
     ids, weight = batches.get({"step": 0, "block": 0}, 2048, 0.0, 1.0)
     assert ids[0, :6].tolist() == [9, 9, 4, 4, 9, 9] and weight[0, :5].tolist() == [0, -1, -1, 1, 0]
     ids, weight = batches.get({"step": 0, "block": 0}, 2048, 1.0, 0.0)
@@ -193,10 +195,11 @@ def test_a_wider_model_has_the_same_logits(tokenizer):
     size = logits[0].shape[-1]
     assert wide.config.vocab_size == len(tokenizer) + 8 and torch.allclose(logits[0], logits[1][..., :size], atol=1e-4)
     assert torch.allclose(ours[0], library, atol=0.2) and abs(float(ours.mean() - library.mean())) < 0.02
-    weight = torch.ones(ours.shape)
-    weight[0, 0], weight[0, 1], weight[0, 2] = 0.0, -2.0, 3.0
+    weight, within, starts = torch.ones(ours.shape), torch.zeros(ours.shape), torch.tensor([5, 7])
+    weight[0, 0], weight[0, 1], weight[0, 2], within[0, 3] = 0.0, -2.0, 3.0, 8.0
     with torch.no_grad():
-        loss, nll = batch_loss(wide, ids, weight, 0.5)
-    unlikelihood = -torch.log1p(-torch.exp(-ours[0, 1]))
-    assert float(loss) == pytest.approx(float(ours[0, 3:].sum() + 3 * ours[0, 2] + 2 * unlikelihood) / 2, rel=1e-3)
+        loss, nll = batch_loss(wide, ids, weight, 0.5, starts, within)
+        begun = logits[1][0, 3].softmax(-1)[starts].sum()
+    unlikelihood = -2 * torch.log1p(-torch.exp(-ours[0, 1])) - 8 * torch.log1p(-begun)
+    assert float(loss) == pytest.approx(float(ours[0, 3:].sum() + 3 * ours[0, 2] + unlikelihood) / 2, rel=1e-3)
     assert float(nll) == pytest.approx(float(ours[0, 2:].sum()), rel=1e-3)
