@@ -21,6 +21,8 @@ FILE_START = re.compile(
     re.MULTILINE,
 )
 
+BLOCK_END = re.compile(r"\n[ \t]*(return|pass|raise|\.\.\.)\b[^\n]*[^\n,(\[{\\:]$|\n[ \t]*\.\.\.$")
+
 
 def begun_file(text):
     """Return the place where another file begins in the middle of a line or of brackets, or -1.
@@ -128,8 +130,8 @@ def stuck_sequence(tokenizer, prompt, output, rng):
     """Return (ids, weights) of a prompt, its output and an end token, or None if the output is sound.
 
     Weights: 1 for the prompt, 0 for the output, -1 for the first two tokens of another file and for copies in a loop.
-    Half of the loops are cut where the copies begin, half after some of them. Where a line ends there the text ends,
-    as a document does: one newline and the end token, both of weight 2; else the end token weighs 0.
+    Half of the loops are cut where the copies begin, half after some of them. Where a block ends there the text ends,
+    as a document does: one newline and the end token, both of weight 1; else the end token weighs 0.
     """
     lengths = [len(tokenizer.decode([token])) for token in output]
     place = begun_file(tokenizer.decode(output))
@@ -141,11 +143,10 @@ def stuck_sequence(tokenizer, prompt, output, rng):
         first = start + max(period if period > 15 else 2 * period, 10)  # a short line may well stand twice
         stop = min(at, first + (period if rng.random() < 0.5 else rng.randint(8, max(period, 48))))
         ends = [i for i in range(first - 1, stop) if set(tokenizer.decode([output[i]])) == {"\n"}]
-        newlines = [i for i in ends if tokenizer.decode([output[i - 1]])[-1:] not in ",([{\\:"]
-        if newlines:
-            blank = [i for i in newlines if len(tokenizer.decode([output[i]])) > 1]  # between methods
-            stop = (blank or newlines)[0 if stop - first == period else -1]
-            tail, weights = [*tokenizer("\n").input_ids, *tail], [2, 2]
+        blocks = [i for i in ends if BLOCK_END.search(tokenizer.decode(output[:i]))]
+        if blocks:
+            stop = blocks[0 if stop - first == period else -1]
+            tail, weights = [*tokenizer("\n").input_ids, *tail], [1, 1]
     elif place < 0:
         return None
     weight = np.zeros(len(prompt) + stop, dtype=np.int8)

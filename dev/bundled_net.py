@@ -103,7 +103,7 @@ def batch_loss(model, ids, weight, scale, starts, within):
 
     Positive weights multiply the negative log-likelihood, negative ones the unlikelihood -log(1 - p) (Welleck et al.
     2019); zero leaves a position out. weight[:, i] belongs to the prediction of ids[:, i + 1]. `within` weighs the
-    unlikelihood of the tokens `starts`, with which files begin, together.
+    unlikelihood of the tokens `starts`, with which files begin or end, together.
     """
     logits = token_logits(model, ids)
     nll = nn_f.cross_entropy(logits.flatten(0, 1), ids[:, 1:].reshape(-1), reduction="none").view(weight.shape)

@@ -79,7 +79,7 @@ class Batches:
         texts = [tokenizer.decode([i], skip_special_tokens=True) for i in range(len(tokenizer))]
         self.newlines = np.array([set(text) == {"\n"} for text in texts])
         self.in_line = np.array([text != "" and not text[-1].isspace() for text in texts])
-        self.starts = np.array([texts.index(word) for word in ("import", "from")])
+        self.starts = np.array([texts.index(word) for word in ("import", "from")] + [tokenizer.eos_token_id])
         self.stuck = dict(np.load(work / "stuck.npz")) if args.stuck_share else None
 
     def get(self, state, length, repeat_share, stuck_share):
@@ -95,8 +95,8 @@ class Batches:
             state["block"] += 1
         ids = np.stack(rows).astype(np.int64)
         weights = np.ones((len(rows), length), dtype=np.float32)
+        weights[ids[:, 1:] == self.marks[3]] = self.end_weight
         weights[self.inside(ids)[:, 1:]] = self.middle_weight
-        weights[ids[:, 1:] == self.marks[3]] = max(self.middle_weight, self.end_weight)
         for row, weight in zip(ids, weights, strict=True):
             kind = rng.random()
             if kind < repeat_share:
@@ -108,8 +108,12 @@ class Batches:
         return torch.from_numpy(ids), torch.from_numpy(weights)
 
     def within(self, ids):
-        """Return the start weight for predictions in the middle of a line, unless a file's first word stands there."""
-        return torch.from_numpy(self.in_line[ids[:, :-1]] & ~np.isin(ids[:, 1:], self.starts)) * self.start_weight
+        """Return the start weight for predictions in the middle of a line, where a file neither begins nor ends.
+
+        Middles are left out, because they may end anywhere, and so are predictions of the very tokens.
+        """
+        free = self.in_line[ids[:, :-1]] & ~np.isin(ids[:, 1:], self.starts) & ~self.inside(ids)[:, 1:]
+        return torch.from_numpy(free) * self.start_weight
 
     def inside(self, ids):
         """Return a mask of the tokens of a middle, with its end token and without its marker."""
