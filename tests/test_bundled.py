@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from fake_driver import tokenizer_json
+from skeletons import SKELETONS
 from tokenizers import Tokenizer
 
 import lpr
@@ -171,6 +172,16 @@ def test_other_files_are_found():
         "    >>> from os import path\n# import os\nx = reimport\nyield from a.b\nThe class method: import the data\n"
     )
     assert begun_file(sound) == -1
+
+
+def test_the_bundled_model_writes_clean_text():
+    """Greedy completions of class skeletons: none begins another file in a line, and some end by themselves."""
+    from bundled_measures import begun_file
+
+    engine = lpr.Engine.from_pretrained(lpr.bundled_model(), lpr.DecodeConfig(max_batch_size=8), device="cpu")
+    done = engine.generate(list(SKELETONS), lpr.SamplingParams(max_new_tokens=96))
+    assert [each.text for each in done if begun_file(each.text) >= 0] == []
+    assert sum(each.finish_reason != "length" for each in done) >= 2
 
 
 def test_loops_are_found():

@@ -27,7 +27,8 @@ PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    
 
 
 def test_stream_equals_generate(engine: Engine) -> None:
-    for params in (SamplingParams(max_new_tokens=60), SamplingParams(max_new_tokens=60, temperature=0.9, seed=3)):
+    for sampling in ({}, {"temperature": 0.9, "seed": 3}):
+        params = SamplingParams(max_new_tokens=60, ignore_eos=True, **sampling)
         done = engine.generate([PROMPT], params)[0]
         chunks = list(engine.stream(PROMPT, params))
         assert "".join(chunk.text for chunk in chunks) == done.text
