@@ -1,9 +1,10 @@
-"""Quality of the bundled model: bits per byte, lines filled in, and the share of greedy outputs that loop."""
+"""Quality of the bundled model: bits per byte, lines filled in, and what is wrong with the texts that it writes."""
 
 import json
 import math
 import pathlib
 import random
+import re
 import statistics
 import time
 
@@ -11,8 +12,25 @@ import numpy as np
 import torch
 import torch.nn.functional as nn_f
 from bundled_net import load_model, token_losses
-from bundled_text import FIM
+from bundled_text import FIM, write_lines
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+FILE_START = re.compile(
+    r"(?<=[^\s#>])(?:from [\w.]+ import |import [a-z_][\w.]*(?:$|,| as )|(?:class|def) \w+(?:\(.*\))?:$)"
+    r"|(?<=[(\[{,=])\n(?:from [\w.]+ import |import [a-z_]|class \w+[(:])",
+    re.MULTILINE,
+)
+
+BLOCK_END = re.compile(r"\n[ \t]*(return|pass|raise|\.\.\.)\b[^\n]*[^\n,(\[{\\:]$|\n[ \t]*\.\.\.$")
+
+
+def begun_file(text):
+    """Return the place where another file begins in the middle of a line or of brackets, or -1.
+
+    The tokens of a file's first word have no space before them, so it stands right after other text.
+    """
+    found = FILE_START.search(text)
+    return found.start() if found else -1
 
 
 def find_loop(ids, longest, minimum):
@@ -34,8 +52,9 @@ def four_gram_loop(ids):
     return any(all(ids[i + j] == ids[i + j % 4] for j in range(36)) for i in range(len(ids) - 35))
 
 
-def generate(model, tokenizer, prompts, batch_size, count=256):
-    """Return the greedy continuation of each prompt (lists of ids), `count` tokens or up to and with the end token."""
+def generate(model, tokenizer, prompts, batch_size, count=256, temperature=0.0):
+    """Return the continuation of each prompt (lists of ids), `count` tokens or up to and with the end token."""
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
     order, outputs = sorted(range(len(prompts)), key=lambda i: len(prompts[i])), [None] * len(prompts)
     for start in range(0, len(order), batch_size):
         chunk = order[start : start + batch_size]
@@ -43,7 +62,7 @@ def generate(model, tokenizer, prompts, batch_size, count=256):
             model.device
         )
         with torch.no_grad():
-            out = model.generate(**batch, max_new_tokens=count, do_sample=False)
+            out = model.generate(**batch, max_new_tokens=count, **sampling)
         for i, ids in zip(chunk, out[:, batch["input_ids"].shape[1] :].tolist(), strict=True):
             end = tokenizer.eos_token_id
             outputs[i] = ids[: ids.index(end) + 1] if end in ids else ids
@@ -80,29 +99,24 @@ def fill_lines(model, tokenizer, holes, batch_size):
 
 
 def collect_stuck(args):
-    """Decode greedily after prompts of the training text and keep the loops, for the unlikelihood loss.
+    """Decode after prompts of the training text, half of them sampled, and keep what the training is to unlearn.
 
-    Each sequence is a prompt (weight 1), the model's text before the loop and the loop's first copies (0), and some of
-    the copies after them (-1). These are the real states of a looping decoder; repeated real text only resembles them.
+    These are the real states of a decoder that loops or begins another file in the middle of a line; repeated real text
+    only resembles them. An end token closes each sequence, so that the next prompt never follows text that was cut.
     """
     torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(args.device).eval()
     work, rng = pathlib.Path(args.work), random.Random(args.seed)
     texts = [json.loads(line) for line in (work / "prompts.jsonl").read_text().splitlines()]
     texts = rng.sample(texts, min(len(texts), args.prompts))
     prompts = [ids[: rng.randint(64, 384)] for ids in tokenizer(texts).input_ids]
-    outputs = generate(model, tokenizer, prompts, args.batch, 192)
-    sequences = []
-    for prompt, output in zip(prompts, outputs, strict=True):
-        start, period = find_loop(output, 64, 40)
-        if period:
-            begin = start + max(2 * period, 10)
-            output = output[: begin + max(period, 48)]
-            weight = np.ones(len(prompt) + len(output), dtype=np.int8)
-            weight[len(prompt) : len(prompt) + begin] = 0
-            weight[len(prompt) + begin :] = -1
-            sequences.append((np.array(prompt + output, dtype=np.uint16), weight))
+    middle = len(prompts) // 2
+    outputs = generate(model, tokenizer, prompts[:middle], args.batch, 192)
+    outputs += generate(model, tokenizer, prompts[middle:], args.batch, 192, temperature=0.6)
+    pairs = zip(prompts, outputs, strict=True)
+    sequences = [found for pair in pairs if (found := stuck_sequence(tokenizer, *pair, rng))]
     np.savez(
         work / "stuck.npz",
         ids=np.concatenate([ids for ids, _ in sequences]),
@@ -112,8 +126,55 @@ def collect_stuck(args):
     print(json.dumps({"prompts": len(prompts), "stuck": len(sequences)}))
 
 
+def stuck_sequence(tokenizer, prompt, output, rng):
+    """Return (ids, weights) of a prompt, its output and an end token, or None if the output is sound.
+
+    Weights: 1 for the prompt, 0 for the output, -1 for the first two tokens of another file and for copies in a loop.
+    Half of the loops are cut where the copies begin, half after some of them. Where a block ends there the text ends,
+    as a document does: one newline and the end token, both of weight 1; else the end token weighs 0.
+    """
+    lengths = [len(tokenizer.decode([token])) for token in output]
+    place = begun_file(tokenizer.decode(output))
+    at = int(np.searchsorted(np.cumsum(lengths), place, side="right")) if place >= 0 else len(output)
+    start, period = find_loop(output, 64, 40)
+    first, tail, weights = at, [tokenizer.eos_token_id], [0]
+    stop = at + 2
+    if period and start + 2 * period < at:
+        first = start + max(period if period > 15 else 2 * period, 10)  # a short line may well stand twice
+        stop = min(at, first + (period if rng.random() < 0.5 else rng.randint(8, max(period, 48))))
+        ends = [i for i in range(first - 1, stop) if set(tokenizer.decode([output[i]])) == {"\n"}]
+        blocks = [i for i in ends if BLOCK_END.search(tokenizer.decode(output[:i]))]
+        if blocks:
+            stop = blocks[0 if stop - first == period else -1]
+            tail, weights = [*tokenizer("\n").input_ids, *tail], [1, 1]
+    elif place < 0:
+        return None
+    weight = np.zeros(len(prompt) + stop, dtype=np.int8)
+    weight[: len(prompt)], weight[len(prompt) + first :] = 1, -1
+    return np.array([*prompt, *output[:stop], *tail], dtype=np.uint16), np.append(weight, weights).astype(np.int8)
+
+
+def complete(model, tokenizer, prompts, batch_size, temperature):
+    """Return (ids, text) of the continuation of each prompt."""
+    torch.manual_seed(1)
+    outputs = generate(model, tokenizer, prompts, batch_size, temperature=temperature)
+    return [(ids, tokenizer.decode(ids)) for ids in outputs]
+
+
+def faults(outputs, end):
+    """Return the shares of (ids, text) pairs that begin another file in a line, that loop, and that end."""
+    every = {
+        "begun_file": [begun_file(text) >= 0 for _, text in outputs],
+        "loop_4gram": [four_gram_loop(ids) for ids, _ in outputs],
+        "loop_any_period": [find_loop(ids, 32, 64)[1] > 0 for ids, _ in outputs],
+        "ended": [ids[-1] == end for ids, _ in outputs],
+    }
+    shares = {name: sum(values) / len(outputs) for name, values in every.items()}
+    return {**shares, "mean_tokens": statistics.mean(len(ids) for ids, _ in outputs)}
+
+
 def evaluate(args):
-    """Print held-out bits per byte, lines filled in, looping shares on ClassEval prompts, and two checks, as JSON."""
+    """Print held-out bits per byte, lines filled in, faults of texts after ClassEval prompts, two checks, as JSON."""
     torch.set_num_threads(args.threads)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(args.device).eval()
@@ -135,15 +196,10 @@ def evaluate(args):
         prompts = [json.loads(line)["skeleton"] for line in lines][: args.prompts]
     began = time.time()
     encoded = tokenizer(prompts).input_ids
-    outputs = generate(model, tokenizer, encoded, args.batch)
-    periods = [find_loop(ids, 32, 64)[1] for ids in outputs]
+    texts = {name: complete(model, tokenizer, encoded, args.batch, t) for name, t in (("greedy", 0.0), ("0.6", 0.6))}
     if args.samples:
-        pathlib.Path(args.samples).write_text(
-            "".join(
-                json.dumps({"prompt_end": prompt[-200:], "period": period, "output": tokenizer.decode(ids)}) + "\n"
-                for prompt, period, ids in zip(prompts, periods, outputs, strict=True)
-            )
-        )
+        lines = [{"prompt_end": p[-200:]} | {n: t[i][1] for n, t in texts.items()} for i, p in enumerate(prompts)]
+        write_lines(pathlib.Path(args.samples), lines)
     print(
         json.dumps(
             {
@@ -160,10 +216,7 @@ def evaluate(args):
                 "prompts": len(prompts),
                 "prompt_tokens_mean": round(statistics.mean(map(len, encoded))),
                 "prompt_tokens_max": max(map(len, encoded)),
-                "loop_share_4gram": sum(map(four_gram_loop, outputs)) / len(outputs),
-                "loop_share_any_period": sum(p > 0 for p in periods) / len(outputs),
-                "eos_share": sum(ids[-1] == tokenizer.eos_token_id for ids in outputs) / len(outputs),
-                "mean_generated": statistics.mean(map(len, outputs)),
+                **{name: faults(outputs, tokenizer.eos_token_id) for name, outputs in texts.items()},
                 "generation_s": round(time.time() - began, 1),
             }
         )

@@ -52,7 +52,13 @@ def load_model(folder, vocab, device):
 
 
 def token_losses(model, ids):
-    """Return the negative log-likelihood of ids[:, 1:], computed in bf16 from the fp32 master weights.
+    """Return the negative log-likelihood of ids[:, 1:]."""
+    logits = token_logits(model, ids)
+    return nn_f.cross_entropy(logits.flatten(0, 1), ids[:, 1:].reshape(-1), reduction="none").view(logits.shape[:2])
+
+
+def token_logits(model, ids):
+    """Return the logits (batch, length, vocabulary) of ids[:, 1:], computed in bf16 from the fp32 master weights.
 
     It is the forward pass of LlamaForCausalLM written out, with the projections of one input fused, so that
     it compiles into few kernels; `evaluate` compares the two.
@@ -89,20 +95,26 @@ def token_losses(model, ids):
         x = norm(h, layer.post_attention_layernorm)
         gate, up = nn_f.linear(x, torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).to(bf16)).chunk(2, -1)
         h = h + nn_f.linear(nn_f.silu(gate) * up, mlp.down_proj.weight.to(bf16))
-    logits = nn_f.linear(norm(h, model.model.norm), embedding).view(-1, cfg.vocab_size).float()
-    return nn_f.cross_entropy(logits, ids[:, 1:].reshape(-1), reduction="none").view(batch, length)
+    return nn_f.linear(norm(h, model.model.norm), embedding).float()
 
 
-def batch_loss(model, ids, weight, scale):
+def batch_loss(model, ids, weight, scale, starts, within):
     """Return the summed training loss, and the summed likelihood loss of all positions of positive weight.
 
     Positive weights multiply the negative log-likelihood, negative ones the unlikelihood -log(1 - p) (Welleck et al.
-    2019); zero leaves a position out. weight[:, i] belongs to the prediction of ids[:, i + 1].
+    2019); zero leaves a position out. weight[:, i] belongs to the prediction of ids[:, i + 1]. `within` weighs the
+    unlikelihood of the tokens `starts`, with which files begin or end, together.
     """
-    nll = token_losses(model, ids)
-    unlikelihood = -torch.log((1 - torch.exp(-nll)).clamp_min(1e-4))
-    loss = torch.where(weight >= 0, nll * weight, -weight * unlikelihood)
+    logits = token_logits(model, ids)
+    nll = nn_f.cross_entropy(logits.flatten(0, 1), ids[:, 1:].reshape(-1), reduction="none").view(weight.shape)
+    begun = torch.exp(logits[..., starts].logsumexp(-1) - logits.logsumexp(-1))
+    loss = torch.where(weight >= 0, nll * weight, -weight * unlikely(torch.exp(-nll))) + within * unlikely(begun)
     return loss.sum() * scale, (nll.detach() * (weight > 0)).sum()
+
+
+def unlikely(probability):
+    """Return the unlikelihood loss -log(1 - p)."""
+    return -torch.log((1 - probability).clamp_min(1e-4))
 
 
 def make_repetition(row, weight, rng, newlines):

@@ -1,8 +1,10 @@
-"""The text that the bundled model is trained on: Python files, cut to documents, half of them with a hole."""
+"""The text that the bundled model is trained on: Python files, cut to documents, some of them with holes."""
 
 import ast
+import bisect
 import collections
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -63,7 +65,7 @@ def cut_documents(text):
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
-    if file_hash(text) % 100 < 45:
+    if file_hash(text) % 100 < 25:
         return [text.strip("\n") + "\n"]
     lines, imports, documents, small = text.split("\n"), [], [], []
     for node in tree.body:
@@ -151,15 +153,36 @@ def pieces_of(text, rng):
     return ["".join(piece) for piece in pieces if len(piece) > 2]
 
 
-def make_hole(text, rng):
-    """Return (prefix, middle, suffix) of a text: half of the holes between two random characters, half of lines.
+def syntax_spans(text):
+    """Return (start, end) of the statements and expressions of a text, in characters; [] if it does not parse."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    if "\r" in text:  # an end of line to the parser
+        return []
+    lines = text.split("\n")
+    starts = list(itertools.accumulate((len(line) + 1 for line in lines), initial=0))
 
-    The former are those of Bavarian et al. (2022). The latter are an editor's: the line of the cursor, whole or from
-    the cursor on, or up to five lines; the suffix then begins with the end of a line.
+    def place(line, column):  # the parser counts UTF-8 bytes
+        return starts[line - 1] + len(lines[line - 1].encode()[:column].decode())
+
+    nodes = (node for node in ast.walk(tree) if isinstance(node, (ast.stmt, ast.expr)))
+    return [(place(n.lineno, n.col_offset), place(n.end_lineno, n.end_col_offset)) for n in nodes]
+
+
+def make_hole(text, spans, rng):
+    """Return (prefix, middle, suffix) of a text: 45 % of the holes are nodes of `spans`, 45 % lines, 10 % characters.
+
+    Holes between two random characters are those of Bavarian et al. (2022); more of them teach a model to break off
+    within a word. Lines are an editor's: the line of the cursor, whole or from the cursor on, or up to five lines; the
+    suffix then begins with the end of a line. Without spans lines take their share.
     """
-    starts = [0] + [i + 1 for i, c in enumerate(text[:-1]) if c == "\n"]
-    if rng.random() < 0.5:
+    starts, kind = [0] + [i + 1 for i, c in enumerate(text[:-1]) if c == "\n"], rng.random()
+    if kind < 0.1:
         first, last = sorted(rng.sample(range(len(text) + 1), 2))
+    elif kind < 0.55 and spans:
+        first, last = rng.choice(spans)
     else:
         at = rng.randrange(len(starts))
         first, count = starts[at], 1 if rng.random() < 0.7 else rng.randint(2, 5)
@@ -169,6 +192,17 @@ def make_hole(text, rng):
             end = text.find("\n", first)
             first = rng.randint(first, end if end > first else last)
     return text[:first], text[first:last], text[last:]
+
+
+def cut_holes(document, rng):
+    """Yield (prefix, middle, suffix) of each piece of a document."""
+    spans, begin = sorted(syntax_spans(document)), 0
+    for piece in pieces_of(document, rng):
+        begin = document.index(piece, begin)
+        inside = spans[bisect.bisect_left(spans, (begin,)) : bisect.bisect_left(spans, (begin + len(piece),))]
+        fit = [(a - begin, b - begin) for a, b in inside if 4 < b - a < len(piece) / 2 and b <= begin + len(piece)]
+        yield make_hole(piece, fit, rng)
+        begin += len(piece)
 
 
 def line_hole(text, rng):
@@ -205,8 +239,7 @@ def encode(tokenizer, documents, fim, rng):
         if rng.random() >= fim:
             parts += [([], document), ([end], "")]
             continue
-        for piece in pieces_of(document, rng):
-            before, between, after = make_hole(piece, rng)
+        for before, between, after in cut_holes(document, rng):
             parts += [([prefix], before), ([suffix], after), ([middle], between), ([end], "")]
             count += 1
     ids = []

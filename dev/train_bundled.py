@@ -73,9 +73,13 @@ class Batches:
     def __init__(self, work, args, tokenizer):
         self.data = np.fromfile(work / "train.bin", dtype=np.uint16)
         self.blocks, self.seed, self.rows = (len(self.data) - 1) // 2048, args.seed, max(1, args.tokens // 2048)
-        self.order, self.order_epoch, self.middle_weight = None, -1, args.middle_weight
+        self.order, self.order_epoch = None, -1
+        self.middle_weight, self.end_weight, self.start_weight = args.middle_weight, args.end_weight, args.start_weight
         self.marks = np.array([*tokenizer.convert_tokens_to_ids(list(FIM)), tokenizer.eos_token_id])
-        self.newlines = np.array([set(tokenizer.decode([i])) == {"\n"} for i in range(len(tokenizer))])
+        texts = [tokenizer.decode([i], skip_special_tokens=True) for i in range(len(tokenizer))]
+        self.newlines = np.array([set(text) == {"\n"} for text in texts])
+        self.in_line = np.array([text != "" and not text[-1].isspace() for text in texts])
+        self.starts = np.array([texts.index(word) for word in ("import", "from")] + [tokenizer.eos_token_id])
         self.stuck = dict(np.load(work / "stuck.npz")) if args.stuck_share else None
 
     def get(self, state, length, repeat_share, stuck_share):
@@ -91,6 +95,7 @@ class Batches:
             state["block"] += 1
         ids = np.stack(rows).astype(np.int64)
         weights = np.ones((len(rows), length), dtype=np.float32)
+        weights[ids[:, 1:] == self.marks[3]] = self.end_weight
         weights[self.inside(ids)[:, 1:]] = self.middle_weight
         for row, weight in zip(ids, weights, strict=True):
             kind = rng.random()
@@ -101,6 +106,14 @@ class Batches:
                 picked = np.arange(first, first + length + 1) % len(self.stuck["ids"])
                 row[:], weight[:] = self.stuck["ids"][picked], self.stuck["weight"][picked[1:]]
         return torch.from_numpy(ids), torch.from_numpy(weights)
+
+    def within(self, ids):
+        """Return the start weight for predictions in the middle of a line, where a file neither begins nor ends.
+
+        Middles are left out, because they may end anywhere, and so are predictions of the very tokens.
+        """
+        free = self.in_line[ids[:, :-1]] & ~np.isin(ids[:, 1:], self.starts) & ~self.inside(ids)[:, 1:]
+        return torch.from_numpy(free) * self.start_weight
 
     def inside(self, ids):
         """Return a mask of the tokens of a middle, with its end token and without its marker."""
@@ -143,6 +156,7 @@ def train(args):
     loss_function = torch.compile(batch_loss, dynamic=False) if args.compile else batch_loss
     clock = Clock(args.minutes, args.deadline, state["counted"], args.count_all)
     batches = Batches(work, args, tokenizer)
+    starts = torch.from_numpy(batches.starts).to(device)
     last_export = last_log = time.time()
     while (progress := clock.progress()) < 1.0 and not (args.max_steps and state["step"] >= args.max_steps):
         began = time.time()
@@ -153,10 +167,12 @@ def train(args):
         late = progress > args.repeat_from
         shares = (args.repeat_share, args.stuck_share) if late else (0.0, 0.0)
         ids, weight = (x.to(device) for x in batches.get(state, length, *shares))
+        within = batches.within(ids.cpu().numpy()).to(device)
         total, micro = torch.zeros((), device=device), max(1, args.micro // length)
         scale = 1.0 / weight.abs().sum()
         for i in range(0, len(ids), micro):
-            loss, nll = loss_function(model, ids[i : i + micro], weight[i : i + micro], scale)
+            part = slice(i, i + micro)
+            loss, nll = loss_function(model, ids[part], weight[part], scale, starts, within[part])
             loss.backward()
             total += nll
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -234,7 +250,7 @@ def main():
     p.add_argument("--package-cap", type=int, default=4_000_000, help="bytes one package may contribute")
     p.add_argument("--vocab", type=int, default=4096, help="tokens of a new tokenizer, without those for holes")
     p.add_argument("--tokenizer", help="use the tokenizer of this folder instead of training one")
-    p.add_argument("--fim", type=float, default=0.5, help="share of the documents that get holes")
+    p.add_argument("--fim", type=float, default=0.35, help="share of the documents that get holes")
     p.set_defaults(run=collect)
     p = commands.add_parser("stuck", parents=[shared])
     p.add_argument("--model", default="lpr/assets/bundled")
@@ -257,6 +273,8 @@ def main():
         ("repeat-share", float, 0.2),
         ("stuck-share", float, 0.0),
         ("middle-weight", float, 1.0),
+        ("end-weight", float, 1.0),
+        ("start-weight", float, 0.0),
         ("export-minutes", float, 10),
         ("max-steps", int, 0),
         ("slice-rows", int, 24),

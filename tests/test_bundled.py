@@ -1,8 +1,9 @@
-"""The bundled model's recipe: holes, the weights of their tokens, and loops."""
+"""The bundled model: its texts, and its recipe's holes, weights of tokens and loops."""
 
 from __future__ import annotations
 
 import random
+import re
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from fake_driver import tokenizer_json
+from skeletons import SKELETONS
 from tokenizers import Tokenizer
 
 import lpr
@@ -46,12 +48,13 @@ def without_marks():
 
 
 def test_holes_leave_nothing_out():
-    from bundled_text import line_hole, make_hole, pieces_of
+    from bundled_text import cut_holes, line_hole, make_hole, pieces_of, syntax_spans
 
     rng = random.Random(0)
     assert "".join(pieces_of(TEXT * 40, rng)) == TEXT * 40
+    assert "".join("".join(hole) for hole in cut_holes(TEXT * 40, rng)) == TEXT * 40
     for _ in range(500):
-        assert "".join(make_hole(TEXT, rng)) == TEXT
+        assert "".join(make_hole(TEXT, syntax_spans(TEXT), rng)) == TEXT
     lines = {line_hole(TEXT, rng) for _ in range(50)}
     assert {middle for _, middle, _ in lines} == {
         "def size(path):",
@@ -60,6 +63,21 @@ def test_holes_leave_nothing_out():
         "    return found.st_size",
     }
     assert all("".join(hole) == TEXT and hole[0].endswith("\n") and hole[2].startswith("\n") for hole in lines)
+
+
+def test_most_holes_are_lines_and_syntax():
+    """Few middles break off within a word, whatever stands before the node on its line."""
+    from bundled_text import cut_holes, syntax_spans
+
+    text = 'def f(path):\n    größe = measure("ä", len(path))\n    return größe\n'
+    spans = [text[start:end] for start, end in syntax_spans(text)]
+    assert {'measure("ä", len(path))', "len(path)", "return größe", text[:-1]} <= set(spans)
+    assert syntax_spans("def (") == [] and syntax_spans("x = 1\ry = 2\n") == []
+    rng, split = random.Random(0), 0
+    holes = [hole for _ in range(60) for hole in cut_holes(TEXT * 9, rng)]
+    for before, middle, after in holes:
+        split += bool(re.search(r"\w$", before + middle) and re.match(r"\w", after))
+    assert len(holes) > 60 and split < 0.1 * len(holes)
 
 
 def test_ids_keep_the_vocabulary_and_gain_the_marks(tokenizer):
@@ -84,7 +102,7 @@ def test_the_service_prompts_as_the_recipe_trains(tokenizer, monkeypatch):
     from lpr.serve.text.fim import filler
     from lpr.serve.text.tokens import Tokens
 
-    monkeypatch.setattr(bundled_text, "make_hole", bundled_text.line_hole)
+    monkeypatch.setattr(bundled_text, "make_hole", lambda text, spans, rng: bundled_text.line_hole(text, rng))
     trained, _ = bundled_text.encode(tokenizer, [TEXT], 1.0, random.Random(3))
     ask = filler(Tokens(tokenizer.backend_tokenizer.to_str()))
     assert ask is not None and tokenizer.convert_tokens_to_ids("<|fim_pad|>") in ask.end_ids
@@ -105,11 +123,13 @@ def test_weights_of_a_batch(tokenizer, tmp_path):
         tmp_path / "stuck.npz",
         ids=np.array([9, 9, 4, 4], dtype=np.uint16), weight=np.array([1, 0, -1, -1], dtype=np.int8), starts=[0],
     )  # fmt: skip
-    args = Namespace(seed=1, tokens=2048, middle_weight=3.0, stuck_share=1.0)
+    args = Namespace(seed=1, tokens=2048, middle_weight=3.0, end_weight=2.0, start_weight=8.0, stuck_share=1.0)
     batches = Batches(tmp_path, args, tokenizer)
     ids, weight = batches.get({"step": 0, "block": 0}, 2048, 0.0, 0.0)
     inside = weight[0] == 3
     assert ids[0, 1:][inside].unique().tolist() == [0, 7, 8] and int(inside.sum()) == 3 * 256
+    within = batches.within(np.array([tokenizer("x = y\nimport os, re\n").input_ids]))
+    assert within[0].unique().tolist() == [0.0, 8.0]
     ids, weight = batches.get({"step": 0, "block": 0}, 2048, 0.0, 1.0)
     assert ids[0, :6].tolist() == [9, 9, 4, 4, 9, 9] and weight[0, :5].tolist() == [0, -1, -1, 1, 0]
     ids, weight = batches.get({"step": 0, "block": 0}, 2048, 1.0, 0.0)
@@ -117,6 +137,51 @@ def test_weights_of_a_batch(tokenizer, tmp_path):
     assert len(stuck) > 900 and int(stuck[-1]) == 2048
     tail = ids[0, int(stuck[0]) :]
     assert any(torch.equal(tail[period:], tail[:-period]) for period in range(1, 600))
+
+
+def test_no_prompt_follows_text_that_was_cut(tokenizer):
+    """What the model is to unlearn ends with an end token, before which nothing teaches it to begin a file."""
+    from bundled_measures import stuck_sequence
+
+    prompt, rng = tokenizer("import os\n\n\n").input_ids, random.Random(0)
+    sound = tokenizer("def size(path):\n    return os.stat(path).st_size\n").input_ids
+    assert stuck_sequence(tokenizer, prompt, sound, rng) is None
+
+    begun = [*tokenizer("def size(pa").input_ids, *tokenizer("import sys\n\n\nx = 1\n").input_ids]
+    ids, weight = stuck_sequence(tokenizer, prompt, begun, rng)
+    assert tokenizer.decode(ids) == "import os\n\n\ndef size(paimport sys<|endoftext|>"
+    unlearned = np.flatnonzero(weight == -1)
+    assert tokenizer.decode(ids[unlearned]) == "import sys" and (weight[: len(prompt)] == 1).all() and weight[-1] == 0
+
+    method = "    def size(self):\n        return self.size\n\n"
+    for _ in range(20):
+        ids, weight = stuck_sequence(tokenizer, prompt, tokenizer(method * 9).input_ids, rng)
+        text = tokenizer.decode(ids)
+        copies = text.count("def size")
+        assert text == "import os\n\n\n" + (method * copies)[:-1] + "<|endoftext|>"
+        assert copies > 1 and weight[-2:].tolist() == [1, 1] and (weight[len(prompt) : len(prompt) + 10] == 0).all()
+
+
+def test_other_files_are_found():
+    from bundled_measures import begun_file
+
+    for text in ('raise ValueError("afrom typing import Any\n', "Get theimport os\n", "x(\nimport os\n", "aclass B:\n"):
+        assert begun_file(text) >= 0, text
+    sound = (
+        "    import os\n\nfrom os import (\n    path,\n)\nclass A(B):\n    def f(self):\n        pass\n"
+        "    >>> from os import path\n# import os\nx = reimport\nyield from a.b\nThe class method: import the data\n"
+    )
+    assert begun_file(sound) == -1
+
+
+def test_the_bundled_model_writes_clean_text():
+    """Greedy completions of class skeletons: none begins another file in a line, and some end by themselves."""
+    from bundled_measures import begun_file
+
+    engine = lpr.Engine.from_pretrained(lpr.bundled_model(), lpr.DecodeConfig(max_batch_size=8), device="cpu")
+    done = engine.generate(list(SKELETONS), lpr.SamplingParams(max_new_tokens=96))
+    assert [each.text for each in done if begun_file(each.text) >= 0] == []
+    assert sum(each.finish_reason != "length" for each in done) >= 2
 
 
 def test_loops_are_found():
@@ -141,10 +206,11 @@ def test_a_wider_model_has_the_same_logits(tokenizer):
     size = logits[0].shape[-1]
     assert wide.config.vocab_size == len(tokenizer) + 8 and torch.allclose(logits[0], logits[1][..., :size], atol=1e-4)
     assert torch.allclose(ours[0], library, atol=0.2) and abs(float(ours.mean() - library.mean())) < 0.02
-    weight = torch.ones(ours.shape)
-    weight[0, 0], weight[0, 1], weight[0, 2] = 0.0, -2.0, 3.0
+    weight, within, starts = torch.ones(ours.shape), torch.zeros(ours.shape), torch.tensor([5, 7])
+    weight[0, 0], weight[0, 1], weight[0, 2], within[0, 3] = 0.0, -2.0, 3.0, 8.0
     with torch.no_grad():
-        loss, nll = batch_loss(wide, ids, weight, 0.5)
-    unlikelihood = -torch.log1p(-torch.exp(-ours[0, 1]))
-    assert float(loss) == pytest.approx(float(ours[0, 3:].sum() + 3 * ours[0, 2] + 2 * unlikelihood) / 2, rel=1e-3)
+        loss, nll = batch_loss(wide, ids, weight, 0.5, starts, within)
+        begun = logits[1][0, 3].softmax(-1)[starts].sum()
+    unlikelihood = -2 * torch.log1p(-torch.exp(-ours[0, 1])) - 8 * torch.log1p(-begun)
+    assert float(loss) == pytest.approx(float(ours[0, 3:].sum() + 3 * ours[0, 2] + unlikelihood) / 2, rel=1e-3)
     assert float(nll) == pytest.approx(float(ours[0, 2:].sum()), rel=1e-3)
