@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from caching_allocator import CachingAllocator
 from conftest import tiny_model
 from fake_graphs import FakeCapturer
+from loading_trace import LARGE, Event, recorded, replay
 from pretend_gpu import CUDA, PretendGpu, gpu, guard, to_gpu
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import LlamaForCausalLM
 
 from lpr import InputError, SamplingParams
 from lpr.engine.kv_pool import usable_tokens
 from lpr.model import loader
 from lpr.model.kv_cache import free_bytes
+from lpr.model.laying import IN_FLIGHT, laid_side_by_side
 from lpr.model.packing import PackedLinear, has_room_to_pack, pack_projections
 from lpr.model.paged_cache import PagedCache
 from lpr.model.reserve import GRAPH_BYTES, WORKSPACES, reserved_bytes
@@ -26,6 +33,9 @@ from lpr.model.self_check import self_check
 from lpr.model.step_inputs import Row
 
 __all__ = ["gpu", "guard"]
+
+CONTEXT = 600 << 20
+"""Bytes of a CUDA context and its kernels."""
 
 
 def test_holes_between_tensors_are_not_free(gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,12 +50,63 @@ def test_holes_between_tensors_are_not_free(gpu: PretendGpu, monkeypatch: pytest
 
 def test_packing_stops_where_room_ends(gpu: PretendGpu) -> None:
     model = to_gpu(tiny_model(num_hidden_layers=3))
-    room = iter([True, True, False])
+    room = iter([True, True, False, False, False, False])
     assert pack_projections(model, lambda: next(room)) == 2
     assert sum(isinstance(module, PackedLinear) for module in model.modules()) == 5, "Q, K, V and gate, up of one layer"
     for free, expected in ((11 << 30, False), (50 << 30, True)):  # 34B and 13B on 80 GiB
         gpu.memory = free, 80 << 30
         assert has_room_to_pack(CUDA) == expected
+
+
+@pytest.fixture(scope="module")
+def load_and_pack(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, bool], list[Event]]:
+    """What a load of so many layers and packing ask of the memory, by whether weights are laid side by side before."""
+    folder = tmp_path_factory.mktemp("models")
+
+    @cache
+    def events_of(num_layers: int, is_laid: bool) -> list[Event]:
+        with recorded(folder / str(num_layers), num_layers) as (recorder, read):
+            with laid_side_by_side(torch.device("cpu")) if is_laid else contextlib.nullcontext():
+                model = read()
+            assert pack_projections(model, lambda: not is_laid) == 2 * num_layers
+            events = list(recorder.events)
+        if num_layers < 40:
+            plain = LlamaForCausalLM.from_pretrained(folder / str(num_layers), dtype=torch.bfloat16)
+            for (name, mine), (other, theirs) in zip(
+                model.state_dict().items(), plain.state_dict().items(), strict=True
+            ):
+                assert name == other and torch.equal(mine, theirs)
+        return events
+
+    return events_of
+
+
+@pytest.mark.parametrize("name", ["7B", "34B", "34B, tp 2"])
+def test_packing_while_loading_takes_no_memory_for_long(
+    name: str, load_and_pack: Callable[[int, bool], list[Event]]
+) -> None:
+    """The peak is the weights and those that are being read, and less than these stays in use."""
+    real, memory = LARGE[name], CachingAllocator(80 << 30, CONTEXT)
+    replay(load_and_pack(real.num_layers, True), real, memory)
+    most = real.num_bytes + IN_FLIGHT * real.layer_bytes
+    assert memory.allocated - (8 << 20) <= real.num_bytes <= memory.peak_reserved <= most + (20 << 20)
+    memory.empty_cache()
+    memory.verify()
+    assert memory.stuck <= IN_FLIGHT * real.layer_bytes
+
+
+def test_packing_after_loading_leaves_holes_of_9_gib(load_and_pack: Callable[[int, bool], list[Event]]) -> None:
+    """34B on 80 GB then has no room for steps, and beside a program that holds 10 GiB it does not load."""
+    real, stuck = LARGE["34B"], {}
+    for is_laid in (False, True):
+        events = load_and_pack(real.num_layers, is_laid)
+        memory, less = CachingAllocator(80 << 30, CONTEXT), CachingAllocator(70 << 30, CONTEXT)
+        replay(events, real, memory)
+        memory.empty_cache()
+        stuck[is_laid] = memory.stuck / 2**30
+        with contextlib.nullcontext() if is_laid else pytest.raises(torch.OutOfMemoryError, match="of 70.00 GiB"):
+            replay(events, real, less)
+    assert stuck[True] < 2 and stuck[False] > 8
 
 
 def test_what_does_not_fit_is_one_line_with_the_numbers(
