@@ -9,9 +9,12 @@ import pytest
 import torch
 from difficult_logits import PARAMS, draws, peaked
 from hypothesis import given, settings
+from hypothesis.strategies import integers
+from largest import Largest
 
 from lpr.config import SamplingParams
 from lpr.model.sampling import specification
+from lpr.model.sampling.choice import ROWS_AT_ONCE, log_probabilities
 from lpr.model.sampling.selection import Selection
 
 if importlib.util.find_spec("triton") is None:
@@ -68,6 +71,57 @@ def test_views_and_half_precision() -> None:
         assert both(logits.T.contiguous().T, selection)[0] == both(logits, selection)[1]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("top_k", [1, 3, 60, 299])
+def test_a_top_k_is_found_by_digits(dtype: torch.dtype, top_k: int) -> None:
+    """Of close, equal, negative and zero logits; a row is read once for each digit."""
+    generator = torch.Generator().manual_seed(top_k)
+    rows = [
+        torch.randn(300, generator=generator),
+        torch.randn(300, generator=generator) * 1e-6 - 3.0,
+        torch.randint(-2, 2, (300,), generator=generator).float() * 0.0,
+        torch.randint(-40, 3, (300,), generator=generator).float(),
+        torch.full((300,), -torch.inf).index_fill(0, torch.arange(0, 300, 7), -1e4),
+    ]
+    logits = torch.stack(rows).to(dtype)
+    for temperature in (0.3, 7.0):
+        params = SamplingParams(temperature=temperature, top_k=top_k, seed=5)
+        found, expected = both(logits, Selection.build([(params, range(len(rows)))]), 64)
+        assert found == expected
+
+
+@settings(max_examples=25, deadline=None)
+@given(draws((1, 2, 5, 64, 65, 200, 4096)), integers(1, 9))
+def test_the_likeliest_tokens(drawn: tuple[torch.Tensor, Selection], count: int) -> None:
+    logits = drawn[0][~drawn[0].isnan().any(1)].to(DEVICE)
+    if not len(logits):
+        return
+    best, tokens, totals = sampling_kernel.likeliest(logits, count, 64)
+    expected = logits.float().sort(dim=-1, descending=True, stable=True)
+    assert torch.equal(best, expected.values[:, :count]) and torch.equal(tokens, expected.indices[:, :count])
+    assert torch.allclose(totals, logits.float().logsumexp(-1), atol=1e-5, equal_nan=True)
+
+
+def test_the_likeliest_tokens_of_a_large_vocabulary_need_no_copy_of_it() -> None:
+    """Float32 copies of 8 x 192 rows of 128k would take 800 MB each."""
+    logits = peaked(torch.Generator().manual_seed(6), 3, 128256).bfloat16()
+    with Largest() as largest:
+        best, tokens, totals = sampling_kernel.likeliest(logits.to(DEVICE), 8)
+    assert largest.size <= logits.nbytes // 32
+    assert torch.equal(best.cpu(), logits.float().topk(8).values)
+    assert torch.equal(logits.float().gather(1, tokens.cpu()), best.cpu())
+    assert torch.allclose(totals.cpu(), logits.float().logsumexp(-1), atol=1e-4)
+    wide = torch.zeros(3, 130000, dtype=torch.bfloat16)
+    wide[:, :128256] = logits
+    assert torch.equal(sampling_kernel.likeliest(wide[:, :128256].to(DEVICE), 8)[1], tokens)
+    logits[1, 7] = torch.nan
+    assert sampling_kernel.likeliest(logits.to(DEVICE), 2)[2].isnan().tolist() == [False, True, False]
+    with Largest() as largest:
+        specification.choose(logits, Selection.build([]))
+        log_probabilities(logits.expand(3, -1).repeat(100, 1), torch.zeros(300, dtype=torch.long), 2)
+    assert largest.size <= max(ROWS_AT_ONCE * 128256 * 4, 300 * 128256 * 2)
+
+
 # Seeded faults.
 
 
@@ -83,7 +137,7 @@ NARROW = SamplingParams(temperature=1.0, top_p=0.4, seed=2)
 FAULTS = {
     "ties by the highest id": ("(tokens < end_token)", "(tokens > end_token)", NARROW),
     "one token too many": ("before < top_p.to(tl.float64) * whole", "before <= (top_p + 0.05) * whole", NARROW),
-    "k less one": ("count >= k", "count > k", SamplingParams(temperature=1.5, top_k=3)),
+    "k less one": ("(above >= k)", "(above > k)", SamplingParams(temperature=1.5, top_k=3)),
     "top-p of the whole": ("counted = held & (order >= kept)", "counted = held", PARAMS[3]),
     "min-p of the sum": ("weight >= min_p.to(tl.float64)", "weight >= 2 * min_p.to(tl.float64)", PARAMS[4]),
     "no temperature": ("scores + _gumbel(key, ", "scores * temperature + _gumbel(key, ", PARAMS[0]),

@@ -6,6 +6,7 @@ which rank this is, except for the shard that the rank evaluates.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Sequence
@@ -47,6 +48,8 @@ from lpr.engine.times_file import StartTimes
 from lpr.model.loader import Loaded
 from lpr.native import SequenceState
 from lpr.protocol import Abort, RequestId, Stop, Submit
+
+logger = logging.getLogger(__name__)
 
 
 class Replica:
@@ -267,22 +270,29 @@ class Replica:
         how = self.model.packed, self.options.prefix_reuse, most_homes
         # A mesh that can shrink may leave whole trees to one rank, and must not move its K/V then.
         num_ahead = sizes.evaluated_capacity(self.comm.size if self.comm.membership is None else 1)
+        longest = longest_sequence(self.loaded, decode)
+        num_axes = (self.comm.size > 1) + (self.comm.tp_mesh is not None)
+        batch, prompt = decode.max_batch_size, decode.prefill_chunk
+        told = self.model.memory_needs(batch, num_ahead, prompt, longest or DEFAULT_LENGTH, num_axes)
         needs = PoolNeeds(
             decode=decode,
             kv_memory=self.options.kv_memory,
-            longest=longest_sequence(self.loaded, decode),
+            longest=longest,
             num_ahead=num_ahead,
             page_size=PAGE_SIZE,
             bytes_per_token=self.like.bytes_per_token,
             free=self.model.free_bytes(self.comm.num_sharing),
             on_gpu=self.model.device.type == "cuda",
-            reserve=self.model.reserved_bytes(decode.max_batch_size * num_ahead),
+            reserve=told.steps if told is not None else 0,
+            told=told.tell() if told is not None else "",
         )
         num_snapshots = SNAPSHOTS_PER_SLOT * decode.max_batch_size if self.options.prefix_reuse else 0
         if needs.free is not None:
             places = decode.max_batch_size + num_snapshots
             needs = replace(needs, free=max(0, needs.free - places * self.like.states.bytes_per_place))
         size = common_size(needs, comm) if given is None else given_size(needs, given.num_pages)
+        if told is not None and is_driver(self.comm):
+            logger.info("%s", needs.describe(size.num_pages))
         self.max_length = size.max_length
         num_slots = min(decode.max_batch_size, size.num_pages)
         limits = Limits[Request](num_slots, self.comm.size, decode.prefill_chunk, sizes.num_nodes, *how)
