@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable
+from dataclasses import astuple
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from sharded import config_values
 from transformers import LlamaForCausalLM
 
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
+from lpr.engine import prepare
 from lpr.engine.kv_pool import usable_tokens
 from lpr.model import loader
 from lpr.model.kv_cache import free_bytes
@@ -94,10 +96,15 @@ def load_and_pack(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, bo
 def test_the_worked_examples_fit_as_they_are_told(name: str, load_and_pack: Callable[[int, bool], list[Event]]) -> None:
     """The allocator's model plays a start on 80 GB as the documents tell it: load, pages, graphs, a prompt."""
     real, (preset, mesh) = LARGE[name], EXAMPLES[name]
-    decode = DecodeConfig(**resolve(preset).decode, max_batch_size=1, max_length=4096)
+    decode = DecodeConfig(**resolve(preset).decode, max_batch_size=8, max_length=4096)
     row = footprint(facts_of(resolve(preset).config, preset), decode, mesh, 4096, 2)
     told = row.needs
-    assert told is not None and abs(told.weights - real.num_bytes) < 1 << 20
+    assert told is not None and told.weights == real.num_bytes
+    pool, left = row.pool_tokens(80 << 30), row.left_bytes(80 << 30)
+    parts = [*astuple(told), pool * row.kv_row_bytes, left]
+    cells = [name, *(f"{each / 2**30:.1f}" for each in parts), f"{pool:,}"]
+    documents = (Path(__file__).parent.parent / "docs" / "several_gpus.md").read_text()
+    assert "| " + " | ".join(cells) + " |" in documents
     memory = CachingAllocator(80 << 30, told.context + told.nccl)
     replay(load_and_pack(real.num_layers, True), real, memory)
     most = real.num_bytes + told.loading
@@ -106,15 +113,13 @@ def test_the_worked_examples_fit_as_they_are_told(name: str, load_and_pack: Call
     memory.verify()
     assert memory.stuck <= told.loading
     assert memory.device_free >= (80 << 30) - told.before - (20 << 20), "what the engine measures as free"
-    pages = row.pool_tokens(80 << 30) * row.kv_row_bytes
     for _ in ("keys", "values"):
-        memory.malloc(pages // 2)
+        memory.malloc(pool * row.kv_row_bytes // 2)
     memory.context += told.graphs + told.workspaces
     memory.free(memory.malloc(told.layers))
     memory.hold_pool("graphs")
     for size in (told.layers, told.logits):
         memory.malloc(size, pool="graphs")
-    left = row.left_bytes(80 << 30)
     assert memory.device_free >= left - told.layers - (60 << 20) > 0
     with pytest.raises(torch.OutOfMemoryError):
         memory.malloc(left + told.loading + told.layers + (60 << 20))
@@ -151,6 +156,9 @@ def test_what_does_not_fit_is_one_line_with_the_numbers(
     monkeypatch.setattr(PagedCache, "resized", full)
     with pytest.raises(InputError, match="GiB of K/V do not fit on cuda:0"):
         runner.allocate(4, 4096, 8, like)
+    monkeypatch.setattr(prepare, "self_check", full)
+    with pytest.raises(InputError, match="the weights and the first steps do not fit on cuda:0: it has 80.0 GiB"):
+        Engine.from_model(to_gpu(tiny_model()))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

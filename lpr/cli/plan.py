@@ -15,6 +15,7 @@ from lpr.cli import plan_service
 from lpr.cli.display import table
 from lpr.cli.plan_service import ServiceArgs
 from lpr.config import DecodeConfig, InputError, SamplingParams
+from lpr.model.graphs import MOST_COMMON
 from lpr.model.reserve import CONTEXT, MemoryNeeds
 from lpr.planner.facts import DTYPE_SIZES, ModelFacts, Planned, facts_of, measured_values, preset_names, resolve
 from lpr.planner.footprint import Footprint, Mesh, footprint, meshes, requests_at_once
@@ -173,7 +174,8 @@ def make_plan(args: Args) -> Plan:
     if facts.max_positions is not None and args.context > facts.max_positions:
         raise InputError(f"--context {args.context} exceeds the {facts.max_positions} positions of {planned.name}")
     size = DTYPE_SIZES[dtype]
-    rows = [footprint(facts, decode, mesh, args.context, size) for mesh in shapes]
+    num_graphs = 0 if args.eager else MOST_COMMON
+    rows = [footprint(facts, decode, mesh, args.context, size, num_graphs=num_graphs) for mesh in shapes]
     # Half of the context: the mean length of the cache while it fills.
     asked = Setting(
         facts, machine, read_measured(measured_values()), args.context // 2, size, args.temperature, args.batch

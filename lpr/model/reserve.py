@@ -131,9 +131,10 @@ def memory_needs(sizes: RankSizes, steps: Steps, num_axes: int = 0) -> MemoryNee
 def sizes_of(model: Any) -> RankSizes:
     """The sizes of a model that is loaded, with this rank's part of it."""
     config = model.config.get_text_config(decoder=True)
-    ends = {id(each.weight) for each in (model.get_input_embeddings(), model.get_output_embeddings()) if each}
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    at_ends = {id(each.weight) for each in ends if each is not None}
     held = list(model.parameters())
-    layers = [each for each in held if each.dim() == 2 and id(each) not in ends]
+    layers = [each for each in held if each.dim() == 2 and id(each) not in at_ends]
     return RankSizes(
         hidden=int(config.hidden_size),
         widest=max((len(each) for each in layers), default=int(config.hidden_size)),

@@ -13,6 +13,7 @@ from lpr.config import PAGE_SIZE, DecodeConfig, InputError
 from lpr.core.wire import payload_words
 from lpr.engine.kv_pool import GPU_SHARE, usable_tokens
 from lpr.engine.state_snapshots import SNAPSHOTS_PER_SLOT
+from lpr.model.graphs import MOST_COMMON
 from lpr.model.inputs import round_up
 from lpr.model.reserve import MemoryNeeds, RankSizes, Steps, memory_needs
 from lpr.planner.facts import ModelFacts, Weights
@@ -241,11 +242,18 @@ def tp_traffic(facts: ModelFacts, num_tokens: int, num_results: int, element_siz
 
 
 def footprint(
-    facts: ModelFacts, decode: DecodeConfig, mesh: Mesh, max_length: int, element_size: int, num_full: int | None = None
+    facts: ModelFacts,
+    decode: DecodeConfig,
+    mesh: Mesh,
+    max_length: int,
+    element_size: int,
+    num_full: int | None = None,
+    num_graphs: int = MOST_COMMON,
 ) -> Footprint:
     """The footprint on `mesh` with `decode` (budgets per rank) and contexts of up to `max_length` tokens.
 
-    The KV cache holds `num_full` contexts of that length; default: the whole batch's.
+    The KV cache holds `num_full` contexts of that length; default: the whole batch's. Steps are `num_graphs` captured
+    graphs.
     """
     problem = split_problem(facts, mesh.tp)
     if problem is not None:
@@ -255,7 +263,8 @@ def footprint(
     row_bytes, states = kv_row_bytes(facts, mesh.tp, element_size), batch * facts.state_bytes(element_size)
     places = (1 + SNAPSHOTS_PER_SLOT) * states
     num_ahead = decode.resolved(mesh.lp).evaluated_capacity(mesh.lp)
-    steps = Steps(batch=batch, num_ahead=num_ahead, prompt=min(decode.prefill_chunk, max_length))
+    prompt = min(decode.prefill_chunk, max_length)
+    steps = Steps(batch=batch, num_ahead=num_ahead, prompt=prompt, num_graphs=num_graphs)
     return Footprint(
         mesh=mesh,
         problem=None,
