@@ -72,10 +72,9 @@ def test_views_and_half_precision() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("top_k", [1, 3, 60, 299])
-def test_a_top_k_is_found_by_digits(dtype: torch.dtype, top_k: int) -> None:
+def test_a_top_k_is_found_by_digits(dtype: torch.dtype) -> None:
     """Of close, equal, negative and zero logits; a row is read once for each digit."""
-    generator = torch.Generator().manual_seed(top_k)
+    generator = torch.Generator().manual_seed(1)
     rows = [
         torch.randn(300, generator=generator),
         torch.randn(300, generator=generator) * 1e-6 - 3.0,
@@ -83,15 +82,14 @@ def test_a_top_k_is_found_by_digits(dtype: torch.dtype, top_k: int) -> None:
         torch.randint(-40, 3, (300,), generator=generator).float(),
         torch.full((300,), -torch.inf).index_fill(0, torch.arange(0, 300, 7), -1e4),
     ]
-    logits = torch.stack(rows).to(dtype)
-    for temperature in (0.3, 7.0):
-        params = SamplingParams(temperature=temperature, top_k=top_k, seed=5)
-        found, expected = both(logits, Selection.build([(params, range(len(rows)))]), 64)
-        assert found == expected
+    logits = torch.stack(rows).repeat(4, 1).to(dtype)
+    params = [SamplingParams(temperature=7.0 / top_k**0.5, top_k=top_k, seed=5) for top_k in (1, 3, 60, 299)]
+    found, expected = both(logits, Selection.build([(each, range(len(rows))) for each in params]), 256)
+    assert found == expected
 
 
-@settings(max_examples=25, deadline=None)
-@given(draws((1, 2, 5, 64, 65, 200, 4096)), integers(1, 9))
+@settings(max_examples=15, deadline=None)
+@given(draws((1, 2, 5, 64, 65, 200)), integers(1, 9))
 def test_the_likeliest_tokens(drawn: tuple[torch.Tensor, Selection], count: int) -> None:
     logits = drawn[0][~drawn[0].isnan().any(1)].to(DEVICE)
     if not len(logits):
@@ -104,22 +102,26 @@ def test_the_likeliest_tokens(drawn: tuple[torch.Tensor, Selection], count: int)
 
 def test_the_likeliest_tokens_of_a_large_vocabulary_need_no_copy_of_it() -> None:
     """Float32 copies of 8 x 192 rows of 128k would take 800 MB each."""
-    logits = peaked(torch.Generator().manual_seed(6), 3, 128256).bfloat16()
+    wide = torch.zeros(2, 130000, dtype=torch.bfloat16)
+    logits = wide[:, :128256].copy_(peaked(torch.Generator().manual_seed(6), 2, 128256))
     with Largest() as largest:
         best, tokens, totals = sampling_kernel.likeliest(logits.to(DEVICE), 8)
-    assert largest.size <= logits.nbytes // 32
+    assert largest.size <= wide.nbytes // 32
     assert torch.equal(best.cpu(), logits.float().topk(8).values)
     assert torch.equal(logits.float().gather(1, tokens.cpu()), best.cpu())
     assert torch.allclose(totals.cpu(), logits.float().logsumexp(-1), atol=1e-4)
-    wide = torch.zeros(3, 130000, dtype=torch.bfloat16)
-    wide[:, :128256] = logits
-    assert torch.equal(sampling_kernel.likeliest(wide[:, :128256].to(DEVICE), 8)[1], tokens)
-    logits[1, 7] = torch.nan
-    assert sampling_kernel.likeliest(logits.to(DEVICE), 2)[2].isnan().tolist() == [False, True, False]
     with Largest() as largest:
         specification.choose(logits, Selection.build([]))
-        log_probabilities(logits.expand(3, -1).repeat(100, 1), torch.zeros(300, dtype=torch.long), 2)
-    assert largest.size <= max(ROWS_AT_ONCE * 128256 * 4, 300 * 128256 * 2)
+        log_probabilities(logits.repeat(45, 1), torch.zeros(90, dtype=torch.long), 2)
+    assert largest.size <= ROWS_AT_ONCE * 128256 * 4
+
+
+def test_weights_of_logits_that_are_no_numbers() -> None:
+    inf, nan = float("inf"), float("nan")
+    rows = [[1.0, inf, 2.0], [-inf] * 3, [nan, 1.0, 2.0], [-200.0, -300.0, -inf], [200.0, -300.0, -inf]]
+    logits = torch.nn.functional.pad(torch.tensor(rows), (0, 60), value=-inf).to(DEVICE)
+    found = sampling_kernel.likeliest(logits, 2, 16)[2]
+    assert torch.allclose(found, logits.logsumexp(-1), equal_nan=True)
 
 
 # Seeded faults.

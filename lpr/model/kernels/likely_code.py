@@ -21,12 +21,18 @@ def _take_largest(scores, tokens, left):
 
 
 @triton.jit
+def _finite(top):
+    """What to subtract before exp: 0 where the largest is infinite."""
+    return tl.where((top > float("-inf")) & (top < float("inf")), top, 0.0)
+
+
+@triton.jit
 def list_likeliest(
     logits_at, tops_at, ids_at, sums_at, vocabulary, row_stride, COUNT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Of block `program_id(1)` of row `program_id(0)` the COUNT largest logits with their tokens, the first of equals.
 
-    And the sum of exp(logit - the largest of them), NaN if the block has one.
+    And the sum of exp(logit - the largest of them, if it is finite), NaN if the block has one.
     """
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tokens = block * BLOCK + tl.arange(0, BLOCK)
@@ -35,7 +41,8 @@ def list_likeliest(
     broken = tl.sum((scores != scores).to(tl.int32), 0)
     scores = tl.where(scores == scores, scores, float("-inf"))
     top = tl.max(scores, 0)
-    total = tl.sum(tl.where(scores > float("-inf"), tl.exp(scores - top), 0.0), 0)
+    total = tl.sum(tl.exp(tl.minimum(scores - _finite(top), 0.0)), 0)
+    total = tl.where(top < float("inf"), total, float("inf"))
     place = row * tl.num_programs(1) + block
     tl.store(sums_at + place, tl.where(broken > 0, float("nan"), total))
     for index in range(COUNT):
@@ -62,9 +69,11 @@ def choose_likeliest(
     held = blocks < num_blocks
     sums = tl.load(sums_at + row * num_blocks + blocks, mask=held, other=0.0)
     tops = tl.load(tops_at + (row * num_blocks + blocks) * COUNT, mask=held, other=float("-inf"))
-    top = tl.max(tops, 0)
-    scaled = tl.where(tops > float("-inf"), sums * tl.exp(tops - top), tl.where(sums == sums, 0.0, sums))
-    tl.store(total_at + row, tl.log(tl.sum(scaled, 0)) + top)
+    top = _finite(tl.max(tops, 0))
+    # A block without a finite logit has a sum of 0, infinity or NaN, which no factor may hide.
+    is_finite = (tops > float("-inf")) & (tops < float("inf"))
+    total = tl.sum(sums * tl.exp(tl.where(is_finite, tl.minimum(tops - top, 0.0), 0.0)), 0)
+    tl.store(total_at + row, tl.where(total == 0.0, float("-inf"), tl.log(tl.where(total == 0.0, 1.0, total)) + top))
     for index in range(COUNT):
         best, first, left = _take_largest(scores, tokens, left)
         tl.store(best_at + row * COUNT + index, best)
