@@ -6,7 +6,6 @@ which rank this is, except for the shard that the rank evaluates.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Sequence
@@ -49,8 +48,6 @@ from lpr.model.loader import Loaded
 from lpr.native import SequenceState
 from lpr.protocol import Abort, RequestId, Stop, Submit
 
-logger = logging.getLogger(__name__)
-
 
 class Replica:
     """A model, its requests and what they draft from: the same on every rank, except for the K/V that a rank holds."""
@@ -62,6 +59,8 @@ class Replica:
     sizes: TreeSizes
     max_length: int
     """Most tokens of a sequence, prompt included."""
+    memory: str | None = None
+    """What a GPU's memory is for, as one line."""
 
     def __init__(self, loaded: Loaded, decode: DecodeConfig, options: EngineOptions, comm: Comm) -> None:
         """Prepare and check a loaded model on all ranks of `comm` (`prepare`); a Configure command makes the rest."""
@@ -291,8 +290,7 @@ class Replica:
             places = decode.max_batch_size + num_snapshots
             needs = replace(needs, free=max(0, needs.free - places * self.like.states.bytes_per_place))
         size = common_size(needs, comm) if given is None else given_size(needs, given.num_pages)
-        if told is not None and is_driver(self.comm):
-            logger.info("%s", needs.describe(size.num_pages))
+        self.memory = needs.describe(size.num_pages) if told is not None else None
         self.max_length = size.max_length
         num_slots = min(decode.max_batch_size, size.num_pages)
         limits = Limits[Request](num_slots, self.comm.size, decode.prefill_chunk, sizes.num_nodes, *how)
