@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import sys
 import secrets
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
