@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from lpr.model.kernels.attention_code import attend, combine
 from lpr.model.kernels.attention_kernel import choose_tiles
 from lpr.model.kernels.exact_code import add_splits, attend_exactly
+from lpr.model.kernels.likely_code import choose_likeliest, list_likeliest
 from lpr.model.kernels.parts_code import list_winners, weigh_prefixes
 from lpr.model.kernels.recurrent_code import (
     advance_convolution,
@@ -27,10 +28,11 @@ from lpr.model.kernels.recurrent_code import (
     select_tree,
 )
 from lpr.model.kernels.sampling_code import choose_rows
-from lpr.model.kernels.sampling_kernel import BLOCK, NUM_WARPS
+from lpr.model.kernels.sampling_kernel import BLOCK, DIGITS, NUM_WARPS
 from lpr.model.kernels.scan_code import advance_scan, scan_tree
 from lpr.model.kernels.scan_kernel import linear_tiles
 
+LIKELY = {"tops_at": "*fp32", "ids_at": "*i32", "sums_at": "*fp32", "best_at": "*fp32", "total_at": "*fp32"}
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16"}
 EVERYTHING = ("HAS_SOFTCAP", "HAS_WINDOW", "HAS_CHUNK", "HAS_SINKS")
 VARIANTS = [
@@ -90,7 +92,7 @@ def build(
     """Compile a kernel; `given` are types of its arguments that differ from those of other kernels."""
     constants = {name: constants[name] for name in kernel.arg_names if name in constants}
     types, aligned = signature(kernel, dtype, constants)
-    types |= given or {}
+    types |= {name: each for name, each in (given or {}).items() if name in types}
     source = ASTSource(kernel, types, constexprs=constants, attrs=aligned)
     made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     return {"shared": made.metadata.shared, "cubin": len(made.asm["cubin"])}
@@ -122,12 +124,18 @@ def main() -> None:
             compiled.append({"kernel": kernel.__name__, **about, **made})
     for dtype in (torch.float32, torch.bfloat16):
         for limited in (False, True):
-            constants = {"NOT_A_NUMBER": -1, "LIMITED": limited, "BLOCK": BLOCK}
+            constants = {"NOT_A_NUMBER": -1, "LIMITED": limited, "DIGITS": DIGITS[dtype], "BLOCK": BLOCK}
             about = {"kernel": "choose_rows", "dtype": str(dtype), "limited": limited}
             compiled.append({**about, **build(choose_rows, 90, dtype, constants, num_warps=NUM_WARPS)})
         for kernel in (list_winners, weigh_prefixes):
             made = build(kernel, 90, dtype, {"LENGTH": 64, "BLOCK": BLOCK}, num_warps=NUM_WARPS)
             compiled.append({"kernel": kernel.__name__, "dtype": str(dtype), **made})
+        constants = {"COUNT": 8, "BLOCK": BLOCK}
+        made = build(list_likeliest, 90, dtype, constants, LIKELY, num_warps=NUM_WARPS)
+        compiled.append({"kernel": "list_likeliest", "dtype": str(dtype), **made})
+    constants = {"COUNT": 8, "BLOCKS": 64, "BLOCK": 512}
+    made = build(choose_likeliest, 90, torch.float32, constants, {**LIKELY, "tokens_at": "*i64"}, num_warps=4)
+    compiled.append({"kernel": "choose_likeliest", **made})
     compiled += scans()
     print(json.dumps(compiled))
 

@@ -2,30 +2,51 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+from collections.abc import Callable
+from dataclasses import astuple
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from caching_allocator import CachingAllocator
 from conftest import tiny_model
 from fake_graphs import FakeCapturer
+from largest import Largest
+from loading_trace import LARGE, Event, recorded, replay
 from pretend_gpu import CUDA, PretendGpu, gpu, guard, to_gpu
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from sharded import config_values
+from transformers import LlamaForCausalLM
 
-from lpr import InputError, SamplingParams
+from lpr import DecodeConfig, Engine, InputError, SamplingParams
+from lpr.engine import prepare
 from lpr.engine.kv_pool import usable_tokens
 from lpr.model import loader
 from lpr.model.kv_cache import free_bytes
+from lpr.model.laying import laid_side_by_side
 from lpr.model.packing import PackedLinear, has_room_to_pack, pack_projections
 from lpr.model.paged_cache import PagedCache
-from lpr.model.reserve import GRAPH_BYTES, WORKSPACES, reserved_bytes
+from lpr.model.reserve import CONTEXT, Steps, memory_needs, sizes_of
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.selection import Selection
 from lpr.model.self_check import self_check
 from lpr.model.step_inputs import Row
+from lpr.planner.facts import facts_of, resolve
+from lpr.planner.footprint import Mesh, footprint, rank_sizes
 
 __all__ = ["gpu", "guard"]
+
+EXAMPLES = {
+    "13B": ("codellama-13b", Mesh(1, 1)),
+    "34B": ("codellama-34b", Mesh(1, 1)),
+    "34B, tp 2": ("codellama-34b", Mesh(1, 2)),
+    "70B, tp 4": ("codellama-70b", Mesh(1, 4)),
+    "70B, tp 8": ("codellama-70b", Mesh(1, 8)),
+}
+"""Those of docs/several_gpus.md."""
 
 
 def test_holes_between_tensors_are_not_free(gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,12 +61,82 @@ def test_holes_between_tensors_are_not_free(gpu: PretendGpu, monkeypatch: pytest
 
 def test_packing_stops_where_room_ends(gpu: PretendGpu) -> None:
     model = to_gpu(tiny_model(num_hidden_layers=3))
-    room = iter([True, True, False])
+    room = iter([True, True, False, False, False, False])
     assert pack_projections(model, lambda: next(room)) == 2
     assert sum(isinstance(module, PackedLinear) for module in model.modules()) == 5, "Q, K, V and gate, up of one layer"
     for free, expected in ((11 << 30, False), (50 << 30, True)):  # 34B and 13B on 80 GiB
         gpu.memory = free, 80 << 30
         assert has_room_to_pack(CUDA) == expected
+
+
+@pytest.fixture(scope="module")
+def load_and_pack(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, bool], list[Event]]:
+    """What a load of so many layers and packing ask of the memory, by whether weights are laid side by side before."""
+    folder = tmp_path_factory.mktemp("models")
+
+    @cache
+    def events_of(num_layers: int, is_laid: bool) -> list[Event]:
+        with recorded(folder / str(num_layers), num_layers) as (recorder, read):
+            with laid_side_by_side(torch.device("cpu")) if is_laid else contextlib.nullcontext():
+                model = read()
+            assert pack_projections(model, lambda: not is_laid) == 2 * num_layers
+            events = list(recorder.events)
+        if num_layers == 40:
+            plain = LlamaForCausalLM.from_pretrained(folder / str(num_layers), dtype=torch.bfloat16)
+            for (name, mine), (other, theirs) in zip(
+                model.state_dict().items(), plain.state_dict().items(), strict=True
+            ):
+                assert name == other and torch.equal(mine, theirs)
+        return events
+
+    return events_of
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_worked_examples_fit_as_they_are_told(name: str, load_and_pack: Callable[[int, bool], list[Event]]) -> None:
+    """The allocator's model plays a start on 80 GB as the documents tell it: load, pages, graphs, a prompt."""
+    real, (preset, mesh) = LARGE[name], EXAMPLES[name]
+    decode = DecodeConfig(**resolve(preset).decode, max_batch_size=8, max_length=4096)
+    row = footprint(facts_of(resolve(preset).config, preset), decode, mesh, 4096, 2)
+    told = row.needs
+    assert told is not None and told.weights == real.num_bytes
+    pool, left = row.pool_tokens(80 << 30), row.left_bytes(80 << 30)
+    parts = [*astuple(told), pool * row.kv_row_bytes, left]
+    cells = [name, *(f"{each / 2**30:.1f}" for each in parts), f"{pool:,}"]
+    documents = (Path(__file__).parent.parent / "docs" / "several_gpus.md").read_text()
+    assert "| " + " | ".join(cells) + " |" in documents
+    memory = CachingAllocator(80 << 30, told.context + told.nccl)
+    replay(load_and_pack(real.num_layers, True), real, memory)
+    most = real.num_bytes + told.loading
+    assert memory.allocated - (8 << 20) <= real.num_bytes <= memory.peak_reserved <= most + (20 << 20)
+    memory.empty_cache()
+    memory.verify()
+    assert memory.stuck <= told.loading
+    assert memory.device_free >= (80 << 30) - told.before - (20 << 20), "what the engine measures as free"
+    for _ in ("keys", "values"):
+        memory.malloc(pool * row.kv_row_bytes // 2)
+    memory.context += told.graphs + told.workspaces
+    memory.free(memory.malloc(told.layers))
+    memory.hold_pool("graphs")
+    for size in (told.layers, told.logits):
+        memory.malloc(size, pool="graphs")
+    assert memory.device_free >= left - told.layers - (60 << 20) > 0
+    with pytest.raises(torch.OutOfMemoryError):
+        memory.malloc(left + told.loading + told.layers + (60 << 20))
+
+
+def test_packing_after_loading_leaves_holes_of_9_gib(load_and_pack: Callable[[int, bool], list[Event]]) -> None:
+    """34B on 80 GB then has no room for steps, and beside a program that holds 10 GiB it does not load."""
+    real, stuck = LARGE["34B"], {}
+    for is_laid in (False, True):
+        events = load_and_pack(real.num_layers, is_laid)
+        memory, less = CachingAllocator(80 << 30, CONTEXT), CachingAllocator(70 << 30, CONTEXT)
+        replay(events, real, memory)
+        memory.empty_cache()
+        stuck[is_laid] = memory.stuck / 2**30
+        with contextlib.nullcontext() if is_laid else pytest.raises(torch.OutOfMemoryError, match="of 70.00 GiB"):
+            replay(events, real, less)
+    assert stuck[True] < 2 and stuck[False] > 8
 
 
 def test_what_does_not_fit_is_one_line_with_the_numbers(
@@ -65,22 +156,9 @@ def test_what_does_not_fit_is_one_line_with_the_numbers(
     monkeypatch.setattr(PagedCache, "resized", full)
     with pytest.raises(InputError, match="GiB of K/V do not fit on cuda:0"):
         runner.allocate(4, 4096, 8, like)
-
-
-class Largest(TorchDispatchMode):
-    """The bytes of the largest tensor that is made."""
-
-    size = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = {
-            each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)
-        }
-        for each in tree_leaves(result):
-            if isinstance(each, torch.Tensor) and each.untyped_storage()._cdata not in given:
-                self.size = max(self.size, each.untyped_storage().nbytes())
-        return result
+    monkeypatch.setattr(prepare, "self_check", full)
+    with pytest.raises(InputError, match="the weights and the first steps do not fit on cuda:0: it has 80.0 GiB"):
+        Engine.from_model(to_gpu(tiny_model()))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -92,13 +170,44 @@ def test_the_reserve_covers_what_a_step_makes(temperature: float) -> None:
     params = [(SamplingParams(temperature=temperature, top_p=0.9, seed=1), range(16))] * 4
     with Largest() as largest:
         runner.evaluate(rows, Selection.build(params), 8)
-    fixed = WORKSPACES + 192 * GRAPH_BYTES
-    reserve = reserved_bytes(runner.model, runner.config, 64, 192)
-    assert 64 * 20_000 * 4 <= largest.size <= (reserve - fixed) // 2, "and there may be two of them"
+    needs = memory_needs(sizes_of(runner.model), Steps(batch=4, num_ahead=16, prompt=16, by_kernel=False))
+    assert 64 * 20_000 * 4 <= largest.size <= needs.logits // 3, "and there may be three of them"
     free = 10 << 30
-    assert (
-        usable_tokens(free, 1 << 20, reserve) * (1 << 20) <= free - reserve < usable_tokens(free, 1 << 20) * (1 << 20)
+    assert usable_tokens(free, 1 << 20, needs.steps) == (free - needs.steps) >> 20 < usable_tokens(free, 1 << 20)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral"])
+def test_the_planner_and_the_engine_tell_the_same(family: str) -> None:
+    """The sizes are read off a model that is loaded, and off its config: the sum is one function."""
+    values = config_values(family)
+    model = tiny_model(values.pop("model_type"), **values)  # type: ignore[arg-type]
+    assert rank_sizes(facts_of(model.config, family), 1, 4) == sizes_of(model)
+
+
+def test_a_graph_of_the_largest_step_is_as_high_as_is_told() -> None:
+    """With the chain that other ranks have evaluated, padded: 96 entries for a tree of 64, and one for none."""
+    for batch, num_ahead, most in ((1, 64, 96), (8, 64, 8 * 96), (8, 40, 8 * 96), (4, 1, 4), (1, 1000, 1024)):
+        runner = TreeModel(tiny_model(), attention="sdpa")
+        runner.capturer = FakeCapturer()
+        runner.allocate(batch, 256, num_ahead, self_check(runner))
+        graphs = runner.graphs
+        assert graphs is not None
+        assert Steps(batch=batch, num_ahead=num_ahead, prompt=1).num_entries == most >= batch * num_ahead
+        assert max(each.batch * each.num_entries for each in graphs.common_shapes(4)) <= most
+
+
+def test_an_engine_without_room_says_what_its_memory_is_for(gpu: PretendGpu) -> None:
+    """At its start as one line, and with a quarter of that memory as an error."""
+    decode = DecodeConfig(window_size=3, trie_nodes=8, max_batch_size=2, max_length=64)
+    gpu.memory = 4 << 30, 80 << 30
+    assert re.fullmatch(
+        r"memory in GiB: context 0.62, weights 0.00, loading 0.00, nccl 0.00, layers 0.0\d, logits 0.00, graphs 1.50, "
+        r"workspaces 0.50; K/V of \d+ tokens [\d.]+, left [\d.]+",
+        str(Engine.from_model(to_gpu(tiny_model()), decode=decode).memory),
     )
+    gpu.memory = 1 << 30, 80 << 30
+    with pytest.raises(InputError, match=r"there is K/V for 0 tokens .* the other parts in GiB: .* graphs 1.50"):
+        Engine.from_model(to_gpu(tiny_model()), decode=decode)
 
 
 def test_graphs_that_end_at_the_logits_share_one_place() -> None:

@@ -356,8 +356,17 @@ def test_the_pool_is_that_of_the_engine() -> None:
     rows = [footprint(facts, decode, Mesh(1, 4), 4096, 2, num_full) for num_full in (1, 4)]
     assert rows[1].kv_bytes > 3.9 * rows[0].kv_bytes
     memory = 80 * GIB
-    free = memory - rows[0].total_bytes + rows[0].kv_bytes
-    known = {"kv_memory": None, "longest": 16384, "num_ahead": 40, "page_size": 16, "on_gpu": True}
+    told = rows[0].needs
+    assert told is not None
+    free = memory - told.before
+    known = {
+        "kv_memory": None,
+        "reserve": told.steps,
+        "longest": 16384,
+        "num_ahead": 40,
+        "page_size": 16,
+        "on_gpu": True,
+    }
     needs = PoolNeeds(decode=decode, bytes_per_token=rows[0].kv_row_bytes, free=free, **known)
     assert rows[0].pool_tokens(memory) == rows[1].pool_tokens(memory) == needs.num_pages() * 16
     assert footprint(facts, decode, Mesh(1, 1), 4096, 2).pool_tokens(60 * GIB) == 0

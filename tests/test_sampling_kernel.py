@@ -9,9 +9,12 @@ import pytest
 import torch
 from difficult_logits import PARAMS, draws, peaked
 from hypothesis import given, settings
+from hypothesis.strategies import integers
+from largest import Largest
 
 from lpr.config import SamplingParams
 from lpr.model.sampling import specification
+from lpr.model.sampling.choice import ROWS_AT_ONCE, log_probabilities
 from lpr.model.sampling.selection import Selection
 
 if importlib.util.find_spec("triton") is None:
@@ -68,6 +71,59 @@ def test_views_and_half_precision() -> None:
         assert both(logits.T.contiguous().T, selection)[0] == both(logits, selection)[1]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_top_k_is_found_by_digits(dtype: torch.dtype) -> None:
+    """Of close, equal, negative and zero logits; a row is read once for each digit."""
+    generator = torch.Generator().manual_seed(1)
+    rows = [
+        torch.randn(300, generator=generator),
+        torch.randn(300, generator=generator) * 1e-6 - 3.0,
+        torch.randint(-2, 2, (300,), generator=generator).float() * 0.0,
+        torch.randint(-40, 3, (300,), generator=generator).float(),
+        torch.full((300,), -torch.inf).index_fill(0, torch.arange(0, 300, 7), -1e4),
+    ]
+    logits = torch.stack(rows).repeat(4, 1).to(dtype)
+    params = [SamplingParams(temperature=7.0 / top_k**0.5, top_k=top_k, seed=5) for top_k in (1, 3, 60, 299)]
+    found, expected = both(logits, Selection.build([(each, range(len(rows))) for each in params]), 256)
+    assert found == expected
+
+
+@settings(max_examples=15, deadline=None)
+@given(draws((1, 2, 5, 64, 65, 200)), integers(1, 9))
+def test_the_likeliest_tokens(drawn: tuple[torch.Tensor, Selection], count: int) -> None:
+    logits = drawn[0][~drawn[0].isnan().any(1)].to(DEVICE)
+    if not len(logits):
+        return
+    best, tokens, totals = sampling_kernel.likeliest(logits, count, 64)
+    expected = logits.float().sort(dim=-1, descending=True, stable=True)
+    assert torch.equal(best, expected.values[:, :count]) and torch.equal(tokens, expected.indices[:, :count])
+    assert torch.allclose(totals, logits.float().logsumexp(-1), atol=1e-5, equal_nan=True)
+
+
+def test_the_likeliest_tokens_of_a_large_vocabulary_need_no_copy_of_it() -> None:
+    """Float32 copies of 8 x 192 rows of 128k would take 800 MB each."""
+    wide = torch.zeros(2, 130000, dtype=torch.bfloat16)
+    logits = wide[:, :128256].copy_(peaked(torch.Generator().manual_seed(6), 2, 128256))
+    with Largest() as largest:
+        best, tokens, totals = sampling_kernel.likeliest(logits.to(DEVICE), 8)
+    assert largest.size <= wide.nbytes // 32
+    assert torch.equal(best.cpu(), logits.float().topk(8).values)
+    assert torch.equal(logits.float().gather(1, tokens.cpu()), best.cpu())
+    assert torch.allclose(totals.cpu(), logits.float().logsumexp(-1), atol=1e-4)
+    with Largest() as largest:
+        specification.choose(logits, Selection.build([]))
+        log_probabilities(logits.repeat(45, 1), torch.zeros(90, dtype=torch.long), 2)
+    assert largest.size <= ROWS_AT_ONCE * 128256 * 4
+
+
+def test_weights_of_logits_that_are_no_numbers() -> None:
+    inf, nan = float("inf"), float("nan")
+    rows = [[1.0, inf, 2.0], [-inf] * 3, [nan, 1.0, 2.0], [-200.0, -300.0, -inf], [200.0, -300.0, -inf]]
+    logits = torch.nn.functional.pad(torch.tensor(rows), (0, 60), value=-inf).to(DEVICE)
+    found = sampling_kernel.likeliest(logits, 2, 16)[2]
+    assert torch.allclose(found, logits.logsumexp(-1), equal_nan=True)
+
+
 # Seeded faults.
 
 
@@ -83,7 +139,7 @@ NARROW = SamplingParams(temperature=1.0, top_p=0.4, seed=2)
 FAULTS = {
     "ties by the highest id": ("(tokens < end_token)", "(tokens > end_token)", NARROW),
     "one token too many": ("before < top_p.to(tl.float64) * whole", "before <= (top_p + 0.05) * whole", NARROW),
-    "k less one": ("count >= k", "count > k", SamplingParams(temperature=1.5, top_k=3)),
+    "k less one": ("(above >= k)", "(above > k)", SamplingParams(temperature=1.5, top_k=3)),
     "top-p of the whole": ("counted = held & (order >= kept)", "counted = held", PARAMS[3]),
     "min-p of the sum": ("weight >= min_p.to(tl.float64)", "weight >= 2 * min_p.to(tl.float64)", PARAMS[4]),
     "no temperature": ("scores + _gumbel(key, ", "scores * temperature + _gumbel(key, ", PARAMS[0]),

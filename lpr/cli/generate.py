@@ -189,6 +189,8 @@ def prepare(args: Args, world: World, comm: Comm) -> tuple[Engine, FileJob | Sho
             print(f"lpr.generate: steps run without CUDA graphs, which is slower: {reason}", file=sys.stderr)
         if (compiled := engine.model.compiled) is not None and (cost := compiled.describe()) is not None:
             print(f"lpr.generate: {cost}", file=sys.stderr)
+        if engine.memory is not None:
+            print(f"lpr.generate: {engine.memory}", file=sys.stderr)
     # Without this, each full collection walks a million objects that stay, in the middle of a step.
     gc.freeze()
     return engine, job

@@ -15,8 +15,10 @@ from lpr.cli import plan_service
 from lpr.cli.display import table
 from lpr.cli.plan_service import ServiceArgs
 from lpr.config import DecodeConfig, InputError, SamplingParams
+from lpr.model.graphs import MOST_COMMON
+from lpr.model.reserve import CONTEXT, MemoryNeeds
 from lpr.planner.facts import DTYPE_SIZES, ModelFacts, Planned, facts_of, measured_values, preset_names, resolve
-from lpr.planner.footprint import RESERVED, Footprint, Mesh, footprint, meshes, requests_at_once
+from lpr.planner.footprint import Footprint, Mesh, footprint, meshes, requests_at_once
 from lpr.planner.hardware import (
     DEFAULT_GPU,
     GIB,
@@ -172,7 +174,8 @@ def make_plan(args: Args) -> Plan:
     if facts.max_positions is not None and args.context > facts.max_positions:
         raise InputError(f"--context {args.context} exceeds the {facts.max_positions} positions of {planned.name}")
     size = DTYPE_SIZES[dtype]
-    rows = [footprint(facts, decode, mesh, args.context, size) for mesh in shapes]
+    num_graphs = 0 if args.eager else MOST_COMMON
+    rows = [footprint(facts, decode, mesh, args.context, size, num_graphs=num_graphs) for mesh in shapes]
     # Half of the context: the mean length of the cache while it fills.
     asked = Setting(
         facts, machine, read_measured(measured_values()), args.context // 2, size, args.temperature, args.batch
@@ -237,14 +240,20 @@ def show(plan: Plan, console: Console) -> None:
         f"{facts.name} ({plan.planned.origin}): {facts.num_parameters / 1e9:.2f}B parameters in {plan.dtype}\n"
         f"context {decode.max_length}, batch {decode.max_batch_size}; W {decode.window_size}, N {decode.ngram_size}, "
         f"G {decode.guess_set_size}, trie {decode.trie_nodes}: {decode.resolved().num_nodes} nodes per rank and "
-        f"sequence\n{gpu.name}: {gpu.memory / GIB:.0f} GiB, of which {RESERVED / GIB:.0f} stay free, "
+        f"sequence\n{gpu.name}: {gpu.memory / GIB:.0f} GiB, "
         f"{gpu.bandwidth / 1e9:.0f} GB/s (data sheet), {plan.machine.network.inside.name}; {launch}"
     )
     columns = ["lp x tp", "weights", "K/V", "activ.", "spare", "lp: gathers, KiB", "tp: coll., MiB", "floor ms"]
     columns += ["pool, tokens", "requests"]
     columns += ["greedy" if temperature == 0 else f"T {temperature:g}" for temperature in plan.predictions]
     console.print(table("per GPU (GiB), per step, and tokens/s", columns, [cells(plan, row) for row in plan.rows]))
+    rows = [memory_cells(plan, row, row.needs) for row in plan.rows if row.needs is not None]
+    console.print(table("memory of a GPU once the pool is made (GiB)", _PARTS, rows))
     what = f", the first {plan.shared_tokens} of them shared" if plan.shared_tokens else ""
+    console.print(
+        "loading: what is read beside its place; layers, logits and graphs of the largest steps. Context, NCCL, graphs "
+        "and workspaces are ESTIMATED"
+    )
     console.print(
         f"pool: K/V that each rank has room for; requests: how many of {plan.request_tokens} tokens{what} run at once"
     )
@@ -282,6 +291,22 @@ def cells(plan: Plan, row: Footprint) -> list[str]:
     ]
 
 
+_PARTS = (
+    "lp x tp", "context", "weights", "loading", "NCCL", "layers", "logits", "graphs", "workspaces", "K/V pool", "left"
+)  # fmt: skip
+
+
+def memory_cells(plan: Plan, row: Footprint, needs: MemoryNeeds) -> list[str]:
+    """The row of a mesh in the table of memory."""
+    parts = (*asdict(needs).values(), row.pool_tokens(plan.machine.gpu.memory) * row.kv_row_bytes + row.state_bytes)
+    left = row.left_bytes(plan.machine.gpu.memory)
+    return [
+        str(row.mesh),
+        *(f"{each / GIB:.2f}" for each in parts),
+        f"[{'green' if left >= 0 else 'red'}]{left / GIB:+.1f}[/]",
+    ]
+
+
 def row_json(plan: Plan, row: Footprint) -> dict[str, Any]:
     """A mesh as plain values; of an impossible one, the reason alone."""
     found: dict[str, Any] = asdict(row.mesh) | {"possible": row.problem is None, "problem": row.problem}
@@ -289,7 +314,8 @@ def row_json(plan: Plan, row: Footprint) -> dict[str, Any]:
         return found
     gpu, sizes = plan.machine.gpu, asdict(row)
     found |= {"fits": row.fits(gpu.memory), "spare_bytes": gpu.memory - row.total_bytes}
-    found |= {name: sizes[name] for name in ("weight_bytes", "kv_bytes", "activation_bytes", "step_bytes")}
+    found |= {name: getattr(row, name) for name in ("weight_bytes", "kv_bytes", "activation_bytes", "step_bytes")}
+    found |= {"memory": sizes["needs"], "left_bytes": row.left_bytes(gpu.memory)}
     found |= dict(zip(("pool_tokens", "requests_at_once"), plan.pool(row), strict=True))
     predicted = [
         {"temperature": at, **asdict(each.tokens_per_second), "tokens_per_step": each.tokens_per_step}
@@ -311,7 +337,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "link": plan.machine.network.inside.name,
         "network": plan.machine.network.between.name,
         "launch": "eager" if plan.machine.is_eager else "graphs",
-        "reserved_bytes": RESERVED,
+        "reserved_bytes": CONTEXT,
         "context": plan.decode.max_length,
         "batch": plan.decode.max_batch_size,
         "request_tokens": plan.request_tokens,

@@ -150,6 +150,7 @@ class Chains:
         if num_nodes < 1 or not 0 <= token_cost < 1:
             raise ValueError(f"num_nodes={num_nodes} must be at least 1, token_cost={token_cost} from 0 to 1")
         self.token_cost = token_cost
+        """What a token costs, in steps of one token."""
         self._num_nodes = num_nodes
         self._record = ChainRecord()
 

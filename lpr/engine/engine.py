@@ -364,6 +364,11 @@ class Engine:
         return self.replica.sizes
 
     @property
+    def memory(self) -> str | None:
+        """What this rank's GPU memory is for, and what is left of it, as one line; None on a CPU."""
+        return self.replica.memory
+
+    @property
     def max_length(self) -> int:
         """Most tokens of a sequence, prompt included."""
         return self.replica.max_length

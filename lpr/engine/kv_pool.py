@@ -54,6 +54,8 @@ class PoolNeeds:
     on_gpu: bool = False
     reserve: int = 0
     """Bytes of `free` that steps need, if that is more than RESERVE of it."""
+    told: str = ""
+    """What the rest of a GPU's memory is for, for messages."""
 
     def num_pages(self) -> int:
         """Pages that this rank has room for; raises InputError."""
@@ -67,7 +69,7 @@ class PoolNeeds:
         if self.decode.kv_tokens is not None:
             tokens = self.decode.kv_tokens
             if lack := lack_of_room(self.free, tokens, self.bytes_per_token, self.reserve):
-                raise InputError(f"kv_tokens={tokens}: {lack}")
+                raise InputError(f"kv_tokens={tokens}: {lack}{self.rest}")
             return -(-tokens // self.page_size)
         if share is not None and share > 1:
             tokens = int(share) // self.bytes_per_token
@@ -87,8 +89,20 @@ class PoolNeeds:
             held, needs = room + self.num_ahead, length + self.num_ahead
             what = f"one sequence of {length} tokens and a tree of {self.num_ahead} nodes need {needs}"
             size = _size(held * self.bytes_per_token)
-            raise InputError(f"there is K/V for {held} tokens ({size}), and {what}")
+            raise InputError(f"there is K/V for {held} tokens ({size}), and {what}{self.rest}")
         return PoolSize(num_pages, min(room, self.longest or room))
+
+    def describe(self, num_pages: int) -> str:
+        """The memory of a GPU with that many pages, and what is left of it, as one line."""
+        taken = num_pages * self.page_size * self.bytes_per_token
+        left = (self.free or 0) - self.reserve - taken
+        tokens = f"{num_pages * self.page_size} tokens"
+        return f"memory in GiB: {self.told}; K/V of {tokens} {taken / 2**30:.2f}, left {left / 2**30:.2f}"
+
+    @property
+    def rest(self) -> str:
+        """What else the memory is for, for the end of a message."""
+        return f"; the other parts in GiB: {self.told}" if self.told else ""
 
 
 def common_size(needs: PoolNeeds, comm: Comm) -> PoolSize:
@@ -107,7 +121,7 @@ def common_size(needs: PoolNeeds, comm: Comm) -> PoolSize:
 def given_size(needs: PoolNeeds, num_pages: int) -> PoolSize:
     """The size of a mesh that runs already; raises InputError if this rank has no room for it."""
     if lack := lack_of_room(needs.free, num_pages * needs.page_size, needs.bytes_per_token, needs.reserve):
-        raise InputError(lack)
+        raise InputError(f"{lack}{needs.rest}")
     return needs.size(num_pages)
 
 

@@ -19,7 +19,7 @@ from lpr.model.compiled import refusal
 from lpr.model.cpu.accelerate import accelerate
 from lpr.model.heads.head import DraftHead
 from lpr.model.kv_cache import KVCache
-from lpr.model.loader import Loaded, head_digest, model_digest, tokenizer_digest
+from lpr.model.loader import Loaded, head_digest, lack_of_memory, model_digest, tokenizer_digest
 from lpr.model.packing import has_room_to_pack, pack_projections
 from lpr.model.parallel import vocabulary_part
 from lpr.model.runner import SharedWeights, TreeModel
@@ -73,6 +73,8 @@ def prepare(
             _compile(model, like, options, decode)
     except InputError as error:
         failure = str(error)
+    except torch.OutOfMemoryError:
+        failure = lack_of_memory("the weights and the first steps", model.device)
     agree(comm, failure)
     try:  # the others read what the driver has written to the disk
         if compiles and not is_driver(comm):

@@ -61,6 +61,8 @@ class Replica:
     sizes: TreeSizes
     max_length: int
     """Most tokens of a sequence, prompt included."""
+    memory: str | None = None
+    """What a GPU's memory is for, as one line."""
 
     def __init__(self, loaded: Loaded, decode: DecodeConfig, options: EngineOptions, comm: Comm) -> None:
         """Prepare and check a loaded model on all ranks of `comm` (`prepare`); a Configure command makes the rest."""
@@ -277,22 +279,28 @@ class Replica:
         # A mesh that can shrink may leave whole trees to one rank, and must not move its K/V then.
         num_ahead = sizes.evaluated_capacity(self.comm.size if self.comm.membership is None else 1)
         num_ahead += NUM_ENTRIES if sizes.num_guesses else 0
+        longest = longest_sequence(self.loaded, decode)
+        num_axes = (self.comm.size > 1) + (self.comm.tp_mesh is not None)
+        batch, prompt = decode.max_batch_size, decode.prefill_chunk
+        told = self.model.memory_needs(batch, num_ahead, prompt, longest or DEFAULT_LENGTH, num_axes)
         needs = PoolNeeds(
             decode=decode,
             kv_memory=self.options.kv_memory,
-            longest=longest_sequence(self.loaded, decode),
+            longest=longest,
             num_ahead=num_ahead,
             page_size=PAGE_SIZE,
             bytes_per_token=self.like.bytes_per_token,
             free=self.model.free_bytes(self.comm.num_sharing),
             on_gpu=self.model.device.type == "cuda",
-            reserve=self.model.reserved_bytes(decode.max_batch_size * num_ahead),
+            reserve=told.steps if told is not None else 0,
+            told=told.tell() if told is not None else "",
         )
         num_snapshots = SNAPSHOTS_PER_SLOT * decode.max_batch_size if self.options.prefix_reuse else 0
         if needs.free is not None:
             places = decode.max_batch_size + num_snapshots
             needs = replace(needs, free=max(0, needs.free - places * self.like.states.bytes_per_place))
         size = common_size(needs, comm) if given is None else given_size(needs, given.num_pages)
+        self.memory = needs.describe(size.num_pages) if told is not None else None
         self.max_length = size.max_length
         num_slots = min(decode.max_batch_size, size.num_pages)
         limits = Limits[Request](num_slots, self.comm.size, decode.prefill_chunk, sizes.num_nodes, *how)

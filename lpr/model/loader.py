@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
@@ -21,6 +22,7 @@ from lpr.core.digest import digest_of
 from lpr.model.families import position_limit
 from lpr.model.heads.head import DraftHead
 from lpr.model.heads.read import read_head
+from lpr.model.laying import laid_side_by_side
 from lpr.model.parallel import TensorParallel, load_sharded, local
 from lpr.model.text_part import check_generate, decoder_class, is_text, text_keys
 
@@ -117,13 +119,13 @@ def load(
         chosen = choose_dtype(dtype, where)
         model: Any
         if tp is not None:
-            model, info = load_sharded(config, chosen, where, tp, read)
+            model, info = load_sharded(config, chosen, where, tp, partial(_laid, where, read))
         elif dtype == "auto" and _halved(config, where):
             model, info = read(dtype=torch.bfloat16)
             if model.num_parameters() < FEWEST_HALVED:
                 model = model.float()
         else:
-            model, info = _read_to(where, read, chosen)
+            model, info = _read_to(where, partial(_laid, where, read), chosen)
     except InputError:
         raise
     except torch.cuda.OutOfMemoryError as failure:
@@ -153,6 +155,12 @@ def _check_weights(source: str, model: PreTrainedModel, info: dict[str, Any]) ->
 def _read_to(where: torch.device, read: Any, dtype: str | torch.dtype) -> Any:
     """A whole model, read straight to its device: several replicas on a machine would not fit into its memory."""
     return read(dtype=dtype) if where.type == "cpu" else read(dtype=dtype, device_map={"": where})
+
+
+def _laid(where: torch.device, read: Any, **how: Any) -> Any:
+    """What `read` reads, on a GPU with its projections side by side."""
+    with laid_side_by_side(where) if where.type == "cuda" else nullcontext():
+        return read(**how)
 
 
 def load_tokenizer(source: str, revision: str | None = None) -> Any:

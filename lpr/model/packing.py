@@ -1,7 +1,8 @@
 """Projections of the same input as one matrix product: queries, keys and values, and an MLP's gate and its values.
 
-Small matrix products leave most of a GPU idle. At load the weights of such projections are laid one below the other:
-the first one called computes all, and the others take their part. Every module keeps its name, parameters and shape.
+Small matrix products leave most of a GPU idle. At load the weights of such projections are laid one below the other
+(lpr.model.laying): the first one called computes all, and the others take their part. Every module keeps its name,
+parameters and shape.
 Quantised, split, hooked and other modules than `nn.Linear` stay as they are.
 """
 
@@ -16,25 +17,27 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lpr.model.step_inputs import storage_of
+
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of projections that a module applies to one input, in the order of their use."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 ROOM = 0.2
-"""Part of a GPU's memory. Packing left 2.5 GiB of holes for 7B, 5 for 13B and 9 to 16 for 34B, which fills 80 GB to
-four fifths, in a model of torch's allocator."""
+"""Part of a GPU's memory that is left free where weights must be copied to lie together: it leaves holes, 2.5 GiB for
+7B, 5 for 13B and 9 to 16 for 34B in a model of torch's allocator."""
 
 
 class Pack:
     """The weights [sum of outputs, inputs] of a group and, within a forward, their products with its input."""
 
     def __init__(self, members: Sequence[nn.Linear]) -> None:
-        """Lay out the weights of `members` anew; each member's parameters become views of the whole."""
+        """Each member's parameters become views of the whole, which is a copy unless they lie together."""
         self.sizes = [each.out_features for each in members]
-        self.weight = torch.cat([each.weight.data for each in members])
+        self.weight = joined([each.weight.data for each in members])
         has_bias = members[0].bias is not None
-        self.bias: torch.Tensor | None = torch.cat([each.bias.data for each in members]) if has_bias else None
+        self.bias: torch.Tensor | None = joined([each.bias.data for each in members]) if has_bias else None
         self._input: torch.Tensor | None = None
         self._outputs: Sequence[torch.Tensor] = ()
         biases = self.bias.split(self.sizes) if self.bias is not None else [None] * len(members)
@@ -70,21 +73,36 @@ class PackedLinear(nn.Linear):
 
 
 def pack_projections(model: nn.Module, has_room: Callable[[], bool] = lambda: True) -> int:
-    """Pack the groups of `model` that can be, while it `has_room`; returns how many were."""
+    """Pack the groups of `model` that can be, and lie together or while it `has_room`; returns how many were."""
     count = 0
     for module in model.modules():
         for names in GROUPS:
             members: list[Any] = [getattr(module, name, None) for name in names]
             if not fit(members):
                 continue
-            if not has_room():
-                return count
+            if not lie_together([each.weight.data for each in members]) and not has_room():
+                continue
             pack = Pack(members)
             for place, member in enumerate(members):
                 member.__class__ = PackedLinear
                 member.pack, member.place = pack, place
             count += 1
     return count
+
+
+def lie_together(parts: Sequence[torch.Tensor]) -> bool:
+    """True if each part begins in memory where the one before it ends."""
+    if len(set(map(storage_of, parts))) > 1 or not all(each.is_contiguous() for each in parts):
+        return False
+    ends = [each.storage_offset() + each.numel() for each in parts]
+    return all(each.storage_offset() == end for each, end in zip(parts[1:], ends[:-1], strict=True))
+
+
+def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The parts one below the other: their own memory if they lie together, else a copy."""
+    if not lie_together(parts):
+        return torch.cat(list(parts))
+    return parts[0].as_strided((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].stride())
 
 
 def has_room_to_pack(device: torch.device) -> bool:

@@ -1,29 +1,145 @@
-"""The memory of a GPU that steps need besides weights and K/V: a sum, told before it is spent."""
+"""The memory of a GPU, told before it is spent: one sum for the start of an engine and for `lpr.plan`.
+
+What is there before the K/V cache is sized, and what steps need beside it. Marked *estimated* is what no GPU has shown.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
 from typing import Any
 
-from torch import nn
+from lpr.model.graphs import MOST_COMMON, PENDING
+from lpr.model.laying import IN_FLIGHT
+from lpr.model.static_inputs import NODE_BUCKETS, bucket_of, node_buckets
 
+CONTEXT = 640 << 20
+"""Of the CUDA context and the kernels of torch's libraries, outside of torch's allocator. Estimated."""
+COMMUNICATOR = 24 * 3 * ((512 << 10) + (4800 << 10) + (4 << 20))
+"""Of NCCL, for ranks of one axis: 24 channels, a ring's connection and two of a tree, each with buffers for its
+protocols LL, LL128 and Simple (NCCL 2.x, src/include/device.h, NCCL_BUFFSIZE). Estimated; NVLS may take as much."""
 GRAPH_BYTES = 8 << 20
-"""Of a captured graph: its nodes and their arguments. Estimated: no GPU has run lpr."""
+"""Of a captured graph: its nodes and their arguments. Estimated."""
 WORKSPACES = 512 << 20
-"""Of cuBLAS, NCCL, Triton and the CUDA context that grows with loaded kernels. Estimated."""
+"""Of cuBLAS for each stream, Triton, and kernels that are loaded when first used. Estimated."""
 PARTIAL_SUMS = 8
 """Float32 copies of attention's output that split keys write, at most."""
+FLOAT_COPIES = 3
+"""Float32 copies of all logits where no kernel chooses tokens."""
 
 
-def reserved_bytes(model: nn.Module, config: Any, num_entries: int, num_graphs: int) -> int:
-    """Bytes for steps of up to `num_entries` entries in all, of which the last layer's logits are the most.
+@dataclass(frozen=True, kw_only=True)
+class RankSizes:
+    """Sizes of a model, as one rank holds it, that decide what steps need."""
 
-    Logits are held in the model's dtype and twice in float32, for the choice of tokens; a layer's input, projections
-    and partial sums of attention come one layer at a time. Graphs share one pool, as large as the largest needs.
+    hidden: int
+    widest: int
+    """Most outputs of a projection in a layer."""
+    vocab: int
+    element: int
+    """Bytes of a value."""
+    weights: int
+    """Bytes of all weights."""
+    largest: int
+    """Bytes of the largest weight in a layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """The steps that are to fit."""
+
+    batch: int
+    num_ahead: int
+    """Nodes of a tree."""
+    prompt: int
+    """Tokens of the longest piece of a prompt."""
+    num_graphs: int = MOST_COMMON
+    """Captured graphs; 0: steps are launched kernel by kernel."""
+    mask_rows: int = 0
+    """Columns of a dense mask; 0: attention reads ancestors as bits."""
+    by_kernel: bool = True
+    """True if kernels choose tokens, without a copy of the logits."""
+
+    @property
+    def num_entries(self) -> int:
+        """Entries of the largest decoding step, padded as its graph is."""
+        if self.num_ahead == 1:
+            return self.batch
+        longest = min(bucket_of(self.num_ahead + PENDING, NODE_BUCKETS), NODE_BUCKETS[-1])
+        return self.batch * max(self.num_ahead, bucket_of(longest, node_buckets(self.batch, 1)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryNeeds:
+    """Bytes of one GPU, but for the K/V cache."""
+
+    context: int
+    weights: int
+    loading: int
+    """Holes of what was read beside its place: weights of `IN_FLIGHT` layers, which the load itself needs too."""
+    nccl: int
+    layers: int
+    """Activations of a step and of a piece of a prompt."""
+    logits: int
+    graphs: int
+    workspaces: int
+
+    @property
+    def before(self) -> int:
+        """What is taken before the cache is sized: the rest is free then."""
+        return self.context + self.weights + self.loading + self.nccl
+
+    @property
+    def steps(self) -> int:
+        """What steps take beside the cache: the reserve."""
+        return self.layers + self.logits + self.graphs + self.workspaces
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.before + self.steps
+
+    def tell(self) -> str:
+        """The parts in GiB, as one line."""
+        return ", ".join(f"{each.name} {getattr(self, each.name) / 2**30:.2f}" for each in fields(self))
+
+
+def memory_needs(sizes: RankSizes, steps: Steps, num_axes: int = 0) -> MemoryNeeds:
+    """The sum, with communicators of `num_axes` axes of the mesh.
+
+    Logits are held twice in the model's dtype: by a graph, and for choices that are made outside of it. A layer's
+    input, projections and partial sums of attention come one layer at a time. Graphs share one pool, as large as the
+    largest needs; a prompt's piece does not use it.
     """
-    weights = [each for each in model.parameters() if each.dim() == 2]
-    element, vocab = weights[0].element_size(), int(config.vocab_size)
-    widest = max((each.shape[0] for each in weights if each.shape[0] != vocab), default=0)
-    hidden = int(config.hidden_size)
-    layer = num_entries * (4 * hidden + 3 * widest) * element + num_entries * hidden * PARTIAL_SUMS * 4
-    logits = num_entries * vocab * (element + 2 * 4)
-    return layer + logits + num_graphs * GRAPH_BYTES + WORKSPACES
+
+    def layer(num_entries: int) -> int:
+        row = (4 * sizes.hidden + 3 * sizes.widest + steps.mask_rows) * sizes.element
+        return num_entries * (row + sizes.hidden * PARTIAL_SUMS * 4)
+
+    copies = 2 * sizes.element + (0 if steps.by_kernel else FLOAT_COPIES * 4)
+    return MemoryNeeds(
+        context=CONTEXT,
+        weights=sizes.weights,
+        loading=IN_FLIGHT * sizes.largest,
+        nccl=num_axes * COMMUNICATOR,
+        layers=layer(steps.num_entries) + layer(steps.prompt),
+        logits=(steps.num_entries + steps.batch) * sizes.vocab * copies,
+        graphs=steps.num_graphs * GRAPH_BYTES,
+        workspaces=WORKSPACES,
+    )
+
+
+def sizes_of(model: Any) -> RankSizes:
+    """The sizes of a model that is loaded, with this rank's part of it."""
+    config = model.config.get_text_config(decoder=True)
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    at_ends = {id(each.weight) for each in ends if each is not None}
+    held = list(model.parameters())
+    layers = [each for each in held if each.dim() == 2 and id(each) not in at_ends]
+    return RankSizes(
+        hidden=int(config.hidden_size),
+        widest=max((len(each) for each in layers), default=int(config.hidden_size)),
+        vocab=int(config.vocab_size),
+        element=max(each.element_size() for each in held if each.dim() == 2),
+        weights=sum(each.numel() * each.element_size() for each in held),
+        largest=max((each.numel() * each.element_size() for each in layers), default=0),
+    )

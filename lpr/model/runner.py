@@ -23,7 +23,8 @@ from lpr.model.inputs import round_up
 from lpr.model.kv_cache import KVCache, free_bytes
 from lpr.model.loader import lack_of_memory
 from lpr.model.parallel import VocabularyPart
-from lpr.model.reserve import reserved_bytes
+from lpr.model.reserve import MemoryNeeds, Steps, memory_needs, sizes_of
+from lpr.model.sampling.choice import has_kernels
 from lpr.model.sampling.sampler import Sampler
 from lpr.model.sampling.selection import Selection
 from lpr.model.step_inputs import Row
@@ -138,12 +139,22 @@ class TreeModel:
         # The present cache makes room for the new one.
         return None if free is None else free // num_sharing + (self.cache.num_bytes if self.cache is not None else 0)
 
-    def reserved_bytes(self, num_entries: int) -> int:
-        """Bytes of a GPU that steps of up to `num_entries` entries need besides weights and cache; 0 on a CPU."""
+    def memory_needs(self, batch: int, num_ahead: int, prompt: int, longest: int, num_axes: int) -> MemoryNeeds | None:
+        """What a GPU's memory holds besides the cache, for steps of `batch` trees and `prompt` tokens; None on a CPU.
+
+        Sequences have up to `longest` tokens, and the mesh has `num_axes` axes with more than one rank.
+        """
         if self.device.type != "cuda":
-            return 0
-        num_graphs = MOST_COMMON if self.capturer is not None else 0
-        return reserved_bytes(self.model, self.config, num_entries, num_graphs)
+            return None
+        steps = Steps(
+            batch=batch,
+            num_ahead=num_ahead,
+            prompt=prompt,
+            num_graphs=MOST_COMMON if self.capturer is not None else 0,
+            mask_rows=0 if self.adapter.reads_bits else longest,
+            by_kernel=has_kernels(self.device),
+        )
+        return memory_needs(sizes_of(self.model), steps, num_axes)
 
     def free_host_bytes(self, num_sharing: int) -> int | None:
         """Bytes of host memory that each of `num_sharing` ranks of a device may use; None: unknown."""

@@ -1,7 +1,7 @@
 """Memory and traffic of a model on an lp x tp mesh: arithmetic over ModelFacts, without a clock or a device.
 
-Weights, K/V and payload are exact: the shapes that the loader, the KV cache and Exchange make. Activations are an upper
-bound of the memory of one forward.
+Weights, K/V and payload are exact: the shapes that the loader, the KV cache and Exchange make. What else a GPU's memory
+holds is the sum that the engine computes at its start (lpr.model.reserve).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from lpr.config import PAGE_SIZE, DecodeConfig, InputError
 from lpr.core.wire import payload_words
 from lpr.engine.kv_pool import GPU_SHARE, usable_tokens
 from lpr.engine.state_snapshots import SNAPSHOTS_PER_SLOT
+from lpr.model.graphs import MOST_COMMON
 from lpr.model.inputs import round_up
+from lpr.model.reserve import MemoryNeeds, RankSizes, Steps, memory_needs
 from lpr.planner.facts import ModelFacts, Weights
 
-NODE_BUCKET, KV_BUCKET = 16, 256
-"""Padding of a step's shapes on a GPU, as in TreeModel."""
-RESERVED = 2 << 30
-"""Bytes kept free per GPU for the CUDA context, communicators, libraries and fragments: assumed, not measured."""
+KV_BUCKET = 256
+"""Padding of a sequence's rows on a GPU, as in TreeModel."""
 
 
 @dataclass(frozen=True)
@@ -54,23 +54,33 @@ class Footprint:
     mesh: Mesh
     problem: str | None
     """The reason why the model cannot be split so; the other fields are 0 then."""
-    weight_bytes: int = 0
+    needs: MemoryNeeds | None = None
+    """What the memory holds besides K/V and states."""
     kv_bytes: int = 0
     """K/V and states of the requests that must run at once, each with a full context."""
     kv_row_bytes: int = 0
     """K/V of one token."""
     state_bytes: int = 0
     """States of recurrent layers with their snapshots, a part of `kv_bytes`."""
-    activation_bytes: int = 0
     step_bytes: int = 0
     """Least bytes that a step reads: the weights it uses and the K/V of a full context."""
     lp: Traffic = Traffic(0, 0)
     tp: Traffic = Traffic(0, 0)
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights on the fullest rank of a replica."""
+        return self.needs.weights if self.needs is not None else 0
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of a step's layers and logits."""
+        return self.needs.layers + self.needs.logits if self.needs is not None else 0
+
+    @property
     def total_bytes(self) -> int:
-        """All memory, the reserve included."""
-        return self.weight_bytes + self.kv_bytes + self.activation_bytes + RESERVED
+        """All memory."""
+        return self.kv_bytes + (self.needs.total if self.needs is not None else 0)
 
     def fits(self, memory: int) -> bool:
         """True if a GPU with `memory` bytes can hold it."""
@@ -78,10 +88,14 @@ class Footprint:
 
     def pool_tokens(self, memory: int) -> int:
         """Tokens whose K/V lpr makes room for on a GPU with `memory` bytes, as the engine sizes its pool of pages."""
-        free = memory - self.total_bytes + self.kv_bytes - self.state_bytes
-        if self.problem is not None or free <= 0:
+        if self.needs is None or (free := memory - self.needs.before - self.state_bytes) <= 0:
             return 0
-        return int(GPU_SHARE * usable_tokens(free, self.kv_row_bytes)) // PAGE_SIZE * PAGE_SIZE
+        return int(GPU_SHARE * usable_tokens(free, self.kv_row_bytes, self.needs.steps)) // PAGE_SIZE * PAGE_SIZE
+
+    def left_bytes(self, memory: int) -> int:
+        """What is left of a GPU with `memory` bytes once the engine has made its pool; below 0 without room for one."""
+        pool = self.pool_tokens(memory) * self.kv_row_bytes + self.state_bytes
+        return memory - pool - (self.needs.total if self.needs is not None else 0)
 
 
 def meshes(num_gpus: int) -> list[Mesh]:
@@ -205,30 +219,20 @@ def forward_flops(facts: ModelFacts, tp: int, num_tokens: int, num_kv: int) -> f
     return 2.0 * num_tokens * (used + attention * num_kv) + sum(each.flops(num_tokens) for each in facts.states)
 
 
-def activation_bytes(facts: ModelFacts, decode: DecodeConfig, mesh: Mesh, max_length: int, element_size: int) -> int:
-    """Upper bound of a forward's memory, for a decode step and for a piece of a long prompt.
-
-    It holds the mask (repeated for the heads of a GQA group), hidden states, the widest layer's input, output and
-    product, and the logits in their own dtype and in the fp32 copies of sampling.
-    """
-    rows = kv_rows(decode, mesh.lp, max_length)
-    group = max(1, facts.num_heads // max(1, facts.num_kv_heads)) if facts.splits_kv else 1
-    widest = max(
-        (shard_shape(weights, facts, mesh.tp)[-2] for weights in facts.weights
-         if len(weights.shape) == 2 and not weights.is_lookup and facts.vocab_size not in weights.shape),
-        default=facts.hidden_size,
-    )  # fmt: skip
-
-    def forward(num_sequences: int, num_entries: int, num_logits: int) -> int:
-        tokens = num_sequences * num_entries
-        mask = tokens * rows * element_size * (1 + group if group > 1 else 1)
-        layer = tokens * (4 * facts.hidden_size + 3 * widest) * element_size
-        logits = num_sequences * num_logits * facts.vocab_size * (element_size + 3 * 4)
-        return mask + layer + logits
-
-    nodes = round_up(decode.resolved(mesh.lp).evaluated_capacity(mesh.lp), NODE_BUCKET)
-    prompt = round_up(min(decode.prefill_chunk, max_length), NODE_BUCKET)
-    return max(forward(decode.max_batch_size, nodes, nodes), forward(1, prompt, 1))
+def rank_sizes(facts: ModelFacts, tp: int, element_size: int) -> RankSizes:
+    """The sizes of a rank's part of the model that decide what steps need."""
+    layers = [
+        shard_shape(weights, facts, tp) for weights in facts.weights
+        if len(weights.shape) == 2 and not weights.is_lookup and facts.vocab_size not in weights.shape
+    ]  # fmt: skip
+    return RankSizes(
+        hidden=facts.hidden_size,
+        widest=max((shape[0] for shape in layers), default=facts.hidden_size),
+        vocab=facts.vocab_size,
+        element=element_size,
+        weights=weight_bytes(facts, tp, element_size),
+        largest=max((element_size * math.prod(shape) for shape in layers), default=0),
+    )
 
 
 def tp_traffic(facts: ModelFacts, num_tokens: int, num_results: int, element_size: int) -> Traffic:
@@ -238,11 +242,18 @@ def tp_traffic(facts: ModelFacts, num_tokens: int, num_results: int, element_siz
 
 
 def footprint(
-    facts: ModelFacts, decode: DecodeConfig, mesh: Mesh, max_length: int, element_size: int, num_full: int | None = None
+    facts: ModelFacts,
+    decode: DecodeConfig,
+    mesh: Mesh,
+    max_length: int,
+    element_size: int,
+    num_full: int | None = None,
+    num_graphs: int = MOST_COMMON,
 ) -> Footprint:
     """The footprint on `mesh` with `decode` (budgets per rank) and contexts of up to `max_length` tokens.
 
-    The KV cache holds `num_full` contexts of that length; default: the whole batch's.
+    The KV cache holds `num_full` contexts of that length; default: the whole batch's. Steps are `num_graphs` captured
+    graphs.
     """
     problem = split_problem(facts, mesh.tp)
     if problem is not None:
@@ -251,15 +262,17 @@ def footprint(
     tokens = batch * decode.resolved().num_nodes
     row_bytes, states = kv_row_bytes(facts, mesh.tp, element_size), batch * facts.state_bytes(element_size)
     places = (1 + SNAPSHOTS_PER_SLOT) * states
+    num_ahead = decode.resolved(mesh.lp).evaluated_capacity(mesh.lp)
+    prompt = min(decode.prefill_chunk, max_length)
+    steps = Steps(batch=batch, num_ahead=num_ahead, prompt=prompt, num_graphs=num_graphs)
     return Footprint(
         mesh=mesh,
         problem=None,
-        weight_bytes=weight_bytes(facts, mesh.tp, element_size),
+        needs=memory_needs(rank_sizes(facts, mesh.tp, element_size), steps, (mesh.lp > 1) + (mesh.tp > 1)),
         # One row is spare, for padding.
         kv_bytes=((num_full or batch) * kv_rows(decode, mesh.lp, max_length) + 1) * row_bytes + places,
         kv_row_bytes=row_bytes,
         state_bytes=places,
-        activation_bytes=activation_bytes(facts, decode, mesh, max_length, element_size),
         step_bytes=read_bytes(facts, mesh.tp, element_size, tokens) + batch * max_length * row_bytes + states,
         lp=Traffic(1, payload_bytes(decode, mesh.lp)) if mesh.lp > 1 else Traffic(0, 0),
         tp=tp_traffic(facts, tokens, tokens, element_size) if mesh.tp > 1 else Traffic(0, 0),

@@ -1,8 +1,8 @@
 """Choosing next tokens by one Triton kernel: noise in registers, a running argmax, limits without a sort.
 
-A program per row reads its logits twice, or a few times more where a limit refuses what the noise prefers.
-`specification.pick` is the specification. The logarithms round as the device does, so a near tie may fall otherwise
-than on a CPU, but never otherwise for another shape of step.
+A program per row reads its logits twice, and for a top-k as often as DIGITS says; a few times more where a limit
+refuses what the noise prefers. `specification.pick` is the specification. The logarithms round as the device does, so a
+near tie may fall otherwise than on a CPU, but never otherwise for another shape of step.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lpr.core.accept import NOT_A_NUMBER
 from lpr.model.kernels import device_of
+from lpr.model.kernels.likely_code import choose_likeliest, list_likeliest
 from lpr.model.kernels.parts_code import list_winners, weigh_prefixes
 from lpr.model.kernels.sampling_code import choose_rows
 from lpr.model.sampling.selection import Selection
@@ -23,6 +24,10 @@ from lpr.model.sampling.selection import Selection
 BLOCK = 4096
 """Tokens that a program looks at together."""
 NUM_WARPS = 8
+DIGITS = {torch.bfloat16: 2, torch.float16: 3, torch.float32: 4}
+"""Passes over a row that find the k-th largest logit: digits of 8 bits that tell its values apart."""
+MOST_LIKELY = 32
+"""The most tokens that `likeliest` finds: it goes through a block once for each."""
 
 
 def choose(logits: Tensor, selection: Selection, block: int = BLOCK) -> tuple[Tensor, Tensor]:
@@ -31,9 +36,28 @@ def choose(logits: Tensor, selection: Selection, block: int = BLOCK) -> tuple[Te
     totals = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     limits = selection.top_k, selection.top_p, selection.min_p
     arguments = selection.keys, selection.key_of, selection.temperature, *limits, chosen, totals
-    constants = {"NOT_A_NUMBER": NOT_A_NUMBER, "LIMITED": selection.filtered}
+    constants = {"NOT_A_NUMBER": NOT_A_NUMBER, "LIMITED": selection.filtered, "DIGITS": DIGITS[logits.dtype]}
     _launch(choose_rows, (len(logits),), block, selection.first_token, logits, *arguments, **constants)
     return chosen, totals
+
+
+def likeliest(logits: Tensor, count: int, block: int = BLOCK) -> tuple[Tensor, Tensor, Tensor]:
+    """As `specification.likeliest`, of equal ones the first; `count` is at most MOST_LIKELY."""
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    num_rows, vocabulary = logits.shape
+    count, block = min(count, vocabulary), max(min(block, triton.next_power_of_2(vocabulary)), 16)
+    num_blocks = triton.cdiv(vocabulary, block)
+    tops = torch.empty(num_rows, num_blocks, count, dtype=torch.float32, device=logits.device)
+    ids, sums = torch.empty_like(tops, dtype=torch.int32), torch.empty_like(tops[..., 0])
+    best, tokens = torch.empty_like(tops[:, 0]), torch.empty_like(tops[:, 0], dtype=torch.int64)
+    totals = torch.empty_like(best[:, 0])
+    with device_of(logits):
+        sizes = {"COUNT": count, "BLOCK": block, "num_warps": NUM_WARPS}
+        list_likeliest[num_rows, num_blocks](logits, tops, ids, sums, vocabulary, logits.stride(0), **sizes)
+        sizes = {"COUNT": count, "BLOCKS": triton.next_power_of_2(num_blocks), "num_warps": 4}
+        sizes["BLOCK"] = triton.next_power_of_2(num_blocks * count)
+        choose_likeliest[num_rows,](tops, ids, sums, best, tokens, totals, num_blocks, **sizes)
+    return best, tokens, totals
 
 
 def find_winners(

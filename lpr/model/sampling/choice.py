@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib import import_module
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -76,6 +77,8 @@ def gpu_pick(device: torch.device) -> Callable[[Tensor, Selection], tuple[Tensor
 
 
 _KERNEL = "lpr.model.kernels.sampling_kernel"
+ROWS_AT_ONCE = 64
+"""Rows whose log-probabilities are computed together, which bounds the memory of their float32 copies."""
 
 
 def agrees(
@@ -98,7 +101,13 @@ def log_probabilities(logits: Tensor, chosen: Tensor, count: int) -> Tensor:
     """Of every row of `logits` [n, V] what the model itself gives its `chosen` [n] token and the `count` likeliest.
 
     Returns int32 [n, 1 + 2 count]: the bits of the chosen one's float32 log-probability, ids, the bits of theirs.
+    Float32 copies are made of ROWS_AT_ONCE rows.
     """
+    pieces = zip(logits.split(ROWS_AT_ONCE), chosen.split(ROWS_AT_ONCE), strict=True)
+    return torch.cat([_log_probabilities(rows, tokens, count) for rows, tokens in pieces])
+
+
+def _log_probabilities(logits: Tensor, chosen: Tensor, count: int) -> Tensor:
     scores = logits.float()
     total = scores.logsumexp(-1, keepdim=True)
     mine = scores.gather(1, chosen.clamp_min(0)[:, None]) - total
@@ -111,9 +120,35 @@ def candidates(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k most likely next tokens [n, k] of every row and their scores [n, k] uint8 (see SCORE_STEPS)."""
     if logits.device.type == "cpu" and native.rank_rows is not None:
         return in_cpp.candidates(logits, k)
-    scores = logits.float()
-    top, tokens = scores.topk(min(k, scores.shape[1]), dim=-1)
-    return tokens, score_steps(top - scores.logsumexp(-1, keepdim=True))
+    top, tokens, total = likeliest(logits, k)
+    return tokens, score_steps(top - total[:, None])
+
+
+def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """As `specification.likeliest`, on a GPU by a kernel."""
+    find = gpu_likeliest(logits.device, count) if logits.is_cuda else specification.likeliest
+    return find(logits, count)
+
+
+@lru_cache
+def gpu_likeliest(device: torch.device, count: int) -> Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]:
+    """The function that finds the `count` likeliest tokens on a GPU, as `gpu_pick`: the kernel, if it works here."""
+    try:
+        kernel = import_module(_KERNEL)
+        logits = torch.randn(64, 9000, generator=torch.Generator().manual_seed(4)).mul(4).to(device)
+        expected, found = specification.likeliest(logits, count), kernel.likeliest(logits, count)
+        same = [torch.allclose(mine, given, atol=1e-4) for mine, given in zip(found, expected, strict=True)]
+        if count <= kernel.MOST_LIKELY and all(same):
+            return cast(Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]], kernel.likeliest)
+        logger.info("%d likely tokens are found by torch's operators", count)
+    except Exception as failure:  # whatever a compiler or driver raises
+        logger.warning("the kernel of likely tokens does not work here, drafts take longer: %s", first_line(failure))
+    return specification.likeliest
+
+
+def has_kernels(device: torch.device) -> bool:
+    """True if no choice on a GPU copies all logits."""
+    return gpu_pick(device) is not specification.choose and gpu_likeliest(device, 1) is not specification.likeliest
 
 
 def score_steps(log_probs: Tensor) -> Tensor:

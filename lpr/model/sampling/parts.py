@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lpr.config import SamplingParams
 from lpr.core.accept import NOT_A_NUMBER
-from lpr.model.sampling.choice import agrees, pick_with_totals, score_steps
+from lpr.model.sampling.choice import agrees, likeliest, pick_with_totals, score_steps
 from lpr.model.sampling.selection import TOP_K, Selection
 
 LENGTH = 64
@@ -41,25 +41,23 @@ def choose_in_part(
 
     The bits of the best total (NaN where the part has no choice, -inf where it has no token), its token, `_likeliest`.
     """
-    scores = logits.float()
     chosen, totals = pick_with_totals(logits, selection.from_token(first), fixed_shapes)
     if selection.sampled:
-        is_empty = (selection.temperature > 0) & (scores.amax(-1) == -torch.inf)
+        is_empty = (selection.temperature > 0) & (logits.amax(-1) == -torch.inf)
         totals = torch.where(is_empty, -torch.inf, totals)
     columns = [totals[:, None].view(torch.int32), (chosen.clamp_min(0) + first)[:, None].int()]
-    return torch.cat([*columns, *_likeliest(scores, first, num_candidates)], 1)
+    return torch.cat([*columns, *_likeliest(logits, first, num_candidates)], 1)
 
 
-def _likeliest(scores: Tensor, first: int, num_candidates: int) -> list[Tensor]:
+def _likeliest(logits: Tensor, first: int, num_candidates: int) -> list[Tensor]:
     """The last 1 + 2k words of a row, none if k is 0: of the logarithm of all weights, k logits and their tokens."""
     if not num_candidates:
         return []
-    top, tokens = scores.topk(min(num_candidates, scores.shape[1]), dim=-1)
+    top, tokens, sums = likeliest(logits, num_candidates)
     missing = num_candidates - top.shape[1]
     top = torch.nn.functional.pad(top, (0, missing), value=-torch.inf)
     tokens = torch.nn.functional.pad(tokens + first, (0, missing))
-    sums = scores.logsumexp(-1, keepdim=True)
-    return [sums.view(torch.int32), top.contiguous().view(torch.int32), tokens.int()]
+    return [sums[:, None].view(torch.int32), top.contiguous().view(torch.int32), tokens.int()]
 
 
 def choose_among_parts(parts: Tensor, selection: Selection, num_candidates: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -94,14 +92,13 @@ def list_in_part(logits: Tensor, selection: Selection, first: int, num_candidate
 
     Scores, tokens and totals of `find_winners`, its largest scores by temperature, and its likeliest tokens.
     """
-    scores = logits.float()
     listed = _kernels().find_winners(logits, selection.from_token(first), length)
     warm = selection.temperature > 0
-    scaled = scores.topk(min(TOP_K, scores.shape[1]), dim=-1).values
+    scaled = logits.topk(min(TOP_K, logits.shape[1]), dim=-1).values.float()
     scaled = scaled / torch.where(warm, selection.temperature, 1.0)[:, None]
     scaled = torch.nn.functional.pad(scaled, (0, TOP_K - scaled.shape[1]), value=-torch.inf)
     columns = [each.contiguous().view(torch.int32) for each in (*listed, scaled)]
-    return torch.cat([*columns, *_likeliest(scores, first, num_candidates)], 1)
+    return torch.cat([*columns, *_likeliest(logits, first, num_candidates)], 1)
 
 
 def weigh_in_part(logits: Tensor, selection: Selection, first: int, parts: Tensor, length: int = LENGTH) -> Tensor:

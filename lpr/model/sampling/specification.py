@@ -19,10 +19,10 @@ def pick(logits: torch.Tensor, selection: Selection) -> torch.Tensor:
 
 def choose(logits: torch.Tensor, selection: Selection) -> tuple[torch.Tensor, torch.Tensor]:
     """As `pick`, and what the chosen tokens have of score and noise [n] float32, a NaN where there is no choice."""
-    scores = logits.float()
     if not selection.sampled:
-        best = scores.max(-1)  # unlike argmax it also shows a NaN, at the same price
-        return torch.where(best.values.isnan(), NOT_A_NUMBER, best.indices), best.values
+        best = logits.max(-1)  # unlike argmax it also shows a NaN, at the same price
+        return torch.where(best.values.isnan(), NOT_A_NUMBER, best.indices), best.values.float()
+    scores = logits.float()
     broken = scores.amax(-1).isnan()
     warm = selection.temperature[:, None] > 0
     scaled = scores / torch.where(warm, selection.temperature[:, None], torch.ones_like(scores[:, :1]))
@@ -33,6 +33,16 @@ def choose(logits: torch.Tensor, selection: Selection) -> tuple[torch.Tensor, to
     best = torch.where(warm, scaled + noise[selection.key_of], scores).max(-1)
     broken |= warm[:, 0] & ~best.values.isfinite()
     return torch.where(broken, NOT_A_NUMBER, best.indices), torch.where(broken, torch.nan, best.values)
+
+
+def likeliest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The `count` largest `logits` [n, V] of each row, or all if it is shorter: values [n, k] float32, tokens [n, k].
+
+    And the logarithm [n] of the sum of all exp(logit).
+    """
+    scores = logits.float()
+    top, tokens = scores.topk(min(count, scores.shape[1]), dim=-1)
+    return top, tokens, scores.logsumexp(-1)
 
 
 def limit(scaled: torch.Tensor, selection: Selection) -> torch.Tensor:

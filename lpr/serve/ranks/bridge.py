@@ -9,6 +9,7 @@ import contextlib
 import gc
 import os
 import secrets
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +48,8 @@ def run(args: ServeArgs, line: Line | None) -> None:
         # Without this, each full garbage collection walks a million objects that stay, in the middle of some step.
         gc.freeze()
         if line is not None:
+            if engine.memory is not None:
+                print(f"lpr.serve: {engine.memory}", file=sys.stderr, flush=True)
             _drive(engine, line, model, args, takes_over=False)
             return
         is_first = is_driver(engine.comm)  # of a new mesh, as all others were lost

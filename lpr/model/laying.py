@@ -1,0 +1,116 @@
+"""Weights of projections of one input, laid side by side on a GPU while a checkpoint is read.
+
+Laying them out after the load takes memory for each group, and leaves holes of other sizes than the next group needs:
+34B did not load on 80 GB. Here the first weight that arrives brings the memory of all layers. Each one is copied to its
+place, and the memory that it was read into is the next one's. Besides the weights themselves, only what is being read
+is in use (`IN_FLIGHT`). `packing` finds such weights together, and copies nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from lpr.model.packing import DTYPES, GROUPS
+
+IN_FLIGHT = 6
+"""Weights on the device besides their copies: transformers reads with four threads, hands one over, one may wait."""
+
+
+@contextmanager
+def laid_side_by_side(device: torch.device) -> Iterator[None]:
+    """Lay out the weights of models that are made within, and whose weights are read to `device`.
+
+    torch tells of every module and parameter that is registered; transformers makes modules without memory first, and
+    then registers each weight as it arrives.
+    """
+    layout = Layout(device)
+    hooks = (
+        register_module_module_registration_hook(layout.note),
+        register_module_parameter_registration_hook(layout.place),  # type: ignore[arg-type]  # it may return another
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class Layout:
+    """The memory of the models that are being read: of groups, and of the linear layers beside them.
+
+    All of it is taken when the first weight arrives, so that nothing is cut out of holes of what is read.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._parents: dict[nn.Module, None] = {}
+        self._places: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
+
+    def note(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        """A module has got another one."""
+        if any(name == names[-1] for names in GROUPS):
+            self._parents[parent] = None
+
+    def place(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        """A module gets a parameter: the same at its place, if its memory has been taken before."""
+        if parameter is None or type(module) is not nn.Linear or not self._is_here(parameter.data):
+            return None
+        for members in [each for parent in self._parents for each in _members(parent)]:
+            self._take(members)
+        self._parents.clear()
+        mine, place = _part(parameter.data), self._places.get(module, {}).pop(name, None)
+        if place is None or (place.shape, place.dtype) != (mine.shape, mine.dtype):
+            return None
+        made = nn.Parameter(_like(place.copy_(mine), parameter.data), parameter.requires_grad)
+        vars(made).update(vars(parameter))  # transformers' note that it has a value
+        return made
+
+    def _is_here(self, tensor: Tensor) -> bool:
+        return tensor.device.type == self.device.type and self.device.index in (None, tensor.device.index)
+
+    def _take(self, members: Sequence[nn.Linear]) -> None:
+        """Take the memory of layers whose weights have not arrived."""
+        for name in ("weight", "bias"):
+            held: list[Any] = [getattr(each, name) for each in members]
+            if any(each is None or not each.is_meta for each in held):
+                continue
+            parts = [_part(each.data) for each in held]
+            kinds = {(each.shape[1:], each.dtype) for each in parts}
+            if len(kinds) > 1 or parts[0].dtype not in DTYPES or any(map(is_traceable_wrapper_subclass, parts)):
+                continue
+            sizes = [len(each) for each in parts]
+            whole = torch.empty(sum(sizes), *parts[0].shape[1:], dtype=parts[0].dtype, device=self.device)
+            for member, place in zip(members, whole.split(sizes), strict=True):
+                self._places.setdefault(member, {})[name] = place
+
+
+def _members(parent: nn.Module) -> list[list[nn.Linear]]:
+    """The linear layers of a module, group by group; the others alone."""
+    layers = {name: child for name, child in parent.named_children() if type(child) is nn.Linear}
+    found = [[layers.pop(name) for name in names] for names in GROUPS if all(name in layers for name in names)]
+    return found + [[layer] for layer in layers.values()]
+
+
+def _part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(part: Tensor, given: Tensor) -> Tensor:
+    """`part` as `given` holds it, which may be split over ranks."""
+    if not isinstance(given, DTensor):
+        return part
+    where = given.device_mesh, given.placements
+    return DTensor.from_local(part, *where, run_check=False, shape=given.shape, stride=given.stride())
