@@ -27,7 +27,8 @@ from lpr.dist.runtime import World, join, leave
 from lpr.engine.exchange import DesyncError
 from lpr.model.kernels import hook
 from lpr.model.loader import load
-from lpr.model.parallel import TensorParallel, local, local_shapes
+from lpr.model.parallel import TensorParallel, local_shapes
+from lpr.model.split_layers import local
 from tests.altered_gather import change_sent
 
 PROMPTS = [[3, 5, 7, 9, 11, 13, 5, 7], [2, 4], [(i * i) % 97 for i in range(70)]]

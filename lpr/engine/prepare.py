@@ -20,9 +20,9 @@ from lpr.model.cpu.accelerate import accelerate
 from lpr.model.kv_cache import KVCache
 from lpr.model.loader import Loaded, model_digest, tokenizer_digest
 from lpr.model.packing import has_room_to_pack, pack_projections
-from lpr.model.parallel import vocabulary_part
 from lpr.model.runner import SharedWeights, TreeModel
 from lpr.model.self_check import check_compiled, self_check
+from lpr.model.split_layers import vocabulary_head
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def prepare(
     # Ranks that share weights must not enter a forward with different rows.
     shared = None
     if comm.tp_mesh is not None:
-        part = vocabulary_part(loaded.model)
+        part = vocabulary_head(loaded.model)
         heights, worst = partial(common_heights, comm), partial(worst_of_replica, comm)
         shared = SharedWeights(partial(check_replica, comm), heights, worst, part)
     model = TreeModel(loaded.model, options.attention, options.graphs, options.exact, shared)
@@ -54,7 +54,7 @@ def prepare(
     if is_compared:
         replica_facts["model"] = model_digest(loaded.model)
     try:
-        compiles = _compiles(model, loaded, options, comm)
+        compiles = _compiles(model, loaded, options)
         if compiles:
             packed = pack_projections(loaded.model, partial(has_room_to_pack, model.device))
             logger.info("%d groups of projections are packed", packed)
@@ -63,13 +63,13 @@ def prepare(
         longest_sequence(loaded, decode)
         if is_driver(comm):
             costs = load_step_times(options.costs) if isinstance(options.costs, Path) else options.costs
-        if compiles and is_driver(comm):
+        if compiles and comm.rank == 0:  # all ranks of a replica, whose steps have collectives
             _compile(model, like, options, decode)
     except InputError as error:
         failure = str(error)
     agree(comm, failure)
-    try:  # the others read what the driver has written to the disk
-        if compiles and not is_driver(comm):
+    try:  # the others read what replica 0 has written to the disk
+        if compiles and comm.rank != 0:
             assert like is not None
             _compile(model, like, options, decode)
     except InputError as error:
@@ -114,7 +114,7 @@ def _accelerated(model: TreeModel) -> KVCache:
         return like
 
 
-def _compiles(model: TreeModel, loaded: Loaded, options: EngineOptions, comm: Comm) -> bool:
+def _compiles(model: TreeModel, loaded: Loaded, options: EngineOptions) -> bool:
     """True if the model is to be compiled; raises InputError if `options` ask for it and it cannot be."""
     wanted, captures = options.compile, model.capturer is not None
     why = refusal(loaded.model)
@@ -124,8 +124,7 @@ def _compiles(model: TreeModel, loaded: Loaded, options: EngineOptions, comm: Co
         raise InputError(f"compile works on captured steps: {model.graph_reason or 'it needs a GPU and graphs=True'}")
     if wanted == "on" and options.exact:
         raise InputError("compile adds in an order that the compiler chooses: it cannot be exact")
-    # The program may call a model that it has loaded itself, and collectives have not been compiled yet.
-    mine = captures and loaded.is_ours and comm.tp_mesh is None and why is None
+    mine = captures and loaded.is_ours and why is None  # the program may call a model that it has loaded itself
     return wanted == "on" or (wanted == "auto" and mine and not options.exact)
 
 

@@ -18,7 +18,8 @@ from transformers.utils import logging as transformers_logging
 from lpr.config import InputError, first_line
 from lpr.core.digest import digest_of
 from lpr.model.families import position_limit
-from lpr.model.parallel import TensorParallel, load_sharded, local
+from lpr.model.parallel import TensorParallel, load_sharded
+from lpr.model.split_layers import local
 from lpr.model.text_part import check_generate, decoder_class, is_text, text_keys
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")

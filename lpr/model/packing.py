@@ -2,7 +2,7 @@
 
 Small matrix products leave most of a GPU idle. At load the weights of such projections are laid one below the other:
 the first one called computes all, and the others take their part. Every module keeps its name, parameters and shape.
-Quantised, split, hooked and other modules than `nn.Linear` stay as they are.
+A rank packs its part of layers that are split. Quantised, hooked and other modules than `nn.Linear` stay as they are.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Pack:
 
     def __init__(self, members: Sequence[nn.Linear]) -> None:
         """Lay out the weights of `members` anew; each member's parameters become views of the whole."""
-        self.sizes = [each.out_features for each in members]
+        self.sizes = [len(each.weight) for each in members]  # a rank's part of a split layer has fewer than it says
         self.weight = torch.cat([each.weight.data for each in members])
         has_bias = members[0].bias is not None
         self.bias: torch.Tensor | None = torch.cat([each.bias.data for each in members]) if has_bias else None

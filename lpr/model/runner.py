@@ -18,10 +18,10 @@ from lpr.model.graphs import MOST_COMMON, GraphForward
 from lpr.model.inputs import round_up
 from lpr.model.kv_cache import KVCache, free_bytes
 from lpr.model.loader import lack_of_memory
-from lpr.model.parallel import VocabularyPart
 from lpr.model.reserve import reserved_bytes
 from lpr.model.sampling.sampler import Sampler
 from lpr.model.sampling.selection import Selection
+from lpr.model.split_layers import VocabularyHead
 from lpr.model.step_inputs import Row
 
 
@@ -38,7 +38,7 @@ class SharedWeights:
     """The heights of exact matrix products that all of them agree on."""
     worst: Callable[[int], int] = lambda found: found
     """The largest of the numbers that they call it with."""
-    part: VocabularyPart | None = None
+    part: VocabularyHead | None = None
     """This rank's part of the output head, among whose logits it chooses wherever that can be."""
 
 
