@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
@@ -63,17 +64,16 @@ def prepare(
         longest_sequence(loaded, decode)
         if is_driver(comm):
             costs = load_step_times(options.costs) if isinstance(options.costs, Path) else options.costs
-        if compiles and comm.rank == 0:  # all ranks of a replica, whose steps have collectives
-            _compile(model, like, options, decode)
     except InputError as error:
         failure = str(error)
     agree(comm, failure)
-    try:  # the others read what replica 0 has written to the disk
-        if compiles and comm.rank != 0:
-            assert like is not None
-            _compile(model, like, options, decode)
-    except InputError as error:
-        failure = str(error)
+    assert like is not None
+    compiling = partial(_compile, model, like, options, decode) if compiles else lambda: None
+    # The ranks of a replica compile together, as their steps have collectives.
+    failure = _failure_of(compiling) if comm.rank == 0 else None
+    agree(comm, failure)
+    if comm.rank != 0:  # now, as they read what the first replica has written to the disk
+        failure = _failure_of(compiling)
     if is_compared:
         facts["configuration"] = digest_of(repr((decode, options.exact)))
         facts["tokenizer"] = tokenizer_digest(loaded.tokenizer)
@@ -83,7 +83,6 @@ def prepare(
     agree(comm, failure, facts, replica_facts)
     if comm.membership is not None:
         comm.membership.compare({**facts, **replica_facts})
-    assert like is not None
     return model, like, costs
 
 
@@ -135,6 +134,15 @@ def _compile(model: TreeModel, like: KVCache, options: EngineOptions, decode: De
     assert model.compiled is not None
     if options.compile == "on" and model.compiled.reason is not None:
         raise InputError(f"this model cannot be compiled: {model.compiled.reason}")
+
+
+def _failure_of(action: Callable[[], None]) -> str | None:
+    """The line of an InputError that `action` raises, or None."""
+    try:
+        action()
+    except InputError as error:
+        return str(error)
+    return None
 
 
 def _machine(model: TreeModel, options: EngineOptions) -> dict[str, int]:

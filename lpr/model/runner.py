@@ -190,6 +190,10 @@ class TreeModel:
         self._answer = self._shared.check_rows(rows)
         return self.forward.evaluate(rows, selection, num_candidates)
 
+    def worst_of_replica(self, found: int) -> int:
+        """The largest of the numbers that the ranks which share these weights call this with."""
+        return self._shared.worst(found)
+
     def fill(self, rows: Sequence[Row]) -> None:
         """Compute the K/V of pieces of pending chains; nothing is chosen."""
         assert self.forward is not None

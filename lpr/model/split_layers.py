@@ -46,8 +46,7 @@ class VocabularyEmbedding(nn.Embedding):
         """The embeddings of all tokens, each of which one rank has."""
         places = input - self.first
         is_here = (places >= 0) & (places < len(self.weight))
-        found = F.embedding(places.clamp(0, len(self.weight) - 1), self.weight)
-        found = found.masked_fill(~is_here[..., None], 0.0)
+        found = F.embedding(places.clamp(0, len(self.weight) - 1), self.weight) * is_here[..., None]
         dist.all_reduce(found, group=self.group)
         return found
 
@@ -80,6 +79,11 @@ class VocabularyHead(nn.Linear):
         return found
 
 
+def generic_name(name: str) -> str:
+    """The name of a module or parameter in a plan: with * in the place of the layer's number."""
+    return _LAYER_NUMBER.sub("*", name)
+
+
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -96,9 +100,10 @@ def vocabulary_head(model: PreTrainedModel) -> VocabularyHead | None:
 
 def make_plain(model: PreTrainedModel, plan: Mapping[str, str], group: dist.ProcessGroup, rank: int) -> None:
     """Make the layers that transformers split by `plan` plain ones; those of kinds unknown here stay as they are."""
-    head, parts = model.get_output_embeddings(), {}
+    head: nn.Module = model.get_output_embeddings()
+    parts: dict[int, tuple[Tensor, nn.Parameter]] = {}
     for name, module in model.named_modules():
-        style = plan.get(_LAYER_NUMBER.sub("*", name), "")
+        style = plan.get(generic_name(name), "")
         made = _class_of(module, style, module is head)
         if made is None or not all(_is_plain(local(each)) for each in module.parameters(False)):
             continue
