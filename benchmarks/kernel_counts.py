@@ -20,8 +20,9 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -285,8 +286,10 @@ class KernelCountsOptions(Options):
 
     model: str = "llama-2-7b"
     """A preset of lpr.plan."""
-    layers: int | None = None
-    """Use only the first N layers."""
+    tp: tuple[int, ...] = (1,)
+    """Ranks of a replica."""
+    layers: tuple[int, ...] = ()
+    """Use only the first N layers; of two numbers the launches of all layers follow."""
     nodes: tuple[int, ...] = (1, 64)
     """Numbers of nodes."""
     kv: int = 1024
@@ -296,16 +299,33 @@ class KernelCountsOptions(Options):
 
 
 def measure(options: KernelCountsOptions, console: Console) -> dict[str, Any]:
-    """Count every number of nodes."""
+    """Count every number of ranks and nodes."""
     from tests.pretend_gpu import load_guard
 
+    config = config_from(read_preset(options.model)["config"])
+    num_layers, rows, whole = config.num_hidden_layers, [], []
     with tempfile.TemporaryDirectory() as folder:
         load_guard(Path(folder))
-        config = config_from(read_preset(options.model)["config"])
-        if options.layers:
-            config.num_hidden_layers = options.layers
-        rows = [count(config, nodes, options.kv) for nodes in options.nodes]
-    return {"model": options.model, "layers": config.num_hidden_layers, "rows": rows}
+        for tp, nodes in product(options.tp, options.nodes):
+            for config.num_hidden_layers in options.layers or (num_layers,):
+                rows.append(count(config, nodes, options.kv, tp=tp))
+                console.print(rows[-1])
+            whole.append(of_all_layers(rows[-len(options.layers or (1,)) :], num_layers))
+    return {"model": options.model, "layers": num_layers, "rows": rows, "of_all_layers": whole}
+
+
+def of_all_layers(rows: Sequence[Mapping[str, Any]], num_layers: int) -> dict[str, Any]:
+    """Launches of a model of `num_layers` equal layers, from rows of fewer ones of them or from its own."""
+    first, last = rows[0], rows[-1]
+
+    def of(value: Callable[[Mapping[str, Any]], int]) -> int:
+        grown, added = value(last) - value(first), last["layers"] - first["layers"]
+        return value(last) + (grown // added * (num_layers - last["layers"]) if added else 0)
+
+    kinds = ("operators", "packed", "compiled")
+    launches = {kind: of(lambda row, kind=kind: row[kind]["launches"]) for kind in kinds}  # type: ignore[misc]
+    names = {name: last[name] for name in ("tp", "entries", "kv")}
+    return {**names, **launches, "collectives": of(lambda row: row["collectives"])}
 
 
 def main() -> int:
