@@ -1,7 +1,7 @@
 """Kernels that a step launches on a GPU, counted without one: operators one by one, packed, and compiled by inductor.
 
     python -m benchmarks.kernel_counts --model llama-2-7b --nodes 1 64
-    python -m benchmarks.kernel_counts --model codellama-34b --tp 1 2 4 8 --layers 2 4
+    python -m benchmarks.kernel_counts --model codellama-34b llama-2-70b --tp 1 2 4 8 --layers 1 3
 
 The model has its real shape and no weights (fake tensors on "cuda"), and inductor generates code for a GPU, which is
 read and not run. A launch is a Triton kernel, a matrix product or an operator; tree attention counts two where it
@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-from benchmarks.common import RESULTS, Options, run_main
+from benchmarks.common import RESULTS, ROOT, Options, run_main
 from lpr.model.kernels.attention_kernel import choose_tiles
 from lpr.model.packing import pack_projections
 from lpr.model.paged_cache import PagedCache
@@ -284,8 +284,8 @@ def _count_code(code: str, splits: int) -> dict[str, Any]:
 class KernelCountsOptions(Options):
     """Kernels of a step, counted without a GPU."""
 
-    model: str = "llama-2-7b"
-    """A preset of lpr.plan."""
+    model: tuple[str, ...] = ("llama-2-7b",)
+    """Presets of lpr.plan."""
     tp: tuple[int, ...] = (1,)
     """Ranks of a replica."""
     layers: tuple[int, ...] = ()
@@ -299,19 +299,21 @@ class KernelCountsOptions(Options):
 
 
 def measure(options: KernelCountsOptions, console: Console) -> dict[str, Any]:
-    """Count every number of ranks and nodes."""
+    """Count every model, number of ranks and number of nodes."""
+    sys.path.append(str(ROOT / "tests"))
     from tests.pretend_gpu import load_guard
 
-    config = config_from(read_preset(options.model)["config"])
-    num_layers, rows, whole = config.num_hidden_layers, [], []
+    rows, whole = [], []
     with tempfile.TemporaryDirectory() as folder:
         load_guard(Path(folder))
-        for tp, nodes in product(options.tp, options.nodes):
+        for model, tp, nodes in product(options.model, options.tp, options.nodes):
+            config = config_from(read_preset(model)["config"])
+            num_layers = config.num_hidden_layers
             for config.num_hidden_layers in options.layers or (num_layers,):
-                rows.append(count(config, nodes, options.kv, tp=tp))
+                rows.append({"model": model, **count(config, nodes, options.kv, tp=tp)})
                 console.print(rows[-1])
             whole.append(of_all_layers(rows[-len(options.layers or (1,)) :], num_layers))
-    return {"model": options.model, "layers": num_layers, "rows": rows, "of_all_layers": whole}
+    return {"rows": rows, "of_all_layers": whole}
 
 
 def of_all_layers(rows: Sequence[Mapping[str, Any]], num_layers: int) -> dict[str, Any]:
@@ -324,7 +326,7 @@ def of_all_layers(rows: Sequence[Mapping[str, Any]], num_layers: int) -> dict[st
 
     kinds = ("operators", "packed", "compiled")
     launches = {kind: of(lambda row, kind=kind: row[kind]["launches"]) for kind in kinds}  # type: ignore[misc]
-    names = {name: last[name] for name in ("tp", "entries", "kv")}
+    names = {name: last[name] for name in ("model", "tp", "entries", "kv")}
     return {**names, **launches, "collectives": of(lambda row: row["collectives"])}
 
 

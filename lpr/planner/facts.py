@@ -88,14 +88,24 @@ class KeptState:
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective that the plan puts after `count` modules, over `width` values of each token."""
+    """A collective after `count` modules, over `width` values of each token."""
 
     kind: str
     """"all_reduce" or "all_gather"."""
     width: int
     count: int
     per_result: bool
-    """True for the output head's: only tokens whose logits are needed take part."""
+    """True for a split output head's: of each token whose logits are needed, every rank sends CHOICE_WORDS."""
+
+    def num_bytes(self, num_tokens: float, num_results: float, element_size: int, tp: int) -> int:
+        """Bytes of one of them, of all `tp` ranks together where it is a gather."""
+        if self.per_result:
+            return round(4 * CHOICE_WORDS * num_results) * tp
+        return round(num_tokens * self.width * element_size)
+
+
+CHOICE_WORDS = 3 + 2 * DecodeConfig().num_candidates
+"""Int32 words of a rank's choice among its part of the vocabulary: lpr.model.sampling.parts.choose_in_part."""
 
 
 @dataclass(frozen=True)
@@ -258,7 +268,7 @@ def _collectives(model: PreTrainedModel, plan: dict[str, str]) -> tuple[Collecti
         kind = _COLLECTIVES.get(plan.get(generic_name(name), ""))
         if kind is not None:
             width = getattr(module, "out_features", None) or getattr(module, "embedding_dim", None) or hidden
-            found[kind, width, module is head] += 1
+            found[kind, width, module is head and kind == "all_gather"] += 1
     return tuple(Collective(kind, width, count, per_result) for (kind, width, per_result), count in found.items())
 
 

@@ -41,23 +41,24 @@ def choose_in_part(
 
     The bits of the best total (NaN where the part has no choice, -inf where it has no token), its token, `_likeliest`.
     """
-    scores = logits.float()
     chosen, totals = pick_with_totals(logits, selection.from_token(first), fixed_shapes)
     if selection.sampled:
-        is_empty = (selection.temperature > 0) & (scores.amax(-1) == -torch.inf)
+        is_empty = (selection.temperature > 0) & (logits.amax(-1) == -torch.inf)
         totals = torch.where(is_empty, -torch.inf, totals)
-    columns = [totals[:, None].view(torch.int32), (chosen.clamp_min(0) + first)[:, None].int()]
-    return torch.cat([*columns, *_likeliest(scores, first, num_candidates)], 1)
+    columns = [totals.float()[:, None].view(torch.int32), (chosen.clamp_min(0) + first)[:, None].int()]
+    return torch.cat([*columns, *_likeliest(logits, first, num_candidates)], 1)
 
 
-def _likeliest(scores: Tensor, first: int, num_candidates: int) -> list[Tensor]:
+def _likeliest(logits: Tensor, first: int, num_candidates: int) -> list[Tensor]:
     """The last 1 + 2k words of a row, none if k is 0: of the logarithm of all weights, k logits and their tokens."""
     if not num_candidates:
         return []
+    scores = logits.float()
     top, tokens = scores.topk(min(num_candidates, scores.shape[1]), dim=-1)
-    missing = num_candidates - top.shape[1]
-    top = torch.nn.functional.pad(top, (0, missing), value=-torch.inf)
-    tokens = torch.nn.functional.pad(tokens + first, (0, missing))
+    tokens = tokens + first
+    if missing := num_candidates - top.shape[1]:
+        top = torch.nn.functional.pad(top, (0, missing), value=-torch.inf)
+        tokens = torch.nn.functional.pad(tokens, (0, missing))
     sums = scores.logsumexp(-1, keepdim=True)
     return [sums.view(torch.int32), top.contiguous().view(torch.int32), tokens.int()]
 
@@ -69,19 +70,22 @@ def choose_among_parts(parts: Tensor, selection: Selection, num_candidates: int)
     """
     totals, tokens = parts[..., 0].contiguous().view(torch.float32), parts[..., 1].long()
     best = totals.amax(0)
-    chosen = torch.where(totals == best, tokens, torch.iinfo(torch.int64).max).amin(0)  # of equal ones the lowest
+    chosen = tokens.masked_fill_(totals != best, torch.iinfo(torch.int64).max).amin(0)  # of equal ones the lowest
     broken = totals.isnan().any(0)
     if selection.sampled:
         broken |= (selection.temperature > 0) & ~best.isfinite()
-    return torch.where(broken, NOT_A_NUMBER, chosen), *_likeliest_of_all(parts[..., 2:], num_candidates)
+    return chosen.masked_fill_(broken, NOT_A_NUMBER), *_likeliest_of_all(parts[..., 2:], num_candidates)
 
 
 def _likeliest_of_all(words: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """From int32 [ranks, n, 1 + 2k] of `_likeliest`: the k candidates [n, k] int64 and their scores uint8."""
+    if not k:
+        none = words.new_empty(words.shape[1], 0)
+        return none.long(), none.to(torch.uint8)
     sums, top = (words[..., at : at + width].contiguous().view(torch.float32) for at, width in ((0, 1), (1, k)))
     top, place = _side_by_side(top).topk(k, dim=-1)
     found = _side_by_side(words[..., 1 + k :]).gather(1, place).long()
-    return found, score_steps(top - sums.logsumexp(0) if k else top)
+    return found, score_steps(top - sums.logsumexp(0))
 
 
 def _side_by_side(parts: Tensor) -> Tensor:
