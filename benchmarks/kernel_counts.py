@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-from benchmarks.common import RESULTS, ROOT, Options, run_main
+from benchmarks.common import RESULTS, Options, run_main
 from lpr.model.kernels.attention_kernel import choose_tiles
 from lpr.model.packing import pack_projections
 from lpr.model.paged_cache import PagedCache
@@ -300,7 +300,7 @@ class KernelCountsOptions(Options):
 
 def measure(options: KernelCountsOptions, console: Console) -> dict[str, Any]:
     """Count every model, number of ranks and number of nodes."""
-    sys.path.append(str(ROOT / "tests"))
+    sys.path.append(str(RESULTS.parents[1] / "tests"))
     from tests.pretend_gpu import load_guard
 
     rows, whole = [], []

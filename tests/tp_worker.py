@@ -36,6 +36,7 @@ from tests.altered_gather import change_sent
 
 PROMPTS = [[3, 5, 7, 9, 11, 13, 5, 7], [2, 4], [(i * i) % 97 for i in range(70)]]
 PARAMS = [SamplingParams(max_new_tokens=24, temperature=0.8 * (i % 2), seed=i) for i in range(2) for _ in PROMPTS]
+FEW = [replace(each, max_new_tokens=12) for each in PARAMS]
 DECODE = DecodeConfig(window_size=4, trie_nodes=16, max_batch_size=3)
 
 
@@ -158,7 +159,7 @@ def compiled_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
     model.compile(case.get("compiler", "eager"))
     model.capturer, model.adapter.packed, model.adapter.kv_bucket = Direct(), False, 256  # as on a GPU
     engine.configure(DECODE)
-    done = engine.generate(PROMPTS * 2, PARAMS)
+    done = engine.generate(PROMPTS * 2, FEW)
     assert model.compiled is not None
     return {
         "token_ids": [each.token_ids for each in done],
@@ -173,9 +174,9 @@ def compiled_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
 def spoil(fault: str | None, model: Any, comm: ProcessComm) -> None:
     """Make the last tp rank's layers wrong."""
     attention = model.model.layers[0].self_attn
-    if fault is None or comm.tp_rank != comm.tp_size - 1:
+    if not fault or comm.tp_rank != comm.tp_size - 1:
         return
-    if fault == "order":  # keys and values are of one height, and so are a GQA group's queries and both of them
+    if fault == "order":  # keys and values have the same heights
         weight = attention.q_proj.pack.weight
         queries, keys, values = weight.clone().split(attention.q_proj.pack.sizes)
         weight.copy_(torch.cat([queries, values, keys]))
