@@ -20,9 +20,11 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import product
+from operator import getitem
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -303,31 +305,33 @@ def measure(options: KernelCountsOptions, console: Console) -> dict[str, Any]:
     sys.path.append(str(RESULTS.parents[1] / "tests"))
     from tests.pretend_gpu import load_guard
 
-    rows, whole = [], []
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         load_guard(Path(folder))
         for model, tp, nodes in product(options.model, options.tp, options.nodes):
             config = config_from(read_preset(model)["config"])
             num_layers = config.num_hidden_layers
+            counted = []
             for config.num_hidden_layers in options.layers or (num_layers,):
-                rows.append({"model": model, **count(config, nodes, options.kv, tp=tp)})
-                console.print(rows[-1])
-            whole.append(of_all_layers(rows[-len(options.layers or (1,)) :], num_layers))
-    return {"rows": rows, "of_all_layers": whole}
+                counted.append(count(config, nodes, options.kv, tp=tp))
+                console.print(counted[-1])
+            rows.append({"model": model, **of_all_layers(counted, num_layers)})
+    return {"rows": rows}
 
 
-def of_all_layers(rows: Sequence[Mapping[str, Any]], num_layers: int) -> dict[str, Any]:
-    """Launches of a model of `num_layers` equal layers, from rows of fewer ones of them or from its own."""
-    first, last = rows[0], rows[-1]
+def of_all_layers(counted: Sequence[Mapping[str, Any]], num_layers: int) -> dict[str, Any]:
+    """Launches of a model of `num_layers` equal layers, from counts of fewer ones of them or of its own."""
+    first, last = counted[0], counted[-1]
+    added = last["layers"] - first["layers"]
 
-    def of(value: Callable[[Mapping[str, Any]], int]) -> int:
-        grown, added = value(last) - value(first), last["layers"] - first["layers"]
-        return value(last) + (grown // added * (num_layers - last["layers"]) if added else 0)
+    def of(*names: str) -> int:
+        low, high = (reduce(getitem, names, each) for each in (first, last))
+        return int(high + ((high - low) // added * (num_layers - last["layers"]) if added else 0))
 
-    kinds = ("operators", "packed", "compiled")
-    launches = {kind: of(lambda row, kind=kind: row[kind]["launches"]) for kind in kinds}  # type: ignore[misc]
-    names = {name: last[name] for name in ("model", "tp", "entries", "kv")}
-    return {**names, **launches, "collectives": of(lambda row: row["collectives"])}
+    found = {name: last[name] for name in ("tp", "entries", "kv", "around_the_forward")}
+    found |= {kind: of(kind, "launches") for kind in ("operators", "packed", "compiled")}
+    found |= {part: of("compiled", part) for part in ("products", "attention", "fused")}
+    return {**found, "collectives": of("collectives")}
 
 
 def main() -> int:

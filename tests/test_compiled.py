@@ -341,7 +341,7 @@ def test_kernels_of_a_step(guard: None) -> None:
 def test_the_planner_knows_the_counted_launches() -> None:
     """Of 7B, 34B and 70B on one to eight ranks, as the program wrote them; a step of 7B on one rank has few."""
     path = Path(__file__).parent.parent / "benchmarks" / "results" / "kernel_counts.json"
-    rows = json.loads(path.read_text(encoding="utf-8"))["of_all_layers"]
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
     assert {(row["model"], row["tp"], row["entries"]) for row in rows} == set(
         itertools.product(("llama-2-7b", "codellama-34b", "llama-2-70b"), (1, 2, 4, 8), (1, 64))
     )
