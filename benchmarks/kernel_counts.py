@@ -321,11 +321,13 @@ def measure(options: KernelCountsOptions, console: Console) -> dict[str, Any]:
 
 def of_all_layers(counted: Sequence[Mapping[str, Any]], num_layers: int) -> dict[str, Any]:
     """Launches of a model of `num_layers` equal layers, from counts of fewer ones of them or of its own."""
-    first, last = counted[0], counted[-1]
+    first, last = ends = counted[0], counted[-1]
     added = last["layers"] - first["layers"]
 
     def of(*names: str) -> int:
-        low, high = (reduce(getitem, names, each) for each in (first, last))
+        low: Any
+        high: Any
+        low, high = (reduce(getitem, names, each) for each in ends)
         return int(high + ((high - low) // added * (num_layers - last["layers"]) if added else 0))
 
     found = {name: last[name] for name in ("tp", "entries", "kv", "around_the_forward")}

@@ -23,7 +23,7 @@ from transformers import AutoConfig
 from benchmarks.kernel_counts import count, fake_replica
 from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.model.capture import Capturer, Program
-from lpr.model.compiled import CompiledForward
+from lpr.model.compiled import CompiledForward, refusal
 from lpr.model.inputs import Row
 from lpr.model.kernels import attention_kernel
 from lpr.model.loader import load
@@ -230,6 +230,13 @@ def test_collectives_are_operators_of_the_one_graph(replica: TensorParallel, tmp
     check_compiled(runner, like, 1)
     assert runner.compiled is not None and runner.compiled.reason is None
     assert len(names) == 2 * (1 + 2 * runner.config.num_hidden_layers), "of each form, one token or more"
+
+
+def test_layers_that_only_transformers_can_split_are_named(replica: TensorParallel, tmp_path: Path) -> None:
+    tiny_model("mixtral", num_hidden_layers=1).save_pretrained(tmp_path)
+    model = load(str(tmp_path), tp=replica).model
+    reason = "its module model.layers.0.mlp.experts is split over ranks in a way that the compiler does not follow"
+    assert refusal(model) == reason and refusal(tiny_model("mixtral", num_hidden_layers=1)) is None
 
 
 def test_what_one_rank_cannot_compile_none_does(caplog: pytest.LogCaptureFixture) -> None:

@@ -128,6 +128,7 @@ def check_exact(results: dict[str, dict[str, object]], models: dict[str, PreTrai
         assert found["num_steps"] < 6 * 24, "drafts were accepted"  # type: ignore[operator]
         in_parts = not name.endswith("deepspeed")  # which splits the head along its input
         assert found["same_as_gathered"] and (found["first_token"] is not None) == in_parts, name
+        assert (found["not_compiled"] is None) == in_parts, "deepspeed's layers are its own"
         whole_bytes, part_bytes = found["gathered_bytes"]  # type: ignore[misc]
         assert part_bytes < 0.7 * whole_bytes if in_parts else part_bytes == whole_bytes, name
         with torch.no_grad():

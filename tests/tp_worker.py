@@ -27,6 +27,7 @@ from lpr.dist.errors import CommError
 from lpr.dist.runtime import World, join, leave
 from lpr.engine.exchange import DesyncError
 from lpr.model.capture import Capturer, Program
+from lpr.model.compiled import refusal
 from lpr.model.kernels import hook
 from lpr.model.loader import load
 from lpr.model.packing import pack_projections
@@ -85,6 +86,7 @@ def run_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
         "collectives": counted.num_calls,
         "first_token": part.first if part is not None else None,
         "same_as_gathered": whole == expected,
+        "not_compiled": refusal(engine.model.model),
         "gathered_bytes": [counted_whole.num_bytes, counted_in_parts.num_bytes],
     }
 

@@ -122,10 +122,11 @@ def make_plain(model: PreTrainedModel, plan: Mapping[str, str], group: dist.Proc
 
 def _class_of(module: nn.Module, style: str, is_head: bool) -> type[nn.Module] | None:
     """The class of a plain module that does what `style` does with `module`, or None."""
+    if style in ("replicate", "replicated_with_grad_allreduce"):
+        return type(module)
     if type(module) is nn.Linear:
         gathers = style in ("colwise_gather_output", "colwise_rep")
-        known = {"colwise": nn.Linear, "replicate": nn.Linear, "rowwise": ReducedLinear}
-        return VocabularyHead if gathers and is_head else known.get(style)
+        return VocabularyHead if gathers and is_head else {"colwise": nn.Linear, "rowwise": ReducedLinear}.get(style)
     if isinstance(module, nn.Embedding) and style == "embedding_rowwise" and module.max_norm is None:
         if type(module) is nn.Embedding:
             return VocabularyEmbedding
