@@ -65,7 +65,7 @@ class VocabularyHead(nn.Linear):
 
     def whole(self, mine: Tensor) -> Tensor:
         """The logits [..., vocabulary] of which `mine` is this rank's part."""
-        if not mine.numel():
+        if not mine.shape[:-1].numel():  # of no row, on all ranks
             return mine.new_empty(*mine.shape[:-1], self.out_features)
         missing = -(-self.out_features // dist.get_world_size(self.group)) - mine.shape[-1]
         parts = self.gather(F.pad(mine, (0, missing)).flatten(0, -2))
@@ -109,13 +109,14 @@ def make_plain(model: PreTrainedModel, plan: Mapping[str, str], group: dist.Proc
             continue
         vars(module).pop("forward", None)
         for key, parameter in list(module.named_parameters(recurse=False)):
-            # A tied parameter remains one.
+            # A tied parameter remains one; the old one is kept meanwhile, so that no other gets its id.
             parts.setdefault(id(parameter), (parameter, nn.Parameter(local(parameter.detach()), requires_grad=False)))
             setattr(module, key, parts[id(parameter)][1])
         module.__class__ = made
         split: Any = module
-        split.group = group
-        if made is VocabularyHead or issubclass(made, VocabularyEmbedding):
+        if issubclass(made, ReducedLinear | VocabularyEmbedding | VocabularyHead):
+            split.group = group
+        if issubclass(made, VocabularyEmbedding | VocabularyHead):
             rows = split.out_features if made is VocabularyHead else split.num_embeddings
             split.first = min(rows, -(-rows // dist.get_world_size(group)) * rank)
 
