@@ -1,10 +1,14 @@
 """Kernels that a step launches on a GPU, counted without one: operators one by one, packed, and compiled by inductor.
 
     python -m benchmarks.kernel_counts --model llama-2-7b --nodes 1 64
+    python -m benchmarks.kernel_counts --model codellama-34b llama-2-70b --tp 1 2 4 8 --layers 1 3
 
 The model has its real shape and no weights (fake tensors on "cuda"), and inductor generates code for a GPU, which is
 read and not run. A launch is a Triton kernel, a matrix product or an operator; tree attention counts two where it
 splits the keys. cuBLAS may split a product into two launches, which is not counted.
+
+With --tp it is rank 0's part of the model, split by transformers' own code in a world whose collectives do nothing; a
+collective is a launch. All layers are alike: two numbers of --layers tell the launches of the whole model.
 """
 
 from __future__ import annotations
@@ -16,23 +20,31 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from itertools import product
+from operator import getitem
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from benchmarks.common import RESULTS, Options, run_main
 from lpr.model.kernels.attention_kernel import choose_tiles
 from lpr.model.packing import pack_projections
 from lpr.model.paged_cache import PagedCache
-from lpr.model.runner import TreeModel
+from lpr.model.runner import SharedWeights, TreeModel
+from lpr.model.split_layers import generic_name, make_plain, vocabulary_head
 from lpr.model.static_inputs import StaticShape
 from lpr.planner.facts import config_from, read_preset
 
@@ -44,7 +56,9 @@ H100 = types.SimpleNamespace(
 )  # fmt: skip
 ROWS = 4096
 """Cache rows of the one slot."""
-_NO_KERNEL = re.compile(r"prim::|aten::(empty|new_empty|detach|lift_fresh|_unsafe_view|sym_|alias|_local_scalar)")
+_NO_KERNEL = re.compile(
+    r"prim::|aten::(empty|new_empty|detach|lift_fresh|_unsafe_view|sym_|alias|_local_scalar)|.*::wait_tensor"
+)
 _LAUNCH = re.compile(r"(triton_\w+?)_?\d*\.run\(")
 _PRODUCT = re.compile(r"extern_kernels\.(\w+)\(")
 _OPERATOR = re.compile(r"torch\.ops\.([\w.]+)\(")
@@ -69,6 +83,11 @@ class Launches(TorchDispatchMode):
     def total(self) -> int:
         """The number of launches."""
         return sum(self.names.values())
+
+    @property
+    def collectives(self) -> int:
+        """Those that are collectives."""
+        return sum(number for name, number in self.names.items() if "c10d" in name)
 
 
 class GeneratedError(Exception):
@@ -114,10 +133,31 @@ def fake_gpu() -> Iterator[None]:
         yield
 
 
-def fake_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """A model of this shape whose parameters take no memory; within a FakeTensorMode, on its GPU."""
+@contextlib.contextmanager
+def fake_replica(tp: int) -> Iterator[DeviceMesh | None]:
+    """The mesh of `tp` ranks, of which this is rank 0, without the others; None for one rank."""
+    if tp == 1:
+        yield None
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tp)
+    try:
+        yield init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",))
+    finally:
+        dist.destroy_process_group()
+
+
+def fake_model(config: PretrainedConfig, dtype: torch.dtype, mesh: DeviceMesh | None = None) -> PreTrainedModel:
+    """A model of this shape whose parameters take no memory; within a FakeTensorMode, on its GPU.
+
+    With a `mesh`, this rank's part of it.
+    """
     with torch.utils._python_dispatch._disable_current_modes(), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        if mesh is not None:
+            styles = {name: model.tp_plan.get(generic_name(name)) for name, _ in model.named_modules()}
+            styles |= {name: styles[name.rpartition(".")[0]] for name, _ in model.named_parameters()}
+            apply_tensor_parallelism(model, mesh, {name: style for name, style in styles.items() if style is not None})
+            make_plain(model, model.tp_plan, mesh.get_group(), mesh.get_local_rank())
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -129,10 +169,10 @@ def fake_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def fake_runner(model: PreTrainedModel, config: Any) -> TreeModel:
+def fake_runner(model: PreTrainedModel, config: Any, tp: int = 1) -> TreeModel:
     """Its runner with a cache of one slot, whose shapes are a plain decoder's."""
-    runner = TreeModel(model, attention="triton", graphs=False)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    runner = TreeModel(model, attention="triton", graphs=False, shared=SharedWeights(part=vocabulary_head(model)))
+    heads = _heads(config)[1] // tp
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     like = PagedCache(1, 2)
     for layer in range(config.num_hidden_layers):
@@ -166,25 +206,31 @@ def generated_code(runner: TreeModel, inputs: Any) -> str:
     return found[0]
 
 
-def count(config: Any, num_entries: int, num_kv: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
-    """Launches of a step of one sequence with `num_entries` entries: as it comes, packed, and compiled."""
+def count(
+    config: Any, num_entries: int, num_kv: int, dtype: torch.dtype = torch.bfloat16, tp: int = 1
+) -> dict[str, Any]:
+    """Launches of a step of one sequence with `num_entries` entries: as it comes, packed, and compiled.
+
+    With `tp`, those of a rank of a replica of so many, of which `collectives` are counted again.
+    """
     began = time.perf_counter()
-    result: dict[str, Any] = {"entries": num_entries, "kv": num_kv}
-    with fake_gpu(), FakeTensorMode(), torch.no_grad():
-        model = fake_model(config, dtype)
-        runner = fake_runner(model, config)
+    result: dict[str, Any] = {"tp": tp, "layers": config.num_hidden_layers, "entries": num_entries, "kv": num_kv}
+    with fake_replica(tp) as mesh, fake_gpu(), FakeTensorMode(), torch.no_grad():
+        model = fake_model(config, dtype, mesh)
+        runner = fake_runner(model, config, tp)
         assert runner.cache is not None
         shape = StaticShape(
             0, 1, num_entries, num_kv, 8 if num_entries > 1 else 0, 0, False, tree_bits=True, by_table=True
         )
         words = torch.empty(shape.num_words, dtype=torch.int32, device=GPU)
-        splits = _splits(config, num_entries, num_kv, dtype)
+        splits = _splits(config, num_entries, num_kv, dtype, tp)
         layers = config.num_hidden_layers
         for name in ("operators", "packed"):
             if name == "packed":
                 result["packed_groups"] = pack_projections(model)
             with Launches() as around:
                 inputs, selection = shape.read(words, runner.cache)
+            inputs.in_parts = runner.sampler.in_parts(selection)
             with Launches() as forward:
                 logits = runner.adapter.forward(inputs, runner.cache)
             with around:
@@ -192,20 +238,27 @@ def count(config: Any, num_entries: int, num_kv: int, dtype: torch.dtype = torch
             more = forward.names["lpr::tree_attention"] * (splits > 1)
             result[name] = {"launches": around.total + forward.total + more, "forward": forward.total + more}
             result["around_the_forward"] = around.total
+            result["gathers"] = around.collectives
         code = generated_code(runner, inputs)
     result["splits"] = splits
     result["compiled"] = _count_code(code, splits)
     result["compiled"]["launches"] = result["compiled"]["forward"] + result["around_the_forward"]
+    result["collectives"] = result["compiled"]["collectives"] + result["gathers"]
     result["compiled"]["per_layer"] = round(result["compiled"]["forward"] / layers, 2)
     result["seconds"] = round(time.perf_counter() - began, 1)
     return result
 
 
-def _splits(config: Any, num_entries: int, num_kv: int, dtype: torch.dtype) -> int:
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rows = config.num_attention_heads // heads * num_entries
-    return choose_tiles(rows, dim, dtype, heads, num_kv, H100.multi_processor_count).num_splits
+def _heads(config: Any) -> tuple[int, int]:
+    """Query heads, and key/value heads."""
+    return config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def _splits(config: Any, num_entries: int, num_kv: int, dtype: torch.dtype, tp: int) -> int:
+    queries, heads = _heads(config)
+    dim = getattr(config, "head_dim", None) or config.hidden_size // queries
+    rows = queries // heads * num_entries
+    return choose_tiles(rows, dim, dtype, heads // tp, num_kv, H100.multi_processor_count).num_splits
 
 
 def _count_code(code: str, splits: int) -> dict[str, Any]:
@@ -213,8 +266,9 @@ def _count_code(code: str, splits: int) -> dict[str, Any]:
     calls = code[code.index("def call(") :]
     fused = collections.Counter(_LAUNCH.findall(calls))
     products = collections.Counter(_PRODUCT.findall(calls))
-    operators = collections.Counter(_OPERATOR.findall(calls))
+    operators = collections.Counter(name for name in _OPERATOR.findall(calls) if "wait_tensor" not in name)
     attention = sum(number for name, number in operators.items() if "tree_attention" in name)
+    collectives = sum(number for name, number in operators.items() if "c10d" in name)
     others = sum(operators.values()) - attention
     total = sum(fused.values()) + sum(products.values()) + others + attention * (2 if splits > 1 else 1)
     return {
@@ -222,7 +276,8 @@ def _count_code(code: str, splits: int) -> dict[str, Any]:
         "fused": sum(fused.values()),
         "products": sum(products.values()),
         "attention": attention * (2 if splits > 1 else 1),
-        "other_operators": others,
+        "collectives": collectives,
+        "other_operators": others - collectives,
         "largest_copies": len(re.findall(r"triton_poi_fused_copy\w*\.run\(", calls)),
     }
 
@@ -231,10 +286,12 @@ def _count_code(code: str, splits: int) -> dict[str, Any]:
 class KernelCountsOptions(Options):
     """Kernels of a step, counted without a GPU."""
 
-    model: str = "llama-2-7b"
-    """A preset of lpr.plan."""
-    layers: int | None = None
-    """Use only the first N layers."""
+    model: tuple[str, ...] = ("llama-2-7b",)
+    """Presets of lpr.plan."""
+    tp: tuple[int, ...] = (1,)
+    """Ranks of a replica."""
+    layers: tuple[int, ...] = ()
+    """Use only the first N layers; of two numbers the launches of all layers follow."""
     nodes: tuple[int, ...] = (1, 64)
     """Numbers of nodes."""
     kv: int = 1024
@@ -244,16 +301,39 @@ class KernelCountsOptions(Options):
 
 
 def measure(options: KernelCountsOptions, console: Console) -> dict[str, Any]:
-    """Count every number of nodes."""
+    """Count every model, number of ranks and number of nodes."""
+    sys.path.append(str(RESULTS.parents[1] / "tests"))
     from tests.pretend_gpu import load_guard
 
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         load_guard(Path(folder))
-        config = config_from(read_preset(options.model)["config"])
-        if options.layers:
-            config.num_hidden_layers = options.layers
-        rows = [count(config, nodes, options.kv) for nodes in options.nodes]
-    return {"model": options.model, "layers": config.num_hidden_layers, "rows": rows}
+        for model, tp, nodes in product(options.model, options.tp, options.nodes):
+            config = config_from(read_preset(model)["config"])
+            num_layers = config.num_hidden_layers
+            counted = []
+            for config.num_hidden_layers in options.layers or (num_layers,):
+                counted.append(count(config, nodes, options.kv, tp=tp))
+                console.print(counted[-1])
+            rows.append({"model": model, **of_all_layers(counted, num_layers)})
+    return {"rows": rows}
+
+
+def of_all_layers(counted: Sequence[Mapping[str, Any]], num_layers: int) -> dict[str, Any]:
+    """Launches of a model of `num_layers` equal layers, from counts of fewer ones of them or of its own."""
+    first, last = ends = counted[0], counted[-1]
+    added = last["layers"] - first["layers"]
+
+    def of(*names: str) -> int:
+        low: Any
+        high: Any
+        low, high = (reduce(getitem, names, each) for each in ends)
+        return int(high + ((high - low) // added * (num_layers - last["layers"]) if added else 0))
+
+    found = {name: last[name] for name in ("tp", "entries", "kv", "around_the_forward")}
+    found |= {kind: of(kind, "launches") for kind in ("operators", "packed", "compiled")}
+    found |= {part: of("compiled", part) for part in ("products", "attention", "fused")}
+    return {**found, "collectives": of("collectives")}
 
 
 def main() -> int:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
+import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,18 +20,25 @@ from pretend_gpu import guard
 from torch import nn
 from transformers import AutoConfig
 
-from benchmarks.kernel_counts import count
+from benchmarks.kernel_counts import count, fake_replica
 from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.model.capture import Capturer, Program
-from lpr.model.compiled import CompiledForward
+from lpr.model.compiled import CompiledForward, refusal
 from lpr.model.inputs import Row
 from lpr.model.kernels import attention_kernel
+from lpr.model.loader import load
 from lpr.model.packing import PackedLinear, pack_projections
 from lpr.model.paged_cache import PagedCache
-from lpr.model.runner import TreeModel
+from lpr.model.parallel import TensorParallel
+from lpr.model.runner import SharedWeights, TreeModel
 from lpr.model.sampling.selection import Selection
 from lpr.model.self_check import check_compiled
+from lpr.model.split_layers import VocabularyHead, vocabulary_head
+from lpr.model.step_inputs import current_step
 from lpr.model.tree_mask import TreeMask
+from lpr.planner.facts import facts_of, resolve
+from lpr.planner.footprint import tp_traffic
+from lpr.planner.launches import step_launches
 
 __all__ = ["guard"]
 
@@ -131,11 +140,17 @@ def quick_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_kernel, "_launch", specification)
 
 
-def runner_of(family: str = "llama", **sizes: Any) -> tuple[TreeModel, PagedCache]:
-    """A model with the kernel's attention, and a cache that has seen a forward."""
+def runner_of(
+    family: str = "llama", replica: TensorParallel | None = None, folder: Any = None, **sizes: Any
+) -> tuple[TreeModel, PagedCache]:
+    """A model, or a rank's part of it read from `folder`, with the kernel's attention; its cache has seen a forward."""
     model = tiny_model(family, **{**FAMILIES.get(family, {}), **sizes})
-    pack_projections(model)
-    runner, cache = TreeModel(model, attention="triton"), PagedCache(1, 32)
+    if replica is not None:
+        model.save_pretrained(folder)
+        model = load(str(folder), tp=replica).model
+    assert pack_projections(model) == 2 * model.config.num_hidden_layers
+    part = vocabulary_head(model)
+    runner, cache = TreeModel(model, attention="triton", shared=SharedWeights(part=part)), PagedCache(1, 32)
     runner.adapter.logits([Row(0, 0, [1, 2], [-1, 0], [0, 1], 1)], cache)
     torch._dynamo.reset()
     return runner, cache
@@ -149,9 +164,9 @@ class Direct(Capturer):
         return program
 
 
-def start_compiled(family: str, num_slots: int = 4, max_nodes: int = 40) -> tuple[int, int, int]:
+def start_compiled(family: str, num_slots: int = 4, max_nodes: int = 40, **how: Any) -> tuple[int, int, int]:
     """Forms after the check, after a whole start and after steps of later slots; each is compared by the check."""
-    runner, like = runner_of(family, num_hidden_layers=1)
+    runner, like = runner_of(family, num_hidden_layers=1, **how)
     counters = torch._dynamo.utils.counters
     counters.clear()
     runner.compile(backend="eager")
@@ -174,6 +189,66 @@ def start_compiled(family: str, num_slots: int = 4, max_nodes: int = 40) -> tupl
 def test_a_start_compiles_four_forms_and_compares_each(family: str) -> None:
     """One sequence or more, one entry or more. A form is one graph: `fullgraph` raises at a break."""
     assert start_compiled(family) == (4, 4, 4)
+
+
+@pytest.fixture
+def replica() -> Iterator[TensorParallel]:
+    """A world of two ranks whose collectives do nothing; this is the first."""
+    with fake_replica(2) as mesh:
+        assert mesh is not None
+        yield TensorParallel(mesh)
+
+
+def test_a_start_of_a_replica_compiles_four_forms(replica: TensorParallel, tmp_path: Path) -> None:
+    """Of a rank's half of a model, with the collectives of its steps."""
+    assert start_compiled("llama", 2, 16, replica=replica, folder=tmp_path) == (4, 4, 4)
+
+
+def test_a_head_that_asks_for_parts_doubles_the_forms(
+    replica: TensorParallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits are gathered outside of what is compiled, as sampling that needs all of them would be other forms."""
+
+    def forward(self: VocabularyHead, input: torch.Tensor) -> torch.Tensor:
+        step, mine = current_step(), nn.functional.linear(input, self.weight)
+        return mine if step is not None and step.in_parts else mine + 0
+
+    monkeypatch.setattr(VocabularyHead, "forward", forward)
+    assert start_compiled("llama", 1, 1, replica=replica, folder=tmp_path)[1] > 4
+
+
+def test_collectives_are_operators_of_the_one_graph(replica: TensorParallel, tmp_path: Path) -> None:
+    """A sum for the embedding and two a layer, in the order of the model."""
+    names: list[str] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        names.extend(str(node.target) for node in graph.graph.nodes if "all_reduce" in str(node.target))
+        return graph.forward
+
+    runner, like = runner_of(replica=replica, folder=tmp_path)
+    runner.compile(backend)  # type: ignore[arg-type]
+    check_compiled(runner, like, 1)
+    assert runner.compiled is not None and runner.compiled.reason is None
+    assert len(names) == 2 * (1 + 2 * runner.config.num_hidden_layers), "of each form, one token or more"
+
+
+def test_layers_that_only_transformers_can_split_are_named(replica: TensorParallel, tmp_path: Path) -> None:
+    tiny_model("mixtral", num_hidden_layers=1).save_pretrained(tmp_path)
+    model = load(str(tmp_path), tp=replica).model
+    reason = "its module model.layers.0.mlp.experts is split over ranks in a way that the compiler does not follow"
+    assert refusal(model) == reason and refusal(tiny_model("mixtral", num_hidden_layers=1)) is None
+
+
+def test_what_one_rank_cannot_compile_none_does(caplog: pytest.LogCaptureFixture) -> None:
+    """Compiled and direct steps round otherwise, and the ranks of a replica hold the same hidden states."""
+    model = tiny_model()
+    runner, like = TreeModel(model, attention="triton", shared=SharedWeights(worst=lambda found: 1)), PagedCache(1, 32)
+    runner.adapter.logits([Row(0, 0, [1, 2], [-1, 0], [0, 1], 1)], like)
+    torch._dynamo.reset()
+    runner.compile(backend="eager")
+    check_compiled(runner, like, 1)
+    assert runner.compiled is not None and runner.compiled.reason == "another rank of this replica could not"
+    assert "steps are not compiled: another rank" in caplog.text
 
 
 def equal_sizes_are_one(patch: pytest.MonkeyPatch) -> None:
@@ -258,17 +333,30 @@ def small(**sizes: int) -> Any:
 
 def test_kernels_of_a_step(guard: None) -> None:
     """Ten a layer: norm, QKV, rotation with the cache's writes, attention and its second launch, output, norm, gate
-    and up, SiLU, down; and no copy of a cache."""
-    one, three = (count(small(num_hidden_layers=layers), 16, 1024) for layers in (1, 3))
-    assert three["compiled"]["forward"] - one["compiled"]["forward"] == 2 * 10
-    assert one["compiled"]["forward"] == 10 + 2, "the last norm and the head"
-    assert one["compiled"]["largest_copies"] == three["compiled"]["largest_copies"] == 0
-    assert three["packed"]["forward"] == three["operators"]["forward"] - 3 * 3
-    assert three["operators"]["launches"] > 2.5 * three["compiled"]["launches"]
-    plain = count(small(num_hidden_layers=1), 1, 1024)
-    for step in (one, plain):
-        assert step["compiled"]["forward"] == 10 + 2
-        assert step["compiled"]["launches"] + 31 * 10 <= 350, "of 32 layers, with all that is around the forward"
+    and up, SiLU, down; and no copy of a cache. Over two ranks, also two sums a layer and one for the embedding."""
+    for tp, layers, entries in ((1, 1, 1), (1, 2, 16), (2, 1, 16)):
+        config = small(num_hidden_layers=layers)
+        step, facts = count(config, entries, 1024, tp=tp), facts_of(config, "small")
+        forward, split = step["compiled"]["forward"], 2 + 2 * layers if tp > 1 else 0
+        assert forward == 10 * layers + 2 + split, "the last norm and the head; the embedding and its sum"
+        assert step["packed_groups"] == 2 * layers and step["compiled"]["largest_copies"] == 0
+        assert step["packed"]["forward"] == step["operators"]["forward"] - 3 * layers
+        assert step["compiled"]["launches"] == step_launches(facts, tp, entries > 1)
+        assert step["collectives"] == (tp_traffic(facts, 1, 1, 2, tp).num_collectives if tp > 1 else 0)
+
+
+def test_the_planner_knows_the_counted_launches() -> None:
+    """Of 7B, 34B and 70B on one to eight ranks, as the program wrote them; a step of 7B on one rank has few."""
+    path = Path(__file__).parent.parent / "benchmarks" / "results" / "kernel_counts.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    assert {(row["model"], row["tp"], row["entries"]) for row in rows} == set(
+        itertools.product(("llama-2-7b", "codellama-34b", "llama-2-70b"), (1, 2, 4, 8), (1, 64))
+    )
+    for row in rows:
+        facts = facts_of(resolve(row["model"]).config, row["model"])
+        assert row["compiled"] == step_launches(facts, row["tp"], row["entries"] > 1)
+        assert row["collectives"] == (tp_traffic(facts, 1, 1, 2, row["tp"]).num_collectives if row["tp"] > 1 else 0)
+    assert max(row["compiled"] for row in rows if row["model"] == "llama-2-7b" and row["tp"] == 1) < 340
 
 
 def test_another_engines_compiled_model_is_called_directly() -> None:

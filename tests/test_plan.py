@@ -199,9 +199,10 @@ def test_sizes_that_llama_2_70b_must_have() -> None:
     assert kv_row_bytes(facts, 1, 2) == 80 * 8 * 128 * 2 * 2
     assert kv_row_bytes(facts, 4, 2) == 80 * 2 * 128 * 2 * 2
     assert kv_row_bytes(facts, 16, 2) == 80 * 1 * 128 * 2 * 2
-    traffic = tp_traffic(facts, 10, 3, 2)
+    traffic = tp_traffic(facts, 10, 3, 2, 4)
     assert traffic.num_collectives == 2 * 80 + 1 + 1
-    assert traffic.payload_bytes == 2 * (161 * 10 * 8192 + 3 * 32000)
+    choices = 4 * 3 * (3 + 2 * 8)  # of three tokens: total, token, sum of weights, and eight candidates with scores
+    assert traffic.payload_bytes == 2 * 161 * 10 * 8192 + 4 * choices
     matrices = facts.num_parameters - 32000 * 8192 - 161 * 8192  # without the embedding and the norms
     assert forward_flops(facts, 1, 5, 0) == 2 * 5 * matrices
 

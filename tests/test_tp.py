@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny_model
-from tp_worker import PARAMS, PROMPTS
+from tp_worker import FEW, PARAMS, PROMPTS
 from transformers import AutoConfig, PreTrainedModel
 
 from dev.families import tiny_model as tiny_family
@@ -128,6 +128,7 @@ def check_exact(results: dict[str, dict[str, object]], models: dict[str, PreTrai
         assert found["num_steps"] < 6 * 24, "drafts were accepted"  # type: ignore[operator]
         in_parts = not name.endswith("deepspeed")  # which splits the head along its input
         assert found["same_as_gathered"] and (found["first_token"] is not None) == in_parts, name
+        assert (found["not_compiled"] is None) == in_parts, "deepspeed's layers are its own"
         whole_bytes, part_bytes = found["gathered_bytes"]  # type: ignore[misc]
         assert part_bytes < 0.7 * whole_bytes if in_parts else part_bytes == whole_bytes, name
         with torch.no_grad():
@@ -152,6 +153,22 @@ def check_trees(wholes: dict[str, PreTrainedModel], reports: list[dict[str, Any]
             mine = {key.removesuffix(".weight"): shape for key, shape in found["shapes"].items()}
             parts = [[mine[key] == full[key] for key in full if key.endswith(f".0.{each}")] for each in (split, kept)]
             assert parts == [[False], [True]], name
+
+
+COMPILED = [("llama", ""), ("qwen2", ""), ("one_kv_head", ""), ("llama", "order"), ("llama", "first")]
+"""Models, and what is wrong with the second rank's layers."""
+
+
+def check_compiled(models: dict[str, PreTrainedModel], reports: list[dict[str, Any]]) -> None:
+    """Packed and compiled parts give the ids of plain decoding on one rank, and faults of a part do not."""
+    for name, fault in COMPILED:
+        engine = Engine.from_model(models[name], decode=DecodeConfig.autoregressive(max_batch_size=3))
+        expected = [each.token_ids for each in engine.generate(PROMPTS * 2, FEW)]
+        for found in [report.pop(f"compiled/{name}/{fault}") for report in reports]:
+            assert (found["token_ids"] == expected) == (not fault), (name, fault)
+            assert fault or found["steps"] < sum(map(len, expected)), "drafts were accepted"
+            assert found["groups"] == 2 * models[name].config.num_hidden_layers
+            assert 0 < found["forms"] <= 4 and not found["breaks"] and found["reasons"] == [None, None]
 
 
 def test_two_replicas_of_two_ranks(
@@ -210,6 +227,8 @@ def test_one_replica_of_two_ranks_and_the_command(
             ("one_kv_head", "deepspeed"), ("opt", "transformers"), ("incomplete", "transformers"),
         ]
     }  # fmt: skip
+    for name, fault in COMPILED:
+        cases[f"compiled/{name}/{fault}"] = {"model": str(folders[name]), "fault": fault}
     for backend in ("transformers", "deepspeed"):
         cases[f"load/{backend}"] = {"model": str(folders["large"]), "backend": backend}
     prompts, config = tmp_path / "in.jsonl", tmp_path / "run.toml"
@@ -224,6 +243,7 @@ def test_one_replica_of_two_ranks_and_the_command(
     done = launch(2, {"tp": 2, "cases": cases, "commands": commands}, tmp_path)
     assert done.returncode == 0, done.stderr
     reports = [json.loads((tmp_path / f"out.{rank}").read_text()) for rank in range(2)]
+    check_compiled(models, reports)
     for name in ("load/transformers", "load/deepspeed"):
         for found in [report.pop(name) for report in reports]:
             assert found["own_mib"] < 0.55 * LARGE_MIB

@@ -13,6 +13,7 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,13 +26,18 @@ from lpr.dist.comm import ProcessComm
 from lpr.dist.errors import CommError
 from lpr.dist.runtime import World, join, leave
 from lpr.engine.exchange import DesyncError
+from lpr.model.capture import Capturer, Program
+from lpr.model.compiled import refusal
 from lpr.model.kernels import hook
 from lpr.model.loader import load
-from lpr.model.parallel import TensorParallel, local, local_shapes
+from lpr.model.packing import pack_projections
+from lpr.model.parallel import TensorParallel, local_shapes
+from lpr.model.split_layers import local
 from tests.altered_gather import change_sent
 
 PROMPTS = [[3, 5, 7, 9, 11, 13, 5, 7], [2, 4], [(i * i) % 97 for i in range(70)]]
 PARAMS = [SamplingParams(max_new_tokens=24, temperature=0.8 * (i % 2), seed=i) for i in range(2) for _ in PROMPTS]
+FEW = [replace(each, max_new_tokens=12) for each in PARAMS]
 DECODE = DecodeConfig(window_size=4, trie_nodes=16, max_batch_size=3)
 
 
@@ -80,6 +86,7 @@ def run_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
         "collectives": counted.num_calls,
         "first_token": part.first if part is not None else None,
         "same_as_gathered": whole == expected,
+        "not_compiled": refusal(engine.model.model),
         "gathered_bytes": [counted_whole.num_bytes, counted_in_parts.num_bytes],
     }
 
@@ -135,6 +142,52 @@ def drafting_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
     }
 
 
+class Direct(Capturer):
+    """Captures nothing, and runs each program where a GPU would capture it."""
+
+    def capture(self, program: Program) -> Program:
+        program()
+        return program
+
+
+def compiled_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
+    """Ids of captured steps whose projections are packed and which go through the compiler."""
+    engine = Engine.from_pretrained(case["model"], DECODE, comm=comm)
+    model, dynamo = engine.model, torch._dynamo.utils
+    groups = pack_projections(model.model)
+    spoil(case.get("fault"), model.model, comm)
+    torch._dynamo.reset()
+    dynamo.counters.clear()
+    model.compile(case.get("compiler", "eager"))
+    model.capturer, model.adapter.packed, model.adapter.kv_bucket = Direct(), False, 256  # as on a GPU
+    engine.configure(DECODE)
+    done = engine.generate(PROMPTS * 2, FEW)
+    assert model.compiled is not None
+    return {
+        "token_ids": [each.token_ids for each in done],
+        "steps": sum(each.stats.num_steps for each in done),
+        "groups": groups,
+        "forms": dynamo.counters["stats"]["unique_graphs"],
+        "breaks": len(dynamo.counters["graph_break"]),
+        "reasons": [model.compiled.reason, model.graph_reason],
+    }
+
+
+def spoil(fault: str | None, model: Any, comm: ProcessComm) -> None:
+    """Make the last tp rank's layers wrong."""
+    attention = model.model.layers[0].self_attn
+    if not fault or comm.tp_rank != comm.tp_size - 1:
+        return
+    if fault == "order":  # keys and values have the same heights
+        weight = attention.q_proj.pack.weight
+        queries, keys, values = weight.clone().split(attention.q_proj.pack.sizes)
+        weight.copy_(torch.cat([queries, values, keys]))
+    elif fault == "first":
+        model.model.embed_tokens.first += 1
+    else:
+        raise AssertionError(fault)
+
+
 def load_only(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
     """Most memory of its own (no mapped files) that this rank took while it loaded, in MiB."""
     assert comm.tp_mesh is not None
@@ -180,7 +233,10 @@ def run_cases(job: dict[str, dict[str, dict[str, str]]], world: World, report: P
         assert isinstance(comm, ProcessComm)
         for name, case in job["cases"].items():
             try:
-                kinds = {"load": load_only, "exact": exact_case, "ranks": exact_ranks_case, "trees": drafting_case}
+                kinds = {
+                    "load": load_only, "exact": exact_case, "ranks": exact_ranks_case, "trees": drafting_case,
+                    "compiled": compiled_case,
+                }  # fmt: skip
                 results[name] = kinds.get(name.partition("/")[0], run_case)(case, comm)
             except (InputError, DesyncError, CommError) as failure:
                 results[name] = {"error": f"{type(failure).__name__}: {failure}"}

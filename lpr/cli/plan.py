@@ -29,6 +29,7 @@ from lpr.planner.hardware import (
     parse_bandwidth,
     parse_size,
 )
+from lpr.planner.launches import step_launches
 from lpr.planner.prediction import Machine, Prediction, Setting, advantage, predict, read_measured
 
 
@@ -323,7 +324,8 @@ def row_json(plan: Plan, row: Footprint) -> dict[str, Any]:
     ]
     floor = round(row.step_bytes / gpu.bandwidth * 1e3, 4)
     traffic = {"lp_traffic": sizes["lp"], "tp_traffic": sizes["tp"]}
-    return {**found, **traffic, "floor_ms": floor, "predicted_tokens_per_second": predicted}
+    launches = step_launches(plan.facts, row.mesh.tp)
+    return {**found, **traffic, "launches": launches, "floor_ms": floor, "predicted_tokens_per_second": predicted}
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
@@ -21,9 +22,9 @@ from lpr.model.heads.head import DraftHead
 from lpr.model.kv_cache import KVCache
 from lpr.model.loader import Loaded, head_digest, lack_of_memory, model_digest, tokenizer_digest
 from lpr.model.packing import has_room_to_pack, pack_projections
-from lpr.model.parallel import vocabulary_part
 from lpr.model.runner import SharedWeights, TreeModel
 from lpr.model.self_check import check_compiled, self_check
+from lpr.model.split_layers import vocabulary_head
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ def prepare(
     # Ranks that share weights must not enter a forward with different rows.
     shared = None
     if comm.tp_mesh is not None:
-        part = vocabulary_part(loaded.model)
+        part = vocabulary_head(loaded.model)
         heights, worst = partial(common_heights, comm), partial(worst_of_replica, comm)
         shared = SharedWeights(partial(check_replica, comm), heights, worst, part)
     model = TreeModel(loaded.model, options.attention, options.graphs, options.exact, shared)
@@ -56,7 +57,7 @@ def prepare(
         replica_facts["model"] = model_digest(loaded.model)
         own_head = head_digest(loaded.head)
     try:
-        compiles = _compiles(model, loaded, decode, options, comm)
+        compiles = _compiles(model, loaded, decode, options)
         if compiles:
             packed = pack_projections(loaded.model, partial(has_room_to_pack, model.device))
             logger.info("%d groups of projections are packed", packed)
@@ -69,19 +70,18 @@ def prepare(
         longest_sequence(loaded, decode)
         if is_driver(comm):
             costs = load_step_times(options.costs) if isinstance(options.costs, Path) else options.costs
-        if compiles and is_driver(comm):
-            _compile(model, like, options, decode)
     except InputError as error:
         failure = str(error)
     except torch.OutOfMemoryError:
         failure = lack_of_memory("the weights and the first steps", model.device)
     agree(comm, failure)
-    try:  # the others read what the driver has written to the disk
-        if compiles and not is_driver(comm):
-            assert like is not None
-            _compile(model, like, options, decode)
-    except InputError as error:
-        failure = str(error)
+    assert like is not None
+    compiling = partial(_compile, model, like, options, decode) if compiles else lambda: None
+    # The ranks of a replica compile together, as their steps have collectives.
+    failure = _failure_of(compiling) if comm.rank == 0 else None
+    agree(comm, failure)
+    if comm.rank != 0:  # now, as they read what the first replica has written to the disk
+        failure = _failure_of(compiling)
     if is_compared:
         replica_facts["prediction head"] = own_head if model.guesser is not None else 0
         facts["configuration"] = digest_of(repr((decode, options.exact)))
@@ -92,7 +92,6 @@ def prepare(
     agree(comm, failure, facts, replica_facts)
     if comm.membership is not None:
         comm.membership.compare({**facts, **replica_facts})
-    assert like is not None
     return model, like, costs
 
 
@@ -133,7 +132,7 @@ def _use_head(model: TreeModel, head: DraftHead, like: KVCache, accelerates: boo
         logger.warning("the prediction head does not work with this model and is not used: %s", first_line(failure))
 
 
-def _compiles(model: TreeModel, loaded: Loaded, decode: DecodeConfig, options: EngineOptions, comm: Comm) -> bool:
+def _compiles(model: TreeModel, loaded: Loaded, decode: DecodeConfig, options: EngineOptions) -> bool:
     """True if the model is to be compiled; raises InputError if `options` ask for it and it cannot be."""
     wanted, captures = options.compile, model.capturer is not None
     if wanted == "auto" and loaded.head is not None and decode.draft_heads == "auto":
@@ -145,8 +144,7 @@ def _compiles(model: TreeModel, loaded: Loaded, decode: DecodeConfig, options: E
         raise InputError(f"compile works on captured steps: {model.graph_reason or 'it needs a GPU and graphs=True'}")
     if wanted == "on" and options.exact:
         raise InputError("compile adds in an order that the compiler chooses: it cannot be exact")
-    # The program may call a model that it has loaded itself, and collectives have not been compiled yet.
-    mine = captures and loaded.is_ours and comm.tp_mesh is None and why is None
+    mine = captures and loaded.is_ours and why is None  # the program may call a model that it has loaded itself
     return wanted == "on" or (wanted == "auto" and mine and not options.exact)
 
 
@@ -157,6 +155,15 @@ def _compile(model: TreeModel, like: KVCache, options: EngineOptions, decode: De
     assert model.compiled is not None
     if options.compile == "on" and model.compiled.reason is not None:
         raise InputError(f"this model cannot be compiled: {model.compiled.reason}")
+
+
+def _failure_of(action: Callable[[], None]) -> str | None:
+    """The line of an InputError that `action` raises, or None."""
+    try:
+        action()
+    except InputError as error:
+        return str(error)
+    return None
 
 
 def _machine(model: TreeModel, options: EngineOptions) -> dict[str, int]:

@@ -21,6 +21,7 @@ from lpr.model.kernels.native_attention import why_not_native
 from lpr.model.kv_cache import KVCache
 from lpr.model.recurrent.plug import has_kernels
 from lpr.model.sparse import SPARSE_ATTENTION, selects
+from lpr.model.split_layers import VocabularyHead
 from lpr.model.step_inputs import Row, StepInputs, current_step, step_scope
 from lpr.model.text_part import set_attention, takes_positions
 
@@ -185,7 +186,8 @@ class Adapter:
                 logits_to_keep=inputs.logits_to_keep,
                 **extra,
             )
-        return inputs.results(output.logits)
+        logits, head = inputs.results(output.logits), self.model.get_output_embeddings()
+        return logits if inputs.in_parts or not isinstance(head, VocabularyHead) else head.whole(logits)
 
     def logits(
         self, rows: Sequence[Row], cache: KVCache, node_bucket: int = 1, kv_bucket: int = 1, packed: bool = False

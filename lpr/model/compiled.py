@@ -2,8 +2,8 @@
 
 The whole forward is one graph of operators with symbolic sizes: four forms serve all shapes of steps, as a size of 1 is
 one of its own for sequences and for entries. Each takes a minute or two to compile for a model of 32 layers; a later
-start reads it from disk. Only captured steps are
-compiled, and where the compiler fails they go on without it.
+start reads it from disk. The collectives of a tensor-parallel replica are operators of the graph: kernels end in front
+of them, and they begin again behind. Only captured steps are compiled, and where the compiler fails they go on without.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from lpr.config import first_line
 from lpr.model.adapter import Adapter
 from lpr.model.families import is_recurrent
 from lpr.model.kv_cache import KVCache
+from lpr.model.split_layers import still_split
 from lpr.model.step_inputs import StepInputs
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,10 @@ MOST_FORMS = 64
 
 def refusal(model: PreTrainedModel) -> str | None:
     """The reason why the steps of `model` cannot be compiled, or None."""
-    return "its recurrent layers keep what a step evaluates outside of its graph" if is_recurrent(model) else None
+    if is_recurrent(model):
+        return "its recurrent layers keep what a step evaluates outside of its graph"
+    split = next(still_split(model), None)
+    return f"its module {split} is split over ranks in a way that the compiler does not follow" if split else None
 
 
 def compiled_folder() -> Path:

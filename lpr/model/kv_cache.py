@@ -103,8 +103,8 @@ class KVCache(StatesInCache, Cache, ABC):
         """
 
     @abstractmethod
-    def place_static(self, block: Block, by_table: bool, num_used: torch.Tensor) -> None:
-        """The same on the device alone, for a captured step; `num_used` is [B]."""
+    def place_static(self, block: Block, num_used: torch.Tensor | None) -> None:
+        """The same on the device alone, for a captured step; without `num_used` [B] by table."""
 
     @abstractmethod
     def of_block(self, states: torch.Tensor, block: Block) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 Small matrix products leave most of a GPU idle. At load the weights of such projections are laid one below the other
 (lpr.model.laying): the first one called computes all, and the others take their part. Every module keeps its name,
-parameters and shape.
-Quantised, split, hooked and other modules than `nn.Linear` stay as they are.
+parameters and shape. A rank packs its part of layers that are split. Quantised, hooked and other modules than
+`nn.Linear` stay as they are.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Pack:
 
     def __init__(self, members: Sequence[nn.Linear]) -> None:
         """Each member's parameters become views of the whole, which is a copy unless they lie together."""
-        self.sizes = [each.out_features for each in members]
+        self.sizes = [len(each.weight) for each in members]  # a rank's part of a split layer has fewer than it says
         self.weight = joined([each.weight.data for each in members])
         has_bias = members[0].bias is not None
         self.bias: torch.Tensor | None = joined([each.bias.data for each in members]) if has_bias else None

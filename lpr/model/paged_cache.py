@@ -219,7 +219,7 @@ class PagedCache(KVCache):
         if block.run is None:
             if block.kv_rows is None:  # attention by tables does not know the model's mask or bias
                 assert block.tree_mask is not None
-                self.place_static(block, False, block.tree_mask.num_cached + block.tree_mask.num_entries)
+                self.place_static(block, block.tree_mask.num_cached + block.tree_mask.num_entries)
             assert block.kv_rows is not None
             # Row by row, as they lie: the same along dimension 1 would copy the whole cache first.
             return rows.transpose(0, 1).index_select(0, block.kv_rows).unflatten(0, (batch, -1)).transpose(1, 2)
@@ -245,11 +245,11 @@ class PagedCache(KVCache):
         cached, entries = [row.num_cached for row in rows], [row.entries for row in rows]
         place_rows(words, batch, num_entries, tables, self.page_size, spare, cached, entries)
 
-    def place_static(self, block: Block, by_table: bool, num_used: Tensor) -> None:
+    def place_static(self, block: Block, num_used: Tensor | None) -> None:
         """As KVCache.place_static."""
         size, device = self.page_size, block.positions.device
         table = self.device_tables(device)[block.first_slot : block.first_slot + len(block.positions)]
-        if by_table:
+        if num_used is None:
             block.table = table[:, : -(-block.num_kv // size)]
         else:
             last = num_used.long().clamp(min=1)[:, None] - 1

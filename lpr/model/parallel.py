@@ -1,7 +1,8 @@
 """Tensor parallelism: one replica of a model on the ranks of a `tp` group, by transformers or by DeepSpeed.
 
 Every rank takes the same tokens, holds its heads' K/V, and returns the logits of the whole vocabulary or, where a step
-asks for them, of its own part of the head (lpr.model.sampling.parts). Both backends can leave a layer whole without a
+asks for them, of its own part of the head (lpr.model.sampling.parts). Layers that transformers has split become plain
+modules (lpr.model.split_layers). Both backends can leave a layer whole without a
 message, so every shape is checked after loading.
 """
 
@@ -19,18 +20,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 import transformers.distributed.mixin as transformers_mixin
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from lpr.config import InputError
 from lpr.model.families import is_recurrent
 from lpr.model.sparse import selects
+from lpr.model.split_layers import local, make_plain
 from lpr.model.text_part import empty_decoder
 
 DEEPSPEED_FAMILIES = (
@@ -168,11 +168,6 @@ def local_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(local(parameter).shape) for name, parameter in model.named_parameters()}
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def planned_ends(names: Iterable[str], plan: Mapping[str, str]) -> list[str]:
     """The parameters outside the layers (embedding and output head) that a plan of transformers splits."""
     modules = [name for name, style in plan.items() if style.startswith(("embedding", "colwise", "rowwise"))]
@@ -207,50 +202,6 @@ def check_shards(
         inside = _IN_LAYER.search(name) and not _MAY_BE_WHOLE.search(name) and name not in may_be_whole
         if not axes and len(shape) > 1 and num_parts > 1 and (inside or name in ends):
             raise InputError(f"tensor parallelism over {tp} ranks left {name} {shape} whole on every rank")
-
-
-@dataclass(frozen=True)
-class VocabularyPart:
-    """This rank's rows of an output head that is split along the vocabulary."""
-
-    head: nn.Linear
-    first: int
-    """The first token of them."""
-    group: dist.ProcessGroup
-
-    def gather(self, words: torch.Tensor) -> torch.Tensor:
-        """The int32 `words` [n, w] of each of the ranks that share the head, [ranks, n, w]."""
-        found = words.new_empty(dist.get_world_size(self.group), *words.shape)
-        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        all_gather(found.flatten(0, 1), words.contiguous(), group=self.group)
-        return found
-
-    def install(self, wanted: Callable[[], bool]) -> None:
-        """Let the head return this rank's logits alone while `wanted()` is true."""
-        gathered = self.head.forward
-
-        def forward(states: torch.Tensor) -> torch.Tensor:
-            if not wanted():
-                return gathered(states)
-            bias = self.head.bias
-            return nn.functional.linear(states, local(self.head.weight), local(bias) if bias is not None else None)
-
-        self.head.forward = forward  # type: ignore[method-assign, assignment]
-
-
-def vocabulary_part(model: PreTrainedModel) -> VocabularyPart | None:
-    """This rank's part of the head, where transformers has split it; None where it is whole, or a rank has nothing."""
-    head: Any = model.get_output_embeddings()
-    weight = getattr(head, "weight", None)
-    if not isinstance(head, nn.Linear) or not isinstance(weight, DTensor) or weight.placements != (Shard(0),):
-        return None
-    size, count = weight.shape[0], weight.device_mesh.size()
-    share = -(-size // count)
-    first = share * weight.device_mesh.get_local_rank()
-    if share * (count - 1) >= size:
-        return None
-    assert len(local(weight)) == min(share, size - first)
-    return VocabularyPart(head, first, weight.device_mesh.get_group())
 
 
 @contextlib.contextmanager
@@ -288,6 +239,7 @@ def _load_with_transformers(
     # None: weights stay on the host. With a device, transformers needs accelerate and reads straight to it.
     with _submesh(tp.mesh, None if device.type == "cpu" else device):
         model, info = read(distributed_config=split)
+    make_plain(model, {**plan, **shared}, tp.mesh.get_group(), tp.rank)
     if shared:
         _keep_one_kv_head(model, tp.rank // (tp.size // kv_heads), config.num_attention_heads // tp.size)
     return model, info

@@ -22,11 +22,11 @@ from lpr.model.heads.head import DraftHead
 from lpr.model.inputs import round_up
 from lpr.model.kv_cache import KVCache, free_bytes
 from lpr.model.loader import lack_of_memory
-from lpr.model.parallel import VocabularyPart
 from lpr.model.reserve import MemoryNeeds, Steps, memory_needs, sizes_of
 from lpr.model.sampling.choice import has_kernels
 from lpr.model.sampling.sampler import Sampler
 from lpr.model.sampling.selection import Selection
+from lpr.model.split_layers import VocabularyHead
 from lpr.model.step_inputs import Row
 
 
@@ -43,7 +43,7 @@ class SharedWeights:
     """The heights of exact matrix products that all of them agree on."""
     worst: Callable[[int], int] = lambda found: found
     """The largest of the numbers that they call it with."""
-    part: VocabularyPart | None = None
+    part: VocabularyHead | None = None
     """This rank's part of the output head, among whose logits it chooses wherever that can be."""
 
 
@@ -226,6 +226,10 @@ class TreeModel:
         assert self.forward is not None
         self._answer = self._shared.check_rows(rows)
         return self.forward.evaluate(rows, selection, num_candidates)
+
+    def worst_of_replica(self, found: int) -> int:
+        """The largest of the numbers that the ranks which share these weights call this with."""
+        return self._shared.worst(found)
 
     def fill(self, rows: Sequence[Row]) -> None:
         """Compute the K/V of pieces of pending chains; nothing is chosen."""

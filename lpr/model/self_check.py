@@ -77,7 +77,7 @@ def self_check(runner: TreeModel) -> KVCache:
 def check_compiled(runner: TreeModel, like: KVCache, max_batch_size: int = 2) -> None:
     """Compile every form of a step, of one token or more and one sequence or more; compare each with a direct step.
 
-    Where logits differ, no step is compiled any more.
+    Where logits differ, no step is compiled any more, on all ranks of a replica.
     """
     assert runner.compiled is not None
     adapter, most = runner.adapter, min(2, max_batch_size)
@@ -96,6 +96,8 @@ def check_compiled(runner: TreeModel, like: KVCache, max_batch_size: int = 2) ->
         )
         if not (error := _difference(compiled, direct)) <= _TOLERANCE.get(adapter.model.dtype, _HALF_TOLERANCE):
             runner.compiled.give_up(f"compiled logits differ from direct ones by {error:.1e} of their range")
+    if runner.worst_of_replica(int(runner.compiled.reason is not None)):
+        runner.compiled.give_up("another rank of this replica could not")
 
 
 def _check(adapter: Adapter) -> PagedCache:

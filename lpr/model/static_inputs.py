@@ -113,7 +113,7 @@ class StaticShape:
             first = torch.arange(self.num_kv, device=words.device) == 0
             visible = torch.where(mask.real()[..., None], mask.visible(self.num_kv), first)
             block = Block(0, self.first_slot, self.num_kv, positions, mask.kv_positions(self.num_kv), visible)
-        cache.place_static(block, self.by_table, mask.num_cached + mask.num_entries)
+        cache.place_static(block, None if self.by_table else mask.num_cached + mask.num_entries)
         inputs = StepInputs(
             tokens=parts["tokens"].long(),
             positions=positions,

@@ -165,7 +165,7 @@ class StepInputs:
     logits_to_keep: int | torch.Tensor
     """The model's argument: a number of last entries of every row, or indices int64 among N."""
     in_parts: bool = False
-    """True if a vocab-parallel head gives this rank's part of the logits alone, not all of them gathered."""
+    """True if the logits of a vocab-parallel head are this rank's part alone, not all of them gathered."""
     heights: Heights | None = None
     """Rows of matrix products in exact mode."""
     pages: Any = None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import tomllib
 from collections import Counter
 from dataclasses import dataclass, fields
@@ -27,6 +26,7 @@ from lpr.model.adapter import Adapter
 from lpr.model.families import refusal
 from lpr.model.paged_cache import PagedCache
 from lpr.model.parallel import splits_heads, splits_layers
+from lpr.model.split_layers import generic_name
 from lpr.model.step_inputs import Row
 from lpr.model.text_part import empty_decoder
 
@@ -34,7 +34,6 @@ DTYPE_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 # The projections that hold keys, as transformers.distributed.tensor_parallel.get_kv_heads_per_rank names them.
 _FUSED = ("qkv_proj", "query_key_value")
-_LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 @dataclass(frozen=True)
@@ -89,14 +88,24 @@ class KeptState:
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective that the plan puts after `count` modules, over `width` values of each token."""
+    """A collective after `count` modules, over `width` values of each token."""
 
     kind: str
     """"all_reduce" or "all_gather"."""
     width: int
     count: int
     per_result: bool
-    """True for the output head's: only tokens whose logits are needed take part."""
+    """True for a split output head's: of each token whose logits are needed, every rank sends CHOICE_WORDS."""
+
+    def num_bytes(self, num_tokens: float, num_results: float, element_size: int, tp: int) -> int:
+        """Bytes of one of them, of all `tp` ranks together where it is a gather."""
+        if self.per_result:
+            return round(4 * CHOICE_WORDS * num_results) * tp
+        return round(num_tokens * self.width * element_size)
+
+
+CHOICE_WORDS = 3 + 2 * DecodeConfig().num_candidates
+"""Int32 words of a rank's choice among its part of the vocabulary: lpr.model.sampling.parts.choose_in_part."""
 
 
 @dataclass(frozen=True)
@@ -238,7 +247,7 @@ def _weights(model: PreTrainedModel, plan: dict[str, str]) -> tuple[Weights, ...
     groups: Counter[tuple[Any, ...]] = Counter()
     for name, parameter in model.named_parameters():  # a tied parameter comes once
         is_expert = ".experts." in name and parameter.dim() >= 2
-        generic = _LAYER_NUMBER.sub("*", name)
+        generic = generic_name(name)
         style = plan.get(generic, plan.get(generic.rpartition(".")[0]))  # a plan names a parameter, or its module
         groups[generic, tuple(parameter.shape), style, id(parameter) in lookups, is_expert] += 1
     return tuple(Weights(name, shape, count, *rest) for (name, shape, *rest), count in groups.items())
@@ -256,10 +265,10 @@ def _collectives(model: PreTrainedModel, plan: dict[str, str]) -> tuple[Collecti
     head = model.get_output_embeddings()
     found: Counter[tuple[str, int, bool]] = Counter()
     for name, module in model.named_modules():
-        kind = _COLLECTIVES.get(plan.get(_LAYER_NUMBER.sub("*", name), ""))
+        kind = _COLLECTIVES.get(plan.get(generic_name(name), ""))
         if kind is not None:
             width = getattr(module, "out_features", None) or getattr(module, "embedding_dim", None) or hidden
-            found[kind, width, module is head] += 1
+            found[kind, width, module is head and kind == "all_gather"] += 1
     return tuple(Collective(kind, width, count, per_result) for (kind, width, per_result), count in found.items())
 
 

@@ -235,10 +235,10 @@ def rank_sizes(facts: ModelFacts, tp: int, element_size: int) -> RankSizes:
     )
 
 
-def tp_traffic(facts: ModelFacts, num_tokens: int, num_results: int, element_size: int) -> Traffic:
-    """The collectives of one forward along tp, as the model's own plan places them."""
-    values = (each.count * each.width * (num_results if each.per_result else num_tokens) for each in facts.collectives)
-    return Traffic(sum(each.count for each in facts.collectives), element_size * sum(values))
+def tp_traffic(facts: ModelFacts, num_tokens: int, num_results: int, element_size: int, tp: int) -> Traffic:
+    """The collectives of one step along tp: those of the model's own plan, and the exchange of choices at the head."""
+    sizes = (each.count * each.num_bytes(num_tokens, num_results, element_size, tp) for each in facts.collectives)
+    return Traffic(sum(each.count for each in facts.collectives), sum(sizes))
 
 
 def footprint(
@@ -275,5 +275,5 @@ def footprint(
         state_bytes=places,
         step_bytes=read_bytes(facts, mesh.tp, element_size, tokens) + batch * max_length * row_bytes + states,
         lp=Traffic(1, payload_bytes(decode, mesh.lp)) if mesh.lp > 1 else Traffic(0, 0),
-        tp=tp_traffic(facts, tokens, tokens, element_size) if mesh.tp > 1 else Traffic(0, 0),
+        tp=tp_traffic(facts, tokens, tokens, element_size, mesh.tp) if mesh.tp > 1 else Traffic(0, 0),
     )

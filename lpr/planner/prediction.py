@@ -194,10 +194,10 @@ def forward_seconds(
 
 
 def tp_seconds(facts: ModelFacts, tp: int, element_size: int, nodes: float, machine: Machine, inputs: Inputs) -> float:
-    """The collectives of one forward inside a replica, one after the other."""
+    """The collectives of one step inside a replica, one after the other."""
     total = 0.0
     for collective in facts.collectives if tp > 1 else ():
-        num_bytes = round(nodes * collective.width * element_size)
+        num_bytes = collective.num_bytes(nodes, nodes, element_size, tp)
         if collective.kind == "all_reduce":
             time = all_reduce(machine.network, tp, num_bytes)
         else:

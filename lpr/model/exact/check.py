@@ -20,8 +20,8 @@ from transformers.pytorch_utils import Conv1D
 from lpr import native
 from lpr.model.cpu.products import Prepacked, PrepackedLinear
 from lpr.model.families import has_experts
-from lpr.model.parallel import local
 from lpr.model.sparse import selects
+from lpr.model.split_layers import local
 from lpr.model.step_inputs import Heights, current_step
 
 HEIGHT = 64

@@ -48,7 +48,7 @@ def pick(logits: Tensor, selection: Selection, fixed_shapes: bool = False) -> Te
 
 
 def pick_with_totals(logits: Tensor, selection: Selection, fixed_shapes: bool = False) -> tuple[Tensor, Tensor]:
-    """As `pick`, and the totals [n] float32 of score and noise of what is chosen, NaN where there is no choice."""
+    """As `pick`, and the totals [n] of score and noise of what is chosen, NaN where there is no choice."""
     if logits.is_cuda and selection.sampled:
         return gpu_pick(logits.device)(logits, selection)
     if fixed_shapes or not selection.sampled or native.choose_rows is None or logits.device.type != "cpu":
@@ -159,4 +159,5 @@ def score_steps(log_probs: Tensor) -> Tensor:
 
 def four_to_a_word(scores: Tensor) -> Tensor:
     """Bytes [n, k] as int32 [n, ceil(k / 4)], as they travel."""
-    return torch.nn.functional.pad(scores, (0, -scores.shape[1] % 4)).view(torch.int32)
+    missing = -scores.shape[1] % 4
+    return (torch.nn.functional.pad(scores, (0, missing)) if missing else scores).view(torch.int32)

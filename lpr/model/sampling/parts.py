@@ -45,7 +45,7 @@ def choose_in_part(
     if selection.sampled:
         is_empty = (selection.temperature > 0) & (logits.amax(-1) == -torch.inf)
         totals = torch.where(is_empty, -torch.inf, totals)
-    columns = [totals[:, None].view(torch.int32), (chosen.clamp_min(0) + first)[:, None].int()]
+    columns = [totals.float()[:, None].view(torch.int32), (chosen.clamp_min(0) + first)[:, None].int()]
     return torch.cat([*columns, *_likeliest(logits, first, num_candidates)], 1)
 
 
@@ -67,19 +67,22 @@ def choose_among_parts(parts: Tensor, selection: Selection, num_candidates: int)
     """
     totals, tokens = parts[..., 0].contiguous().view(torch.float32), parts[..., 1].long()
     best = totals.amax(0)
-    chosen = torch.where(totals == best, tokens, torch.iinfo(torch.int64).max).amin(0)  # of equal ones the lowest
+    chosen = tokens.masked_fill_(totals != best, torch.iinfo(torch.int64).max).amin(0)  # of equal ones the lowest
     broken = totals.isnan().any(0)
     if selection.sampled:
         broken |= (selection.temperature > 0) & ~best.isfinite()
-    return torch.where(broken, NOT_A_NUMBER, chosen), *_likeliest_of_all(parts[..., 2:], num_candidates)
+    return chosen.masked_fill_(broken, NOT_A_NUMBER), *_likeliest_of_all(parts[..., 2:], num_candidates)
 
 
 def _likeliest_of_all(words: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """From int32 [ranks, n, 1 + 2k] of `_likeliest`: the k candidates [n, k] int64 and their scores uint8."""
+    if not k:
+        none = words.new_empty(words.shape[1], 0)
+        return none.long(), none.to(torch.uint8)
     sums, top = (words[..., at : at + width].contiguous().view(torch.float32) for at, width in ((0, 1), (1, k)))
     top, place = _side_by_side(top).topk(k, dim=-1)
     found = _side_by_side(words[..., 1 + k :]).gather(1, place).long()
-    return found, score_steps(top - sums.logsumexp(0) if k else top)
+    return found, score_steps(top - sums.logsumexp(0))
 
 
 def _side_by_side(parts: Tensor) -> Tensor:

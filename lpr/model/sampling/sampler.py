@@ -7,22 +7,20 @@ from torch import Tensor
 
 from lpr.model.adapter import Adapter
 from lpr.model.paged_cache import PagedCache
-from lpr.model.parallel import VocabularyPart
 from lpr.model.sampling.choice import candidates, choose, four_to_a_word, log_probabilities
 from lpr.model.sampling.parts import choose_by_parts, limits_work, may_be_in_parts
 from lpr.model.sampling.selection import Selection
-from lpr.model.step_inputs import Row, current_step
+from lpr.model.split_layers import VocabularyHead
+from lpr.model.step_inputs import Row
 
 
 class Sampler:
     """Samples the next tokens of a step; with a `part` of the vocabulary, together with the ranks of the others."""
 
-    def __init__(self, part: VocabularyPart | None = None) -> None:
+    def __init__(self, part: VocabularyHead | None = None) -> None:
         """With a `part`, ranks choose each among their own logits wherever that can be."""
         self.part = part
         self._limits_in_parts = False
-        if part is not None:
-            part.install(lambda: (step := current_step()) is not None and step.in_parts)
 
     def in_parts(self, selection: Selection) -> bool:
         """True if every rank chooses among its own part of the logits."""

@@ -18,10 +18,13 @@ def pick(logits: torch.Tensor, selection: Selection) -> torch.Tensor:
 
 
 def choose(logits: torch.Tensor, selection: Selection) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `pick`, and what the chosen tokens have of score and noise [n] float32, a NaN where there is no choice."""
+    """As `pick`, and what the chosen tokens have of score and noise [n], a NaN where there is no choice.
+
+    Kernels are few, as they are launched in every step: masks are filled in place, and scores kept in their own dtype.
+    """
     if not selection.sampled:
         best = logits.max(-1)  # unlike argmax it also shows a NaN, at the same price
-        return torch.where(best.values.isnan(), NOT_A_NUMBER, best.indices), best.values.float()
+        return best.indices.masked_fill_(best.values.isnan(), NOT_A_NUMBER), best.values
     scores = logits.float()
     broken = scores.amax(-1).isnan()
     warm = selection.temperature[:, None] > 0

@@ -1,0 +1,147 @@
+"""The layers of a tensor-parallel replica as plain modules with a collective, which can be packed and compiled.
+
+transformers holds a rank's part of a layer as a DTensor and puts the collective into a wrapped `forward`, which a
+compiler does not follow. Here the part is the parameter, and the module's own code calls the collective: torch.compile
+traces it as a functional collective into the one graph of a step, as in gpt-fast. What is computed is the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import PreTrainedModel
+
+from lpr.model.step_inputs import current_step
+
+_LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+class ReducedLinear(nn.Linear):
+    """A projection that is split along its input: the sum of the ranks' products."""
+
+    group: dist.ProcessGroup
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The whole output [..., outputs] for this rank's part [..., inputs / ranks]."""
+        product = F.linear(input, self.weight)
+        dist.all_reduce(product, group=self.group)
+        return product if self.bias is None else product + self.bias
+
+
+class VocabularyEmbedding(nn.Embedding):
+    """An embedding of which every rank has some rows."""
+
+    group: dist.ProcessGroup
+    first: int
+    """The first token of them."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The embeddings of all tokens, each of which one rank has."""
+        places = input - self.first
+        is_here = (places >= 0) & (places < len(self.weight))
+        found = F.embedding(places.clamp(0, len(self.weight) - 1), self.weight) * is_here[..., None]
+        dist.all_reduce(found, group=self.group)
+        return found
+
+
+class VocabularyHead(nn.Linear):
+    """An output head that is split along the vocabulary: in a step this rank's logits, elsewhere all of them."""
+
+    group: dist.ProcessGroup
+    first: int
+    """The first token of this rank's part."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Within a step [..., part], for `whole` to gather outside of a compiled forward; else [..., vocabulary]."""
+        mine = super().forward(input)
+        return mine if current_step() is not None else self.whole(mine)
+
+    def whole(self, mine: Tensor) -> Tensor:
+        """The logits [..., vocabulary] of which `mine` is this rank's part."""
+        if not mine.shape[:-1].numel():  # of no row, on all ranks
+            return mine.new_empty(*mine.shape[:-1], self.out_features)
+        missing = -(-self.out_features // dist.get_world_size(self.group)) - mine.shape[-1]
+        parts = self.gather(F.pad(mine, (0, missing)).flatten(0, -2))
+        return parts.transpose(0, 1).flatten(1)[:, : self.out_features].unflatten(0, mine.shape[:-1])
+
+    def gather(self, words: Tensor) -> Tensor:
+        """The `words` [n, w] of each of the ranks that share the head, [ranks, n, w]."""
+        found = words.new_empty(dist.get_world_size(self.group), *words.shape)
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        all_gather(found.flatten(0, 1), words.contiguous(), group=self.group)
+        return found
+
+
+def generic_name(name: str) -> str:
+    """The name of a module or parameter in a plan: with * in the place of the layer's number."""
+    return _LAYER_NUMBER.sub("*", name)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def vocabulary_head(model: PreTrainedModel) -> VocabularyHead | None:
+    """The head of `model`, where it is split and every rank of the replica has tokens."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, VocabularyHead):
+        return None
+    count = dist.get_world_size(head.group)
+    return head if -(-head.out_features // count) * (count - 1) < head.out_features else None
+
+
+def make_plain(model: PreTrainedModel, plan: Mapping[str, str], group: dist.ProcessGroup, rank: int) -> None:
+    """Make the layers that transformers split by `plan` plain ones; those of kinds unknown here stay as they are."""
+    head: nn.Module = model.get_output_embeddings()
+    parts: dict[int, tuple[Tensor, nn.Parameter]] = {}
+    for name, module in model.named_modules():
+        style = plan.get(generic_name(name), "")
+        made = _class_of(module, style, module is head)
+        if made is None or not all(_is_plain(local(each)) for each in module.parameters(False)):
+            continue
+        vars(module).pop("forward", None)
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            # A tied parameter remains one; the old one is kept meanwhile, so that no other gets its id.
+            parts.setdefault(id(parameter), (parameter, nn.Parameter(local(parameter.detach()), requires_grad=False)))
+            setattr(module, key, parts[id(parameter)][1])
+        module.__class__ = made
+        split: Any = module
+        if issubclass(made, ReducedLinear | VocabularyEmbedding | VocabularyHead):
+            split.group = group
+        if issubclass(made, VocabularyEmbedding | VocabularyHead):
+            rows = split.out_features if made is VocabularyHead else split.num_embeddings
+            split.first = min(rows, -(-rows // dist.get_world_size(group)) * rank)
+
+
+def _class_of(module: nn.Module, style: str, is_head: bool) -> type[nn.Module] | None:
+    """The class of a plain module that does what `style` does with `module`, or None."""
+    if style in ("replicate", "replicated_with_grad_allreduce"):
+        return type(module)
+    if type(module) is nn.Linear:
+        gathers = style in ("colwise_gather_output", "colwise_rep")
+        return VocabularyHead if gathers and is_head else {"colwise": nn.Linear, "rowwise": ReducedLinear}.get(style)
+    if isinstance(module, nn.Embedding) and style == "embedding_rowwise" and module.max_norm is None:
+        if type(module) is nn.Embedding:
+            return VocabularyEmbedding
+        return type(type(module).__name__, (type(module), VocabularyEmbedding), {})  # one that scales what it finds
+    return None
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return not is_traceable_wrapper_subclass(tensor)
+
+
+def still_split(model: nn.Module) -> Iterator[str]:
+    """The names of modules whose parts only the code that split the model knows how to use."""
+    for name, module in model.named_modules():
+        is_dtensor = any(isinstance(each, DTensor) for each in module.parameters(recurse=False))
+        if is_dtensor or type(module).__module__.startswith("deepspeed."):
+            yield name
