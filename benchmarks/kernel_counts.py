@@ -245,7 +245,7 @@ class KernelCountsOptions(Options):
 
 def measure(options: KernelCountsOptions, console: Console) -> dict[str, Any]:
     """Count every number of nodes."""
-    from tests.pretend_gpu import load_guard
+    from tests.pretend_guard import load_guard
 
     with tempfile.TemporaryDirectory() as folder:
         load_guard(Path(folder))
