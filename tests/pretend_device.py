@@ -28,7 +28,6 @@ import torch
 from caching_allocator import CachingAllocator
 from pretend_streams import Stream, Streams, Uses
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
 
 if TYPE_CHECKING:
     from pretend_graphs import Graph, Pool
@@ -122,6 +121,21 @@ def held(value: Any) -> Any:
     return value.held if isinstance(value, OnGpu) else value
 
 
+def leaves_of(value: Any) -> list[Any]:
+    """What tuples, lists and dictionaries hold; torch's pytree takes most of a test's time for it."""
+    if not isinstance(value, tuple | list | dict):
+        return [value]
+    parts = value.values() if isinstance(value, dict) else value
+    return [leaf for part in parts for leaf in leaves_of(part)]
+
+
+def mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """The same structure of changed leaves."""
+    if isinstance(value, dict):
+        return {key: mapped(change, part) for key, part in value.items()}
+    return type(value)([mapped(change, part) for part in value]) if isinstance(value, tuple | list) else change(value)
+
+
 def storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
@@ -143,7 +157,7 @@ def written_places(func: Any) -> tuple[tuple[int, str], ...]:
 
 def written_by(func: Any, args: Any, kwargs: dict[str, Any]) -> list[OnGpu]:
     found = [args[at] if at < len(args) else kwargs.get(name) for at, name in written_places(func)]
-    return [each for each in tree_leaves(found) if isinstance(each, OnGpu)]
+    return [each for each in leaves_of(found) if isinstance(each, OnGpu)]
 
 
 class PretendGpu(TorchDispatchMode):
@@ -271,7 +285,7 @@ class PretendGpu(TorchDispatchMode):
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """One operator."""
         name = func.name().split("::")[-1].split(".")[0]
-        leaves = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        leaves = [each for each in leaves_of((args, kwargs)) if isinstance(each, torch.Tensor)]
         there = [each for each in leaves if isinstance(each, OnGpu)]
         device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
         if not there and (device is None or device.type != "cuda"):
@@ -295,7 +309,7 @@ class PretendGpu(TorchDispatchMode):
         ):
             self.host_reads("wait", name, there)
         if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
-            indices = [each for each in tree_leaves(args[1]) if isinstance(each, torch.Tensor)]
+            indices = [each for each in leaves_of(args[1]) if isinstance(each, torch.Tensor)]
             if any(each.dtype in (torch.bool, torch.uint8) for each in indices):
                 self.host_reads("wait", f"{name} by a mask", there)
             if any(not isinstance(each, OnGpu) and each.dim() for each in indices):
@@ -352,7 +366,7 @@ class PretendGpu(TorchDispatchMode):
         run, writes = _cuda_only(func, name, args), written_by(func, args, kwargs)
         if self.capturing is not None and writes:
             self.capturing.keep(writes)
-        plain_args, plain_kwargs = tree_map(held, args), tree_map(held, kwargs)
+        plain_args, plain_kwargs = mapped(held, args), mapped(held, kwargs)
         result = run(*plain_args, **plain_kwargs)
         known = {id(each.held): each for each in there}
         memories = {storage(each.held): each.memory for each in there}
@@ -371,7 +385,7 @@ class PretendGpu(TorchDispatchMode):
                     spoil(each)
             return made
 
-        found = tree_map(wrapped, result)
+        found = mapped(wrapped, result)
         if fresh or writes:
             reads = [] if name in EMPTY else there
             self.use(name, reads, [*writes, *fresh])

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from caching_allocator import CachingAllocator
-from pretend_device import Memory, OnGpu, PretendError, current_gpu, spoil, storage
+from pretend_device import Memory, OnGpu, PretendError, current_gpu, leaves_of, spoil, storage
 from pretend_streams import Stream, Uses
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 
 class Pool:
@@ -117,8 +116,8 @@ class Graph:
             self.pool.find_last = weakref.ref(self)
             for func, args, kwargs, made in self.steps:
                 result = func(*args, **kwargs)
-                given = {storage(each) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
-                tensors = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+                given = {storage(each) for each in leaves_of((args, kwargs)) if isinstance(each, torch.Tensor)}
+                tensors = [each for each in leaves_of(result) if isinstance(each, torch.Tensor)]
                 fresh = [each for each in tensors if storage(each) not in given]
                 for target, new in zip(made, fresh, strict=False):
                     if target.numel():
