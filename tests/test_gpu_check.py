@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -15,9 +16,10 @@ import torch
 from pretend_gpu import CUDA, OnGpu, PretendGpu, gpu, guard, to_gpu
 
 from benchmarks import gpu_check
-from benchmarks.gpu import kernels, models
+from benchmarks.gpu import bare, kernels, models, several
 from benchmarks.gpu import parts as gpu_parts
 from benchmarks.gpu_check import Report
+from benchmarks.processes.launch import RunFailedError
 from benchmarks.report.times import step_times
 from lpr.core.step_times import StepTimes
 from lpr.model import loader
@@ -26,7 +28,7 @@ __all__ = ["gpu", "guard"]
 ROOT = Path(__file__).parent.parent
 SECTIONS = [
     "environment", "bandwidth", "build:tiny", "t(n):tiny", "end_to_end:tiny", "profile:tiny", "transformers:tiny",
-    "kernels", "correctness", "exact", "sampling", "end_to_end", "host_share", "ranks:2", "hybrid",
+    "kernels", "correctness", "exact", "sampling", "end_to_end", "host_share", "ranks:2", "killed:2", "hybrid",
 ]  # fmt: skip
 
 
@@ -36,14 +38,28 @@ def run(monkeypatch: pytest.MonkeyPatch, target: Path, *more: str) -> int:
     return gpu_check.main()
 
 
+def completed(command: list[str], target: Path | None, *_: Any) -> int:
+    """Stands for a job of ranks that survive, of which one was killed."""
+    assert command[command.index("--lp") + 1] == "2" and "--survive" in command
+    output = Path(command[command.index("--output") + 1])
+    output.write_text('{"token_ids": [1, 2]}\n{"token_ids": [3]}\n')
+    return int(target is not None)
+
+
 def test_every_section_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "gpu_check.json"
+    monkeypatch.setattr(several, "run_and_kill", completed)
     assert run(monkeypatch, target) == 0
     record = json.loads(target.read_text())
     assert list(record["sections"]) == SECTIONS and record["failed_sections"] == []
     correct = record["sections"]["correctness"]
     assert correct["eager"]["equal_to_cpu"] == correct["graphs_equal_to_eager"] == {"greedy": 2, "seeded": 2}
     assert record["sections"]["ranks:2"]["equal_to_cpu"] == {"greedy": 2, "seeded": 2}
+    assert set(record["sections"]["ranks:2"]["gather_us"]) == {"64", "1024", "16384"}
+    assert record["sections"]["killed:2"] | {"seconds": 0} == {
+        "num_ranks": 2, "prompts": 2, "killed": 1, "same_ids": 2, "seconds": 0,
+        "seconds without a loss": 0.0, "seconds with a loss": 0.0,
+    }  # fmt: skip
     assert record["sections"]["build:tiny"]["self_check"] == "passed"
     assert record["sections"]["end_to_end:tiny"]["same_text"] == {"greedy": True, "sampled": True}
     assert record["sections"]["sampling"]["different"] == 0
@@ -113,8 +129,13 @@ def test_the_plan_fits_eight_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     gpu_check.check(report, gpu_parts.Sizes.real(torch.device("cuda")))
     assert began[:5] == ["environment", "bandwidth", "build:codellama-7b", "t(n):codellama-7b", "default:codellama-7b"]
     assert {"sampling", "exact", "ranks:2", "ranks:8", "ranks:tp 2", "ranks:tp 8", "attention"} < set(began)
-    first = began[: began.index("ranks:2")]
-    assert sum(report.budget(name) or 0.0 for name in first) <= 8 * 60
+    first, last = began.index("ranks:8"), began.index("ranks:tp 2")
+    assert began[first : last + 1] == [
+        "ranks:8", "ranks:4", "ranks:2", "ranks:1", "killed:8", "ranks:tp 8", "ranks:tp 4", "ranks:tp 2"
+    ]  # fmt: skip
+    assert sum(report.budget(name) or 0.0 for name in began[:first]) <= 8 * 60
+    assert sum(report.budget(name) or 0.0 for name in began[first : last + 1]) <= 8 * 60
+    assert 15.9 * 60 < report.seconds_left < 16 * 60
     num_gpus = 1
     began.clear()
     gpu_check.check(report, gpu_parts.Sizes.real(torch.device("cuda")))
@@ -187,6 +208,55 @@ def test_a_dry_run_on_the_pretend_gpu(loaded_there: PretendGpu, tmp_path: Path) 
     assert all(times["replay_equals_program"].values())
     [part] = step_times(record)
     assert part.table.rows
+
+
+PARENT = """
+import pathlib, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+pathlib.Path(sys.argv[1]).write_text("a line")
+assert child.wait() == -9
+"""
+
+
+def test_a_rank_is_killed_once_there_is_a_line(tmp_path: Path) -> None:
+    target = tmp_path / "out.jsonl"
+    assert several.run_and_kill([sys.executable, "-c", PARENT, str(target)], target, 60.0, tmp_path) == 1
+    with pytest.raises(RunFailedError, match="exit code 3"):
+        several.run_and_kill([sys.executable, "-c", "raise SystemExit(3)"], None, 60.0, tmp_path)
+    with pytest.raises(RunFailedError, match="did not end within 0"):
+        several.run_and_kill([sys.executable, "-c", "import time; time.sleep(60)"], None, 0.2, tmp_path)
+
+
+# A bare machine.
+
+
+def missing(patch: pytest.MonkeyPatch, *names: str) -> list[tuple[str, ...]]:
+    """Modules that are not there, and what is run for them."""
+    find, ran = importlib.util.find_spec, list[tuple[str, ...]]()
+    patch.setattr(bare.importlib.util, "find_spec", lambda name: None if name in names else find(name))
+
+    def run(*words: str) -> bool:
+        ran.append(words)
+        return "is_native" not in words[-1] and "nowhere" not in words
+
+    patch.setattr(bare, "run", run)
+    return ran
+
+
+def test_a_bare_machine_is_made_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """What is missing comes from the collected wheels, without a network, and the extension is built."""
+    ran = missing(monkeypatch, "msgspec", "tyro")
+    monkeypatch.setattr(bare, "WHEELS", tmp_path)
+    assert bare.main(collects=False) == 0
+    install = ("-m", "pip", "install", "-q", "--no-index", "--find-links", str(tmp_path))
+    assert ran[:2] == [(*install, "msgspec"), (*install, "tyro")]
+    assert ran[3] == ("setup.py", "build_ext", "--inplace") and ran[4] == ("-c", "import benchmarks.gpu_check")
+    assert capsys.readouterr().out.splitlines() == ["msgspec: installed", "tyro: installed", "extension: built"]
+    ran.clear()
+    assert bare.main(collects=True) == 0
+    download = ("-m", "pip", "download", "-q", "-d", str(tmp_path))
+    assert ran == [(*download, *bare.WITHOUT_TORCH), (*download, "--no-deps", "accelerate")]
+    assert {*bare.NEEDED} <= {"torch", "triton", "accelerate", *bare.WITHOUT_TORCH}
 
 
 def test_no_section_begins_after_the_time_is_up(tmp_path: Path) -> None:
