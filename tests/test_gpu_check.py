@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import tiny_model
 from pretend_gpu import CUDA, OnGpu, PretendGpu, gpu, guard, to_gpu
+from transformers import AutoConfig, AutoTokenizer
 
 from benchmarks import gpu_check
 from benchmarks.gpu import bare, kernels, models, several
@@ -21,6 +23,7 @@ from benchmarks.gpu import parts as gpu_parts
 from benchmarks.gpu_check import Report
 from benchmarks.processes.launch import RunFailedError
 from benchmarks.report.times import step_times
+from lpr import bundled_model
 from lpr.core.step_times import StepTimes
 from lpr.model import loader
 
@@ -29,6 +32,13 @@ ROOT = Path(__file__).parent.parent
 SECTIONS = [
     "environment", "bandwidth", "build:tiny", "t(n):tiny", "end_to_end:tiny", "profile:tiny", "transformers:tiny",
     "kernels", "correctness", "exact", "sampling", "end_to_end", "host_share", "ranks:2", "killed:2", "hybrid",
+]  # fmt: skip
+
+
+ON_ONE_GPU = [
+    "environment", "bandwidth", "build:tiny", "t(n):tiny", "default:tiny", "end_to_end:tiny", "profile:tiny",
+    "transformers:tiny", "kernels", "correctness", "sampling", "end_to_end", "host_share",
+    "attention", "compiled:transformers",
 ]  # fmt: skip
 
 
@@ -161,8 +171,22 @@ def test_a_section_that_is_cut_off_keeps_what_it_has_measured(tmp_path: Path) ->
     assert record["rows"] == [0, 1, 2] and "unfinished" not in record and record["cut"]
 
 
+@pytest.fixture(scope="module")
+def small_bundled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with the bundled one's tokenizer, of one layer."""
+    folder = tmp_path_factory.mktemp("bundled")
+    config: Any = AutoConfig.from_pretrained(bundled_model())
+    small = tiny_model(
+        vocab_size=config.vocab_size, num_hidden_layers=1, max_position_embeddings=1024,
+        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id,
+    )  # fmt: skip
+    small.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(bundled_model()).save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
-def loaded_there(gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch) -> PretendGpu:
+def loaded_there(gpu: PretendGpu, small_bundled: Path, monkeypatch: pytest.MonkeyPatch) -> PretendGpu:
     """Models come to the pretend GPU where they would come to a real one."""
 
     def there(model: Any) -> Any:
@@ -177,9 +201,13 @@ def loaded_there(gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch) -> PretendGpu
 
     make = models.random_model
     on_cpu = gpu_parts.Sizes.tiny(torch.device("cpu"))
+    gpu.memory = 80 << 30, 84 << 30
+    # An engine takes what it is told of, and here it is the host's.
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: ((2 << 30) + (48 << 20), 4 << 30))
     monkeypatch.setattr(loader, "_read_to", read_there)
     monkeypatch.setattr(torch.nn.Module, "to", moved)
     monkeypatch.setattr(models, "random_model", lambda shape, sizes: there(make(shape, on_cpu)))
+    monkeypatch.setattr(gpu_parts, "bundled_model", lambda: str(small_bundled))
     monkeypatch.setattr("lpr.model.graphs.MOST_COMMON", 3)
     monkeypatch.setattr(kernels, "VOCABULARIES", (500,))
     monkeypatch.setattr(kernels, "ATTENTION_GRID", ((1, 4), (64,)))
@@ -189,25 +217,27 @@ def loaded_there(gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch) -> PretendGpu
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 def test_a_dry_run_on_the_pretend_gpu(loaded_there: PretendGpu, tmp_path: Path) -> None:
-    """As on one GPU, but for sizes: within its budgets, and each section with its rows.
+    """As on one GPU, but for sizes: within its budgets, each section with its rows, and the report reads the file.
 
-    Those with whole engines of the bundled model take a minute here; they run on a CPU above.
+    A machine of the tests may be a few times slower than a GPU. `exact` and `hybrid` take a minute each here, and run on a CPU above.
     """
-    only = ("environment", "bandwidth", "build", "t(n)", "default", "kernels", "sampling", "attention")
-    report = Report(tmp_path / "out.json", 8.0, only, gpu_check.BUDGETS)
+    target = tmp_path / "gpu_check.json"
+    only = tuple(dict.fromkeys(name.split(":")[0] for name in ON_ONE_GPU))
+    report = Report(target, 60.0, only, {name: 5 * seconds for name, seconds in gpu_check.BUDGETS.items()})
     gpu_check.check(report, gpu_parts.Sizes.tiny(CUDA))
     record = report.write()
     assert not record["failed_sections"] + record["cut_sections"] + record["skipped_sections"], record["sections"]
-    assert list(record["sections"])[:5] == ["environment", "bandwidth", "build:tiny", "t(n):tiny", "default:tiny"]
-    assert record["total_seconds"] < 60
+    assert list(record["sections"]) == ON_ONE_GPU and record["total_seconds"] < 8 * 60
     times = record["sections"]["t(n):tiny"]
     assert [(row["form"], row["kv"]) for row in times["rows"]] == [
         ("graphs", 32), ("eager", 32), ("graphs", 64), ("eager", 64)
     ]  # fmt: skip
     assert times["chains"][0]["nodes"] == [2, 8] and times["graphs"]["reason"] is None
     assert all(times["replay_equals_program"].values())
-    [part] = step_times(record)
-    assert part.table.rows
+    assert record["sections"]["correctness"]["graphs_equal_to_eager"] == {"greedy": 2, "seeded": 2}
+    assert json.loads(target.read_text())["sections"] == json.loads(json.dumps(record["sections"]))
+    [part] = step_times(json.loads(target.read_text()))
+    assert len(part.table.rows) == 2
 
 
 PARENT = """
