@@ -219,7 +219,7 @@ def loaded_there(gpu: PretendGpu, small_bundled: Path, monkeypatch: pytest.Monke
 def test_a_dry_run_on_the_pretend_gpu(loaded_there: PretendGpu, tmp_path: Path) -> None:
     """As on one GPU, but for sizes: within its budgets, each section with its rows, and the report reads the file.
 
-    A machine of the tests may be a few times slower than a GPU. `exact` and `hybrid` take a minute each here, and run on a CPU above.
+    A machine of the tests may be slower than a GPU. `exact` and `hybrid` take a minute here, and run on a CPU above.
     """
     target = tmp_path / "gpu_check.json"
     only = tuple(dict.fromkeys(name.split(":")[0] for name in ON_ONE_GPU))
